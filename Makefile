@@ -2,17 +2,17 @@
 #
 #   make setup    .venv with the pinned dependencies (CPU build of torch without an NVIDIA GPU)
 #   make train    prepare the default corpus and train the demo under btp on 2 processes
-#   make test     the test suite, on every commit (about twelve minutes on two cores)
+#   make test     the test suite, on every commit (about 20 minutes on two cores)
 #   make quick    quick tests during development: every layout once, no subprocesses (two and a half minutes)
-#   make nightly  tests that are too slow for every commit
+#   make nightly  tests that are too slow to run on every commit
 #   make check    lint, format and types
 #   make docs     the documentation site, into build/site (strict: a broken link is an error)
 #   make curves   loss curves of all layouts in one figure, into benchmarks/results/ (five to ten minutes)
 #   make perplexity  final perplexity of all layouts, three seeds each, into benchmarks/results/ (four minutes)
-#   make recompute, make fit   activation checkpointing: bytes saved and time added; what fits into 80 GB (15 minutes each)
+#   make recompute, make fit   memory saved and time added by recomputation; largest sizes that fit in 80 GB (15 minutes each)
 #   make validate the performance model against steps measured on this machine, into benchmarks/results/ (ten minutes; keep the machine idle)
 #   make bench    the paper's evaluation on this machine, and the report of all results, benchmarks/report.html (90 minutes; keep the machine idle)
-#   make report   the report, from existing results
+#   make report   rebuild the report from existing results
 #   make families dense, svd, cola, lax, loro on the same tokens, three seeds each (an hour on two busy cores; resumes after an interruption)
 
 PYTHON ?= python3
@@ -37,7 +37,7 @@ endif
 
 setup: $(READY)
 
-# torch is installed first: a package that depends on "torch" would otherwise pull in the CUDA build.
+# Install torch first: otherwise, a package that depends on "torch" would pull in the CUDA build.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "boost needs Python 3.11 or newer: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -49,14 +49,15 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-# The demo runs in two processes anywhere. With a GPU for each: make train DEVICE=cuda.
+# The demo runs on two processes. With one GPU each: make train DEVICE=cuda.
 DEVICE ?= cpu
 
 train: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/boost train demo --nproc 2 --run.device $(DEVICE) --resume auto
 
-# Test files run in parallel, because whole commands mostly wait; quick tests do not. A worker starts up to eight processes.
+# Tests of whole commands mostly wait, so test files run in parallel, with fewer workers for quick tests. A worker starts up to
+# eight processes.
 WORKERS ?= 3
 
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -74,16 +75,16 @@ quick: setup
 nightly: setup
 	$(PYTEST) -m nightly
 
-# Takes each guard of docs/reliability.md out and runs the tests that must then fail.
+# Removes each guard of docs/reliability.md in turn and runs the tests that must then fail.
 guards: setup
 	$(BIN)/python -m tests.guards
 
-# Kills and resumes the demo 200 times: half an hour.
+# Kills and resumes the demo 200 times (half an hour).
 soak: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/python -m benchmarks.soak data/stdlib runs/soak
 
-# Kills processes of runs with in-step recovery, 50 times each: 40 minutes.
+# Kills processes of runs with in-step recovery, 50 times per run (40 minutes).
 recovery: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/python -m benchmarks.recovery data/stdlib runs/recovery
@@ -93,16 +94,16 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# NO_MKDOCS_2_WARNING silences a notice about another program.
+# NO_MKDOCS_2_WARNING silences a notice about an unrelated program.
 docs: setup
 	$(BIN)/python docs/stage.py build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# A small model: the curves must coincide; their values do not matter.
+# A small model is enough: the curves must coincide, and their values do not matter.
 CURVES := --model.dim 128 --model.ffn_dim 352 --model.rank 32 --model.layers 2 --train.seq_len 64
 
-# Large enough to time GEMMs rather than launches, with the same fraction of attention as 4,096 tokens on a GPU, but with short
-# steps, to limit machine noise. All layouts and policies take about 15 minutes.
+# Large enough to time GEMMs rather than launches, with the same fraction of attention as 4,096 tokens on a GPU, and short steps
+# to limit machine noise. All layouts and policies take about 15 minutes.
 RECOMPUTE := --batches 4 8 --rounds 41 --model.vocab_size 512 --model.dim 512 --model.ffn_dim 1376 --model.rank 128 \
 	--model.heads 8 --model.layers 2 --train.seq_len 256
 
@@ -132,7 +133,7 @@ validate: setup
 	$(BIN)/boost plan calibrate --device cpu --nproc 2 --out runs/local.toml
 	$(BIN)/boost plan validate --measure --hardware runs/local.toml
 
-# One at a time: concurrent runs would slow each other down. Predictions for GPUs come last.
+# Runs one experiment at a time, because concurrent runs would slow each other down. GPU predictions come last.
 bench: setup
 	$(BIN)/boost plan calibrate --device cpu --nproc 2 --out runs/local.toml
 	$(BIN)/python -m benchmarks steps --hardware runs/local.toml

@@ -1,5 +1,6 @@
-"""The evaluation: the paper's tables and figures, rerun, and a report of all results. It is not installed; run it in a checkout.
+"""Reproduces the paper's tables and figures and builds a report of all results. Not installed: run it from a checkout.
 
-`python -m benchmarks` lists the experiments, whose command lines are the files in this folder and whose code is in experiments/.
-The other files are scripts: soak tests (soak, recovery), saves (save_stall), collectives, the planner's fit (fit_record).
+`python -m benchmarks` lists the experiments. Each has a command-line file in this folder and its code in experiments/.
+The other files are standalone scripts: soak tests (soak, recovery), checkpoint stalls (save_stall), bare collectives
+(collectives), `boost.nn` overhead (library), and fitting the planner (fit_record).
 """

@@ -1,4 +1,4 @@
-"""Command-line arguments that experiments have in common."""
+"""Command-line arguments shared by experiments."""
 
 import argparse
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from boost.config import Config, load
 from boost.errors import ConfigError
 
 LEAST_ROUNDS = 7
-"""As benchmarks.experiments.contest has it, which imports torch."""
+"""Same as benchmarks.experiments.contest.LEAST_ROUNDS; repeated here to avoid importing torch."""
 
 
 def experiment_parser(
     experiments: Any, name: str, summary: str, description: str, tp: bool = True, config: str = "demo"
 ) -> argparse.ArgumentParser:
-    """A parser with the common arguments of experiments: CONFIG, --tp, --out and overrides."""
+    """Adds a parser with the arguments shared by experiments: CONFIG, --tp, --out and overrides."""
     parser: argparse.ArgumentParser = experiments.add_parser(
         name,
         help=summary,
@@ -33,37 +33,37 @@ def experiment_parser(
         type=Path,
         default=Path("benchmarks/results", name),
         metavar="PATH",
-        help=f"PATH.json, and PATH.md and pictures, are written (default benchmarks/results/{name})",
+        help=f"write PATH.json, PATH.md and figures (default benchmarks/results/{name})",
     )
     parser.set_defaults(takes_overrides=True)
     return parser
 
 
 def add_rounds(parser: argparse.ArgumentParser, default: int) -> None:
-    """--rounds, of an experiment that times."""
+    """Adds --rounds, for experiments that measure time."""
     parser.add_argument(
         "--rounds",
         type=int,
         default=default,
         metavar="N",
-        help=f"interleaved rounds, {LEAST_ROUNDS} at least (default {default})",
+        help=f"interleaved rounds, at least {LEAST_ROUNDS} (default {default})",
     )
 
 
 def require_rounds(args: argparse.Namespace) -> None:
-    """Raises ConfigError if --rounds is less than a result takes."""
+    """Raises ConfigError if --rounds is below LEAST_ROUNDS."""
     require_least("--rounds", [args.rounds], LEAST_ROUNDS)
 
 
 def require_least(field: str, values: Sequence[int], least: int = 1) -> None:
-    """Raises ConfigError for a number below the smallest valid one."""
+    """Raises ConfigError if any value is below `least`."""
     if min(values) < least:
         what = "is not positive" if least == 1 else "is too small"
         raise ConfigError(f"{field} = {min(values)} {what}; smallest valid value: {least}")
 
 
 def tp_config(args: argparse.Namespace) -> Config:
-    """The configuration of --tp processes. Raises ConfigError."""
+    """Loads CONFIG with parallel.tp = --tp and no other parallelism. Raises ConfigError."""
     if args.tp < 1:
         raise ConfigError(f"--tp = {args.tp} must be at least 1; smallest valid value: 1")
     return load(

@@ -1,4 +1,4 @@
-"""Common command-line arguments of experiments with a single block."""
+"""Command-line arguments shared by single-block experiments."""
 
 import argparse
 import importlib
@@ -14,27 +14,32 @@ from boost.measure.drawing import needs_matplotlib
 def block_parser(
     experiments: Any, name: str, summary: str, description: str, rounds: int, tp: bool = True
 ) -> argparse.ArgumentParser:
-    """A parser for an experiment with a single block; without CONFIG the default depends on the device type."""
+    """Adds a parser for a single-block experiment. Without CONFIG, the default depends on the device type."""
     parser = experiment_parser(experiments, name, summary, description, tp=tp, config="")
     for action in parser._actions:
         if action.dest == "config":
             action.help = (
-                "preset or TOML file whose first block is taken (default: cola-350m in float32 with sequences of 256 tokens on a "
-                "CPU, boost-7b in bfloat16 with 4096 on GPUs)"
+                "preset or TOML file; the experiment runs its first block (default: cola-350m in float32 with 256-token sequences "
+                "on CPUs, boost-7b in bfloat16 with 4096-token sequences on GPUs)"
             )
     add_rounds(parser, rounds)
     return parser
 
 
 def add_batches(parser: argparse.ArgumentParser) -> None:
-    """--batches, of an experiment that repeats over them."""
+    """Adds --batches."""
     parser.add_argument(
-        "--batches", type=int, nargs="+", default=[1, 4], metavar="B", help="sequences of a micro-batch (default 1 4)"
+        "--batches",
+        type=int,
+        nargs="+",
+        default=[1, 4],
+        metavar="B",
+        help="micro-batch sizes, in sequences (default 1 4)",
     )
 
 
 def chosen_config(args: argparse.Namespace, tp: int) -> tuple[Config, str]:
-    """(configuration over `tp` processes, kind of device that it will run on). Raises ConfigError."""
+    """Returns (configuration for `tp` processes, device type it will run on). Raises ConfigError."""
     from benchmarks.experiments.blocks import DEFAULTS, device_kind
 
     overrides = [*args.overrides, f"--parallel.tp={tp}", "--parallel.dp=1", "--parallel.pp=1"]
@@ -48,8 +53,11 @@ def chosen_config(args: argparse.Namespace, tp: int) -> tuple[Config, str]:
 
 
 def run_contenders(args: argparse.Namespace, module: str) -> int:
-    """Runs `benchmarks.experiments.{module}`, which has CONTENDERS, `measure(config, mesh, batches, rounds)` and `section`, over
-    --tp processes. Raises ConfigError before any of them is started."""
+    """Runs `benchmarks.experiments.{module}` on --tp processes.
+
+    The module defines CONTENDERS, `measure(config, mesh, batches, rounds)` and `section`. Raises ConfigError before it starts
+    any process.
+    """
     if args.tp < 2:
         raise ConfigError(f"--tp = {args.tp} communicates nothing; smallest valid value: 2")
     require_rounds(args)
@@ -69,7 +77,7 @@ def run_contenders(args: argparse.Namespace, module: str) -> int:
 
 
 def require_distinct(field: str, values: Sequence[int]) -> None:
-    """Raises ConfigError for a number that is not positive or is a duplicate."""
+    """Raises ConfigError if any value is not positive or appears twice."""
     require_least(field, values)
     if len(set(values)) < len(values):
         raise ConfigError(f"{field} = {' '.join(map(str, values))} has a duplicate; name each once")

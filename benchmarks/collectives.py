@@ -1,9 +1,9 @@
-"""Bare collectives of 2, 4 and 8 processes over a wire, each process in a network namespace of its own on one bridge.
+"""Times bare collectives over a rate-limited wire with 2, 4 and 8 processes, each in its own network namespace on one bridge.
 
     python -m benchmarks.collectives [--mbit 300] [--processes 2 4 8]        # root, iproute2
 
-What a process sends is limited to the rate (a token bucket of 128 kB). Prints milliseconds, medians of five, and the fraction of
-the wire: the time of the bytes that one process sends, at that rate, over the time taken.
+A token bucket (128 kB) limits the send rate of every process. Prints the median of five runs in milliseconds, and the bandwidth
+utilization: bytes sent by one process / rate / measured time.
 """
 
 import argparse
@@ -27,7 +27,7 @@ BRIDGE, NAME, WIRE = "boostbr", "boostns{}", "wire0"
 
 
 def measure(mbit: float) -> None:
-    """One process: every collective in turn."""
+    """Runs every collective on one process."""
     torch.set_num_threads(1)
     processes = int(os.environ["WORLD_SIZE"])
     mesh_of = [f"--parallel.tp={processes}", "--model.heads=8", "--model.kv_heads=8"]
@@ -55,7 +55,7 @@ def measure(mbit: float) -> None:
 
 @contextlib.contextmanager
 def hosts(count: int, mbit: float) -> Iterator[list[str]]:
-    """Names of the namespaces; host i has the address 10.214.7.(i + 1)."""
+    """Creates `count` network namespaces and yields their names; host i has the address 10.214.7.(i + 1)."""
     names = [NAME.format(i) for i in range(count)]
     try:
         ip("link", "add", BRIDGE, "type", "bridge")
@@ -82,7 +82,7 @@ def ip(*words: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mbit", type=float, default=300.0, help="rate of what a process sends, Mbit/s (default 300)")
+    parser.add_argument("--mbit", type=float, default=300.0, help="send rate per process, Mbit/s (default 300)")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4, 8], metavar="P", help="default 2 4 8")
     args = parser.parse_args()
     if "RANK" in os.environ:

@@ -1,4 +1,4 @@
-"""The command line of the evaluation: `python -m benchmarks EXPERIMENT`, or `boost bench EXPERIMENT`."""
+"""Command line of the benchmarks: `python -m benchmarks EXPERIMENT` or `boost bench EXPERIMENT`."""
 
 import argparse
 import importlib
@@ -26,18 +26,18 @@ EXPERIMENTS = (
     "report",
     "compare",
 )
-"""In the order of the help. Each is a file, NAME.py, with `add_parser` and `run`."""
+"""In help order. Each has a file NAME.py that defines `add_parser` and `run`."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of every experiment."""
+    """Builds the parser with one subcommand per experiment."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Runs an experiment and writes its results, with tables and figures, to benchmarks/results.",
         epilog="examples:\n"
-        "  python -m benchmarks steps                    a training step by layout, family and size\n"
-        "  python -m benchmarks parts                    one optimization added at a time\n"
-        "  python -m benchmarks gemms --tps 1 4          a block's products by layout; traffic, grouping, norms likewise\n"
+        "  python -m benchmarks steps                    step time by layout, family and size\n"
+        "  python -m benchmarks parts                    ablation: one optimization added at a time\n"
+        "  python -m benchmarks gemms --tps 1 4          GEMMs of a block by layout; also traffic, grouping, norms\n"
         "  python -m benchmarks recompute demo --batches 4 8 --train.seq_len 512\n"
         "  python -m benchmarks fit boost-7b --tp 4 --memory-gb 80\n"
         "  python -m benchmarks curves demo --tp 4 --train.steps 50 --out /tmp/curves\n"
@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
         "  python -m benchmarks families --sweep 1e-3 3e-3 1e-2        dense, svd, cola, lax, loro; three seeds each\n"
         "  python -m benchmarks report                   all results as one page, benchmarks/report.html\n"
         "  python -m benchmarks compare old/recompute.json benchmarks/results/recompute.json\n"
-        "python -m benchmarks.steps and, in a checkout, boost bench steps do the same.",
+        "python -m benchmarks.steps and (from a checkout) boost bench steps are equivalent.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     subparsers = parser.add_subparsers(dest="command", metavar="EXPERIMENT", required=True)
@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one experiment and returns its exit code, as `boost.cli.main.main` does; without words, lists them."""
+    """Runs one experiment and returns its exit code, like `boost.cli.main.main`. Without arguments, lists the experiments."""
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     if not words:

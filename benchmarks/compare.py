@@ -1,4 +1,4 @@
-"""`python -m benchmarks compare`: two results of one experiment."""
+"""`python -m benchmarks compare`: compares two results of one experiment."""
 
 import argparse
 import sys
@@ -11,10 +11,10 @@ from benchmarks.commands import main
 def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = experiments.add_parser(
         "compare",
-        help="two results of one experiment, before and after a change",
-        description="Pairs the timings of both results and reports which are faster, slower or indistinguishable, by the ratio of\n"
-        "medians with its bootstrap interval. Results of different machines, experiments or dimensions are refused.\n"
-        "The two runs were not interleaved: every ratio includes machine noise between them.",
+        help="compare two results of one experiment, before and after a change",
+        description="Pairs the timings of both results and reports each as faster, slower or indistinguishable, by the ratio of\n"
+        "medians with its bootstrap interval. Rejects results of different machines, experiments or dimensions.\n"
+        "The two runs were not interleaved, so every ratio includes machine noise between them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("old", type=Path, metavar="OLD.json", help="a result from before the change")

@@ -1,4 +1,4 @@
-"""`python -m benchmarks curves`: loss curves of all layouts."""
+"""`python -m benchmarks curves`: compares the loss curves of all layouts."""
 
 import argparse
 import sys
@@ -18,15 +18,15 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         experiments,
         "curves",
         "loss curves of all layouts in one figure",
-        "Trains one model under every layout that carries it, in float64 and float32, from the same seed and data, and\n"
-        "compares every step with one process. Exit code 1 if a difference is above its limit.",
+        "Trains one model under every layout that supports it, in float64 and float32, with the same seed and data, and\n"
+        "compares every step against a single process. Exits with code 1 if a difference exceeds its limit.",
     )
     parser.add_argument(
         "--families",
         nargs="+",
         choices=FAMILIES,
         metavar="F",
-        help=f"of {', '.join(FAMILIES)}; default: CONFIG's, and dense",
+        help=f"families to train, from {', '.join(FAMILIES)} (default: CONFIG's family and dense)",
     )
     return parser
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from boost.train.launch import launch, under_torchrun
 
     families = args.families or sorted({config.model.family, "dense"})
-    for family in families:  # mistakes are answered before a process is started
+    for family in families:  # validate before starting any process
         for contender in contenders(family):
             configuration(config, family, next(iter(LIMITS)), {**contender.parallel, "tp": args.tp})
     open_fitting_store(config)

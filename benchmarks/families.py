@@ -1,4 +1,4 @@
-"""`python -m benchmarks families`: families side by side."""
+"""`python -m benchmarks families`: compares model families."""
 
 import argparse
 import sys
@@ -15,10 +15,10 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser = experiment_parser(
         experiments,
         "families",
-        "dense, svd, cola, lax, loro side by side on the same tokens",
-        "Trains CONFIG's model as each contender, with several seeds, the same tokens in the same order and the same schedule,\n"
-        "and times a step of each in interleaved rounds. A run is one process with one thread. What is finished is kept in\n"
-        "PATH.json: the same command resumes; different settings are an error. Contenders and seeds may be added.",
+        "loss, perplexity and step time of dense, svd, cola, lax and loro on the same tokens",
+        "Trains CONFIG's model as each contender with several seeds; all contenders use the same tokens, data order and schedule.\n"
+        "Then times a step of each in interleaved rounds. Each run uses one process and one thread. Finished runs are saved in\n"
+        "PATH.json: the same command resumes, and different settings are an error. Contenders and seeds may be added.",
         tp=False,
     )
     parser.add_argument(
@@ -26,19 +26,21 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         nargs="+",
         default=["dense", "svd", "cola", "lax", "loro"],
         metavar="C",
-        help="of these, and svd-spectral, lax-svd, lax-tensor, lax-dense (default dense svd cola lax loro)",
+        help="also available: svd-spectral, lax-svd, lax-tensor, lax-dense (default dense svd cola lax loro)",
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="(default 0 1 2)")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="training seeds (default 0 1 2)"
+    )
     parser.add_argument(
         "--sweep",
         type=float,
         nargs="+",
         default=[],
         metavar="LR",
-        help="peak learning rates; each contender uses its best on --sweep-seed (default: optim.lr for all)",
+        help="peak learning rates to try; each contender uses its best on --sweep-seed (default: optim.lr for all)",
     )
-    parser.add_argument("--sweep-seed", type=int, default=1000, metavar="N", help="(default 1000)")
-    parser.add_argument("--sweep-steps", type=int, metavar="N", help="steps of a sweep run (default train.steps)")
+    parser.add_argument("--sweep-seed", type=int, default=1000, metavar="N", help="seed of the sweep (default 1000)")
+    parser.add_argument("--sweep-steps", type=int, metavar="N", help="steps per sweep run (default train.steps)")
     parser.add_argument("--jobs", type=int, metavar="N", help="concurrent runs (default: one per core; 1 on a GPU)")
     add_rounds(parser, 41)
     return parser
@@ -59,10 +61,10 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{field} = {' '.join(str(v) for v in values)} has a duplicate; name each once")
     if args.sweep_seed in args.seeds:
         raise ConfigError(
-            f"--sweep-seed = {args.sweep_seed} is also one of --seeds; rates must be chosen on another seed, so use a different one"
+            f"--sweep-seed = {args.sweep_seed} is also in --seeds; the sweep needs a separate seed, so use a different one"
         )
     if any(not 0 < lr < float("inf") for lr in args.sweep) or len(set(args.sweep)) < len(args.sweep):
-        raise ConfigError(f"--sweep = {' '.join(f'{lr:g}' for lr in args.sweep)} must be different rates above 0")
+        raise ConfigError(f"--sweep = {' '.join(f'{lr:g}' for lr in args.sweep)} must be distinct and positive")
 
     from benchmarks.experiments.families import CONTENDERS, FamilyExperiment, compare, configuration
     from boost.parallel.mesh import choose_device
@@ -70,9 +72,9 @@ def run(args: argparse.Namespace) -> int:
 
     for name in args.contenders:
         if name not in CONTENDERS or args.contenders.count(name) > 1:
-            raise ConfigError(f"--contenders: '{name}' is not known, or named twice; they are {', '.join(CONTENDERS)}")
+            raise ConfigError(f"--contenders: '{name}' is unknown or a duplicate; valid names: {', '.join(CONTENDERS)}")
     steps = args.sweep_steps or config.train.steps
-    for name in args.contenders:  # mistakes are answered before a process is started
+    for name in args.contenders:  # validate before starting any process
         for length in {steps, config.train.steps}:
             configuration(config, name, args.sweep_seed, config.optim.lr, length)
     cores = 1 if choose_device(config.run.device).type == "cuda" else available_cores()

@@ -1,4 +1,4 @@
-"""`python -m benchmarks fit`: what fits into memory."""
+"""`python -m benchmarks fit`: finds the largest batch and longest sequence that fit in memory."""
 
 import argparse
 import sys
@@ -13,11 +13,11 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser = experiment_parser(
         experiments,
         "fit",
-        "the largest batch and longest sequence that fit, under every layout and policy",
-        "Runs one process's part of a step on fake tensors, and searches: no GPU and no other\n"
-        "process is needed. A 7B model takes a few seconds per layout and policy.",
+        "largest batch and longest sequence that fit in memory, by layout and recomputation policy",
+        "Runs one process's part of a step on fake tensors and searches for the largest size that fits. Needs no GPU and\n"
+        "no other process. A 7B model takes a few seconds per layout and policy.",
     )
-    parser.add_argument("--memory-gb", type=float, default=80, metavar="GB", help="memory of one process (default 80)")
+    parser.add_argument("--memory-gb", type=float, default=80, metavar="GB", help="memory per process (default 80)")
     return parser
 
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from benchmarks.experiments.fit import fit
 
     if not args.memory_gb > 0:
-        raise ConfigError(f"--memory-gb = {args.memory_gb:g} is too small; use the memory of one GPU, such as 80")
+        raise ConfigError(f"--memory-gb = {args.memory_gb:g} must be positive; use the memory of one GPU, such as 80")
     return fit(tp_config(args), args.memory_gb, args.out)
 
 

@@ -1,10 +1,10 @@
-"""Fits what software stacks reach to the fitted half of the public record: the numbers of boost/plan/stacks.toml, FlashAttention-1
-and stragglers in the profiles.
+"""Fits the planner's software-stack efficiencies to the fitting half of the public record: the numbers in boost/plan/stacks.toml,
+and the FlashAttention-1 and straggler numbers in the hardware profiles.
 
     python -m benchmarks.fit_record
 
-Prints each number as a multiple of what the package has (1.00: nothing to change) and the error before and after. Least mean
-absolute error of the log of predicted over measured seconds, by coordinate descent; deterministic, about two minutes.
+Prints each number as a multiple of its current value (1.00: no change needed), and the error before and after. Minimizes the mean
+absolute error of log(predicted / measured seconds) by coordinate descent. Deterministic; takes about two minutes.
 """
 
 import math
@@ -23,7 +23,7 @@ STEPS = (0.1, 0.03, 0.01)
 
 @dataclass(frozen=True)
 class Fit:
-    """Multiples to find for some rows."""
+    """A set of multipliers to fit, and the rows to fit them on."""
 
     title: str
     of: Callable[[Row], bool]
@@ -31,7 +31,7 @@ class Fit:
 
 
 def changed(hardware: Hardware, values: dict[str, float]) -> Hardware:
-    """The hardware with multiples of what its stack reaches."""
+    """The hardware with its stack efficiencies scaled by these multipliers."""
     reached = Reached(gemm=values.get("gemm", 1.0), attention=values.get("attention", 1.0))
     pipeline = hardware.pipeline.model_copy(
         update={"blocking": hardware.pipeline.blocking * values.get("blocking", 1.0)}
@@ -60,7 +60,7 @@ def error(rows: Sequence[Row], values: dict[str, float]) -> float:
 
 
 def descend(rows: Sequence[Row], names: Sequence[str]) -> tuple[dict[str, float], float]:
-    """The best multiples, and their error."""
+    """Returns (best multipliers, their error)."""
     best = dict.fromkeys(names, 1.0)
     least = error(rows, best)
     for step in STEPS:

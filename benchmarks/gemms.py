@@ -1,4 +1,4 @@
-"""`python -m benchmarks gemms`: matrix products of one TP rank's shard of a block."""
+"""`python -m benchmarks gemms`: times the GEMMs of one TP rank's shard of a block."""
 
 import argparse
 import sys
@@ -14,15 +14,17 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser = block_parser(
         experiments,
         "gemms",
-        "time and FLOP utilization of a block's matrix products, by layout and TP",
+        "time and FLOP utilization of a block's GEMMs, by layout and TP",
         "Records the GEMMs of one TP rank's shard of a block and replays them, all layouts in one interleaved run.\n"
-        "No other process takes part: TP may be larger than the machine.",
+        "Runs on one process only, so TP may exceed the number of devices.",
         rounds=9,
         tp=False,
     )
-    parser.add_argument("--tps", type=int, nargs="+", default=[1, 2, 4, 8], metavar="P", help="TP (default 1 2 4 8)")
     parser.add_argument(
-        "--batch", type=int, metavar="B", help="sequences of the micro-batch (default 8 on a CPU, 4 on a GPU)"
+        "--tps", type=int, nargs="+", default=[1, 2, 4, 8], metavar="P", help="TP sizes (default 1 2 4 8)"
+    )
+    parser.add_argument(
+        "--batch", type=int, metavar="B", help="micro-batch size, in sequences (default 8 on CPUs, 4 on GPUs)"
     )
     return parser
 
@@ -39,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     config, kind = chosen_config(args, 1)
     batch = args.batch or gemms.SEQUENCES[kind]
-    for tp in args.tps:  # mistakes are answered before anything is measured
+    for tp in args.tps:  # validate before measuring anything
         for _, contender in gemms.at(tp):
             block_config(config, contender, tp, batch)
     arguments = (args.tps, batch, gemms.SQUARES[kind], args.rounds)

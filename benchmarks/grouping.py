@@ -1,4 +1,4 @@
-"""`python -m benchmarks grouping`: linears of one input, grouped or ungrouped."""
+"""`python -m benchmarks grouping`: linears with the same input, grouped against ungrouped."""
 
 import argparse
 import sys
@@ -12,9 +12,9 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser = block_parser(
         experiments,
         "grouping",
-        "a block with linears grouped and ungrouped, by layout and batch",
-        "Times one block forward, and forward and backward, with its linears of one input grouped and ungrouped, all in one\n"
-        "interleaved run, and counts its products and collectives.",
+        "a block with its linears grouped and ungrouped, by layout and batch",
+        "Times the forward pass, and the forward and backward pass, of one block with same-input linears grouped and\n"
+        "ungrouped, all in one interleaved run. Counts its GEMMs and collectives.",
         rounds=25,
     )
     add_batches(parser)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks ideal`: a step under tensor parallelism against its ideal."""
+"""`python -m benchmarks ideal`: compares tensor-parallel steps against the ideal."""
 
 import argparse
 import sys
@@ -22,9 +22,9 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser = experiment_parser(
         experiments,
         "ideal",
-        "TP steps against the ideal: 1/TP of the TP=1 step plus the time of the collectives",
-        "Times, in one interleaved run, a training step under btp-sp, btp, vanilla and megatron-sp, the same step on one process,\n"
-        "and the collectives of each by themselves. CONFIG 'usual' is d 1024 in fp32 on a CPU, boost-1b in bf16 on GPUs.",
+        "TP steps against the ideal: TP=1 step time / TP plus communication time",
+        "Times in one interleaved run: a training step under btp-sp, btp, vanilla and megatron-sp; the same step on one process;\n"
+        "and the collectives of each layout in isolation. CONFIG 'usual' is d 1024 in fp32 on CPUs, boost-1b in bf16 on GPUs.",
         config=USUAL,
     )
     add_rounds(parser, 15)
@@ -46,14 +46,16 @@ def run(args: argparse.Namespace) -> int:
         flags = [*usual, *flags]
     config = load(name, [*flags, "--parallel.tp", str(args.tp), "--parallel.dp", "1", "--parallel.pp", "1"])
     if not config.model.low_rank:
-        raise ConfigError("model.family = 'dense' has no bottleneck; take cola, svd or lax (dense is measured anyway)")
-    variants(config)  # mistakes are answered before a process is started
+        raise ConfigError(
+            "model.family = 'dense' has no bottleneck; take cola, svd or lax (dense is always measured too)"
+        )
+    variants(config)  # validate before starting any process
     work = (config, args.rounds, args.out)
     return ideal_process(*work) if under_torchrun() else launch(ideal_process, work, args.tp, log_dir=None)
 
 
 def _usual(tp: int) -> tuple[str, list[str]]:
-    """The preset and flags for this machine."""
+    """The default preset and flags for this machine."""
     import torch
 
     return ("boost-1b", ["--run.device=cuda"]) if torch.cuda.device_count() >= tp else ("demo", CPU)

@@ -1,9 +1,9 @@
-"""Cost of separate modules: a training pass of `boost.nn.Decoder` against the decoder of a run, whose parameters are fused.
+"""Overhead of separate modules: `boost.nn.Decoder` against the trainer's decoder, which has fused parameters.
 
     python benchmarks/library.py [--rounds 15]          writes benchmarks/library.json
 
-Forward and backward pass of the same weights on the same tokens, fp32, interleaved in one process, or in two under btp. The
-ratio is the median over rounds of (separate / fused), with the quartiles. Keep the machine idle.
+Times a forward and backward pass with the same weights and tokens in fp32, interleaved, on one process and on two under btp.
+The ratio is the median over rounds of separate / fused, with quartiles. Keep the machine idle.
 """
 
 import argparse
@@ -37,7 +37,7 @@ BATCH, LENGTH, VOCABULARY = 4, 256, 2048
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="passes of each (default 15)")
+    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="passes of each decoder (default 15)")
     args = parser.parse_args()
     found = {"environment": environment(load("demo", [])), "rounds": args.rounds, "ratios": {}}
     for processes in (1, 2):
@@ -62,7 +62,7 @@ def _process(rank: int, processes: int, folder: str, rounds: int) -> None:
 
 
 def measure(sizes: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Milliseconds of a pass of each, and the ratio."""
+    """Milliseconds per pass of each decoder, and their ratio."""
     mesh = dist.group.WORLD if dist.is_initialized() else None
     spec = Spec(family="cola", vocab_size=VOCABULARY, layout="btp", mesh=mesh, **sizes)
     separate = Decoder(spec)

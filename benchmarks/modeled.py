@@ -1,4 +1,4 @@
-"""`python -m benchmarks modeled`: the paper's evaluation, predicted by the performance model."""
+"""`python -m benchmarks modeled`: predicts the paper's evaluation with the performance model."""
 
 import argparse
 import sys
@@ -9,15 +9,15 @@ from benchmarks.commands import main
 from boost.measure.drawing import needs_matplotlib
 
 HARDWARE = ("a100-80g-8", "h100-80g", "h200-141g")
-"""As benchmarks.experiments.modeled has them, which imports torch."""
+"""Same as benchmarks.experiments.modeled.HARDWARE; repeated here to avoid importing torch."""
 
 
 def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = experiments.add_parser(
         "modeled",
-        help="the paper's step times, and the 7B and 40B on other GPUs, by the performance model",
-        description="Predicts the paper's step times next to the published ones, and what the best low-rank layout\n"
-        "gains for the 7B on 4 and 8 GPUs and for the 40B on 32. Arithmetic: seconds, on any machine.",
+        help="predicted step times of the paper's models, and of the 7B and 40B on other GPUs",
+        description="Predicts the paper's step times next to the published ones, and the speed-up of the best low-rank layout\n"
+        "for the 7B on 4 and 8 GPUs and for the 40B on 32. Pure arithmetic: takes seconds on any machine.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -25,14 +25,14 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         nargs="+",
         default=list(HARDWARE),
         metavar="PROFILE",
-        help=f"of the 7B and the 40B, nodes of eight (default {' '.join(HARDWARE)})",
+        help=f"profiles of 8-GPU nodes, for the 7B and the 40B (default {' '.join(HARDWARE)})",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("benchmarks/results/modeled"),
         metavar="PATH",
-        help="PATH.json, PATH.md and pictures are written (default benchmarks/results/modeled)",
+        help="write PATH.json, PATH.md and figures (default benchmarks/results/modeled)",
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks norms`: RMSNorm across shards, sync against online."""
+"""`python -m benchmarks norms`: RMSNorm over a sharded width, sync against online."""
 
 import argparse
 import sys
@@ -12,9 +12,9 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser = block_parser(
         experiments,
         "norms",
-        "RMSNorm over a sharded width: sync against online, by batch, and the rounding error of both",
-        "Times one block under btp with either norm, and the norms alone, all in one interleaved run; then compares the\n"
-        "gradients of either in bfloat16 with those of one process in float32.",
+        "RMSNorm over a sharded width: sync against online, by batch, with the rounding error of both",
+        "Times one block under btp with each norm, and the norms alone, all in one interleaved run. Then compares the\n"
+        "gradients of each in bfloat16 with those of one process in float32.",
         rounds=25,
     )
     add_batches(parser)

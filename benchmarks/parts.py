@@ -1,4 +1,4 @@
-"""`python -m benchmarks parts`: ablation of every optimization."""
+"""`python -m benchmarks parts`: ablation, one optimization at a time."""
 
 import argparse
 import sys
@@ -15,14 +15,19 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser = experiment_parser(
         experiments,
         "parts",
-        "ablation: what each optimization adds, from megatron-sp to btp-sp",
-        "Times whole optimizer steps from the dense model under megatron-sp to btp-sp, one optimization added at a time, all of\n"
-        "them interleaved; then what recomputation costs and saves. Sizes go with the device and TP, as in 'steps'.",
+        "ablation: gain of each optimization, from megatron-sp to btp-sp",
+        "Times whole optimizer steps, from the dense model under megatron-sp to btp-sp, adding one optimization at a time, then\n"
+        "the time and memory of recomputation. All are interleaved in one run. Model size depends on device and TP, as in 'steps'.",
         tp=False,
     )
     parser.add_argument("--tp", type=int, metavar="N", help="TP processes (default: one per GPU, 2 on CPUs)")
     parser.add_argument(
-        "--dtypes", nargs="+", choices=get_args(DType), default=["bfloat16"], metavar="D", help="(default bfloat16)"
+        "--dtypes",
+        nargs="+",
+        choices=get_args(DType),
+        default=["bfloat16"],
+        metavar="D",
+        help="compute dtypes (default bfloat16)",
     )
     parser.add_argument(
         "--shares",
@@ -30,11 +35,9 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="N",
-        help="TP sizes to measure by single-rank emulation as well",
+        help="also measure these TP sizes by single-rank emulation",
     )
-    parser.add_argument(
-        "--hardware", metavar="FILE|NAME", help="hardware profile that models the collectives of --shares"
-    )
+    parser.add_argument("--hardware", metavar="FILE|NAME", help="hardware profile to model the collectives of --shares")
     parser.add_argument("--compile", action="store_true", help="add a step with torch.compile")
     add_rounds(parser, 9)
     return parser
@@ -57,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     found = groups(machine, args.dtypes, args.shares, args.compile, args.overrides, args.config)
     if not found:
         raise ConfigError(
-            "--tp = 1 shards nothing, and there is one GPU; name --shares, such as 2 4 8, or --run.device cpu"
+            "--tp = 1 shards nothing, and there is one GPU; add --shares, such as 2 4 8, or --run.device cpu"
         )
     return parts(machine, found, args.rounds, args.out)
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks perplexity`: final perplexity of all layouts."""
+"""`python -m benchmarks perplexity`: compares the final perplexity of all layouts."""
 
 import argparse
 import sys
@@ -18,23 +18,25 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser = experiment_parser(
         experiments,
         "perplexity",
-        "loss curves and final held-out perplexity of all layouts, several seeds",
-        "Trains one model under every layout that carries it and on one process, with the same hyper-parameters and order of\n"
-        "the data, several seeds each, and compares held-out perplexity: the layout must matter far less than the seed. Exit\n"
-        "code 1 if it does not.",
+        "loss curves and final held-out perplexity of all layouts, over several seeds",
+        "Trains one model on one process and under every layout that supports it, with the same hyperparameters and data\n"
+        "order and several seeds each, and compares held-out perplexity. Exits with code 1 unless layouts differ far less\n"
+        "than seeds do.",
     )
     parser.add_argument(
         "--families",
         nargs="+",
         choices=FAMILIES,
         metavar="F",
-        help=f"of {', '.join(FAMILIES)}; default: CONFIG's, and dense",
+        help=f"families to train, from {', '.join(FAMILIES)} (default: CONFIG's family and dense)",
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="(default 0 1 2)")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="training seeds (default 0 1 2)"
+    )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="of products and activations; weights are float32 (default: float32 on CPUs, bfloat16 on GPUs)",
+        help="dtype of GEMMs and activations; weights are float32 (default: float32 on CPUs, bfloat16 on GPUs)",
     )
     return parser
 
@@ -53,9 +55,8 @@ def run(args: argparse.Namespace) -> int:
     from boost.train.launch import launch, under_torchrun
 
     families = args.families or sorted({config.model.family, "dense"})
-    for _, of_run in work(
-        config, families, args.dtype or "float32", args.seeds
-    ):  # mistakes are answered before a process is started
+    # Validate before starting any process.
+    for _, of_run in work(config, families, args.dtype or "float32", args.seeds):
         open_fitting_store(of_run)
     experiment = (config, families, args.dtype, args.seeds, args.out)
     return (

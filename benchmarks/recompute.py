@@ -1,4 +1,4 @@
-"""`python -m benchmarks recompute`: activation checkpointing."""
+"""`python -m benchmarks recompute`: memory and time of activation checkpointing."""
 
 import argparse
 import sys
@@ -19,12 +19,17 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser = experiment_parser(
         experiments,
         "recompute",
-        "memory saved and time added by every recomputation policy, under every layout",
-        "Times the forward and backward pass of a micro-batch under every policy, all of them in one interleaved run on the\n"
-        "same weights, and counts the saved activations of each.",
+        "memory saved and time added by each recomputation policy, under every layout",
+        "Times the forward and backward pass of a micro-batch under every policy, all in one interleaved run with the same\n"
+        "weights, and counts the activations that each saves for the backward pass.",
     )
     parser.add_argument(
-        "--batches", type=int, nargs="+", default=[4, 8], metavar="B", help="micro-batches (default 4 8)"
+        "--batches",
+        type=int,
+        nargs="+",
+        default=[4, 8],
+        metavar="B",
+        help="micro-batch sizes, in sequences (default 4 8)",
     )
     add_rounds(parser, 15)
     return parser
@@ -39,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     require_rounds(args)
     require_least("--batches", args.batches)
-    list(variants(config, args.batches))  # mistakes are answered before a process is started
+    list(variants(config, args.batches))  # validate before starting any process
     work = (config, args.batches, args.rounds, args.out)
     return recompute_process(*work) if under_torchrun() else launch(recompute_process, work, args.tp, log_dir=None)
 

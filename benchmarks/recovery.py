@@ -1,14 +1,14 @@
-"""Kills processes of a run with in-step recovery, over and over: `python -m benchmarks.recovery STORE FOLDER [--kills 50]`.
+"""Soak test of in-step recovery: kills processes at random. `python -m benchmarks.recovery STORE FOLDER [--kills 50]`.
 
-A small model on four processes, dp 4, dp 2 x tp 2 and dp 4 with ZeRO-1, in fp64 and fp32, that evaluates and saves often; and dp 4
-across two network namespaces, where root may make some. At random moments a random process gets SIGKILL, now and then two at
-once (not with ZeRO-1, whose two copies they may be), and now and then one of a replica that is coming back. One replica with
-weights is left alive. At the end: every step is there once, losses and weights are those of a run that nobody disturbed, nothing
-is left behind.
+Trains a small model on four processes (dp 4, dp 2 x tp 2, and dp 4 with ZeRO-1; fp64 and fp32) with frequent evaluations and saves;
+also dp 4 across two network namespaces if the machine allows them. Sends SIGKILL to random processes at random times: sometimes to
+two at once (except with ZeRO-1, where they may hold both copies of a shard), sometimes to a replica that is rejoining. At least one
+replica with weights always survives. Afterwards it checks that every step appears exactly once, that losses and weights match an
+undisturbed run, and that no files are left over.
 
-Then, at several rates of kills, useful tokens per second with in-step recovery and with a restart from the latest checkpoint after
-each kill; and the time of a step with and without recovery where nothing fails, in interleaved runs. Parts that are not run keep
-what recovery.json has of them. Writes recovery.json and docs/pictures/recovery.svg.
+Also measures useful tokens per second at several kill rates, with in-step recovery and with a restart from the latest checkpoint,
+and the step time with and without recovery when nothing fails (interleaved runs). Parts that are skipped keep their results in
+recovery.json. Writes recovery.json and docs/pictures/recovery.svg.
 """
 
 import argparse
@@ -23,53 +23,46 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from benchmarks.experiments.hosts import Host, two_hosts, why_no_hosts
+from benchmarks.experiments.hosts import two_hosts, why_no_hosts
+from benchmarks.killed_runs import BOOST, PROCESSES, Hosts, Run, lines
 from boost.config import load
-from boost.parallel.membership import Coordinator, Decision
 from boost.train.checkpoint import complete_checkpoints, open_checkpoint
 from boost.train.console import progress
-from boost.train.heartbeat import Beat, read_beats
-from boost.train.metrics import read_metrics
 from boost.train.rundir import environment
 from boost.train.weights import WeightReader
 
-BOOST = [sys.executable, "-m", "boost.cli.main"]
 RESULT = Path(__file__).parent / "recovery.json"
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "recovery.svg"
-TOKENS, PROCESSES = 32 * 128, 4
-"""Of a step; of a run."""
+TOKENS = 32 * 128
+"""Tokens per step."""
 MODEL = (
     "--model.vocab_size 4096 --model.dim 128 --model.ffn_dim 352 --model.layers 2 --model.heads 4 --model.kv_heads 4 "
 )
 MODEL += "--model.rank 32 --train.seq_len 128 --train.global_batch 32 --train.micro_batch 1 --train.log_every 50"
 MESHES = {
     "dp 4": "--parallel.tp 1 --parallel.dp 4",
-    "dp 2 x tp 2": "--parallel.tp 2 --parallel.dp 2 --train.global_batch 64",  # longer: only one replica may be lost at a time
+    "dp 2 x tp 2": "--parallel.tp 2 --parallel.dp 2 --train.global_batch 64",  # longer: only one replica may be killed at a time
     "dp 4, ZeRO-1": "--parallel.tp 1 --parallel.dp 4 --parallel.shard optimizer",
 }
 DTYPES = {
     "fp64": "--train.param_dtype float64 --train.compute_dtype float64",
     "fp32": "--train.param_dtype float32 --train.compute_dtype float32",
 }
-SETTLES_S = 3.0
-"""Seconds after which moments are certainly divided among the replicas of a membership: a step takes one."""
 LIMITS = {"fp64": 1e-12, "fp32": 1e-6}
-"""Largest relative difference of a loss, and of the norm of the weights' difference."""
+"""Maximum relative difference of any loss, and of the weights in norm."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store", type=Path, help="a token store, such as data/stdlib")
-    parser.add_argument("folder", type=Path, help="where the runs go; what an earlier soak left there is removed")
-    parser.add_argument("--kills", type=int, default=50, metavar="N", help="kills of each run (default 50)")
-    parser.add_argument("--steps", type=int, default=150, metavar="N", help="steps of each run (default 150)")
+    parser.add_argument("folder", type=Path, help="output folder; results of an earlier soak are deleted")
+    parser.add_argument("--kills", type=int, default=50, metavar="N", help="kills per run (default 50)")
+    parser.add_argument("--steps", type=int, default=150, metavar="N", help="steps per run (default 150)")
     parser.add_argument("--every", type=float, default=2.0, metavar="S", help="mean seconds between kills (default 2)")
     parser.add_argument(
         "--rates",
@@ -77,11 +70,13 @@ def main() -> int:
         nargs="+",
         default=[10.0, 5.0],
         metavar="S",
-        help="mean seconds between kills where useful tokens are counted (default 10 and 5)",
+        help="mean seconds between kills when measuring useful tokens (default 10 and 5)",
     )
-    parser.add_argument("--turns", type=int, default=8, metavar="N", help="runs with and without recovery (default 8)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of moments and victims (default 0)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only runs whose name holds this")
+    parser.add_argument(
+        "--turns", type=int, default=8, metavar="N", help="runs with and without recovery, each (default 8)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed for kill times and victims (default 0)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only runs whose name contains TEXT")
     args = parser.parse_args()
     for mesh in MESHES:
         for dtype in DTYPES:
@@ -102,13 +97,13 @@ def main() -> int:
 
 
 def known() -> dict[str, Any]:
-    """recovery.json."""
+    """Reads recovery.json."""
     found: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
     return {part: found.get(part, {}) for part in ("runs", "useful", "overhead")}
 
 
 def put(part: str, name: str, found: dict[str, Any]) -> None:
-    """Into recovery.json."""
+    """Prints a result and writes it to recovery.json."""
     print(name, json.dumps({key: value for key, value in found.items() if key not in ("kills", "path")}), flush=True)
     result = known()
     result[part][name] = {"environment": environment(load("demo", [])), **found}
@@ -116,7 +111,7 @@ def put(part: str, name: str, found: dict[str, Any]) -> None:
 
 
 def soak(args: argparse.Namespace, name: str, mesh: str, dtype: str) -> dict[str, Any]:
-    """One run, undisturbed and killed. Raises SystemExit if something does not hold."""
+    """Trains the same run undisturbed and with kills. Raises SystemExit if a check fails."""
     folder = args.folder / name.replace(" ", "").replace(",", "-")
     shutil.rmtree(folder, ignore_errors=True)
     words = f"{MODEL} {MESHES[mesh]} {DTYPES[dtype]} --run.recovery in-step"
@@ -129,107 +124,11 @@ def soak(args: argparse.Namespace, name: str, mesh: str, dtype: str) -> dict[str
     return {"held": compare(args, whole, killed, kills, LIMITS[dtype]), "kills": kills}
 
 
-class Run:
-    """A run that is going on."""
-
-    def __init__(self, args: argparse.Namespace, folder: Path, words: str) -> None:
-        self.args, self.folder = args, folder
-        self.temporary = folder.with_name(f"{folder.name}.tmp")
-        shutil.rmtree(self.temporary, ignore_errors=True)
-        self.temporary.mkdir(parents=True)
-        self.spares_pairs = False
-        """Whether only one process is killed at a time, and none before its moments are divided anew."""
-        self._latest = -1, 0.0
-        self.began = time.monotonic()
-        self.process = subprocess.Popen(
-            [*BOOST, *training(args, folder, words)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"TMPDIR": str(self.temporary.resolve())},
-        )
-        self.seconds = 0.0
-
-    def finish(self) -> None:
-        """Waits for its end. Raises SystemExit if it failed."""
-        out, err = self.process.communicate()
-        self.seconds = time.monotonic() - self.began
-        if self.process.returncode or "Traceback" in err:
-            raise SystemExit(
-                f"recovery: {self.folder} ended with {self.process.returncode}:\n{out[-3000:]}\n{err[-3000:]}"
-            )
-
-    @property
-    def over(self) -> bool:
-        return self.process.poll() is not None
-
-    def disturb(self, chance: random.Random) -> Any:
-        """Kills, `args.kills` times, and yields what it did."""
-        for _ in progress(self.args.kills, f"kills of {self.folder.parent.name}"):
-            time.sleep(min(chance.expovariate(1 / self.args.every), 3 * self.args.every))
-            # Drawn once: a returning replica that starts slowly must not attract all kills.
-            wants_outside = chance.random() < 0.3
-            while self.process.poll() is None:
-                if victims := self.victims(chance, wants_outside):
-                    for beat in victims:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(beat.pid, signal.SIGKILL)
-                    yield {
-                        "at_s": round(time.monotonic() - self.began, 2),
-                        "victims": [described(each) for each in victims],
-                    }
-                    break
-                time.sleep(0.05)
-
-    def workers(self) -> list[Beat]:
-        """The processes that beat now."""
-        launch = next(self.temporary.glob("boost-launch-*"), None)
-        beats = read_beats(launch) if launch is not None else []
-        return [beat for beat in beats if alive(beat.pid)] if all(beat.step for beat in beats) else []
-
-    def victims(self, chance: random.Random, wants_outside: bool) -> list[Beat]:
-        """Processes to kill now: `wants_outside`, one of a replica that is coming back, if there is one. None if that would leave
-        no replica with weights."""
-        launch = next(self.temporary.glob("boost-launch-*"), None)
-        if launch is None or (latest := membership(launch)) is None:
-            return []
-        if not (self.folder / "metrics.jsonl").exists() or not lines(self.folder, "step"):
-            return []  # a process that is lost before the first step ends the run
-        decision, gone = latest
-        if decision.number != self._latest[0]:
-            self._latest = decision.number, time.monotonic()
-        if self.spares_pairs and time.monotonic() - self._latest[1] < SETTLES_S:
-            return []
-        beats = {beat.incarnation: beat for beat in read_beats(launch) if alive(beat.pid)}
-        by_member: dict[str, list[Beat]] = {}
-        for beat in read_beats(launch):
-            if alive(beat.pid) and beat.incarnation not in gone:
-                by_member.setdefault(beat.incarnation, []).append(beat)
-        whole = {name for name, each in by_member.items() if len(each) == max(map(len, by_member.values()))}
-        inside = [member.incarnation for member in decision.members if member.incarnation in whole]
-        outside = [name for name in beats if name not in inside and name not in gone]
-        if self.spares_pairs and len(inside) < len(decision.members):
-            return []  # a kill that the others have not noticed yet counts too
-        size = 2 if chance.random() < 0.2 and not self.spares_pairs else 1
-        if outside and wants_outside:
-            return [chance.choice(by_member[chance.choice(outside)])]
-        chosen = chance.sample(inside, min(size, len(inside)))
-        # One that has just come in may not have the weights yet.
-        safe = set(inside) - set(decision.joined) - set(chosen)
-        return [chance.choice(by_member[name]) for name in chosen] if safe else []
-
-
-def training(args: argparse.Namespace, folder: Path, words: str) -> list[str]:
-    """`boost train` of the small model."""
-    words += f" --run.dir {folder} --data.store {args.store} --train.steps {args.steps} --train.save_every 5"
-    return ["train", "demo", *words.split(), "--train.eval_every", "20", "--train.eval_tokens", "2048"]
-
-
 HOSTS = "two hosts, dp 4, fp64"
 
 
 def soak_hosts(args: argparse.Namespace) -> dict[str, Any]:
-    """The same with two replicas on each of two hosts: `boost coordinate`, and torchruns that start their processes again."""
+    """The same soak with two replicas on each of two hosts: `boost coordinate`, and one torchrun per replica that restarts it."""
     folder = args.folder / "two-hosts"
     shutil.rmtree(folder, ignore_errors=True)
     words = f"{MODEL} {MESHES['dp 4']} {DTYPES['fp64']} --run.recovery in-step"
@@ -245,102 +144,8 @@ def soak_hosts(args: argparse.Namespace) -> dict[str, Any]:
     return {"held": compare(args, whole, killed, kills, LIMITS["fp64"]), "kills": kills}
 
 
-class Hosts:
-    """A run on two hosts that is going on."""
-
-    def __init__(self, args: argparse.Namespace, folder: Path, words: str, hosts: Sequence[Host]) -> None:
-        self.args, self.folder, self.seconds = args, folder, 0.0
-        self._losses: dict[int, int] = {}
-        """Members that were killed, and how often each had been lost by then."""
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        self.began = time.monotonic()
-        self.coordinator = subprocess.Popen(hosts[0].command(*BOOST, "coordinate"), stdout=subprocess.DEVNULL)
-        time.sleep(5)
-        self.agents = []
-        for number in range(PROCESSES):
-            host = hosts[number * len(hosts) // PROCESSES]
-            said = folder.with_name(f"replica{number}.txt").open("w", encoding="utf-8")
-            elastic = [
-                "--nproc-per-node",
-                "1",
-                "--max-restarts",
-                "1000",
-                "--monitor-interval",
-                "0.2",
-                "--rdzv-backend",
-                "c10d",
-            ]
-            elastic += f"--rdzv-endpoint 127.0.0.1:{29420 + number} --rdzv-id {number} --local-addr 127.0.0.1".split()
-            elastic += ["--rdzv-conf", "is_host=1", "-m", "boost.cli.main"]
-            environment = {"GLOO_SOCKET_IFNAME": host.wire, "OMP_NUM_THREADS": "1", "BOOST_REPLICA": str(number)}
-            environment |= {"BOOST_COORDINATOR": f"{hosts[0].address}:29410"}
-            command = host.command(sys.executable, "-m", "torch.distributed.run", *elastic)
-            command += training(args, folder, words)
-            self.agents.append(
-                subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=os.environ | environment)
-            )
-
-    def worker(self, number: int) -> int | None:
-        """The process of a replica, if it runs."""
-        found = subprocess.run(
-            ["pgrep", "-P", str(self.agents[number].pid), "-f", "boost.cli.main"], capture_output=True, text=True
-        ).stdout.split()
-        return int(found[0]) if found and alive(int(found[0])) else None
-
-    def disturb(self, chance: random.Random) -> Iterator[dict[str, Any]]:
-        """As that of `Run`."""
-        for _ in progress(self.args.kills, "kills on two hosts"):
-            time.sleep(min(chance.expovariate(1 / self.args.every), 3 * self.args.every))
-            while all(agent.poll() is None for agent in self.agents):
-                if victims := self.victims(chance):
-                    pids = [pid for pid in map(self.worker, victims) if pid is not None]
-                    for pid in pids:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL)
-                    yield {"at_s": round(time.monotonic() - self.began, 2), "victims": ["host"] * len(pids)}
-                    break
-                time.sleep(0.1)
-
-    def victims(self, chance: random.Random) -> list[int]:
-        """Replicas to kill now; none if that would leave none with weights. Without a launcher that sees all processes, a loss is
-        noticed only once the replica is silent or starts again; until then it still counts as a member."""
-        if not (self.folder / "metrics.jsonl").exists() or not (steps := lines(self.folder, "step")):
-            return []
-        inside = dict.fromkeys(range(PROCESSES), 0)
-        """Step before which each came in."""
-        losses = Counter[int]()
-        for change in lines(self.folder, "membership"):
-            for replica, _ in change["lost"]:
-                inside.pop(replica, None)
-                losses[replica] += 1
-            inside |= dict.fromkeys(change["joined"], change["step"])
-        size = 2 if chance.random() < 0.2 else 1
-        chosen = chance.sample(range(PROCESSES), size)
-        unnoticed = {replica for replica, before in self._losses.items() if losses[replica] == before}
-        if unnoticed & set(chosen) or not all(map(self.worker, chosen)):
-            return []
-        safe = {replica for replica, step in inside.items() if steps[-1]["step"] > step} - unnoticed - set(chosen)
-        if not any(map(self.worker, safe)):
-            return []
-        self._losses = {replica: losses[replica] for replica in (*unnoticed, *(set(chosen) & set(inside)))}
-        return chosen
-
-    def finish(self) -> None:
-        """Waits for its end. Raises SystemExit if it failed."""
-        codes = [agent.wait() for agent in self.agents]
-        self.seconds = time.monotonic() - self.began
-        if any(codes):
-            raise SystemExit(f"recovery: torchruns ended with {codes}; see {self.folder.parent}/replica*.txt")
-
-    def end(self) -> None:
-        """Ends what still runs."""
-        for process in (*self.agents, self.coordinator):
-            process.terminate()
-            process.wait()
-
-
 def overhead(args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of a step on two processes with recovery and without, in runs that take turns, in both orders."""
+    """Milliseconds per step on two processes with and without in-step recovery, from runs interleaved in alternating order."""
     found: dict[str, list[float]] = {"restart": [], "in-step": []}
     for turn in progress(args.turns, "runs with and without recovery"):
         for recovery in sorted(found, reverse=bool(turn % 2)):
@@ -356,11 +161,12 @@ def overhead(args: argparse.Namespace) -> dict[str, Any]:
 
 
 RECOVERIES = {"in-step": "in-step recovery", "restart": "restart from the latest checkpoint"}
-"""run.recovery, and what the picture calls it."""
+"""run.recovery: label in the figure."""
 
 
 def useful(args: argparse.Namespace, recovery: str, rate: float) -> dict[str, Any]:
-    """A run that loses a process every `rate` seconds on average, to its last step: its progress over time, and useful tokens."""
+    """Trains to the last step while killing a process every `rate` seconds on average. Returns progress over time and useful
+    tokens per process-second."""
     folder = args.folder / f"useful-{recovery}"
     shutil.rmtree(folder, ignore_errors=True)
     chance, began = random.Random(args.seed), time.monotonic()
@@ -372,7 +178,7 @@ def useful(args: argparse.Namespace, recovery: str, rate: float) -> dict[str, An
     while not (run.over and run.process.returncode == 0):
         time.sleep(0.1)
         now = time.monotonic() - began
-        if run.process.poll():  # only with "restart": with in-step recovery one replica is always left
+        if run.process.poll():  # only with "restart": in-step recovery always keeps one replica
             run.process.communicate()
             run = Run(args, folder / "run", words)
         if now >= next_kill and (beats := run.workers()):
@@ -393,7 +199,7 @@ def useful(args: argparse.Namespace, recovery: str, rate: float) -> dict[str, An
 
 
 def draw(found: dict[str, Any]) -> None:
-    """Steps done and loss over time at each rate of kills, with kills marked."""
+    """Plots completed steps and loss over time at each kill rate, with kills marked."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -413,50 +219,31 @@ def draw(found: dict[str, Any]) -> None:
         loss.plot(at, losses, color=color, linewidth=0.8)
         heights = [max([step for when, step, _ in run["path"] if when <= kill], default=0) for kill in run["kills"]]
         steps.plot(run["kills"], heights, "x", color=color)
-        steps.set_title(f"a process is killed (x) every {run['rate_s']:g} s on average", fontsize=10)
+        steps.set_title(f"one process killed (x) every {run['rate_s']:g} s on average", fontsize=10)
         steps.legend(loc="lower right", frameon=False, fontsize=8)
         loss.set_xlabel("seconds")
-    axes[0, 0].set_ylabel("steps done")
+    axes[0, 0].set_ylabel("completed steps")
     axes[1, 0].set_ylabel("loss, nats per token")
     figure.savefig(PICTURE, metadata={"Date": None})
-
-
-def membership(launch: Path) -> tuple[Decision, set[str]] | None:
-    """The latest decision and who of it is gone."""
-    if not (launch / "members").exists():
-        return None
-    coordinator = Coordinator(dist.FileStore(str(launch / "members"), -1), 1, 1)
-    latest = coordinator.latest()
-    if latest is None:
-        return None
-    names = {beat.incarnation for beat in read_beats(launch)} | {each.incarnation for each in latest.members}
-    return latest, {name for name in names if coordinator.why_gone(name)}
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] not in "ZX"
-    return False
-
-
-def described(beat: Beat) -> str:
-    """What a process said last that it did: up to a second old."""
-    return f"{beat.phase}{', saving' if beat.saving and beat.phase != 'save' else ''}: {beat.where.split(' ')[-1]}"
 
 
 def compare(
     args: argparse.Namespace, whole: Run, killed: Run | Hosts, kills: list[dict[str, Any]], limit: float
 ) -> dict[str, Any]:
-    """What must hold, and figures. Raises SystemExit."""
+    """Checks the invariants and summarizes the soak. Raises SystemExit if one is violated."""
     expected, actual = (lines(run.folder, "step") for run in (whole, killed))
     if [line["step"] for line in actual] != list(range(1, args.steps + 1)):
         raise SystemExit(f"recovery: {killed.folder}/metrics.jsonl does not have every step once")
     losses = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(actual, expected, strict=True))
     weights = difference(whole.folder, killed.folder)
-    changes = lines(killed.folder, "membership")
+    changes, replicas = lines(killed.folder, "membership"), None
+    for change in changes:
+        replicas = (replicas or change["of"]) + len(change["joined"]) - len(change["lost"])
+        if replicas != change["replicas"]:
+            raise SystemExit(f"recovery: {killed.folder} does not record every change of its replicas")
     lost = [each for each in changes if each["lost"]]
     if (count := sum(len(each["victims"]) for each in kills)) < args.kills:
-        raise SystemExit(f"recovery: {killed.folder} was over after {count} kills of {args.kills}; take more --steps")
+        raise SystemExit(f"recovery: {killed.folder} ended after {count} of {args.kills} kills; increase --steps")
     held = {
         "kills": count,
         "moments": dict(Counter(victim.partition(":")[0] for each in kills for victim in each["victims"])),
@@ -470,19 +257,15 @@ def compare(
         "seconds_undisturbed": round(whole.seconds, 1),
     }
     if max(losses, weights) > limit:
-        raise SystemExit(f"recovery: {killed.folder} is not the undisturbed run: {json.dumps(held, indent=2)}")
+        raise SystemExit(f"recovery: {killed.folder} differs from the undisturbed run: {json.dumps(held, indent=2)}")
     leftovers = [path.name for path in killed.folder.glob("*.lock")]
     if leftovers:
-        raise SystemExit(f"recovery: left behind: {leftovers}")
+        raise SystemExit(f"recovery: leftover files: {leftovers}")
     return held
 
 
-def lines(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == kind]
-
-
 def difference(one: Path, other: Path) -> float:
-    """Norm of the difference of final weights over their norm."""
+    """Relative difference of the final weights in norm."""
     squares, whole = 0.0, 0.0
     a, b = (WeightReader(open_checkpoint(complete_checkpoints(run / "checkpoints")[-1])) for run in (one, other))
     for name in a.names():

@@ -1,4 +1,4 @@
-"""`python -m benchmarks report`: all results as one page."""
+"""`python -m benchmarks report`: builds one page of all results."""
 
 import argparse
 import importlib.util
@@ -14,9 +14,9 @@ from boost.measure.drawing import needs_matplotlib
 def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = experiments.add_parser(
         "report",
-        help="one HTML page of all results, and their figures as SVG and PNG",
-        description="Makes one self-contained HTML page of all results: the project's goals with what was found, what was\n"
-        "measured where, then every table and figure next to the paper's numbers. Figures are also written next to the results.",
+        help="build one HTML page of all results, with figures as SVG and PNG",
+        description="Builds one self-contained HTML page of all results: goals and whether they are met, the machines that were\n"
+        "measured, then every table and figure next to the paper's numbers. Also writes the figures next to the results.",
         epilog="examples:\n"
         "  python -m benchmarks report\n"
         "  python -m benchmarks report --check                             check that the page is up to date\n"
@@ -28,19 +28,19 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         type=Path,
         action="append",
         metavar="DIR",
-        help="results in DIR and in the folders directly below it; may be repeated (default benchmarks/results)",
+        help="read results from DIR and its immediate subfolders; may be repeated (default benchmarks/results)",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("benchmarks/report.html"),
         metavar="FILE",
-        help="the page (default benchmarks/report.html)",
+        help="output page (default benchmarks/report.html)",
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="write nothing; exit with 1 if the page or a figure is out of date",
+        help="write nothing; exit with code 1 if the page or a figure is out of date",
     )
     return parser
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{path} is out of date; run 'python -m benchmarks report'", file=sys.stderr)
         return int(bool(outdated))
     report.write(made, args.out)
-    print(f"{args.out}: {len(results)} results; {len(made.pictures)} pictures next to them")
+    print(f"{args.out}: {len(results)} results; wrote {len(made.pictures)} figures next to them")
     return 0
 
 

@@ -1,7 +1,9 @@
-"""How long a save stalls training, in the foreground and in the background: `python -m benchmarks.save_stall FOLDER`.
+"""Measures how long a checkpoint save stalls training, in the foreground and in the background.
 
-A model with about 340 MB of weights and AdamW moments on one CPU process. Wall time and, since machines are shared, CPU time of the
-training thread. The folder should be on the file system of the checkpoints; what is written there is removed.
+    python -m benchmarks.save_stall FOLDER
+
+Uses a model with about 340 MB of weights and AdamW moments on one CPU process. Reports wall-clock time and, because machines are
+shared, CPU time of the training thread. FOLDER should be on the checkpoint file system; its temporary files are removed.
 """
 
 import statistics
@@ -49,7 +51,7 @@ def main(folder: Path) -> None:
 
 
 def report(name: str, save: Callable[[int], None], settle: Callable[[], object]) -> None:
-    """Times the part of a save that training waits for; `settle` is what it does not wait for."""
+    """Times the part of a save that blocks training; `settle` waits, untimed, for the rest."""
     walls, cpus = [], []
     for step in range(1, SAVES + 1):
         wall, cpu = time.perf_counter(), time.thread_time()

@@ -1,4 +1,4 @@
-"""`python -m benchmarks single`: one process."""
+"""`python -m benchmarks single`: training steps on one process."""
 
 import argparse
 import sys
@@ -15,10 +15,10 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser = experiment_parser(
         experiments,
         "single",
-        "one process: low-rank against dense, ours against plain PyTorch modules",
-        "Times whole training steps of dense, cola, svd and lax of one shape, of transformers' LLaMA and of a large matrix\n"
-        "product in one interleaved run; then each family against the same model in plain PyTorch modules. CONFIG 'usual' is\n"
-        "d 512 and d 1024 in fp32 on a CPU, boost-1b in bf16 on a GPU.",
+        "one process: low-rank against dense, and BOOST against plain PyTorch modules",
+        "Times in one interleaved run: whole training steps of dense, cola, svd and lax of the same shape, of transformers'\n"
+        "LLaMA, and a large GEMM. Then times each family against the same model in plain PyTorch modules. CONFIG 'usual' is\n"
+        "d 512 and d 1024 in fp32 on CPUs, boost-1b in bf16 on a GPU.",
         tp=False,
         config=USUAL,
     )
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from benchmarks.experiments.single import FAMILIES, of_family, single, sizes
 
     configs = sizes(None if args.config == USUAL else args.config, args.overrides)
-    for config in configs.values():  # mistakes are answered before anything is measured
+    for config in configs.values():  # validate before measuring anything
         for family in FAMILIES:
             of_family(config, family)
     return single(configs, args.rounds, args.out)

@@ -1,11 +1,12 @@
-"""Kills and resumes one run, over and over: `python -m benchmarks.soak STORE FOLDER [--kills 200]`.
+"""Soak test of restarts: kills and resumes one run many times. `python -m benchmarks.soak STORE FOLDER [--kills 200]`.
 
-The demo, with a checkpoint every few steps and an evaluation now and then, on two processes. Again and again, at a random moment of
-its life, one of its processes, its launcher or all of them at once get SIGKILL (now and then a signal that asks it to save and
-stop), and the next command resumes it. At the end: every step is in metrics.jsonl once, the losses are those of a run that
-nobody disturbed, no lock, temporary folder or process is left, and every checkpoint verifies. Writes results/soak.json.
+Trains the demo on two processes, with frequent checkpoints and occasional evaluations. Each round sends SIGKILL (sometimes
+SIGTERM, which asks the run to save and stop) at a random time to one worker, to the launcher, or to all processes at once, and then
+resumes the run. Afterwards it checks that metrics.jsonl has every step exactly once, that all losses match an undisturbed run, that
+no lock, temporary folder or process is left, and that every checkpoint verifies. Writes soak.json.
 
-Goodput is the time that steps took which counted, divided by all time: starts, repeated steps, saves, evaluations.
+Goodput is the time of the steps that counted divided by wall-clock time, which includes startup, repeated steps, saves and
+evaluations.
 """
 
 import argparse
@@ -32,24 +33,22 @@ from boost.train.metrics import read_metrics
 BOOST = [sys.executable, "-m", "boost.cli.main"]
 RESULT = Path(__file__).parent / "soak.json"
 WARNED = ("damaged", "set aside", "incomplete", "taking over")
-"""Words of messages about what a kill left behind."""
+"""Words in warnings about damage from a kill."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store", type=Path, help="a token store, such as data/stdlib")
-    parser.add_argument("folder", type=Path, help="where the runs go; what an earlier soak left there is removed")
-    parser.add_argument("--kills", type=int, default=200, metavar="N", help="kills (default 200)")
-    parser.add_argument("--steps", type=int, default=2000, metavar="N", help="steps of the run (default 2000)")
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the moments and of the victims (default 0)"
-    )
+    parser.add_argument("folder", type=Path, help="output folder; results of an earlier soak are deleted")
+    parser.add_argument("--kills", type=int, default=200, metavar="N", help="number of kills (default 200)")
+    parser.add_argument("--steps", type=int, default=2000, metavar="N", help="training steps (default 2000)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed for kill times and victims (default 0)")
     parser.add_argument(
         "--longest",
         type=float,
         default=8.0,
         metavar="S",
-        help="seconds that a run has at most before a kill (default 8)",
+        help="maximum seconds before a kill (default 8)",
     )
     args = parser.parse_args()
     whole, killed = args.folder / "whole", args.folder / "killed"
@@ -71,7 +70,7 @@ def main() -> int:
 
 
 def start(args: argparse.Namespace, run: Path) -> "subprocess.Popen[str]":
-    """The run, from where it is."""
+    """Starts the run, or resumes it from its latest checkpoint."""
     words = f"train demo --resume auto --run.dir {run} --data.store {args.store} --train.steps {args.steps} --train.log_every 1"
     words += " --train.seq_len 128 --train.save_every 3 --train.keep 3 --train.eval_every 50 --train.eval_tokens 4096"
     return subprocess.Popen(
@@ -82,11 +81,11 @@ def start(args: argparse.Namespace, run: Path) -> "subprocess.Popen[str]":
 def finish(process: "subprocess.Popen[str]") -> None:
     out, err = process.communicate()
     if process.returncode:
-        raise SystemExit(f"soak: a run that nobody killed ended with {process.returncode}:\n{out}\n{err}")
+        raise SystemExit(f"soak: an undisturbed run exited with code {process.returncode}:\n{out}\n{err}")
 
 
 def soak(args: argparse.Namespace, run: Path) -> list[dict[str, Any]]:
-    """The kills: moment, victim, signal, phase; what was done and what was lost."""
+    """Kills the run repeatedly. Returns time, victim, signal and phase of each kill, and the steps reached and saved."""
     chance = random.Random(args.seed)
     rounds: list[dict[str, Any]] = []
     for _ in progress(args.kills, "kills"):
@@ -116,13 +115,13 @@ def one_round(args: argparse.Namespace, run: Path, chance: random.Random, after_
     begin = time.monotonic()
     out, err = process.communicate()
     ended_s = time.monotonic() - begin
-    for pid in workers:  # of a launcher that was killed: they save, or give up, by themselves
+    for pid in workers:  # orphaned if the launcher was killed: they save or give up on their own
         while Path(f"/proc/{pid}/cmdline").exists() and b"boost" in Path(f"/proc/{pid}/cmdline").read_bytes():
             time.sleep(0.05)
     if "Traceback" in out + err:
-        raise SystemExit(f"soak: a traceback:\n{out}\n{err}")
+        raise SystemExit(f"soak: the run printed a traceback:\n{out}\n{err}")
     if process.returncode not in (0, 3, -number, 128 + number):
-        raise SystemExit(f"soak: exit code {process.returncode}:\n{out}\n{err}")
+        raise SystemExit(f"soak: unexpected exit code {process.returncode}:\n{out}\n{err}")
     saved = last_saved(run)
     if saved < before:
         raise SystemExit(f"soak: the checkpoint of step {before} was lost")
@@ -145,7 +144,7 @@ def send(pid: int, number: int) -> None:
 
 
 def phases() -> str:
-    """What the first process of the newest launch says that it does."""
+    """The phase that the first process of the newest launch reports."""
     folders = sorted(Path(tempfile.gettempdir()).glob("boost-launch-*"), key=lambda path: path.stat().st_mtime)
     beats = read_beats(folders[-1]) if folders else []
     if not beats:
@@ -172,13 +171,13 @@ def step_seconds(run: Path) -> float:
 
 
 def report(args: argparse.Namespace, whole: Path, killed: Path, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """What must hold, and figures. Raises SystemExit."""
+    """Checks the invariants and summarizes the soak. Raises SystemExit if one is violated."""
     expected, actual = lines(whole), lines(killed)
     if [line["step"] for line in actual] != list(range(1, args.steps + 1)):
         raise SystemExit("soak: metrics.jsonl does not have every step once")
     differing = [a["step"] for a, b in zip(expected, actual, strict=True) if a["loss"] != b["loss"]]
     if differing:
-        raise SystemExit(f"soak: losses differ from step {differing[0]} on")
+        raise SystemExit(f"soak: losses differ starting at step {differing[0]}")
     evaluations = [
         [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "eval"] for run in (whole, killed)
     ]
@@ -188,7 +187,7 @@ def report(args: argparse.Namespace, whole: Path, killed: Path, rounds: list[dic
     leftovers = [path.name for path in (killed / "checkpoints").iterdir() if not path.name.startswith("step-")]
     leftovers += [path.name for path in killed.glob("*.lock")]
     if leftovers:
-        raise SystemExit(f"soak: left behind: {leftovers}")
+        raise SystemExit(f"soak: leftover files: {leftovers}")
     subprocess.run([*BOOST, "checkpoint", "verify", str(killed)], check=True, stdout=subprocess.DEVNULL)
     lost = [each["reached"] - each["saved"] for each in rounds]
     return {

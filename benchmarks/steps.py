@@ -1,4 +1,4 @@
-"""`python -m benchmarks steps`: end-to-end step time."""
+"""`python -m benchmarks steps`: measures end-to-end step time."""
 
 import argparse
 import sys
@@ -13,20 +13,20 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser = experiment_parser(
         experiments,
         "steps",
-        "seconds of an optimizer step under every layout and family, as width grows with TP",
-        "Times whole optimizer steps, dense and low-rank, all contenders of a table interleaved, with the bytes each sends and\n"
-        "holds. Sizes go with the device and TP; of CONFIG the optimizer counts, and --section.key changes all contenders alike.\n"
-        "Larger TP sizes run as single-rank emulation, if a hardware profile models their collectives.",
+        "optimizer step time under every layout and family, with width growing with TP",
+        "Times whole optimizer steps, dense and low-rank, with all contenders of a table interleaved, and reports bytes sent and\n"
+        "peak memory. Model size depends on device and TP: only CONFIG's optimizer is used, and --section.key applies to every\n"
+        "contender. Larger TP sizes run as single-rank emulation if a hardware profile can model their collectives.",
         tp=False,
     )
     parser.add_argument(
-        "--tp", type=int, metavar="N", help="TP processes (default: one per GPU, 2 on CPUs; 1: no sharded models)"
+        "--tp", type=int, metavar="N", help="TP processes (default: one per GPU, 2 on CPUs); 1 skips sharded models"
     )
     parser.add_argument(
         "--hardware",
         metavar="FILE|NAME",
-        help="profile that prices the collectives of shares, of this kind of device (default: that of the GPU; on CPUs none,\n"
-        "and no shares)",
+        help="hardware profile to model the collectives of emulated TP sizes; must match this device type (default: the GPU's\n"
+        "profile; on CPUs none, so no emulation)",
     )
     add_rounds(parser, 9)
     return parser
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = load(args.config, args.overrides)
     machine = machine_of(config.run.device, args.tp, args.hardware)
-    found = groups(machine, args.overrides, args.config)  # mistakes are answered before a process is started
+    found = groups(machine, args.overrides, args.config)  # validate before starting any process
     return steps(machine, found, args.rounds, args.out)
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks traffic`: bytes and time of one block's collectives."""
+"""`python -m benchmarks traffic`: counts and times the collectives of one block."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         experiments,
         "traffic",
         "bytes and time of a block's collectives, by layout and batch",
-        "Counts the collectives of a block while it runs, then times them in isolation, all layouts in one interleaved run.",
+        "Counts the collectives of a block as it runs, then times them in isolation, all layouts in one interleaved run.",
         rounds=15,
     )
     add_batches(parser)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks wire`: whole steps over a wire with a rate."""
+"""`python -m benchmarks wire`: times whole steps over a rate-limited wire."""
 
 import argparse
 import sys
@@ -14,23 +14,28 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser = experiment_parser(
         experiments,
         "wire",
-        "seconds of a step and of bare collectives over a wire whose rate is limited",
-        "Makes two network namespaces with a limited wire between them (root, iproute2), runs one CPU process on each, and times\n"
-        "whole steps of every layout, and bare collectives, all interleaved. Two rates are always measured: the wire on which\n"
-        "btp's bytes take 17 % of its step, as in the paper's 7B row on A100s, and the one on which they take half.",
+        "time of steps and bare collectives over a rate-limited wire",
+        "Creates two network namespaces joined by a rate-limited wire (root, iproute2), runs one CPU process in each, and times\n"
+        "whole steps of every layout and bare collectives, all interleaved. Always measures two rates: those at which\n"
+        "communication takes 17 % of a btp step, as in the paper's 7B row on A100s, and half of it.",
         tp=False,
     )
     parser.add_argument(
-        "--rates", type=float, nargs="*", default=[2000.0], metavar="MBIT", help="more rates, Mbit/s (default 2000)"
+        "--rates",
+        type=float,
+        nargs="*",
+        default=[2000.0],
+        metavar="MBIT",
+        help="additional rates, Mbit/s (default 2000)",
     )
     parser.add_argument(
         "--layouts",
         nargs="*",
         default=[],
         metavar="L",
-        help="these layouts and btp only, such as btp-sp btp-cp (default: all of the goals)",
+        help="only these layouts and btp, such as btp-sp btp-cp (default: all layouts that the goals name)",
     )
-    parser.add_argument("--launches", type=int, default=3, metavar="N", help="launches at each rate (default 3)")
+    parser.add_argument("--launches", type=int, default=3, metavar="N", help="launches per rate (default 3)")
     add_rounds(parser, 7)
     return parser
 
@@ -46,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
     for layout in args.layouts:
         if layout not in FORMS:
-            raise ConfigError(f"--layouts = {layout} is none of {', '.join(FORMS)}")
+            raise ConfigError(f"--layouts = {layout} is not supported; use one of {', '.join(FORMS)}")
 
     from benchmarks.experiments.wire import wire
 

@@ -1,4 +1,4 @@
-"""One thread a process, as in every multi-process run; nothing on the network; one small token store for all tests."""
+"""One thread per process, as in every multi-process run; no network access; one small token store for all tests."""
 
 import os
 
@@ -26,8 +26,9 @@ settings.load_profile("boost")
 
 
 LONGEST_FIRST = (
-    "train/test_nodes.py", "train/test_rehearsal.py", "benchmarks/experiments/test_wire.py", "parallel/test_overlap.py",
-    "parallel/test_layouts.py", "parallel/test_late.py",
+    "train/test_recovery.py", "train/test_recovery_nodes.py", "train/test_nodes.py", "train/test_rehearsal.py",
+    "benchmarks/experiments/test_wire.py", "parallel/test_overlap.py",
+    "parallel/test_layouts.py", "parallel/test_late.py", "api/test_examples.py", "train/test_launch.py",
     "parallel/test_compile.py", "parallel/test_context_axis.py", "train/test_three_dimensions.py",
     "optim/test_factors.py", "parallel/test_working.py", "train/test_checkpoint.py", "benchmarks/experiments/test_recompute.py",
     "benchmarks/experiments/test_curves.py",
@@ -42,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def quick_tests_start_no_python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Python of its own takes seconds to start: what starts one is marked slow, so that `make quick` is quick."""
+    """Starting a Python process takes seconds: tests that do so must be marked slow to keep `make quick` quick."""
     if any(request.node.get_closest_marker(name) for name in ("slow", "nightly")):
         return
     begin = subprocess.Popen.__init__

@@ -1,10 +1,10 @@
-"""The one helper of multi-process tests: pools of gloo processes that live across tests, with a time limit on each call.
+"""The helper for multi-process tests: pools of gloo processes that persist across tests, with a time limit for each call.
 
-    results = run_distributed(2, function, *arguments)      # one result a process, by rank
+    results = run_distributed(2, function, *arguments)      # one result per process, by rank
 
-`function` is a module-level function of a test file; it is called in every process of an open process group, with one
-thread. An exception in any process fails the test with its traceback; a call that outlasts its limit, or a process that
-dies, ends the whole pool, and the next call makes a new one. No process outlives the test session.
+`function` is a module-level function of a test file. Every process of an open process group calls it, with one thread. An
+exception in any process fails the test with its traceback. A timeout or a dead process ends the whole pool, and the next call
+starts a new one. No process outlives the test session.
 """
 
 import atexit
@@ -112,8 +112,8 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
 
 
 def _leave_groups() -> None:
-    """Ends all groups but the default one. gloo has threads for each, which wake a hundred times a second: of hundreds of groups
-    they take more time than the tests."""
+    """Destroys all groups but the default one. gloo has threads for each group, which wake a hundred times a second: with
+    hundreds of groups, they take more time than the tests."""
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

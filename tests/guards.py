@@ -1,9 +1,9 @@
-"""Takes the guards of docs/reliability.md out, one at a time, and runs the tests that must then fail: `make guards`.
+"""Removes the guards of docs/reliability.md, one at a time, and runs the tests that must then fail: `make guards`.
 
     python -m tests.guards [NAME ...]
 
-The guards are in guards.toml: functions or lines of `boost`, which do the careless thing in a copy of the tree. A guard
-whose tests still pass is not tested: exit code 1.
+guards.toml lists the guards: functions or lines of `boost` that are replaced by careless versions in a copy of the tree. If the
+tests still pass, the guard is untested, and the exit code is 1.
 """
 
 import argparse
@@ -24,7 +24,7 @@ FILE = Path(__file__).with_suffix(".toml")
 
 @dataclass(frozen=True)
 class Guard:
-    """What a guard is for, where it is, what stands there without it, and what notices."""
+    """What a guard is for, where it is, what replaces it, and the tests that must fail."""
 
     name: str
     file: str
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def is_noticed(guard: Guard) -> str | None:
-    """The first test that fails without the guard, or what ended the tests; None if all pass."""
+    """The first test that fails without the guard, or the error that stopped the tests; None if all pass."""
     with tempfile.TemporaryDirectory(prefix="boost-guards-") as folder:
         for name in ("boost", "benchmarks", "tests", "examples", "pyproject.toml"):
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
@@ -91,7 +91,7 @@ def is_noticed(guard: Guard) -> str | None:
 
 
 def without(guard: Guard, text: str) -> str:
-    """The file without the guard."""
+    """The source file without the guard."""
     if not guard.place.replace(".", "").isidentifier():
         if text.count(f"{guard.place}\n") != 1:
             raise SystemExit(f"{guard.name}: {guard.file} does not have this line once: {guard.place}")

@@ -1,15 +1,15 @@
-"""Process groups that are as late as NCCL's, on CPUs: a result is NaN until somebody has waited for it.
+"""Process groups on CPUs that complete asynchronously, as NCCL's do: a result is NaN until it is waited for.
 
-gloo's collectives are often done before anybody looks, so that code which forgets to wait passes its tests here and trains on
-garbage there. Under `late_groups` the groups of a mesh
+gloo's collectives often finish before anyone reads the result, so code that forgets to wait passes its tests on CPUs and trains on
+garbage on GPUs. Under `late_groups`, the groups of a mesh
 
 - deliver a result when it is waited for, and hold NaN (or the largest integer) in its memory until then;
-- read what is sent until then: a buffer that was written meanwhile is an error;
-- accept what NCCL accepts: contiguous tensors of a dtype that it has, and equal counts for everybody;
-- note every collective: what was never waited for (`never_waited`), and the order of a group (`orders`), which must be the same on
-  all its processes.
+- read the sent buffer until then: writing to it earlier is an error;
+- accept what NCCL accepts: contiguous tensors of a supported dtype, and equal counts on all processes;
+- record every collective: those that were never waited for (`never_waited`), and the order within a group (`orders`), which must be
+  the same on all its processes.
 
-Collectives take the path that they take on GPUs: torch's own functional ones, not `boost.parallel.exchange`.
+Collectives take the GPU code path: torch's functional collectives, not `boost.parallel.exchange`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -72,7 +72,7 @@ class LateWork(Work):
 
 
 class LateGroup(dist.ProcessGroup):
-    """A process group around one of gloo."""
+    """A process group that wraps a gloo group."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
@@ -172,7 +172,7 @@ if BACKEND.upper() not in dist.Backend._plugins:
 
 @contextmanager
 def late_groups() -> Iterator[None]:
-    """Meshes that are made in here have late groups, and collectives take the path of GPUs."""
+    """Meshes created in this context have late groups, and collectives take the GPU code path."""
     toy.mesh.cache_clear()
     orders.clear()
     in_flight.clear()

@@ -1,7 +1,7 @@
-"""The combinations that several test files go through: layouts, families, norms, grouping, policies; and `pairwise`.
+"""Combinations shared by test files (layouts, families, norms, grouping, policies), and `pairwise`.
 
-A full product of five options has hundreds of rows and finds little that its pairs do not: nearly every defect shows with
-one option, or with two together. `pairwise` gives the few rows in which every two values that may meet do meet.
+A full product of five options has hundreds of rows and finds little that pairs do not: nearly every defect shows with one option,
+or with two together. `pairwise` returns the few rows that together contain every legal pair of values.
 Test files import from here, never from each other.
 """
 
@@ -117,7 +117,7 @@ MEMORY_CROSSING = [
 
 
 def memory_config(family: str, parallel: dict[str, Any], policy: str, dtype: str, **model: Any) -> Config:
-    """Sizes of which no two are alike, so that one tensor in the place of another is seen."""
+    """Pairwise different sizes, so that confusing two tensors is an error."""
     sizes = {"dim": 96, "ffn_dim": 160, "heads": 8, "layers": 1, "vocab_size": 56, **model}
     if family != "dense":
         sizes["rank"] = 20

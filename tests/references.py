@@ -1,5 +1,5 @@
-"""Every family written by hand from the papers, in plain PyTorch: what the decoder of boost/ is held to. It shares no code with
-it, holds everything whole, and spells each linear, head and latent out. Weights come by mathematical name.
+"""Hand-written references of every family from the papers, in plain PyTorch, which boost's decoder must match. They share no code
+with it, shard nothing, and write out each linear, head and latent. Weights are passed by mathematical name.
 
     dense, svd, cola, lax(over, gate):  (weights, shape, tokens, documents) -> logits
 
@@ -23,7 +23,7 @@ Reference = Callable[[Weights, "Shape", Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """What weights do not say of a model."""
+    """Model properties that the weights do not determine."""
 
     heads: int
     kv_heads: int
@@ -33,7 +33,7 @@ class Shape:
 
 
 def llama(w: Weights, shape: Shape, tokens_BS: Tensor, documents_BS: Tensor | None, linear: Linear) -> Tensor:
-    """LLaMA (arXiv 2302.13971) with `linear` for its seven linears a block: logits [B, S, V]."""
+    """LLaMA (arXiv 2302.13971) with `linear` as each of the seven linears of a block: logits [B, S, V]."""
     layers = 1 + max(int(name.split(".")[1]) for name in w if name.startswith("layers."))
     x_BSd = w["embed"][tokens_BS]
     for layer in range(layers):
@@ -52,7 +52,7 @@ def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, shape: Shape, documents_BS: Tensor | None) -> Tensor:
-    """Causal attention, head by head; query heads share key/value heads in runs of H / K."""
+    """Causal attention, one head at a time; each key/value head serves H / K consecutive query heads."""
     length, width = q.shape[1], q.shape[2] // shape.heads
     seen = torch.ones(length, length, dtype=torch.bool).tril()
     if documents_BS is not None:
@@ -69,7 +69,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, shape: Shape, documents_BS: Tenso
 
 
 def rotary(x_BSE: Tensor, theta: float) -> Tensor:
-    """Pair (i, i + E/2) of a head turned by position x theta^(-2i/E) (RoFormer, in LLaMA's rotate-half order)."""
+    """Rotates pair (i, i + E/2) of a head by position x theta^(-2i/E) (RoFormer, in LLaMA's rotate-half order)."""
     length, half = x_BSE.shape[1], x_BSE.shape[2] // 2
     angle = torch.arange(length, dtype=x_BSE.dtype)[:, None] * theta ** (-torch.arange(half, dtype=x_BSE.dtype) / half)
     x, y = x_BSE[..., :half], x_BSE[..., half:]
@@ -86,7 +86,7 @@ def dense(w: Weights, shape: Shape, tokens_BS: Tensor, documents_BS: Tensor | No
 
 
 def svd(w: Weights, shape: Shape, tokens_BS: Tensor, documents_BS: Tensor | None = None) -> Tensor:
-    """y = B A x: the dense model of the products."""
+    """y = B A x: the dense model with W = B A."""
     names = {name.removesuffix(".A") for name in w if name.endswith(".A")}
     products = {f"{name}.W": w[f"{name}.B"] @ w[f"{name}.A"] for name in names}
     return dense(w | products, shape, tokens_BS, documents_BS)
@@ -102,8 +102,8 @@ def cola(w: Weights, shape: Shape, tokens_BS: Tensor, documents_BS: Tensor | Non
 
 
 def lax(over: str, gate: str) -> Reference:
-    """u = A x, behind the first block u = LayerNorm(u + G(h of the same linear, one block before)); h = act(u), y = B h (LaX,
-    arXiv 2505.21732). over: svd (act is nothing) or cola (silu); gate: identity, tensor or dense."""
+    """u = A x; after the first block, u = LayerNorm(u + G(h of the same linear in the previous block)); h = act(u), y = B h
+    (LaX, arXiv 2505.21732). over: svd (act is the identity) or cola (silu); gate: identity, tensor or dense."""
 
     def run(w: Weights, shape: Shape, tokens_BS: Tensor, documents_BS: Tensor | None = None) -> Tensor:
         before: dict[str, Tensor] = {}
@@ -134,6 +134,6 @@ def passed(h: Tensor, gate: str, own: Weights) -> Tensor:
 
 
 def layer_norm(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """(u - mean) / standard deviation, with an affine map behind."""
+    """(u - mean) / standard deviation, followed by an affine map."""
     centered = u - u.mean(-1, keepdim=True)
     return weight * centered / torch.sqrt((centered * centered).mean(-1, keepdim=True) + 1e-6) + bias

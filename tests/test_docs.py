@@ -32,7 +32,7 @@ LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?(?:\s+\"[^\"]*\")?\)")
 
 @pytest.fixture
 def docs_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
-    """The scripts of docs/, which are no package."""
+    """The scripts of docs/, which is not a package."""
     monkeypatch.syspath_prepend(str(DOCS))
     names = ("stage", "gen_reference", "draw")
     yield types.SimpleNamespace(**{name: importlib.import_module(name) for name in names})
@@ -41,7 +41,7 @@ def docs_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamesp
 
 
 def prose(path: Path) -> str:
-    """A page without its fenced code."""
+    """A page without fenced code blocks."""
     return re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
@@ -66,7 +66,7 @@ def test_links_lead_somewhere_in_the_site(docs_modules: types.SimpleNamespace, t
 
 
 def navigation() -> list[str]:
-    """Every page that mkdocs.yml lists."""
+    """Every page listed in mkdocs.yml."""
     text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 
     def leaves(node: Any) -> Iterator[str]:
@@ -141,7 +141,7 @@ def example(page: str, index: int, name: str) -> types.ModuleType:
 
 @pytest.fixture
 def forgets() -> Iterator[None]:
-    """What examples register is gone after the test."""
+    """Unregisters what examples register."""
     before = {root: dict(root.choices) for root in (OptimConfig, ModelConfig, LRSchedule)}
     yield
     for root, choices in before.items():

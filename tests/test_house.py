@@ -1,4 +1,4 @@
-"""The codebase follows docs/design.md: imports point downwards, models know no process group, files stay readable."""
+"""The codebase follows docs/design.md: imports point downward, models use no process groups, and files stay readable."""
 
 import ast
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ EVALUATION = sorted((REPOSITORY / "benchmarks").rglob("*.py"))
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Dotted names of every module that a file imports, anywhere in it."""
+    """Dotted names of all modules that a file imports, at any level."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -42,7 +42,7 @@ def name_of(file: Path) -> str:
 
 
 def wrong_imports(file: Path) -> Iterator[str]:
-    """What a file imports and should not."""
+    """Forbidden imports of a file."""
     parts = file.relative_to(ROOT).parts
     if len(parts) == 1:
         return
@@ -78,7 +78,7 @@ LAYOUT_FOLDERS = ("boost/config/layouts/", "boost/parallel/layouts/")
 
 
 def compared_names(file: Path) -> Iterator[int]:
-    """Lines that compare something with the name of a layout, or look for it among some."""
+    """Lines that compare something with the name of a layout, or test membership among layout names."""
     names = set(layout_names())
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Compare | ast.MatchValue):
@@ -97,7 +97,7 @@ def test_no_layout_is_known_by_its_name_outside_the_layouts() -> None:
 
 
 def test_files_and_functions_stay_readable() -> None:
-    """At most 500 lines a file and 59 a function."""
+    """At most 500 lines per file and 59 per function."""
     long = {}
     for file in FILES + EVALUATION:
         text = file.read_text(encoding="utf-8")
@@ -123,7 +123,7 @@ def test_tests_mirror_the_tree() -> None:
 
 
 def test_tests_import_no_test_file() -> None:
-    """What several of them use stands in a helper module beside them."""
+    """Code that several tests share is in a helper module next to them."""
     here = Path(__file__).parent
     found = {}
     for file in sorted(here.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""`pairwise` keeps every pair and invents none."""
+"""`pairwise` keeps every legal pair and adds none."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Small models for tests: a decoder of any configuration in this process or as one of a TP group."""
+"""Small models for tests: a decoder of any configuration, on one process or as one rank of a TP group."""
 
 import functools
 from typing import Any
@@ -53,7 +53,7 @@ def toy_config(dtype: str = "float64", **sections: Any) -> Config:
 
 
 def toy_decoder(config: Config, seed: int = 0) -> tuple[Decoder, Mesh]:
-    """An initialized decoder and the mesh it stands on: this process group, or no group for one process."""
+    """An initialized decoder and its mesh: the current process group, or none for one process."""
     place = toy_mesh(config)
     decoder = build_decoder(config, place)
     initialize(decoder, seed)
@@ -61,7 +61,7 @@ def toy_decoder(config: Config, seed: int = 0) -> tuple[Decoder, Mesh]:
 
 
 def toy_model(config: Config, seed: int = 0) -> tuple[Model, Mesh]:
-    """The same as it is trained: in pipeline stages and shared among replicas, if that is what `config` says."""
+    """The same model as trained: split into pipeline stages and sharded over replicas, if `config` says so."""
     place = toy_mesh(config)
     model = build_model(config, place)
     initialize_model(model, seed)
@@ -76,12 +76,12 @@ def toy_mesh(config: Config) -> Mesh:
 
 @functools.cache
 def mesh(tp: int, dp: int = 1, pp: int = 1, cp: int = 1) -> Mesh:
-    """Process groups are made once for each mesh and call of a pool (`tests/distributed.py`)."""
+    """Creates process groups once per mesh and pool call (`tests/distributed.py`)."""
     return mesh_of(ParallelConfig(tp=tp, dp=dp, pp=pp, cp=cp), CPU)
 
 
 def skip_what_torch_cannot(config: Config) -> None:
-    """For tests of what an older torch lacks."""
+    """For tests of features that older torch versions lack."""
     try:
         require_torch(config.parallel)
     except ConfigError as error:

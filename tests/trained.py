@@ -1,4 +1,4 @@
-"""A toy model in training on any mesh, for tests: steps as the trainer makes them, on data made up."""
+"""Trains a toy model on any mesh for tests: the trainer's steps on synthetic data."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import torch.distributed as dist
 
 from boost.config import Config
 from boost.measure import exactness
-from boost.measure.exactness import Seen, TrainedModel, keeps_table, made_up_batches
+from boost.measure.exactness import Observed, TrainedModel, made_up_batches, matches_table
 from tests import toy
 
-__all__ = ["Trained", "compare", "errors_of", "keeps_table", "made_up_batches", "reference"]
+__all__ = ["Trained", "compare", "relative_errors", "matches_table", "made_up_batches", "reference"]
 
 
 class Trained(TrainedModel):
@@ -19,11 +19,11 @@ class Trained(TrainedModel):
         super().__init__(config, toy.toy_mesh(config), steps, seed)
 
 
-_known: dict[tuple[str, int], Seen] = {}
+_known: dict[tuple[str, int], Observed] = {}
 
 
-def reference(config: Config, steps: int) -> Seen:
-    """The same model on one process; made once in a pool, whose other processes hear of it. All of them must ask."""
+def reference(config: Config, steps: int) -> Observed:
+    """The same model on one process; built once per pool, on one process that broadcasts it. All processes must call this."""
     key = toy.single(config).model_dump_json(), steps
     if key not in _known:
         outcome: list[Any] = [None]
@@ -41,10 +41,10 @@ def reference(config: Config, steps: int) -> Seen:
 
 
 def compare(config: Config, steps: int = 2) -> dict[str, float]:
-    """Relative errors of what this process has against the whole model in one process."""
-    return errors_of(Trained(config, steps), steps)
+    """Relative errors of this process's results against the whole model on one process."""
+    return relative_errors(Trained(config, steps), steps)
 
 
-def errors_of(actual: TrainedModel, steps: int) -> dict[str, float]:
-    """The same of a model that has made its steps."""
-    return exactness.errors_of(actual, reference(actual.config, steps))
+def relative_errors(actual: TrainedModel, steps: int) -> dict[str, float]:
+    """The same for a model that has already taken its steps."""
+    return exactness.relative_errors(actual, reference(actual.config, steps))

@@ -1,1 +1,1 @@
-"""The code of the experiments and of the report."""
+"""Implementation of the experiments and of the report."""

@@ -1,7 +1,7 @@
-"""One decoder block under one layout: the common part of single-block experiments.
+"""One decoder block under one layout: shared by single-block experiments.
 
-There is no embedding, head, loss or optimizer. For `lax` it is the first block, which has no latent gates.
-Legend: T tokens of the micro-batch and D width of the residual stream, as this process holds them.
+No embedding, head, loss or optimizer. For `lax`, this is the first block, which has no latent gates.
+Legend: T tokens per micro-batch, D hidden width; both local to this process.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,10 +32,10 @@ from boost.plan.published import Way
 from boost.train.model import build_decoder
 
 FIRST_BLOCK = Stage(1, 3, 0, 1)
-"""As if it stood in the midst of a pipeline: a block that neither embeds nor predicts."""
+"""A middle pipeline stage: a block without embedding or head."""
 
 PRODUCTS = ("mm", "bmm")
-"""Names of torch's matrix products. A block has no other: its linears have no bias."""
+"""PyTorch's GEMM operators. A block uses no others, since its linears have no bias."""
 
 DEFAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "cpu": (
@@ -47,19 +47,19 @@ DEFAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("--train.seq_len=4096", "--train.param_dtype=bfloat16", "--train.compute_dtype=bfloat16"),
     ),
 }
-"""By kind of device: the preset whose block is taken unless one is named, and what is changed of it. On GPUs it is the paper's."""
+"""By device type: the default preset and overrides. The GPU preset matches the paper."""
 
 
 @dataclass(frozen=True)
 class BlockVariant:
-    """A layout with its switches."""
+    """A layout with its options."""
 
     name: str
     parallel: dict[str, Any]
     dense: bool = False
-    """Of the full-rank model of the same width."""
+    """Whether it uses the full-rank model of the same width."""
     way: Way | None = None
-    """What the paper calls it."""
+    """The paper's name for it."""
 
 
 MEGATRON = BlockVariant("megatron", {"layout": "megatron"}, dense=True, way="full-rank")
@@ -71,9 +71,9 @@ BTP_SP = BlockVariant("btp-sp", {"layout": "btp-sp"})
 
 
 def block_config(config: Config, contender: BlockVariant, tp: int, batch: int, **parallel: Any) -> Config:
-    """The model of `config` under a layout, `tp` processes and micro-batches of `batch` sequences, nothing recomputed.
+    """The model of `config` under a layout, with `tp` processes, micro-batches of `batch` sequences, and no recomputation.
 
-    `parallel`: further fields of that section. Raises ConfigError if the configuration is invalid, and for a dense model.
+    `parallel`: additional fields of [parallel]. Raises ConfigError if the configuration is invalid or the model is dense.
     """
     if not config.model.low_rank:
         raise ConfigError("model.family = 'dense' has no bottleneck to compare; take cola, svd or lax")
@@ -87,20 +87,20 @@ def block_config(config: Config, contender: BlockVariant, tp: int, batch: int, *
 
 @dataclass(frozen=True)
 class Operand:
-    """Memory layout of a matrix."""
+    """Shape and strides of a matrix."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
     def filled(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """One with random numbers, in this memory order."""
+        """A random tensor with this shape and strides."""
         extent = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         return torch.randn(extent, dtype=dtype, device=device).as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True)
 class RecordedGemm:
-    """One matrix product, as issued."""
+    """One GEMM, as dispatched."""
 
     name: str
     """One of PRODUCTS."""
@@ -111,16 +111,16 @@ class RecordedGemm:
     half: str
     """attention | MLP"""
     place: str
-    """Group of linears, forward: qkv | o | gate_up | down; '' backward."""
+    """Linear group in the forward pass: qkv | o | gate_up | down; '' in the backward pass."""
 
     @property
     def flops(self) -> int:
-        """Two for each multiply-add."""
+        """FLOPs, two per multiply-add."""
         return 2 * self.a.shape[-1] * self.b.shape[-1] * torch.Size(self.a.shape[:-1]).numel()
 
 
 class GemmRecorder(TorchDispatchMode):
-    """Records every matrix product while it is active, as the dispatcher sees it. Set `phase`, `half` and `place` to label them."""
+    """Records every GEMM at the dispatcher while active. Set `phase`, `half` and `place` to label them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class GemmRecorder(TorchDispatchMode):
 
 
 class _Labelling:
-    """A layout that labels a recorder with the current group, and with whether the backward pass has reached the first half."""
+    """Wraps a layout and labels the recorder with the current linear group and, in the backward pass, the current half."""
 
     def __init__(self, layout: Layout, recorder: GemmRecorder) -> None:
         self._layout, self._recorder = layout, recorder
@@ -165,11 +165,11 @@ class _Labelling:
 
 
 class BlockRun:
-    """The first block of a decoder on one process. Assembled over the processes, weights, input and incoming gradient are the
-    same for every layout, so all compute the same function."""
+    """The first block of a decoder on one process. Full weights, input and output gradient are the same for every layout, so all
+    layouts compute the same function."""
 
     def __init__(self, config: Config, mesh: Mesh, weights: bool = True) -> None:
-        """`weights` False: not initialized, for fake tensors."""
+        """`weights` = False skips initialization, for fake tensors."""
         decoder = build_decoder(config, mesh, FIRST_BLOCK)
         if weights:
             initialize(decoder, config.train.seed)
@@ -186,22 +186,22 @@ class BlockRun:
         self.context = make_context(train.micro_batch, positions, model, dtype)
 
     def forward(self) -> list[Tensor]:
-        """[y], as in training: with activations saved for the backward pass."""
+        """Runs the forward pass, saving activations as in training. Returns [y]."""
         return [self.block(self.layout, [Stream(self.x_TD)], [self.context])[0].x]
 
     def both(self) -> list[Tensor]:
-        """[y, dx, gradients of the weights]: forward and backward pass."""
+        """Runs the forward and backward pass. Returns [y, dx, *weight gradients]."""
         return self._both(self.layout, ())
 
     def collectives(self) -> list[Collective]:
-        """Collectives of a forward and a backward pass, counted at the dispatcher."""
+        """The collectives of a forward and backward pass, counted at the dispatcher."""
         counter = CollectiveCounter()
         with counter:
             self._both(self.layout, (counter,))
         return counter.collectives
 
     def products(self) -> list[RecordedGemm]:
-        """Matrix products of a forward and a backward pass, recorded at the dispatcher."""
+        """The GEMMs of a forward and backward pass, recorded at the dispatcher."""
         recorder = GemmRecorder()
         with recorder:
             self._both(cast(Layout, _Labelling(self.layout, recorder)), (recorder,))
@@ -235,7 +235,7 @@ def table_of(config: Config) -> list[Collective]:
 
 
 def device_kind(wanted: str, processes: int) -> str:
-    """'cuda' if `run.device` allows it and each process that will run here has a GPU, else 'cpu'."""
+    """'cuda' if `run.device` allows it and every process has a GPU, else 'cpu'."""
     gpus = torch.cuda.device_count() if wanted != "cpu" else 0
     return "cuda" if wanted == "cuda" or gpus >= max(processes, world_size() if world_size() > 1 else 1) else "cpu"
 
@@ -247,7 +247,7 @@ def experiment_process(
     config: Config,
     out: Path,
 ) -> int:
-    """One process of an experiment: `measure(config, mesh, *arguments)`. The main process writes `out`.json, .md and figures."""
+    """Runs `measure(config, mesh, *arguments)` on this process. The main process writes `out`.json, .md and figures."""
     mesh = open_mesh(config.parallel, config.run.device, config.run.timeout_s)
     facts = measure(config, mesh, *arguments)
     if mesh.is_main:

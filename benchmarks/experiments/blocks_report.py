@@ -1,9 +1,10 @@
-"""Presentation of single-block experiments: table cells, bars with their spread, the paper's numbers next to ours."""
+"""Report helpers for single-block experiments: rows, table cells, bar charts, and the paper's numbers next to ours."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.experiments.contest import Ratio, ratio, spread
 from boost.measure import drawing
@@ -13,34 +14,51 @@ from boost.plan.hardware import load_hardware
 from boost.plan.published import Compared, Comparison
 
 PROFILE = "a100-80g"
-"""Hardware of the paper."""
+"""Hardware profile of the paper."""
 
 MODELED = f"modeled, {PROFILE}:"
-"""Heading of predictions for the paper's own size and hardware."""
+"""Heading for predictions on the paper's model size and hardware."""
 
 
 @dataclass(frozen=True)
 class RangeBar:
-    """One bar: a height and its interval."""
+    """A bar with an error interval."""
 
     value: float
     low: float
     high: float
 
 
+def find_row(facts: Facts, **wanted: Any) -> Facts | None:
+    """The first row of a result with these values; None if there is none."""
+    return next((row for row in facts["rows"] if wanted.items() <= row.items()), None)
+
+
+def row_of(facts: Facts, **wanted: Any) -> Facts:
+    """Same as `find_row`, for a row that exists."""
+    row = find_row(facts, **wanted)
+    assert row is not None, f"no row with {wanted}"
+    return row
+
+
+def batches_of(facts: Facts) -> list[int]:
+    """The batch sizes of a result, ascending."""
+    return sorted({row["batch"] for row in facts["rows"]})
+
+
 def comparison() -> Comparison:
-    """The paper and our predictions, on the paper's hardware."""
+    """The paper's numbers and our predictions, on the paper's hardware."""
     return Comparison(load_hardware(PROFILE))
 
 
 def as_facts(compared: Iterable[Compared]) -> list[Facts]:
-    """Published and predicted numbers, for a result."""
+    """Published and predicted numbers as result rows."""
     keys = ("table", "what", "published", "predicted", "unit")
     return [{key: getattr(each, key) for key in keys} for each in compared]
 
 
 def compared_table(caption: str, rows: Iterable[Facts]) -> Table:
-    """The paper's numbers next to our predictions of the same runs."""
+    """Table of the paper's numbers next to our predictions for the same runs."""
     cells = [(f"{row['what']}", row["unit"], f"{row['published']:g}", f"{row['predicted']:.4g}") for row in rows]
     return Table(caption, ("what", "unit", "paper:", MODELED), tuple(cells))
 
@@ -57,35 +75,35 @@ def shape_words(facts: Facts) -> str:
 def turns_words(facts: Facts) -> str:
     """A description of the number of rounds."""
     return (
-        f"measured: medians of {facts['rounds']} interleaved rounds, in brackets quartiles of times and 95 % bootstrap "
-        "intervals of ratios"
+        f"measured: medians of {facts['rounds']} interleaved rounds, with quartiles of times and 95 % bootstrap intervals of "
+        "ratios in parentheses"
     )
 
 
 def milliseconds(seconds: Sequence[float]) -> str:
-    """Median (quartiles)."""
+    """Median and quartiles in ms, formatted."""
     found = spread(seconds)
     return _with_spread(1e3 * found.median, 1e3 * found.low, 1e3 * found.high)
 
 
 def times(over: Sequence[float], under: Sequence[float]) -> str:
-    """Ratio of two times, with its interval."""
+    """Ratio of two times with its interval, formatted."""
     found = ratio(over, under)
     return f"{found.value:.2f}x ({found.low:.2f} to {found.high:.2f})"
 
 
 def percent(found: Ratio) -> str:
-    """A fraction in percent, with its interval."""
+    """A fraction in percent with its interval, formatted."""
     return f"{100 * found.value:.0f} ({100 * found.low:.0f} to {100 * found.high:.0f})"
 
 
 def differences(more: Sequence[float], less: Sequence[float]) -> list[float]:
-    """Differences within the same rounds."""
+    """Differences within each round."""
     return [a - b for a, b in zip(more, less, strict=True)]
 
 
 def ms_bar(seconds: Sequence[float]) -> RangeBar:
-    """Milliseconds: median and quartiles."""
+    """A bar of the median and quartiles, in ms."""
     found = spread(seconds)
     return RangeBar(1e3 * found.median, 1e3 * found.low, 1e3 * found.high)
 
@@ -101,7 +119,7 @@ def _with_spread(value: float, low: float, high: float) -> str:
 
 
 def draw_bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, RangeBar]]], unit: str) -> None:
-    """Panels side by side, by title; in each, by name of a series, bars by name of their group. Whiskers: `RangeBar`."""
+    """Draws one panel per entry of `panels` ({title: {series: {group: bar}}}), side by side, with intervals as whiskers."""
     pyplot = drawing.pyplot()
 
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.2), squeeze=False)
@@ -114,7 +132,7 @@ def draw_bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, RangeBa
         for name, bars in series.items():
             places = [groups.index(g) + (held[g].index(name) - (len(held[g]) - 1) / 2) * width for g in bars]
             values = [bar.value for bar in bars.values()]
-            # An interval of a skewed sample may leave out its median; a whisker has no negative length.
+            # The interval of a skewed sample may exclude its median; whiskers cannot have negative length.
             below = [max(bar.value - bar.low, 0.0) for bar in bars.values()]
             above = [max(bar.high - bar.value, 0.0) for bar in bars.values()]
             axis.bar(

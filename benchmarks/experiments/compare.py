@@ -1,7 +1,7 @@
-"""Compares two results of one experiment, before and after a change: what became faster, what slower.
+"""Compares two results of one experiment, before and after a change: what got faster, what got slower.
 
 The two runs were not interleaved, so ratios include machine noise between them, which the intervals do not cover. Use this to
-find what to look at, and `benchmarks.experiments.contest` for claims.
+find regressions, and `benchmarks.experiments.contest` to make claims.
 """
 
 import re
@@ -15,35 +15,35 @@ from boost.errors import ConfigError
 from boost.measure.results import Facts, differences, origin, read, require_one_machine, table
 
 COUNTED = re.compile(r"(^|_)(s|ms|us|bytes|flops|elements|parameters|collectives|count|rounds|repeats|in_blocks)$")
-"""Suffixes of keys whose integers are findings or counts rather than sizes of a row."""
+"""Suffixes of keys whose integers are measurements or counts, not dimensions of a row."""
 
 DIMENSIONS = ("model", "parallel", "train")
 """Configuration sections that must be equal."""
 
 NOT_NUMBERS = ("experiment", "environment", "config", "settings", "git")
-"""Keys of a result that are not searched."""
+"""Keys of a result that are not searched for timings."""
 
 
 @dataclass(frozen=True)
 class TimedRow:
-    """Timings of one row of an experiment, and its identity."""
+    """Timings of one row of an experiment, and what identifies it."""
 
     names: tuple[str, ...]
-    """Keys on the path to it, in addition to `seconds`."""
+    """Keys on the path to it, without `seconds`."""
     dimensions: dict[str, str | int]
-    """Strings, booleans and integers around it, by key; inner ones win."""
+    """Strings, booleans and integers of the enclosing objects, by key; inner ones override outer ones."""
     seconds: list[float]
-    """Seconds of every round."""
+    """One per round."""
 
     @property
     def called(self) -> tuple[Any, ...]:
-        """Everything except numbers: rows of different sizes share a name."""
+        """The identity without sizes: rows of different sizes share it."""
         words = tuple(sorted((key, value) for key, value in self.dimensions.items() if not _is_size(value)))
         return (self.names, words)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The integers."""
+        """The integer dimensions."""
         return {key: int(value) for key, value in self.dimensions.items() if _is_size(value)}
 
     @property
@@ -53,7 +53,7 @@ class TimedRow:
 
 
 def timed_rows(facts: Facts) -> list[TimedRow]:
-    """Every row of a result that holds raw seconds (the head of `boost.measure.results` says what a row is)."""
+    """Every row of a result that has raw seconds; `boost.measure.results` defines rows."""
     return list(_timed(facts, (), {}))
 
 
@@ -76,7 +76,7 @@ def _timed(value: Any, names: tuple[str, ...], around: dict[str, str | int]) -> 
 
 
 def _by_name(seconds: Any, names: tuple[str, ...], around: dict[str, str | int]) -> Iterator[TimedRow]:
-    """Seconds by name, for a list or for lists by name; empty for a single number, which has no rounds."""
+    """One row per list of seconds, for a list or a dict of lists; none for a single number, which has no rounds."""
     if isinstance(seconds, dict):
         for name, each in seconds.items():
             yield from _by_name(each, (*names, name), around)
@@ -96,17 +96,17 @@ def _is_size(value: str | int) -> bool:
 
 @dataclass(frozen=True)
 class Pair:
-    """One row of both results."""
+    """One row that both results have."""
 
     title: str
     old: Spread
     new: Spread
     ratio: Ratio | None
-    """New over old seconds; None if either has too few rounds."""
+    """New / old seconds; None if either has too few rounds."""
 
     @property
     def verdict(self) -> str:
-        """The verdict; 'no difference' if the interval contains 1."""
+        """'faster', 'slower', or 'no difference seen' if the interval contains 1."""
         if self.ratio is None:
             return f"fewer than {LEAST_ROUNDS} rounds"
         if self.ratio.high < 1:
@@ -115,10 +115,10 @@ class Pair:
 
 
 def compare(old: Path, new: Path) -> str:
-    """Every row that both results have, and caveats, in Markdown.
+    """Compares all common rows. Returns Markdown, with caveats.
 
-    Raises ConfigError if the results are of different experiments or dimensions, or have no row in common; MeasurementError
-    if they are of different machines.
+    Raises ConfigError if the experiments or dimensions differ or no row is in common, and MeasurementError if the machines
+    differ.
     """
     first = read(old)
     second = read(new, first["experiment"])
@@ -127,13 +127,13 @@ def compare(old: Path, new: Path) -> str:
     before, after = _by_key(timed_rows(first), old), _by_key(timed_rows(second), new)
     for rows, path in ((before, old), (after, new)):
         if not rows:
-            raise ConfigError(f"{path} holds no seconds of rounds; name a result of an experiment that times")
+            raise ConfigError(f"{path} has no timings; use a result of an experiment that measures time")
     gone = [row for key, row in before.items() if key not in after]
     fresh = [row for key, row in after.items() if key not in before]
     _require_same_sizes(gone, fresh)
     pairs = [_pair(before[key], after[key]) for key in before if key in after]
     if not pairs:
-        raise ConfigError(f"{old} and {new} have no row in common; name two results of the same contenders")
+        raise ConfigError(f"{old} and {new} have no row in common; use two results with the same contenders")
     lines = [f"# {first['experiment']}: {old.name} and {new.name}"]
     lines += [f"{words}: {origin(facts['environment'])}." for words, facts in (("old", first), ("new", second))]
     lines += list(_warnings(first["environment"], second["environment"]))
@@ -160,12 +160,12 @@ def _pair(old: TimedRow, new: TimedRow) -> Pair:
 
 
 def _warnings(old: Facts, new: Facts) -> Iterator[str]:
-    """Caveats: other causes of the ratios, and what makes the change ambiguous."""
+    """Yields caveats: other possible causes of the ratios, and why the change may be unknown."""
     yield "Not interleaved: ratios include machine noise between the two runs; intervals do not cover it."
     commits = [(environment["git"] or {}).get("commit") for environment in (old, new)]
-    unclear = [f"both are of commit {commits[0][:10]}"] if commits[0] and commits[0] == commits[1] else []
+    unclear = [f"both are from commit {commits[0][:10]}"] if commits[0] and commits[0] == commits[1] else []
     unclear += [
-        f"the tree of {name} {'is not known' if not git else 'had changes that are in no commit'}"
+        f"the working tree of {name} {'is unknown' if not git else 'had uncommitted changes'}"
         for name, git in (("old", old["git"]), ("new", new["git"]))
         if not git or git.get("dirty")
     ]
@@ -176,14 +176,14 @@ def _warnings(old: Facts, new: Facts) -> Iterator[str]:
 
 
 def _require_same_dimensions(first: Facts, second: Facts) -> None:
-    """Raises ConfigError for a common field with different values. (Fields come and go with versions.)"""
+    """Raises ConfigError if a common field differs. (Versions add and remove fields.)"""
     for section in DIMENSIONS:
         ours, theirs = (facts.get("config", {}).get(section, {}) for facts in (first, second))
         for field in ours.keys() & theirs.keys():
             if ours[field] != theirs[field]:
                 raise ConfigError(
-                    f"{section}.{field} is {ours[field]!r} in the old result and {theirs[field]!r} in the new one; compare two "
-                    "of the same dimensions"
+                    f"{section}.{field} is {ours[field]!r} in the old result and {theirs[field]!r} in the new one; compare results "
+                    "with the same dimensions"
                 )
 
 
@@ -196,8 +196,8 @@ def _require_same_sizes(old: list[TimedRow], new: list[TimedRow]) -> None:
             here, there = ours.sizes, theirs.sizes
             key = next(key for key in (*here, *there) if here.get(key) != there.get(key))
             raise ConfigError(
-                f"{ours.title}: {key} is {here.get(key)} in the old result and {there.get(key)} in the new one; compare two "
-                "of the same dimensions"
+                f"{ours.title}: {key} is {here.get(key)} in the old result and {there.get(key)} in the new one; compare results "
+                "with the same dimensions"
             )
 
 
@@ -206,12 +206,12 @@ def _key(row: TimedRow) -> tuple[Any, ...]:
 
 
 def _by_key(rows: list[TimedRow], path: Path) -> dict[tuple[Any, ...], TimedRow]:
-    """The rows of a file. Raises ConfigError if two rows have the same name and size."""
+    """The rows of a result by identity. Raises ConfigError if two rows have the same name and sizes."""
     result: dict[tuple[Any, ...], TimedRow] = {}
     for row in rows:
         if _key(row) in result:
             raise ConfigError(
-                f"{path}: two rows are called '{row.title}'; name a result whose rows differ by name or size"
+                f"{path}: two rows are named '{row.title}'; use a result whose rows differ in name or size"
             )
         result[_key(row)] = row
     return result

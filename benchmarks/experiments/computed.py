@@ -1,6 +1,6 @@
-"""Figures of the Performance table that need no run: bytes of the table of collectives and of the trace, and predictions.
+"""Performance goals that need no run: bytes from the collective table and the operator trace, and predictions.
 
-All are of boost-7b in bf16, sequences of 4,096 tokens: the size that the goals name.
+All are for boost-7b in bf16 with 4,096-token sequences, the size that the goals specify.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,16 +18,16 @@ from boost.plan.step import elementwise_bytes
 from boost.plan.timing import Predictor
 
 SHAPES = ((4, 32, 0.60), (8, 32, 0.33), (4, 8, 0.40))
-"""TP, kv heads, most bytes of btp-cp over those of btp-sp."""
+"""(TP, KV heads, maximum ratio of btp-cp bytes to btp-sp bytes)."""
 
 SUMS = ("param_dtype", "bfloat16")
 """train.reduce_dtype."""
 
 ELEMENTWISE = {"btp": 5.0, "btp-sp": 2.7}
-"""Most GB of a block and micro-batch."""
+"""Maximum GB per block and micro-batch."""
 
 MFU = {"btp": 0.36, "btp-sp": 0.40}
-"""Least predicted model FLOPs utilization on MFU_HARDWARE."""
+"""Minimum predicted model FLOPs utilization on MFU_HARDWARE."""
 
 MFU_HARDWARE = "h100-80g"
 NORM_HARDWARE = ("a100-80g", MFU_HARDWARE)
@@ -43,7 +43,7 @@ def seven(*overrides: str) -> Config:
 
 
 def compute() -> Facts:
-    """All of them."""
+    """Computes all figures."""
     predictor = Predictor(with_stack(load_hardware(MFU_HARDWARE)))
     return {
         "crossings": list(_crossings()),
@@ -63,7 +63,7 @@ def compute() -> Facts:
 
 
 def _crossings() -> Iterator[Facts]:
-    """Bytes that one process sends for the blocks in a step of 262,144 tokens."""
+    """Bytes sent by one process for the blocks in a step of 262,144 tokens."""
     for tp, kv_heads, _ in SHAPES:
         for dtype in SUMS:
             words = [f"--parallel.tp={tp}", f"--model.kv_heads={kv_heads}", f"--train.reduce_dtype={dtype}"]
@@ -72,15 +72,15 @@ def _crossings() -> Iterator[Facts]:
 
 
 def step_bytes(layout: str, words: Sequence[str] = ()) -> int:
-    """Bytes that one process sends for the blocks of boost-7b in a step of 16 x 4 x 4,096 = 262,144 tokens, sums of gradients
-    included."""
+    """Bytes sent by one process for the blocks of boost-7b in a step of 16 x 4 x 4,096 = 262,144 tokens, including gradient
+    all-reduces."""
     batch = ["--train.seq_len=4096", "--train.micro_batch=4", "--train.global_batch=64"]
     config = load("boost-7b", [f"--parallel.layout={layout}", *batch, *words])
     return sum(c.sent_bytes for c in step_collectives(config) if c.layer is not None or c.place == "gradients")
 
 
 def _latents() -> Facts:
-    """Bytes of latents kept without recomputation, and of 7 latents a token and block."""
+    """Bytes of latents saved without recomputation, and bytes of exactly 7 latents per token and block."""
     config = seven()
     model, train = config.model, config.train
     once = model.layers * train.micro_batch * train.seq_len * 7 * (model.rank or 0) * 2
@@ -88,7 +88,7 @@ def _latents() -> Facts:
 
 
 def _norms() -> Iterator[Facts]:
-    """Seconds of a step of the paper's sizes with either norm, kernels compiled."""
+    """Predicted step seconds of the paper's sizes with each norm, with compiled kernels."""
     for hardware in NORM_HARDWARE:
         predictor = Predictor(load_hardware(hardware))
         for row in STEPS:
@@ -104,15 +104,15 @@ def _norms() -> Iterator[Facts]:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """The rows that they answer."""
+    """The goals that these figures answer."""
     return [_fewest_bytes(facts), _elementwise(facts), _kept_once(facts), _utilization(facts), _norm(facts)]
 
 
 def table(facts: Facts) -> Table:
-    """All of them."""
+    """Table of all figures."""
     return Table(
-        "Figures that are arithmetic, beside their goals: bytes counted by the tables, and predictions (modeled).",
-        ("what", "of", "found", "goal"),
+        "Figures that need no run, next to their goals: bytes counted from the collective table, and predictions (modeled).",
+        ("what", "where", "found", "goal"),
         tuple((goal.what, goal.where, goal.found, goal.figure) for goal in goals(facts)),
     )
 
@@ -129,11 +129,11 @@ def _fewest_bytes(facts: Facts) -> Goal:
     return Goal(
         "btp-cp against btp-sp, bytes",
         "0.60x (TP 4), 0.33x (TP 8), 0.40x (TP 4, 8 kv heads)",
-        "blocks of the 7B, a step of 262,144 tokens, sums of gradients in bf16",
+        "blocks of the 7B, a step of 262,144 tokens, gradients reduced in bf16",
         words["bfloat16"],
         all(ratio <= most for ratio, (_, _, most) in zip(found["bfloat16"], SHAPES, strict=True)),
         "counted",
-        f"with sums in fp32, the default: {words['param_dtype']}",
+        f"with gradients reduced in fp32, the default: {words['param_dtype']}",
     )
 
 
@@ -158,7 +158,7 @@ def _kept_once(facts: Facts) -> Goal:
         f"{kept / 1e9:.2f} GB; once is {once / 1e9:.2f} GB",
         kept <= 1.02 * once,
         "counted",
-        "and the statistics of the norms",
+        "including the norm statistics",
     )
 
 
@@ -184,8 +184,8 @@ def _norm(facts: Facts) -> Goal:
     return Goal(
         "online norm against sync, predicted",
         "never slower, at every published size",
-        f"steps of the paper on {' and '.join(NORM_HARDWARE)}, kernels compiled",
-        f"{gains[worst]:.3f} x at the worst of {len(gains)} ({worst})",
+        f"the paper's steps on {' and '.join(NORM_HARDWARE)}, compiled kernels",
+        f"{gains[worst]:.3f} x in the worst of {len(gains)} cases ({worst})",
         gains[worst] >= 1,
         "modeled",
     )

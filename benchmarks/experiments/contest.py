@@ -1,8 +1,8 @@
-"""Times contenders in interleaved rounds of one run, and compares them by ratios with confidence intervals.
+"""Times contenders in interleaved rounds of one run and compares them by ratios with confidence intervals.
 
-The speed of a shared machine changes over time, and a hot GPU is slower: timing contenders one after another measures machine
-noise. So every round times each contender once, starting with a different one each time, and a ratio is the median over
-rounds of the ratio within a round.
+A shared machine changes speed over time and a hot GPU slows down, so timing contenders one after another measures machine
+noise. Instead, every round times each contender once, starting with a different one each time. A ratio is the median over
+rounds of the ratio within each round.
 """
 
 import math
@@ -25,14 +25,14 @@ LEAST_ROUNDS = 7
 """Minimum number of timed rounds."""
 
 WARM_UP = 2
-"""Untimed warmup rounds: kernel selection, buffers, caches; the last one sets the number of repetitions."""
+"""Untimed warm-up rounds, for kernel selection, buffers and caches. The last one sets the number of repetitions."""
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
-"""Bootstrap resamples of rounds, and the confidence level of intervals."""
+"""Number of bootstrap resamples, and confidence level of the intervals."""
 
 Call = Callable[[], Iterable[Tensor]]
-"""One repetition of a contender's work. Returns (some of) its results, none of which may be all zeros."""
+"""Runs one repetition of a contender. Returns some of its results, none of which may be all zeros."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class InterleavedTimings:
     repeats: dict[str, int]
     """Repetitions per timed sample, by contender."""
     probe_s: list[float]
-    """Seconds of a small fixed workload before each round: how steady the machine was."""
+    """Seconds of a small fixed workload before each round; shows how steady the machine was."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ def take_turns(
     least_s: float = 0.0,
     words: str = "rounds",
 ) -> InterleavedTimings:
-    """Times every contender once per round, on all processes of `mesh` at the same time.
+    """Times every contender once per round, on all processes of `mesh` at once.
 
-    A sample starts when every process is ready and ends when the last one is done, including the device. A contender
+    A sample starts when every process is ready and ends when the last one, including its device, is done. A contender
     shorter than `least_s` is repeated within its sample. Raises MeasurementError if a contender computes only zeros or
-    non-finite numbers, or takes no time; ValueError below LEAST_ROUNDS.
+    non-finite numbers or takes no measurable time, and ValueError below LEAST_ROUNDS.
     """
     if rounds < LEAST_ROUNDS:
         raise ValueError(f"{rounds} rounds; a result needs at least {LEAST_ROUNDS}")
@@ -103,7 +103,7 @@ def take_turns(
 
 
 def refuse_zeros(name: str, computed: Iterable[Tensor]) -> None:
-    """Raises MeasurementError if a tensor is all zeros or has non-finite numbers, or if there is none.
+    """Raises MeasurementError if any tensor is all zeros or has non-finite values, or if there are no tensors.
 
     GPUs multiply zeros faster, so timings on zeros are meaningless.
     """
@@ -125,14 +125,14 @@ def spread(seconds: Sequence[float]) -> Spread:
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
-    """Time of the first over that of the second, timed in the same rounds."""
+    """Ratio of two contenders' times (over / under), timed in the same rounds."""
     return bootstrap(lambda ours, theirs: np.median(ours / theirs, axis=-1), over, under)
 
 
 def ratio_of_runs(over: Sequence[float], under: Sequence[float]) -> Ratio:
-    """Time of the first over that of the second, timed in different runs: a ratio of medians.
+    """Ratio of medians (over / under) of times from different runs.
 
-    Rounds of each run are resampled independently. The interval covers variation within runs, not between them.
+    Resamples the rounds of each run independently. The interval covers variation within runs, not between them.
     """
     return bootstrap(
         lambda ours, theirs: np.median(ours, axis=-1) / np.median(theirs, axis=-1), over, under, paired=False
@@ -140,12 +140,11 @@ def ratio_of_runs(over: Sequence[float], under: Sequence[float]) -> Ratio:
 
 
 def bootstrap(statistic: Callable[..., np.ndarray], *samples: Sequence[float], paired: bool = True) -> Ratio:
-    """A statistic of contenders' seconds with its confidence interval.
+    """Computes a statistic of contenders' seconds and its confidence interval.
 
-    `statistic` takes an array [..., rounds] per contender and returns one number for each [...]. Rounds are resampled with
-    replacement (`paired`: the same rounds for all contenders); the interval is Efron's percentile bootstrap (1979) at
-    CONFIDENCE. Draws are seeded, so a report is reproducible.
-    Raises ValueError if paired contenders have different numbers of rounds.
+    `statistic` takes one array [..., rounds] per contender and returns an array [...]. Rounds are resampled with replacement
+    (`paired`: the same rounds for all contenders). The interval is Efron's percentile bootstrap (1979) at CONFIDENCE.
+    Draws are seeded, which makes reports reproducible. Raises ValueError if paired contenders have different numbers of rounds.
     """
     counts = [len(sample) for sample in samples]
     if paired and len(set(counts)) > 1:
@@ -161,7 +160,7 @@ def bootstrap(statistic: Callable[..., np.ndarray], *samples: Sequence[float], p
 
 
 def _repeats(once: float, least_s: float, mesh: Mesh) -> int:
-    """Repetitions per sample, the same on every process."""
+    """Number of repetitions per sample, the same on every process."""
     wanted = torch.tensor(float(math.ceil(least_s / once)) if once < least_s else 1.0, device=mesh.device)
     if mesh.size > 1:
         dist.all_reduce(wanted, dist.ReduceOp.MAX)
@@ -169,7 +168,7 @@ def _repeats(once: float, least_s: float, mesh: Mesh) -> int:
 
 
 def _sample(call: Call, repeats: int, mesh: Mesh) -> float:
-    """Seconds of one repetition, from when all processes start to when all are done."""
+    """Seconds per repetition, from when all processes are ready until all are done."""
     _all_here(mesh)
     begun = time.perf_counter()
     for _ in range(repeats):
@@ -185,5 +184,5 @@ def _all_here(mesh: Mesh) -> None:
 
 
 def in_words(found: Ratio) -> str:
-    """A ratio with its interval."""
+    """Formats a ratio with its interval."""
     return f"{found.value:.2f} ({found.low:.2f} to {found.high:.2f})"

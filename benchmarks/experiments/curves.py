@@ -1,7 +1,7 @@
-"""Loss curves of every layout with the same model, seed and data: the curves must coincide.
+"""Loss curves of every layout with the same model, seed and data; they must coincide.
 
-All layouts implement the same function; they differ in rounding only. The relative difference of the loss must stay below
-1e-8 in float64 and 1e-3 in float32 at every step.
+All layouts implement the same function and differ only in rounding. At every step, the relative difference of the loss must stay
+below 1e-8 in float64 and 1e-3 in float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,15 +24,15 @@ from boost.train.model import initialize_model
 from boost.train.rundir import RunDirectory
 
 LIMITS = {"float64": 1e-8, "float32": 1e-3}
-"""Largest relative difference of a loss to that of one process, by dtype."""
+"""Maximum relative difference of the loss from the single-process loss, by dtype."""
 
 ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24}
-"""Half a unit in the last place of 1, by dtype: differences below it are drawn at it."""
+"""Unit roundoff by dtype; smaller differences are drawn at this value."""
 
 
 @dataclass(frozen=True)
 class LayoutVariant:
-    """A layout with its switches."""
+    """A layout with its options."""
 
     name: str
     parallel: dict[str, Any]
@@ -55,9 +55,9 @@ def contenders(family: Family) -> Sequence[LayoutVariant]:
 
 
 def configuration(config: Config, family: Family, dtype: str, parallel: dict[str, Any]) -> Config:
-    """The run of `config` with another family, dtype and layout. Raises ConfigError if the configuration is invalid.
+    """`config` with another family, dtype and layout. Raises ConfigError if the configuration is invalid.
 
-    bfloat16 is that of products and activations; weights are then float32, as they are trained.
+    bfloat16 applies to GEMMs and activations only; weights are then float32, as in training.
     """
     tree = config.model_dump()
     change_family(tree["model"], family)
@@ -67,29 +67,29 @@ def configuration(config: Config, family: Family, dtype: str, parallel: dict[str
 
 
 def at_start(config: Config, mesh: Mesh) -> Trainer:
-    """A run with its initial weights."""
+    """A trainer with initial weights."""
     trainer = Trainer(config, mesh, RunDirectory(config.run.dir))
-    initialize_model(trainer.model, config.train.seed)  # not `start`, which would put checkpoints of a run there aside
+    initialize_model(trainer.model, config.train.seed)  # not `start`, which would set aside existing checkpoints
     return trainer
 
 
 def losses(trainer: Trainer) -> list[float]:
-    """Trains to the last step: the loss of each. The same on every process of the mesh."""
+    """Trains to the last step. Returns the loss of every step, the same on every process of the mesh."""
     config = trainer.config
     steps = config.train.steps
     return [trainer.step(learning_rate(config.optim, step, steps)).loss for step in range(steps)]
 
 
 def heldout(trainer: Trainer, tokens: int | None = None) -> Evaluation:
-    """Held-out loss, on the whole split or on about this many tokens."""
+    """Evaluates on the whole held-out split, or on about `tokens` tokens."""
     train, isolate = trainer.config.train, trainer.config.data.isolate_documents
     return evaluate(trainer.model, trainer.heldout, train.seq_len, train.micro_batch, isolate, trainer.mesh, tokens)
 
 
 def all_losses(config: Config, family: Family, dtype: str, mesh: Mesh, tp: int) -> dict[str, list[float]]:
-    """Losses by contender, of one process under the name 'single'.
+    """Losses by contender, including the single-process model under the name 'single'.
 
-    Every process computes 'single' itself, so that none waits for another in a collective.
+    Every process computes 'single' on its own, so no process waits in a collective.
     """
     result = {ALONE: losses(at_start(configuration(config, family, dtype, {}), Mesh(mesh.device)))}
     for contender in progress(contenders(family), f"{family}, {dtype}", enabled=mesh.is_main):
@@ -99,11 +99,11 @@ def all_losses(config: Config, family: Family, dtype: str, mesh: Mesh, tp: int) 
 
 
 ALONE = "single"
-"""The model in one process, as curves are named."""
+"""Name of the single-process curve."""
 
 
 def worst_difference(curves: dict[str, list[float]]) -> dict[str, float]:
-    """Largest relative difference over the steps of each contender to 'single'."""
+    """Maximum relative difference from 'single' over all steps, by contender."""
     alone = curves[ALONE]
     return {
         name: max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(curve, alone, strict=True))
@@ -113,7 +113,8 @@ def worst_difference(curves: dict[str, list[float]]) -> dict[str, float]:
 
 
 def curves_process(config: Config, families: Sequence[Family], out: Path) -> int:
-    """One process of the experiment. The main one writes `out`.json, .md and the picture; returns 1 if a limit is broken."""
+    """Runs the experiment on this process. The main process writes `out`.json, .md and the figure, and returns 1 if any limit is
+    exceeded."""
     mesh = open_mesh(config.parallel, config.run.device, config.run.timeout_s)
     curves = {
         dtype: {family: all_losses(config, family, dtype, mesh, mesh.tp.size) for family in families}
@@ -132,16 +133,16 @@ def curves_process(config: Config, families: Sequence[Family], out: Path) -> int
 
 
 def report(worst: Mapping[str, Mapping[Family, Mapping[str, float]]]) -> None:
-    """Prints the largest relative difference of every contender next to its limit."""
+    """Prints the maximum relative difference of every contender and flags any above its limit."""
     for dtype, by_family in worst.items():
-        print(f"{dtype}: largest relative difference to one process over all steps (limit {LIMITS[dtype]:.0e})")
+        print(f"{dtype}: maximum relative difference from one process over all steps (limit {LIMITS[dtype]:.0e})")
         for family, by_name in by_family.items():
             for name, value in by_name.items():
                 print(f"  {family:6} {name:18} {value:.1e}{'' if value <= LIMITS[dtype] else '  ABOVE THE LIMIT'}")
 
 
 def section(facts: Facts) -> Section:
-    """The largest difference of every layout, and the curves."""
+    """Maximum difference of every layout, and the curves."""
     worst, train, tp = facts["worst_relative_difference"], facts["config"]["train"], facts["config"]["parallel"]["tp"]
     dtypes = list(worst)
     rows = []
@@ -155,15 +156,15 @@ def section(facts: Facts) -> Section:
         "Loss curves of all layouts",
         (
             f"{shape_words(facts['config'])}, TP {tp}: {train['steps']} steps with the same seed, data and data order. All layouts "
-            "implement the same function and differ in rounding only.",
+            "implement the same function and differ only in rounding.",
             Table(
-                "Measured: largest relative difference of the training loss to one process, over all steps.",
+                "Measured: maximum relative difference of the training loss from one process, over all steps.",
                 ("family", "layout", *headings, "verdict"),
                 tuple(rows),
             ),
             Figure(
                 "curves",
-                "Loss of every layout, each curve thinner than the one below it, and its difference to one process.",
+                "Loss of every layout (each curve thinner than the one below it) and its difference from one process.",
                 lambda path: draw(facts, path),
             ),
         ),
@@ -171,12 +172,12 @@ def section(facts: Facts) -> Section:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """None: tests hold layouts to their limits on every commit."""
+    """None: tests check these limits on every commit."""
     return []
 
 
 def shape_words(config: Mapping[str, Any]) -> str:
-    """A configuration's model and batch in words."""
+    """A description of the model and batch."""
     model, train = config["model"], config["train"]
     rank = f", r {model['rank']}" if model.get("rank") else ""
     return (
@@ -186,7 +187,7 @@ def shape_words(config: Mapping[str, Any]) -> str:
 
 
 def draw(facts: Facts, path: Path) -> None:
-    """The curves in one figure, and below them, by dtype, the difference of each to one process."""
+    """Draws the loss curves and, below them, the difference of each from one process by dtype."""
     pyplot = drawing.pyplot()
     curves, limits = facts["losses"], facts["limits"]
     families = list(next(iter(curves.values())))
@@ -198,7 +199,7 @@ def draw(facts: Facts, path: Path) -> None:
         top = axes[0][column]
         dtype, by_family = next(iter(curves.items()))
         for number, (name, curve) in enumerate(by_family[family].items()):
-            # Each thinner than the one below it: curves that lie on each other are all seen.
+            # Each thinner than the one below it, so overlapping curves stay visible.
             top.plot(curve, label=name, linewidth=0.8 * (len(by_family[family]) - number))
         top.set_title(f"{family}: loss, nats per token ({dtype})")
         top.legend(fontsize=8, frameon=False)
@@ -210,7 +211,7 @@ def draw(facts: Facts, path: Path) -> None:
                     apart = [max(abs(a - b) / abs(b), ROUNDING[dtype]) for a, b in zip(curve, alone, strict=True)]
                     below.semilogy(apart, linewidth=0.9)
             below.axhline(limits[dtype], color="black", linestyle="--", linewidth=1)
-            below.set_title(f"relative difference to one process, {dtype}; limit {limits[dtype]:.0e}", fontsize=9)
+            below.set_title(f"relative difference from one process, {dtype}; limit {limits[dtype]:.0e}", fontsize=9)
         axes[-1][column].set_xlabel("step")
     for axis in axes.flat:
         drawing.tidy(axis)

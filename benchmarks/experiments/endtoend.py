@@ -1,6 +1,6 @@
 """End-to-end step time under every layout and family, with width growing with TP (weak scaling).
 
-Corresponds to the paper's tables of step times. Dense and low-rank models of one shape are interleaved in one run. TP sizes larger
+Reproduces the paper's step-time tables. Dense and low-rank models of the same shape are interleaved in one run. TP sizes larger
 than the machine run as single-rank emulation, with communication modeled.
 """
 
@@ -35,16 +35,16 @@ MEGATRON, MEGATRON_SP = "megatron", "megatron-sp"
 PARALLEL: dict[str, dict[str, Any]] = {c.name: c.parallel for c in (*DENSE, *LOW_RANK)}
 
 _SHARED_TP = (4, 8)
-"""TP sizes of single-rank emulation on a CPU; on a GPU 2 as well."""
+"""TP sizes of single-rank emulation on CPUs; GPUs add TP 2."""
 
 WIDTH = 512
-"""d on a CPU at TP 1."""
+"""d on CPUs at TP 1."""
 
 _BASE = {
     "cpu": flags(vocab_size=1024, seq_len=256, micro_batch=4, global_batch=4),
     "cuda": flags(vocab_size=4096, seq_len=4096, micro_batch=2, global_batch=4),
 }
-"""With few blocks the head is a larger fraction of the model; a proportionally smaller vocabulary compensates. The paper's steps
+"""With few blocks, the head is a larger fraction of the model; a proportionally smaller vocabulary compensates. The paper's steps
 have 4 sequences of 4096 tokens."""
 
 _BOUND = (*shape(64, 8, 176, 2), *flags(vocab_size=64, seq_len=64, micro_batch=16, global_batch=32))
@@ -58,7 +58,7 @@ class Machine:
     device: str
     """cpu | cuda"""
     tp: int
-    """TP processes that run here; 1: single-process groups only."""
+    """TP processes to run here; 1: single-process groups only."""
     hardware: Hardware | None
     """Hardware profile for modeled collectives; None: no single-rank emulation."""
     why_no_shares: str = ""
@@ -82,14 +82,14 @@ def machine_of(device: str, tp: int | None, hardware: str | None) -> Machine:
     priced = load_hardware(name)
     if priced.device != kind:
         raise ConfigError(
-            f"--hardware = '{name}' is a {priced.device} profile, but this is a {kind} machine; use a profile of this machine, "
+            f"--hardware = '{name}' is a {priced.device} profile, but this is a {kind} machine; use a profile of this machine "
             "from 'boost plan calibrate'"
         )
     return Machine(kind, processes, priced)
 
 
 def groups(machine: Machine, overrides: Sequence[str] = (), source: str = "demo") -> list[TimingGroup]:
-    """All groups to measure on a machine. `overrides` apply to every configuration. Raises ConfigError."""
+    """All groups to measure on `machine`. `overrides` apply to every configuration. Raises ConfigError."""
     build = _Builder(machine.device, overrides, source)
     dtypes: tuple[DType, ...] = ("float32", "bfloat16") if machine.device == "cpu" else ("bfloat16",)
     found = [build.one_process(dtypes[0])]
@@ -103,7 +103,7 @@ def groups(machine: Machine, overrides: Sequence[str] = (), source: str = "demo"
 
 
 class _Builder:
-    """Builds groups with sizes that scale with TP, and the user's overrides."""
+    """Builds groups whose model sizes scale with TP, with the user's overrides."""
 
     def __init__(self, device: str, overrides: Sequence[str], source: str) -> None:
         self.device, self.overrides, self.source = device, overrides, source
@@ -118,8 +118,8 @@ class _Builder:
         return TimingGroup(f"{WEAK_SCALING}, TP 1, {dtype}", WEAK_SCALING, found)
 
     def weak_scaling(self, tp: int, dtype: DType) -> TimingGroup:
-        """Every layout of the dense model and of cola, and other libraries. In bf16 on a CPU, which is up to five times slower,
-        only the four layouts in the goals; else two micro-batches."""
+        """Every layout of the dense model and of cola, and other libraries. bf16 on a CPU is up to five times slower, so it runs
+        only the four layouts that the goals name; fp32 on a CPU runs two micro-batches."""
         few = self.device == "cpu" and dtype == "bfloat16"
         names = (MEGATRON_SP, VANILLA, BTP, BTP_SP) if few else (MEGATRON, MEGATRON_SP, VANILLA, PUBLISHED, BTP, BTP_SP)
         more = flags(global_batch=8) if self.device == "cpu" and not few else []
@@ -157,7 +157,7 @@ class _Builder:
 
 
 def size_flags(device: str, tp: int, dtype: DType, family: str, width: int = WIDTH) -> list[str]:
-    """Overrides for the model of a TP size: on a CPU d = `width` x TP, f = 8/3 d as in LLaMA."""
+    """Overrides for the model size at `tp`. On CPUs d = `width` x TP and f = 8/3 d, as in LLaMA."""
     dim = width * tp
     size = (dim, 2, 16 * -(-8 * dim // 48), dim // 64)
     if device == "cuda":
@@ -166,25 +166,25 @@ def size_flags(device: str, tp: int, dtype: DType, family: str, width: int = WID
 
 
 def cut_flags(parallel: Mapping[str, Any], tp: int) -> list[str]:
-    """Overrides for a mesh of TP only."""
+    """Overrides for a TP-only mesh."""
     fields = {**parallel, "tp": tp, "dp": 1, "pp": 1}
     return [f"--parallel.{field}={str(value).lower()}" for field, value in fields.items()]
 
 
 def _usual(device: str, dtype: DType) -> list[str]:
-    # A tiny learning rate: thousands of steps on the same tokens must not change the numerics.
+    # A tiny learning rate, since thousands of steps on the same tokens must not change the numerics.
     return [f"--run.device={device}", f"--train.compute_dtype={dtype}", "--optim.lr=1e-6"]
 
 
 def steps(machine: Machine, found: Sequence[TimingGroup], rounds: int, out: Path) -> int:
-    """The experiment. Writes `out`.json, .md and its figures."""
+    """Runs the experiment. Writes `out`.json, .md and the figures."""
     from benchmarks.experiments.endtoend_report import section
 
     measured, left_out = run_groups(found, rounds, machine.hardware)
     if os.environ.get("RANK", "0") != "0":
         return 0
     if machine.why_no_shares:
-        left_out.append(f"shares of TP {' and '.join(map(str, _SHARED_TP))}: {machine.why_no_shares}")
+        left_out.append(f"emulation of TP {' and '.join(map(str, _SHARED_TP))}: {machine.why_no_shares}")
     config = next(iter(found[0].contenders.values()))
     facts = facts_of("steps", config, rounds=rounds, groups=measured, left_out=left_out)
     save_section(out, facts, section(facts))

@@ -25,27 +25,29 @@ from boost.measure.results import Facts
 from boost.plan import published
 
 BYTES = 0.50
-"""The goal."""
+"""Goal: maximum ratio of btp-sp bytes to btp bytes."""
 
 LEAST_WIDTH = 1024
-"""d from which on they are meant."""
+"""Minimum d to which the bytes goal applies."""
 
 
 def section(facts: Facts) -> Section:
     """All tables and figures."""
     intro = (
-        "Whole optimizer steps (forward, backward, gradient reduction, clipping, AdamW) on random tokens; contenders are "
-        f"interleaved in one run of {facts['rounds']} rounds. Times are medians with quartiles, ratios medians of ratios within "
-        "a round with 95 % bootstrap intervals, above 1 if the contender of the row is faster. Bytes sent by one process are "
-        "counted at the dispatcher; peak memory is that of its tensors, without the allocator's rounding. "
-        "MB = 10^6 bytes. Models have fewer blocks than the paper's, and proportionally smaller vocabularies. Its steps have "
-        "16,384 tokens: with fewer tokens, communication once per step weighs more (under btp-sp the all-reduce of the outer "
-        "factors' gradients: the difference between the two columns of bytes)."
+        "Whole optimizer steps (forward, backward, gradient reduction, clipping, AdamW) on random tokens. Contenders are "
+        f"interleaved in one run of {facts['rounds']} rounds. Times are medians with quartiles. Ratios are medians of the ratio "
+        "within a round, with 95 % bootstrap intervals; above 1, the row's contender is faster. Bytes sent by one process are "
+        "counted at the dispatcher. Peak memory counts tensors, without allocator rounding. MB = 10^6 bytes. Models have fewer "
+        "blocks and proportionally smaller vocabularies than the paper's. The paper's steps have 16,384 tokens; with fewer, "
+        "once-per-step communication weighs more (under btp-sp, the gradient all-reduce of the outer factors, which is the "
+        "difference between the two byte columns)."
     )
     left_out = [f"Not measured: {'; '.join(facts['left_out'])}."] if facts["left_out"] else []
     figures = (
-        Figure("steps", "Step time by contender; lines are quartiles, hatched parts are modeled", _drawn(_bars, facts)),
-        Figure("steps-speedups", "Speed-ups next to the paper's; lines are 95 % intervals", _drawn(_speedups, facts)),
+        Figure("steps", "Step time by contender; whiskers are quartiles, hatched parts modeled", _drawn(_bars, facts)),
+        Figure(
+            "steps-speedups", "Speed-ups next to the paper's; whiskers are 95 % intervals", _drawn(_speedups, facts)
+        ),
     )
     return Section(
         "End-to-end step time",
@@ -62,7 +64,7 @@ def section(facts: Facts) -> Section:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """Rows of the Performance table of the goals."""
+    """The performance goals that this experiment answers."""
     cut = [group for group in _of(facts, WEAK_SCALING) if group["tp"] > 1]
     wide = [group for group in cut if _dim(group) >= LEAST_WIDTH and group["tp"] == 2]
     found = list(map(_bytes_goal, _in(wide, "bfloat16")))
@@ -75,7 +77,7 @@ def goals(facts: Facts) -> list[Goal]:
 def _bytes_goal(group: Facts) -> Goal:
     ours, theirs = _row(group, BTP_SP), _row(group, BTP)
     inside, whole = (ours[key] / theirs[key] for key in ("sent_in_blocks", "sent_bytes"))
-    remark = f"of the blocks; {whole:.2f} x of all bytes of a step, including embedding, head and gradient all-reduces"
+    remark = f"blocks only; {whole:.2f} x for a whole step, including embedding, head and gradient all-reduces"
     found = f"{inside:.3f} x"
     return Goal(
         "btp-sp against btp, bytes", f"{BYTES:.2f}x", shape_of(group), found, inside <= BYTES, "counted", remark
@@ -86,12 +88,12 @@ def _never_slower(groups: Sequence[Facts]) -> Goal:
     found = [(times(group, BTP, BTP_SP), group) for group in groups]
     value, worst = min(found, key=lambda each: each[0].value)
     met = all(each.low >= 1 for each, _ in found)
-    where = f"the worst of {len(groups)} groups: {worst['name']}; {shape_of(worst)}"
+    where = f"worst of {len(groups)} groups: {worst['name']}; {shape_of(worst)}"
     return Goal("btp-sp against btp, time, same run", "never slower", where, f"{in_words(value)} x", met)
 
 
 def best(group: Facts) -> str:
-    """Of btp and btp-sp, the one with the shorter median step."""
+    """btp or btp-sp, whichever has the shorter median step."""
     return min((BTP, BTP_SP), key=lambda name: statistics.median(seconds_of(group, name)))
 
 
@@ -131,12 +133,12 @@ def _group_table(group: Facts) -> Table:
         "contender",
         "parameters, M:",
         *shared,
-        f"step ms{', of both' if shared else ', measured'}:",
+        f"step ms{', total' if shared else ', measured'}:",
         "tokens/s:",
     ]
     headings += [f"against {base}:" for base in bases]
     headings += ["sent MB, counted:", "sent in blocks:", "peak MB, measured:"]
-    priced = f" Collective times modeled with: {group['priced_by']}." if group["share"] else ""
+    priced = f" Collective times modeled with {group['priced_by']}." if group["share"] else ""
     skipped = "".join(f" {name} was skipped: {why}." for name, why in group["skipped"].items())
     caption = f"{group['name']}: {shape_of(group)}, on {group['device']}.{priced}{skipped}"
     return Table(caption, tuple(headings), tuple(_cells(group, row, bases) for row in group["rows"]))
@@ -158,7 +160,7 @@ def _paper(tp: int) -> published.PublishedRow | None:
 
 
 def _pairs(group: Facts) -> Iterator[tuple[str, Ratio, float | None]]:
-    """(comparison, our ratio, the paper's) of one group."""
+    """Yields (comparison, our ratio, the paper's ratio) for one group."""
     paper, has = _paper(group["tp"]), names(group)
     theirs = {way: paper.seconds[way] / paper.seconds["BOOST"] for way in published.WAYS} if paper else {}
     if group["tp"] == 1:
@@ -194,8 +196,8 @@ def _speedup_table(facts: Facts) -> Table:
         kind = "computation measured, collectives modeled" if group["share"] else "measured"
         rows.append((group["name"], words, in_words(found), kind, f"{paper_ratio:.2f}{size}" if paper_ratio else ""))
     caption = (
-        "Speed-ups next to the paper's. The paper's are on A100 GPUs (batch 4, 4096 tokens, bf16), over its own full-rank and "
-        "vanilla baselines. Ours are over these, and over the strongest forms of both."
+        "Speed-ups next to the paper's. The paper's are on A100 GPUs (batch 4, 4096 tokens, bf16) over its own full-rank and "
+        "vanilla baselines. Ours are over the same baselines and over the strongest form of each."
     )
     return Table(caption, ("group", "what", "ours, times:", "kind", "paper, times:"), tuple(rows))
 
@@ -213,7 +215,7 @@ def _family_table(group: Facts) -> Table:
             )
         )
     headings = ("family", "btp against vanilla, published:", "paper:", "against megatron:", "paper :")
-    caption = f"By architecture, measured: {shape_of(group)}. The paper's numbers are for its 7B at TP 4 on A100."
+    caption = f"By architecture, measured: {shape_of(group)}. The paper's numbers are for its 7B at TP 4 on A100s."
     return Table(caption, headings, tuple(rows))
 
 
@@ -229,7 +231,7 @@ def _drawn(draw: Callable[[Facts, Any], None], facts: Facts) -> Callable[[Path],
 
 
 def _bars(facts: Facts, pyplot: Any) -> None:
-    """One panel per group, one bar per contender."""
+    """Draws one panel per group with one bar per contender."""
     groups = facts["groups"]
     heights = [0.9 + 0.28 * len(group["rows"]) for group in groups]
     _, axes = pyplot.subplots(
@@ -255,7 +257,7 @@ def _bars(facts: Facts, pyplot: Any) -> None:
 
 
 def _speedups(facts: Facts, pyplot: Any) -> None:
-    """One line per ratio, with the paper's if available."""
+    """Draws one row per ratio, with the paper's ratio if available."""
     rows = _compared(facts)
     labels = [f"{words}\n{group['name']}" for group, words, _, _ in rows]
     _, axis = pyplot.subplots(figsize=(8, 1 + 0.42 * len(rows)))

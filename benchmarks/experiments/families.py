@@ -1,8 +1,8 @@
-"""The families side by side: the same shape, tokens, order of the data and schedule, several seeds each, on one machine.
+"""Compares model families: same shape, tokens, data order and schedule, several seeds each, on one machine.
 
-Peak learning rates differ between methods in every paper, so each contender chooses its own in a small sweep on a separate
-seed. Every run is one process with one thread, so concurrent runs affect nothing but the time; step times are therefore
-measured separately, with all contenders interleaved. Finished runs are saved: the same command resumes.
+Every paper tunes the peak learning rate per method, so each contender chooses its own in a small sweep on a separate seed.
+Every run uses one process and one thread, so concurrent runs affect only wall-clock time. Step times are therefore measured
+separately, with all contenders interleaved. Finished runs are saved: the same command resumes.
 """
 
 import functools
@@ -54,7 +54,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class FamilyVariant:
-    """A variant of model and optimizer, as changes to a configuration."""
+    """A model and optimizer variant, as changes to a configuration."""
 
     linear: str
     family: Family
@@ -65,10 +65,10 @@ class FamilyVariant:
 # LORO as published (ICLR 2025): its epsilon, no decay, no clipping, a cosine that dips after each exact step.
 LORO = {"name": "loro", "eps": 1e-6, "weight_decay": 0.0, "clip": 0.0, "schedule": "cosine-restarts"}
 EXACT_STEPS = 8
-"""Exact steps of a LORO run. Published runs make 20 (60M) to 500 (1B), 500 and 200 steps apart; a run of some hundred steps
-cannot have both so many and so far apart, and Adam needs tens of steps behind each, since its moments are cleared."""
+"""Exact steps per LORO run. Published runs have 20 (60M) to 500 (1B), 500 and 200 steps apart. A run of a few hundred steps
+cannot match both, and each exact step clears Adam's moments, which then need tens of steps to recover."""
 RESTART_WARMUP = 5
-"""Steps of warm-up after each, as published."""
+"""Warm-up steps after each exact step, as published."""
 
 CONTENDERS = {
     "dense": FamilyVariant("W x", "dense"),
@@ -86,7 +86,7 @@ USUAL = ("dense", "svd", "cola", "lax", "loro")
 
 @dataclass(frozen=True)
 class FamilyExperiment:
-    """What is compared, and how."""
+    """What to compare, and how."""
 
     contenders: tuple[str, ...]
     seeds: tuple[int, ...]
@@ -95,9 +95,9 @@ class FamilyExperiment:
     sweep_seed: int
     sweep_steps: int
     rounds: int
-    """Of the timing."""
+    """Timing rounds."""
     jobs: int
-    """Runs at once."""
+    """Concurrent runs."""
 
 
 @dataclass(frozen=True)
@@ -118,26 +118,26 @@ class FamilyRun:
     seed: int
     lr: float
     losses: list[float]
-    """Of every step whose loss was finite."""
+    """Training loss of every step, finite ones only."""
     heldout: list[tuple[int, float]]
-    """(step, held-out loss) of the evaluations on the way."""
+    """(step, held-out loss) of intermediate evaluations."""
     loss: float | None
-    """On all held-out text after the last step, nats per token; None: it diverged."""
+    """Loss on all held-out text after the last step, nats per token; None if the run diverged."""
     bits_per_byte: float | None
     seconds: float
-    """Of this run, which shared the machine with others: not the cost of a step."""
+    """Wall-clock time. Concurrent runs share the machine, so this says nothing about step time."""
     git: dict[str, Any] | None
 
 
 def configuration(config: Config, name: str, seed: int, lr: float, steps: int) -> Config:
-    """The run of `config` as a contender on one process. Raises ConfigError if the configuration is invalid.
+    """`config` for one contender, on one process. Raises ConfigError if the configuration is invalid.
 
-    If the length differs, warm-up keeps the same fraction of it.
+    Warm-up stays the same fraction of the run if `steps` differs from `config`.
     """
     contender, tree = CONTENDERS[name], config.model_dump()
     if config.optim.name != "adamw":
         raise ConfigError(
-            f"optim.name = '{config.optim.name}' is a contender by itself; give families a configuration with 'adamw'"
+            f"optim.name = '{config.optim.name}' is one of the contenders; use a configuration with 'adamw'"
         )
     change_family(tree["model"], contender.family, contender.model.get("over", "cola"))
     if tree["model"].get("rank") is None:
@@ -154,7 +154,7 @@ def configuration(config: Config, name: str, seed: int, lr: float, steps: int) -
 
 
 def train(task: Task) -> FamilyRun:
-    """Trains and evaluates. A run whose loss is no longer finite ends there and has no held-out loss."""
+    """Trains and evaluates. A run whose loss becomes non-finite stops and has no held-out loss."""
     config, begun = task.config, time.perf_counter()
     trainer = _trainer(config)
     steps, every = config.train.steps, config.train.eval_every
@@ -170,7 +170,7 @@ def train(task: Task) -> FamilyRun:
                 on_the_way.append((step + 1, round(heldout(trainer, config.train.eval_tokens or None).loss, 5)))
         last = heldout(trainer)
     except TrainingError:
-        pass  # several consecutive steps were not finite: reported as no held-out loss
+        pass  # several consecutive non-finite steps: reported as no held-out loss
     sound = last is not None and math.isfinite(last.loss)
     return FamilyRun(
         task.contender, task.seed, task.lr, losses, on_the_way,
@@ -180,9 +180,9 @@ def train(task: Task) -> FamilyRun:
 
 
 def compare(config: Config, plan: FamilyExperiment, out: Path) -> int:
-    """The experiment: the sweep, the runs, the timing. Writes `out`.json (after each run), .md and .svg.
+    """Runs the experiment: sweep, training runs, timing. Writes `out`.json (after each run), .md and .svg.
 
-    Raises ConfigError if `out` holds results of other settings, TrainingError if a process of a run is lost.
+    Raises ConfigError if `out` has results with other settings, and TrainingError if a process dies.
     """
     facts = _begin(config, plan, out)
     run = functools.partial(_run_all, facts=facts, out=out, plan=plan)
@@ -212,7 +212,7 @@ def compare(config: Config, plan: FamilyExperiment, out: Path) -> int:
 
 
 def best_rate(sweep: Iterable[Facts], contender: str) -> float:
-    """The learning rate with the lowest held-out loss. Raises TrainingError if all runs diverged."""
+    """The learning rate with the lowest held-out loss. Raises TrainingError if every run diverged."""
     sound = [(row["loss"], row["lr"]) for row in sweep if row["contender"] == contender and row["loss"] is not None]
     if not sound:
         raise TrainingError(f"{contender} diverged at every learning rate of --sweep; try lower ones")
@@ -220,12 +220,12 @@ def best_rate(sweep: Iterable[Facts], contender: str) -> float:
 
 
 def time_steps(configs: dict[str, Config], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of optimizer steps, contenders interleaved: {"usual": [...], "exact": [...]} of each, in order of rounds.
+    """Times optimizer steps with contenders interleaved. Returns seconds by contender: {"usual": [...], "exact": [...]}.
 
-    LORO's exact steps are rare and slow, and are listed separately; there are at least `rounds` // 8 of them.
+    LORO's exact steps are rare and slow and are listed separately, at least `rounds` // 8 of them.
     """
     usual = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the runs; and where others work too, threads that wait for each other time those
+    torch.set_num_threads(1)  # as in the runs; on a shared machine, waiting threads would time other users' work
     trainers = {name: _trainer(_with_frequent_exact_steps(config, rounds)) for name, config in configs.items()}
     kinds: dict[str, list[str]] = {name: [] for name in configs}
     calls = {name: functools.partial(_step, trainer, kinds[name]) for name, trainer in trainers.items()}
@@ -241,7 +241,7 @@ def time_steps(configs: dict[str, Config], rounds: int) -> dict[str, dict[str, l
 
 
 def _step(trainer: Trainer, kinds: list[str]) -> list[Tensor]:
-    """One optimizer step, whose kind is recorded: its loss and a weight."""
+    """Runs one optimizer step and appends its kind to `kinds`. Returns the loss and a weight."""
     every = trainer.config.optim.exact_every
     kinds.append("exact" if every and (trainer.position.step + 1) % every == 0 else "usual")
     stats = trainer.step(trainer.config.optim.lr / 100)
@@ -280,9 +280,9 @@ def _describe(task: Task, plan: FamilyExperiment) -> Facts:
 
 
 def _begin(config: Config, plan: FamilyExperiment, out: Path) -> Facts:
-    """Empty results, or those of an earlier call with the same settings."""
+    """Empty results, or those of an earlier run with the same settings."""
     store = open_fitting_store(config)
-    # Where things lie makes no difference, and what lies there is asked for below.
+    # Paths do not matter; the content at these paths is compared below.
     described = config.model_dump(exclude={"run": True, "parallel": True, "data": {"store"}})
     settings = json.loads(
         json.dumps(
@@ -310,14 +310,14 @@ def _begin(config: Config, plan: FamilyExperiment, out: Path) -> Facts:
     before = kept.get("settings", {}) if isinstance(kept, dict) else {}
     if (different := next(_differences(before, settings), None)) is not None:
         raise ConfigError(
-            f"--out = '{out}' holds results of other settings: {different}; go on with those, choose another --out, "
+            f"--out = '{out}' has results with other settings: {different}; use those settings, choose another --out, "
             f"or remove {out.with_suffix('.json')}"
         )
     return {**fresh, **{name: kept[name] for name in ("sweep", "runs", "timing")}}
 
 
 def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
-    """'config.train.steps is 300 there and 400 here' for each setting that differs."""
+    """Yields a message such as 'config.train.steps is 300 there and 400 here' for each setting that differs."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in {**before, **now}:
             yield from _differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
@@ -326,7 +326,7 @@ def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
 
 
 def _run_all(tasks: Sequence[Task], kind: str, *, facts: Facts, out: Path, plan: FamilyExperiment) -> None:
-    """Trains what is missing in facts[kind], and saves each result as it arrives."""
+    """Trains the tasks missing from facts[kind] and saves each result as it completes."""
     done = {_key(row) for row in facts[kind]}
     waiting = [task for task in tasks if _key(asdict(task)) not in done]
     for number, trained in enumerate(each_trained(waiting, min(plan.jobs, len(waiting))), start=1):
@@ -354,7 +354,7 @@ def _keep(out: Path, facts: Facts) -> None:
 
 
 def each_trained(tasks: Sequence[Task], jobs: int, work: Callable[[Task], FamilyRun] = train) -> Iterator[FamilyRun]:
-    """Results as they arrive, from `jobs` processes with one thread each. Raises TrainingError if one of them is lost."""
+    """Yields results as they complete, from `jobs` single-threaded processes. Raises TrainingError if a process dies."""
     if not tasks:
         return
     context = multiprocessing.get_context("spawn")
@@ -373,6 +373,6 @@ def each_trained(tasks: Sequence[Task], jobs: int, work: Callable[[Task], Family
 
 
 def _quiet_single_thread() -> None:
-    """Initializes a pool process: one thread, because threads would change sums, and no output, which the parent prints."""
+    """Initializes a pool process: one thread (threads change summation order) and no output (the parent prints)."""
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""Report of the comparison of families: one row per contender, a table, a figure."""
+"""Report of the families experiment: a table with one row per contender, and a figure."""
 
 import math
 import statistics
@@ -12,9 +12,9 @@ from boost.measure.results import Facts
 
 
 def rows(facts: Facts) -> list[Facts]:
-    """One row per contender, in order. Spreads are standard deviations over seeds, None for one seed.
+    """One row per contender, in order. Spreads are standard deviations over seeds; None for a single seed.
 
-    `paired`: held-out loss minus that of the first contender with the same seed, and so with the same order of the data.
+    `paired`: held-out loss minus the first contender's with the same seed, and thus the same data order.
     """
     first = next(iter(facts["contenders"]))
     baseline = _losses(facts, first)
@@ -41,7 +41,7 @@ def rows(facts: Facts) -> list[Facts]:
 
 
 def step_seconds(seconds: dict[str, list[float]], exact_every: int) -> tuple[float, float, float]:
-    """(median, lower, upper quartile) of a step; for LORO including 1/K of an exact step."""
+    """(median, lower quartile, upper quartile) of step seconds; for LORO, including the amortized cost of exact steps."""
     low, middle, high = _quartiles(seconds["usual"])
     added = 0.0
     if exact_every:
@@ -50,7 +50,7 @@ def step_seconds(seconds: dict[str, list[float]], exact_every: int) -> tuple[flo
 
 
 def section(facts: Facts) -> Section:
-    """The table and the picture."""
+    """The table and the figure."""
     config, settings, timing = facts["config"], facts["settings"], facts["timing"]
     train, model = config["train"], config["model"]
     found = rows(facts)
@@ -60,22 +60,22 @@ def section(facts: Facts) -> Section:
     if sweep:
         grid = ", ".join(f"{lr:g}" for lr in sweep)
         chosen = (
-            f"lr: that of {grid} with the lowest held-out loss after {steps} steps on seed {seed} (* at their edge). "
+            f"lr: the best of {grid} by held-out loss after {steps} steps on seed {seed} (* at the edge of the sweep). "
         )
     if every := next((c["exact_every"] for c in facts["contenders"].values() if c["exact_every"]), 0):
-        chosen += f"LORO: an exact step every {every} steps, after which its learning rate dips. "
+        chosen += f"LORO: one exact step every {every} steps, followed by a learning-rate dip. "
     commits = sorted({(row["git"] or {}).get("commit") or "unknown" for row in facts["runs"]})
     tokens = train["global_batch"] * train["seq_len"]
     words = (
         f"Width {model['dim']}, MLP {model['ffn_dim']}, {model['layers']} blocks, vocabulary {model['vocab_size']}; "
         f"{train['steps']} steps of {tokens} tokens ({train['steps'] * tokens / 1e6:.2f}M), seeds "
-        f"{', '.join(str(s) for s in facts['seeds'])}; with the same seed, all contenders have the same tokens, data order and "
+        f"{', '.join(str(s) for s in facts['seeds'])}. For a given seed, all contenders use the same tokens, data order and "
         f"schedule. {chosen}Commits of the runs: {', '.join(commit[:10] for commit in commits)}."
     )
     caption = (
-        "Measured. Loss in nats per token on all held-out text, ± the standard deviation over seeds. Against "
-        f"{first['contender']}: the difference in loss, paired by seed. ms: median step with its quartiles, {timing['rounds']} "
-        "interleaved rounds on one thread. Parameters and FLOPs are computed."
+        "Measured. Loss in nats per token on all held-out text, ± standard deviation over seeds. Against "
+        f"{first['contender']}: difference in loss, paired by seed. ms: median step time with quartiles over {timing['rounds']} "
+        "interleaved rounds on one thread. Parameters and FLOPs are computed by formula."
     )
     headings: tuple[str, ...] = (
         "model",
@@ -87,7 +87,7 @@ def section(facts: Facts) -> Section:
         "perplexity:",
     )
     headings += (f"against {first['contender']}:", "ms per step:")
-    below = "Loss by step with a band over seeds; final perplexity over parameters, FLOPs and time."
+    below = "Training loss by step with a band over seeds; final perplexity against parameters, FLOPs and step time."
     return Section(
         "Families side by side",
         (
@@ -99,7 +99,7 @@ def section(facts: Facts) -> Section:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """None of the performance table."""
+    """None: no performance goal depends on this experiment."""
     return []
 
 
@@ -125,7 +125,7 @@ def _plus_minus(numbers: Sequence[float | None] | None, form: str) -> str:
 
 
 def _losses(facts: Facts, name: str) -> dict[int, float | None]:
-    """Final held-out loss by seed, of this comparison's runs: the file may have others from an earlier one."""
+    """Final held-out loss by seed, for this comparison's runs only; the file may have runs of earlier comparisons."""
     lr = facts["contenders"][name]["lr"]
     every = {row["seed"]: row["loss"] for row in facts["runs"] if (row["contender"], row["lr"]) == (name, lr)}
     return {seed: every[seed] for seed in facts["seeds"]}
@@ -143,12 +143,12 @@ def _quartiles(numbers: Sequence[float]) -> tuple[float, float, float]:
 
 
 def smooth(losses: Sequence[float], window: int) -> list[float]:
-    """Means over the last `window` steps, fewer at the beginning."""
+    """Moving averages over the last `window` steps, fewer at the start."""
     return [statistics.fmean(losses[max(0, end - window) : end]) for end in range(1, len(losses) + 1)]
 
 
 def draw(facts: Facts, path: Path) -> None:
-    """Loss over steps with a band over seeds; final perplexity over parameters, FLOPs and time."""
+    """Draws loss by step with a band over seeds, and final perplexity against parameters, FLOPs and step time."""
     pyplot = drawing.pyplot()
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 8))
     colors = pyplot.get_cmap("tab10")
@@ -193,6 +193,6 @@ def _draw_curves(axis: Any, facts: Facts, colors: Any) -> None:
             color=colors(number), alpha=0.2, linewidth=0,
         )  # fmt: skip
     shown = sorted(loss for row in facts["runs"] for loss in smooth(row["losses"], window)[steps // 10 :])
-    if shown:  # without the fall of the first steps, beside which nothing else would be seen
+    if shown:  # exclude the steep drop of the first steps, which would flatten the rest of the plot
         axis.set_ylim(shown[0] - 0.1, shown[-1] + 0.1)
-    axis.set(xlabel="step", ylabel=f"training loss, mean of {window} steps; band: all seeds")
+    axis.set(xlabel="step", ylabel=f"training loss, {window}-step mean; band: all seeds")

@@ -1,8 +1,8 @@
-"""The largest batch and the longest sequence that fit into a given memory, by recomputation policy.
+"""The largest batch and longest sequence that fit in a given amount of memory, by recomputation policy.
 
-Peak memory of a whole step is measured on fake tensors (`boost.measure.memory`). It is linear in the number of blocks, and in
-the tokens of a micro-batch beyond a chunk of the loss: small models are measured and extrapolated; tests compare with
-measurements of whole models.
+Measures the peak memory of a whole step on fake tensors (`boost.measure.memory`). Peak memory is linear in the number of blocks
+and, beyond one chunk of the loss, in the tokens of a micro-batch. So only small models are measured, and the rest is
+extrapolated; tests compare against measurements of whole models.
 """
 
 import functools
@@ -23,14 +23,14 @@ from boost.plan.memory import memory
 from boost.train.console import progress
 
 SEQUENCE_STEP = 1024
-"""Sequences are lengthened in steps of so many tokens."""
+"""Granularity of sequence lengths, in tokens."""
 
 LARGE = 16
-"""Beyond so many sequences, or steps, each adds the same: that much is measured, and the rest added."""
+"""Beyond this many sequences (or steps), each adds the same memory: larger sizes are extrapolated."""
 
 
 CONTEXT_SIZES = (1, 2, 4)
-"""Processes that share each sequence, beside those of TP."""
+"""Context-parallel sizes, in addition to TP."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class Fit:
     layout: str
     policy: RecomputeName
     static_bytes: int
-    """Weights, gradients and optimizer of one process."""
+    """Weights, gradients and optimizer states of one process."""
     batch: int
     """Largest micro-batch at the configuration's sequence length; 0: not even one sequence."""
     batch_peak_bytes: int
     seq_len: int
-    """Longest sequence with one sequence a micro-batch, in steps of SEQUENCE_STEP; 0: not even one step."""
+    """Longest sequence at micro-batch 1, a multiple of SEQUENCE_STEP; 0: not even one step."""
     seq_len_peak_bytes: int
 
 
 def fits(name: str, config: Config, policy: RecomputeName, memory_bytes: int) -> Fit:
-    """Both answers for one layout and policy. Gradients of an earlier micro-batch are there, as in any step but small ones."""
+    """Finds both sizes for one layout and policy. Gradients of an earlier micro-batch exist, as in all but the smallest steps."""
 
     def search(batch: int, seq_len: int, longer: bool) -> tuple[int, int]:
         def sized(n: int) -> Config:
@@ -77,10 +77,10 @@ def fits(name: str, config: Config, policy: RecomputeName, memory_bytes: int) ->
 
 
 def peak(config: Config) -> int:
-    """Peak memory of a step in which gradients of earlier micro-batches exist.
+    """Peak memory of a step with existing gradients from earlier micro-batches.
 
-    Every block adds the same: two and three blocks are measured and extrapolated. (The peak is at the loss or in the backward
-    pass of the last block, when all other blocks hold their saved activations.)
+    Every block adds the same amount, so this measures two and three blocks and extrapolates. (The peak is at the loss or in the
+    backward pass of the last block, when all other blocks hold their saved activations.)
     """
     layers = config.model.layers
     if layers <= 3:
@@ -92,7 +92,7 @@ def peak(config: Config) -> int:
 
 
 def largest(size_of: Callable[[int], int], limit: int, slope: float) -> tuple[int, int]:
-    """(n, its size): the largest n whose size is within the limit; (0, 0): none is. Sizes grow with n, by about `slope`."""
+    """Returns (n, size) of the largest n within the limit, or (0, 0) if none fits. Sizes grow with n, by about `slope` each."""
     size = size_of(1)
     if size > limit:
         return 0, 0
@@ -110,7 +110,7 @@ def largest(size_of: Callable[[int], int], limit: int, slope: float) -> tuple[in
 
 
 def fit(config: Config, memory_gb: float, out: Path) -> int:
-    """The experiment: every layout in its usual form, on each size of the context axis, under every policy.
+    """Runs the experiment: every layout with default options, at every context-parallel size, under every policy.
 
     Writes `out`.json and .md.
     """
@@ -131,7 +131,7 @@ def fit(config: Config, memory_gb: float, out: Path) -> int:
 
 
 def variants(config: Config) -> Iterator[tuple[str, Config]]:
-    """(name, configuration) of every layout in its usual form, of the model and of the dense one of its shape."""
+    """Yields (name, configuration) for every layout with default options, of the model and of its dense counterpart."""
     named = set[str]()
     for family in dict.fromkeys((config.model.family, "dense")):
         tree: dict[str, Any] = config.model_dump()
@@ -154,9 +154,8 @@ def section(facts: Facts) -> Section:
     words = (
         f"{model['layers']} blocks, d {model['dim']}, f {model['ffn_dim']}, r {model['rank']}, TP {config['parallel']['tp']}, "
         f"{train['param_dtype']} weights, {train['compute_dtype']} activations, AdamW; {facts['memory_gb']:g} GB (10^9 bytes) "
-        "per process. CP n: n times as many processes, which share each sequence. "
-        "Peak of a whole step with accumulated gradients, without the allocator's rounding, the runtime and "
-        "communication buffers."
+        "per process. CP n: n times as many processes, with each sequence sharded over n. Peak memory is that of a whole step with "
+        "accumulated gradients, without allocator rounding, the runtime and communication buffers."
     )
     headings: tuple[str, ...] = (
         "layout",
@@ -170,13 +169,13 @@ def section(facts: Facts) -> Section:
         peaks = [f"{row[key] / 1e9:.1f}" for key in ("static_bytes", "batch_peak_bytes", "seq_len_peak_bytes")]
         return row["layout"], row["policy"], peaks[0], str(row["batch"]), peaks[1], f"{row['seq_len']:,}", peaks[2]
 
-    caption = "Measured on fake tensors, independent of the machine: what fits into one process."
+    caption = "Measured on fake tensors, independent of the machine: largest sizes that fit in one process."
     rows = tuple(map(cells, facts["rows"]))
     return Section("What fits, by layout and recomputation policy", (words, Table(caption, headings, rows)))
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """None of the performance table."""
+    """None: no performance goal depends on this experiment."""
     return []
 
 

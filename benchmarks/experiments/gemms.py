@@ -1,8 +1,8 @@
-"""GEMMs of one process's part of a block, by layout and TP: time and hardware utilization.
+"""GEMMs of one process's shard of a block, by layout and TP: time and hardware utilization.
 
-The products are recorded while the block itself runs, on fake tensors, and then done again on real ones that lie in memory as
-theirs did: the same shapes, transpositions and counts, each with operands of its own. No other process takes part, and nothing
-but products is timed. The ceiling that they are held against is the fastest large square product of the same run.
+Records the GEMMs while the block runs on fake tensors, then replays them on real tensors with the same shapes, strides and
+counts, each with its own operands. Runs on one process and times nothing but GEMMs. Utilization is relative to the fastest
+large square GEMM of the same run (the ceiling).
 """
 
 import contextlib
@@ -32,9 +32,11 @@ from benchmarks.experiments.blocks_report import (
     compared_table,
     comparison,
     draw_bars,
+    find_row,
     middle,
     milliseconds,
     percent,
+    row_of,
     shape_words,
     times,
     turns_words,
@@ -50,30 +52,30 @@ from boost.train.hardware import peak_flops
 from boost.train.rundir import available_cores
 
 SQUARES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
-"""Sides of the square products among which the ceiling is looked for, by kind of device."""
+"""Sizes of the square GEMMs that determine the ceiling, by device type."""
 
 SEQUENCES = {"cpu": 8, "cuda": 4}
-"""Default micro-batch: 2048 tokens of our block, and the paper's 4 x 4096."""
+"""Default micro-batch by device type: 2048 tokens on CPUs; 4 x 4096 tokens, as in the paper, on GPUs."""
 
 LEAST_S = 5e-3
-"""Seconds of a timed sample."""
+"""Minimum seconds per timed sample."""
 
 CONTENDERS = (MEGATRON, VANILLA, BTP, BTP_SP)
 
 WHOLE = {True: "dense", False: "low-rank"}
-"""What a layout is called at TP 1, where all of one model are one, by whether it is of the dense model."""
+"""Names at TP 1, where all layouts of a model are the same, by `BlockVariant.dense`."""
 
 PAPER_TP = 4
 
 
 def recorded(config: Config) -> list[RecordedGemm]:
-    """The products of the first block on one process of config.parallel.tp, forward and backward."""
+    """The GEMMs of the first block on one TP rank, forward and backward."""
     with FakeTensorMode():
         return BlockRun(config, fake_mesh(config.parallel.tp), weights=False).products()
 
 
 def measure(config: Config, mesh: Mesh, tps: Sequence[int], batch: int, squares: Sequence[int], rounds: int) -> Facts:
-    """Times every layout's products at every TP. Raises ConfigError if the configuration is invalid."""
+    """Times the GEMMs of every layout at every TP. Raises ConfigError if the configuration is invalid."""
     dtype = getattr(torch, config.train.compute_dtype)
     rows, calls, store = [], dict[str, Call](), Operands(dtype, mesh.device)
     for side in squares:
@@ -103,21 +105,21 @@ def measure(config: Config, mesh: Mesh, tps: Sequence[int], batch: int, squares:
 
 
 def at(tp: int) -> list[tuple[str, BlockVariant]]:
-    """(name, layout) of those that differ over so many processes."""
+    """(name, layout) of the layouts that differ at this TP."""
     if tp > 1:
         return [(each.name, each) for each in CONTENDERS]
     return [(WHOLE[each.dense], each) for each in (MEGATRON, BTP)]
 
 
 class Operands:
-    """Matrices of random numbers, made once each: the n-th use of a shape within one contender has the n-th one."""
+    """Random matrices, created once and shared by contenders: the n-th use of a shape within a contender gets the n-th matrix."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         self._made: dict[tuple[Operand, int], Tensor] = {}
 
     def call(self, products: Sequence[RecordedGemm]) -> Call:
-        """Does the products one after the other and keeps what they make, as a block does."""
+        """Returns a call that runs the GEMMs in order and keeps all outputs, as a block does."""
         uses: Counter[Operand] = Counter()
         pairs: list[tuple[str, Tensor, Tensor]] = []
         for product in products:
@@ -140,7 +142,7 @@ def _halves(products: Sequence[RecordedGemm]) -> Iterator[tuple[Facts, list[Reco
 
 
 def _pair(products: Sequence[RecordedGemm]) -> Iterator[tuple[Facts, list[RecordedGemm]]]:
-    """The factors of the linear `o` one by one, forward; of a dense model it is one product."""
+    """Each factor of the linear `o`, forward; one GEMM for a dense model."""
     theirs = [p for p in products if p.place == "o"]
     for factor, product in zip("AB" if len(theirs) == 2 else "W", theirs, strict=True):
         yield {"what": f"o, {factor}", "phase": "forward"}, [product]
@@ -157,7 +159,7 @@ def _square(side: int) -> RecordedGemm:
 
 @contextlib.contextmanager
 def _threads_of_one(mesh: Mesh, processes: int) -> Iterator[None]:
-    """As many threads as each of `processes` on this machine would have."""
+    """Sets the number of threads that each of `processes` on this machine would have."""
     usual = torch.get_num_threads()
     if mesh.device.type == "cpu":
         torch.set_num_threads(max(available_cores() // processes, 1))
@@ -168,52 +170,47 @@ def _threads_of_one(mesh: Mesh, processes: int) -> Iterator[None]:
 
 
 def ceiling(facts: Facts) -> tuple[int, list[float]]:
-    """(side, FLOP/s in every round) of the fastest square product."""
+    """(size, FLOP/s in every round) of the fastest square GEMM."""
     seconds = facts["turns"]["seconds"]
     rates = {side: [2 * side**3 / s for s in seconds[f"square {side}"]] for side in facts["squares"]}
     return max(rates.items(), key=lambda item: middle(item[1]))
 
 
 def utilization(facts: Facts, row: Facts) -> Ratio:
-    """FLOPs over time over the ceiling, with the ceiling of the same round."""
+    """FLOP/s relative to the ceiling of the same round."""
     _, rates = ceiling(facts)
     return ratio([row["flops"] / rate for rate in rates], facts["turns"]["seconds"][row["name"]])
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """None of the Performance table: the experiment explains those of whole steps."""
+    """None: this experiment explains the goals for whole steps."""
     return []
 
 
 def section(facts: Facts) -> Section:
-    """Halves of a block, the factors of one linear, the paper's ratios and the paper's times."""
+    """Halves of a block, the factors of one linear, and the paper's ratios and times."""
     side, rates = ceiling(facts)
     dtype, peak = facts["config"]["train"]["compute_dtype"], facts["peak"]
     lead = (
         f"{shape_words(facts)}, {facts['tokens']} tokens. Single-rank emulation of TP: only the GEMMs of one process, with the "
-        "shapes, transpositions and counts of the block. Utilization: FLOP/s over those of a square GEMM of the same "
-        f"round (the ceiling): side {side}, {middle(rates) / 1e12:.3g} TFLOP/s in {dtype}"
+        "block's shapes, strides and counts. Utilization is FLOP/s relative to a square GEMM in the same "
+        f"round (the ceiling): size {side}, {middle(rates) / 1e12:.3g} TFLOP/s in {dtype}"
         + (f" ({middle(rates) / peak:.0%} of the datasheet's {peak / 1e12:.0f})." if peak else ".")
-        + f" Times are {turns_words(facts)}. At TP 1 all layouts of a model are the same."
+        + f" Times are {turns_words(facts)}. At TP 1, all layouts of a model are the same."
     )
     parts: list[str | Table | Figure] = [lead]
     parts += [_halves_table(facts, phase) for phase in ("forward", "backward")]
     parts += [_factors_table(facts), *_against_paper(facts)]
     parts.append(
         compared_table(
-            "The paper's times and utilizations, 7B, TP 4, forward, next to our predictions; nothing ran here. The paper's MLP "
-            "columns correspond to four linears of d_ff, but the model has three: both are shown.",
+            "The paper's times and utilizations (7B, TP 4, forward) next to our predictions; nothing ran here. The paper's MLP "
+            "columns correspond to four linears of d_ff, but the model has three; both are shown.",
             facts["modeled"],
         )
     )
-    caption = "GEMM utilization of one process, forward: percent of the ceiling, 95 % intervals (measured)"
+    caption = "GEMM utilization of one process, forward, in percent of the ceiling, with 95 % intervals (measured)"
     parts.append(Figure("gemms", caption, lambda path: draw_bars(path, _panels(facts), "% of the ceiling")))
     return Section("GEMMs: time and utilization by layout", tuple(parts))
-
-
-def _find(facts: Facts, layout: str, tp: int, what: str, phase: str = "forward") -> Facts | None:
-    wanted = {"layout": layout, "tp": tp, "what": what, "phase": phase}
-    return next((row for row in facts["rows"] if wanted.items() <= row.items()), None)
 
 
 def _layouts(facts: Facts) -> list[tuple[int, str]]:
@@ -225,8 +222,7 @@ def _halves_table(facts: Facts, phase: str) -> Table:
     for tp, layout in _layouts(facts):
         cell = [str(tp), layout]
         for half in ("attention", "MLP"):
-            row = _find(facts, layout, tp, half, phase)
-            assert row is not None
+            row = row_of(facts, layout=layout, tp=tp, what=half, phase=phase)
             cell += [f"{row['flops'] / 1e9:.2f}", milliseconds(seconds[row["name"]]), percent(utilization(facts, row))]
             if peak:
                 cell.append(f"{100 * row['flops'] / middle(seconds[row['name']]) / peak:.0f}")
@@ -251,21 +247,23 @@ def _factors_table(facts: Facts) -> Table:
              percent(utilization(facts, row)))
         )  # fmt: skip
     caption = (
-        "The linear `o` of attention, by factor, forward (measured). Sharding along the rank (vanilla) leaves thin factors of "
-        "rank r/p; sharding along the width keeps r. FLOPs per process are the same."
+        "The attention output projection `o`, by factor, forward (measured). Sharding along the bottleneck rank (vanilla) leaves "
+        "thin factors of rank r/p; sharding along the width keeps rank r. FLOPs per process are the same."
     )
     return Table(caption, ("TP:", "layout", "factor", "product", "ms:", "utilization %:"), tuple(cells))
 
 
 def _against_paper(facts: Facts) -> Iterator[Table]:
-    """Ratios at the paper's TP, where it was measured."""
-    if _find(facts, BTP.name, PAPER_TP, "MLP") is None:
+    """Ratios at the paper's TP, if that was measured."""
+    if find_row(facts, layout=BTP.name, tp=PAPER_TP, what="MLP", phase="forward") is None:
         return
     cells, seconds = [], facts["turns"]["seconds"]
     for contender in (MEGATRON, VANILLA):
         for place, half in enumerate(("attention", "MLP")):
-            theirs, ours = (_find(facts, name, PAPER_TP, half) for name in (contender.name, "btp"))
-            assert theirs is not None and ours is not None and contender.way is not None
+            theirs, ours = (
+                row_of(facts, layout=name, tp=PAPER_TP, what=half, phase="forward") for name in (contender.name, "btp")
+            )
+            assert contender.way is not None
             paper = GEMM_MS[contender.way][place] / GEMM_MS["BOOST"][place]
             cells.append(
                 (
@@ -276,13 +274,13 @@ def _against_paper(facts: Facts) -> Iterator[Table]:
             )
     for place, half in enumerate(("attention", "MLP")):
         for contender in (VANILLA, BTP):
-            row = _find(facts, contender.name, PAPER_TP, half)
-            assert row is not None and contender.way is not None
+            row = row_of(facts, layout=contender.name, tp=PAPER_TP, what=half, phase="forward")
+            assert contender.way is not None
             paper_share = f"{100 * UTILIZATION[contender.way][place]:.0f}"
             cells.append((f"utilization %, {contender.name}, {half}", percent(utilization(facts, row)), paper_share))
     caption = (
         f"TP {PAPER_TP}, forward: our block, measured here, next to the paper's 7B on A100s. The paper's utilization is relative "
-        "to the datasheet peak, ours to the ceiling. Sizes and hardware differ: compare the trend of the ratios, not their values."
+        "to the datasheet peak, ours to the ceiling. Sizes and hardware differ: compare trends of the ratios, not their values."
     )
     yield Table(caption, ("what", "ours:", "paper, 7B:"), tuple(cells))
 

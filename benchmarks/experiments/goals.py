@@ -1,4 +1,4 @@
-"""The project's goals for speed and memory, in order, and how findings of experiments decide them."""
+"""The project's speed and memory goals, in order, and how results decide whether they are met."""
 
 import re
 from collections.abc import Iterable
@@ -16,23 +16,23 @@ class Target:
     """A goal."""
 
     what: str
-    """Name, shared with the `Goal` of an experiment."""
+    """Name, matched against the `Goal` of an experiment."""
     figure: str
     where: str
-    """Devices and dtypes to measure it with."""
+    """Devices and dtypes to measure it on."""
     experiment: str
     """The experiment that measures it."""
     gpu: bool = False
     """Whether it needs a GPU."""
     arithmetic: bool = False
-    """Whether it is about the performance model itself, so that a prediction decides it."""
+    """Whether the goal is about the performance model itself; then a prediction decides it."""
 
 
-_MODEL = "everywhere it can be measured"
+_MODEL = "wherever it can be measured"
 
 _WIRE = "CPU and gloo, fp32, TP 2, d 1024"
-_MANY = "CPU and gloo, fp32, TP 2, as many tokens a step per d"
-_SEVEN = "7B, TP 4, by the tables"
+_MANY = "CPU and gloo, fp32, TP 2, same tokens per step relative to d"
+_SEVEN = "7B, TP 4, from the collective table"
 
 TARGETS = (
     Target(
@@ -62,7 +62,7 @@ TARGETS = (
     ),
     Target(
         "communication of TP hidden",
-        ">= 0.65 where it is 40 to 60 % of the step, every layout",
+        ">= 0.65 in every layout, where it is 40 to 60 % of the step",
         _WIRE,
         "wire",
     ),
@@ -83,7 +83,7 @@ TARGETS = (
     Target("btp-sp against btp, bytes", "0.50x", "counted", "steps"),
     Target(
         "btp-cp against btp-sp, bytes",
-        "0.60x (TP 4), 0.33x (TP 8), 0.40x (TP 4, 8 kv heads) at 262k tokens a step",
+        "0.60x (TP 4), 0.33x (TP 8), 0.40x (TP 4, 8 kv heads) at 262k tokens per step",
         _SEVEN,
         "modeled",
     ),
@@ -98,7 +98,7 @@ TARGETS = (
     Target("layout machinery at TP=1 against plain PyTorch modules", "<= 1.00x the time", "CPU; H200", "single"),
     Target(
         "TP=2 against the ideal",
-        ">= 0.93 of half the TP 1 compute plus its communication time",
+        ">= 0.93 of the ideal: half the TP 1 compute plus communication time",
         "CPU and gloo",
         "ideal",
     ),
@@ -112,7 +112,7 @@ TARGETS = (
     Target("low-rank MFU, 1B, bf16, one GPU", ">= 50 % of the measured GEMM ceiling", "H200", "single", gpu=True),
     Target(
         "low-rank checkpointing, memory saved per added time",
-        ">= 1.7x that of full-block recomputation, its interval above 1.4",
+        ">= 1.7x that of full-block recomputation, interval above 1.4",
         "CPU; H200",
         "recompute",
     ),
@@ -125,55 +125,55 @@ TARGETS = (
     ),
     Target("online norm against sync, measured", "never slower", "CPU and gloo", "norms"),
     Target("performance model: time", "within 10 % of every measured step", _MODEL, "validation"),
-    Target("performance model: bytes", "equal to those counted", _MODEL, "validation"),
+    Target("performance model: bytes", "equal to the counted bytes", _MODEL, "validation"),
     Target("performance model: memory", "within 5 % at the peak", _MODEL, "validation"),
     Target(
         "performance model: the public record",
-        "MAPE <= 10 % of the half that nothing was fitted to",
+        "MAPE <= 10 % on the held-out half",
         "arithmetic",
         "record",
         arithmetic=True,
     ),
     Target(
         "performance model: its interval",
-        "holds 80 % of the half that nothing was fitted to",
+        "covers 80 % of the held-out half",
         "arithmetic",
         "record",
         arithmetic=True,
     ),
     Target(
         "performance model: published ratios",
-        "every ratio of the paper's five sizes within 15 %",
+        "every ratio within 15 % for the paper's five sizes",
         "arithmetic",
         "validation",
         arithmetic=True,
     ),
 )
-"""The Performance table, in its order."""
+"""All goals, in report order."""
 
 
 def target_of(what: str) -> Target:
-    """The target of an experiment's goal: one name must be a prefix of the other.
+    """Finds the target of an experiment's goal: one name must be a prefix of the other.
 
-    Case, punctuation and spaces are ignored. Raises MeasurementError if there is none, or more than one.
+    Ignores case, punctuation and spaces. Raises MeasurementError unless exactly one target matches.
     """
     named = _plain(what)
     exact = [target for target in TARGETS if _plain(target.what) == named]
     close = [target for target in TARGETS if _begins(named, _plain(target.what)) or _begins(_plain(target.what), named)]
     found = exact or close
     if len(found) != 1:
-        which = "is none of the project's figures" if not found else "could be " + " or ".join(t.what for t in found)
+        which = "is none of the project's goals" if not found else "could be " + " or ".join(t.what for t in found)
         raise MeasurementError(f"goal '{what}' {which}; the names are in benchmarks/experiments/goals.py")
     return found[0]
 
 
 def counts(target: Target, goal: Goal) -> bool:
-    """Whether a finding decides a target: it has a verdict, and is not a prediction of something to be measured."""
+    """Whether a result decides a target: it has a verdict, and is not a prediction where a measurement is required."""
     return goal.met is not None and (target.arithmetic or goal.kind != "modeled")
 
 
 def status(target: Target, goals: Iterable[Goal]) -> Status:
-    """Met if all measurements meet the target, not met if one does not. Predictions do not count."""
+    """'met' if all measurements meet the target, 'not met' if any does not. Predictions do not count."""
     verdicts = [goal.met for goal in goals if counts(target, goal)]
     if not verdicts:
         return "not measured"
@@ -181,9 +181,9 @@ def status(target: Target, goals: Iterable[Goal]) -> Status:
 
 
 def missing(target: Target) -> str:
-    """Why there is no finding for a target."""
-    needs = ", which needs a CUDA GPU" if target.gpu else ""
-    return f"No result of `python -m benchmarks {target.experiment}`{needs}, here."
+    """Explains why a target has no result."""
+    needs = " (needs a CUDA GPU)" if target.gpu else ""
+    return f"No result of `python -m benchmarks {target.experiment}`{needs}."
 
 
 def _plain(text: str) -> str:
@@ -191,5 +191,5 @@ def _plain(text: str) -> str:
 
 
 def _begins(shorter: str, longer: str) -> bool:
-    """Whether the first words of one text are all of another."""
+    """Whether `longer` starts with all words of `shorter`."""
     return bool(shorter) and longer.split()[: len(shorter.split())] == shorter.split()

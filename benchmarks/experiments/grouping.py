@@ -1,21 +1,23 @@
-"""Grouping on and off in one block: linears with the same input share one GEMM and one collective, or run separately.
+"""Linear grouping in one block: linears with the same input share one GEMM and one collective, or run separately.
 
-Both forms of a layout compute the same function; they are interleaved in one run.
+Grouped and ungrouped forms compute the same function and are interleaved in one run.
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
 from benchmarks.experiments.blocks import BTP, BTP_SP, VANILLA, BlockRun, block_config
 from benchmarks.experiments.blocks_report import (
     RangeBar,
     as_facts,
+    batches_of,
     compared_table,
     comparison,
     draw_bars,
     milliseconds,
     ms_bar,
+    row_of,
     shape_words,
     times,
     turns_words,
@@ -66,39 +68,36 @@ def measure(config: Config, mesh: Mesh, batches: Sequence[int], rounds: int) -> 
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """None of the Performance table: an ablation."""
+    """None: this is an ablation."""
     return []
 
 
 def section(facts: Facts) -> Section:
-    """Both forms by layout and batch, the paper's numbers."""
+    """Both forms by layout and batch, and the paper's numbers."""
     lead = (
-        f"{shape_words(facts)}, TP {facts['tp']}. One block, the same function with linears of the same input grouped (q, k, v; "
-        f"gate, up: one GEMM with A, one collective) and ungrouped. Times are {turns_words(facts)}; GEMMs and collectives "
-        "are counted at the dispatcher. Bytes are equal, except in the backward pass of vanilla: ungrouped, it all-reduces "
-        "the input gradient once per linear."
+        f"{shape_words(facts)}, TP {facts['tp']}. One block with same-input linears (q, k, v; gate, up) grouped into one GEMM "
+        f"with A and one collective, and ungrouped. Both compute the same function. Times are {turns_words(facts)}. GEMMs and "
+        "collectives are counted at the dispatcher. Bytes are equal, except in the backward pass of vanilla, which all-reduces "
+        "the input gradient once per ungrouped linear."
     )
     parts: list[str | Table | Figure] = [lead, *(_table(facts, words) for words in PASSES), _against_paper(facts)]
     parts.append(
         compared_table(
-            "The paper's 7B block, TP 4, forward, next to our prediction (nothing ran here).",
+            "The paper's 7B block, TP 4, forward, next to our predictions (nothing ran here).",
             facts["modeled"],
         )
     )
-    caption = "One block, grouped and ungrouped (measured; quartiles)"
+    caption = "One block, grouped and ungrouped (measured; whiskers are quartiles)"
     parts.append(Figure("grouping", caption, lambda path: draw_bars(path, _panels(facts), "ms")))
     return Section("Linear layer grouping", tuple(parts))
 
 
-def _batches(facts: Facts) -> list[int]:
-    return sorted({row["batch"] for row in facts["rows"]})
-
-
 def _pair(facts: Facts, layout: str, batch: int, words: str) -> tuple[Facts, Facts]:
     """(ungrouped, grouped)"""
-    wanted = {"layout": layout, "batch": batch, "passes": words}
-    found = {row["grouped"]: row for row in facts["rows"] if wanted.items() <= row.items()}
-    return cast(Facts, found[False]), cast(Facts, found[True])
+    ungrouped, grouped = (
+        row_of(facts, layout=layout, batch=batch, passes=words, grouped=grouped) for grouped in (False, True)
+    )
+    return ungrouped, grouped
 
 
 def _gain(facts: Facts, layout: str, batch: int, words: str) -> str:
@@ -109,7 +108,7 @@ def _gain(facts: Facts, layout: str, batch: int, words: str) -> str:
 def _table(facts: Facts, words: str) -> Table:
     cells, seconds = [], facts["turns"]["seconds"]
     for layout in dict.fromkeys(row["layout"] for row in facts["rows"]):
-        for batch in _batches(facts):
+        for batch in batches_of(facts):
             cell = [layout, str(batch)]
             for row in _pair(facts, layout, batch, words):
                 sent = f"{row['sent_bytes'] / 2**20:.2f}"
@@ -117,20 +116,22 @@ def _table(facts: Facts, words: str) -> Table:
             cells.append((*cell, _gain(facts, layout, batch, words)))
     headings = ["layout", "batch:"]
     for form in ("ungrouped", "grouped"):
-        headings += [f"{form} products:", "collectives:", "MB sent:", "ms:"]
-    caption = f"{words.capitalize()} of one block (GEMMs, collectives and bytes counted, MB = 2^20; times measured)."
+        headings += [f"{form} GEMMs:", "collectives:", "MB sent:", "ms:"]
+    caption = (
+        f"{words.capitalize()} pass of one block (GEMMs, collectives and bytes counted; MB = 2^20; times measured)."
+    )
     return Table(caption, (*headings, "ungrouped / grouped:"), tuple(cells))
 
 
 def _against_paper(facts: Facts) -> Table:
     cells = []
-    for batch in _batches(facts):
+    for batch in batches_of(facts):
         if batch in GROUPING_US:
             ungrouped, grouped = GROUPING_US[batch]
             ours = _gain(facts, "btp", batch, "forward")
             cells.append((str(batch), ours, f"{ungrouped / grouped:.2f}x", f"{ungrouped} / {grouped} us"))
     caption = (
-        "btp, forward, ungrouped over grouped: our block, measured here, next to the paper's 7B block on A100s at TP 4."
+        "btp, forward, ungrouped / grouped: our block, measured here, next to the paper's 7B block at TP 4 on A100s."
     )
     return Table(caption, ("batch:", "ours:", "paper:", "paper, times:"), tuple(cells))
 

@@ -1,6 +1,6 @@
 """Emulates two hosts with network namespaces: separate addresses and loopbacks, and one link between them with a configurable rate.
 
-Processes on one machine communicate through memory, and their own cores do the copying, so that communication cannot overlap with
+Processes on one machine communicate through memory and copy with their own cores, so communication cannot overlap with
 computation. A rate-limited link takes time without keeping a core busy. Needs root (or CAP_NET_ADMIN), `ip` and `tc` (iproute2).
 """
 
@@ -19,7 +19,7 @@ BURST = "128kb"
 """Burst size of the token bucket. With 1 MB, small messages would be free."""
 
 LATENCY = "50ms"
-"""Maximum time that a packet waits in the token bucket's queue."""
+"""Maximum time a packet waits in the token bucket's queue."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Host:
 
 @functools.cache
 def why_no_hosts(limited: bool = False) -> str | None:
-    """The reason why this machine cannot create network namespaces (with a rate limit if `limited`); None if it can."""
+    """Why this machine cannot create network namespaces (with a rate limit if `limited`); None if it can."""
     if sys.platform != "linux":
         return f"network namespaces need Linux; this is {sys.platform}"
     for tool in ("ip", "tc") if limited else ("ip",):
@@ -69,8 +69,8 @@ def why_no_hosts(limited: bool = False) -> str | None:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Context with two hosts. The link has no end outside the two namespaces, so addresses cannot conflict. Processes that still
-    run on the hosts at exit are killed."""
+    """Context manager that creates two hosts. The link exists only inside the two namespaces, so addresses cannot conflict. On
+    exit, kills all processes on the hosts and deletes the namespaces."""
     run = secrets.token_hex(3)  # interface names have at most 15 characters
     hosts = tuple(Host(f"boost-{run}-{i}", f"bt{run}v{i}", f"10.213.7.{i + 1}") for i in range(2))
     try:

@@ -1,8 +1,8 @@
 """How close a tensor-parallel step comes to the ideal: perfectly split compute plus communication.
 
-One interleaved run on p processes times (i) a step under each layout, (ii) a single-process step of the same model and batch on
-all processes at the same time, so that they share the machine equally, and (iii) the collectives of (i) alone, one after
-another. The ideal is (ii) / p + (iii): no redundant compute, no overlap.
+One interleaved run on p processes times (i) a step under each layout, (ii) a single-process step of the same model and batch,
+on all processes at once so that they share the machine equally, and (iii) the collectives of (i) in isolation. The ideal is
+(ii) / p + (iii): no redundant compute and no overlap.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ __all__ = ["goals", "ideal_process", "section"]
 
 
 def variants(config: Config) -> dict[str, Config]:
-    """The configuration under each layout, of the family that it carries. Raises ConfigError if the configuration is invalid."""
+    """`config` under each layout, with a family that the layout supports. Raises ConfigError if the configuration is invalid."""
     return {layout: _under(config, layout, family) for layout, family in families(config).items()}
 
 
 def families(config: Config) -> dict[str, Family]:
-    """The family that each layout carries here."""
+    """The family to run under each layout."""
     return {layout: "dense" if layout.startswith("megatron") else config.model.family for layout in LAYOUTS}
 
 
@@ -52,10 +52,10 @@ def count(call: Call) -> list[Collective]:
 
 
 def replay(collectives: Sequence[Collective], axis: Axis, device: torch.device) -> Call:
-    """Collectives of these kinds, shapes and dtypes, one after the other, on random numbers. Returns the last of each kind."""
+    """Returns a call that issues the same collectives in order on random data and returns the last result of each kind."""
     payloads: dict[tuple[str, tuple[int, ...], str], Tensor] = {}
     for each in collectives:
-        # Of an all-gather the payload is what comes out, (p, *shape of what goes in).
+        # The recorded shape of an all-gather is that of its output: (p, *input shape).
         shape = each.shape[1:] if each.kind == "all-gather" else each.shape
         key = (each.kind, each.shape, each.dtype)
         if key not in payloads:
@@ -78,7 +78,7 @@ def replay(collectives: Sequence[Collective], axis: Axis, device: torch.device) 
 
 
 def measure(config: Config, mesh: Mesh, rounds: int) -> Facts:
-    """One process of the measurement."""
+    """Runs the measurement on this process."""
     calls: dict[str, Call] = {}
     counted: dict[str, list[Collective]] = {}
     for layout, each in variants(config).items():
@@ -97,7 +97,7 @@ def measure(config: Config, mesh: Mesh, rounds: int) -> Facts:
 
 
 def ideal_process(config: Config, rounds: int, out: Path) -> int:
-    """One process of the experiment. The main one writes `out`.json, .md and the figure."""
+    """Runs the experiment on this process. The main process writes `out`.json, .md and the figure."""
     mesh = open_mesh(config.parallel, config.run.device, config.run.timeout_s)
     found = measure(config, mesh, rounds)
     if mesh.is_main:

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks ideal` found, as a table, a figure and a goal."""
+"""Report of `python -m benchmarks ideal`: a table, a figure and a goal."""
 
 from pathlib import Path
 
@@ -10,9 +10,9 @@ from boost.measure.results import Facts
 LAYOUTS = ("btp-sp", "btp", "vanilla", "megatron-sp")
 JUDGED = ("btp-sp", "btp")
 ALONE, WIRE = "alone, ", "wire, "
-"""What the names of contenders begin with: the step of a family on one process, the collectives of a layout."""
+"""Prefixes of contender names: a family's single-process step, and a layout's collectives."""
 LEAST = 0.93
-"""The goal: of the ideal."""
+"""Goal: minimum fraction of the ideal."""
 
 
 def section(facts: Facts) -> Section:
@@ -21,8 +21,8 @@ def section(facts: Facts) -> Section:
         f"TP={facts['tp']} against the ideal",
         (
             f"The ideal is the single-process step time divided by {facts['tp']}, plus the step's collectives in isolation. "
-            f"{_where(facts)}. Medians of {facts['rounds']} interleaved rounds, quartiles in brackets; the ratio to the ideal is "
-            "the median within rounds, with its 95 % bootstrap interval. Whole training steps.",
+            f"Whole training steps: {_where(facts)}. Medians of {facts['rounds']} interleaved rounds, with quartiles in "
+            "parentheses. The ratio to the ideal is the median of the ratio within a round, with its 95 % bootstrap interval.",
             _table(facts),
             Figure("ideal-parts", f"Where the time of a TP={facts['tp']} step goes", lambda path: draw(facts, path)),
         ),
@@ -30,7 +30,7 @@ def section(facts: Facts) -> Section:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """The row of the table of goals that is answered here: of the better of our layouts."""
+    """The goal that this experiment answers, decided by the better of our layouts."""
     found = {layout: efficiency(facts, layout) for layout in JUDGED}
     best = max(each.low for each in found.values())
     return [
@@ -47,17 +47,17 @@ def goals(facts: Facts) -> list[Goal]:
 
 
 def ideal(facts: Facts, layout: str) -> list[float]:
-    """Seconds of the ideal step, by round."""
+    """Seconds of the ideal step in each round."""
     return [compute + wire for compute, wire in zip(_compute(facts, layout), _wire(facts, layout), strict=True)]
 
 
 def efficiency(facts: Facts, layout: str) -> Ratio:
-    """The ideal over the step."""
+    """Ideal time / step time."""
     return ratio(ideal(facts, layout), facts["turns"]["seconds"][layout])
 
 
 def _compute(facts: Facts, layout: str) -> list[float]:
-    """This process's share of the step of one process, by round."""
+    """Single-process step time / TP, in each round."""
     return [s / facts["tp"] for s in facts["turns"]["seconds"][ALONE + facts["families"][layout]]]
 
 
@@ -92,7 +92,7 @@ def _table(facts: Facts) -> Table:
         "step, ms:",
         f"1/{facts['tp']} of TP=1, ms:",
         "wire, ms:",
-        "the rest, ms:",
+        "overhead, ms:",
         "collectives:",
     )
     return Table(
@@ -117,7 +117,7 @@ def _ms(seconds: list[float]) -> str:
 
 
 def draw(facts: Facts, path: Path) -> None:
-    """A bar a layout: compute, wire, and what is above the ideal (or a mark where the step is below it)."""
+    """Draws one bar per layout: compute and wire time stacked, with a mark at the measured step time."""
     pyplot = drawing.pyplot()
 
     figure, axis = pyplot.subplots(figsize=(7, 4))

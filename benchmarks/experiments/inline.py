@@ -1,7 +1,7 @@
-"""Pictures made fit to stand inside a page: SVG without names that clash, without fixed black and white, without metadata.
+"""Prepares SVG figures for embedding in a page: unique IDs, theme colors, no metadata.
 
-A page is one document: two drawings that both call something `a` would show the first one's. And what a drawing paints
-black on white is unreadable on a dark page, so those two, and the grays of grids and frames, become colors of the page.
+A page is one document, so an ID used by two figures would resolve to the first. And black on white is unreadable on a dark
+page, so black, white and the grays of grids and frames become theme colors of the page.
 """
 
 import re
@@ -10,20 +10,20 @@ import xml.etree.ElementTree as ET
 SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 
 _GRAYS = ((0x20, "ink"), (0x90, "muted"), (0xFA, "line"), (0xFF, "paper"))
-"""Colors of the page for grays up to so bright: ink, words on the side, grids and bands, the sheet."""
+"""(maximum brightness, theme color): text, secondary text, grids and bands, background."""
 
 _LEFT_OUT = {f"{{{SVG}}}metadata", f"{{{SVG}}}style", f"{{{SVG}}}title", f"{{{SVG}}}desc", f"{{{SVG}}}script"}
 _LONG = re.compile(r"-?\d+\.\d{3,}")
 
 
 def inline_svg(text: str, prefix: str, label: str) -> str:
-    """An SVG document as an element of a page. `prefix` comes before all of its names; `label` is for those who do not see it.
+    """Converts an SVG document to an inline element. `prefix` is prepended to all IDs; `label` is for screen readers.
 
-    The root keeps its viewBox, and its width in points as the custom property --width. Raises ValueError if it is no SVG.
+    The root keeps its viewBox, and its width in points as the custom property --width. Raises ValueError if `text` is not SVG.
     """
     root = ET.fromstring(text)
     if root.tag != f"{{{SVG}}}svg":
-        raise ValueError(f"'{root.tag}' is no SVG document")
+        raise ValueError(f"'{root.tag}' is not an SVG document")
     width = re.match(r"[\d.]+", root.get("width", "100"))
     assert width is not None
     for parent in list(root.iter()):
@@ -45,13 +45,13 @@ def _attribute(key: str, value: str, prefix: str) -> str:
     if key == "id":
         return prefix + value
     if key.endswith("href"):
-        # What is not in this document is left out: a page fetches nothing.
+        # Drop references outside this document: the page must not fetch anything.
         return f"#{prefix}{value[1:]}" if value.startswith("#") else "#"
     value = re.sub(r"url\(#([^)]*)\)", rf"url(#{prefix}\1)", value)
     if key in ("style", "fill", "stroke"):
         return re.sub(r"#([0-9a-f]{2})\1\1\b", _gray, value)
     if key in ("d", "points"):
-        # A hundredth of a point is not seen, and the page is smaller.
+        # Hundredths of a point are precise enough, and keep the page small.
         return _LONG.sub(lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), value)
     return value
 

@@ -1,7 +1,7 @@
 """The paper's evaluation, predicted by the performance model: GPU step times, and speed-ups of the best low-rank layout.
 
-Every number here is modeled. Runs are configured as in `boost.plan.published`: bf16 weights and activations, sequences of 4096
-tokens, no recomputation. In addition to the paper's three systems there are stronger ones: `vanilla` with sharded heads and
+Every number here is modeled. Runs are configured as in `boost.plan.published`: bf16 weights and activations, 4096-token
+sequences, no recomputation. In addition to the paper's three systems, there are stronger ones: `vanilla` with sharded heads and
 channels, `megatron-sp`, and `btp-sp`.
 """
 
@@ -31,11 +31,11 @@ STRONG: dict[str, tuple[Way, tuple[str, ...]]] = {
     "btp": ("BOOST", ()),
     "btp-sp": ("BOOST", ("--parallel.layout=btp-sp",)),
 }
-"""The strongest form of each layout: the paper's system that it starts from, and overrides."""
+"""The strongest form of each layout: the paper's system it is based on, and overrides."""
 
 LOW_RANK = ("btp", "btp-sp")
 WIDTHS = (4, 8)
-"""TP of the 7B."""
+"""TP sizes of the 7B."""
 
 LARGE_GPUS, LARGE_LAYERS = 32, 48
 """The 40B of the paper's talk has no published shape; ours is the 30B with more blocks."""
@@ -52,24 +52,24 @@ AGAINST = {"vanilla": 2.3, "megatron-sp": 1.95}
 
 @dataclass(frozen=True)
 class Modeled:
-    """Steps of one model on one mesh, by layout."""
+    """Predicted steps of one model on one mesh, by layout."""
 
     hardware: str
     size: str
     tp: int
     pp: int
     sequences: int
-    """Of a step."""
+    """Sequences per step."""
     micro_batch: int
     seconds: dict[str, float]
     peak_bytes: dict[str, int]
     """Peak memory, the maximum over processes."""
     usable_bytes: int
-    """Of a device."""
+    """Usable memory per device."""
 
 
 def predicted(hardware: str, row: PublishedRow, micro_batch: int, more: Sequence[str] = ()) -> Modeled:
-    """Steps of `row` under every layout of STRONG. `more`: overrides."""
+    """Predicts steps of `row` under every layout of STRONG. `more`: additional overrides."""
     profile = load_hardware(hardware)
     predictor = Predictor(profile)
     configs = {name: configuration(way, row, micro_batch, [*own, *more]) for name, (way, own) in STRONG.items()}
@@ -83,9 +83,9 @@ def predicted(hardware: str, row: PublishedRow, micro_batch: int, more: Sequence
 
 
 def model(hardware: Sequence[str]) -> Facts:
-    """All predictions on these profiles, as a result. Raises ConfigError for an unknown profile."""
+    """Computes all predictions for these profiles. Raises ConfigError for an unknown profile."""
     seven, thirty = STEPS[2], STEPS[4]
-    # Batch 4 in one micro-batch: fewer and larger collectives, and it fits without recomputation.
+    # Batch 4 as one micro-batch: fewer and larger collectives, and it fits without recomputation.
     scaled = [predicted(name, PublishedRow(seven.size, tp, 1, {}), SEQUENCES) for name in hardware for tp in WIDTHS]
     large = []
     for name in hardware:
@@ -115,12 +115,12 @@ def model(hardware: Sequence[str]) -> Facts:
 
 
 def run(hardware: Sequence[str], out: Path) -> int:
-    """The experiment: writes `out`.json, .md and its figures."""
+    """Runs the experiment. Writes `out`.json, .md and the figures."""
     facts = model(hardware)
     save_section(out, facts, section(facts))
     for goal in goals(facts):
         print(f"{goal.what}: {goal.found} ({goal.where}, {goal.kind}; {goal.figure})")
-    print(f"{out}.json written")
+    print(f"wrote {out}.json")
     return 0
 
 
@@ -135,7 +135,7 @@ def gain(seconds: dict[str, float], over: str) -> float:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """Of the figures that need no run."""
+    """The goals that need no run."""
     return computed.goals(facts["computed"])
 
 
@@ -145,8 +145,8 @@ def section(facts: Facts) -> Section:
         "The paper's evaluation, modeled on GPUs",
         (
             "Predictions of the performance model; nothing here was measured. Runs are configured as in the paper: bf16 "
-            f"weights and activations, sequences of {TOKENS} tokens, no recomputation. The published form of a layout has the "
-            "extra collectives of the paper's code; plain `vanilla` is the strong form with sharded heads and channels. At TP 1 "
+            f"weights and activations, {TOKENS}-token sequences, no recomputation. The published form of a layout has the "
+            "extra collectives of the paper's code; plain `vanilla` is the strong form with sharded heads and channels. At TP 1, "
             "all layouts are the same.",
             _paper_table(facts),
             Figure("modeled-steps", _STEPS_CAPTION, partial(_draw_steps, facts)),
@@ -161,7 +161,7 @@ def section(facts: Facts) -> Section:
 
 _STEPS_CAPTION = "Step time of the paper's five sizes: bars are modeled, diamonds are published."
 _GAINS_CAPTION = (
-    "Speed-up of the best low-rank layout over strong vanilla and megatron-sp, 7B, modeled; lines are the goals."
+    "Speed-up of the best low-rank layout over strong vanilla and megatron-sp, 7B, modeled; dashed lines are the goals."
 )
 
 
@@ -177,7 +177,7 @@ def _paper_table(facts: Facts) -> Table:
     for way in ("full-rank", "vanilla", "BOOST"):
         headings += [f"{way}, paper:", f"{way}, published form:"]
     return Table(
-        f"Step time in seconds, modeled: {SEQUENCES} sequences in micro-batches of one on the paper's hardware "
+        f"Step time in seconds, modeled: {SEQUENCES} sequences in micro-batches of 1 on the paper's hardware "
         f"({facts['titles'][PAPERS_HARDWARE]}).",
         (*headings, *(f"{name}:" for name in STRONG)),
         tuple(rows),
@@ -194,7 +194,7 @@ def _gains_table(facts: Facts) -> Table:
         of_best = [best(strong), *(f"{gain(strong, over):.2f}" for over in AGAINST)] if strong else ["-"] * 3
         rows.append((*cells, *of_best))
     return Table(
-        "Speed-ups of the same steps, modeled: published BOOST over published baselines, then the best low-rank "
+        "Speed-ups of the same steps, modeled: published BOOST over the published baselines, then the best low-rank "
         "layout over the strongest baselines.",
         (
             "size",
@@ -227,7 +227,7 @@ def _large_table(facts: Facts) -> Table:
     ]
     return Table(
         f"40B (the 30B's shape with {LARGE_LAYERS} blocks) on {LARGE_GPUS} GPUs, modeled: step time in ms with micro-batches "
-        f"of one; 1F1B, or gpipe with fewer micro-batches than stages. {_memory_words(facts['large'])}",
+        f"of 1; 1F1B, or GPipe if there are fewer micro-batches than stages. {_memory_words(facts['large'])}",
         ("hardware", "TP x PP", "sequences:", *_HEADINGS),
         tuple(rows),
     )
@@ -248,7 +248,7 @@ def _cells(row: Facts) -> list[str]:
 
 
 def _memory_words(rows: Sequence[Facts]) -> str:
-    """Whether all of them fit, or which do not."""
+    """States whether all configurations fit in memory, or which do not."""
     short = [
         f"{name} on {row['hardware']}, {row['tp']} x {row['pp']}, {row['sequences']} sequences"
         for row in rows
@@ -256,9 +256,9 @@ def _memory_words(rows: Sequence[Facts]) -> str:
         if needed > row["usable_bytes"]
     ]
     if short:
-        return f"Not all of them fit into memory: {'; '.join(short)}."
+        return f"These do not fit in memory: {'; '.join(short)}."
     fullest = max(needed / row["usable_bytes"] for row in rows for needed in row["peak_bytes"].values())
-    return f"All of them fit into memory (at most {fullest:.0%} used)."
+    return f"All of them fit in memory (at most {fullest:.0%} used)."
 
 
 def _large(hardware: str, row: PublishedRow, sequences: int) -> Modeled:

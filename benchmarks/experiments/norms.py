@@ -1,7 +1,7 @@
-"""RMSNorm over a sharded width (btp): its statistic in a separate all-reduce (sync) or in the next collective (online).
+"""RMSNorm over a sharded width (btp): its statistic in a separate all-reduce (sync) or fused into the next collective (online).
 
-Three measurements: a whole block; the norms alone (statistic, scaling and their communication, plus the all-reduces of the
-latents, which both forms have); and the error of bf16 gradients relative to one process in fp32.
+Three measurements: a whole block; the norms alone (statistic, scaling and their communication, plus the latent all-reduces
+that both forms share); and the error of bf16 gradients relative to one process in fp32.
 
 Legend: T tokens, D = d/p local hidden width, R latent width of an input projection group.
 """
@@ -18,6 +18,7 @@ from benchmarks.experiments.blocks import BTP, BlockRun, BlockVariant, block_con
 from benchmarks.experiments.blocks_report import (
     RangeBar,
     as_facts,
+    batches_of,
     compared_table,
     comparison,
     differences,
@@ -25,6 +26,7 @@ from benchmarks.experiments.blocks_report import (
     middle,
     milliseconds,
     ms_bar,
+    row_of,
     shape_words,
     times,
     turns_words,
@@ -50,22 +52,22 @@ from boost.train.model import build_decoder
 CONTENDERS: tuple[BlockVariant, ...] = (BTP,)
 NORMS = ("sync", "online")
 BARE = "latents alone"
-"""The all-reduces of the latents without a norm, common to both forms."""
+"""The latent all-reduces without a norm, which both forms share."""
 
 PASSES = ("forward", "forward and backward")
 LEAST_S = 0.02
-"""Seconds of a timed sample."""
+"""Minimum seconds per timed sample."""
 
 LIMIT = 1.05
-"""Maximum error of online over that of sync (goals: Exactness)."""
+"""Maximum ratio of the online error to the sync error (an exactness goal)."""
 
 SEEDS = (0, 1, 2)
 SMALL = {"layers": 2, "vocab_size": 1024}
-"""Reduced sizes for the precision table, where only the width matters."""
+"""Reduced sizes for the precision table, for which only the width matters."""
 
 
 def measure(config: Config, mesh: Mesh, batches: Sequence[int], rounds: int) -> Facts:
-    """Times both norms at every batch, and measures their accuracy."""
+    """Times both norms at every batch and measures their accuracy."""
     rows: list[Facts] = []
     calls: dict[str, Call] = {}
 
@@ -100,7 +102,7 @@ def measure(config: Config, mesh: Mesh, batches: Sequence[int], rounds: int) -> 
 
 
 class NormPart:
-    """Both norms of a block without its GEMMs: from residual stream and partial latents to the input of the next operation."""
+    """The two norms of a block without its GEMMs, from residual stream and partial latents to the next operation's input."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         train, model = config.train, config.model
@@ -116,7 +118,7 @@ class NormPart:
         self.returned = {shape: filled(shape) for shape in {model.dim // mesh.tp.size, *widths}}
 
     def call(self, form: str, backward: bool) -> Call:
-        """Forward, or forward and backward pass of one form."""
+        """Returns a call that runs the forward pass, or forward and backward pass, of one form."""
         forms: dict[str, Callable[[Tensor, Tensor], list[Tensor]]] = {
             BARE: self._bare, "sync": self._sync, "online": self._online,
         }  # fmt: skip
@@ -137,26 +139,26 @@ class NormPart:
         return [sum_both(u_TR, self.axis)]
 
     def _sync(self, x_TD: Tensor, u_TR: Tensor) -> list[Tensor]:
-        """The statistic has its own all-reduce, forward and backward; x is scaled."""
+        """All-reduces the statistic separately, forward and backward, and scales x."""
         s_T = sum_both(sum_of_squares(x_TD), self.axis)
         return [scale(x_TD, inverse_rms(s_T, self.width, self.eps)), sum_both(u_TR, self.axis)]
 
     def _online(self, x_TD: Tensor, u_TR: Tensor) -> list[Tensor]:
-        """The statistic is all-reduced with the latents, which are then scaled."""
+        """All-reduces the statistic together with the latents, then scales the latents."""
         partial = measured(u_TR, sum_of_squares(x_TD), self.axis)
         u_TR, s_T = OnlineSum(partial, (), self.axis, self.width, self.eps).wait()
         return [scale(u_TR, inverse_rms(s_T, self.width, self.eps))]
 
 
 def precision(config: Config, mesh: Mesh, small: dict[str, int] | None = None) -> Iterator[Facts]:
-    """Mean relative error of the gradients in bf16 against one process in fp32, by seed and norm."""
+    """Mean relative error of bf16 gradients against one process in fp32, by seed and norm."""
     for seed in SEEDS:
         error = {norm: gradient_error(_small(config, mesh, norm, seed, small or SMALL), mesh) for norm in NORMS}
         yield {"seed": seed, **error}
 
 
 def gradient_error(config: Config, mesh: Mesh) -> float:
-    """||g - g_fp32|| / ||g_fp32||, the mean over parameters and processes. Weights are kept in fp32 in both."""
+    """||g - g_fp32|| / ||g_fp32||, averaged over parameters and processes. Weights are fp32 in both."""
     exact = config.model_copy(
         update={
             "parallel": config.parallel.model_copy(update={"tp": 1}),
@@ -206,82 +208,74 @@ def _small(config: Config, mesh: Mesh, norm: str, seed: int, small: dict[str, in
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """Online is never slower than sync, whole blocks. The precision goal is in the section and in a test."""
+    """Goal: online is never slower than sync for a whole block. The section and a test cover the precision goal."""
     found = {
         f"batch {batch}, {words}": ratio(*(_seconds(facts, "block", norm, batch, words) for norm in NORMS))
-        for batch in _batches(facts)
+        for batch in batches_of(facts)
         for words in PASSES
     }
     worst = min(found, key=lambda name: found[name].low)
-    where = f"{shape_words(facts)}, TP {facts['tp']}, a block; the worst of {len(found)}: {worst}"
+    where = f"{shape_words(facts)}, TP {facts['tp']}, one block; worst of {len(found)}: {worst}"
     shown = f"{in_words(found[worst])} x"
     return [Goal("online norm against sync, measured", "never slower", where, shown, found[worst].low >= 1)]
 
 
 def section(facts: Facts) -> Section:
-    """The block, the norms' part, the paper's numbers, precision."""
+    """The block, the norms alone, the paper's numbers, and precision."""
     lead = (
-        f"{shape_words(facts)}, TP {facts['tp']}, layout btp. Sync: the norm's statistic has its own all-reduce, forward and "
-        f"backward. Online: it is all-reduced with the latents. Times are {turns_words(facts)}."
+        f"{shape_words(facts)}, TP {facts['tp']}, layout btp. Sync all-reduces the norm's statistic separately, forward and "
+        f"backward; online all-reduces it with the latents. Times are {turns_words(facts)}."
     )
     parts: list[str | Table | Figure] = [lead, _block_table(facts), _norm_table(facts)]
     parts += [
         compared_table(
-            "The paper's RMSNorm, 7B, TP 4 (it does not say which norms), next to the modeled time of both norms of a block, "
-            "forward (nothing ran here).",
+            "The paper's RMSNorm, 7B, TP 4 (the paper does not say which norms), next to the modeled time of both norms of a "
+            "block, forward (nothing ran here).",
             facts["modeled"],
         ),
         _precision_table(facts),
         Figure(
             "norms",
-            "Both norms' part of a block (measured; quartiles)",
+            "The norms of a block alone (measured; whiskers are quartiles)",
             lambda path: draw_bars(path, _panels(facts), "ms"),
         ),
     ]
     return Section("RMSNorm across processes: sync against online", tuple(parts))
 
 
-def _row(facts: Facts, what: str, form: str, batch: int, words: str) -> Facts:
-    wanted = {"what": what, "form": form, "batch": batch, "passes": words}
-    return cast(Facts, next(row for row in facts["rows"] if wanted.items() <= row.items()))
-
-
 def _seconds(facts: Facts, what: str, form: str, batch: int, words: str) -> list[float]:
-    return cast(list[float], facts["turns"]["seconds"][_row(facts, what, form, batch, words)["name"]])
-
-
-def _batches(facts: Facts) -> list[int]:
-    return sorted({row["batch"] for row in facts["rows"]})
+    row = row_of(facts, what=what, form=form, batch=batch, passes=words)
+    return cast(list[float], facts["turns"]["seconds"][row["name"]])
 
 
 def _block_table(facts: Facts) -> Table:
     cells = []
-    for batch in _batches(facts):
+    for batch in batches_of(facts):
         for words in PASSES:
             cell = [str(batch), words]
             for norm in NORMS:
-                row = _row(facts, "block", norm, batch, words)
+                row = row_of(facts, what="block", form=norm, batch=batch, passes=words)
                 taken = milliseconds(_seconds(facts, "block", norm, batch, words))
                 cell += [str(row["collectives"]), f"{row['sent_bytes'] / 2**20:.3f}", taken]
             cells.append((*cell, times(*(_seconds(facts, "block", norm, batch, words) for norm in NORMS))))
     headings = ["batch:", "passes"]
     for norm in NORMS:
         headings += [f"{norm} collectives:", "MB sent:", "ms:"]
-    caption = "A whole block (collectives and bytes counted, MB = 2^20; times measured)."
+    caption = "A whole block (collectives and bytes counted; MB = 2^20; times measured)."
     return Table(caption, (*headings, "sync / online:"), tuple(cells))
 
 
 def _norm_table(facts: Facts) -> Table:
     cells = []
-    for batch in _batches(facts):
+    for batch in batches_of(facts):
         for words in PASSES:
             bare, sync, online = (_seconds(facts, "norm", form, batch, words) for form in (BARE, *NORMS))
             added = [milliseconds(differences(taken, bare)) for taken in (sync, online)]
             paper = " / ".join(f"{ms:g}" for ms in NORM_MS.get(batch, ())) if words == "forward" else ""
             cells.append((str(batch), words, milliseconds(bare), *added, times(sync, online), paper))
     caption = (
-        "Both norms of a block without its GEMMs (measured): all-reduces of the latents alone, and the time that either norm adds, "
-        "as a difference within a round. The ratio includes the latents. The paper's numbers are milliseconds on A100s."
+        "Both norms of a block without its GEMMs (measured): the latent all-reduces alone, and the time that each norm form adds, "
+        "as a difference within a round. The ratio includes the latent all-reduces. The paper's numbers are ms on A100s."
     )
     headings = (
         "batch:",
@@ -305,7 +299,7 @@ def _precision_table(facts: Facts) -> Table:
     cells.append(("median", f"{mean[0]:.3e}", f"{mean[1]:.3e}", f"{mean[1] / mean[0]:.3f}x"))
     worst = max(row["online"] / row["sync"] for row in rows)
     caption = (
-        f"Gradients in bf16 over {facts['tp']} processes against one process in fp32: relative error, mean over parameters "
+        f"Relative error of bf16 gradients on {facts['tp']} processes against one process in fp32, mean over parameters "
         f"(measured; {SMALL['layers']} blocks of this width, fp32 weights). Goal: online at most {LIMIT} x sync at every seed; "
         f"{'met' if worst <= LIMIT else 'not met'}."
     )
@@ -315,7 +309,7 @@ def _precision_table(facts: Facts) -> Table:
 def _panels(facts: Facts) -> dict[str, dict[str, dict[str, RangeBar]]]:
     return {
         words: {
-            form: {f"batch {batch}": ms_bar(_seconds(facts, "norm", form, batch, words)) for batch in _batches(facts)}
+            form: {f"batch {batch}": ms_bar(_seconds(facts, "norm", form, batch, words)) for batch in batches_of(facts)}
             for form in (BARE, *NORMS)
         }
         for words in PASSES

@@ -1,6 +1,6 @@
-"""Ablation: from the dense model under megatron-sp to btp-sp, adding one optimization at a time, in one run.
+"""Ablation from the dense model under megatron-sp to btp-sp, adding one optimization at a time, all in one run.
 
-Then the time and memory of recomputation: full blocks, as usual, and low-rank, which needs no re-communication.
+Also the time and memory of recomputation: conventional full-block, and low-rank, which needs no re-communication.
 """
 
 import os
@@ -19,7 +19,7 @@ from boost.measure.document import Figure, Goal, Section, Table
 from boost.measure.results import Facts, facts_of, save_section
 
 LADDER = "ladder"
-"""Purpose of the groups."""
+"""Purpose of all groups of this experiment."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class AblationStep:
 
     name: str
     added: str
-    """In words."""
+    """Description for the report."""
     parallel: dict[str, Any]
     train: dict[str, Any] = field(default_factory=dict)
     family: str = "cola"
@@ -40,7 +40,7 @@ LAYOUTS = (
     AblationStep("dense, megatron-sp", "the full-rank model, token-sharded", {"layout": "megatron-sp"}, family="dense"),
     AblationStep(
         "vanilla, published",
-        "low-rank factors sharded along r; attention and gated product replicated on every process, linears ungrouped",
+        "low-rank factors sharded along r; attention and gated product replicated, linears ungrouped",
         {"layout": "vanilla", "vanilla": "published", "grouping": False},
     ),
     AblationStep("vanilla, strong", "attention and gated product sharded, linears grouped", {"layout": "vanilla"}),
@@ -50,16 +50,16 @@ LAYOUTS = (
         {**_BTP, "norm": "sync", "grouping": False},
     ),
     AblationStep(
-        "btp, sync, grouped", "one GEMM and one collective for q,k,v and for gate,up", {**_BTP, "norm": "sync"}
+        "btp, sync, grouped", "one GEMM and one collective each for q, k, v and for gate, up", {**_BTP, "norm": "sync"}
     ),
     AblationStep("btp, online", "RMSNorm's statistic all-reduced with the latents", _BTP),
     AblationStep(
         "btp-sp",
-        "token-sharded residual stream: collectives of one phase, no norm across processes",
+        "token-sharded residual stream: single-phase collectives, no norm across processes",
         {"layout": "btp-sp"},
     ),
 )
-"""Each step adds one thing; 'vanilla, published' is the paper's form, so the next step undoes two."""
+"""Each step adds one optimization; 'vanilla, published' is the paper's form, so the next step fixes two things."""
 
 COMPILED = AblationStep("btp-sp, compiled", "torch.compile of every block", {"layout": "btp-sp"}, {"compile": True})
 
@@ -72,7 +72,7 @@ RECOMPUTED = (
     ),
     AblationStep(
         "btp-sp, low-rank",
-        "only operations after the latents recomputed: no re-communication",
+        "only operations after the latents recomputed, without re-communication",
         {"layout": "btp-sp"},
         {"recompute": "low-rank"},
     ),
@@ -80,14 +80,14 @@ RECOMPUTED = (
 
 
 def ablation_steps(compiled: bool) -> tuple[AblationStep, ...]:
-    """All of them, in order."""
+    """All steps of the ablation, in order."""
     return (*LAYOUTS, *((COMPILED,) if compiled else ()), *RECOMPUTED)
 
 
 def ladder(
     machine: Machine, tp: int, dtype: DType, compiled: bool, overrides: Sequence[str], source: str, share: bool = False
 ) -> TimingGroup:
-    """All rungs as one group. Raises ConfigError."""
+    """All ablation steps as one group. Raises ConfigError."""
     found = {}
     for ablation in ablation_steps(compiled):
         words = size_flags(machine.device, tp, dtype, ablation.family)
@@ -105,13 +105,16 @@ def groups(
     overrides: Sequence[str],
     source: str,
 ) -> list[TimingGroup]:
-    """The ladder in each dtype on all processes, and as shares of other TP sizes in the first one. Raises ConfigError."""
+    """The ablation on all processes in each dtype, and single-rank emulation of other TP sizes in the first dtype.
+
+    Raises ConfigError.
+    """
     whole = [ladder(machine, machine.tp, dtype, compiled, overrides, source) for dtype in dtypes if machine.tp > 1]
     return whole + [ladder(machine, tp, dtypes[0], compiled, overrides, source, share=True) for tp in shares]
 
 
 def parts(machine: Machine, found: Sequence[TimingGroup], rounds: int, out: Path) -> int:
-    """The experiment. Writes `out`.json, .md and its figures."""
+    """Runs the experiment. Writes `out`.json, .md and the figures."""
     measured, left_out = run_groups(found, rounds, machine.hardware)
     if os.environ.get("RANK", "0") != "0":
         return 0
@@ -124,16 +127,16 @@ def parts(machine: Machine, found: Sequence[TimingGroup], rounds: int, out: Path
 
 
 def section(facts: Facts) -> Section:
-    """A table and a figure a group."""
+    """A table and a figure per group."""
     intro = (
-        "Whole optimizer steps; every row adds one thing to the previous row, and the rows of a table are interleaved in a run of "
-        f"{facts['rounds']} rounds. Times are medians with quartiles; ratios are medians of ratios within a round with 95 % "
-        "bootstrap intervals, above 1 where the row is faster. Recomputation trades time for memory. MB = 10^6 bytes."
+        "Whole optimizer steps. Every row adds one optimization to the previous row; the rows of a table are interleaved in one "
+        f"run of {facts['rounds']} rounds. Times are medians with quartiles. Ratios are medians of the ratio within a round, with "
+        "95 % bootstrap intervals; above 1, the row is faster. Recomputation trades time for memory. MB = 10^6 bytes."
     )
     left_out = [f"Not measured: {'; '.join(facts['left_out'])}."] if facts["left_out"] else []
     shown: list[Table | Figure] = []
     for number, group in enumerate(facts["groups"]):
-        caption = f"{group['name']}: each bar runs from the previous step to this one; lines are quartiles"
+        caption = f"{group['name']}: each bar runs from the previous step time to this one; whiskers are quartiles"
         shown += [
             Figure(f"parts{f'-{number}' if number else ''}", caption, _drawn(group)),
             _table(group, facts["added"]),
@@ -142,12 +145,12 @@ def section(facts: Facts) -> Section:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """None: the end-to-end experiment answers those."""
+    """None: the end-to-end experiment covers these goals."""
     return []
 
 
 def before_each(group: Facts) -> list[tuple[str, Ratio, Ratio]]:
-    """(rung, times as fast as the one before, times as fast as the first)."""
+    """(name, speed-up over the previous step, speed-up over the first step) of every ablation step."""
     found = [(row["name"], seconds_of(group, row["name"])) for row in group["rows"]]
     before = [found[0], *found]
     return [
@@ -167,12 +170,12 @@ def _table(group: Facts, added: dict[str, str]) -> Table:
     headings = ["configuration", "what it adds", f"step ms, {'computation measured' if share else 'measured'}:"]
     headings += ["collectives ms, modeled:"] if share else []
     headings += ["speed-up over previous:", "speed-up over first:", "sent MB, counted:", "peak MB, measured:"]
-    priced = f" Collective times modeled with: {group['priced_by']}." if share else ""
+    priced = f" Collective times modeled with {group['priced_by']}." if share else ""
     return Table(f"{group['name']}: {shape_of(group)}, on {group['device']}.{priced}", tuple(headings), tuple(rows))
 
 
 def _drawn(group: Facts) -> Callable[[Path], None]:
-    """A waterfall: where each rung begins, and what it takes off or adds."""
+    """Returns a function that draws a waterfall chart of step time, with peak memory below it."""
 
     def draw(path: Path) -> None:
         pyplot = drawing.pyplot()

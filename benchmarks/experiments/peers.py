@@ -1,8 +1,9 @@
-"""Other libraries for tensor parallelism: transformers' LLaMA with its own TP plan, and plain PyTorch modules under DTensor's
+"""Other tensor-parallel libraries: transformers' LLaMA with its own TP plan, and plain PyTorch modules under DTensor's
 `parallelize_module`. Each starts from our initial weights.
-The DTensor plans are torchtitan's for LLaMA (github.com/pytorch/torchtitan, models/llama3/infra/parallelize.py): inputs
-of linears are redistributed once for all that share them, embedding and head are sharded along the vocabulary, and the loss is
-computed on sharded logits. A library that is not installed or cannot run is skipped, with the reason.
+
+The DTensor plans follow torchtitan's for LLaMA (github.com/pytorch/torchtitan, models/llama3/infra/parallelize.py): one
+redistribution per input that linears share, embedding and head sharded along the vocabulary, and a loss on sharded logits.
+Libraries that are not installed or cannot run are skipped with a reason.
 """
 
 import json
@@ -45,12 +46,12 @@ LOW_RANK, LOW_RANK_CUT = "DTensor low-rank", "DTensor low-rank, heads cut"
 
 
 def peers(config: Config, mesh: Mesh) -> tuple[dict[str, Call], dict[str, str]]:
-    """(a whole training step of each peer that can run on this mesh, the reasons of those that cannot), by name.
+    """Returns ({name: training step} of peers that can run on this mesh, {name: reason} of those that cannot).
 
-    For the dense model of the configuration's shape: HF, DENSE, DENSE_SP. For a low-rank model also LOW_RANK, with A column-wise
-    and B row-wise, the standard sharding of a pair, and LOW_RANK_CUT, whose B produce sharded heads and channels, not full sums.
+    For the dense model of the same shape: HF, DENSE, DENSE_SP. For a low-rank model also LOW_RANK, with the standard sharding of a
+    pair (A column-wise, B row-wise), and LOW_RANK_CUT, in which B produces sharded heads and channels instead of full sums.
     A step trains on train.global_batch sequences in micro-batches and returns the mean loss before it and the gradient norm.
-    Every process of the mesh must call this, and each contender. One step of each is run here to check that it works.
+    Every process of the mesh must call this function and every step. Runs one step of each peer to check that it works.
     """
     dense = _dense(config)
     builders: dict[str, Callable[[], PlainStep]] = {HF: lambda: hugging_face(dense, mesh)}
@@ -76,7 +77,7 @@ def peers(config: Config, mesh: Mesh) -> tuple[dict[str, Call], dict[str, str]]:
 
 
 def _dense(config: Config) -> Config:
-    """The dense model of the same shape, on one process as far as the configuration says."""
+    """The dense model of the same shape, with default [parallel] (these libraries shard it themselves)."""
     tree = config.model_dump()
     change_family(tree["model"], "dense")
     tree["parallel"] = {}
@@ -85,14 +86,14 @@ def _dense(config: Config) -> Config:
 
 
 def _attempt(build: Callable[[], PlainStep], mesh: Mesh) -> tuple[PlainStep | None, str]:
-    """The step, or why there is none: the first line of the error on the first process that raised."""
+    """Returns (step, '') or (None, reason); the reason is the first line of the error on the first process that raised."""
     step, reason = None, ""
     if mesh.size > mesh.tp.size:
         return None, "runs under tensor parallelism only; set parallel.pp and parallel.dp to 1"
     try:
         step = build()
         step()
-    except Exception as error:  # whatever other libraries raise
+    except Exception as error:  # other libraries may raise anything
         lines = str(error).strip().splitlines() or [""]
         reason = f"{type(error).__name__}: {lines[0]}"
     reasons = [reason]
@@ -104,7 +105,7 @@ def _attempt(build: Callable[[], PlainStep], mesh: Mesh) -> tuple[PlainStep | No
 
 
 def with_dtensor(config: Config, mesh: Mesh, sequence: bool = False, heads_cut: bool = False) -> PlainStep:
-    """Plain modules under `parallelize_module`. `sequence`: norms and residual stream sharded along the sequence (dense)."""
+    """Plain modules under `parallelize_module`. `sequence` shards norms and residual stream along the sequence (dense only)."""
     assert mesh.device_mesh is not None
     if (heads_cut or not config.model.low_rank) and config.model.kv_heads % mesh.tp.size:
         raise ValueError(f"{config.model.kv_heads} key/value heads cannot be sharded over {mesh.tp.size} processes")
@@ -125,7 +126,7 @@ def with_dtensor(config: Config, mesh: Mesh, sequence: bool = False, heads_cut: 
 
 
 def _cut_dense(module: PlainDecoder, tp: DeviceMesh, sequence: bool) -> None:
-    """Column-wise, then row-wise: heads and channels are sharded."""
+    """Column-wise, then row-wise linears, so heads and channels are sharded."""
     residual = Shard(1) if sequence else Replicate()
     _cut_ends(module, tp, residual, sequence)
     for block in module.blocks:
@@ -143,7 +144,7 @@ def _cut_dense(module: PlainDecoder, tp: DeviceMesh, sequence: bool) -> None:
 
 
 def _cut_low_rank(module: PlainDecoder, tp: DeviceMesh, heads_cut: bool) -> None:
-    """Every pair along the rank: latents are sharded, and outputs are summed at full width."""
+    """Every pair along the bottleneck rank, so latents are sharded and outputs are reduced at full width."""
     wide = Shard(-1) if heads_cut else Replicate()
     _cut_ends(module, tp, Replicate(), False)
     for block in module.blocks:
@@ -163,7 +164,7 @@ def _cut_low_rank(module: PlainDecoder, tp: DeviceMesh, heads_cut: bool) -> None
 
 
 def _cut_ends(module: PlainDecoder, tp: DeviceMesh, residual: Any, sequence: bool) -> None:
-    """Embedding and head along the vocabulary; logits stay sharded."""
+    """Shards embedding and head along the vocabulary; logits stay sharded."""
     head = ColwiseParallel(input_layouts=residual, output_layouts=Shard(-1), use_local_output=False)
     plan: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=residual),
@@ -175,14 +176,14 @@ def _cut_ends(module: PlainDecoder, tp: DeviceMesh, residual: Any, sequence: boo
 
 
 def _prepare(residual: Any) -> PrepareModuleInput:
-    """One collective for all linears of an input, forward and backward."""
+    """One collective for all linears that share an input, forward and backward."""
     return PrepareModuleInput(input_layouts=(residual,), desired_input_layouts=(Replicate(),))
 
 
 def hugging_face(config: Config, mesh: Mesh) -> PlainStep:
-    """transformers' LlamaForCausalLM of a dense configuration under its own TP plan: its own forward pass and loss, sdpa.
+    """transformers' LlamaForCausalLM with its own TP plan, forward pass and loss, and SDPA attention, for a dense configuration.
 
-    It is loaded from a temporary folder that process 0 writes. Raises whatever transformers raises.
+    Loads it from a temporary folder that process 0 writes. Propagates all transformers errors.
     """
     transformers = _transformers(mesh)
     folder = _write_folder(config, mesh)
@@ -201,7 +202,7 @@ def hugging_face(config: Config, mesh: Mesh) -> PlainStep:
 
     def passes(tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         with torch.autocast(mesh.device.type, compute, enabled=narrow):
-            # Ours are shifted already, which its loss takes under this name.
+            # Our targets are already shifted; transformers takes those as shift_labels.
             loss = module(input_ids=tokens_BS, labels=targets_BS, shift_labels=targets_BS, use_cache=False).loss
         loss.backward()
         return whole(loss.detach())
@@ -210,7 +211,7 @@ def hugging_face(config: Config, mesh: Mesh) -> PlainStep:
 
 
 def _transformers(mesh: Mesh) -> Any:
-    """The library, without its bars and warnings. Raises ModuleNotFoundError, or ValueError where it would not run as asked."""
+    """Imports transformers and silences it. Raises ModuleNotFoundError, or ValueError if it would run on another device."""
     try:
         import transformers
     except ModuleNotFoundError as error:
@@ -219,12 +220,12 @@ def _transformers(mesh: Mesh) -> Any:
         raise ValueError("transformers runs tensor parallelism on the visible GPU, but this run is on the CPU")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message=".*`?tp_plan`?.*", category=FutureWarning)  # 4.x knows no other name
+    warnings.filterwarnings("ignore", message=".*`?tp_plan`?.*", category=FutureWarning)  # the only name in 4.x
     return transformers
 
 
 def _write_folder(config: Config, mesh: Mesh) -> Path:
-    """A Hugging Face folder of our initial weights, written by process 0. Raises StorageError on all if it cannot be."""
+    """Writes our initial weights as a Hugging Face folder on process 0. Raises StorageError on all processes on failure."""
     outcome = [("", "")]
     if mesh.is_main:
         folder = Path(tempfile.mkdtemp(prefix="boost-peer-"))

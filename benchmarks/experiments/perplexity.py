@@ -1,7 +1,7 @@
-"""Final perplexity of every layout: the same model, hyper-parameters and data, several seeds, in the dtype of training.
+"""Final perplexity of every layout with the same model, hyperparameters and data, over several seeds, in the training dtype.
 
-All layouts implement the same function, so all should train the same model. The effect of rounding over a whole run is measured
-in held-out perplexity, relative to the spread between seeds.
+All layouts implement the same function, so all should train the same model. This experiment measures the effect of rounding over a
+whole run on held-out perplexity, relative to the spread between seeds.
 """
 
 import math
@@ -31,7 +31,7 @@ from boost.parallel.mesh import Mesh, close_mesh, open_mesh
 from boost.train.console import progress
 
 LIMIT = 0.1
-"""Largest difference of a layout's perplexity to that of one process with the same seed, over the standard deviation of seeds."""
+"""Maximum perplexity difference between a layout and one process with the same seed, over the standard deviation of seeds."""
 
 SINGLE = LayoutVariant("single", {})
 
@@ -46,7 +46,7 @@ class PerplexityRun:
     losses: list[float]
     """Loss of every step, nats per token."""
     heldout_loss: float
-    """On all held-out text after the last step, nats per token."""
+    """Loss on all held-out text after the last step, nats per token."""
     perplexity: float
 
 
@@ -59,25 +59,25 @@ class PerplexityRow:
     loss: tuple[float, float]
     """Training loss of the last step: mean, standard deviation."""
     perplexity: tuple[float, float]
-    """Held-out: mean, standard deviation."""
+    """Held-out perplexity: mean, standard deviation."""
     apart: float | None
-    """Largest difference of perplexity to `single` with the same seed; None for `single`."""
+    """Maximum perplexity difference from `single` with the same seed; None for `single`."""
     share: float | None
-    """The same over the standard deviation of `single` over seeds."""
+    """`apart` over the standard deviation of `single` over seeds."""
 
     @property
     def holds(self) -> bool:
-        """Whether the layout makes far less of a difference than the seed."""
+        """Whether layouts differ far less than seeds do."""
         return self.share is None or self.share <= LIMIT
 
 
 def layouts(family: Family) -> list[LayoutVariant]:
-    """One process, then every layout that supports the family. (Ungrouped linears are another order of the same products.)"""
+    """One process, then every layout that supports the family, without ungrouped forms."""
     return [SINGLE, *(each for each in contenders(family) if each.parallel.get("grouping", True))]
 
 
 def seeded(config: Config, family: Family, dtype: str, seed: int, contender: LayoutVariant) -> Config:
-    """The configuration of a run: equal for all layouts but in `parallel`. Raises ConfigError if the configuration is invalid."""
+    """The configuration of one run; layouts differ only in `parallel`. Raises ConfigError if the configuration is invalid."""
     parallel = {} if contender is SINGLE else {**contender.parallel, "tp": config.parallel.tp}
     tree = configuration(config, family, dtype, parallel).model_dump()
     tree["train"]["seed"] = seed
@@ -85,7 +85,7 @@ def seeded(config: Config, family: Family, dtype: str, seed: int, contender: Lay
 
 
 def work(config: Config, families: Sequence[Family], dtype: str, seeds: Sequence[int]) -> Iterator[tuple[str, Config]]:
-    """(layout, configuration) of every run."""
+    """Yields (layout, configuration) of every run."""
     for family in families:
         for seed in seeds:
             for contender in layouts(family):
@@ -93,15 +93,15 @@ def work(config: Config, families: Sequence[Family], dtype: str, seeds: Sequence
 
 
 def trained(layout: str, config: Config, mesh: Mesh) -> PerplexityRun:
-    """One run, on all processes of the mesh; the single-process run is repeated on each, so that none waits for another.
+    """Trains one run on all processes of the mesh. Every process repeats the single-process run, so none waits for another.
 
-    Raises TrainingError if its losses are not finite.
+    Raises TrainingError if a loss is not finite.
     """
     trainer = at_start(config, Mesh(mesh.device) if layout == SINGLE.name else mesh)
     curve, found = losses(trainer), heldout(trainer)
     if not all(map(math.isfinite, (*curve, found.loss))):
         raise TrainingError(
-            f"{config.model.family}, {layout}, seed {config.train.seed}: the loss is not finite; give a lower --optim.lr"
+            f"{config.model.family}, {layout}, seed {config.train.seed}: the loss is not finite; use a lower --optim.lr"
         )
     return PerplexityRun(config.model.family, layout, config.train.seed, curve, found.loss, found.perplexity)
 
@@ -109,9 +109,10 @@ def trained(layout: str, config: Config, mesh: Mesh) -> PerplexityRun:
 def perplexity_process(
     config: Config, families: Sequence[Family], dtype: str | None, seeds: Sequence[int], out: Path
 ) -> int:
-    """One process of the experiment. The main one writes `out`.json, .md and the picture; returns 1 if a layout does not hold.
+    """Runs the experiment on this process. The main process writes `out`.json, .md and the figure, and returns 1 if any layout
+    exceeds LIMIT.
 
-    `dtype`: of products and activations; None: float32 on CPUs, bfloat16 on GPUs.
+    `dtype` is that of GEMMs and activations; None: float32 on CPUs, bfloat16 on GPUs.
     """
     mesh = open_mesh(config.parallel, config.run.device, config.run.timeout_s)
     dtype = dtype or ("bfloat16" if mesh.device.type == "cuda" else "float32")
@@ -132,7 +133,7 @@ def perplexity_process(
 
 
 def rows(facts: Facts) -> list[PerplexityRow]:
-    """One a family and layout, in the order of the runs."""
+    """One row per family and layout, in run order."""
     by_layout: dict[tuple[Family, str], dict[int, Facts]] = {}
     for run in facts["runs"]:
         by_layout.setdefault((run["family"], run["layout"]), {})[run["seed"]] = run
@@ -150,21 +151,21 @@ def rows(facts: Facts) -> list[PerplexityRow]:
 
 
 def section(facts: Facts) -> Section:
-    """The table and the picture."""
+    """The table and the figure."""
     train, seeds = facts["config"]["train"], facts["seeds"]
     words = (
         f"{shape_words(facts['config'])}, TP {facts['config']['parallel']['tp']}, {facts['dtype']}: {train['steps']} steps with "
-        f"each of the seeds {', '.join(map(str, seeds))}; all layouts use the same initial weights, hyperparameters, tokens and "
+        f"each of the seeds {', '.join(map(str, seeds))}. All layouts use the same initial weights, hyperparameters, tokens and "
         "data order. `single` is one process. The paper has no such table."
     )
     caption = (
         "Measured: training loss of the last step in nats per token and perplexity on all held-out text, mean ± standard deviation "
-        f"over {len(seeds)} seeds; the largest perplexity difference to `single` with the same seed, as a percentage of the "
-        f"standard deviation of `single` over seeds, which may be at most {facts['limit']:.0%}."
+        f"over {len(seeds)} seeds; and the maximum perplexity difference from `single` with the same seed, as a percentage of the "
+        f"standard deviation of `single` over seeds (limit {facts['limit']:.0%})."
     )
-    headings = ("family", "layout", "final loss:", "held-out perplexity:", "largest difference to single:")
+    headings = ("family", "layout", "final loss:", "held-out perplexity:", "max difference from single:")
     picture = (
-        "Left: loss by step, with a band over seeds; each layout is drawn thinner than the one below it. "
+        "Left: training loss by step with a band over seeds; each curve is thinner than the one below it. "
         "Right: held-out perplexity, one point per seed, with mean and standard deviation."
     )
     return Section(
@@ -178,7 +179,7 @@ def section(facts: Facts) -> Section:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """None of the performance table."""
+    """None: no performance goal depends on this experiment."""
     return []
 
 
@@ -195,7 +196,7 @@ def _mean_and_spread(numbers: Sequence[float]) -> tuple[float, float]:
 
 
 def draw(facts: Facts, path: Path) -> None:
-    """A row a family: loss over the steps with a band over seeds; perplexities with error bars."""
+    """Draws one row per family: loss by step with a band over seeds, and perplexities with error bars."""
     pyplot = drawing.pyplot()
     table = rows(facts)
     families = list(dict.fromkeys(row.family for row in table))
@@ -206,13 +207,13 @@ def draw(facts: Facts, path: Path) -> None:
         for number, row in enumerate(of_family):
             runs = [run for run in facts["runs"] if (run["family"], run["layout"]) == (family, row.layout)]
             _draw_curve(left, runs, row.layout, colors(number), 0.8 * (len(of_family) - number))
-            # The points next to the error bar, so that both are visible.
+            # Points next to the error bar keep both visible.
             right.plot(
                 [number + 0.15] * len(runs), [r["perplexity"] for r in runs], "o", color=colors(number), markersize=4
             )
             mean, spread = row.perplexity
             right.errorbar(number - 0.1, mean, yerr=spread, marker="s", capsize=4, color=colors(number))
-        left.set(title=f"{family}: loss, nats a token ({facts['dtype']})", xlabel="step")
+        left.set(title=f"{family}: loss, nats per token ({facts['dtype']})", xlabel="step")
         left.legend(fontsize=8, frameon=False)
         right.set(
             title=f"{family}: held-out perplexity, {len(facts['seeds'])} seeds", xlim=(-0.5, len(of_family) - 0.5)

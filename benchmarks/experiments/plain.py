@@ -1,9 +1,9 @@
 """Dense and low-rank decoders in plain PyTorch modules for one process, without any layout machinery.
 
-Linears of one input share a GEMM (`merged`), as ours do, or are a module each, as `parallelize_module` wants them. Latent
-crossing is not written here. The mathematics is that of `boost.models`, of which nothing is used; tests hold the two equal.
+Linears with the same input share a GEMM (`merged`), as in BOOST, or are separate modules, as `parallelize_module` requires. Does
+not implement latent crossing. Computes the same function as `boost.models` without using its code; tests check that they agree.
 
-Legend: B sequences, S tokens of each; D hidden width, R latents and O outputs of some linears, E width of a head, V vocabulary.
+Legend: B sequences, S tokens per sequence, D hidden width, R latent width, O output width, E head width, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,27 +21,27 @@ from boost.models.init import initial_value
 from boost.optim.adamw import fused_adamw
 
 Passes = Callable[[Tensor, Tensor], Tensor]
-"""Forward and backward pass: (tokens, targets), [B, S] each -> the mean loss, of which gradients are added."""
+"""Forward and backward pass: (tokens [B, S], targets [B, S]) -> mean loss. Accumulates the gradients of that loss."""
 
 
 class PlainLinear(nn.Linear):
-    """W x without a bias, in the dtype of x. Its weight is set by `fill`."""
+    """W x without bias, in the dtype of x. `fill` sets the weight."""
 
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__(d_in, d_out, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draws nothing."""
+        """Does nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
 
 
 class PlainEmbedding(nn.Embedding):
-    """Rows of a table. Its weight is set by `fill`."""
+    """An embedding. `fill` sets the weight."""
 
     def reset_parameters(self) -> None:
-        """Draws nothing."""
+        """Does nothing."""
 
 
 class PlainRMSNorm(nn.Module):
@@ -56,7 +56,7 @@ class PlainRMSNorm(nn.Module):
 
 
 class PlainLinears(nn.Module):
-    """Some linears of one input, dense or low-rank, whose first GEMM is one."""
+    """Linears with the same input, dense or low-rank, that share the first GEMM."""
 
     def __init__(self, model: ModelConfig, slots: Sequence[Slot]) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class PlainLinears(nn.Module):
             self.W = PlainLinear(slots[0].d_in, sum(self.outputs))
 
     def forward(self, x_BSD: Tensor) -> list[Tensor]:
-        """One [B, S, O] a linear."""
+        """Returns one [B, S, O] per linear."""
         if not self.ranks:
             y_BSO = self.W(x_BSD)
             return [y_BSO] if len(self.slots) == 1 else list(y_BSO.split(self.outputs, dim=-1))
@@ -81,7 +81,7 @@ class PlainLinears(nn.Module):
         return [b(h) for b, h in zip(self.B, latents, strict=True)]
 
     def stored(self, prefix: str) -> Iterator[tuple[Tensor, tuple[Parameter, ...]]]:
-        """Each weight, and the parameters that are stacked in it."""
+        """Yields each weight and the parameters stacked in it."""
 
         def of(factor: str) -> tuple[Parameter, ...]:
             return architecture.GroupSpec("", "", tuple(self.slots)).parameters(prefix, factor)
@@ -96,7 +96,7 @@ class PlainLinears(nn.Module):
 
 
 class PlainGroup(nn.Module):
-    """The linears of one input, merged or separate."""
+    """A group of linears with the same input, merged or separate."""
 
     def __init__(self, model: ModelConfig, shape: architecture.GroupSpec, merged: bool) -> None:
         super().__init__()
@@ -130,16 +130,16 @@ class PlainBlock(nn.Module):
 
 
 class PlainDecoder(nn.Module):
-    """Embedding, blocks, final norm, head: tokens [B, S] -> logits [B, S, V]. Weights are not set until `fill`."""
+    """Embedding, blocks, final norm, head: tokens [B, S] -> logits [B, S, V]. `fill` sets the weights."""
 
     cos_SE: Tensor
     sin_SE: Tensor
 
     def __init__(self, model: ModelConfig, seq_len: int, dtype: torch.dtype, merged: bool = True) -> None:
-        """It computes in `dtype`, on sequences of up to `seq_len` tokens. Raises ValueError for a family with crossings."""
+        """Computes in `dtype` on sequences of up to `seq_len` tokens. Raises ValueError for a family with latent gates."""
         super().__init__()
         if model.has_latent_gates:
-            raise ValueError("latent crossing is not written in plain modules")
+            raise ValueError("latent crossing is not implemented in plain modules; use model.family dense, svd or cola")
         self.model, self.dtype = model, dtype
         self.embed = PlainEmbedding(model.vocab_size, model.dim)
         self.blocks = nn.ModuleList(PlainBlock(model, layer, merged) for layer in range(model.layers))
@@ -159,7 +159,7 @@ class PlainDecoder(nn.Module):
         return self.head(self.final_norm(x_BSD))
 
     def stored(self) -> Iterator[tuple[Tensor, tuple[Parameter, ...]]]:
-        """Each weight, and the parameters of the model that are stacked in it along dim 0."""
+        """Yields each weight and the model parameters stacked in it along dim 0."""
         yield self.embed.weight, (architecture.embedding(self.model),)
         for layer, block in enumerate(self.blocks):
             assert isinstance(block, PlainBlock)
@@ -175,7 +175,7 @@ class PlainDecoder(nn.Module):
 
 
 def build_plain(config: Config, device: torch.device, merged: bool = True) -> PlainDecoder:
-    """A plain decoder with the initial weights that ours has: train.param_dtype, computing in train.compute_dtype."""
+    """A plain decoder with BOOST's initial weights in train.param_dtype, computing in train.compute_dtype."""
     train = config.train
     usual = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, train.param_dtype))
@@ -190,15 +190,15 @@ def build_plain(config: Config, device: torch.device, merged: bool = True) -> Pl
 
 @torch.no_grad()
 def fill(module: PlainDecoder, seed: int) -> None:
-    """Gives every weight the initial value of `boost.models.init`."""
+    """Sets every weight to its initial value in `boost.models.init`."""
     for weight, parameters in module.stored():
         values = [initial_value(parameter, module.model, seed) for parameter in parameters]
         weight.copy_(torch.cat(values))
 
 
 class PlainStep:
-    """A whole optimizer step as in a plain training loop, on the tokens of `steps.Stepper`:
-    forward and backward passes of the micro-batches, clipping of the global norm, torch's fused AdamW."""
+    """An optimizer step as in a plain training loop, on the same tokens as `steps.Stepper`: forward and backward passes over the
+    micro-batches, clipping by global norm, and PyTorch's fused AdamW."""
 
     def __init__(self, module: nn.Module, passes: Passes, config: Config, device: torch.device) -> None:
         self.module, self.passes, self.limit = module, passes, config.optim.clip
@@ -206,7 +206,7 @@ class PlainStep:
             (torch.from_numpy(batch.tokens).to(device), torch.from_numpy(batch.targets).to(device))
             for batch in made_up_batches(config)
         ]
-        # Sharded and replicated weights cannot share a fused kernel or a norm.
+        # Sharded and replicated weights cannot share a fused kernel or a norm computation.
         self.kinds = [kind for kind in _by_kind(module.named_parameters()) if kind]
         groups = [
             {"params": group, "weight_decay": decay}
@@ -217,7 +217,7 @@ class PlainStep:
         self.optimizer = fused_adamw(groups, config.optim)
 
     def __call__(self) -> list[Tensor]:
-        """One step. Returns the mean loss before it, and the gradients' global norm before clipping."""
+        """Runs one step. Returns the mean loss before it and the global gradient norm before clipping."""
         self.optimizer.zero_grad(set_to_none=True)
         losses = []
         for tokens_BS, targets_BS in self.batches:
@@ -238,7 +238,7 @@ class PlainStep:
 
 
 def plain_step(config: Config, device: torch.device) -> PlainStep:
-    """The step of a plain decoder on one process, its linears merged."""
+    """The training step of a plain decoder with merged linears on one process."""
     module = build_plain(config, device)
 
     def passes(tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
@@ -250,24 +250,24 @@ def plain_step(config: Config, device: torch.device) -> PlainStep:
 
 
 def mean_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Mean cross-entropy, nats, in fp32 (fp64 for fp64 logits)."""
+    """Mean cross-entropy in nats, computed in fp32 (fp64 for fp64 logits)."""
     acc_dtype = torch.promote_types(logits_BSV.dtype, torch.float32)
     return F.cross_entropy(logits_BSV.flatten(0, 1).to(acc_dtype), targets_BS.flatten())
 
 
 def whole(x: Tensor) -> Tensor:
-    """The full tensor of a sharded one."""
+    """The full tensor of a DTensor; other tensors unchanged."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 ENDS = ("embed", "embed_tokens", "head", "lm_head")
-"""Modules whose matrices are not a block's, here and in transformers."""
+"""Modules outside the blocks, here and in transformers."""
 
 Named = list[tuple[str, nn.Parameter]]
 
 
 def _by_kind(named: Iterator[tuple[str, nn.Parameter]]) -> tuple[Named, Named]:
-    """Sharded parameters, and others."""
+    """(sharded parameters, other parameters)."""
     everything = list(named)
     return [n for n in everything if isinstance(n[1], DTensor)], [
         n for n in everything if not isinstance(n[1], DTensor)
@@ -275,7 +275,7 @@ def _by_kind(named: Iterator[tuple[str, nn.Parameter]]) -> tuple[Named, Named]:
 
 
 def _by_decay(kind: Named, config: Config) -> Iterator[tuple[list[nn.Parameter], float]]:
-    """Weights that have weight decay (the blocks' matrices, or all), and others."""
+    """Yields parameters with weight decay (matrices of the blocks, or all), then the others."""
 
     def decays(name: str, weight: nn.Parameter) -> bool:
         return config.optim.decay_on == "all" or (weight.ndim == 2 and name.split(".")[-2] not in ENDS)

@@ -1,7 +1,7 @@
-"""Activation checkpointing, measured: the memory that each policy saves, and the time it adds (the paper's Table 3).
+"""Activation checkpointing: measures the memory that each policy saves and the time it adds (the paper's Table 3).
 
-One model per layout and batch; its policy changes from step to step, so all policies are timed in one interleaved run
-on the same weights. Added time is the difference to policy `none` in the same round.
+Uses one model per layout and batch and switches its policy between steps, so all policies are timed in one interleaved run
+with the same weights. Added time is relative to policy `none` in the same round.
 """
 
 import functools
@@ -39,37 +39,37 @@ from boost.train.model import build_decoder
 
 @dataclass(frozen=True)
 class Timed:
-    """One policy of one layout, at one batch, on one process."""
+    """One policy under one layout at one batch size, on one process."""
 
     layout: str
     batch: int
-    """Sequences of the micro-batch."""
+    """Sequences per micro-batch."""
     policy: RecomputeName
     kept_bytes: int
-    """Measured between forward and backward pass."""
+    """Activation memory between forward and backward pass, measured."""
     predicted_bytes: int
     saved_bytes: int
-    """Saved relative to policy none."""
+    """Memory saved relative to policy none."""
     seconds: list[float]
-    """Forward and backward pass of a micro-batch, of every round."""
+    """Forward and backward pass of a micro-batch, one per round."""
     step_s: float
-    """Their median."""
+    """Median of `seconds`."""
     added_s: float
-    """Added relative to policy none in the same round, median."""
+    """Median time added relative to policy none in the same round."""
     added_quartiles_s: tuple[float, float]
     saved_per_added: float
-    """Bytes per second; 0 for policy none, and if no added time is measurable."""
+    """Bytes per second; 0 for policy none, or if no added time is measurable."""
     against_full_block: float
-    """saved_per_added over that of full-block, the same layout and batch; 0 for policy none, and where one is not seen."""
+    """saved_per_added over that of full-block at the same layout and batch; 0 for policy none, or if no ratio is measurable."""
     against_full_block_interval: tuple[float, float | None] | None
-    """Its bootstrap interval over rounds; None above: without end, for in some draws no added time is seen. None where there is
-    nothing to compare."""
+    """Bootstrap interval of `against_full_block` over rounds. The upper end is None (unbounded) if some draws have no measurable
+    added time. None if there is nothing to compare."""
 
 
 def variants(config: Config, batches: Sequence[int]) -> Iterator[tuple[str, Config]]:
-    """(name, configuration) of every layout that carries a low-rank or dense model, at every batch.
+    """Yields (name, configuration) of every layout of the model and of its dense counterpart, at every batch.
 
-    With one process there is one layout, `single`. Raises ConfigError if the configuration is invalid.
+    On one process, the only layout is `single`. Raises ConfigError if the configuration is invalid.
     """
     families: list[Family] = [config.model.family, "dense"] if config.model.low_rank else ["dense"]
     for family in families:
@@ -91,7 +91,7 @@ def variants(config: Config, batches: Sequence[int]) -> Iterator[tuple[str, Conf
 
 
 def policies(config: Config) -> list[RecomputeName]:
-    """The policies of a configuration's layout, none first and full-block last."""
+    """The policies of the configuration's layout, none first and full-block last."""
     if not config.model.low_rank:
         return ["none", "full-block"]
     sharded: list[RecomputeName] = ["low-rank-sharded"] if layout_spec(config.parallel.layout).gathers_latents else []
@@ -99,12 +99,12 @@ def policies(config: Config) -> list[RecomputeName]:
 
 
 def with_policy(config: Config, policy: RecomputeName) -> Config:
-    """The configuration under another policy."""
+    """The configuration with another policy."""
     return config.model_copy(update={"train": config.train.model_copy(update={"recompute": policy})})
 
 
 def time_variant(name: str, config: Config, mesh: Mesh, rounds: int) -> list[Timed]:
-    """Every policy of one layout and batch, in `rounds` interleaved rounds."""
+    """Times every policy of one layout and batch in `rounds` interleaved rounds."""
     decoder = build_decoder(config, mesh)
     initialize(decoder, config.train.seed)
     batch = _tokens(config, mesh)
@@ -118,7 +118,7 @@ def time_variant(name: str, config: Config, mesh: Mesh, rounds: int) -> list[Tim
 
 
 def recompute_process(config: Config, batches: Sequence[int], rounds: int, out: Path) -> int:
-    """One process of the experiment. The main one writes `out`.json, .md and .svg."""
+    """Runs the experiment on this process. The main process writes `out`.json, .md and .svg."""
     mesh = open_mesh(config.parallel, config.run.device, config.run.timeout_s)
     work = list(variants(config, batches))
     rows = [
@@ -148,7 +148,7 @@ def _tokens(config: Config, mesh: Mesh) -> tuple[Tensor, Tensor]:
 
 
 def _pass(decoder: Decoder, policy: RecomputeName, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """A forward and a backward pass under a policy: the loss and a gradient."""
+    """Runs a forward and backward pass under a policy. Returns the loss and a gradient."""
     _choose(decoder, policy)
     decoder.zero_grad(set_to_none=True)
     loss: Tensor = decoder(*batch)
@@ -196,10 +196,10 @@ def _interval(ratio: Ratio | None) -> tuple[float, float | None] | None:
 def against_full_block(
     kept: Mapping[RecomputeName, int], seconds: Mapping[RecomputeName, Sequence[float]], policy: RecomputeName
 ) -> Ratio | None:
-    """Memory saved per added time over that of full-block, resampled by rounds; None for policies none and full-block.
+    """Memory saved per added time relative to full-block, bootstrapped over rounds; None for policies none and full-block.
 
-    Added time is a median of small differences. Where it is not above 0 in a draw, the quotient is infinite; where that of
-    full-block is not, nothing can be claimed, and it is 0.
+    Added time is a median of small differences. In draws where it is not positive, the ratio is infinite. Where full-block's added
+    time is not positive, nothing can be claimed, and the ratio is 0.
     """
     if policy in ("none", "full-block"):
         return None
@@ -215,21 +215,21 @@ def against_full_block(
 
 
 def section(facts: Facts) -> Section:
-    """Memory saved and time added by every policy, next to the paper's numbers, and a figure."""
+    """Memory saved and time added by each policy, next to the paper's numbers, and a figure."""
     config = facts["config"]
     model, train = config["model"], config["train"]
     words = (
-        f"{model['layers']} blocks, d {model['dim']}, f {model['ffn_dim']}, r {model['rank']}, {train['seq_len']} tokens a "
-        f"sequence, {train['compute_dtype']}, TP {config['parallel']['tp']}. Medians of {facts['rounds']} interleaved rounds, "
-        "quartiles in brackets, ratios with their 95 % bootstrap interval over rounds; forward and backward pass of a "
-        "micro-batch, bytes of one process (MB = 10^6), dense next to low-rank of the same d and f. Added time is the difference "
+        f"{model['layers']} blocks, d {model['dim']}, f {model['ffn_dim']}, r {model['rank']}, {train['seq_len']} tokens per "
+        f"sequence, {train['compute_dtype']}, TP {config['parallel']['tp']}; low-rank and dense models have the same d and f. "
+        f"Forward and backward pass of a micro-batch: medians of {facts['rounds']} interleaved rounds, with quartiles in "
+        "parentheses; ratios have 95 % bootstrap intervals over rounds. Bytes are per process (MB = 10^6). Added time is relative "
         "to policy `none` in the same round."
     )
     headings: tuple[str, ...] = (
         "layout",
         "batch:",
         "policy",
-        "kept MB:",
+        "activations MB:",
         "predicted:",
         "step ms:",
         "added ms:",
@@ -239,7 +239,7 @@ def section(facts: Facts) -> Section:
     parts: list[str | Table | Figure] = [
         words,
         Table(
-            "Measured; saved activations are counted, next to the prediction of the memory model.",
+            "Measured; activation bytes are counted, next to the memory model's prediction.",
             (*headings, "x full-block:"),
             tuple(map(_cells, facts["rows"])),
         ),
@@ -247,23 +247,23 @@ def section(facts: Facts) -> Section:
     beside = [_beside_paper(batch, rows) for batch, rows in _headline(facts).items() if batch in SAVED_PER_ADDED]
     if beside:
         caption = (
-            "Next to the paper's numbers, for a 7B on A100s with a baseline that it calls vanilla: compare the ratios. Ours is "
-            "measured, `low-rank` against `full-block`."
+            "Ours (measured, `low-rank` against `full-block`) next to the paper's 7B on A100s, whose baseline it calls vanilla. "
+            "Compare the ratios."
         )
         headings = ("batch:", "low-rank MB/ms:", "full-block MB/ms:", "ratio:", "paper, low-rank MB/ms:")
         parts.append(Table(caption, (*headings, "paper, vanilla MB/ms:", "paper, ratio:"), tuple(beside)))
-    caption = "Memory saved over time added, one panel per batch: a steeper line is a better trade-off."
+    caption = "Memory saved against time added, one panel per batch; up and to the left is better."
     parts.append(Figure("recompute", caption, lambda path: draw(facts, path)))
     return Section("Memory saved per added time, by layout and recomputation policy", tuple(parts))
 
 
 GOAL, LEAST = 1.7, 1.4
-"""Least memory saved per added time of low-rank checkpointing, over that of full-block recomputation; least lower end of its
+"""Minimum memory saved per added time of low-rank checkpointing relative to full-block recomputation, and minimum lower end of its
 interval."""
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """Low-rank checkpointing under BOOST's layout, at every batch."""
+    """Goal: low-rank checkpointing under BOOST's layout, at every batch."""
     config, found = facts["config"], _headline(facts)
     ratios = {batch: of_batch["low-rank"]["against_full_block"] for batch, of_batch in found.items()}
     lows = [(of_batch["low-rank"].get("against_full_block_interval") or [0.0])[0] for of_batch in found.values()]
@@ -278,11 +278,11 @@ def goals(facts: Facts) -> list[Goal]:
     if ratios and not met:
         short = ", ".join(str(batch) for batch, ratio in ratios.items() if ratio < GOAL)
         remark = f"Below it at batch {short}. " if short else ""
-        remark += "The paper's own figures are 1.70 and 1.56."
+        remark += "The paper reports 1.70 and 1.56."
     return [
         Goal(
             "low-rank checkpointing, memory saved per added time",
-            f">= {GOAL}x of full-block, its interval above {LEAST}",
+            f">= {GOAL}x that of full-block, interval above {LEAST}",
             where,
             summary,
             met if ratios else None,
@@ -292,7 +292,7 @@ def goals(facts: Facts) -> list[Goal]:
 
 
 def _headline(facts: Facts) -> dict[int, dict[str, Facts]]:
-    """Rows of BOOST's layout (of one process, where there is but one) by batch and policy."""
+    """Rows of BOOST's layout (`single` on one process) by batch and policy."""
     chosen = next((row["layout"] for row in facts["rows"] if row["policy"] == "low-rank"), None)
     result: dict[int, dict[str, Facts]] = {}
     for row in facts["rows"]:
@@ -309,8 +309,8 @@ def _beside_paper(batch: int, rows: Mapping[str, Facts]) -> tuple[str, ...]:
 
 
 def _ratio_words(row: Facts) -> str:
-    """Ratio of saved per added to that of full-block. Old results have no interval."""
-    words = f"{row['against_full_block']:.2f}" if row["against_full_block"] else "not seen"
+    """Formats memory saved per added time relative to full-block. Old results have no interval."""
+    words = f"{row['against_full_block']:.2f}" if row["against_full_block"] else "not measurable"
     if interval := row.get("against_full_block_interval"):
         low, high = interval
         words += f" ({low:.2f} to {high:.2f})" if high is not None else f" ({low:.2f} or more)"
@@ -328,7 +328,7 @@ def _cells(row: Facts) -> tuple[str, ...]:
 
 
 def draw(facts: Facts, path: Path) -> None:
-    """Memory saved over time added, one panel per batch."""
+    """Draws memory saved against time added, one panel per batch."""
     pyplot = drawing.pyplot()
     rows = [row for row in facts["rows"] if row["policy"] != "none"]
     batches = sorted({row["batch"] for row in rows})

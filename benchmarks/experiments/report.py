@@ -1,7 +1,7 @@
-"""Every result on one page: the goals, what was measured where, what is modeled, then each experiment.
+"""Builds one page of all results: the goals, what was measured where, what is modeled, then every experiment.
 
-The page is one self-contained file. It depends on the results only (it has no creation time), so the same results give the
-same bytes. Results of one experiment on several machines are listed one after another.
+The page is one self-contained file. It depends only on the results (it has no timestamp), so the same results give the same
+bytes. Results of one experiment on several machines are listed one after another.
 """
 
 import base64
@@ -28,13 +28,13 @@ from boost.measure.results import Facts, figures, machine, origin, read
 from boost.train.rundir import storage_errors
 
 DOTS_PER_INCH = 160
-"""Resolution of PNG pictures."""
+"""Resolution of PNG figures."""
 
 KINDS = ("measured", "counted", "modeled")
-"""Kinds of numbers. A table names them in its caption or headings, and has a badge for each."""
+"""Kinds of numbers. A table or figure gets a badge for each kind that its caption or headings mention."""
 
 DASH, TIMES, MINUS = "\u2013", "\u00d7", "\u2212"
-"""Typographic characters, escaped for the source."""
+"""Typographic characters, escaped in source."""
 
 _VERDICTS = {"met": "met", "holds": "met", "not met": "unmet", "does not hold": "unmet"}
 
@@ -56,22 +56,22 @@ class Result:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """The page, and the pictures next to the results."""
+    """The page, and the figures next to the results."""
 
     html: str
     pictures: dict[Path, bytes]
 
 
 def read_results(folders: Sequence[Path]) -> list[Result]:
-    """Results in `folders` and in the folders directly below them, in the order of the report.
+    """Reads results from `folders` and their immediate subfolders, in report order.
 
-    Raises ConfigError for a folder without any, and for a file that is no result of a known experiment.
+    Raises ConfigError for a folder without results and for a file that is not a result of a known experiment.
     """
     found: list[Result] = []
     for folder in folders:
         paths = [*sorted(folder.glob("*.json")), *sorted(folder.glob("*/*.json"))]
         if not paths:
-            raise ConfigError(f"--results = '{folder}' contains no results; name a folder with results of experiments")
+            raise ConfigError(f"--results = '{folder}' contains no results; use a folder with results of experiments")
         for path in paths:
             facts = read(path)
             try:
@@ -83,7 +83,7 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
 
 
 def make(results: Sequence[Result], out: Path, png: bool = True) -> BenchReport:
-    """Makes the page for the path `out`. `png`: pictures as PNG, too."""
+    """Builds the page for the path `out`. `png` also renders figures as PNG."""
     pictures: dict[Path, bytes] = {}
     blocks: dict[str, list[dict[str, Any]]] = {}
     for result in results:
@@ -116,7 +116,7 @@ def make(results: Sequence[Result], out: Path, png: bool = True) -> BenchReport:
 
 
 def write(report: BenchReport, out: Path) -> None:
-    """The page and its pictures. Raises StorageError."""
+    """Writes the page and its figures. Raises StorageError."""
     with storage_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(report.html, encoding="utf-8", newline="\n")
@@ -125,22 +125,22 @@ def write(report: BenchReport, out: Path) -> None:
 
 
 def stale(report: BenchReport, out: Path) -> list[Path]:
-    """The page and SVG pictures that are missing or out of date."""
+    """Paths of the page and SVG figures that are missing or out of date."""
     wanted = {out: report.html.encode()} | {p: content for p, content in report.pictures.items() if p.suffix == ".svg"}
     return [path for path, content in wanted.items() if not path.is_file() or path.read_bytes() != content]
 
 
 def prose(text: str) -> Markup:
-    """Escaped prose with `code` markup, and typographic signs outside of code."""
+    """Escapes prose, with `code` markup and with typographic characters outside of code."""
     parts = text.split("`")
-    if len(parts) % 2 == 0:  # a backtick by itself
+    if len(parts) % 2 == 0:  # unbalanced backtick
         parts = [text]
     made = [Markup("<code>{}</code>").format(p) if i % 2 else escape(_signs(p)) for i, p in enumerate(parts)]
     return Markup("").join(made)
 
 
 def cell(text: str) -> Markup:
-    """A table cell; verdicts and skipped entries are highlighted."""
+    """Formats a table cell; verdicts and skipped entries get a badge."""
     plain = text.strip().lower()
     kind = "skipped" if plain.startswith("skipped") else _VERDICTS.get(plain) or (plain if plain in KINDS else None)
     if kind is None:
@@ -160,11 +160,11 @@ def _template(name: str) -> str:
 
 
 def _draw(result: Result, pictures: dict[Path, bytes], png: bool) -> dict[str, str]:
-    """SVG documents of a result's figures by name; their files are added to `pictures`."""
+    """Draws a result's figures into `pictures`. Returns SVG documents by figure name."""
     drawn = {}
     for figure in figures(result.section):
         name = figure.name
-        if result.path.with_name(f"{name}.svg") in pictures:  # another result of the same folder has it
+        if result.path.with_name(f"{name}.svg") in pictures:  # taken by another result in the same folder
             name = f"{result.path.stem}-{name}"
         with tempfile.TemporaryDirectory() as folder:
             for suffix in (".svg", ".png")[: 1 + png]:
@@ -178,7 +178,7 @@ def _draw(result: Result, pictures: dict[Path, bytes], png: bool) -> dict[str, s
 def _drawn_by(figure: Figure, path: Path) -> None:
     import matplotlib
 
-    # Only what does not change an SVG: it is the same as the experiment itself wrote.
+    # Settings must not change SVGs: they stay identical to those that the experiment wrote.
     with matplotlib.rc_context({"savefig.dpi": DOTS_PER_INCH} if path.suffix == ".png" else {}):
         figure.draw(path)
 
@@ -189,7 +189,7 @@ def _section(name: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _block(result: Result, drawn: dict[str, str], out: Path) -> dict[str, Any]:
-    """The part of the page for one result."""
+    """Template variables of one result."""
     environment = result.facts["environment"]
     parts = [_part(part, result, drawn) for part in result.section.parts]
     kinds = {kind for part in parts for kind in part.get("kinds", ())}
@@ -221,7 +221,7 @@ def _part(part: str | Table | Figure, result: Result, drawn: dict[str, str]) -> 
         case Table():
             return _table(part)
         case Figure():
-            # Of all words that may lead a name, those of this result only.
+            # Unique per result and figure.
             prefix = re.sub(r"[^\w-]", "-", f"{result.path.parent.name}-{result.path.stem}-{part.name}-")
             svg = Markup(inline_svg(drawn[part.name], prefix, part.caption))
             return {"type": "figure", "caption": part.caption, "svg": svg, "kinds": _kinds([part.caption])}
@@ -256,7 +256,7 @@ def _kinds(texts: Iterable[str]) -> list[str]:
 
 
 def _goals(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """A row for each target, in order, with all of its results."""
+    """One row per target, in order, with all of its results."""
     found: dict[Target, list[tuple[Goal, Result]]] = {target: [] for target in TARGETS}
     for result in results:
         for goal in result.goals:
@@ -281,13 +281,13 @@ def _goals(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def _machine_of(goal: Goal, result: Result) -> str:
-    """The machine of a goal's result; '' for arithmetic, and if the goal names it itself."""
+    """The machine of a goal's result; '' for predictions, or if the goal already names it."""
     name = machine(result.facts["environment"])
     return "" if goal.kind == "modeled" or name in goal.where else name
 
 
 def dtypes(facts: Facts) -> list[str]:
-    """Dtypes of a result's numbers: those that its rows name, else those of its configuration."""
+    """Dtypes of a result: those that its rows name, else the compute dtype of its configuration."""
     known = get_args(DType)
     shown = {key: value for key, value in facts.items() if key not in ("config", "environment", "published")}
     named = {text for key, text in _leaves(shown) if key == "dtype"} & set(known)
@@ -298,7 +298,7 @@ def dtypes(facts: Facts) -> list[str]:
 
 
 def _leaves(tree: Any, key: str = "") -> Iterable[tuple[str, str]]:
-    """(key, text) of all keys and texts; a hardware profile, which knows many dtypes, is left out."""
+    """Yields (key, text) of all keys and strings, except in hardware profiles, which list many dtypes."""
     if isinstance(tree, dict):
         for name, below in tree.items():
             if name != "hardware":
@@ -313,10 +313,10 @@ def _leaves(tree: Any, key: str = "") -> Iterable[tuple[str, str]]:
 
 def _commit(environment: Facts) -> str:
     git = environment["git"] or {}
-    return (git.get("commit") or "unknown")[:10] + (" and changes" if git.get("dirty") else "")
+    return (git.get("commit") or "unknown")[:10] + (" and uncommitted changes" if git.get("dirty") else "")
 
 
 def _beside(path: Path, out: Path) -> str:
-    """A link to a result from the page; '' if it does not lie below it."""
+    """Relative link from the page to a result; '' if the result is not below the page's folder."""
     relative = Path(os.path.relpath(path, out.parent))
     return "" if ".." in relative.parts else relative.as_posix()

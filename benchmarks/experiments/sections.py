@@ -1,6 +1,6 @@
-"""The experiments in the report, in order, and the modules that present them.
+"""The experiments in report order, and the modules that present them.
 
-`section` and `goals` are in the experiment's module or in `<module>_report`, which is imported only to show a result.
+`section` and `goals` are defined in the experiment's module or in `<module>_report`, which is imported only when needed.
 """
 
 import importlib
@@ -31,7 +31,7 @@ MODULES = {
     "record": "boost.measure.record",
     "modeled": "benchmarks.experiments.modeled",
 }
-"""Modules by the name that stands in a result as 'experiment'."""
+"""Modules by the 'experiment' field of a result."""
 
 
 def section(facts: Facts) -> Section:
@@ -59,4 +59,4 @@ def _function(facts: Facts, name: str) -> Callable[[Facts], object]:
             found = getattr(importlib.import_module(spelled), name, None)
             if found is not None:
                 return cast(Callable[[Facts], object], found)
-    raise ConfigError(f"experiment = '{facts['experiment']}': {module} has no `{name}`; remove the result, or write it")
+    raise ConfigError(f"experiment = '{facts['experiment']}': {module} has no `{name}`; define it or remove the result")

@@ -1,7 +1,7 @@
-"""Whole optimizer steps of several configurations, interleaved in one run, with their communication, memory and size.
+"""Times whole optimizer steps of several configurations, interleaved in one run, with their communication, memory and size.
 
-A group is one run, on processes that `launch` starts or on those of torchrun. A share is single-rank emulation: the work of one
-TP process, with communication modeled.
+A group is one run, on processes started by `launch` or by torchrun. A share is single-rank emulation: the work of one TP rank,
+with communication modeled.
 """
 
 import json
@@ -35,49 +35,49 @@ from boost.train.rundir import available_cores
 
 @dataclass(frozen=True)
 class TimingGroup:
-    """Contenders that are timed together. Their configurations have one device, and one TP size, which is the whole mesh."""
+    """Contenders that are timed together. All have the same device and the same TP size, which spans the whole mesh."""
 
     name: str
-    """Of no other group."""
+    """Unique among groups."""
     purpose: str
-    """What it is for, by which a report finds it."""
+    """What the group is for; reports select groups by it."""
     contenders: dict[str, Config]
-    """By name, in the order of the table."""
+    """By name, in table order."""
     share: bool = False
-    """Measured on one process alone."""
+    """Single-rank emulation on one process."""
     peers: bool = False
-    """Whether what a user would otherwise pick takes part: other libraries, where they are installed."""
+    """Whether to time other libraries too, if installed."""
 
     @property
     def parallel(self) -> ParallelConfig:
-        """Of each contender, but for its layout."""
+        """The parallel configuration that all contenders share, except for the layout."""
         return next(iter(self.contenders.values())).parallel
 
     @property
     def processes(self) -> int:
-        """To be started."""
+        """Number of processes to start."""
         return 1 if self.share else self.parallel.world_size
 
 
 def run_groups(
     groups: Sequence[TimingGroup], rounds: int, hardware: Hardware | None = None
 ) -> tuple[list[Facts], list[str]]:
-    """(measurements of each group, skipped groups with reasons). `hardware` models the collectives of emulated ranks.
+    """Returns (measurements of each group, skipped groups with reasons). `hardware` models the collectives of emulated ranks.
 
-    Under torchrun all its processes take part, in groups of their number. Raises MeasurementError (`contest.take_turns`).
+    Under torchrun, runs only groups whose size is the world size. Raises MeasurementError (see `contest.take_turns`).
     """
     threads = threads_each(groups)
     if not under_torchrun():
         return [_launched(group, rounds, threads, hardware) for group in groups], []
     ours = [group for group in groups if not group.share and group.processes == world_size()]
-    left_out = [f"{group.name}: torchrun has started {world_size()} processes" for group in groups if group not in ours]
+    left_out = [f"{group.name}: torchrun started {world_size()} processes" for group in groups if group not in ours]
     measured = [_measure(group, rounds, threads, hardware) for group in ours]
     close_mesh()
     return measured, left_out
 
 
 def threads_each(groups: Iterable[TimingGroup]) -> int:
-    """Threads per process, the same in every group: cores / processes, unless the user has set OMP_NUM_THREADS."""
+    """Threads per process, the same in every group: OMP_NUM_THREADS if set, else cores / processes."""
     configured = os.environ.get("OMP_NUM_THREADS")
     return int(configured) if configured else max(available_cores() // max(group.processes for group in groups), 1)
 
@@ -111,11 +111,11 @@ def _measure(group: TimingGroup, rounds: int, threads: int, hardware: Hardware |
 
 
 def measure_group(group: TimingGroup, mesh: Mesh, rounds: int) -> Facts:
-    """One process of a group. Sizes and bytes are of the busiest process; seconds from when all begin to when all are done."""
+    """Measures a group on this process. Sizes and bytes are maxima over processes; times run until all processes are done."""
     steppers, rows = {}, {}
     for name, config in group.contenders.items():
         steppers[name] = Stepper(config, mesh)
-        steppers[name].step()  # what is made once is there when memory is looked at
+        steppers[name].step()  # allocate one-time buffers before measuring memory
         rows[name] = _row(name, steppers[name])
     calls: dict[str, Call] = {name: stepper.step for name, stepper in steppers.items()}
     others, skipped = _peers(group, mesh)
@@ -139,7 +139,7 @@ def measure_group(group: TimingGroup, mesh: Mesh, rounds: int) -> Facts:
 
 
 def _peers(group: TimingGroup, mesh: Mesh) -> tuple[dict[str, Call], dict[str, str]]:
-    """(steps of other libraries, why others are not there), each by name."""
+    """({name: step} of other libraries, {name: reason} of those skipped)."""
     if not group.peers:
         return {}, {}
     from benchmarks.experiments.peers import peers
@@ -163,10 +163,10 @@ def _row(name: str, stepper: Stepper) -> Facts:
 
 
 def sent_in_blocks(config: Config, counted: Sequence[Collective]) -> int:
-    """Bytes that one process sends inside blocks, without embedding, head, gradients and step stats.
+    """Bytes sent by one process inside blocks, without embedding, head, gradients and step stats.
 
-    Counted collectives have no names: these come from the collective table of this configuration. Raises MeasurementError
-    if the two differ.
+    Counted collectives have no names, so the bytes come from the configuration's collective table. Raises MeasurementError if
+    table and counts differ.
     """
     table = list(step_collectives(config, 0))
     if Counter(map(_seen_as, counted)) != Counter(map(_seen_as, table)):
@@ -182,42 +182,42 @@ def _seen_as(collective: Collective) -> tuple[str, int, str, int]:
 
 
 def _prices(group: TimingGroup, hardware: Hardware) -> Facts:
-    """Modeled seconds of a step that each contender waits for its collectives, by name."""
+    """Modeled seconds per step that each contender waits for its collectives, by name."""
     predictor = Predictor(hardware)
     waits = {name: exposed_collectives(predictor.predict(config)) for name, config in group.contenders.items()}
     return {"waits_s": waits}
 
 
 def seconds_of(group: Facts, name: str) -> list[float]:
-    """Seconds of a contender's step in each round; for an emulated rank including the modeled time of its collectives."""
+    """Step seconds of a contender in each round; for an emulated rank, including modeled communication time."""
     row = next(row for row in group["rows"] if row["name"] == name)
     waits: float = group.get("waits_s", {}).get(name, 0.0)
     return [taken + waits for taken in row["seconds"]]
 
 
 def times(group: Facts, over: str, under: str) -> Ratio:
-    """Ratio of the first contender's step time to the second's."""
+    """Ratio of two contenders' step times (over / under)."""
     return ratio(seconds_of(group, over), seconds_of(group, under))
 
 
 def names(group: Facts) -> list[str]:
-    """Of its contenders."""
+    """Names of the group's contenders."""
     return [row["name"] for row in group["rows"]]
 
 
 def spread_of(group: Facts, name: str) -> Spread:
-    """Median and quartiles of a contender's step."""
+    """Median and quartiles of a contender's step time."""
     return spread(seconds_of(group, name))
 
 
 def in_ms(found: Spread) -> str:
-    """Median with its quartiles."""
+    """Formats a median with quartiles in ms."""
     digits = 1 if found.median < 0.1 else 0
     return f"{1e3 * found.median:.{digits}f} ({1e3 * found.low:.{digits}f} to {1e3 * found.high:.{digits}f})"
 
 
 def shape_of(group: Facts) -> str:
-    """Exact dimensions of a group in words."""
+    """A description of the group's exact dimensions."""
     rows = [row for row in group["rows"] if "config" in row]
     model, train = rows[0]["config"]["model"], rows[0]["config"]["train"]
     ranks = (row["config"]["model"].get("rank") for row in rows)  # a dense model has none
@@ -227,5 +227,5 @@ def shape_of(group: Facts) -> str:
     return (
         f"d {model['dim']}, f {model['ffn_dim']}, r {rank}, {model['layers']} block{'s' if model['layers'] > 1 else ''}, "
         f"{model['heads']} heads, V {model['vocab_size']}; {micro}; compute in {train['compute_dtype']}, weights in "
-        f"{train['param_dtype']}; TP {group['tp']}, {group['threads']} thread(s) a process"
+        f"{train['param_dtype']}; TP {group['tp']}, {group['threads']} thread(s) per process"
     )

@@ -1,8 +1,8 @@
 """One process: do low-rank FLOP savings become time savings, and what does the layout machinery cost?
 
-Each comparison of whole training steps is one interleaved run: first the families and a large GEMM, which is the machine's
-ceiling; then, for each family, ours and the same model in plain PyTorch modules. Comparisons are separate because not all
-models fit on one GPU at once.
+Each comparison of whole training steps is one interleaved run: first the families and a large GEMM, the machine's ceiling;
+then, for each family, BOOST and the same model in plain PyTorch modules. Comparisons are separate because not all models fit
+on one GPU at once.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ __all__ = ["goals", "section", "single"]
 
 FAMILIES: tuple[Family, ...] = ("dense", "cola", "svd", "lax")
 PLAIN: tuple[Family, ...] = ("dense", "cola", "svd")
-"""Of which there are plain modules."""
+"""Families that have plain modules."""
 GEMM_WIDTH = {"cpu": 2048, "cuda": 8192}
-"""Rows, columns and depth of the product that is the ceiling."""
+"""Size of the square GEMM that is the ceiling."""
 LEAST_S = 0.02
-"""A sample repeats the product for so long."""
+"""Minimum seconds per timed sample."""
 
 _CPU = ["--run.device=cpu", "--model.vocab_size=4096", "--train.seq_len=256"]
 _CPU += ["--train.micro_batch=4", "--train.global_batch=4"]
@@ -47,7 +47,7 @@ _SIZES = {
 
 
 def sizes(name: str | None, overrides: Sequence[str]) -> dict[str, Config]:
-    """The configuration asked for, or the usual ones of this kind of device. Raises ConfigError."""
+    """The requested configuration, or the defaults for this device type. Raises ConfigError."""
     one = ["--parallel.tp=1", "--parallel.dp=1", "--parallel.pp=1"]
     if name is not None:
         return {name: load(name, [*overrides, *one])}
@@ -71,7 +71,7 @@ def of_family(config: Config, family: Family) -> Config:
 
 
 def our_step(config: Config, mesh: Mesh) -> Call:
-    """A whole step of our model. Returns the gradient of the last weight."""
+    """Returns a call that runs a whole training step of our model and returns the gradient of the last weight."""
     stepper = Stepper(config, mesh)
 
     def step() -> list[Tensor]:
@@ -84,13 +84,13 @@ def our_step(config: Config, mesh: Mesh) -> Call:
 
 
 def matrix_product(width: int, dtype: torch.dtype, device: torch.device) -> Call:
-    """A square product of `width`, 2 width^3 operations."""
+    """Returns a call that runs a square GEMM of size `width`, 2 width^3 FLOPs."""
     a, b = (torch.randn(width, width, dtype=dtype, device=device) for _ in range(2))
     return lambda: [torch.mm(a, b)]
 
 
 def measure(configs: dict[str, Config], rounds: int) -> list[Facts]:
-    """Every comparison for every size, on this process."""
+    """Runs every comparison for every size on this process."""
     return [_measure(name, config, rounds) for name, config in configs.items()]
 
 
@@ -127,7 +127,7 @@ def _measure(name: str, config: Config, rounds: int) -> Facts:
 
 
 def single(configs: dict[str, Config], rounds: int, out: Path) -> int:
-    """The experiment, in this process. Writes `out`.json, .md and the figures."""
+    """Runs the experiment in this process. Writes `out`.json, .md and the figures."""
     measured: list[dict[str, Any]] = measure(configs, rounds)
     facts = facts_of("single", next(iter(configs.values())), rounds=rounds, sizes=measured)
     save_section(out, facts, section(facts))

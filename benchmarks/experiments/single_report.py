@@ -9,11 +9,11 @@ from boost.measure.results import Facts
 
 LOW_RANK = ("cola", "svd", "lax")
 GEMM = "matrix product"
-"""The contender that is the ceiling."""
+"""Name of the contender that is the ceiling."""
 LEAST_SHARE, LEAST_SHARE_WIDE, WIDE = 0.85, 0.90, 1024
-"""Goals: tokens/s over operations, and from which d on the second."""
+"""Goals: minimum ratio of speed-up to FLOP ratio below d = WIDE, the minimum from there on, and WIDE."""
 MOST_OVERHEAD, LEAST_MFU = 1.0, 0.5
-"""Goals: our time over that of plain modules; share of the measured ceiling."""
+"""Goals: maximum time relative to plain modules; minimum fraction of the measured ceiling."""
 
 
 def section(facts: Facts) -> Section:
@@ -21,13 +21,13 @@ def section(facts: Facts) -> Section:
     return Section(
         "One process: low-rank against dense, and ours against plain PyTorch modules",
         (
-            f"Whole training steps: forward and backward pass, clipping, AdamW. Medians of {facts['rounds']} interleaved "
-            "rounds, quartiles in brackets; ratios are medians of the ratio within a round, with 95 % bootstrap intervals. "
+            f"Whole training steps: forward and backward pass, clipping, AdamW. Times are medians of {facts['rounds']} interleaved "
+            "rounds, with quartiles in parentheses. Ratios are medians of the ratio within a round, with 95 % bootstrap intervals. "
             "Times are measured; FLOPs per token (6 per weight plus attention, without the embedding) are computed by formula.",
             *(_families(size) for size in facts["sizes"]),
             _overhead(facts),
-            *(f"{s['size']}: left out: {name} ({why})." for s in facts["sizes"] for name, why in s["left_out"].items()),
-            Figure("single-share", "Speed-up over dense next to the ratio of FLOPs", lambda path: draw(facts, path)),
+            *(f"{s['size']}: skipped {name} ({why})." for s in facts["sizes"] for name, why in s["left_out"].items()),
+            Figure("single-share", "Speed-up over dense next to the FLOP ratio", lambda path: draw(facts, path)),
         ),
     )
 
@@ -72,7 +72,12 @@ def _mfu_goal(facts: Facts) -> Goal:
     if not judged:
         found = "; ".join(f"{s['size']} {_percent(ceiling(s, 'cola'))}" for s in facts["sizes"])
         return Goal(
-            what, figure, "", "", None, remark=f"needs a GPU and bf16; cola on this machine, of its ceiling: {found}"
+            what,
+            figure,
+            "",
+            "",
+            None,
+            remark=f"needs a GPU and bf16; cola on this machine, relative to its ceiling: {found}",
         )
     shares = {f"{s['size']} {family}": ceiling(s, family) for s in judged for family in LOW_RANK}
     met = all(found.value >= LEAST_MFU for found in shares.values())
@@ -81,31 +86,31 @@ def _mfu_goal(facts: Facts) -> Goal:
 
 
 def share(size: Facts, family: str) -> Ratio:
-    """Tokens/s over those of dense, divided by the ratio of operations."""
+    """Speed-up over dense / FLOP ratio."""
     scale = flop_ratio(size, family)
     found = speedup(size, family)
     return Ratio(found.value / scale, found.low / scale, found.high / scale)
 
 
 def speedup(size: Facts, name: str) -> Ratio:
-    """Tokens/s over those of our dense model."""
+    """Tokens/s relative to our dense model."""
     seconds = size["contests"]["families"]["seconds"]
     return ratio(seconds["dense"], seconds[name])
 
 
 def flop_ratio(size: Facts, family: str) -> float:
-    """Operations of the dense model over those of a family."""
+    """FLOPs of the dense model / FLOPs of a family."""
     return float(size["flops_per_token"]["dense"] / size["flops_per_token"][family])
 
 
 def overhead(size: Facts, family: str) -> Ratio:
-    """Our time over that of plain modules."""
+    """Our step time / that of plain modules."""
     seconds = size["contests"][family]["seconds"]
     return ratio(seconds["ours"], seconds["plain"])
 
 
 def ceiling(size: Facts, name: str) -> Ratio:
-    """Operations a second of a training step over those of the large matrix product. Peers are dense."""
+    """FLOP/s of a training step / FLOP/s of the large GEMM. Peers are dense."""
     seconds, flops = size["contests"]["families"]["seconds"], size["flops_per_token"]
     work = flops.get(name, flops["dense"]) * size["tokens"]
     return ratio([work * s for s in seconds[GEMM]], [size["gemm"]["flops"] * s for s in seconds[name]])
@@ -132,11 +137,11 @@ def _families(size: Facts) -> Table:
     product = spread(seconds[GEMM])
     gemm = size["gemm"]
     caption = (
-        f"{_where(size)}. The ceiling is a product of {gemm['width']} x {gemm['width']} x {gemm['width']} in {gemm['dtype']}, "
-        f"{gemm['flops'] / product.median / 1e12:.3g} TFLOP/s, in the same rounds. Measured."
+        f"{_where(size)}. The ceiling is a {gemm['width']} x {gemm['width']} x {gemm['width']} GEMM in {gemm['dtype']} in the same "
+        f"rounds, {gemm['flops'] / product.median / 1e12:.3g} TFLOP/s. Measured."
     )
     headings = ("model", "parameters, M:", "MFLOP per token:", "step, ms:", "tokens/s:", "x dense:", "FLOP ratio:")
-    return Table(caption, (*headings, "fraction of it:", "of ceiling:"), tuple(rows))
+    return Table(caption, (*headings, "x dense / FLOP ratio:", "of ceiling:"), tuple(rows))
 
 
 def _overhead(facts: Facts) -> Table:
@@ -149,8 +154,8 @@ def _overhead(facts: Facts) -> Table:
             cells = (f"{1e3 * x.median:.0f} ({1e3 * x.low:.0f} to {1e3 * x.high:.0f})" for x in (ours, plain))
             rows.append((size["size"], family, *cells, in_words(overhead(size, family))))
     caption = (
-        "Our step against that of the same model in plain PyTorch modules (linears with the same input merged, as in ours), with "
-        "the same weights. Measured."
+        "Our step against the same model in plain PyTorch modules with the same weights (same-input linears merged, as in BOOST). "
+        "Measured."
     )
     return Table(caption, ("size", "family", "ours, ms:", "plain, ms:", "ours / plain:"), tuple(rows))
 
@@ -173,7 +178,7 @@ def _percent(found: Ratio) -> str:
 
 
 def draw(facts: Facts, path: Path) -> None:
-    """A bar for each family and size: the speed-up over dense, and a mark at the ratio of operations."""
+    """Draws one bar per family and size: the speed-up over dense, with a mark at the FLOP ratio."""
     pyplot = drawing.pyplot()
 
     names = [(size, family) for size in facts["sizes"] for family in LOW_RANK]
@@ -183,10 +188,10 @@ def draw(facts: Facts, path: Path) -> None:
     places = range(len(names))
     axis.bar(places, [each.value for each in found], yerr=errors, capsize=3, color="#4c78a8", label="measured")
     ratios = [flop_ratio(size, family) for size, family in names]
-    axis.scatter(places, ratios, marker="_", s=900, color="black", label="ratio of FLOPs", zorder=3)
+    axis.scatter(places, ratios, marker="_", s=900, color="black", label="FLOP ratio", zorder=3)
     axis.axhline(1, color="black", linewidth=0.8, linestyle="--")
     axis.set_xticks(places, [f"{family}\n{size['size']}" for size, family in names])
-    axis.set_ylabel("tokens/s over dense")
+    axis.set_ylabel("speed-up over dense")
     axis.legend(frameon=False, fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

@@ -1,12 +1,11 @@
-"""Communication of one block, by layout and batch: bytes counted while it runs, and the time of its collectives.
+"""Communication of one block, by layout and batch: bytes counted as it runs, and the time of its collectives.
 
-Collectives are counted at the dispatcher in a real forward and backward pass, then replayed in isolation, in the same order
-and with the same sizes, and timed. The paper's sizes are modeled.
+Counts collectives at the dispatcher in a real forward and backward pass, then replays and times them in isolation, in the same
+order and with the same sizes. The paper's sizes are modeled.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -26,10 +25,12 @@ from benchmarks.experiments.blocks_report import (
     PROFILE,
     RangeBar,
     as_facts,
+    batches_of,
     comparison,
     draw_bars,
     milliseconds,
     ms_bar,
+    row_of,
     shape_words,
     times,
     turns_words,
@@ -49,7 +50,7 @@ from boost.plan.replicas import gradient_collectives
 
 CONTENDERS = (MEGATRON, MEGATRON_SP, VANILLA, PUBLISHED, BTP, BTP_SP)
 LEAST_S = 0.02
-"""Seconds of a timed sample."""
+"""Minimum seconds per timed sample."""
 
 PHASES = ("forward", "backward")
 ISSUE = {
@@ -58,7 +59,7 @@ ISSUE = {
     "reduce-scatter": sent.reduce_scatter,
     "all-to-all": sent.all_to_all,
 }
-"""By kind: the function of the runtime that issues it."""
+"""The runtime function that issues each kind of collective."""
 
 PAPER_TP = 4
 
@@ -70,7 +71,7 @@ def measure(config: Config, mesh: Mesh, batches: Sequence[int], rounds: int) -> 
         for batch in batches:
             chosen = block_config(config, contender, mesh.tp.size, batch)
             counted = BlockRun(chosen, mesh).collectives()
-            # Once an optimizer step, whatever the number of micro-batches: from the table, where the block alone has none.
+            # Once per optimizer step, for any number of micro-batches. A block alone issues none, so this comes from the table.
             once = sum(each.sent_bytes for each in gradient_collectives(chosen, [FIRST_BLOCK]))
             for phase in PHASES:
                 theirs = [each for each in counted if each.phase == phase]
@@ -93,21 +94,21 @@ def measure(config: Config, mesh: Mesh, batches: Sequence[int], rounds: int) -> 
 
 
 class Payloads:
-    """Tensors of random numbers to send, one for each size, kind and dtype."""
+    """Random tensors to send, created once per shape and dtype."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self._made: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 
     def call(self, collectives: Iterable[Collective]) -> Call:
-        """Issues the collectives one after another, and waits for each as in a block."""
+        """Returns a call that issues the collectives in order and waits for each, as a block does."""
         axis = self.mesh.tp
         issued = [(each.kind, self._payload(each, axis)) for each in collectives]
         return lambda: [ISSUE[kind](x, axis) for kind, x in issued]
 
     def _payload(self, each: Collective, axis: Axis) -> Tensor:
         elements = each.elements // axis.size if each.kind == "all-gather" else each.elements
-        # Whole rows for every process: sharded along dim 0.
+        # These shard along dim 0, so every process needs a whole row.
         rows = axis.size if each.kind in ("reduce-scatter", "all-to-all") else 1
         key = (rows, elements // rows), getattr(torch, each.dtype)
         if key not in self._made:
@@ -116,7 +117,7 @@ class Payloads:
 
 
 def volume(collectives: Sequence[Collective]) -> Facts:
-    """Number, payload and bytes sent by one process."""
+    """Count, payload bytes, and bytes sent by one process."""
     return {
         "count": len(collectives),
         "payload_bytes": sum(each.elements * ITEMSIZE[each.dtype] for each in collectives),
@@ -125,7 +126,7 @@ def volume(collectives: Sequence[Collective]) -> Facts:
 
 
 def modeled() -> Iterator[Facts]:
-    """The paper's sizes at its TP, batch and hardware, forward, of our layouts: exact volumes, times as modeled."""
+    """Our layouts at the paper's sizes, TP, batch and hardware, forward: exact volumes and modeled times."""
     hardware = load_hardware(PROFILE)
     for size in COMMUNICATION:
         row = replace(next(each for each in STEPS if each.size == size), tp=PAPER_TP, pp=1)
@@ -151,32 +152,27 @@ def _listed(collectives: Sequence[Collective]) -> list[Facts]:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """None: the Performance table is about bytes of whole steps."""
+    """None: the byte goals are about whole steps."""
     return []
 
 
 def section(facts: Facts) -> Section:
-    """Counts and times of our block, the paper's numbers, the paper's sizes under our layouts."""
+    """Counts and times of our block, the paper's numbers, and the paper's sizes under our layouts."""
     lead = (
-        f"{shape_words(facts)}, TP {facts['tp']}, {facts['backend']}. Bytes are counted at the dispatcher while the block runs; "
-        f"times are those of the same collectives in isolation, {turns_words(facts)}. MB are 2^20 bytes sent by one process "
+        f"{shape_words(facts)}, TP {facts['tp']}, {facts['backend']}. Bytes are counted at the dispatcher as the block runs. "
+        f"Times are those of the same collectives in isolation, {turns_words(facts)}. MB = 2^20 bytes sent by one process "
         f"(all-reduce of N bytes: 2N(p-1)/p; all-gather and reduce-scatter: N(p-1)/p)."
     )
-    batches = sorted({row["batch"] for row in facts["rows"]})
+    batches = batches_of(facts)
     parts: list[str | Table | Figure] = [lead, *(_batch_table(facts, batch) for batch in batches)]
     parts.append(
-        "`once per step` is communication per optimizer step, independent of the number of micro-batches: gradients of "
-        "replicated weights. It comes from the collective table and is not counted here."
+        "`once per step` is communication once per optimizer step, for any number of micro-batches: gradients of replicated "
+        "weights. It comes from the collective table and is not counted here."
     )
     parts += [_paper_table(facts), _sizes_table(facts)]
-    caption = "Time of one block's collectives in isolation (measured; quartiles)"
+    caption = "Time of one block's collectives in isolation (measured; whiskers are quartiles)"
     parts.append(Figure("traffic", caption, lambda path: draw_bars(path, _panels(facts, batches), "ms")))
     return Section("Communication of one block by layout and batch", tuple(parts))
-
-
-def _row(facts: Facts, layout: str, batch: int, phase: str) -> Facts:
-    wanted = {"layout": layout, "batch": batch, "phase": phase}
-    return cast(Facts, next(row for row in facts["rows"] if wanted.items() <= row.items()))
 
 
 def _layouts(facts: Facts) -> list[str]:
@@ -185,7 +181,7 @@ def _layouts(facts: Facts) -> list[str]:
 
 def _both(facts: Facts, layout: str, batch: int) -> tuple[int, list[float]]:
     """(bytes, seconds of every round) of forward and backward pass."""
-    rows = [_row(facts, layout, batch, phase) for phase in PHASES]
+    rows = [row_of(facts, layout=layout, batch=batch, phase=phase) for phase in PHASES]
     seconds = [facts["turns"]["seconds"][row["name"]] for row in rows]
     return sum(row["sent_bytes"] for row in rows), [a + b for a, b in zip(*seconds, strict=True)]
 
@@ -196,10 +192,10 @@ def _batch_table(facts: Facts, batch: int) -> Table:
     for layout in _layouts(facts):
         cell = [layout]
         for phase in PHASES:
-            row = _row(facts, layout, batch, phase)
+            row = row_of(facts, layout=layout, batch=batch, phase=phase)
             cell += [str(row["count"]), _mb(row["sent_bytes"]), milliseconds(seconds[row["name"]])]
         total, taken = _both(facts, layout, batch)
-        once = _row(facts, layout, batch, "forward")["step_bytes"]
+        once = row_of(facts, layout=layout, batch=batch, phase="forward")["step_bytes"]
         cells.append((*cell, f"{total / btp_bytes:.3f}x", times(taken, btp_seconds), _mb(once)))
     headings = ["layout"]
     for phase in PHASES:
@@ -210,7 +206,7 @@ def _batch_table(facts: Facts, batch: int) -> Table:
 
 
 def _paper_table(facts: Facts) -> Table:
-    """The paper's table next to the model's: payload volumes, as the paper counts them."""
+    """The paper's table next to our predictions, as payload volumes, which is how the paper counts."""
     by_kind = {
         kind: [r for r in facts["published"] if r["table"] == f"communication {kind}"] for kind in ("volume", "time")
     }
@@ -220,8 +216,8 @@ def _paper_table(facts: Facts) -> Table:
     )
     headings = ("size, layout", "paper MB:", "ours MB:", "paper ms:", f"modeled ms, {PROFILE}:")
     caption = (
-        "The paper's communication, one block, forward, TP 4, batch 4, next to our prediction (modeled; MB are payload, "
-        "2^20 bytes, without RMSNorm's statistic)."
+        "The paper's communication for one block (forward, TP 4, batch 4) next to our prediction (modeled; payload in MB = 2^20 "
+        "bytes, without RMSNorm's statistic)."
     )
     return Table(caption, headings, cells)
 
@@ -236,9 +232,7 @@ def _sizes_table(facts: Facts) -> Table:
              f"{row['seconds'] / btp['seconds']:.2f}x")
         )  # fmt: skip
     headings = ("size", "layout", "collectives:", "payload MB:", "MB sent:", "ms:", "bytes / btp:", "time / btp:")
-    caption = (
-        f"The same sizes, TP and batch under our layouts, forward (modeled, {PROFILE}; an all-reduce counts twice)."
-    )
+    caption = f"The same sizes, TP and batch under our layouts, forward (modeled, {PROFILE}; all-reduces count twice)."
     return Table(caption, headings, tuple(cells))
 
 
@@ -247,12 +241,11 @@ def _mb(size: int) -> str:
 
 
 def _panels(facts: Facts, batches: Sequence[int]) -> dict[str, dict[str, dict[str, RangeBar]]]:
+    def bar(layout: str, batch: int, phase: str) -> RangeBar:
+        row = row_of(facts, layout=layout, batch=batch, phase=phase)
+        return ms_bar(facts["turns"]["seconds"][row["name"]])
+
     return {
-        f"batch {batch}": {
-            layout: {
-                phase: ms_bar(facts["turns"]["seconds"][_row(facts, layout, batch, phase)["name"]]) for phase in PHASES
-            }
-            for layout in _layouts(facts)
-        }
+        f"batch {batch}": {layout: {phase: bar(layout, batch, phase) for phase in PHASES} for layout in _layouts(facts)}
         for batch in batches
     }

@@ -1,8 +1,8 @@
-"""Whole steps over a wire with a rate: two network namespaces as two hosts, one process on each, every layout in one run.
+"""Whole steps over a rate-limited wire: two network namespaces act as two hosts with one process each, every layout in one run.
 
-On one machine, gloo's communication is a copy in memory by the same cores: cheap, and impossible to hide. Here it takes the time
-of its bytes. Two rates are marked, found from a run without a limit: on the *share-matched* wire the bytes of a btp step take the
-fraction of the step that the paper's 7B row has on A100s, on the *slow* wire half of it.
+On one machine, gloo communicates by copying memory with the same cores: cheap, and impossible to hide. Over a rate-limited wire,
+communication takes time in proportion to its bytes. Two rates are derived from a run without a limit: on the *share-matched* wire,
+communication takes the same fraction of a btp step as in the paper's 7B row on A100s; on the *slow* wire, half of it.
 """
 
 import json
@@ -32,11 +32,11 @@ from boost.measure.timeline import ProcessStep, draw_on, rows
 from boost.parallel.mesh import Mesh
 
 ROOT = Path(__file__).parents[2]
-"""Where its processes find `benchmarks`."""
+"""Working directory of the processes, which import `benchmarks`."""
 
 BTP_CP = "btp-cp"
 FORMS = {**PARALLEL, BTP_CP: {"layout": "btp-cp"}}
-"""[parallel] of each contender that can be asked for."""
+"""[parallel] of every contender that --layouts accepts."""
 
 LAYOUTS = (MEGATRON, MEGATRON_SP, VANILLA, PUBLISHED, BTP, BTP_SP)
 CONTENDERS = tuple(
@@ -45,10 +45,10 @@ CONTENDERS = tuple(
     for overlap in ("none", "halves")
     if (layout, overlap) != (PUBLISHED, "halves")
 )
-"""(layout, parallel.overlap). The published baseline is without overlap, as published."""
+"""(layout, parallel.overlap). The published baseline has no overlap, as in the paper."""
 
 BEST = ((BTP, "none"), (BTP, "halves"), (BTP_SP, "none"), (BTP_SP, "halves"))
-"""Of which the fastest is compared with the baselines."""
+"""Candidates for the best low-rank layout; the fastest is compared with the baselines."""
 
 RECORDED = (
     (BTP, "none"),
@@ -58,33 +58,35 @@ RECORDED = (
     (VANILLA, "halves"),
     (MEGATRON_SP, "halves"),
 )
-"""Of which a step on the slow wire is drawn, in this order."""
+"""Contenders with a timeline of one step on the slow wire, in this order."""
 
 MARKED = {"share-matched": 0.17, "slow": 0.5}
-"""Fraction of a btp step that its bytes take on the marked wires. The first is that of the paper's 7B row on A100s."""
+"""Fraction of a btp step that communication takes on each marked wire. The first matches the paper's 7B row on A100s."""
 
 SIZE = (1024, 4, 2736, 16)
 """d, blocks, f, heads."""
 
 BATCH = flags(vocab_size=4096, seq_len=512, micro_batch=2, global_batch=2)
 MIB = (1, 4, 16)
-"""Payloads of bare collectives, MiB of the gathered or summed tensor."""
+"""Payloads of bare collectives: MiB of the gathered or reduced tensor."""
 
 HIDDEN = 0.65
-"""Least share of TP communication that overlap hides on the slow wire."""
+"""Goal: minimum fraction of TP communication that overlap hides on the slow wire."""
 
 PORT = 29400
-"""Free in a namespace that nobody else uses."""
+"""Always free in a new namespace."""
 
 
 def name_of(layout: str, overlap: str) -> str:
-    """Of a contender."""
+    """Name of a contender."""
     return layout if overlap == "none" else f"{layout}, {overlap}"
 
 
 def contenders(source: str, overrides: Sequence[str], layouts: Sequence[str] = ()) -> dict[str, Config]:
-    """Layouts at TP 2, with and without overlap, the dense model for megatron's. `layouts`: these and btp, else all of the goals.
-    Raises ConfigError."""
+    """Configurations at TP 2 by name, with and without overlap; megatron layouts run the dense model.
+
+    `layouts`: only these and btp; by default, all that the goals name. Raises ConfigError.
+    """
     found = {}
     chosen = [(each, overlap) for each in dict.fromkeys((BTP, *layouts)) for overlap in ("none", "halves")]
     for layout, overlap in chosen if layouts else CONTENDERS:
@@ -109,9 +111,9 @@ def wire(
     out: Path,
     layouts: Sequence[str] = (),
 ) -> int:
-    """The experiment. `rates`: Mbit/s, in addition to the marked ones; `layouts`: as of `contenders`.
+    """Runs the experiment. `rates`: Mbit/s, in addition to the marked ones; `layouts`: see `contenders`.
 
-    Raises ConfigError where there can be no wire.
+    Raises ConfigError if this machine cannot create network namespaces.
     """
     if reason := why_no_hosts(limited=True):
         raise ConfigError(f"the wire experiment needs two network namespaces: {reason}")
@@ -132,7 +134,8 @@ def wire(
 
 
 def marked_rate(free: Facts, fraction: float) -> float:
-    """Mbit/s at which the bytes of a btp step take `fraction` of it, if none is hidden. Without a limit they take next to none."""
+    """Mbit/s at which communication takes `fraction` of a btp step without overlap, given that it costs almost nothing in the
+    unlimited run `free`."""
     seconds = spread(_row(free, BTP)["seconds"]).median
     return max(1, round(_row(free, BTP)["sent_bytes"] * 8e-6 * (1 - fraction) / (fraction * seconds)))
 
@@ -144,8 +147,8 @@ def measure(
     rounds: int,
     recorded: Sequence[str] = (),
 ) -> Facts:
-    """One launch: a process on each host, all contenders in turns, and bare collectives; then one step of each of those `recorded`
-    as a timeline. Raises MeasurementError."""
+    """Runs one launch with one process per host: all contenders interleaved, bare collectives, and then a timeline of one step for
+    every contender in `recorded`. Raises MeasurementError."""
     for host in hosts:
         host.limit(mbit)
     with tempfile.TemporaryDirectory(prefix="boost-wire-") as folder:
@@ -159,7 +162,9 @@ def measure(
         processes = [_start(host, hosts[0], rank, folder) for rank, host in enumerate(hosts)]
         codes = [process.wait() for process in processes]
         if any(codes):
-            raise MeasurementError(f"a process over the wire ended with exit code {next(filter(None, codes))}")
+            raise MeasurementError(
+                f"a process of the wire experiment failed with exit code {next(filter(None, codes))}"
+            )
         parts = [
             json.loads(Path(folder, f"measured{rank}.json").read_text(encoding="utf-8")) for rank in range(len(hosts))
         ]
@@ -183,7 +188,7 @@ def _start(host: Host, first: Host, rank: int, folder: str) -> "subprocess.Popen
 
 
 def collective_calls(mesh: Mesh) -> dict[str, Any]:
-    """Bare collectives by kind and MiB, and a copy of as many bytes in memory."""
+    """Bare collectives by kind and MiB, and memory copies of the same sizes."""
     calls: dict[str, Any] = {}
     for mib in MIB:
         whole = torch.randn(mib << 18, device=mesh.device)
@@ -196,8 +201,8 @@ def collective_calls(mesh: Mesh) -> dict[str, Any]:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """Ratios on the marked wires, and the share of communication that is hidden on the slow one: of all layouts, or of those for
-    steps of many tokens."""
+    """Goals: ratios on the marked wires, and the fraction of communication hidden on the slow one; for a run with btp-cp, the goals
+    for many-token steps instead."""
     if _has(facts, BTP_CP):
         return [_crossing_goal(facts, wire, least) for wire, least in (("share-matched", 1.0), ("slow", 1.25))]
     matched, slow = (float(facts["marked"][name]) for name in MARKED)
@@ -236,7 +241,7 @@ def _ratio_goal(facts: Facts, rate: float, wire: str, words: str, baseline: tupl
 
 
 def _crossing_goal(facts: Facts, wire: str, least: float) -> Goal:
-    """btp-cp against btp-sp, each with or without overlap, whatever is faster."""
+    """btp-cp against btp-sp, each with or without overlap, whichever is faster."""
     rate = float(facts["marked"][wire])
     forms = [
         [(layout, overlap) for overlap in ("none", "halves") if _has(facts, name_of(layout, overlap))]
@@ -254,8 +259,8 @@ def _faster(facts: Facts, rate: float, ours: tuple[str, str], theirs: tuple[str,
 
 
 def hidden(facts: Facts, rate: float, layout: str) -> Ratio:
-    """The share of what the wire adds to a step that overlap takes away again: (t - t_halves) / (t - t_0), with t_0 the step
-    on a wire without a limit, the shorter one of the two forms."""
+    """Fraction of the time added by the wire that overlap hides: (t - t_halves) / (t - t_0), where t_0 is the faster step
+    (with or without overlap) on an unlimited wire."""
     free = [_seconds(facts, None, name_of(layout, overlap)) for overlap in ("none", "halves")]
     floor = min(spread(seconds).median for seconds in free)
     plain, halved = (_seconds(facts, rate, name_of(layout, overlap)) for overlap in ("none", "halves"))
@@ -271,13 +276,13 @@ def _where(facts: Facts, rate: float) -> str:
 
 
 def section(facts: Facts) -> Section:
-    """Steps, what of communication is hidden, and bare collectives, by rate."""
+    """Step times, hidden communication and bare collectives, by rate."""
     rates = _rates(facts)
     lead = (
-        f"{shape_of(facts['groups'][0])}. One process on each of two hosts, which are network namespaces; whole steps, medians and "
-        f"quartiles over {facts['rounds']} interleaved rounds of each of {facts['launches']} launches. On the share-matched wire "
-        f"({facts['marked']['share-matched']:g} Mbit/s) the bytes of a btp step take 17 % of it, on the slow one "
-        f"({facts['marked']['slow']:g} Mbit/s) half."
+        f"{shape_of(facts['groups'][0])}. Two hosts (network namespaces) with one process each. Whole steps: medians and quartiles "
+        f"over {facts['rounds']} interleaved rounds of each of {facts['launches']} launches. On the share-matched wire "
+        f"({facts['marked']['share-matched']:g} Mbit/s), communication takes 17 % of a btp step without overlap; on the slow wire "
+        f"({facts['marked']['slow']:g} Mbit/s), half."
     )
     steps = tuple(
         (_name(facts, rate), name, in_ms(spread(_seconds(facts, rate, name))), in_words(_against(facts, rate, name)))
@@ -291,19 +296,19 @@ def section(facts: Facts) -> Section:
         if rate and _has(facts, layout) and _has(facts, name_of(layout, "halves"))
     ]
     return Section(
-        "Whole steps over a wire",
+        "Whole steps over a rate-limited wire",
         (
             lead,
             Table("Step time by rate (measured).", ("wire", "layout", "ms:", "time / btp:"), steps),
             Table(
-                "What overlap hides of what the wire adds to a step (measured).",
-                ("wire", "layout", "share:"),
+                "Fraction of the time added by the wire that overlap hides (measured).",
+                ("wire", "layout", "hidden:"),
                 tuple(shares),
             ),
             _collective_table(facts, rates),
             Figure(
                 "wire-many" if _has(facts, BTP_CP) else "wire",
-                "Step time by the rate of the wire (measured; medians)",
+                "Step time by wire rate (measured; medians)",
                 lambda path: _draw(facts, path),
             ),
             *_timelines(facts),
@@ -312,7 +317,7 @@ def section(facts: Facts) -> Section:
 
 
 def _timelines(facts: Facts) -> Iterator[Table | Figure]:
-    """Recorded steps, if there are any."""
+    """Recorded steps, if any."""
     found = {
         name: [ProcessStep.from_numbers(each) for each in steps]
         for group in facts["groups"]
@@ -321,13 +326,13 @@ def _timelines(facts: Facts) -> Iterator[Table | Figure]:
     if not found:
         return
     yield Table(
-        "One recorded step of each process on the slow wire (measured; recording takes time).",
-        ("layout", "rank:", "step ms:", "computes ms:", "on the wire ms:", "of it waiting ms:", "hidden:"),
+        "One recorded step per process on the slow wire (measured; recording adds overhead).",
+        ("layout", "rank:", "step ms:", "compute ms:", "in flight ms:", "waiting ms:", "overlapped:"),
         tuple((name, *row) for name, steps in found.items() for row in rows(steps)),
     )
     yield Figure(
         "wire-many-timeline" if _has(facts, BTP_CP) else "wire-timeline",
-        "The same steps: when each process computes, when its collectives are on the wire, and when it only waits (measured)",
+        "The same steps: when each process computes, has collectives in flight, or only waits (measured)",
         lambda path: _draw_timelines(found, path),
     )
 
@@ -356,8 +361,8 @@ def _collective_table(facts: Facts, rates: Sequence[float | None]) -> Table:
                 floor = max(copy, sent * 8e-6 / rate if rate else 0.0)
                 rows.append((_name(facts, rate), kind, str(mib), f"{1e3 * taken:.1f}", f"{floor / taken:.2f}"))
     caption = (
-        "Bare collectives of two processes, fp32 (measured). The limit is the time of the bytes that one process sends at the rate "
-        "of the wire, or of a copy of the payload in memory if that is longer."
+        "Bare collectives of two processes, fp32 (measured). The limit is the time to send one process's bytes at the wire rate, "
+        "or to copy the payload in memory if that takes longer."
     )
     return Table(caption, ("wire", "collective", "MiB:", "ms:", "limit / time:"), tuple(rows))
 
@@ -384,7 +389,7 @@ def _draw(facts: Facts, path: Path) -> None:
 
 
 def _rates(facts: Facts) -> list[float | None]:
-    """Fastest first; None is no limit."""
+    """Rates in Mbit/s, fastest first; None is unlimited."""
     found = {group["mbit"] for group in facts["groups"]}
     return sorted(found, key=lambda rate: -(rate or float("inf")))
 
@@ -395,7 +400,7 @@ def _name(facts: Facts, rate: float | None) -> str:
 
 
 def _names(facts: Facts) -> list[str]:
-    """Of the contenders, in order."""
+    """Names of the contenders, in order."""
     return [row["name"] for row in facts["groups"][0]["rows"]]
 
 
@@ -405,7 +410,7 @@ def _row(group: Facts, name: str) -> Facts:
 
 
 def _seconds(facts: Facts, rate: float | None, name: str) -> list[float]:
-    """Of all rounds of all launches."""
+    """Step seconds of all rounds of all launches."""
     return [s for group in facts["groups"] if group["mbit"] == rate for s in _row(group, name)["seconds"]]
 
 

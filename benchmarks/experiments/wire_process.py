@@ -16,11 +16,11 @@ from boost.measure.timeline import record
 from boost.parallel.mesh import close_mesh, open_mesh
 
 LEAST_S = 0.02
-"""Seconds of a timed sample of a collective."""
+"""Minimum seconds per timed sample of a collective."""
 
 
 def main(folder: Path) -> None:
-    """Measures the group of `folder`/group.json into measured<RANK>.json."""
+    """Measures the group in `folder`/group.json and writes `folder`/measured<RANK>.json."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     said = json.loads((folder / "group.json").read_text(encoding="utf-8"))
     group = TimingGroup("wire", "wire", {name: from_tree(tree) for name, tree in said["contenders"].items()})

@@ -1,4 +1,4 @@
-"""Every element-wise kernel of the model by itself, eager and compiled: seconds, and GB/s of the bytes that it has to move."""
+"""Times every element-wise kernel of the model in isolation, eager and compiled: seconds, and GB/s of the bytes it must move."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ ROUNDS = 20
 
 
 def arguments_of(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, ...]]:
-    """Arguments of each kernel, of a size that fills a GPU."""
+    """Arguments of each kernel, large enough to fill a GPU."""
 
     def new(*shape: int, of: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, dtype=of, device=device)
@@ -45,7 +45,7 @@ def arguments_of(tokens: int, width: int, dtype: torch.dtype, device: torch.devi
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Median of several calls."""
+    """Median seconds of several calls."""
     for _ in range(3):
         call()
     times = []

@@ -1,7 +1,7 @@
-"""NCCL in a world of one: every collective that is used runs and changes nothing, in each dtype; and the sum that must not be used.
+"""NCCL with world size 1: checks that every collective in use runs and returns its input, in each dtype, and probes PREMUL_SUM.
 
-PREMUL_SUM with the factor 1.0 in bf16 gives zeros in torch 2.13.0 (pytorch issue 190745): FSDP is told to use plain sums
-(`boost.parallel.sharding`), and this shows whether it still has to be.
+PREMUL_SUM with factor 1.0 in bf16 returns zeros in torch 2.13.0 (pytorch issue 190745), so FSDP is configured to use plain sums
+(`boost.parallel.sharding`). This script shows whether that is still necessary.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from boost.parallel.mesh import Axis
 
 
 def premultiplied(device: torch.device) -> str:
-    """What PREMUL_SUM(1.0) makes of ones in bf16."""
+    """The result of PREMUL_SUM(1.0) on bf16 ones."""
     x = torch.ones(8, dtype=torch.bfloat16, device=device)
     try:
         dist.all_reduce(x, op=dist._make_nccl_premul_sum(1.0))

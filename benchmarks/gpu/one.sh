@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What one GPU can show, in about 45 minutes on an H100, resumable: run it again and it goes on where it stopped.
+# Checks and benchmarks for one GPU: about 45 minutes on an H100. Resumable: rerun it to continue.
 #
-#   benchmarks/gpu/one.sh                     from the root of the repository, boost installed in $PYTHON
-#   DEVICE=cpu benchmarks/gpu/one.sh          the dry run, small sizes
+#   benchmarks/gpu/one.sh                     run from the repository root, with boost installed in $PYTHON
+#   DEVICE=cpu benchmarks/gpu/one.sh          dry run with small models
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 . benchmarks/gpu/pieces.sh

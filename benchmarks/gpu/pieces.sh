@@ -1,8 +1,8 @@
-# Sourced by one.sh and two.sh: pieces of at most ten minutes that write their results at once and are not made twice.
+# Sourced by one.sh and two.sh: pieces of at most ten minutes. Each writes its result immediately; finished pieces are skipped.
 #
 #   OUT=folder DEVICE=cuda|cpu PYTHON=python BOOST=boost
 #
-# DEVICE=cpu is the dry run: the same commands on small models, so that nothing but the hardware is new where there is one.
+# DEVICE=cpu is a dry run: the same commands on small models, so only the hardware is new when a GPU is available.
 
 OUT=${OUT:-benchmarks/gpu/results}
 DEVICE=${DEVICE:-cuda}

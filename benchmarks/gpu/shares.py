@@ -79,7 +79,7 @@ def main() -> int:
     rows = []
     for layout in args.layouts:
         for micro_batch in args.micro_batches:
-            torch._dynamo.reset()  # or the shapes of ten configurations reach its limit
+            torch._dynamo.reset()  # otherwise, the shapes of ten configurations exceed the recompile limit
             if device.type == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats(device)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What two GPUs (or more: NPROC) can show over NCCL, in about 15 minutes, resumable.
+# Checks and benchmarks over NCCL for two or more GPUs (NPROC): about 15 minutes. Resumable: rerun it to continue.
 #
 #   benchmarks/gpu/two.sh
-#   DEVICE=cpu benchmarks/gpu/two.sh          the dry run over gloo
+#   DEVICE=cpu benchmarks/gpu/two.sh          dry run over gloo
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 . benchmarks/gpu/pieces.sh

@@ -64,7 +64,7 @@ def print_by_gpus(args: argparse.Namespace, request: Request, rows: Sequence[Seq
 
     if args.json:
         listed = [
-            {"tokens": cell.tokens, "gpus": cell.gpus, "way": cell.way}
+            {"tokens": cell.tokens, "gpus": cell.gpus, "label": cell.label}
             | ({} if cell.plan is None else as_json(cell.plan, args.price, request.hardware))
             for row in rows
             for cell in row
@@ -81,7 +81,7 @@ def print_by_gpus(args: argparse.Namespace, request: Request, rows: Sequence[Seq
         table.add_column(name, justify="right")
     for row in rows:
         words = [
-            f"{cell.way}\n{format_seconds(cell.plan.time.seconds)}" if cell.plan else cell.why_none for cell in row
+            f"{cell.label}\n{format_seconds(cell.plan.time.seconds)}" if cell.plan else cell.why_none for cell in row
         ]
         table.add_row(f"{row[0].tokens:,}", *words)
     print_table(out, table)

@@ -137,12 +137,12 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
 
 def _replicas(config: Config) -> "Replicas | None":
     """Returns the replicas that the launcher restarts under in-step recovery; None otherwise."""
-    from boost.parallel.members import place_of
+    from boost.parallel.members import replica_of_rank
     from boost.train.launch import Replicas
 
     if config.run.recovery == "restart":
         return None
-    places = [(*place_of(config.parallel, rank), rank) for rank in range(config.parallel.world_size)]
+    places = [(*replica_of_rank(config.parallel, rank), rank) for rank in range(config.parallel.world_size)]
     ranks = tuple(tuple(rank for of, _, rank in sorted(places) if of == number) for number in range(config.parallel.dp))
     return Replicas(ranks, config.run.replica_restarts)
 

@@ -293,7 +293,7 @@ def _indivisible(config: Config) -> Iterator[str]:
     sizes = {"model.dim": model.dim, "model.vocab_size": model.vocab_size}
     shards_heads = num_shards(parallel) > 1
     if shards_heads:
-        sizes |= {"model.heads": model.heads} | ({} if spec.mlp_stays else {"model.ffn_dim": model.ffn_dim})
+        sizes |= {"model.heads": model.heads} | ({} if spec.mlp_token_local else {"model.ffn_dim": model.ffn_dim})
     sizes |= spec.rank_fields(model)
 
     def legal(p: int) -> bool:

@@ -308,14 +308,14 @@ class RunConfig(Section):
     replica_restarts: Natural = 100
     """In-step recovery on one machine: maximum restarts of each replica by the launcher. 0: never restart."""
 
-    silence_s: Count = 10
+    heartbeat_timeout_s: Count = 10
     """In-step recovery: seconds without a heartbeat after which a process that others wait for counts as lost."""
 
     slow_steps: Natural = 20
     """In-step recovery: report a replica as slow after this many consecutive steps in which it takes 3 times as long as the
     others. 0: never."""
 
-    put_out_slow: bool = False
+    exclude_slow: bool = False
     """In-step recovery: drop and restart a replica that is reported as slow."""
 
     peak_tflops: NonNegative = 0.0

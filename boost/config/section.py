@@ -5,8 +5,10 @@ table. To add a choice, write a subclass, in any package. Importing its module r
 """
 
 import copy
+import functools
 import inspect
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
@@ -32,6 +34,17 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+PLUGINS = "boost.plugins"
+"""Entry-point group of installed packages whose modules define families, optimizers or schedules."""
+
+
+@functools.cache
+def load_plugins() -> None:
+    """Imports the modules that installed packages name in the entry-point group `PLUGINS`; their classes register themselves."""
+    for point in metadata.entry_points(group=PLUGINS):
+        point.load()
 
 
 class Tagged(Section):
@@ -72,8 +85,12 @@ class Tagged(Section):
 
     @classmethod
     def find(cls, value: object) -> type[Self] | None:
-        """The class for a tag value; None if there is none."""
-        return cls.choices.get(value) if isinstance(value, str) else None
+        """The class for a tag value, built in or from an installed package; None if there is none."""
+        if not isinstance(value, str):
+            return None
+        if value not in cls.choices:
+            load_plugins()
+        return cls.choices.get(value)
 
     @classmethod
     def choice(cls, values: Mapping[str, Any]) -> type[Self]:

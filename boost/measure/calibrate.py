@@ -38,7 +38,7 @@ from boost.plan.work import ATTENTION, GEMM
 from boost.train.console import progress
 from boost.train.rundir import cpu_model, storage_errors
 
-PROCESSES = "together"
+PROCESSES = "run_recoverable"
 ALONE = "alone"
 
 

@@ -42,7 +42,7 @@ def alone(config: Config) -> Config:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observed:
     """Record of a training run. Tensors are the local shards of one process."""
 
     initial: ByName
@@ -71,10 +71,10 @@ class TrainedModel:
         self.numbers = [self.step(step) for step in range(steps)]
         """(loss, gradient norm) of each step."""
 
-    def seen(self) -> Seen:
+    def seen(self) -> Observed:
         """Returns the record of the steps so far."""
         final = {name: value.clone() for name, value in weights(self.model).items()}
-        return Seen(self.initial, list(self.gradients), list(self.numbers), final)
+        return Observed(self.initial, list(self.gradients), list(self.numbers), final)
 
     def step(self, step: int) -> tuple[float, float]:
         """Runs one optimizer step. Returns (loss, gradient norm)."""
@@ -137,7 +137,7 @@ def made_up_tokens(config: Config, seed: int, batch: int | None = None) -> tuple
     return tokens[:, :-1].copy(), tokens[:, 1:].copy()
 
 
-def errors_of(actual: TrainedModel, expected: Seen) -> dict[str, float]:
+def relative_errors(actual: TrainedModel, expected: Observed) -> dict[str, float]:
     """Relative errors of this process's results against those of the whole model in one process, after the same number of steps."""
     model = actual.model
     numbers = zip(actual.numbers, expected.numbers, strict=True)
@@ -155,7 +155,7 @@ def errors_of(actual: TrainedModel, expected: Seen) -> dict[str, float]:
     }
 
 
-def keeps_table(config: Config, counted: list[Collective], pp_rank: int = 0) -> bool:
+def matches_table(config: Config, counted: list[Collective], pp_rank: int = 0) -> bool:
     """Whether a step issued the collectives of the table.
 
     Those of micro-batches must be in order, except under overlapped halves. Gradient reductions may be in any order. With PP or

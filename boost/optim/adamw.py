@@ -139,27 +139,27 @@ class Optimizer:
     division: Any = None
     """The assignment that `parts` depends on, if it can change."""
 
-    def facts(self) -> dict[str, Any]:
-        """JSON-serializable state that a joining replica needs before `hand_over`."""
+    def transfer_info(self) -> dict[str, Any]:
+        """JSON-serializable state that a joining replica needs before `transfer`."""
         return {"updates": self.updates}
 
-    def take_facts(self, facts: dict[str, Any]) -> None:
-        """Inverse of `facts`."""
-        self.updates = facts["updates"]
+    def load_transfer_info(self, info: dict[str, Any]) -> None:
+        """Inverse of `transfer_info`."""
+        self.updates = info["updates"]
 
-    def hand_over(self, mesh: Mesh, donor: int, takes: bool) -> None:
-        """Sends state from replica `donor` of the mesh to the replicas with `takes`. It takes effect at `settle`. Collective."""
+    def transfer(self, mesh: Mesh, donor: int, takes: bool) -> None:
+        """Sends state from replica `donor` of the mesh to those with `takes`; `commit_transfer` makes it effective. Collective."""
         for tensor in self.state_tensors():
             dist.broadcast(tensor if takes else torch.empty_like(tensor), group=mesh.dp.group, group_src=donor)
 
     def digests(self, device: torch.device) -> list[Tensor]:
-        """Digests of the state after `hand_over`: on each replica the same number, or 0."""
+        """Digests of the state after `transfer`: on each replica the same number, or 0."""
         return [digest(self.state_tensors(), device)]
 
-    def settle(self) -> None:
+    def commit_transfer(self) -> None:
         """Commits an exchange between replicas, once it is complete on all processes."""
 
-    def drop(self) -> None:
+    def discard_transfer(self) -> None:
         """Discards an exchange between replicas that was interrupted before it was complete on any process."""
 
     def require_whole(self) -> None:

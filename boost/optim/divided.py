@@ -130,12 +130,12 @@ class DividedAdamW(Optimizer):
         super().step(number, rate)
         for view, _, _ in self._rows:
             view.grad = None
-        self._mesh.together(self._exchange)
-        self.settle()
+        self._mesh.run_recoverable(self._exchange)
+        self.commit_transfer()
 
     def _exchange(self) -> None:
         """Sends updated rows to all replicas and, if these have changed, moments to their new holders. Collective."""
-        self.drop()
+        self.discard_transfer()
         if self._mesh.members != self.division.names:
             self._broadcast_weights()
             self._reshard_moments()
@@ -168,26 +168,26 @@ class DividedAdamW(Optimizer):
         """Raises TrainingError if some of the moments are lost, that is, held by no remaining replica."""
         self.division.sources(self._mesh.members)
 
-    def facts(self) -> dict[str, Any]:
+    def transfer_info(self) -> dict[str, Any]:
         """Adds the division."""
-        return {**super().facts(), "division": list(self.division.names)}
+        return {**super().transfer_info(), "division": list(self.division.names)}
 
-    def take_facts(self, facts: dict[str, Any]) -> None:
+    def load_transfer_info(self, info: dict[str, Any]) -> None:
         """Takes over the division; this replica holds none of its pieces yet."""
-        self.division, self._pieces = Division(tuple(facts["division"])), {}
-        super().take_facts(facts)
+        self.division, self._pieces = Division(tuple(info["division"])), {}
+        super().load_transfer_info(info)
 
     @torch.no_grad()
-    def hand_over(self, mesh: Mesh, donor: int, takes: bool) -> None:
-        """Shards the moments over the current replicas of the mesh, including those that join. Takes effect at `settle`."""
-        self.drop()
+    def transfer(self, mesh: Mesh, donor: int, takes: bool) -> None:
+        """Shards the moments over the current replicas, including those that join; `commit_transfer` makes it effective."""
+        self.discard_transfer()
         self._reshard_moments()
 
-    def drop(self) -> None:
+    def discard_transfer(self) -> None:
         """Discards the pending division."""
         self._pending = None
 
-    def settle(self) -> None:
+    def commit_transfer(self) -> None:
         """Adopts the pending division, which is complete on all processes."""
         if self._pending is not None:
             self._adopt(*self._pending)

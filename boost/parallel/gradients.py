@@ -71,21 +71,21 @@ class GradientReducer:
     """
 
     def __init__(
-        self, fused_params: Sequence[FusedParam], mesh: Mesh, dtype: torch.dtype | None = None, keeps: bool = False
+        self, fused_params: Sequence[FusedParam], mesh: Mesh, dtype: torch.dtype | None = None, keep_local: bool = False
     ) -> None:
         """`dtype`: the dtype of communication; None: the dtype of the gradients.
 
-        `keeps`: keep this process's own gradients in addition to the sums until the next step begins, so that the sums can be
-        discarded and recomputed (`again`).
+        `keep_local`: keep this process's own gradients in addition to the sums until the next step begins, so that the sums can be
+        discarded and recomputed (`restore_local`).
         """
         trainable = [s for s in fused_params if s.parameter.requires_grad]
         replicated = [s for s in trainable if s.shard is None]
         sharded = [s.tensor for s in trainable if s.placement.partial and s.shard and s.shard.over == "dp"]
         self._trainable = trainable
         self._queues = [
-            _BucketQueue([s.parameter for s in replicated if s.placement.partial], mesh.replicas, dtype, keeps),
-            _BucketQueue([s.parameter for s in replicated if not s.placement.partial], mesh.dp_cp, dtype, keeps),
-            _BucketQueue(sharded, mesh.tp, dtype, keeps),
+            _BucketQueue([s.parameter for s in replicated if s.placement.partial], mesh.replicas, dtype, keep_local),
+            _BucketQueue([s.parameter for s in replicated if not s.placement.partial], mesh.dp_cp, dtype, keep_local),
+            _BucketQueue(sharded, mesh.tp, dtype, keep_local),
         ]
 
     def rejoin(self, mesh: Mesh) -> None:
@@ -93,7 +93,7 @@ class GradientReducer:
         for queue, axis in zip(self._queues, (mesh.replicas, mesh.dp_cp, mesh.tp), strict=True):
             queue.axis = axis
 
-    def again(self) -> None:
+    def restore_local(self) -> None:
         """Discards sums, in flight or complete. Gradients are this process's own again and can be accumulated into."""
         for queue in self._queues:
             queue.take_back()
@@ -135,11 +135,11 @@ def _set_local_gradient(fused: FusedParam) -> None:
 class _GradBucket:
     """Parameters whose gradients share one all-reduce."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None, keeps: bool) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None, keep_local: bool) -> None:
         self.parameters = parameters
         self.pending = 0
         """Remaining gradient accumulations in this step."""
-        self._dtype, self._keeps = dtype, keeps
+        self._dtype, self._keep_local = dtype, keep_local
         self._flat: Tensor | None = None
         self._own: list[Tensor] = []
 
@@ -149,14 +149,14 @@ class _GradBucket:
         if axis.size == 1:
             return
         gradients = self._gradients()
-        if self._keeps:
+        if self._keep_local:
             self._own = gradients
         if self._is_cast:
             self._flat = gradients[0].new_empty(sum(g.numel() for g in gradients), dtype=self._dtype)
             torch._foreach_copy_(_unflatten_dense_tensors(self._flat, gradients), gradients)
         else:
             self._flat = _flatten_dense_tensors(gradients)
-            if self._keeps and len(gradients) == 1:
+            if self._keep_local and len(gradients) == 1:
                 self._flat = self._flat.clone()  # for a single tensor, torch returns a view
             for parameter, view in zip(self.parameters, _unflatten_dense_tensors(self._flat, gradients), strict=True):
                 parameter.grad = view
@@ -204,13 +204,13 @@ class _BucketQueue:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], axis: Axis, dtype: torch.dtype | None, keeps: bool = False
+        self, parameters: Sequence[nn.Parameter], axis: Axis, dtype: torch.dtype | None, keep_local: bool = False
     ) -> None:
         self.axis, self.active, self.next_bucket = axis, False, 0
         self.buckets: list[_GradBucket] = []
-        rest = list(parameters)[::-1] if axis.size > 1 or keeps else []
+        rest = list(parameters)[::-1] if axis.size > 1 or keep_local else []
         for length in bucket_lengths([parameter.nbytes for parameter in rest]):
-            self.buckets.append(_GradBucket(rest[:length], dtype, keeps))
+            self.buckets.append(_GradBucket(rest[:length], dtype, keep_local))
             rest = rest[length:]
         self.bucket_of = {p: index for index, bucket in enumerate(self.buckets) for p in bucket.parameters}
         queue = weakref.ref(self)  # parameters own their hooks: a strong reference would keep all parameters alive

@@ -37,7 +37,7 @@ def replica_size(parallel: ParallelConfig) -> int:
     return parallel.world_size // parallel.dp
 
 
-def place_of(parallel: ParallelConfig, rank: int) -> tuple[int, int]:
+def replica_of_rank(parallel: ParallelConfig, rank: int) -> tuple[int, int]:
     """Maps a global rank of a full run to (replica, process within it), in the order of `parallel.axes`."""
     place = next(itertools.islice(itertools.product(*map(range, parallel.axes.values())), rank, None))
     by_name = dict(zip(parallel.axes, place, strict=True))

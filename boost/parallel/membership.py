@@ -1,6 +1,6 @@
 """Membership protocol: replicas agree through a store on who is lost, who rejoins, and where to resume (docs/recovery.md).
 
-A membership has a number. It ends when one of its processes ends it (`Coordinator.give_up`), or when all of its processes
+A membership has a number. It ends when one of its processes ends it (`Coordinator.end_membership`), or when all of its processes
 propose the next one to admit a replica. Each process then reports its state and waits for the decision on the next membership.
 The first process that sees all reports writes the decision with one compare-and-set. The store accepts
 one decision per number, so a run cannot split into two histories.
@@ -23,13 +23,15 @@ from boost.errors import TrainingError
 from boost.parallel.recoverable import PeersLostError
 
 DEAD, SILENT, SLOW = "dead", "silent", "slow"
-"""Why a member was lost: its processes died, do not respond, or slow the others down (`run.put_out_slow`)."""
+"""Why a member was lost: its processes died, do not respond, or slow the others down (`run.exclude_slow`)."""
+STATUS_TEXT = {DEAD: "was restarted", SILENT: "does not answer"}
+"""What heartbeats say about a lost member, in messages."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
 """Polling interval of the store, seconds: the first one, and the limit that it backs off to."""
 
 
-class PutOutError(TrainingError):
+class ExcludedError(TrainingError):
     """The other replicas continue without this process's replica."""
 
 
@@ -99,15 +101,15 @@ class Coordinator:
         store: dist.Store,
         replicas: int,
         processes: int,
-        is_silent: Callable[[Member], bool] = lambda member: False,
+        status: Callable[[Member], str] = lambda member: "",
     ) -> None:
-        """`replicas`: replicas of a full run. `processes`: processes per replica. `is_silent`: whether a member has stopped
-        responding."""
-        self.store, self._replicas, self._processes, self._is_silent = store, replicas, processes, is_silent
+        """`replicas`: replicas of a full run. `processes`: processes per replica. `status`: what heartbeats say about a
+        member: DEAD if a newer incarnation of its replica runs, SILENT if it has stopped responding, else ''."""
+        self.store, self._replicas, self._processes, self._status = store, replicas, processes, status
 
     # Announcements.
 
-    def give_up(self, number: int, reason: str) -> None:
+    def end_membership(self, number: int, reason: str) -> None:
         """Ends a membership for all of its processes."""
         self.store.set(f"over/{number}", reason)
 
@@ -115,18 +117,18 @@ class Coordinator:
         """Whether a process has ended this membership."""
         return self.store.check([f"over/{number}"])
 
-    def put_out(self, incarnation: str, why: str, text: str) -> None:
+    def exclude(self, incarnation: str, why: str, text: str) -> None:
         """Marks a member as lost. It can only rejoin as a new incarnation.
 
         `why`: DEAD, SILENT or SLOW. The first mark stays, except that DEAD replaces SILENT and SLOW.
         """
         key = f"gone/{incarnation}"
-        known = self.why_gone(incarnation)
+        known = self.lost_reason(incarnation)
         if known is None or (why == DEAD and not known.startswith(DEAD)):
             self.store.set(key, f"{why}: {text}")
 
-    def why_gone(self, incarnation: str) -> str | None:
-        """The reason recorded by `put_out`; None if the member is not marked as lost."""
+    def lost_reason(self, incarnation: str) -> str | None:
+        """The reason recorded by `exclude`; None if the member is not marked as lost."""
         key = f"gone/{incarnation}"
         return self.store.get(key).decode() if self.store.check([key]) else None
 
@@ -134,13 +136,15 @@ class Coordinator:
         """Announces that this replica is ready to join. One of its processes calls this once all are ready."""
         self.store.set(f"join/{self.store.add('joins', 1)}", json.dumps(asdict(member)))
 
-    def someone_waits(self, decision: Decision) -> bool:
+    def has_waiting(self, decision: Decision) -> bool:
         """Whether a replica has announced itself since a decision."""
         return self.store.check([f"join/{decision.seen + 1}"])
 
     # Agreement.
 
-    def found(self, member: Member, process: int, timeout_s: float, stopped: Callable[[], None]) -> Decision | None:
+    def form_first(
+        self, member: Member, process: int, timeout_s: float, stopped: Callable[[], None]
+    ) -> Decision | None:
         """Forms the first membership, of all replicas. Returns None if it already exists and this replica is a restart.
 
         `stopped` raises if this process received a stop signal. Raises TrainingError if replicas are missing after `timeout_s`.
@@ -193,14 +197,14 @@ class Coordinator:
     def agree(self, before: Decision, member: Member, process: int, report: Report) -> Decision:
         """Writes this process's report and waits for the decision that follows `before`.
 
-        Raises PutOutError if the others continue without this member, TrainingError if training cannot continue.
+        Raises ExcludedError if the others continue without this member, TrainingError if training cannot continue.
         """
         number = before.number + 1
         self.store.set(_report_key(number, member, process), json.dumps(asdict(report)))
         pauses = _pauses()
         while not self.store.check([f"decision/{number}"]):
-            if why := self.why_gone(member.incarnation):
-                raise PutOutError(f"the other replicas continue without this one ({why})")
+            if why := self.lost_reason(member.incarnation):
+                raise ExcludedError(f"the other replicas continue without this one ({why})")
             if proposal := self._proposal(before):
                 self._decide(proposal)
             else:
@@ -209,7 +213,7 @@ class Coordinator:
         if decision.refused:
             raise TrainingError(decision.refused)
         if decision.place(member) is None:
-            raise PutOutError(
+            raise ExcludedError(
                 f"the other replicas continue without this one ({decision.lost.get(member.incarnation, 'lost')})"
             )
         return decision
@@ -226,7 +230,7 @@ class Coordinator:
         while waiting := [(other, key) for other, key in waiting if not self.store.check([key])]:
             for other in {other for other, _ in waiting}:
                 if self._is_gone(other):
-                    self.give_up(decision.number, f"replica {other.replica} is lost")
+                    self.end_membership(decision.number, f"replica {other.replica} is lost")
             if self.is_over(decision.number):
                 raise PeersLostError(f"membership {decision.number} ended before it began")
             time.sleep(next(pauses))
@@ -236,12 +240,12 @@ class Coordinator:
         self.store.compare_set(f"decision/{decision.number}", "", json.dumps(asdict(decision)))
 
     def _is_gone(self, member: Member) -> bool:
-        if self.why_gone(member.incarnation) is not None:
+        known = self.lost_reason(member.incarnation)
+        if known is not None and known.startswith(DEAD):
             return True
-        if self._is_silent(member):
-            self.put_out(member.incarnation, SILENT, "does not answer")
-            return True
-        return False
+        if why := self._status(member):
+            self.exclude(member.incarnation, why, STATUS_TEXT[why])
+        return bool(known or why)
 
     def _proposal(self, before: Decision) -> Decision | None:
         """The decision that follows from all reports; None while a member that may be alive has not reported."""
@@ -255,7 +259,7 @@ class Coordinator:
             reports[member] = [_parse_report(self.store.get(key)) for key in keys]
         with_state = {member: each for member, each in reports.items() if all(report.has_state for report in each)}
         lost = {
-            member.incarnation: self.why_gone(member.incarnation) or "did not receive the state"
+            member.incarnation: self.lost_reason(member.incarnation) or "did not receive the state"
             for member in before.members
             if member not in with_state
         }

@@ -72,13 +72,13 @@ class Mesh:
     """All processes, for a background thread; None: the thread creates its own group."""
     members: tuple[str, ...] = ()
     """Names of the replicas along dp, if they can change during a run."""
-    together: Callable[[Callable[[], Any]], Any] = _run_once
+    run_recoverable: Callable[[Callable[[], Any]], Any] = _run_once
     """Runs a function collectively, and reruns it if processes are lost meanwhile (`boost.train.recovery`)."""
 
-    def become(self, other: "Mesh") -> None:
+    def update_from(self, other: "Mesh") -> None:
         """Takes over the coordinates and groups of another mesh."""
         for each in fields(self):
-            if each.name != "together":
+            if each.name != "run_recoverable":
                 object.__setattr__(self, each.name, getattr(other, each.name))
 
     @property

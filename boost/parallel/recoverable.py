@@ -25,8 +25,9 @@ POLL_S = 0.1
 CONNECT_S = 20
 """Timeout for connecting the processes of a new membership, seconds. All of them have reported that they are ready."""
 
-_abandoned: list[Any] = []
+_abandoned: list["RecoverableGroup"] = []
 """Groups whose collectives may still run in gloo threads. Destroying such a group would wait for them."""
+_abandoned_lock = threading.Lock()
 
 
 class PeersLostError(Exception):
@@ -36,9 +37,9 @@ class PeersLostError(Exception):
 class Membership:
     """The replicas that train together, until one is lost or another one joins. Each change creates a new, numbered membership."""
 
-    def __init__(self, number: int, give_up: Callable[[str], None] = lambda reason: None) -> None:
-        """`give_up` tells the other processes that this membership has ended, and why."""
-        self.number, self._give_up = number, give_up
+    def __init__(self, number: int, end_membership: Callable[[str], None] = lambda reason: None) -> None:
+        """`end_membership` tells the other processes that this membership has ended, and why."""
+        self.number, self._end_membership = number, end_membership
         self.over = threading.Event()
         """Set as soon as this process knows that the membership has ended."""
         self.groups: list[RecoverableGroup] = []
@@ -50,7 +51,7 @@ class Membership:
         if not self.over.is_set():
             self.end()
             with contextlib.suppress(OSError, RuntimeError):  # unreachable store: the others find out by themselves
-                self._give_up(reason)
+                self._end_membership(reason)
         return PeersLostError(reason)
 
     def end(self) -> None:
@@ -95,7 +96,8 @@ class RecoverableGroup(dist.ProcessGroup):
         self._pending: list[Any] = []
         own = dist.PrefixStore(self._label, store)
         self._backends: dict[str, Any] = {"cpu": _connected(name, own, rank, size, membership)}
-        if device.type == "cuda":
+        self._has_nccl = device.type == "cuda"
+        if self._has_nccl:
             options = dist.ProcessGroupNCCL.Options()
             options.config.blocking = False  # so that abort also works while a communicator is being created
             self._backends["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", own), rank, size, options)
@@ -112,15 +114,20 @@ class RecoverableGroup(dist.ProcessGroup):
         world.pg_backend_config[self] = str(c10d.BackendConfig(dist.Backend("gloo")))
 
     def unregister(self) -> None:
-        """Removes the group from torch. Keeps it alive while its collectives still run in a gloo thread."""
+        """Removes the group from torch and disconnects. A group whose collectives still run is abandoned instead."""
         with contextlib.suppress(RuntimeError, KeyError):
             c10d._unregister_process_group(self._label)
         world = c10d._world
         for known in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
             cast(dict[Any, Any], known).pop(self, None)
-        _abandoned[:] = [group for group in _abandoned if group.is_busy()]
-        if self.is_busy():
+        with _abandoned_lock:
             _abandoned.append(self)
+        disconnect_abandoned()
+
+    def disconnect(self) -> None:
+        """Closes the connections, which ends what other processes still wait for in this group. An open one costs CPU time: gloo's
+        thread spins while data that nobody takes arrives."""
+        self._backends.clear()
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Sets the timeout of collectives that start from now on."""
@@ -146,10 +153,10 @@ class RecoverableGroup(dist.ProcessGroup):
                 completed = work.is_completed()  # asked first: a wait may time out just before the collective completes
                 try:
                     # NCCL's wait returns immediately; only the stream waits.
-                    work.wait(datetime.timedelta(seconds=POLL_S)) if "cuda" not in self._backends else work.wait()
+                    work.wait() if self._has_nccl else work.wait(datetime.timedelta(seconds=POLL_S))
                     return
                 except RuntimeError as error:
-                    if completed or "cuda" in self._backends:
+                    if completed or self._has_nccl:
                         raise self._membership.lost(f"{what} failed: {str(error).splitlines()[0]}") from error
                 if self._membership.over.is_set():
                     self._pending.append(work)
@@ -161,7 +168,7 @@ class RecoverableGroup(dist.ProcessGroup):
         """Starts a collective, unless the membership has ended. Never raises: a failing hook would stop a backward pass that is
         worth finishing."""
         work = None
-        if not self._membership.over.is_set():
+        if self._backends and not self._membership.over.is_set():
             try:
                 work = start(self._backends[tensors[0].device.type if tensors else "cpu"])
             except RuntimeError as error:
@@ -224,6 +231,16 @@ def _connected(name: str, store: dist.Store, rank: int, size: int, membership: M
     return result
 
 
+def disconnect_abandoned() -> None:
+    """Disconnects abandoned groups whose collectives have ended. Thread-safe."""
+    with _abandoned_lock:
+        ended = [group for group in _abandoned if not group.is_busy()]
+        _abandoned[:] = [group for group in _abandoned if group not in ended]
+    for group in ended:
+        group.disconnect()
+
+
 def has_abandoned() -> bool:
     """Whether gloo threads still wait for lost processes. Interpreter shutdown would wait for them."""
-    return any(group.is_busy() for group in _abandoned)
+    disconnect_abandoned()
+    return bool(_abandoned)

@@ -28,7 +28,7 @@ class GpusCell:
     """Short reason if there is no plan."""
 
     @property
-    def way(self) -> str:
+    def label(self) -> str:
         """Label such as 'DP', 'CP 4', 'btp-sp TP 2' or 'btp-cp TP 8 CP 2'; '' if nothing fits."""
         if self.plan is None:
             return ""
@@ -70,5 +70,5 @@ def by_gpus(request: Request, tick: Tick | None = None) -> list[list[GpusCell]]:
 
 def picture(title: str, subtitle: str, rows: Sequence[Sequence[GpusCell]]) -> str:
     """Draws the grid as SVG, with one color per layout."""
-    cells = [(f"{row[0].tokens:,}", [GridCell(cell.way or cell.why_none, cell.kind) for cell in row]) for row in rows]
+    cells = [(f"{row[0].tokens:,}", [GridCell(cell.label or cell.why_none, cell.kind) for cell in row]) for row in rows]
     return grid(title, subtitle, "tokens per step", [f"{cell.gpus} GPUs" for cell in rows[0]], cells)

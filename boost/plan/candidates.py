@@ -8,7 +8,7 @@ one are skipped:
 
 - `gpipe`: 1F1B with more micro-batches in flight.
 - Ungrouped linears: the same work in more and smaller operations.
-- Layouts that send more than another layout (`LayoutSpec.outdone_by`).
+- Layouts that send more than another layout (`LayoutSpec.superseded_by`).
 - Casting weights at each use (`train.working_copies` off): never faster.
 
 Tests check this, including at realistic model sizes. A choice that the user fixed is always kept.
@@ -143,7 +143,7 @@ def context_sizes(request: Request, others: int) -> Sequence[int]:
 
 def _structures_of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[ParallelConfig]:
     model = request.base.model
-    sharded = [name for name in layouts_of(model) if not layout_spec(name).outdone_by(model)]
+    sharded = [name for name in layouts_of(model) if not layout_spec(name).superseded_by(model)]
     usual = sharded if mesh.tp > 1 else (spec_of(mesh).name,)
     for layout in request.choices("parallel.layout", usual):
         of_layout = request.under(layout)

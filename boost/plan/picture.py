@@ -121,7 +121,7 @@ def _wide(inspection: Inspection, group: GroupSpec) -> DiagramRow:
     word, n, title, width = "heads", model.heads, "Attention", "d"
     if group.name == "gate_up":
         word, n, title, width = "channels", model.ffn_dim, "silu(gate) x up" if model.mlp_silu else "gate x up", "f"
-        if inspection.spec.mlp_stays:
+        if inspection.spec.mlp_token_local:
             return DiagramRow(title, (f"{_share('T', p)} x f",), boxes=("all channels",) * p)
     share = n // parts
     boxes = []
@@ -211,7 +211,7 @@ def _bars(inspection: Inspection, group: GroupSpec) -> dict[str, list[DiagramRow
 def _at_bottleneck(inspection: Inspection) -> bool:
     """Whether the layout communicates only latents, apart from attention heads."""
     spec = inspection.spec
-    return inspection.config.model.low_rank and (spec.communicates_at_bottleneck or spec.mlp_stays)
+    return inspection.config.model.low_rank and (spec.communicates_at_bottleneck or spec.mlp_token_local)
 
 
 def _position(inspection: Inspection, group: GroupSpec, c: Collective) -> str:

@@ -94,7 +94,7 @@ class Trainer:
         self.model: Model = build_model(config, mesh)
         self.fused_params = list(fused_params(self.model))
         sums = getattr(torch, train.sum_dtype)
-        self.reducer = GradientReducer(self.fused_params, mesh, sums, keeps=recovery is not None)
+        self.reducer = GradientReducer(self.fused_params, mesh, sums, keep_local=recovery is not None)
         self.optimizer = build_optimizer(self.fused_params, config, mesh)
         parts = self.model, self.fused_params, self.reducer, self.optimizer, self.batches
         self._stepper = stepper_of(recovery)(config, mesh, *parts, ahead)
@@ -209,7 +209,7 @@ class Trainer:
             stats = self._read(update)
             seconds = clock.seconds(update)
             clock.pause()
-            if self._saver.in_flight is not None and self.mesh.together(self._saver.done_everywhere):
+            if self._saver.in_flight is not None and self.mesh.run_recoverable(self._saver.done_everywhere):
                 self.finish_save()
             metrics = step_metrics(self, stats, update.lr, seconds, peak)
             self.recent = [metrics]
@@ -273,7 +273,7 @@ class Trainer:
         try:
             with in_phase(Phase.EVALUATION):
                 sizes_and_stop = (*sizes, self._signal_now)
-                result = self.mesh.together(lambda: evaluate(self.model, self.heldout, *sizes_and_stop))
+                result = self.mesh.run_recoverable(lambda: evaluate(self.model, self.heldout, *sizes_and_stop))
         except EvaluationStopped:
             return None
         finally:
@@ -303,7 +303,7 @@ class Trainer:
             return None
         with in_phase(Phase.SAVE):
             if not wait:
-                self.mesh.together(lambda: self._saver.start(self.run.checkpoints, self._saved_position()))
+                self.mesh.run_recoverable(lambda: self._saver.start(self.run.checkpoints, self._saved_position()))
                 return None
         return self._announce(self._save_into(self.run.checkpoints))
 
@@ -326,7 +326,7 @@ class Trainer:
 
     def _save_into(self, folder: Path) -> SavedCheckpoint:
         with in_phase(Phase.SAVE):
-            saved: SavedCheckpoint = self.mesh.together(lambda: self._saver.save(folder, self._saved_position()))
+            saved: SavedCheckpoint = self.mesh.run_recoverable(lambda: self._saver.save(folder, self._saved_position()))
             return saved
 
     def finish_save(self) -> None:
@@ -335,7 +335,9 @@ class Trainer:
             return
         try:
             with in_phase(Phase.SAVE):
-                saved = self.mesh.together(lambda: self._saver.finish() if self._saver.in_flight is not None else None)
+                saved = self.mesh.run_recoverable(
+                    lambda: self._saver.finish() if self._saver.in_flight is not None else None
+                )
             if saved is not None:
                 self._announce(saved)
         except (StorageError, NonFiniteError) as error:
@@ -382,7 +384,7 @@ class Trainer:
         self._runner.require_all_processes("check_replicas", self.mesh.size)
         if not self.config.train.check_replicas_every or (self._checked == self.position and not again):
             return
-        report = self.mesh.together(lambda: check_replicas(self.fused_params, self.mesh))
+        report = self.mesh.run_recoverable(lambda: check_replicas(self.fused_params, self.mesh))
         if report.mismatches or report.not_finite:
             self.finish_save()  # the checkpoint to resume from may still be in flight
         complete = ckpt.complete_checkpoints(self.run.checkpoints)
@@ -443,14 +445,14 @@ class Trainer:
         save = StepFlags.SAVE if self._save_requested or by_signal else StepFlags.NONE
         self._save_requested = False
         signal = StepFlags.SIGNAL if self._signals.requested else StepFlags.NONE
-        if self.recovery is not None and self.mesh.is_main and self.recovery.someone_waits():
+        if self.recovery is not None and self.mesh.is_main and self.recovery.has_waiting():
             signal |= StepFlags.JOIN
         return signal | save | (StepFlags.STOP if self._stop_reason is not None else StepFlags.NONE)
 
     def _signal_anywhere(self) -> bool:
         """Whether any process has received a stop signal outside of a step. Collective."""
         self._signals_to_reduce = False
-        return bool(self.mesh.together(self._signal_now))
+        return bool(self.mesh.run_recoverable(self._signal_now))
 
     def _signal_now(self) -> bool:
         own = StepFlags.SIGNAL if self._signals.requested else StepFlags.NONE

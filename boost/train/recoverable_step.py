@@ -59,17 +59,17 @@ class RecoverableStepper(Stepper):
 
         def attempt() -> Sequence[float]:
             nonlocal whole
-            if more := self._recovery.still_to_do(self.micro_batches):
-                self.reducer.again()
+            if more := self._recovery.remaining(self.micro_batches):
+                self.reducer.restore_local()
                 whole = self._more(whole, more)
                 self._recovery.held += more
             elif self._recovery.repeats:
-                self.reducer.again()
+                self.reducer.restore_local()
             self.reducer.finish()
             stats = launch_step_stats(self.fused_params, whole.loss, whole.targets, self.tokens, self.mesh, flags)
             return stats.numbers()
 
-        stats = LaunchedStats.of(self.mesh.together(attempt), self.tokens)
+        stats = LaunchedStats.of(self.mesh.run_recoverable(attempt), self.tokens)
         found = stats.read()
         if found.is_finite:
             clip_gradients((s.tensor for s in self.fused_params), found, self.config.optim.clip)

@@ -23,21 +23,22 @@ import torch.distributed as dist
 
 from boost.config import Config
 from boost.errors import BoostError, ConfigError, StoppedError, TrainingError
-from boost.parallel.members import join_members, open_replica, place_of, replica_size, waiting_mesh
+from boost.parallel.members import join_members, open_replica, replica_of_rank, replica_size, waiting_mesh
 from boost.parallel.membership import (
     DEAD,
     SILENT,
     SLOW,
+    STATUS_TEXT,
     Coordinator,
     Decision,
+    ExcludedError,
     Member,
-    PutOutError,
     Report,
     deal,
     share,
 )
 from boost.parallel.mesh import choose_device
-from boost.parallel.recoverable import Membership, PeersLostError, has_abandoned
+from boost.parallel.recoverable import Membership, PeersLostError, disconnect_abandoned, has_abandoned
 from boost.parallel.rendezvous import Stopped, launch_dir, meet
 from boost.parallel.replicas import digest
 from boost.train.failures import is_lost_connection
@@ -62,8 +63,8 @@ WATCH_S = 0.25
 WAITS_S = 2.0
 """Time that a process waits in a collective before it checks whether the other replicas respond, seconds."""
 PATIENCE = 2
-"""A remote store may be silent for this multiple of run.silence_s while this process waits for others."""
-PUT_OUT_GRACE_S = 5.0
+"""A remote store may be silent for this multiple of run.heartbeat_timeout_s while this process waits for others."""
+EXCLUDED_GRACE_S = 5.0
 """Time that a process has to exit by itself once the others continue without it, seconds."""
 
 _REPEAT = object()
@@ -73,7 +74,7 @@ class Recovery:
     """In-step recovery of one process: its replica and its current membership."""
 
     def __init__(self, config: Config, stopped: Stopped) -> None:
-        """Joins this process's replica and, unless the replica is a restart (`comes_back`), the first membership.
+        """Joins this process's replica and, unless the replica is a restart (`is_restart`), the first membership.
 
         Raises TrainingError if processes are missing after run.startup_timeout_s, StoppedError on a stop signal.
         """
@@ -93,8 +94,8 @@ class Recovery:
         """Micro-batches of the current step whose gradients this process holds."""
         self._depth, self._repeats, self._admits, self._closed = 0, False, False, threading.Event()
         self.trainer: Trainer | None = None
-        self._beats = _Beats(self.board(), self.slots, replica_size(parallel), run.silence_s)
-        self._coordinator = Coordinator(self._store, parallel.dp, replica_size(parallel), self._beats.is_silent)
+        self._beats = _Beats(self.board(), self.slots, replica_size(parallel), run.heartbeat_timeout_s)
+        self._coordinator = Coordinator(self._store, parallel.dp, replica_size(parallel), self._beats.status)
         self.membership = Membership(-1)
         self._agrees_since: float | None = None
 
@@ -102,10 +103,11 @@ class Recovery:
             if name := stopped():
                 raise StoppedError(name)
 
-        founded = self._coordinator.found(self.member, process, run.startup_timeout_s, stop)
-        self.comes_back = founded is None
-        self.decision = founded or self._latest()
-        self.mesh = dataclasses.replace(waiting_mesh(self.replica), together=self.run)
+        founded = self._coordinator.form_first(self.member, process, run.startup_timeout_s, stop)
+        self.is_restart = founded is None
+        self.decision = self._connected = founded or self._latest()
+        self._lost_reasons: dict[str, str] = {}
+        self.mesh = dataclasses.replace(waiting_mesh(self.replica), run_recoverable=self.run)
         if founded is not None:
             try:
                 self._connect(founded)
@@ -113,7 +115,7 @@ class Recovery:
                 raise TrainingError(f"a process was lost during startup ({error}); start the run again") from error
         self._guard: StoreGuard | None = None
         if where := not launch_dir() and os.environ[COORDINATOR]:
-            self._guard = StoreGuard(where, PATIENCE * run.silence_s, self._waits_since)
+            self._guard = StoreGuard(where, PATIENCE * run.heartbeat_timeout_s, self._waits_since)
         threading.Thread(target=self._watch, name="boost-recovery", daemon=True).start()
 
     def board(self) -> Board:
@@ -125,9 +127,9 @@ class Recovery:
         """The latest heartbeat of each process."""
         return self._beats.board.read(self.slots)
 
-    def put_out_slow(self, member: Member, text: str) -> None:
+    def exclude_slow(self, member: Member, text: str) -> None:
         """Excludes a slow member; the others continue without it."""
-        self._coordinator.put_out(member.incarnation, SLOW, text)
+        self._coordinator.exclude(member.incarnation, SLOW, text)
 
     # Operations.
 
@@ -135,7 +137,7 @@ class Recovery:
         """Runs one collective operation. If a replica is lost meanwhile, the survivors repeat it, or take the result from a process
         that has already completed it.
 
-        Raises what `attempt` raises; PutOutError if the others continue without this replica; TrainingError if training cannot
+        Raises what `attempt` raises; ExcludedError if the others continue without this replica; TrainingError if training cannot
         continue.
         """
         if self._depth or self.trainer is None or threading.current_thread() is not threading.main_thread():
@@ -180,7 +182,7 @@ class Recovery:
             return self._assigned(micro_batches)
         return list(share(micro_batches, dp.rank, dp.size))
 
-    def still_to_do(self, micro_batches: int) -> list[int]:
+    def remaining(self, micro_batches: int) -> list[int]:
         """Micro-batches of lost replicas that this process still has to compute in the current step."""
         return self._assigned(micro_batches) if self._repeats else []
 
@@ -212,18 +214,20 @@ class Recovery:
             return self.decision.result if self.operation < self.decision.operation else _REPEAT
 
     def _adopt(self, decision: Decision, begun: float) -> None:
-        before = self.decision
+        # A membership may end before it is connected: what is reported are the changes since the last one that was.
+        self._lost_reasons |= decision.lost
         self._connect(decision)
         assert self.trainer is not None, "memberships only change during training"
-        names = {member.incarnation: member.replica for member in (*before.members, *decision.members)}
+        before, after = set(self._connected.members), set(decision.members)
         event = MembershipChange(
             step=self.trainer.position.step + 1,
-            replicas=len(decision.members),
+            replicas=len(after),
             of=self.trainer.config.parallel.dp,
-            lost=tuple((names[incarnation], why) for incarnation, why in decision.lost.items()),
-            joined=tuple(names[incarnation] for incarnation in decision.joined),
+            lost=tuple((each.replica, self._lost_reasons[each.incarnation]) for each in sorted(before - after)),
+            joined=tuple(each.replica for each in sorted(after - before)),
             seconds=time.monotonic() - begun,
         )
+        self._connected, self._lost_reasons = decision, {}
         self.trainer.adopt(event)
 
     def _connect(self, decision: Decision) -> None:
@@ -233,9 +237,9 @@ class Recovery:
             self.trainer.abandon_save()
         self.membership.leave()
         number, self.decision = decision.number, decision
-        self.membership = Membership(number, lambda reason: self._coordinator.give_up(number, reason))
+        self.membership = Membership(number, lambda reason: self._coordinator.end_membership(number, reason))
         self._coordinator.wait_until_ready(decision, self.member, self.replica.process)
-        self.mesh.become(join_members(self.replica, decision, self.member, self._store, self.membership))
+        self.mesh.update_from(join_members(self.replica, decision, self.member, self._store, self.membership))
         apply_timeout()
 
     # Start of training.
@@ -246,9 +250,9 @@ class Recovery:
 
     # Replicas that rejoin.
 
-    def someone_waits(self) -> bool:
+    def has_waiting(self) -> bool:
         """Whether a replica is waiting to join."""
-        return self._coordinator.someone_waits(self.decision)
+        return self._coordinator.has_waiting(self.decision)
 
     def admit(self) -> None:
         """Admits the waiting replicas. Collective; called between two steps."""
@@ -258,7 +262,7 @@ class Recovery:
             self.run(self._admit)
         finally:
             self._admits = False
-        self.trainer.optimizer.settle()
+        self.trainer.optimizer.commit_transfer()
         self.trainer.check_replicas(again=True)
 
     def _admit(self) -> None:
@@ -273,7 +277,7 @@ class Recovery:
     def enter(self, trainer: "Trainer") -> None:
         """Waits until the others admit this replica, then receives weights, moments and position from one of them.
 
-        Raises PutOutError if that fails, so that the replica is restarted; StoppedError if the run ends first.
+        Raises ExcludedError if that fails, so that the replica is restarted; StoppedError if the run ends first.
         """
         since, current = self.decision.number, self.decision
         _barrier_of_replica(self.replica.size)
@@ -285,23 +289,23 @@ class Recovery:
             if (latest := self._coordinator.latest(since)) is not None:
                 since, current = latest.number, latest
             if current.refused or all(self._is_lost(each) for each in current.members):
-                raise PutOutError("no replica with weights is left; resume with --resume auto")
+                raise ExcludedError("no replica with weights is left; resume with --resume auto")
             time.sleep(0.02)
         try:
             self._connect(decision)
             trainer.reducer.rejoin(self.mesh)
             self._transfer_state(trainer)
         except PeersLostError as error:
-            self._coordinator.put_out(self.member.incarnation, DEAD, "had not joined yet")
-            raise PutOutError(f"the membership ended before this replica had joined ({error})") from error
-        trainer.optimizer.settle()
-        self.trainer, self.operation = trainer, decision.operation
+            self._coordinator.exclude(self.member.incarnation, DEAD, "had not joined yet")
+            raise ExcludedError(f"the membership ended before this replica had joined ({error})") from error
+        trainer.optimizer.commit_transfer()
+        self.trainer, self.operation, self._connected = trainer, decision.operation, decision
         self._complete(None)
         trainer.check_replicas(again=True)
 
     def _is_lost(self, member: Member) -> bool:
         """Whether a member is gone, or does not answer. Under torchrun nobody reports a loss if no member is left to notice it."""
-        return bool(self._coordinator.why_gone(member.incarnation)) or self._beats.is_silent(member)
+        return bool(self._coordinator.lost_reason(member.incarnation) or self._beats.status(member))
 
     def _transfer_state(self, newcomer: "Trainer | None" = None) -> None:
         """Sends weights, moments and position from the first replica that has them to the joining ones. Collective.
@@ -310,7 +314,7 @@ class Recovery:
         """
         trainer = newcomer or self.trainer
         assert trainer is not None, "a joining replica passes its trainer"
-        trainer.optimizer.drop()
+        trainer.optimizer.discard_transfer()
         if not self.decision.joined:
             self.mesh.barrier()
             return
@@ -324,7 +328,7 @@ class Recovery:
         for tensor in weights:
             sent = tensor if takes or dp.rank == donor else torch.empty_like(tensor)
             dist.broadcast(sent, group=dp.group, group_src=donor)
-        trainer.optimizer.hand_over(self.mesh, donor, takes or dp.rank == donor)
+        trainer.optimizer.transfer(self.mesh, donor, takes or dp.rank == donor)
         mine = torch.stack([digest(weights, self.mesh.device), *trainer.optimizer.digests(self.mesh.device)])
         digests = [torch.empty_like(mine) for _ in range(dp.size)]
         dist.all_gather(digests, mine, group=dp.group)
@@ -349,11 +353,12 @@ class Recovery:
     def _watch(self) -> None:
         """Thread that detects the end of the membership while the main thread computes or waits."""
         store = self._store if launch_dir() else getattr(self._store, "clone", lambda: self._store)()
-        coordinator = Coordinator(store, self.slots, 1, self._beats.is_silent)
-        put_out_at: float | None = None
+        coordinator = Coordinator(store, self.slots, 1, self._beats.status)
+        excluded_at: float | None = None
         while not self._closed.wait(WATCH_S):
+            disconnect_abandoned()
             try:
-                put_out_at = self._check_membership(coordinator, put_out_at)
+                excluded_at = self._check_membership(coordinator, excluded_at)
                 if self._guard is not None:
                     self._guard.answered()
             except (OSError, RuntimeError) as error:
@@ -363,38 +368,38 @@ class Recovery:
         """When this process started waiting for others, in a collective or for a decision; None if it is not waiting."""
         return self._agrees_since or self.membership.waiting_since
 
-    def _check_membership(self, coordinator: Coordinator, put_out_at: float | None) -> float | None:
+    def _check_membership(self, coordinator: Coordinator, excluded_at: float | None) -> float | None:
         """One check. Returns when this process learned that the others continue without it; None if they do not."""
         membership, decision = self.membership, self.decision
         if membership.number != decision.number:  # the main thread is switching memberships
-            return put_out_at
+            return excluded_at
         if membership.number >= 0 and not membership.over.is_set() and coordinator.is_over(membership.number):
             membership.end()
-        if why := coordinator.why_gone(self.member.incarnation):
-            put_out_at = put_out_at or time.monotonic()
+        if why := coordinator.lost_reason(self.member.incarnation):
+            excluded_at = excluded_at or time.monotonic()
             membership.end()
-            if time.monotonic() - put_out_at > PUT_OUT_GRACE_S:  # the main thread hangs
+            if time.monotonic() - excluded_at > EXCLUDED_GRACE_S:  # the main thread hangs
                 log.error("the other replicas continue without this one (%s)", why)
                 leave(BoostError.exit_code)
         if not membership.over.is_set():
             for member in decision.members:
-                if why := coordinator.why_gone(member.incarnation):
+                if why := coordinator.lost_reason(member.incarnation):
                     membership.lost(f"replica {member.replica} is lost ({why})")
         since = membership.waiting_since
         if since is not None and time.monotonic() - since > WAITS_S and not membership.over.is_set():
             for member in decision.members:
-                if member != self.member and self._beats.is_silent(member):
-                    coordinator.put_out(member.incarnation, SILENT, "does not answer")
-                    membership.lost(f"replica {member.replica} does not answer")
-        return put_out_at
+                if member != self.member and (why := self._beats.status(member)):
+                    coordinator.exclude(member.incarnation, why, STATUS_TEXT[why])
+                    membership.lost(f"replica {member.replica} {STATUS_TEXT[why]}")
+        return excluded_at
 
     def failed(self, error: BaseException) -> None:
         """Tells the others that this process fails, so that they need not wait to detect it. A lost connection is not reported: it
         is a symptom, and the launcher knows which process of the replica ended first."""
         symptom = launch_dir() and (is_lost_connection(error) or is_lost_connection(error.__cause__))
-        if not isinstance(error, PutOutError) and not symptom:
+        if not isinstance(error, ExcludedError) and not symptom:
             try:
-                self._coordinator.put_out(
+                self._coordinator.exclude(
                     self.member.incarnation, DEAD, f"{type(error).__name__} in one of its processes"
                 )
                 self.membership.lost(f"replica {self.member.replica} failed")
@@ -419,7 +424,7 @@ def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int,
     """(replica, process within it, store of the replica, store of the run, incarnation), read from the environment."""
     own: dist.Store
     if folder := launch_dir():
-        replica, process = place_of(parallel, int(os.environ["RANK"]))
+        replica, process = replica_of_rank(parallel, int(os.environ["RANK"]))
         incarnation = os.environ.get(INCARNATION, f"{replica}.0")
         own, all_of_run = (dist.FileStore(str(folder / name), -1) for name in (f"replica.{incarnation}", "members"))
         return replica, process, own, all_of_run, incarnation
@@ -455,14 +460,15 @@ def _barrier_of_replica(size: int) -> None:
 class _Beats:
     """Which members respond, judged by the heartbeats of their processes."""
 
-    def __init__(self, board: Board, slots: int, processes: int, silence_s: float) -> None:
-        self.board, self._slots, self._processes, self._silence_s = board, slots, processes, silence_s
+    def __init__(self, board: Board, slots: int, processes: int, timeout_s: float) -> None:
+        self.board, self._slots, self._processes, self._timeout_s = board, slots, processes, timeout_s
         self._seen: dict[int, tuple[str, int, float]] = {}
         self._read_at = 0.0
         self._lock = threading.Lock()
 
-    def is_silent(self, member: Member) -> bool:
-        """Whether a process of a member has sent no heartbeat for run.silence_s, counted from when this process began to watch."""
+    def status(self, member: Member) -> str:
+        """DEAD if a newer incarnation of the replica sends heartbeats: launchers end one before they start the next. SILENT if a
+        process has sent none for run.heartbeat_timeout_s since this process began to watch. Else ''."""
         with self._lock:
             now = time.monotonic()
             if now - self._read_at > 2 * WAITS_S:
@@ -474,4 +480,6 @@ class _Beats:
                         self._seen[beat.rank] = beat.incarnation, beat.count, now
             slots = range(member.replica * self._processes, (member.replica + 1) * self._processes)
             found = [self._seen[slot] for slot in slots if slot in self._seen]
-            return any(name != member.incarnation or now - since > self._silence_s for name, _, since in found)
+            if any(name != member.incarnation for name, _, _ in found):
+                return DEAD
+            return SILENT if any(now - since > self._timeout_s for _, _, since in found) else ""

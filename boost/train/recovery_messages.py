@@ -24,7 +24,7 @@ def state_of(trainer: "Trainer") -> dict[str, Any]:
     return {
         "position": dataclasses.asdict(trainer.position),
         "bad_steps": trainer.bad_steps,
-        "optimizer": trainer.optimizer.facts(),
+        "optimizer": trainer.optimizer.transfer_info(),
         "proven_step": trainer.proven_step,
         "rollbacks": vars(trainer.rollbacks),
         "trouble": dataclasses.asdict(trouble) if trouble else None,
@@ -36,7 +36,7 @@ def take_state(trainer: "Trainer", state: dict[str, Any]) -> None:
     """Inverse of `state_of`."""
     trainer.position = Position(**state["position"])
     trainer.bad_steps, trainer.proven_step = state["bad_steps"], state["proven_step"]
-    trainer.optimizer.take_facts(state["optimizer"])
+    trainer.optimizer.load_transfer_info(state["optimizer"])
     vars(trainer.rollbacks).update(state["rollbacks"])
     trainer.trouble = RunTrouble(**state["trouble"]) if state["trouble"] else None
     for hook in trainer.hooks:

@@ -38,7 +38,7 @@ from boost.train.rundir import RunDirectory, configure_logging
 from boost.train.samples import heldout_prompt, sample_text
 from boost.train.signals import StopRequest
 from boost.train.slow import SlowReplicas
-from boost.train.take_over import TakesOver
+from boost.train.take_over import TakeOver
 from boost.train.terminal import outliving_terminal
 from boost.train.worker import leave
 
@@ -145,12 +145,12 @@ def _train(
     candidates = resume_candidates(resume, run, fallback)
     hooks: list[Hook] = [ConsoleHook(), MetricsHook(), *given]
     if recovery is not None:
-        hooks = [TakesOver(), *hooks, SlowReplicas(config.run.slow_steps, config.run.put_out_slow)]
+        hooks = [TakeOver(), *hooks, SlowReplicas(config.run.slow_steps, config.run.exclude_slow)]
     trainer = Trainer(config, mesh, run, hooks=hooks, recovery=recovery)
     trainer.add_data(inherited_data(candidates, start_from))
     if recovery is None:
         trainer.start(candidates, start_from)
-    elif recovery.comes_back:
+    elif recovery.is_restart:
         recovery.enter(trainer)
     else:
         trainer.start(candidates, start_from)
@@ -159,7 +159,7 @@ def _train(
         trainer.warn(text)
     result = trainer.fit()
     _print_result(config, trainer, result)
-    mesh.together(mesh.barrier)  # no process exits while another still communicates
+    mesh.run_recoverable(mesh.barrier)  # no process exits while another still communicates
     return result
 
 

@@ -1,4 +1,4 @@
-"""Slow replicas: a replica that keeps the others waiting is reported and, with run.put_out_slow, excluded and restarted."""
+"""Slow replicas: a replica that keeps the others waiting is reported and, with run.exclude_slow, excluded and restarted."""
 
 import statistics
 import time
@@ -23,9 +23,9 @@ class SlowReplicas(Hook):
 
     main_only = True
 
-    def __init__(self, steps: int, put_out: bool) -> None:
-        """`steps`: consecutive steps after which a slow replica is reported (0: never). `put_out`: whether it is also excluded."""
-        self._steps, self._put_out = steps, put_out
+    def __init__(self, steps: int, exclude: bool) -> None:
+        """`steps`: consecutive steps after which a slow replica is reported (0: never). `exclude`: whether it is also excluded."""
+        self._steps, self._exclude = steps, exclude
         self._since: dict[Member, int] = {}
         self._reported: set[Member] = set()
         self._looked_at = 0.0
@@ -45,10 +45,10 @@ class SlowReplicas(Hook):
                 continue
             self._reported.add(member)
             text = f"{slow[member]:.1f} times as long as the others for {event.metrics.step - since} steps"
-            action = "it is excluded and restarted" if self._put_out else "check the load of its machine"
+            action = "it is excluded and restarted" if self._exclude else "check the load of its machine"
             trainer.warn(f"replica {member.replica} takes {text}; {action}")
-            if self._put_out:
-                trainer.recovery.put_out_slow(member, text)
+            if self._exclude:
+                trainer.recovery.exclude_slow(member, text)
 
 
 def slow_members(decision: Decision, beats: Sequence[Beat]) -> dict[Member, float]:

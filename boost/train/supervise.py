@@ -108,20 +108,20 @@ class Supervisor:
             return
         ranks, incarnation = self._replicas[replica], self._incarnation(replica)
         codes = {rank: code for rank in ranks if (code := self._processes[rank].exitcode)}
-        why = None if codes else self._coordinator.why_gone(incarnation)
+        why = None if codes else self._coordinator.lost_reason(incarnation)
         if not codes and why is None:
             return
         if codes and not set(codes) <= set(self._failed):
             # Signals (negative codes) come first: an exit code may be a consequence of one.
             rank, code = min(codes.items(), key=lambda each: each[1])
-            self._coordinator.put_out(incarnation, DEAD, f"rank {rank} {_ended(code)}")
+            self._coordinator.exclude(incarnation, DEAD, f"rank {rank} {_ended(code)}")
         alive = [rank for rank in ranks if self._processes[rank].exitcode is None]
         for rank in alive:
             self._processes[rank].kill()
         for rank in ranks:
             self._processes[rank].join()
         if why is not None and alive:
-            self._coordinator.put_out(incarnation, DEAD, f"{why}, ended by the launcher")
+            self._coordinator.exclude(incarnation, DEAD, f"{why}, ended by the launcher")
         known = codes or {rank: self._processes[rank].exitcode or 1 for rank in alive}
         if not known or set(known) <= set(self._failed):
             return
@@ -134,7 +134,7 @@ class Supervisor:
         latest = self._coordinator.latest()
         if latest is None or latest.refused:  # the failure was during startup, or training cannot continue
             return True
-        return all(self._coordinator.why_gone(member.incarnation) for member in latest.members)
+        return all(self._coordinator.lost_reason(member.incarnation) for member in latest.members)
 
     def _collect_failures(self) -> None:
         """Waits briefly for the other processes to exit and adds their failures: one of their reports may name the cause."""

@@ -18,7 +18,7 @@ LOCK_S = 5.0
 """Time for the previous main process to release the run directory, seconds. Its launcher ends it once it is excluded."""
 
 
-class TakesOver(Hook):
+class TakeOver(Hook):
     """Takes over the terminal and the lock of the run directory. The first main process already has both."""
 
     main_only = True

@@ -1,4 +1,4 @@
-"""`import boost` names the library, and imports nothing heavy."""
+"""`import boost` exposes the public names and imports nothing heavy."""
 
 import subprocess
 import sys

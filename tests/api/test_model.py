@@ -1,4 +1,4 @@
-"""`boost.Model` and `boost.Trainer`: a run from Python, and what comes of it."""
+"""`boost.Model` and `boost.Trainer`: training from Python, and the results."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def tree(store: Path, folder: Path, **model: Any) -> dict[str, Any]:
 
 
 class Watch(boost.Hook):
-    """Keeps the losses."""
+    """Records the losses."""
 
     def __init__(self, stop_at: int = 0) -> None:
         self.losses: list[float] = []

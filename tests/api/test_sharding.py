@@ -17,7 +17,7 @@ SIZES: dict[str, Any] = {
 
 
 def shard(layout: str | None, options: dict[str, Any]) -> tuple[float, float, str]:
-    """(error of the loss, of parameters, the layout)."""
+    """(error of the loss, error of parameters, layout)."""
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
     model = boost.nn.Decoder(**SIZES, seed=3)
     with torch.no_grad():  # not what a new model has

@@ -1,4 +1,4 @@
-"""`python -m benchmarks` answers mistakes before anything starts."""
+"""`python -m benchmarks` reports invalid arguments before it starts any process."""
 
 import re
 import subprocess
@@ -30,14 +30,14 @@ BAD = [
     (["parts", "--tp", "1"], ["--tp = 1", "smallest valid value: 2"]),
     (["parts", "--run.device", "cpu", "--shares", "4"], ["--shares = 4", "boost plan calibrate"]),
     (["families", "--contenders", "dense", "colla"], ["--contenders", "'colla'", "cola, lax"]),
-    (["families", "--contenders", "cola", "cola"], ["--contenders", "'cola'", "twice"]),
+    (["families", "--contenders", "cola", "cola"], ["--contenders", "'cola'", "duplicate"]),
     (["families", "--seeds", "1", "1"], ["--seeds = 1 1", "name each once"]),
     (["families", "--seeds", "-1"], ["--seeds = -1", "smallest valid value: 0"]),
     (["families", "--rounds", "3"], ["--rounds = 3", "smallest valid value: 7"]),
     (["families", "--jobs", "0"], ["--jobs = 0", "smallest valid value: 1"]),
     (["families", "--sweep-steps", "-5"], ["--sweep-steps = -5", "smallest valid value: 1"]),
     (["families", "--seeds", "7", "--sweep-seed", "7"], ["--sweep-seed = 7", "--seeds", "use a different one"]),
-    (["families", "--sweep", "1e-3", "0"], ["--sweep = 0.001 0", "above 0"]),
+    (["families", "--sweep", "1e-3", "0"], ["--sweep = 0.001 0", "distinct and positive"]),
     (["gemms", "--rounds", "3"], ["--rounds = 3", "smallest valid value: 7"]),
     (["gemms", "--tps", "4", "4"], ["--tps = 4 4", "name each once"]),
     (["gemms", "--tps", "2", "3", "--run.device", "cpu"], ["parallel.tp = 3", "nearest valid value"]),

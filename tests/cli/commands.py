@@ -6,7 +6,7 @@ from boost.cli.main import main
 
 
 def say(capture: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command. `capfd` also sees what the processes say that it starts."""
+    """Runs a command; returns exit code, stdout and stderr. `capfd` also captures the output of its child processes."""
     code = main([str(word) for word in words])
     out, err = capture.readouterr()
     return code, out, err

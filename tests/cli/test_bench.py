@@ -1,4 +1,4 @@
-"""`boost bench` is the evaluation of a checkout; an installed package says that it has none."""
+"""`boost bench` runs the benchmarks of a checkout; an installed package reports that it has none."""
 
 import os
 import shutil

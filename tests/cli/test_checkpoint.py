@@ -20,7 +20,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 2, 4 and 6, of which 6 is left by a branch from 4."""
+    """Steps 2, 4 and 6, where 6 is left over from before a restart at 4."""
     config = make_config(store, tmp_path_factory.mktemp("trained") / "run", train={"save_every": 2, "eval_every": 4})
     trainer = make_trainer(config, MetricsHook())
     trainer.run.path.mkdir(exist_ok=True)

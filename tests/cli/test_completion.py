@@ -35,7 +35,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def candidates(script: Path, folder: Path, *words: str) -> list[str]:
-    """What a real bash offers for the last of `words`, in `folder`."""
+    """Completions of a real bash for the last of `words`, in `folder`."""
     command = ["bash", "--norc", "-c", COMPLETE, "bash", str(script), "boost", *words]
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder, timeout=60).stdout.split()
 

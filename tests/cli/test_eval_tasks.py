@@ -75,7 +75,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scored(checkpoint: Path, context: str, continuation: str) -> float:
-    """The log-likelihood of a continuation, by the decoder's own next-token logits."""
+    """Log-likelihood of a continuation, from the decoder's own next-token logits."""
     import argparse
 
     import torch
@@ -122,7 +122,7 @@ def test_scores_are_those_of_the_decoder(
 
 
 def test_answers_are_what_generate_says(checkpoint: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """exact_match is 1 once the expected answers are what `boost generate` gives."""
+    """exact_match is 1 if the expected answers are what `boost generate` returns."""
     questions = []
     for each in QUESTIONS[:2]:
         words = ["--prompt", each["question"], "--greedy", "--max-tokens", 4, "--json"]

@@ -1,4 +1,4 @@
-"""`boost export` as a person meets it."""
+"""`boost export` as users see it."""
 
 import json
 from pathlib import Path

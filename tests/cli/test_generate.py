@@ -28,14 +28,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
 
 @pytest.fixture
 def chat(checkpoint: Path) -> Any:
-    """The checkpoint while it has a chat template."""
+    """The checkpoint, temporarily with a chat template."""
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
     yield checkpoint
     (checkpoint / "chat_template.jinja").unlink()
 
 
 def type_in(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
-    """Makes standard input a pipe that holds `text`."""
+    """Replaces standard input with a pipe that contains `text`."""
     reading, writing = os.pipe()
     with os.fdopen(writing, "wb") as pipe:
         pipe.write(text)

@@ -1,4 +1,4 @@
-"""`boost import`, and what goes on from there: evaluation, text, a run that starts from the weights and is resumed."""
+"""`boost import`, and what follows: evaluation, generation, and a run that starts from the weights and resumes."""
 
 import json
 import math

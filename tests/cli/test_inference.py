@@ -1,4 +1,4 @@
-"""Which layout evaluates a checkpoint: its own where the processes can have it, else another that computes the same."""
+"""The layout that evaluates a checkpoint: its own if it fits the processes, else another that computes the same function."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`boost inspect` as a person and a program meet it."""
+"""`boost inspect` for users and programs."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The command line as a person meets it: help, mistakes, exit codes."""
+"""The command line as users see it: help, errors, exit codes."""
 
 import contextlib
 import json

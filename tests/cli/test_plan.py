@@ -1,4 +1,4 @@
-"""`boost plan` as a person and a program meet it."""
+"""`boost plan` for users and programs."""
 
 import json
 import xml.etree.ElementTree as ET

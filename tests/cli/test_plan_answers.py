@@ -1,4 +1,4 @@
-"""What `boost plan` says beside the best configuration: intervals, stacks, families, files that can be run."""
+"""What `boost plan` reports besides the best configuration: intervals, stacks, families, runnable files."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def test_json_says_what_was_asked_and_how_sure_it_is(capsys: pytest.CaptureFixtu
 
 
 def test_stacks_differ(capsys: pytest.CaptureFixture[str]) -> None:
-    """One operation after the other is slower, and the configuration says so to the runtime."""
+    """Running operations sequentially is slower, and the configuration passes this to the runtime."""
     best, eager = (facts(capsys, *SMALL, *more)["best"] for more in ([], ["--stack", "eager"]))
     assert eager["step_seconds"] > best["step_seconds"]
     assert eager["config"]["train"]["compile"] == "none" != best["config"]["train"]["compile"]
@@ -43,7 +43,7 @@ def test_stacks_differ(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_both_conventions_of_mfu(capsys: pytest.CaptureFixture[str]) -> None:
-    """By hand: 6 d L FLOPs a token and block for the masked half of the scores."""
+    """By hand: 6 d L FLOPs per token and block for the masked half of the scores."""
     best = facts(capsys, *SMALL)["best"]
     model, train = best["config"]["model"], best["config"]["train"]
     masked = 6 * model["dim"] * train["seq_len"] * model["layers"] * best["tokens_per_second"]
@@ -106,7 +106,7 @@ def test_what_was_asked_for_stays(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_a_batch_that_nobody_asked_for_is_a_realistic_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """GPT-3's for so many parameters, where a preset has none for training; a recipe's own where it has."""
+    """GPT-3's batch for the parameter count if the preset has none for training; otherwise the recipe's own."""
     words = ["--gpus", "8", "--gpu", "h100-80g", "--seq", "4096", "--parallel.tp", "1", "--parallel.pp", "1"]
     assert facts(capsys, "--model", "1b", *words)["tokens"] == 2**19
     assert facts(capsys, "--model", "7b", *words)["tokens"] == 2**20
@@ -123,7 +123,7 @@ def test_a_margin_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_the_same_question_has_the_same_answer() -> None:
-    """To the last digit, in processes whose hashes differ."""
+    """Identical to the last digit in processes with different hash seeds."""
     command = [sys.executable, "-m", "boost.cli.main", "plan", *SMALL, "--json"]
     said = {subprocess.check_output(command, env={**os.environ, "PYTHONHASHSEED": seed}) for seed in ("1", "2")}
     assert len(said) == 1
@@ -142,7 +142,7 @@ def test_plans_for_other_frameworks(capsys: pytest.CaptureFixture[str], tmp_path
 
 
 def test_a_hugging_face_config_is_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of a folder or by its config.json; as it is or as a low-rank family of its shape; the file that is written can be run."""
+    """From a folder or its config.json, as is or as a low-rank family of the same shape; the written file can be run."""
     shape = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 8}
     content = {"model_type": "llama", **shape, "num_key_value_heads": 4, "vocab_size": 32000}
     content |= {"max_position_embeddings": 1024, "rms_norm_eps": 1e-5}

@@ -1,4 +1,4 @@
-"""The command line of `boost prepare`: what a user types, sees, and gets as an exit code."""
+"""The command line of `boost prepare`: arguments, output and exit codes."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from tests.data.token_formats import write_llm_c
 
 
 def boost(*argv):
-    """The exit code of `boost prepare ...`, through the command's own parser and the error line of `main`."""
+    """Exit code of `boost prepare ...`, including the command's own parser and error line."""
     parser = argparse.ArgumentParser(prog="boost")
     command.add_parser(parser.add_subparsers(required=True))
     try:

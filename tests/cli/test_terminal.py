@@ -1,4 +1,4 @@
-"""Results on a terminal of 60 columns: folded at words, never cut."""
+"""Results on a 60-column terminal: wrapped at words, never truncated."""
 
 import io
 import os

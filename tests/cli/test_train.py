@@ -34,7 +34,7 @@ def write_config(folder: Path, store: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def threads_as_a_user_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher says how many, as in the commands that are processes of their own."""
+    """The launcher sets the number of threads, as in commands that run in separate processes."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
@@ -65,12 +65,12 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def boost(*words: str | Path) -> tuple[int, str, str]:
-    """In a process of its own; `say` saves its start where nothing is asked of the process itself."""
+    """Runs in a separate process; use the faster `say` unless the test needs the process itself."""
     return finish(start(*words))
 
 
 def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
-    """Until metrics.jsonl has the line of `step`."""
+    """Waits until metrics.jsonl has `step`."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and process.poll() is None:
         if (run / "metrics.jsonl").exists() and any(m["step"] >= step for m in read_metrics(run / "metrics.jsonl")):
@@ -81,7 +81,7 @@ def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
 
 
 def until_unlocked(run: Path) -> None:
-    """Until the processes of a run that was killed are gone, which its launcher does not wait for."""
+    """Waits until the processes of a killed run are gone, which its launcher does not wait for."""
     deadline = time.monotonic() + LIMIT_S
     while True:
         try:
@@ -92,7 +92,7 @@ def until_unlocked(run: Path) -> None:
 
 
 def numbers(run: Path) -> list[tuple[object, ...]]:
-    """What must repeat to the bit: loss and gradient norm of every step, loss of every evaluation."""
+    """Numbers that must be bitwise reproducible: loss and gradient norm of every step, loss of every evaluation."""
     names = ("kind", "step", "loss", "gradient_norm", "heldout_loss", "lr", "tokens")
     lines = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] in ("step", "eval")]
     return [tuple(line.get(name) for name in names) for line in lines]
@@ -100,7 +100,7 @@ def numbers(run: Path) -> list[tuple[object, ...]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
-    """The run directory of a whole run."""
+    """The run directory of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     run = folder / "whole"
     code, out, err = boost("train", write_config(folder, store), "--run.dir", run)
@@ -162,7 +162,7 @@ def test_a_second_run_is_refused_and_sigterm_saves_and_loses_nothing(
 
 @pytest.mark.nightly
 def test_a_run_goes_from_one_mesh_to_another_by_flags_alone(config: Path, tmp_path: Path) -> None:
-    """Shared weights first, then a pipeline with TP: as one process does it."""
+    """Sharded weights first, then a pipeline with TP; matches one process."""
     words = ["train", config, "--model.layers", "4", "--train.save_every", "4"]
     words += [
         "--parallel.tp",
@@ -223,7 +223,7 @@ def test_evaluation_and_generation_do_not_depend_on_the_mesh(whole: Path, capfd:
 def test_a_file_size_limit_is_one_line_and_keeps_what_was_saved(
     config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As a disk that is full: the last save fails, the earlier one stays."""
+    """Emulates a full disk: the last save fails, and the earlier one stays."""
     run = tmp_path / "run"
     assert say(capfd, "train", config, "--run.dir", run, "--parallel.tp", 1, "--train.steps", 5)[0] == 0
     before = complete_checkpoints(run / "checkpoints")

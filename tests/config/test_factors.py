@@ -1,4 +1,4 @@
-"""Problems dealt out to processes: each has one owner, the busiest has little more than its share, and little is padding."""
+"""Problems distributed to processes: each has one owner, load is balanced, and padding is small."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,13 +38,13 @@ def test_equal_problems_go_round_in_turn() -> None:
 
 
 def test_an_expensive_problem_is_not_beside_others() -> None:
-    """In turn, the first process would have 8 + 1 of 11."""
+    """Dealt round-robin, the first process would have 8 + 1 of 11."""
     assert deal([8, 1, 1, 1], [1] * 4, 2).owners == (0, 1, 1, 1)
     shapes = [FactorShape(64, rank, None) for rank in (4, 12, 4, 4)]
     assert deal_grams(shapes, 2).owners == (1, 0, 1, 1)
 
 
 def test_few_problems_for_many_processes_are_summed() -> None:
-    """Of an all-gather's parts three quarters would be empty."""
+    """Otherwise, three quarters of the all-gather would be padding."""
     assert deal([1, 1], [10, 10], 8).kind == "all-reduce"
     assert deal([1, 1], [10, 10], 4).kind == "all-gather"

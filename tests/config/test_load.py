@@ -247,7 +247,8 @@ def test_presets_of_the_issue_exist() -> None:
 
 
 def test_loro_recipes_are_the_published_scripts() -> None:
-    """scripts/loro_c4 of repository mzf666/LORO-main: rate, K, warm-up, delay, steps; parameters as in its log and the paper."""
+    """scripts/loro_c4 of repository mzf666/LORO-main: learning rate, K, warm-up, delay, steps; parameters as in its log and
+    paper."""
     published = {
         "60m": (0.01, 500, 1000, 1000, 10_000, 42.77),
         "130m": (0.01, 500, 2000, 2000, 20_000, 94.00),
@@ -270,7 +271,7 @@ def test_defaults_follow_the_family() -> None:
 
 
 def test_ranks_of_single_linears(tmp_path: Path) -> None:
-    """The narrowest name counts; a bare dotted name, which TOML takes for tables in tables, is that name."""
+    """The most specific name wins; a bare dotted name, which TOML parses as nested tables, is that name."""
     file = tmp_path / "run.toml"
     file.write_text('[model.ranks]\nmlp = 96\nattn.q = 64\n"layers.3.attn.q" = 32\n')
     model = load(str(file), ["--model.ranks.attn.o", "48", "--model.ranks.layers.2.mlp.up=80"]).model

@@ -1,6 +1,6 @@
-"""Configurations that the previous release wrote, which said every field of every choice: they load to the same settings.
+"""Configurations written by the previous release, which listed every field of every choice, load to the same settings.
 
-The .toml files are resolved run files, the .json files what a checkpoint has under "config".
+The .toml files are resolved run files; the .json files are the "config" entry of checkpoints.
 """
 
 import json

@@ -1,8 +1,10 @@
-"""Sections of which one key selects the class: what is registered, what is listed, what another package can add."""
+"""Sections whose class is selected by one key: registration, listing, and additions by other packages."""
 
 import copy
 import pickle
 from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pytest
@@ -14,7 +16,7 @@ from boost.config.load import fields
 from boost.config.lr_schedules import Constant, Cosine, CosineRestarts
 from boost.config.optimizers import AdamWConfig, LOROConfig, MuonConfig
 from boost.config.schema import Config, ModelConfig, OptimConfig
-from boost.config.section import Natural, Section, Tagged
+from boost.config.section import PLUGINS, Natural, Section, Tagged, load_plugins
 from boost.errors import ConfigError
 from boost.optim.build import build_optimizer
 from boost.parallel.mesh import Mesh
@@ -22,7 +24,7 @@ from tests import toy
 
 
 class Layout(Tagged):
-    """A section like [parallel] with options of its layouts."""
+    """A section like [parallel], with layout-specific options."""
 
     key: ClassVar[str] = "parallel.layout"
     layout: str = "whole"
@@ -47,7 +49,7 @@ class Halves(Layout):
 
 
 class Holder(Section):
-    """A configuration with such a section."""
+    """A configuration that contains the section."""
 
     parallel: SerializeAsAny[Layout]
 
@@ -143,7 +145,7 @@ def test_every_key_says_which_choices_have_it() -> None:
 
 @pytest.fixture
 def outside() -> Iterator[None]:
-    """An optimizer and a family of another package, while a test runs."""
+    """Registers an optimizer and a family of another package during a test."""
 
     class Lion(OptimConfig):
         """The sign of the momentum."""
@@ -187,3 +189,32 @@ def test_a_class_of_another_package_is_a_choice_by_being_imported() -> None:
         load(None, ["--optim.lion_warmth", "9"])
     with pytest.raises(ConfigError, match="'lino' is not one of adamw, loro, muon, lion; did you mean 'lion'"):
         load(None, ["--optim.name", "lino"])
+
+
+PLUGIN = """
+from typing import Literal
+from boost.config.families import CoLAConfig
+
+class Narrow(CoLAConfig):
+    \"\"\"CoLA of another package.\"\"\"
+
+    family: Literal["narrow"] = "narrow"
+"""
+
+
+def test_the_modules_of_installed_packages_are_imported_for_an_unknown_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "narrow_plugin.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {PLUGINS: [metadata.EntryPoint("narrow", "narrow_plugin", PLUGINS)]}
+    monkeypatch.setattr(metadata, "entry_points", lambda group: found.get(group, []))
+    load_plugins.cache_clear()
+    try:
+        config = load("demo", ["--model.family", "narrow"])
+        assert type(config.model).__name__ == "Narrow" and isinstance(config.model, CoLAConfig)
+        with pytest.raises(ConfigError, match="narow"):
+            load("demo", ["--model.family", "narow"])
+    finally:
+        ModelConfig.choices.pop("narrow", None)
+        load_plugins.cache_clear()

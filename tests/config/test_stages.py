@@ -12,7 +12,7 @@ from boost.config.stages import Costs, balanced, costs, stages, stages_of
 
 
 def worst(parts: Costs, lengths: tuple[int, ...]) -> float:
-    """The most expensive stage of a split."""
+    """Cost of the most expensive stage of a split."""
     blocks = iter(parts.blocks)
     each = [sum(itertools.islice(blocks, length)) for length in lengths]
     each[0] += parts.embedding
@@ -39,12 +39,12 @@ def test_no_split_has_a_cheaper_worst_stage(parts: Costs, count: int) -> None:
 
 
 def test_of_equally_good_splits_the_evenest_is_taken() -> None:
-    """The head alone is the worst stage: what is left over is spread over the others."""
+    """The head alone is the most expensive stage; the rest is balanced over the others."""
     assert balanced(Costs(0.0, (1.0,) * 10, 20.0), 4) == (3, 3, 3, 1)
 
 
 def test_the_head_counts() -> None:
-    """A head of twelve blocks' cost, as in cola-60m: the last stage has one block."""
+    """A head that costs as much as twelve blocks, as in cola-60m: the last stage has one block."""
     assert stages(load("cola-60m", ["--parallel.pp", "2", "--parallel.tp", "1"]))[-1].layers == 1
     wide = load("boost-30b")
     assert [stage.layers for stage in stages(wide)] == [9, 9, 9, 9]

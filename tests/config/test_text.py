@@ -1,4 +1,4 @@
-"""Files and words of others: a line that says what is wrong, whatever they hold."""
+"""Untrusted files and strings: a one-line error for any content."""
 
 import contextlib
 import os

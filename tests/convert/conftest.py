@@ -1,4 +1,4 @@
-"""Modeling files that transformers copies to run them go to a folder of this session, not to the user's."""
+"""transformers copies modeling files to a temporary folder of this session, not to the user's cache."""
 
 import os
 import tempfile

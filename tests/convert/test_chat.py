@@ -1,4 +1,4 @@
-"""A chat model's tokenizer settings survive import, training and export; so does a tokenizer that transformers saved again."""
+"""A chat model's tokenizer settings survive import, training and export; so does a tokenizer re-saved by transformers."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ GENERATION = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id
 
 
 def chat_folder(path: Path, store: Path, templates: dict[str, str], layout: str) -> Path:
-    """A tiny chat model whose folder has its templates where `layout` says."""
+    """A tiny chat model whose folder stores its templates as `layout` says."""
     from tokenizers import AddedToken, Tokenizer
 
     tokenizer = Tokenizer.from_file(str(store / "tokenizer.json"))
@@ -71,13 +71,13 @@ def give(checkpoint: Path, out: Path) -> Path:
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    """What the folder says besides weights and card."""
+    """Files of the folder other than weights and model card."""
     names = [f for f in sorted(folder.rglob("*")) if f.suffix in (".json", ".jinja")]
     return {f.relative_to(folder).as_posix(): f.read_text() for f in names}
 
 
 def assert_chats(folder: Path, original: Path, templates: dict[str, str]) -> None:
-    """transformers reads the folder as it reads the original."""
+    """transformers applies chat templates as with the original folder."""
     transformers = pytest.importorskip("transformers")
     ours, theirs = (
         transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=True) for path in (folder, original)
@@ -118,7 +118,7 @@ def test_a_chat_model_comes_back(layout: str, templates: dict[str, str], tmp_pat
 
 @pytest.mark.slow
 def test_a_run_keeps_what_it_starts_from(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Through training, an interruption and another resume."""
+    """Preserved through training, an interruption and another resume."""
     source = chat_folder(tmp_path / "theirs", store, {"default": TEMPLATE}, "files")
     start, run = bring(source, tmp_path / "c"), tmp_path / "run"
     (tmp_path / "text").mkdir()

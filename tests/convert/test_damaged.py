@@ -1,4 +1,4 @@
-"""Folders of strangers: whatever a header says, one line names the file, and nothing is allocated for it."""
+"""Untrusted folders: for any header, a one-line error names the file, and nothing is allocated."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""What `boost export` writes is read by transformers, and is the same function."""
+"""transformers loads what `boost export` writes and computes the same function."""
 
 import copy
 import json
@@ -26,7 +26,7 @@ GB = 10**9
 
 @pytest.fixture(scope="module", params=CASES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, store: Path) -> tuple[Decoder, Any]:
-    """Our decoder, and what transformers makes of its export."""
+    """Our decoder, and the transformers model of its export."""
     model, merge, expected = CASES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     path = save(
@@ -177,7 +177,7 @@ def _save_on_mesh(folder: Path, tokenizer: Path) -> str:
 
 
 def test_a_checkpoint_of_two_processes_in_several_files(tmp_path: Path, store: Path) -> None:
-    """The parts of two processes become whole tensors, in files that are no larger than asked for."""
+    """Shards of two processes become whole tensors, in files no larger than requested."""
     tokenizer = store / "tokenizer.json"
     two = Path(run_distributed(2, _save_on_mesh, tmp_path / "two", tokenizer)[0])
     assert len(list((two / "tensors").glob("*.safetensors"))) == 2
@@ -240,7 +240,8 @@ POST_PROCESSORS: dict[str, tuple[dict[str, Any], int | None]] = {
 @pytest.mark.parametrize("kind", POST_PROCESSORS)
 @pytest.mark.parametrize("family", ["dense", "cola"])
 def test_a_prompt_is_encoded_as_generate_does(kind: str, family: str, tmp_path: Path, store: Path) -> None:
-    """Whatever the tokenizer's own post-processor adds: training knew none of it, and an end of text ends what follows."""
+    """As `boost generate`, for any post-processor of the tokenizer: training used none of it, and an end of text would end the
+    prompt."""
     from tokenizers import Tokenizer, processors
 
     from boost.convert.vocabulary import read_vocabulary

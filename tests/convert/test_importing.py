@@ -1,4 +1,4 @@
-"""What `boost import` takes: the same function, the same bytes, and one line for what it refuses."""
+"""`boost import`: the same function, the same bytes, and one-line errors."""
 
 import json
 import pickle
@@ -28,7 +28,7 @@ def bring(source: Path, out: Path, **choices: Any) -> Any:
 
 
 def there_and_back(source: Path, folder: Path, dtype: str | None = None) -> dict[str, Tensor]:
-    """Imported and exported again, with files of another size."""
+    """Imports and exports a folder, with a different shard size."""
     bring(source, folder / "imported")
     export(open_checkpoint(folder / "imported"), folder / "back", dtype, False, GB)
     return load_file(folder / "back" / "model.safetensors")
@@ -94,7 +94,7 @@ def official_cola(path: Path, only_lr_act: bool | None) -> dict[str, Tensor]:
 
 
 def cola_logits(w: dict[str, Tensor], tokens_S: Tensor, silu: bool) -> Tensor:
-    """Logits [S, V] of the official class' mathematics, written from its description in plain operations."""
+    """Logits [S, V] of the official class, written in plain operations from its description."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + LLAMA["rms_norm_eps"]).rsqrt() * w[f"{name}.weight"]
@@ -127,7 +127,7 @@ def cola_logits(w: dict[str, Tensor], tokens_S: Tensor, silu: bool) -> Tensor:
 @pytest.mark.parametrize(("only_lr_act", "silu"), [(True, False), (False, True), (None, False)])
 @pytest.mark.slow
 def test_an_official_cola_checkpoint(tmp_path: Path, only_lr_act: bool | None, silu: bool) -> None:
-    """The official class leaves SwiGLU's silu out unless only_lr_act is false; it is written explicitly on the way back."""
+    """The official class omits SwiGLU's silu unless only_lr_act is false; export writes it explicitly."""
     tensors = official_cola(tmp_path / "theirs", only_lr_act)
     assert_same(there_and_back(tmp_path / "theirs", tmp_path), tensors)
     decoder, _ = loaded(tmp_path / "imported")
@@ -139,7 +139,7 @@ def test_an_official_cola_checkpoint(tmp_path: Path, only_lr_act: bool | None, s
 
 
 def cola_m_name(name: str) -> str:
-    """Of a tensor of CoLA in a model of two blocks."""
+    """CoLA-M's name for a tensor of a two-block model."""
     parts = name.split(".")
     if parts[-1] not in ("cola_a", "cola_b"):
         return name
@@ -186,7 +186,7 @@ def test_our_own_exports_come_back_to_the_byte(case: str, tmp_path: Path, store:
 
 @pytest.mark.slow
 def test_what_transformers_saved_again_comes_in(tmp_path: Path, store: Path) -> None:
-    """After fine-tuning elsewhere, say: our fields are still there, in transformers' own form of config.json."""
+    """Such as after fine-tuning elsewhere: our fields are still there, in transformers' form of config.json."""
     transformers = pytest.importorskip("transformers")
     path = save(tmp_path / "c", toy.toy_config("float32", model=CASES["lax-tensor"][0]), store / "tokenizer.json")
     export(open_checkpoint(path), tmp_path / "first", None, True, GB)
@@ -203,7 +203,7 @@ def test_what_transformers_saved_again_comes_in(tmp_path: Path, store: Path) -> 
 
 @pytest.mark.parametrize("case", ["svd", "cola-ranks", "lax-tensor"])
 def test_exports_of_earlier_releases_come_in(case: str, tmp_path: Path, store: Path) -> None:
-    """Their factors were parameters A and B of the linear; now they are linears of their own."""
+    """Factors were parameters A and B of the linear; now they are separate linears."""
     model, merge, _ = CASES[case]
     path = save(tmp_path / "c", toy.toy_config("float32", model=model), store / "tokenizer.json")
     export(open_checkpoint(path), tmp_path / "now", None, merge, GB)

@@ -1,4 +1,4 @@
-"""Weights go through in a stream: a process never holds a model whole, only one output file of it and a tensor or two."""
+"""Import and export stream: a process never holds a whole model, only one output file and a tensor or two."""
 
 import json
 import subprocess
@@ -43,7 +43,7 @@ print(done.bytes, added, peak() - before)
 
 
 def added(way: str, small: Path, large: Path, folder: Path) -> tuple[int, int, int]:
-    """Bytes of the weights; bytes that their conversion added to a process's peak, in small files and in one."""
+    """Bytes of the weights, and bytes that conversion adds to a process's peak with small files and with one file."""
     words = [sys.executable, "-c", SCRIPT, small, large, way, folder, str(FILE_BYTES)]
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""`boost export --push` against a server of our own that answers as the Hub does."""
+"""`boost export --push` against a local server that emulates the Hub."""
 
 import base64
 import json
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The four calls of an upload; every file is small enough to be part of the commit."""
+    """The four requests of an upload; every file is small enough to be part of the commit."""
 
     created: list[dict[str, object]]
     files: dict[str, bytes]
@@ -81,7 +81,7 @@ def hub() -> Iterator[tuple[type[Hub], str]]:
 
 
 def export(path: Path, out: Path, endpoint: str, token: str | None, *words: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: huggingface_hub reads its environment when it is imported."""
+    """Runs in a separate process, because huggingface_hub reads its environment on import."""
     settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(out.parent / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
     settings |= {"HF_TOKEN": token} if token else {}
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))} | settings

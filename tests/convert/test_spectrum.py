@@ -1,4 +1,4 @@
-"""A low-rank start from dense weights: full rank is the dense model, and what less loses is what the report says."""
+"""Low-rank factors from dense weights: full rank equals the dense model, and the report gives the error of lower ranks."""
 
 import json
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_errors_are_the_tail_of_the_singular_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_ranks_by_energy_go_into_the_configuration(tmp_path: Path, store: Path, multiple: int) -> None:
-    """Also of a checkpoint of ours, whose tokenizer comes along."""
+    """Also for our own checkpoints, including the tokenizer."""
     config = toy.toy_config("float32", model={"family": "dense", "init_std": 0.3})
     path = save(tmp_path / "c", config, store / "tokenizer.json", fingerprint="f")
     factor(path, tmp_path / "svd", energy=0.9, multiple=multiple)

@@ -1,4 +1,4 @@
-"""transformers' own tensor parallelism shards what `boost export` writes: the same function in two processes, half the weights."""
+"""transformers' tensor parallelism shards what `boost export` writes: the same function on two processes, half the weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ SHARDED = {
 
 @dataclass
 class OnTwo:
-    """What one of two processes found."""
+    """The result of one of two processes."""
 
     logits: float
     """Relative error."""
@@ -108,7 +108,7 @@ def refused(folder: Path) -> str:
 
 
 def test_the_official_cola_format_declares_no_plan(tmp_path: Path, store: Path) -> None:
-    """transformers would shard cola_a before it transposes it: one line, and not other logits."""
+    """transformers would shard cola_a before it transposes it: a one-line error instead of wrong logits."""
     path = save(tmp_path / "c", toy.toy_config("float32", model=CASES["cola"][0]), store / "tokenizer.json")
     export(open_checkpoint(path), tmp_path / "out", None, True, GB)
     for message in run_distributed(2, refused, tmp_path / "out"):

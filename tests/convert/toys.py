@@ -1,4 +1,4 @@
-"""Tiny checkpoints and folders for tests of what goes in and out."""
+"""Tiny checkpoints and folders for tests of import and export."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
 def save(
     folder: Path, config: Config, tokenizer: Path, eos: int = 0, fingerprint: str = "t", bos: int | None = None
 ) -> Path:
-    """A checkpoint of an initialized model, from all processes of its mesh; norms and biases are no longer trivial."""
+    """Saves a checkpoint of an initialized model from all processes of its mesh, with nontrivial norms and biases."""
     decoder, mesh = toy.toy_decoder(config)
     with torch.no_grad():
         for name, value in toy.weights(decoder).items():
@@ -75,7 +75,7 @@ def save(
 
 
 def loaded(path: Path) -> tuple[Decoder, Checkpoint]:
-    """The model of a checkpoint in this process, and the checkpoint."""
+    """The model of a checkpoint on this process, and the checkpoint."""
     checkpoint = open_checkpoint(path)
     config = toy.single(checkpoint.config)
     mesh = toy.toy_mesh(config)
@@ -95,7 +95,7 @@ def all_logits(decoder: Decoder, tokens_BS: Tensor) -> Tensor:
 
 
 def llama_folder(path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Tensor]:
-    """A tiny LLaMA folder as transformers names it, with random weights, which are returned."""
+    """Writes a tiny LLaMA folder with transformers' names; returns its random weights."""
     config = {**LLAMA, **changes}
     d, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     kv = config["num_key_value_heads"] * d // config["num_attention_heads"]
@@ -116,7 +116,7 @@ def llama_folder(path: Path, dtype: torch.dtype = torch.float32, **changes: Any)
 
 
 def write_folder(path: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """config.json and model.safetensors."""
+    """Writes config.json and model.safetensors."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

@@ -412,7 +412,7 @@ def test_progress_passes_the_whole_input(corpus):
 
 
 def rewrite_unseen(file):
-    """Other content, same size and time, as a tool that restores times leaves it."""
+    """Different content with the same size and time, as left by tools that restore times."""
     about = file.stat()
     file.write_text(file.read_text().replace("words", "sword"))
     os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
@@ -464,7 +464,7 @@ def test_a_file_that_grows_while_it_is_read_is_noticed(corpus):
 
 
 def test_every_kind_of_bad_file_is_reported_and_nothing_is_lost_silently(corpus, monkeypatch):
-    """Documents and skips together account for every file, line and row."""
+    """Documents and skips account for every file, line and row."""
     from boost.data import json_text
 
     monkeypatch.setattr(json_text, "MAX_LINE_BYTES", 1000)

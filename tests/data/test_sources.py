@@ -1,4 +1,4 @@
-"""Sources: what is taken, and that everything which is not taken is in the report with its place and reason."""
+"""Sources: what is read; the report lists everything else with its location and reason."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ from tests.data.inputs import read, skips
 
 
 class Bomb:
-    """Leaves a file behind when it is unpickled."""
+    """Creates a file when unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -196,7 +196,7 @@ def test_documentation_has_signatures_and_no_addresses():
 
 @pytest.fixture
 def local_hub(tmp_path, monkeypatch):
-    """The real streaming of `datasets` from local JSON lines, where the name would be looked up on the hub."""
+    """Streams local JSON lines with the real `datasets`, in place of a dataset on the Hub."""
     import datasets
 
     calls = []

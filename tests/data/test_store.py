@@ -1,4 +1,4 @@
-"""The token store: what is written is what is read, and whatever is damaged says how to mend it."""
+"""The token store: data round-trips, and errors about damage say how to repair it."""
 
 import json
 import math
@@ -61,7 +61,7 @@ def test_arrays_are_read_when_asked_for(store):
 
 
 def test_a_file_that_is_truncated_or_replaced_while_it_is_read(store):
-    """A memory map would end the process with SIGBUS."""
+    """A memory map would kill the process with SIGBUS."""
     split = store.split("train")
     file = store.path / "train.tokens"
     before = split.window(0, split.n_tokens)

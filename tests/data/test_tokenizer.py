@@ -1,4 +1,4 @@
-"""Tokenizers: trained the same every time, loading any Hugging Face file without its habits of cutting and adding."""
+"""Tokenizers: training is deterministic, and any Hugging Face file loads without its truncation and added tokens."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Damage of a token store is found before training, in whichever byte it is, and the file is named."""
+"""Damage to any byte of a token store is detected before training, and the file is named."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def store(made: Path, tmp_path: Path) -> TokenStore:
-    """A copy of its own, in blocks of which a file has several."""
+    """A separate copy with blocks small enough that a file has several."""
     path = shutil.copytree(made, tmp_path / "store")
     for file in path.iterdir():  # a file that is seconds old is not remembered
         os.utime(file, ns=(LONG_AGO, LONG_AGO))
@@ -47,7 +47,7 @@ def store(made: Path, tmp_path: Path) -> TokenStore:
 
 @pytest.fixture
 def old_store(store: TokenStore) -> TokenStore:
-    """As an earlier release wrote it: no digests but those of the tokens."""
+    """A store of an earlier release, which has no digest except that of the tokens."""
     file = store.path / "store.json"
     meta = json.loads(file.read_text())
     del meta["blocks"], meta["digest"]
@@ -69,7 +69,7 @@ def flip(file: Path, bit: int) -> None:
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_flipped_bit_is_found_and_its_file_named(store: TokenStore, file: str, data: Any) -> None:
-    """Also where the store was found intact a moment ago."""
+    """Even if the store was verified a moment ago."""
     open_and_verify(store.path)
     bit = data.draw(st.integers(0, (store.path / file).stat().st_size * 8 - 1))
     flip(store.path / file, bit)
@@ -84,7 +84,7 @@ def test_any_flipped_bit_is_found_and_its_file_named(store: TokenStore, file: st
 
 @pytest.mark.parametrize("name", ["blocks", "digest"])
 def test_a_damaged_name_does_not_make_it_a_store_of_an_earlier_release(store: TokenStore, name: str) -> None:
-    """Those have neither."""
+    """Stores of earlier releases have neither key; a store with a damaged key must not pass for one."""
     file = store.path / "store.json"
     flip(file, 8 * (file.read_bytes().rindex(f'"{name}"'.encode()) + 1))
     with pytest.raises(DataError, match=r"store\.json"):
@@ -108,7 +108,7 @@ def truncated(path: Path) -> None:
 
 
 def replaced(path: Path) -> None:
-    """By tokens that are as many and as large."""
+    """Replaced by as many tokens of the same size."""
     tokens = np.fromfile(path / "train.tokens", dtype="<u2")
     tokens[::-1].tofile(path / "train.tokens")
 
@@ -208,7 +208,7 @@ def test_a_store_that_is_written_while_it_is_verified(store: TokenStore) -> None
 
 
 def test_samples_find_what_changed_under_a_run(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block is drawn at some time; here there is one."""
+    """Every block is sampled eventually; here there is one."""
     split = store.split("train")
     verify.recheck(store, split, "0/0")
     about = os.stat(store.path / "train.tokens")

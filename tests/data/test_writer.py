@@ -1,4 +1,4 @@
-"""How a store appears under its name: whole, or the one before it, whenever the process is killed."""
+"""A store appears under its name complete, or the previous one stays, whenever the process is killed."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def content(store: Path) -> str:
-    """Which store this is, found intact."""
+    """The content of the store, after verification."""
     opened = TokenStore.open(store)
     verify(opened)
     return opened.content("train")
@@ -45,7 +45,7 @@ def replace(store: Path, by: Path) -> None:
 
 
 def killed_at(event: int, action: Callable[[], None]) -> bool:
-    """Whether a child that makes `action` was killed at its n-th file-system event; else it came to its end."""
+    """Whether a child that runs `action` was killed at its n-th file-system event; otherwise it finished."""
     child = os.fork()
     if child == 0:
         left = [event]

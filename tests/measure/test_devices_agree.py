@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from boost.measure.exactness import TrainedModel, errors_of
+from boost.measure.exactness import TrainedModel, relative_errors
 from boost.models import kernels
 from boost.parallel.mesh import Mesh
 from tests import toy
@@ -51,7 +51,7 @@ def test_a_gpu_trains_what_a_cpu_does(family: str, isolate: bool, dtype: str, co
         finally:
             kernels.use("eager")
         found.model.to(toy.CPU)
-        errors = errors_of(on_cpu(found), expected)
+        errors = relative_errors(on_cpu(found), expected)
         assert max(errors["loss and norm"], errors["first gradients"]) <= LIMITS[dtype], (policy, errors)
 
 

@@ -42,7 +42,7 @@ GROUPINGS = [(name, True) for name in FAMILIES] + [(name, False) for name in ("d
 
 
 def make(name: str, grouping: bool = True) -> tuple[Config, Decoder, Reference]:
-    """Three blocks, so that latents are passed on twice. No vector is all ones or zeros, which would hide a missing one."""
+    """Three blocks, so latents are passed on twice. No vector is all ones or zeros, which would hide a missing one."""
     model, reference = FAMILIES[name]
     config = toy.toy_config(
         model={"layers": 3, "norm_eps": 1e-3, "rope_theta": 50.0, **model},

@@ -1,4 +1,4 @@
-"""`boost.nn.Decoder` is the decoder of a run: the same weights, loss and gradients, in modules of their own, under every layout."""
+"""`boost.nn.Decoder` matches the trainer's decoder under every layout: same weights, loss and gradients, in separate modules."""
 
 import copy
 import itertools

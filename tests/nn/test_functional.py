@@ -1,4 +1,4 @@
-"""BTP as functions: a sublayer of one's own is the same on one process and on several, with two all-reduces in each direction."""
+"""BTP as functions: a custom sublayer is the same on one process and on several, with two all-reduces in each direction."""
 
 import pytest
 import torch

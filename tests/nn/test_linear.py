@@ -1,4 +1,4 @@
-"""`LowRankLinear` by itself."""
+"""`LowRankLinear` on its own."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Attention, MLP and blocks by themselves, on a residual stream in the shape that each layout gives it."""
+"""Attention, MLP and blocks on their own, with the residual stream sharded as each layout does."""
 
 from typing import Any
 

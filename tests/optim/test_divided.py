@@ -24,7 +24,7 @@ from boost.parallel.recoverable import Membership, RecoverableGroup
 from boost.plan.collectives import step_collectives
 from tests import toy
 from tests.distributed import run_distributed
-from tests.trained import errors_of
+from tests.trained import relative_errors
 
 
 def config_of(dp: int, shard: str = "optimizer") -> Config:
@@ -48,7 +48,7 @@ class Replicas:
         self.mesh = waiting_mesh(Replica(toy.CPU, {}))
         self.membership = Membership(-1)
 
-    def become(self, *ranks: int) -> None:
+    def update_from(self, *ranks: int) -> None:
         """Changes the members. All processes call this; those not named leave."""
         self.membership.leave()
         self.number += 1
@@ -56,7 +56,7 @@ class Replicas:
         if dist.get_rank() in ranks:
             decision = Decision(self.number, tuple(map(member, ranks)))
             replica = Replica(toy.CPU, {})
-            self.mesh.become(join_members(replica, decision, member(dist.get_rank()), self.store, self.membership))
+            self.mesh.update_from(join_members(replica, decision, member(dist.get_rank()), self.store, self.membership))
 
 
 def gradients(params: list[FusedParam], step: int) -> None:
@@ -87,24 +87,24 @@ def comes_and_goes(config: Config, folder: Path) -> list[list[tuple[Tensor, Tens
     """(first moments held, weights) after each step, for steps with these replicas; one of them rejoins with different weights."""
     rank, replicas, seen = dist.get_rank(), Replicas(folder), []
     memberships = ((0, 1, 2, 3), (0, 1, 2, 3), (0, 2, 3), (0, 2), (0, 2, 1), (2, 1), (1,))
-    replicas.become(*memberships[0])
+    replicas.update_from(*memberships[0])
     params = model_of(config)
     optimizer = build_optimizer(params, config, replicas.mesh)
     assert isinstance(optimizer, DividedAdamW)
     for step, ranks in enumerate(memberships):
         if step and ranks != memberships[step - 1]:
-            replicas.become(*ranks)
+            replicas.update_from(*ranks)
             if step == 4:
                 if rank == 1:
                     params = model_of(config)
                     optimizer = build_optimizer(params, config, replace(replicas.mesh, members=()))
                     optimizer._mesh = replicas.mesh  # type: ignore[attr-defined]
-                    optimizer.take_facts({"updates": step, "division": ["0.0", "2.0"]})
+                    optimizer.load_transfer_info({"updates": step, "division": ["0.0", "2.0"]})
                 if rank in ranks:
                     for fused in params:
                         dist.broadcast(fused.tensor.detach(), group=replicas.mesh.dp.group, group_src=0)
-                    optimizer.hand_over(replicas.mesh, 0, rank == 1)
-                    optimizer.settle()
+                    optimizer.transfer(replicas.mesh, 0, rank == 1)
+                    optimizer.commit_transfer()
         if rank in ranks:
             gradients(params, step)
             optimizer.step(step, 1e-2)
@@ -138,9 +138,9 @@ def test_replicas_come_and_go_and_the_update_is_that_of_adamw(tmp_path: Path) ->
 def counted(config: Config, folder: Path) -> tuple[Counter[tuple[str, int, str]], dict[str, float]]:
     """Collectives of a step between replicas, and relative errors of the two steps before it."""
     replicas, found = Replicas(folder), Counter[tuple[str, int, str]]()
-    replicas.become(0, 1)
+    replicas.update_from(0, 1)
     trained = TrainedModel(config, replicas.mesh)
-    errors = errors_of(trained, 2)
+    errors = relative_errors(trained, 2)
     usual = RecoverableGroup._start
 
     def start(self: RecoverableGroup, what: str, tensors: Any, begin: Any) -> Any:

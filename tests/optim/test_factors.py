@@ -20,7 +20,7 @@ from boost.plan.optimizer import iterations, optimizer_collectives
 from boost.plan.step import step_work
 from tests import toy
 from tests.distributed import run_distributed
-from tests.trained import Trained, errors_of
+from tests.trained import Trained, relative_errors
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,7 @@ def run(config: Config) -> tuple[dict[str, float], list[Collective], list[Collec
         if s.placement.dim is None and s.shard is None
     }
     table = optimizer_collectives(config, trained.mesh.pp.rank)
-    return errors_of(trained, STEPS), counter.collectives, table, whole
+    return relative_errors(trained, STEPS), counter.collectives, table, whole
 
 
 def check(config: Config, function: Any = run) -> None:

@@ -1,4 +1,4 @@
-"""Muon on one process: the function of torch.optim.Muon on each whole factor, without its bf16."""
+"""Muon on one process matches torch.optim.Muon on each whole factor, without its bf16."""
 
 from typing import Any
 

@@ -16,7 +16,7 @@ from boost.parallel.context_axis import ContextAxis
 from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import GROUPING, LAYOUTS, LOCAL, Row, config_of, family_of, ids, pairwise
-from tests.trained import Trained, compare, errors_of, keeps_table
+from tests.trained import Trained, compare, matches_table, relative_errors
 
 SIZES = ((1, 2, 8), (1, 2, 2), (1, 4, 8), (1, 4, 1), (2, 2, 8), (2, 2, 1))
 """(TP, CP, key/value heads) with 8 heads: some exchange heads, some gather keys."""
@@ -56,7 +56,7 @@ def configured(row: Row) -> Config:
 def compare_with_single(config: Config) -> dict[str, float]:
     """Relative errors of this process against the whole model on one process, and whether collectives match the table."""
     actual = Trained(config, 3)
-    return {"table": 0.0 if keeps_table(config, actual.collectives()) else 1.0, **errors_of(actual, 3)}
+    return {"table": 0.0 if matches_table(config, actual.collectives()) else 1.0, **relative_errors(actual, 3)}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[ids([(row,)])[0] for row in ROWS])

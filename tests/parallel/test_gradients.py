@@ -17,7 +17,7 @@ from boost.parallel.gradients import GradientReducer
 from boost.plan.collectives import step_collectives
 from tests import toy
 from tests.distributed import run_distributed
-from tests.trained import Trained, errors_of
+from tests.trained import Trained, relative_errors
 
 CONFIG = toy.toy_config(model={"family": "cola"}, parallel={"layout": "btp-sp", "tp": 2, "dp": 2})
 
@@ -125,7 +125,7 @@ REDUCED = [
 def compare_with_one_process(config: Config) -> dict[str, float]:
     actual = Trained(config, 1)
     sent, table = (Counter(c.on_the_wire for c in side) for side in (actual.collectives(), step_collectives(config)))
-    return {"table": 0.0 if sent == table else 1.0, **errors_of(actual, 1)}
+    return {"table": 0.0 if sent == table else 1.0, **relative_errors(actual, 1)}
 
 
 @pytest.mark.parametrize("parallel", REDUCED, ids=str)

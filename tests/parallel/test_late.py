@@ -1,5 +1,5 @@
-"""Training on groups that are as lazy as NCCL: no result is used before it is waited for, no buffer is written before it is
-sent, and all processes of a group issue the same collectives in the same order."""
+"""Training on groups that complete asynchronously, as NCCL's do: no result is used before it is waited for, no buffer is written
+before it is sent, and all processes of a group issue the same collectives in the same order."""
 
 import os
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from boost.config import Config, load
-from boost.measure.exactness import TrainedModel, keeps_table
+from boost.measure.exactness import TrainedModel, matches_table
 from boost.measure.verify import layouts
 from boost.measure.verify.layouts import Row, judged, rows, run_row
 from boost.parallel import collectives
 from boost.parallel.mesh import Axis, Mesh
 from tests import late, toy
 from tests.distributed import run_distributed
-from tests.trained import errors_of
+from tests.trained import relative_errors
 
 pytestmark = pytest.mark.slow
 
@@ -42,14 +42,14 @@ Outcome = tuple[Any, list[str], dict[str, list[tuple[Any, ...]]]]
 
 
 def trained_late(family: str, row: Row) -> Outcome:
-    """Results of a row, collectives that nobody waited for, and the collectives of each group. fully_shard and torch's
+    """Results of a row, collectives that were never waited for, and the collectives of each group. fully_shard and torch's
     pipelines call Python process groups directly, so theirs cannot be counted."""
 
     def keeps(config: Config, *rest: Any) -> bool:
-        return config.parallel.sharded or config.parallel.pp > 1 or keeps_table(config, *rest)
+        return config.parallel.sharded or config.parallel.pp > 1 or matches_table(config, *rest)
 
     with late.late_groups(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layouts, "keeps_table", keeps)
+        patch.setattr(layouts, "matches_table", keeps)
         found = run_row(MODELS[family], row, toy.mesh(1, PROCESSES))
         return found, late.never_waited(), dict(late.orders)
 
@@ -74,7 +74,7 @@ def optimized_late(sections: dict[str, Any]) -> Outcome:
     with late.late_groups():
         config = toy.toy_config("float64", **sections)
         found = TrainedModel(config, toy.toy_mesh(config), 2)
-        return max(errors_of(found, 2).values()), late.never_waited(), dict(late.orders)
+        return max(relative_errors(found, 2).values()), late.never_waited(), dict(late.orders)
 
 
 OPTIMIZED: list[dict[str, Any]] = [
@@ -97,7 +97,7 @@ DEVICE = torch.device(os.environ.get("BOOST_TEST_DEVICE", "cuda"))
 
 def shared_gpu(family: str, row: Row) -> Outcome:
     with late.late_groups(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layouts, "keeps_table", lambda *_: True)
+        patch.setattr(layouts, "matches_table", lambda *_: True)
         found = run_row(MODELS[family], row, Mesh(DEVICE, size=PROCESSES, rank=dist.get_rank()))
         return found, late.never_waited(), dict(late.orders)
 

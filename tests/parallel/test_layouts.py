@@ -28,7 +28,7 @@ from tests.matrices import (
     pairwise,
     suits,
 )
-from tests.trained import Trained, errors_of, keeps_table
+from tests.trained import Trained, matches_table, relative_errors
 
 HEADS = ((2, 8), (2, 1), (4, 8), (4, 4), (4, 2), (4, 1))
 """(TP size, key/value heads) with 8 heads: as many key/value heads as heads, as many as processes, fewer, and one."""
@@ -107,7 +107,7 @@ EVERY = [*CELLS, *TP_8, *CROSSING, *RANKS]
 def compare_with_single(config: Config) -> dict[str, float]:
     """Relative errors of this process against the whole model on one process, and whether collectives match the table."""
     actual = Trained(config, 3)
-    return {"table": 0.0 if keeps_table(config, actual.collectives()) else 1.0, **errors_of(actual, 3)}
+    return {"table": 0.0 if matches_table(config, actual.collectives()) else 1.0, **relative_errors(actual, 3)}
 
 
 @pytest.mark.parametrize(("model", "parallel"), EVERY, ids=ids(EVERY))
@@ -215,7 +215,7 @@ def test_a_layout_in_bfloat16_is_about_as_exact_as_one_process(model: dict[str, 
 
 
 def tables_are_kept(config: Config) -> bool:
-    return keeps_table(config, Trained(config, 0).collectives())
+    return matches_table(config, Trained(config, 0).collectives())
 
 
 @pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))

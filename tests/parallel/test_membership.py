@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from boost.errors import StoppedError, TrainingError
 from boost.parallel.membership import (
     DEAD,
+    SILENT,
     Coordinator,
     Decision,
+    ExcludedError,
     Member,
-    PutOutError,
     Report,
     deal,
     share,
@@ -53,12 +54,13 @@ def everyone(what: Callable[[int], Any], who: Iterable[int]) -> dict[int, Any]:
 
 
 def agree(
-    store: dist.Store, reports: dict[int, Report], before: Decision = FOUNDED, silent: Any = ()
+    store: dist.Store, reports: dict[int, Report], before: Decision = FOUNDED, silent: Any = (), restarted: Any = ()
 ) -> dict[int, Any]:
     """Outcomes for members that report at the same time."""
 
     def one(replica: int) -> Decision:
-        coordinator = Coordinator(store, 4, 1, lambda member: member.replica in silent)
+        status = {**dict.fromkeys(silent, SILENT), **dict.fromkeys(restarted, DEAD)}
+        coordinator = Coordinator(store, 4, 1, lambda member: status.get(member.replica, ""))
         return coordinator.agree(before, MEMBERS[replica], 0, reports[replica])
 
     return everyone(one, reports)
@@ -69,18 +71,18 @@ def test_a_run_begins_when_all_replicas_are_there() -> None:
 
     def found(number: int) -> Decision | None:
         replica, process = divmod(number, 2)
-        return Coordinator(store, 3, 2).found(MEMBERS[replica], process, 60, lambda: None)
+        return Coordinator(store, 3, 2).form_first(MEMBERS[replica], process, 60, lambda: None)
 
     decisions = everyone(found, range(6))
     assert set(decisions) == set(range(6))
     assert {each.members for each in decisions.values()} == {MEMBERS[:3]}
-    back = Coordinator(store, 3, 2).found(Member(1, "1.1"), 0, 60, lambda: None)
+    back = Coordinator(store, 3, 2).form_first(Member(1, "1.1"), 0, 60, lambda: None)
     assert back is None, "whoever starts later comes back"
 
 
 def test_a_replica_that_does_not_start_is_named() -> None:
     with pytest.raises(TrainingError, match=r"replica 1 of 2 did not start within run\.startup_timeout_s = 0\.05"):
-        Coordinator(dist.HashStore(), 2, 1).found(MEMBERS[0], 0, 0.05, lambda: None)
+        Coordinator(dist.HashStore(), 2, 1).form_first(MEMBERS[0], 0, 0.05, lambda: None)
 
 
 def test_a_stop_signal_ends_the_wait() -> None:
@@ -88,11 +90,11 @@ def test_a_stop_signal_ends_the_wait() -> None:
         raise StoppedError("SIGTERM")
 
     with pytest.raises(StoppedError):
-        Coordinator(dist.HashStore(), 2, 1).found(MEMBERS[0], 0, 60, stop)
+        Coordinator(dist.HashStore(), 2, 1).form_first(MEMBERS[0], 0, 60, stop)
 
 
 def test_a_dead_member_is_dropped_and_a_late_one_gets_the_result(store: dist.Store) -> None:
-    Coordinator(store, 4, 1).put_out("1.0", DEAD, "SIGKILL")
+    Coordinator(store, 4, 1).exclude("1.0", DEAD, "SIGKILL")
     ahead, behind = Report(8, [1.5, 2.0], (0, 1)), Report(7, "of 6", (2, 3))
     found = agree(store, {0: behind, 2: ahead, 3: behind})
     (decision,) = {str(each): each for each in found.values()}.values()
@@ -109,7 +111,7 @@ def test_no_decision_before_every_possibly_alive_member_reported(store: dist.Sto
     waiting.start()
     time.sleep(0.3)
     assert not store.check(["decision/1"])
-    Coordinator(store, 4, 1).put_out("3.0", DEAD, "SIGKILL")
+    Coordinator(store, 4, 1).exclude("3.0", DEAD, "SIGKILL")
     found = agree(store, {1: Report(3), 2: Report(3)})
     waiting.join(60)
     assert found[1].members == MEMBERS[:3] and not waiting.is_alive()
@@ -130,7 +132,7 @@ def test_a_minority_stops_but_the_dead_do_not_vote(
     store: dist.Store, dead: tuple[int, ...], silent: tuple[int, ...], goes_on: bool
 ) -> None:
     for replica in dead:
-        Coordinator(store, 4, 1).put_out(f"{replica}.0", DEAD, "SIGKILL")
+        Coordinator(store, 4, 1).exclude(f"{replica}.0", DEAD, "SIGKILL")
     here = [replica for replica in range(4) if replica not in (*dead, *silent)]
     found = agree(store, {replica: Report(5) for replica in here}, silent=silent)
     for outcome in found.values():
@@ -138,6 +140,18 @@ def test_a_minority_stops_but_the_dead_do_not_vote(
             assert [member.replica for member in outcome.members] == here
         else:
             assert isinstance(outcome, TrainingError) and "not a majority" in str(outcome)
+
+
+def test_a_silent_member_has_no_vote_once_it_is_restarted(store: dist.Store) -> None:
+    for replica in (1, 2, 3):
+        Coordinator(store, 4, 1).exclude(f"{replica}.0", SILENT, "does not answer")
+    decision = agree(store, {0: Report(5)}, restarted=(1, 2))[0]
+    assert decision.members == MEMBERS[:1]
+    assert decision.lost == {
+        "1.0": "dead: was restarted",
+        "2.0": "dead: was restarted",
+        "3.0": "silent: does not answer",
+    }
 
 
 def test_there_is_one_history_no_matter_who_decides_first(store: dist.Store) -> None:
@@ -150,43 +164,43 @@ def test_there_is_one_history_no_matter_who_decides_first(store: dist.Store) -> 
     going_on = [outcome for outcome in outcomes if isinstance(outcome, Decision)]
     assert len({each.members for each in going_on}) == 1
     assert len(going_on) == len(going_on[0].members)
-    assert all(isinstance(each, PutOutError) for each in outcomes if not isinstance(each, Decision))
+    assert all(isinstance(each, ExcludedError) for each in outcomes if not isinstance(each, Decision))
 
 
 def test_a_silent_member_that_wakes_up_is_out(store: dist.Store) -> None:
     agree(store, {0: Report(5), 1: Report(5), 2: Report(5)}, silent=(3,))
-    with pytest.raises(PutOutError, match="silent: does not answer"):
+    with pytest.raises(ExcludedError, match="silent: does not answer"):
         Coordinator(store, 4, 1).agree(FOUNDED, MEMBERS[3], 0, Report(5))
 
 
 def test_a_last_member_without_weights_cannot_continue(store: dist.Store) -> None:
     for replica in (0, 1, 2):
-        Coordinator(store, 4, 1).put_out(f"{replica}.0", DEAD, "SIGKILL")
+        Coordinator(store, 4, 1).exclude(f"{replica}.0", DEAD, "SIGKILL")
     found = agree(store, {3: Report(5, has_state=False)})
     assert "no replica with weights is left" in str(found[3])
 
 
 def test_a_replica_joins_once_all_admit_it(store: dist.Store) -> None:
-    Coordinator(store, 4, 1).put_out("1.0", DEAD, "SIGKILL")
+    Coordinator(store, 4, 1).exclude("1.0", DEAD, "SIGKILL")
     three = agree(store, {replica: Report(5) for replica in (0, 2, 3)})[0]
     back, coordinator = Member(1, "1.1"), Coordinator(store, 4, 1)
-    assert not coordinator.someone_waits(three)
+    assert not coordinator.has_waiting(three)
     coordinator.announce(Member(1, "1.gone"))
-    coordinator.put_out("1.gone", DEAD, "SIGKILL")
+    coordinator.exclude("1.gone", DEAD, "SIGKILL")
     coordinator.announce(back)
-    assert coordinator.someone_waits(three)
+    assert coordinator.has_waiting(three)
     some = agree(store, {0: Report(6, admits=True), 2: Report(6), 3: Report(6, admits=True)}, three)[0]
-    assert some.joined == () and coordinator.someone_waits(some)
+    assert some.joined == () and coordinator.has_waiting(some)
     assert coordinator.admitted(back, 0) is None
     every = agree(store, {replica: Report(6, admits=True) for replica in (0, 2, 3)}, some)[0]
     assert every.members == (MEMBERS[0], MEMBERS[2], MEMBERS[3], back), "the oldest first"
-    assert every.joined == ("1.1",) and not coordinator.someone_waits(every)
+    assert every.joined == ("1.1",) and not coordinator.has_waiting(every)
     assert coordinator.admitted(back, 0) == every
 
 
 def test_a_membership_ends_if_a_member_dies_before_connecting(store: dist.Store) -> None:
     coordinator = Coordinator(store, 4, 1)
-    coordinator.put_out("2.0", DEAD, "SIGKILL")
+    coordinator.exclude("2.0", DEAD, "SIGKILL")
     with pytest.raises(PeersLostError):
         coordinator.wait_until_ready(FOUNDED, MEMBERS[0], 0)
     assert coordinator.is_over(0)

@@ -36,7 +36,7 @@ from tests.matrices import (
     suits,
 )
 from tests.plan.toys import hardware
-from tests.trained import Trained, compare, errors_of, keeps_table
+from tests.trained import Trained, compare, matches_table, relative_errors
 
 HALVES = {"overlap": "halves"}
 
@@ -72,7 +72,7 @@ CELLS = [
 def compare_with_single(config: Config) -> dict[str, float]:
     """Same as for a layout without overlap."""
     actual = Trained(config, 2)
-    return {"table": 0.0 if keeps_table(config, actual.collectives()) else 1.0, **errors_of(actual, 2)}
+    return {"table": 0.0 if matches_table(config, actual.collectives()) else 1.0, **relative_errors(actual, 2)}
 
 
 def compare_compiled_with_single(config: Config) -> dict[str, float]:

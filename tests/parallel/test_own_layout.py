@@ -27,7 +27,7 @@ from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import memory_config
 from tests.plan.toys import base, hardware
-from tests.trained import Trained, errors_of, keeps_table
+from tests.trained import Trained, matches_table, relative_errors
 
 NAME = "btp-rsag"
 PACKAGE = Path(__file__).parents[2] / "examples" / "own_layout"
@@ -53,7 +53,7 @@ def trains(sections: dict[str, Any]) -> dict[str, float]:
     register()
     config = toy.toy_config("float64", **sections)
     actual = Trained(config, 3)
-    return {"table": 0.0 if keeps_table(config, actual.collectives()) else 1.0, **errors_of(actual, 3)}
+    return {"table": 0.0 if matches_table(config, actual.collectives()) else 1.0, **relative_errors(actual, 3)}
 
 
 @pytest.mark.parametrize("model", [{"family": "cola"}, {"family": "lax", "gate": "dense"}], ids=str)

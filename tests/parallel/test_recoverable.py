@@ -1,6 +1,8 @@
 """Groups across replicas that can be abandoned: no process waits for a lost one."""
 
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from boost.config.schema import ParallelConfig
 from boost.models.fused import FusedParam, fused_params
 from boost.parallel.collectives import all_reduce
 from boost.parallel.gradients import GradientReducer
-from boost.parallel.members import place_of, replica_size
+from boost.parallel.members import replica_of_rank, replica_size
 from boost.parallel.mesh import Axis, Mesh
 from boost.parallel.recoverable import Membership, PeersLostError, RecoverableGroup, has_abandoned
 from tests import toy
@@ -46,7 +48,7 @@ def test_collectives_are_those_of_any_group(tmp_path: Path) -> None:
 
 
 def one_stays_away(path: Path) -> list[Any]:
-    """Rank 1 skips the second sum. The others are told and continue without it."""
+    """Rank 1 skips the second sum. The others are notified and continue without it."""
     rank, said = dist.get_rank(), list[str]()
     membership = Membership(0, said.append)
     group = group_of(path, rank, 3, membership)
@@ -72,6 +74,38 @@ def one_stays_away(path: Path) -> list[Any]:
 def test_a_wait_ends_with_the_membership(tmp_path: Path) -> None:
     left, absent, right = run_distributed(3, one_stays_away, tmp_path / "store")
     assert left == right == [3.0, True, 2.0] and absent == [3.0]
+
+
+def gloo_threads() -> int:
+    """Number of gloo's event loops in this process."""
+    return sum(path.read_text().startswith("gloo_tcp_loop") for path in Path("/proc/self/task").glob("*/comm"))
+
+
+def one_leaves(path: Path) -> tuple[int, int]:
+    """Rank 0 waits for a sum that rank 1 never enters, and abandons it; then rank 1 leaves."""
+    rank, membership = dist.get_rank(), Membership(0)
+    before = gloo_threads()
+    group = group_of(path, rank, 2, membership)
+    connected = gloo_threads()
+    if rank == 0:
+        threading.Timer(0.5, membership.end).start()
+        with pytest.raises(PeersLostError):
+            all_reduce(torch.ones(1000), Axis(rank, 2, group, recoverable=True))
+    else:
+        membership.over.wait(1.5)
+    membership.leave()
+    deadline = time.monotonic() + 60
+    while has_abandoned() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with pytest.raises(PeersLostError):
+        group.allreduce([torch.ones(1)]).wait()
+    return connected - before, gloo_threads() - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_group_that_is_left_is_disconnected(tmp_path: Path) -> None:
+    """An open connection would cost a thread that spins, and the others would wait for their timeout."""
+    assert run_distributed(2, one_leaves, tmp_path / "store") == [(1, 0)] * 2
 
 
 class CompletesLate:
@@ -129,20 +163,20 @@ def taken_back(path: Path) -> list[list[float]]:
     mesh = Mesh(toy.CPU, {"dp": axis}, axis, rank, 2, world=axis)
     model, _ = toy.toy_decoder(toy.toy_config())
     params = list(fused_params(model))
-    reducer = GradientReducer(params, mesh, torch.float64, keeps=True)
+    reducer = GradientReducer(params, mesh, torch.float64, keep_local=True)
     found = []
     for _ in range(2):
         reducer.begin()
         _own_gradients(params, rank)
         reducer.finish()
-        reducer.again()
+        reducer.restore_local()
         mine = [float(each.parameter.grad.sum()) for each in params if each.parameter.grad is not None]
         _add(params, 1.0)
         reducer.finish()
         sums = [float(each.tensor.grad.flatten()[0]) for each in params if each.tensor.grad is not None]
         found.append([min(sums), max(sums), min(mine) / max(mine) if rank else 1.0])
     alone = Mesh(toy.CPU)
-    reducer.again()
+    reducer.restore_local()
     reducer.rejoin(alone)
     reducer.finish()
     found.append([float(each.tensor.grad.flatten()[0]) for each in params if each.tensor.grad is not None][:1])
@@ -173,7 +207,7 @@ def test_sums_are_discarded_and_recomputed(tmp_path: Path) -> None:
 )
 def test_every_process_has_one_place_in_one_replica(sizes: dict[str, int]) -> None:
     parallel = ParallelConfig.model_validate({"tp": 1, **sizes})
-    places = [place_of(parallel, rank) for rank in range(parallel.world_size)]
+    places = [replica_of_rank(parallel, rank) for rank in range(parallel.world_size)]
     assert sorted(places) == [(r, p) for r in range(parallel.dp) for p in range(replica_size(parallel))]
     if parallel.pp == 1:
         assert places == sorted(places), "processes of a replica are neighbors"

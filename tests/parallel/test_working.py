@@ -14,7 +14,7 @@ from boost.parallel.working import WorkingCopies
 from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import DENSE, LOW_RANK, Row, ids, policies
-from tests.trained import Trained, keeps_table
+from tests.trained import Trained, matches_table
 
 BF16 = {"compute_dtype": "bfloat16", "param_dtype": "float32", "micro_batch": 2}
 
@@ -179,7 +179,7 @@ def launched_during_backward(config: Config) -> tuple[int, int, bool]:
 
         trained.reducer.finish = at_the_end  # type: ignore[method-assign]
         counted = trained.collectives()
-        return launched[0], sum(len(queue.buckets) for queue in trained.reducer._queues), keeps_table(config, counted)
+        return launched[0], sum(len(queue.buckets) for queue in trained.reducer._queues), matches_table(config, counted)
     finally:
         traffic.BUCKET_BYTES = usual
 

@@ -32,9 +32,9 @@ def test_each_cell_is_the_fastest_of_its_case(rows: list[list[GpusCell]]) -> Non
 def test_ways_in_words(rows: list[list[GpusCell]]) -> None:
     """One sequence uses TP; many sequences use DP."""
     few, many = rows[0][-1], rows[-1][-1]
-    assert few.way.endswith("TP 4") and few.kind == few.way.split()[0]
-    assert (many.way, many.kind) == ("DP", "DP")
-    assert GpusCell(1, 2, None).way == GpusCell(1, 2, None).kind == ""
+    assert few.label.endswith("TP 4") and few.kind == few.label.split()[0]
+    assert (many.label, many.kind) == ("DP", "DP")
+    assert GpusCell(1, 2, None).label == GpusCell(1, 2, None).kind == ""
 
 
 def test_the_picture_has_every_cell(rows: list[list[GpusCell]]) -> None:

@@ -297,7 +297,7 @@ def test_the_profile_of_a_gpu(name: str, gigabytes: int, profile: str | None) ->
 
 @pytest.mark.parametrize("name", names())
 def test_peaks_of_profiles_and_of_training_are_one_table(name: str) -> None:
-    """No profile writes a peak of its own, and the one that it gets is that of MFU in training."""
+    """No profile sets its own peak; it gets the one used for MFU in training."""
     from boost.config.gpus import gpu_peaks
     from boost.plan.hardware import PROFILES
 

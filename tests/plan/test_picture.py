@@ -87,7 +87,7 @@ LAX = ("--model.family", "lax", "--model.gate", "tensor")
 
 
 def test_gated_latents() -> None:
-    """vanilla shards latents, so that gate and LayerNorm have collectives; the other layouts have none."""
+    """vanilla shards latents, so gate and LayerNorm have collectives; the other layouts have none."""
     cross = ["A of q, k, v", "=", "Gated latents", "B of q, k, v"]
     assert titles(inspected("vanilla", *LAX))[3:7] == titles(inspected("btp", *LAX))[2:6] == cross
     assert titles(inspected("btp-sp", *LAX))[2:6] == ["A of q, k, v", "Gated latents", "=", "B of q, k, v"]

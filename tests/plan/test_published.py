@@ -27,7 +27,7 @@ def test_every_ratio_of_the_five_rows(compared: list[Compared]) -> None:
 
 
 def test_seconds_are_near_without_a_pipeline_and_low_with_one(compared: list[Compared]) -> None:
-    """Not judged: the paper does not say its micro-batches, on which the bubble depends. But they do not run away."""
+    """Loose limits, because the paper does not state its micro-batches, which determine the bubble."""
     seconds = of("step", compared)
     assert len(seconds) == 3 * len(STEPS)
     for each in seconds:
@@ -57,7 +57,7 @@ def test_communication_times(compared: list[Compared]) -> None:
 
 
 def test_products(compared: list[Compared]) -> None:
-    """Attention as it is; the published MLP's are of four linears in time and utilization, and not of three."""
+    """Attention as is; the published MLP times and utilization correspond to four linears, not three."""
     times = {each.what: each for each in of("GEMM time", compared)}
     for way in GEMM_MS:
         assert abs(times[f"7B {way} attention"].off) <= 0.05
@@ -83,7 +83,7 @@ def test_what_is_judged_holds(compared: list[Compared]) -> None:
 
 
 def test_one_block_of_batch_4(compared: list[Compared]) -> None:
-    """Where the device and not the host sets the pace."""
+    """Where the device, not the host, is the bottleneck."""
     blocks = [each for each in of("one block", compared) if "batch 4" in each.what]
     assert len(blocks) == 2
     for each in blocks:
@@ -108,7 +108,8 @@ def test_other_hardware_is_found_out(wrong: Hardware) -> None:
 
 
 def test_the_papers_code_is_slower_than_ours() -> None:
-    """All by element-wise work, which is one kernel a piece here; BOOST most, also by what only it sends."""
+    """The differences are element-wise work, which is one kernel per operation here; BOOST's is largest, partly because of what
+    only it sends."""
     compared = Comparison(A100)
     for theirs, ours in zip(compared.steps(), compared.steps(as_published=False), strict=True):
         added = {way: theirs.seconds[way] / ours.seconds[way] - 1 for way in WAYS}
@@ -117,7 +118,7 @@ def test_the_papers_code_is_slower_than_ours() -> None:
 
 @pytest.mark.parametrize("micro_batch", [2, 4])
 def test_other_micro_batches_change_one_verdict(micro_batch: int) -> None:
-    """The paper does not say them. Of the ten ratios that of 13B against vanilla would be beyond its limit, by little."""
+    """The paper does not state them. Of the ten ratios, only 13B over vanilla would exceed its limit, by a little."""
     beyond = [each for step in Comparison(A100).steps(micro_batch) for each in step.ratios() if not each.holds]
     assert [each.what for each in beyond] == ["13B against vanilla"]
     assert 0.15 < beyond[0].off < 0.20

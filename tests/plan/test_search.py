@@ -117,7 +117,7 @@ def test_skipped_choices_are_never_better_at_real_sizes(gpu: str) -> None:
 def test_skipped_layouts_send_more() -> None:
     request = Request(base(), 4, hardware())
     model, compared = request.base.model, 0
-    outdone = {name: better for name in layouts_of(model) if (better := layout_spec(name).outdone_by(model))}
+    outdone = {name: better for name in layouts_of(model) if (better := layout_spec(name).superseded_by(model))}
     assert outdone == {"vanilla": "btp", "ulysses": "btp-cp"}
     for each in list(every_candidate(request))[::3]:
         for name in (name for name, better in outdone.items() if each.parallel.layout == better):

@@ -42,7 +42,7 @@ def test_collectives_hide_behind_computation_only() -> None:
 
 
 def test_replicas_and_tp_share_a_port_between_nodes() -> None:
-    """TP 16 over two nodes: TP and DP collectives share the network port, so that more of them is exposed."""
+    """TP 16 over two nodes: TP and DP collectives share the network port, so more of their time is exposed."""
     hardware = load_hardware("h100-80g").model_copy(update={"overlap": 0.3})
     words = ("parallel.layout=btp-sp", "parallel.overlap=halves", "parallel.tp=16", "parallel.dp=16")
     config = seven(*words, "train.global_batch=32", "train.micro_batch=2")

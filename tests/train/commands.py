@@ -1,4 +1,4 @@
-"""`boost train` as a whole command in the background, with what its processes say of themselves in sight."""
+"""Runs `boost train` as a background command and reads its processes' heartbeats."""
 
 import json
 import os
@@ -22,7 +22,7 @@ QUIET = ("--train.eval_every", "0", "--train.save_every", "0")
 
 
 def toml(store: Path, *, tp: int = 2, micro_batch: int = 4, **train: int | str) -> str:
-    """The configuration of a whole command; keywords are fields of [train]."""
+    """Writes the configuration of a command; keywords are fields of [train]."""
     fields = {"seq_len": 32, "global_batch": 4, "micro_batch": micro_batch, **train}
     lines = [f"{name} = {json.dumps(value)}" for name, value in fields.items()]
     sections = (f"[parallel]\ntp = {tp}", "[optim]\nlr = 3e-3", "\n".join(["[train]", *lines]))
@@ -48,13 +48,13 @@ def training(folder: Path, store: Path, *words: str) -> list[str]:
 
 
 def phases_in(shared: Path) -> set[str]:
-    """Phases of the processes that beat, by the folder in which their launcher makes its own."""
+    """Phases of the processes that send heartbeats, given the folder in which their launcher creates its own."""
     folders = list(shared.glob("boost-launch-*"))
     return {beat.phase for beat in read_beats(folders[0])} if folders else set()
 
 
 class Command:
-    """`boost train` on two processes, with its launcher's folder in sight."""
+    """`boost train` on two processes, with access to its launcher's folder."""
 
     def __init__(self, folder: Path, store: Path, *words: str, **variables: str) -> None:
         self.run, self.shared = folder / "run", folder / "shared"
@@ -66,7 +66,7 @@ class Command:
         )
 
     def phases(self) -> set[str]:
-        """Of the processes that beat."""
+        """Phases of the processes that send heartbeats."""
         return phases_in(self.shared)
 
     def processes(self) -> list[int]:
@@ -95,5 +95,5 @@ class Command:
 
 
 def saved_steps(run: Path) -> list[int]:
-    """Steps of the complete checkpoints, by their own account."""
+    """Steps of the complete checkpoints, read from state.json."""
     return [json.loads((path / "state.json").read_text())["step"] for path in complete_checkpoints(run / "checkpoints")]

@@ -1,10 +1,10 @@
-"""Two network namespaces as two hosts: own addresses, own loopback, and one wire between them that counts its bytes.
+"""Two network namespaces as two hosts: separate addresses and loopbacks, and one wire between them that counts bytes.
 
     with two_nodes() as nodes:
         agents = [node.torchrun(nodes[0], words, nproc=2) for node in nodes]
 
-Each node runs a real torchrun in its own session, so that it can be ended with all that it started; leaving the block
-ends everything and takes the namespaces away, whatever happened in between. The file system is shared, as it has to be.
+Each node runs a real torchrun in its own session, which can be killed with all its children. On exit, the context manager kills
+all processes and deletes the namespaces. The nodes share the file system, as training requires.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from benchmarks.experiments.hosts import Host, two_hosts
 from boost.train.metrics import read_metrics
 
 PORT = 29400
-"""Free in a namespace that nobody else uses."""
+"""Always free in a new namespace."""
 FLOAT64 = {"param_dtype": "float64", "compute_dtype": "float64"}
 LIMIT_S = 900
 """Only against hanging for ever: beside other work a start of four processes takes a minute and more."""
@@ -31,13 +31,13 @@ LIMIT_S = 900
 
 @dataclass
 class Agent:
-    """A torchrun and the file that its output and its processes' goes to (a pipe would be full at some point)."""
+    """A torchrun, and the file for its output and that of its processes (a pipe could fill up)."""
 
     process: subprocess.Popen[bytes]
     output: Path
 
     def wait(self, timeout: float) -> int:
-        """Its exit code. Fails with what it has said if it does not end within `timeout` seconds."""
+        """Returns the exit code. Fails with the output if the process does not exit within `timeout` seconds."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -47,14 +47,14 @@ class Agent:
         return self.output.read_text(errors="replace")
 
     def workers(self) -> list[int]:
-        """Process ids of the processes that torchrun has started, by local rank."""
+        """Process IDs of torchrun's workers, by local rank."""
         found = subprocess.run(
             ["pgrep", "-P", str(self.process.pid), "-f", "boost.cli.main"], capture_output=True, text=True
         )
         return [int(line) for line in found.stdout.split()]
 
     def kill(self) -> None:
-        """Ends torchrun and all that it started, as the loss of its node does. torchrun gives workers sessions of their own."""
+        """Kills torchrun and all its children, as the loss of a node does. torchrun starts workers in separate sessions."""
         for pid in (*self.workers(), self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -63,7 +63,7 @@ class Agent:
 
 @dataclass
 class Node(Host):
-    """One host, and what runs on it."""
+    """One host and its processes."""
 
     agents: list[Agent] = field(default_factory=list)
 
@@ -89,7 +89,7 @@ class Node(Host):
         return self.started(command, environment)
 
     def started(self, command: list[str], environment: dict[str, str]) -> Agent:
-        """A command that runs on this host until the test ends."""
+        """Runs a command on this host until the test ends."""
         with tempfile.NamedTemporaryFile(prefix=f"{self.name}-", delete=False) as output:
             process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -116,13 +116,13 @@ class Node(Host):
         return self.started(command, environment)
 
     def connect(self, on: bool) -> None:
-        """Plugs the wire in, or pulls it out."""
+        """Connects or disconnects the wire."""
         subprocess.run(self.command("ip", "link", "set", self.wire, "up" if on else "down"), check=True, timeout=300)
 
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[tuple[Node, Node]]:
-    """Two hosts, and an end of all that runs on them."""
+    """Creates two hosts; on exit, kills everything that runs on them."""
     with two_hosts() as hosts:
         nodes = tuple(Node(host.name, host.wire, host.address) for host in hosts)
         try:
@@ -147,6 +147,6 @@ def wait_for(agents: list[Agent], condition: Callable[[], Any]) -> None:
 
 
 def wait_for_step(agents: list[Agent], run: Path, step: int) -> None:
-    """Until metrics.jsonl has the line of `step`."""
+    """Waits until metrics.jsonl has `step`."""
     metrics = run / "metrics.jsonl"
     wait_for(agents, lambda: metrics.exists() and any(line["step"] >= step for line in read_metrics(metrics)))

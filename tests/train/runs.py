@@ -1,4 +1,4 @@
-"""A toy run on the corpus of the tests, without a command around it."""
+"""A toy run on the test corpus, without the command line."""
 
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,6 @@ def make_config(store: Path, run: Path, tp: int = 1, dtype: str = "float64", **s
 
 
 def make_trainer(config: Config, *hooks: Hook, ahead: bool | None = None) -> Trainer:
-    """Its trainer, on this process group. `ahead` as of `Trainer`."""
+    """Creates the trainer on the current process group. `ahead`: see `Trainer`."""
     mesh = mesh_of(config.parallel, toy.CPU) if config.parallel.world_size > 1 else Mesh(toy.CPU)
     return Trainer(config, mesh, RunDirectory(config.run.dir), hooks, ahead)

@@ -27,7 +27,7 @@ def save_at(folder: Path, trained: Trained, step: int, tokenizer: bytes = TOKENI
 
 
 def load(folder: Path, config: Config) -> tuple[Trained, Position]:
-    """Other initial weights, and what a checkpoint makes of them."""
+    """Loads a checkpoint into a model with other initial weights."""
     trained = Trained(config, 0, seed=9)
     checkpoint = ckpt.open_checkpoint(folder)
     return trained, ckpt.load_training_state(checkpoint, trained.model, trained.optimizer, trained.mesh)
@@ -38,12 +38,12 @@ def mesh_config(tp: int, **parallel: Any) -> Config:
 
 
 def config_on(dtype: str, parallel: dict[str, Any], **model: Any) -> Config:
-    """Two micro-batches for each stage and replica: enough for every schedule, and few, since processes share two cores."""
+    """Two micro-batches per stage and replica: enough for every schedule, and few, since processes share two cores."""
     batch = 2 * parallel.get("pp", 1) * parallel.get("dp", 1)
     return toy.toy_config(dtype, model=model, parallel=parallel, train={"micro_batch": 1, "global_batch": batch})
 
 
 def state_of(trained: Trained) -> dict[str, torch.Tensor]:
-    """Weights and moments of a model on one process, by their names in a checkpoint."""
+    """Weights and moments of a model on one process, by checkpoint name."""
     found = local_slices(trained.model, trained.mesh, trained.optimizer.parts())
     return {each.name: each.local.clone() for each in found}

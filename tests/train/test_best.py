@@ -1,4 +1,4 @@
-"""The best checkpoint: which one it is, and how commands find it."""
+"""The best checkpoint: how it is chosen, and how commands find it."""
 
 import json
 import math

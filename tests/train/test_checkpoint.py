@@ -35,8 +35,8 @@ def load_and_continue(folder: Path, steps: int, config: Config) -> tuple[list[tu
 
 
 def test_a_checkpoint_of_the_previous_release_continues_as_it_did(tmp_path: Path) -> None:
-    """Written by the code of commit f9bc8a7 after three steps, with the numbers of its next three: weights, moments and
-    configuration, which says fields of other choices too."""
+    """A checkpoint written by commit f9bc8a7 after three steps, and the numbers of its next three: weights, moments, and a
+    configuration that also has fields of other choices."""
     folder = tmp_path / "previous"
     shutil.copytree(PREVIOUS, folder)
     numbers = json.loads((folder / "next_steps.json").read_text())
@@ -50,7 +50,7 @@ def test_a_checkpoint_of_the_previous_release_continues_as_it_did(tmp_path: Path
 
 
 def on_mesh(function: Any, folder: Path, *arguments: Any) -> list[Any]:
-    """In as many processes as the configuration, the last argument, has."""
+    """Runs on as many processes as the last argument, a configuration, has."""
     size = arguments[-1].parallel.world_size
     return run_distributed(size, function, folder, *arguments) if size > 1 else [function(folder, *arguments)]
 
@@ -135,7 +135,7 @@ def optimizer_config(name: str, parallel: dict[str, Any], dtype: str = "float32"
 
 @pytest.mark.parametrize("name", [pytest.param("loro", marks=pytest.mark.slow), "muon"])
 def test_every_optimizer_goes_on_bitwise_and_on_another_mesh(tmp_path: Path, name: str) -> None:
-    """Saved in the midst of a cycle of LORO's exact steps, of which the next ones follow."""
+    """Saved in the middle of a cycle of LORO's exact steps, which continues after the resume."""
     config = optimizer_config(name, {"tp": 2, "layout": "btp"})
     expected = on_mesh(save_and_continue, tmp_path / "one", 3, config)
     actual = on_mesh(load_and_continue, tmp_path / "one", 3, config)
@@ -170,7 +170,7 @@ HOME = three_dimensions({"pp": 2, "dp": 2, "tp": 2, "layout": "btp", "shard": "f
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[float, float]]]:
-    """A run on pp 2 x dp 2 x tp 2: its checkpoint, and how it went on."""
+    """A run on pp 2 x dp 2 x tp 2: its checkpoint, and its later losses."""
     folder = tmp_path_factory.mktemp("home")
     return folder, on_mesh(save_and_continue, folder, 6, HOME)[0]
 
@@ -180,7 +180,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[flo
 def test_a_run_in_three_dimensions_goes_elsewhere_and_back(
     tmp_path: Path, home: tuple[Path, list[tuple[float, float]]], elsewhere: dict[str, Any]
 ) -> None:
-    """Bitwise the same weights and moments anywhere, and the same losses."""
+    """Bitwise the same weights and moments on any mesh, and the same losses."""
     folder, expected = home
     there = three_dimensions(elsewhere)
     on_mesh(load_and_save, folder, tmp_path / "away", there)

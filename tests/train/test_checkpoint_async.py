@@ -1,4 +1,4 @@
-"""Saves in the background: the same files as a save here and now, one in flight, failures told between two steps."""
+"""Background saves: the same files as foreground saves, one in flight, failures reported between steps."""
 
 import threading
 from pathlib import Path
@@ -31,7 +31,7 @@ def files_of(path: Path) -> dict[str, bytes]:
 
 
 class HeldDisk:
-    """A disk on which saves wait until it is released."""
+    """A disk that blocks saves until it is released."""
 
     def __init__(self, patch: pytest.MonkeyPatch, fails: bool = False) -> None:
         self.release, self.started, self.fails = threading.Event(), list[int](), fails
@@ -47,8 +47,8 @@ class HeldDisk:
 
 
 def save_both_ways(folder: Path, config: Config) -> None:
-    """In the background, on a disk that waits until training has changed the weights, and here and now; twice, so that the buffer
-    is used again."""
+    """A background save to a disk that blocks until training has changed the weights, and a foreground save; twice, to reuse the
+    buffer."""
     trained = Trained(config, 1)
     background = ckpt.CheckpointSaver(trained.model, trained.optimizer, config, TOKENIZER, DATA, trained.mesh)
     for step in (1, 2):
@@ -81,7 +81,7 @@ def test_a_save_in_the_background_writes_the_same_bytes(tmp_path: Path, parallel
 
 
 class Recorder(Hook):
-    """What happens after steps and around saves, in order."""
+    """Records events after steps and around saves, in order."""
 
     def __init__(self, disk: HeldDisk, release_before_save: int | None, release_after_step: int | None = None) -> None:
         self.seen: list[str] = []

@@ -1,4 +1,4 @@
-"""Disks and people: leftovers that cannot be deleted, full disks, missing manifests, stray files, weights that are not finite."""
+"""Faults of storage and users: undeletable leftovers, full disks, missing manifests, stray files, non-finite weights."""
 
 import contextlib
 import errno
@@ -99,7 +99,7 @@ def test_rotation_goes_on_over_what_cannot_be_deleted(tmp_path: Path, undeletabl
 
 
 def test_a_run_keeps_the_tokenizer_that_it_started_with(store: Path, tmp_path: Path) -> None:
-    """Its store is replaced after the first step and deleted after the third; every save goes on, and is right."""
+    """Its store is replaced after the first step and deleted after the third; all saves succeed and are correct."""
     ours = tmp_path / "store"
     shutil.copytree(store, ours)
     tokenizer = (ours / "tokenizer.json").read_bytes()
@@ -198,7 +198,7 @@ def test_the_process_whose_values_are_not_finite_is_named_on_all(tmp_path: Path)
 
 
 class Disk:
-    """Saves that fail a number of times in each folder."""
+    """Makes saves fail a given number of times in each folder."""
 
     def __init__(self, **failures: int) -> None:
         self.failures, self.said, self.slept = failures, list[str](), list[float]()
@@ -232,7 +232,7 @@ def test_the_retries_of_the_last_save_are_bounded() -> None:
 
 @pytest.mark.parametrize("urgent", [False, True])
 def test_the_last_save_goes_elsewhere(urgent: bool) -> None:
-    """At once where a signal stops the run and the process may be killed soon, else after the retries."""
+    """Immediately if a signal stops the run, because the process may be killed soon; otherwise after the retries."""
     disk = Disk(run=99)
     assert disk.last_save(minutes=1, urgent=urgent, fallback=Path("elsewhere")) == Path("elsewhere")
     assert bool(disk.slept) != urgent
@@ -282,7 +282,7 @@ def small_disk(path: Path, size: int) -> Iterator[Path]:
 
 @pytest.mark.parametrize("background", [False, True], ids=["here", "background"])
 def test_a_full_disk_costs_the_save_only(store: Path, tmp_path: Path, background: bool) -> None:
-    """Filled after the first save; every later one is a warning, and the last one finds space that the warning asked for."""
+    """A disk that is full after the first save: later saves warn, and the last one succeeds once space is freed."""
     with small_disk(tmp_path / "disk", 20_000_000) as disk:
         config = make_config(store, disk / "run", train={"save_every": 1, "steps": 4, "async_save": background})
 

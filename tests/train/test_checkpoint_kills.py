@@ -1,4 +1,4 @@
-"""A process killed at any file-system event of a save, here and now or in the background, loses at most that save."""
+"""A process killed at any file-system event of a foreground or background save loses at most that save."""
 
 import functools
 import multiprocessing
@@ -30,7 +30,7 @@ EVERY_CHUNK = 20
 
 
 class Events:
-    """Counts what changes the file system in this process; kills it at the event of a number, before it happens."""
+    """Counts file-system changes of this process, and kills it just before a given one."""
 
     def __init__(self, folder: Path, kill_at: int | None) -> None:
         self.folder, self.kill_at, self.count, self.chunks = str(folder), kill_at, 0, 0
@@ -64,7 +64,7 @@ class Events:
 def save_and_rotate(
     folder: Path, config: Config, background: bool, kill: tuple[int, int] | None, rank: int, answer: Connection
 ) -> None:
-    """Saves step 1, then step 2 with the events counted, then removes step 1. `kill`: a rank, and its event."""
+    """Saves step 1, then step 2 with events counted, then removes step 1. `kill`: (rank, event)."""
     torch.set_num_threads(1)
     if (size := config.parallel.world_size) > 1:
         store = f"file://{folder}.store"

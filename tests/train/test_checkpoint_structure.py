@@ -1,4 +1,4 @@
-"""Checkpoints whose digests are right and whose contents are not: refused in one line, before a weight is touched."""
+"""Checkpoints with valid digests and invalid contents: a one-line error before any weight changes."""
 
 import json
 import math
@@ -22,7 +22,7 @@ Edit = Callable[[dict[str, Any]], object]
 
 
 def sign(path: Path) -> None:
-    """Repairs the digests by hand, as somebody would who edits a checkpoint."""
+    """Recomputes the digests, as someone who edits a checkpoint would."""
     files = [p for p in path.rglob("*") if p.is_file() and p.name != "manifest.json"]
     manifest = {f.relative_to(path).as_posix(): entry_of(f).model_dump(exclude_none=True) for f in files}
     (path / "manifest.json").write_text(json.dumps(manifest))
@@ -59,7 +59,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused(path: Path) -> str:
-    """What is said of a checkpoint when it is loaded."""
+    """The error message when a checkpoint is loaded."""
     decoder, _ = toy.toy_decoder(mesh_config(1), seed=9)
     with pytest.raises(DamagedCheckpointError) as error:
         ckpt.load_weights(ckpt.open_checkpoint(path), decoder, ALONE)

@@ -36,7 +36,7 @@ class Steps(Hook):
 
 
 def fit(store: Path, folder: Path, losses: dict[int, float], resume: Path | None = None, **train: Any) -> Any:
-    """The trainer, its result and the steps that it made, with these held-out losses by step."""
+    """Trains with these held-out losses by step; returns the trainer, its result and the steps it ran."""
     settings = {"steps": 20, "eval_every": 2, "early_stopping_patience": 2, "keep": 100, **train}
     folder.mkdir(exist_ok=True)
     steps = Steps()

@@ -1,4 +1,4 @@
-"""Held-out loss: every token once, whatever the batch, the replicas and the cut of the model."""
+"""Held-out loss: every token once, for any batch size, number of replicas and sharding."""
 
 import math
 from pathlib import Path

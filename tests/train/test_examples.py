@@ -1,4 +1,4 @@
-"""examples/: what the scripts start, seen by programs that take the place of Slurm's and torchrun and say what they were told."""
+"""examples/: the commands that the scripts start, recorded by stand-ins for Slurm's programs and torchrun."""
 
 import contextlib
 import os
@@ -66,14 +66,14 @@ def put(path: Path, text: str) -> None:
 
 
 def calls(stage: dict[str, str]) -> list[list[str]]:
-    """What was called so far: name and arguments."""
+    """Recorded calls: name and arguments."""
     path = Path(stage["CALLS"])
     text = path.read_text() if path.exists() else ""
     return [call.splitlines() for call in text.split(MARK)[1:]]
 
 
 def torchrun(call: list[str]) -> tuple[Namespace, list[str]]:
-    """What torchrun itself makes of its arguments, and what it gives to each process."""
+    """Parses arguments with torchrun's own parser; returns what it passes to each process."""
     assert call[0] == "torchrun"
     parsed = get_args_parser().parse_args(call[1:])
     assert parsed.module and parsed.training_script == "boost.cli.main"
@@ -81,7 +81,7 @@ def torchrun(call: list[str]) -> tuple[Namespace, list[str]]:
 
 
 def boost_train(words: list[str]) -> Namespace:
-    """What `boost` makes of its arguments."""
+    """Parses arguments with `boost`'s own parser."""
     plain, overrides = split_overrides(words)
     args = build_parser().parse_args(plain)
     assert args.command == "train"
@@ -90,7 +90,7 @@ def boost_train(words: list[str]) -> Namespace:
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    """Until `condition` holds; fails if `process` ends before or it takes too long."""
+    """Waits until `condition` holds; fails if `process` exits first or on a timeout."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert process.poll() is None, f"ended with {process.returncode}"
@@ -99,7 +99,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) ->
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends `process` and what it started. torchrun's processes have sessions of their own; its SIGTERM ends them."""
+    """Terminates `process` and its children. torchrun's processes have separate sessions; its SIGTERM ends them."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, number)
@@ -151,7 +151,7 @@ def test_slurm_says_how_a_run_failed_and_does_not_repeat_it(stage: dict[str, str
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_slurm_hands_the_signal_on_waits_and_goes_back_to_the_queue(stage: dict[str, str], number: int) -> None:
-    """SIGUSR1 is the time limit's; after SIGTERM Slurm itself decides whether the job is to run again."""
+    """The time limit sends SIGUSR1; after SIGTERM, Slurm decides whether to requeue the job."""
     put(Path(stage["CALLS"]).parent / "bin" / "torchrun", SLOW_TORCHRUN)
     process = subprocess.Popen(slurm("demo"), env=stage, start_new_session=True)
     try:
@@ -167,7 +167,7 @@ def test_slurm_hands_the_signal_on_waits_and_goes_back_to_the_queue(stage: dict[
 
 @pytest.mark.slow
 def test_slurm_time_limit_saves_through_a_real_torchrun(stage: dict[str, str], store: Path, tmp_path: Path) -> None:
-    """srun hands SIGUSR1 to torchrun, torchrun to its process, which saves: one node, without Slurm."""
+    """srun forwards SIGUSR1 to torchrun, and torchrun to its process, which saves; one node, without Slurm."""
     put(tmp_path / "bin" / "scontrol", SCONTROL.replace("node-7 node-8", "localhost"))
     put(tmp_path / "bin" / "torchrun", f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
     environment = os.environ | stage | {"SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "1"}
@@ -261,7 +261,7 @@ def test_usage_lines_are_what_the_commands_take() -> None:
 
 
 def test_a_long_sequence_is_shared_by_two_processes(store: Path, tmp_path: Path) -> None:
-    """Shorter, with the losses of one process."""
+    """A shorter sequence; losses match one process."""
     losses = []
     for cp in (1, 2):
         words = ["--parallel.cp", str(cp), "--train.seq_len", "64", "--train.steps", "2", "--model.vocab_size", "300"]

@@ -1,4 +1,4 @@
-"""Which kind of failure an exception is: a table of messages as torch, gloo, NCCL and the allocators write them."""
+"""Classification of exceptions: a table of messages from torch, gloo, NCCL and the allocators."""
 
 import errno
 
@@ -116,7 +116,7 @@ def test_memory_that_ran_out_is_one_line_with_its_size() -> None:
 
 
 class ChildOfCheckpointError(CheckpointError):
-    """Not in boost.errors: comes back as the class above it."""
+    """Not in boost.errors, so it is restored as its base class."""
 
 
 def test_what_a_process_says_of_its_error() -> None:

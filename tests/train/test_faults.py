@@ -1,4 +1,4 @@
-"""Faults on purpose: their words, and what those do that leave the process alive."""
+"""Injected faults: their syntax, and the effect of those that leave the process alive."""
 
 import errno
 from pathlib import Path

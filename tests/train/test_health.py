@@ -1,4 +1,4 @@
-"""Trouble: what counts as it, that it costs no good checkpoint, and the way back."""
+"""Training trouble: detection, keeping healthy checkpoints, and rollback."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def metrics(loss: float, gradient_norm: float = 1.0, step: int = 1) -> StepMetri
 
 
 def detector(steps: int = MIN_HEALTHY, sigma: float = 6.0) -> SpikeDetector:
-    """After some healthy steps, of losses around 2 with a deviation of 0.1."""
+    """A detector after some healthy steps with losses around 2 and a deviation of 0.1."""
     found = SpikeDetector(sigma, VOCABULARY)
     for step in range(steps):
         assert found.judge(metrics(2 + 0.1 * (-1) ** step, 1 + 0.1 * (-1) ** step), skipped=False) is None
@@ -68,7 +68,7 @@ def test_steps_that_are_all_alike_leave_room_for_noise() -> None:
 
 
 class Rates(Hook):
-    """Trains at other rates from some steps on, and keeps warnings and rollbacks."""
+    """Changes the learning rate at given steps, and records warnings and rollbacks."""
 
     def __init__(self, rates: dict[int, float]) -> None:
         self.rates, self.lr = rates, RATE
@@ -101,7 +101,8 @@ def every_step(store: Path, run: Path, tp: int = 1, **train: Any) -> Config:
 def test_ruined_weights_never_push_out_the_last_good_checkpoint(
     store: Path, tmp_path: Path, keep: int, background: bool
 ) -> None:
-    """The seventh update ruins the weights, which the eighth loss shows: the checkpoint of step 6 stays, however often resumed."""
+    """The seventh update ruins the weights, which the eighth loss shows: the checkpoint of step 6 stays after any number of
+    resumes."""
     config = every_step(store, tmp_path, keep=keep, async_save=background)
     hook = Rates({7: 1e30})
     trainer = make_trainer(config, hook)
@@ -142,7 +143,7 @@ def test_a_finite_explosion_is_not_saved_periodically_and_marked_at_the_end(stor
 
 
 class Spike(Hook):
-    """Reports another loss of one step."""
+    """Reports a different loss for one step."""
 
     def __init__(self, step: int, loss: float) -> None:
         self.step, self.loss = step, loss

@@ -1,4 +1,4 @@
-"""Heartbeats: who is to blame when a collective hangs, and what of it the user sees."""
+"""Heartbeats: which process is blamed when a collective hangs, and what the user sees."""
 
 import os
 import re
@@ -59,7 +59,7 @@ def test_nobody_is_blamed_while_all_beat_alike_or_for_having_left() -> None:
 
 
 def recorded(folder: str) -> tuple[Any, ...]:
-    """What a process publishes around collectives, in phases with timeouts of their own."""
+    """What a process publishes around collectives, in phases with different timeouts."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     world = torch.distributed.group.WORLD
     os.environ[LAUNCH_DIR] = folder
@@ -124,7 +124,7 @@ def _line_in_the_package() -> str:
 
 
 def test_a_store_that_was_silent_before_the_timeout_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread looks a first time before the timeout; the diagnosis after it must not take what it found for no store."""
+    """The thread first checks before the timeout; the later diagnosis must not mistake that result for a missing store."""
 
     class Silent:
         def read(self, size: int) -> list[Beat]:
@@ -158,7 +158,7 @@ def test_the_latest_collective_is_known_with_its_number_which_is_that_of_all_pro
 
 @pytest.mark.slow
 def test_a_stopped_process_that_continues_blames_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that is suspended as a whole and continued later finds all counts unchanged, its own included."""
+    """A job that is suspended as a whole and later resumed finds all counts unchanged, including its own."""
     monkeypatch.setattr(heartbeat, "SILENCE_S", 0.3)
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
     monkeypatch.setattr(heartbeat, "WATCH_MARGIN_S", 0.0)

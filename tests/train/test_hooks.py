@@ -1,4 +1,4 @@
-"""Hooks: the order of events, what a hook may ask for on any process, and what its errors cost."""
+"""Hooks: order of events, requests from any process, and the effect of errors in hooks."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ EVENTS = [name for name in vars(Hook) if not name.startswith("_") and name not i
 
 
 class Recorder(Hook):
-    """Notes the name of every event."""
+    """Records the name of every event."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -42,7 +42,7 @@ class MainRecorder(Recorder):
 
 
 class Stop(Hook):
-    """Asks for a stop at one event of one step, on one process."""
+    """Requests a stop at one event of one step, on one process."""
 
     def __init__(self, event: str, step: int, rank: int = 0) -> None:
         self.event, self.step, self.rank = event, step, rank
@@ -81,7 +81,7 @@ def saved_steps(trainer: Trainer) -> list[str]:
 
 
 def test_the_order_of_events(store: Path, tmp_path: Path) -> None:
-    """A step is shown before it is evaluated, and evaluated before it is saved; the last one is saved, then evaluated."""
+    """A step is reported, then evaluated, then saved; the last step is saved, then evaluated."""
     recorder = Recorder()
     train = {"steps": 3, "eval_every": 2, "save_every": 2, "async_save": False}
     fit(make_config(store, tmp_path, train=train), recorder)
@@ -203,7 +203,7 @@ def refuse_on_one(config: Any) -> tuple[list[str], list[str], Any]:
 
 @pytest.mark.slow
 def test_a_checkpoint_refused_on_one_process_is_not_written_on_any(store: Path, tmp_path: Path) -> None:
-    """Not even the last one; the run still ends, with its evaluation and the checkpoint before."""
+    """Not even the last one is saved; the run still ends with its evaluation and the earlier checkpoint."""
     config = make_config(store, tmp_path, 2, train={"save_every": 2, "keep": 9})
     for steps, warnings, latest in run_distributed(2, refuse_on_one, config):
         assert steps == ["4"]
@@ -246,7 +246,7 @@ def test_an_error_before_a_save_is_raised_on_all_processes(store: Path, tmp_path
     [name for name in EVENTS if name not in ("on_bad_step", "on_rollback", "on_membership", "on_warning", "teardown")],
 )
 def test_a_hook_that_raises_ends_the_run(store: Path, tmp_path: Path, event: str) -> None:
-    """Later hooks do not see that event; all of them are torn down."""
+    """Later hooks do not see the event; all hooks are torn down."""
 
     def fail(*_: Any) -> None:
         raise ZeroDivisionError(event)
@@ -292,7 +292,7 @@ def test_main_only_hooks_run_on_the_main_process_only(store: Path, tmp_path: Pat
 
 
 def collective_from_main(config: Any) -> str | None:
-    """The error of a main-only hook that saves; both processes stop before a collective that the other one lacks."""
+    """The error of a hook that saves on the main process only; both processes stop before an unmatched collective."""
 
     class Save(Hook):
         main_only = True
@@ -374,7 +374,7 @@ def test_bad_steps_are_counted_in_a_row_and_seen_before_the_limit_ends_the_run(s
 
 
 def flags_of(raised: list[int]) -> list[int]:
-    """The union of the flags that each process raises, in turn."""
+    """The union of the flags that each process sets, one after another."""
     mesh = toy.mesh(tp=len(raised))
     loss = torch.zeros((), dtype=torch.double)
     stats = reduce_step_stats([], loss, 1, 1, mesh, StepFlags(raised[mesh.rank]))

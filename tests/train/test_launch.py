@@ -1,4 +1,4 @@
-"""The launcher with real processes: what they do to themselves and each other, and what the user sees of it."""
+"""The launcher with real processes: failures, signals, and what the user sees."""
 
 import contextlib
 import json
@@ -77,7 +77,7 @@ def fail_before_the_group_exists() -> int:
 
 
 def train_until_told(folder: Path) -> int:
-    """A loop like the trainer's: all agree to stop as soon as one process has been told to."""
+    """A loop like the trainer's: all processes stop once one has been told to."""
     join()
     with StopRequest() as request:
         (folder / f"pid{rank()}").write_text(str(os.getpid()))
@@ -93,7 +93,7 @@ def train_until_told(folder: Path) -> int:
 
 
 def finish_apart(folder: Path) -> int:
-    """Rank 1 is done at once; rank 0 goes on until it is told to stop."""
+    """Rank 1 finishes immediately; rank 0 runs until it is told to stop."""
     with StopRequest() as request:
         (folder / f"pid{rank()}").write_text(str(os.getpid()))
         while rank() == 0 and not request.requested:
@@ -102,7 +102,7 @@ def finish_apart(folder: Path) -> int:
 
 
 def wait_in_a_collective(folder: Path) -> int:
-    """Rank 0 waits where no Python handler runs, for an answer that rank 1 never gives."""
+    """Rank 0 blocks, where no Python signal handler runs, on a result that rank 1 never sends."""
     join()
     with StopRequest():
         (folder / f"pid{rank()}").write_text(str(os.getpid()))
@@ -118,7 +118,7 @@ def say_whether_terminal(folder: Path) -> int:
 
 
 def main(entry: str, folder: str, nproc: str, grace: str) -> int:
-    """The launcher in a process of its own, for tests that send it signals."""
+    """The launcher in a separate process, for tests that send it signals."""
     path = Path(folder)
     return launch(globals()[entry], (path,), int(nproc), path / "logs", float(grace), forks=can_fork())
 
@@ -141,7 +141,7 @@ def wait_for(condition: Callable[[], Any], what: str) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended and waits for its parent does not."""
+    """Whether the process runs; False for a zombie."""
     try:
         os.kill(pid, 0)
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -157,7 +157,7 @@ def pids(folder: Path) -> list[int]:
 
 @contextlib.contextmanager
 def launched(entry: Callable[..., int], folder: Path, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A launcher whose two processes are in the middle of their work. Nothing of it outlives the test."""
+    """A launcher whose two processes are at work. No process outlives the test."""
     with run_launcher(entry, folder, **options) as process:
         try:
             wait_for(lambda: len(pids(folder)) == 2 or process.poll() is not None, "the processes did not start")
@@ -205,7 +205,7 @@ def test_zero_processes_are_refused() -> None:
 def test_rank_0_has_the_terminal_itself_and_a_code_that_is_not_0_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of threads, which makes the code, is the user's if there is one."""
+    """The exit code shows the number of threads, which is the user's if set."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     ours, theirs = pty.openpty()
     try:
@@ -222,7 +222,7 @@ def test_rank_0_has_the_terminal_itself_and_a_code_that_is_not_0_comes_back(
 
 
 def check_error(error: BaseException, capfd: pytest.CaptureFixture[str]) -> str:
-    """The error is one line, and nothing of torch's or of other processes is printed beside it."""
+    """The error is one line, without output from torch or other processes."""
     assert "\n" not in str(error)
     printed = capfd.readouterr()
     assert "Traceback" not in printed.err + printed.out
@@ -285,7 +285,7 @@ def test_a_stop_signal_to_the_launcher_reaches_the_processes_and_it_waits(tmp_pa
 
 @pytest.mark.slow
 def test_interrupting_the_whole_terminal_counts_once(tmp_path: Path) -> None:
-    """A Ctrl-C comes to every process by itself, and once more from the launcher."""
+    """Every process receives Ctrl-C from the terminal and again from the launcher."""
     with launched(train_until_told, tmp_path, start_new_session=True) as process:
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=PATIENCE_S)
@@ -373,7 +373,7 @@ def call_of(tmp_path: Path) -> LaunchSpec:
 
 
 class EndsUnseen:
-    """A process that has failed, but was still running when its exit code was first asked for, twice."""
+    """A failed process that still appears to run the first two times its exit code is polled."""
 
     sentinel = 0
 

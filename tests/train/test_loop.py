@@ -1,4 +1,4 @@
-"""The loop: replicas and micro-batches are one batch, resuming repeats to the bit, bad numbers change nothing."""
+"""The training loop: replicas and micro-batches form one batch, resuming is bitwise, and bad numbers change nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def test_gradients_are_sent_before_the_backward_pass_is_over(store: Path, tmp_pa
 def test_gradients_are_sent_when_their_last_micro_batch_has_been_added(
     store: Path, tmp_path: Path, schedule: str, order: list[str]
 ) -> None:
-    """Zero bubble makes them in a pass of its own, which calls no hooks: they wait for its end."""
+    """Zero bubble computes them in a separate pass that calls no hooks: they wait for its end."""
     parallel = {"pp": 2, "dp": 2, "schedule": schedule}
     config = make_config(store, tmp_path, 1, parallel=parallel, train={"micro_batch": 1, "global_batch": 8})
     toy.skip_what_torch_cannot(config)
@@ -79,7 +79,7 @@ def test_micro_batches_are_one_batch(store: Path, tmp_path: Path) -> None:
 def test_the_loss_is_a_mean_over_targets_whatever_micro_batches_they_fall_into(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sequences with one target and sequences with many: a mean of the means of micro-batches would be another number."""
+    """Sequences with one target and with many: the mean of micro-batch means would be a different number."""
     usual = Batches.sample
 
     def masked(batches: Batches, index: int) -> Batch:
@@ -145,7 +145,7 @@ def test_bf16_trains_with_fp32_master_weights(store: Path, tmp_path: Path) -> No
 
 
 def fit(config: Config, resume: str | None) -> tuple[list[float], int, int]:
-    """Held-out losses seen, the step at the end, and the number of complete checkpoints."""
+    """Held-out losses, the last step, and the number of complete checkpoints."""
     seen: list[float] = []
 
     class Recorder(Hook):
@@ -187,7 +187,7 @@ def test_resume_takes_the_newest_sound_checkpoint(
 
 
 def test_loro_goes_on_to_the_bit_behind_an_exact_step_that_was_skipped(store: Path, tmp_path: Path) -> None:
-    """Which step is exact, and the rate, follow from the step; the number of updates is in the checkpoint."""
+    """The step determines the learning rate and whether it is exact; the checkpoint has the update count."""
     optim = {"name": "loro", "lr": RATE, "exact_every": 3, "schedule": "cosine-restarts", "restart_warmup_steps": 2}
     config = make_config(store, tmp_path / "run", model={"family": "svd"}, train={"steps": 8})
     config = config.model_copy(update={"optim": OptimConfig.model_validate({**optim, "warmup_steps": 4})})
@@ -286,7 +286,7 @@ def test_metrics_that_cannot_be_written_do_not_end_the_run(
 
 
 def poison(config: Config) -> tuple[list[bool], str]:
-    """Steps with a NaN in the last process's weight gradient: whether weights stayed, and what ended the run."""
+    """Steps with a NaN in the last process's weight gradient: whether weights stayed the same, and the error."""
     trainer = make_trainer(config)
     trainer.start([])
     trainer.step(RATE)

@@ -1,4 +1,4 @@
-"""Training across two hosts, which are network namespaces: the same losses, over the wire, and what a loss of one costs."""
+"""Training across two hosts (network namespaces): same losses, traffic over the wire, and the cost of losing a host."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def command(config: Path, run: Path, *words: str, tp: int = 1) -> list[str]:
 
 
 def wait_for_checkpoint(agents: list[Agent], run: Path) -> None:
-    """Until one is complete: the write goes on in the background after its step."""
+    """Waits until one is complete: the write continues in the background after its step."""
     wait_for(agents, lambda: complete_checkpoints(run / "checkpoints"))
 
 
@@ -93,7 +93,7 @@ def test_the_loss_of_a_node_ends_the_other(nodes: tuple[Node, Node], config: Pat
 def test_a_killed_process_restarts_both_nodes_and_the_run_goes_on(
     nodes: tuple[Node, Node], config: Path, alone: list[float], tmp_path: Path
 ) -> None:
-    """The node whose process was killed counts a restart, the other often none: the two must meet all the same."""
+    """The node whose process was killed counts a restart, the other often none; they must rendezvous anyway."""
     run = tmp_path / "run"
     agents = start(nodes, config, run, max_restarts=1)
     wait_for_checkpoint(agents, run)
@@ -109,7 +109,7 @@ def test_a_killed_process_restarts_both_nodes_and_the_run_goes_on(
 def test_a_node_that_takes_anothers_place_is_let_in(
     nodes: tuple[Node, Node], config: Path, alone: list[float], tmp_path: Path
 ) -> None:
-    """As a pod of examples/kubernetes.yaml that is made anew while the others wait."""
+    """Like a pod of examples/kubernetes.yaml that is recreated while the others wait."""
     run = tmp_path / "run"
 
     def torchrun(node: Node) -> Agent:
@@ -127,7 +127,7 @@ def test_a_node_that_takes_anothers_place_is_let_in(
 def test_a_signal_to_one_node_saves_and_neither_claims_success(
     nodes: tuple[Node, Node], config: Path, tmp_path: Path
 ) -> None:
-    """As the drain of a Kubernetes node: a torchrun that ends with 0 would not be started again."""
+    """Like the drain of a Kubernetes node: a torchrun that exits with 0 would not be restarted."""
     run = tmp_path / "run"
     agents = start(nodes, config, run, "--train.steps", "5000", "--train.save_every", "0")
     wait_for_step(agents, run, 3)

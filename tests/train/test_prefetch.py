@@ -1,4 +1,4 @@
-"""Batches read ahead: the same for every step as read when it runs, errors where the batch is used, and a thread that ends."""
+"""Prefetched batches: same data as without prefetching, errors raised where the batch is used, and a thread that ends."""
 
 import threading
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ from tests.train.runs import RATE, make_config, make_trainer
 
 
 class Counted:
-    """Batches that name their step in every token; some steps cannot be read."""
+    """Batches whose tokens all contain their step; some steps cannot be read."""
 
     def __init__(self, broken: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         self.broken, self.read = broken, list[int]()
@@ -47,7 +47,7 @@ def threads() -> list[threading.Thread]:
 
 
 def test_a_step_gets_its_own_data_whatever_was_read_ahead() -> None:
-    """In order, after a jump (a rollback) and without anything read ahead."""
+    """In order, after a jump (rollback), and without prefetching."""
     batches = Counted()
     data = prefetcher(batches)
     for step, following in ((0, 1), (1, 2), (7, 8), (8, None), (3, 4)):
@@ -68,7 +68,7 @@ def test_a_pipeline_gets_one_batch() -> None:
 
 
 def test_processes_of_a_context_axis_share_every_sequence() -> None:
-    """Each has the chunks that mirror each other; targets are those of its own tokens."""
+    """Each process has two mirrored chunks; targets belong to its own tokens."""
     tokens = np.arange(16).reshape(2, 8)
     batch = Batch(tokens, np.where(tokens < 2, -100, tokens), np.zeros((2, 8), np.int32))
     batches: Any = SimpleNamespace(numbered=lambda *_: iter([batch]))

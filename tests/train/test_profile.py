@@ -1,4 +1,4 @@
-"""The timeline of some steps: written once, with what ran in them, also where the run ends earlier; a full disk only warns."""
+"""Step profiles: written once, complete even if the run ends early; a full disk only warns."""
 
 import json
 from pathlib import Path

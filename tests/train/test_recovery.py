@@ -1,4 +1,4 @@
-"""In-step recovery on whole runs: processes die, and losses are those of a run that nobody disturbed."""
+"""In-step recovery on whole runs: processes die, and losses match an undisturbed run."""
 
 import json
 import os
@@ -11,17 +11,18 @@ import pytest
 from boost.config import Config
 from boost.errors import BoostError, ConfigError, StorageError, TrainingError
 from boost.parallel.counting import CollectiveCounter
-from boost.parallel.members import place_of
-from boost.parallel.membership import Member
+from boost.parallel.members import replica_of_rank
+from boost.parallel.membership import DEAD, SILENT, Member
 from boost.parallel.recoverable import PeersLostError
 from boost.parallel.replicas import Mismatch, ReplicaReport
 from boost.train.checkpoint import SavedCheckpoint
 from boost.train.evaluate import Evaluation
 from boost.train.faults import Fault
+from boost.train.heartbeat import Beat
 from boost.train.launch import Replicas, launch
 from boost.train.loop import Trainer
 from boost.train.metrics import read_metrics
-from boost.train.recovery import Recovery
+from boost.train.recovery import Recovery, _Beats
 from boost.train.recovery_messages import decode, encode
 from boost.train.rollback import Rollbacks
 from boost.train.run import train_process
@@ -53,12 +54,20 @@ def of(kind: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def assert_same_steps(found: list[dict[str, Any]], expected: list[dict[str, Any]], steps: int) -> None:
-    """Every step once, each loss and norm as expected."""
+    """Every step appears once, with the expected loss and norm."""
     for lines in (found, expected):
         assert [line["step"] for line in of("step", lines)] == list(range(1, steps + 1))
     for a, b in zip(of("step", found), of("step", expected), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-12), a["step"]
         assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=1e-10), a["step"]
+
+
+def assert_complete(changes: list[dict[str, Any]]) -> None:
+    """Each record of a change says all that has changed since the one before."""
+    replicas = changes[0]["of"]
+    for change in changes:
+        replicas += len(change["joined"]) - len(change["lost"])
+        assert change["replicas"] == replicas, changes
 
 
 @pytest.mark.slow
@@ -83,6 +92,7 @@ def test_a_replica_is_lost_and_comes_back(store: Path, tmp_path: Path, mesh: str
     assert_same_steps(found, expected, steps)
     assert [line["step"] for line in of("eval", found)] == [line["step"] for line in of("eval", expected)]
     changes = of("membership", found)
+    assert_complete(changes)
     assert sum(len(line["lost"]) for line in changes) == len(victims)
     assert any("was killed by SIGKILL" in why for line in changes for _, why in line["lost"])
     assert sum(len(line["joined"]) for line in changes) == len(victims), "they came back before the end"
@@ -105,7 +115,7 @@ def test_a_replica_is_lost_and_comes_back(store: Path, tmp_path: Path, mesh: str
     ids=["zero-1", "muon", "loro"],
 )
 def test_state_of_every_kind_is_handed_over(store: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
-    """A loss, a return, a save with what each then holds, and a start from it on another number of replicas."""
+    """A loss, a rejoin, a save of what each replica then holds, and a start from it on a different number of replicas."""
     words = ("--parallel.tp", "1", "--parallel.dp", "2", *words)
     words += ("--optim.schedule", "constant")
     in_step = (*words, "--run.recovery", "in-step", "--train.save_every", "20", "--train.eval_every", "0")
@@ -125,8 +135,8 @@ def test_state_of_every_kind_is_handed_over(store: Path, tmp_path: Path, words: 
 
 
 def is_behind(config: Config, *rest: Any) -> int:
-    """Trains; replica 2 learns that the membership is over when it has not quite completed the last operation of step 9, which the
-    others have: they are in step 10."""
+    """Trains; replica 2 learns that the membership is over before it completes the last operation of step 9, when the others
+    are already in step 10."""
     usual, operations = Recovery.run, 2 if config.divides_moments else 1
     seen: list[int] = []
 
@@ -192,7 +202,7 @@ def test_both_copies_of_a_piece_lost_end_the_run(store: Path, tmp_path: Path) ->
 
 
 def dies_rolling_back(marker: str, config: Config, *rest: Any) -> int:
-    """Trains; asks for a rollback in step 9, in which a process is killed once."""
+    """Trains and requests a rollback in step 9, during which a process is killed once."""
     read, go_back = Trainer._read, Rollbacks._return
 
     def read_and_ask(self: Trainer, update: Any) -> Any:
@@ -269,7 +279,16 @@ def test_without_a_fault_it_issues_no_other_collectives(store: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_a_process_that_stops_is_left_out_and_ended(store: Path, tmp_path: Path) -> None:
-    words = (*MESHES["dp4"], *QUIET, "--train.steps", "100", "--run.recovery", "in-step", "--run.silence_s", "3")
+    words = (
+        *MESHES["dp4"],
+        *QUIET,
+        "--train.steps",
+        "100",
+        "--run.recovery",
+        "in-step",
+        "--run.heartbeat_timeout_s",
+        "3",
+    )
     code, out, err, found = trained(tmp_path / "hung", store, *words, "--inject-fault", "hang@6:2")
     assert code == 0, out + err
     assert [line["step"] for line in of("step", found)] == list(range(1, 101))
@@ -307,7 +326,7 @@ def dies_handing_over(marker: str, victim: str, config: Config, *rest: Any) -> i
     """Trains; during the first state transfer, the donor or the newcomer is killed."""
     usual = Recovery._transfer_state
 
-    def hand_over(self: Recovery, newcomer: Any = None) -> None:
+    def transfer(self: Recovery, newcomer: Any = None) -> None:
         is_donor = newcomer is None and self.mesh.dp.rank == 0
         if self.decision.joined and {"donor": is_donor, "newcomer": newcomer is not None}[victim]:
             try:
@@ -318,7 +337,7 @@ def dies_handing_over(marker: str, victim: str, config: Config, *rest: Any) -> i
                 os.kill(os.getpid(), signal.SIGKILL)
         usual(self, newcomer)
 
-    Recovery._transfer_state = hand_over  # type: ignore[method-assign]
+    Recovery._transfer_state = transfer  # type: ignore[method-assign]
     return train_process(config, *rest)
 
 
@@ -341,8 +360,39 @@ def test_one_that_dies_while_state_is_handed_over_is_one_more_loss(store: Path, 
     assert launch(train_process, (whole, None), 3, tmp_path / "logs", holds_signals=True) == 0
     found, expected = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("killed", "whole"))
     assert_same_steps(found, expected, 150)
+    assert_complete(of("membership", found))
     # With the donor, a newcomer that has not got everything is out too.
     assert sum(len(line["lost"]) for line in of("membership", found)) >= 2
+
+
+def test_heartbeats_tell_a_silent_replica_from_a_restarted_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Board:
+        def __init__(self) -> None:
+            self.beats = [Beat(0, 1, incarnation="0.0"), Beat(1, 1, incarnation="0.0")]
+
+        def post(self, rank: int, text: str) -> None: ...
+
+        def read(self, size: int) -> list[Beat]:
+            return self.beats
+
+    board, clock = Board(), [100.0]
+    monkeypatch.setattr("boost.train.recovery.time.monotonic", lambda: clock[0])
+    beats = _Beats(board, 2, 2, timeout_s=10)
+
+    def status_after(seconds: float) -> str:
+        while seconds > 0:
+            clock[0] += min(seconds, 1.0)
+            seconds -= 1.0
+            found = beats.status(Member(0, "0.0"))
+        return found
+
+    assert status_after(9) == ""
+    board.beats[0] = Beat(0, 2, incarnation="0.0")
+    assert status_after(5) == SILENT, "one of its processes sends nothing"
+    board.beats[1] = Beat(1, 2, incarnation="0.0")
+    assert status_after(1) == ""
+    board.beats[0] = Beat(0, 1, incarnation="0.1")
+    assert status_after(1) == DEAD
 
 
 @pytest.mark.parametrize(
@@ -408,6 +458,6 @@ def test_what_it_does_not_carry_is_refused_with_one_line(sections: dict[str, Any
 
 def test_ranks_of_a_replica_are_those_of_the_mesh() -> None:
     config = toy.toy_config(parallel={"tp": 2, "dp": 2, "pp": 2}, train={"global_batch": 8})
-    assert [place_of(config.parallel, rank) for rank in range(8)] == [
+    assert [replica_of_rank(config.parallel, rank) for rank in range(8)] == [
         (0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3),
     ]  # fmt: skip

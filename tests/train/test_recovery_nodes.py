@@ -1,4 +1,4 @@
-"""In-step recovery across two hosts, which are network namespaces: processes die, the wire breaks, and there is one history."""
+"""In-step recovery across two hosts (network namespaces): processes die, the wire breaks, and there is one history."""
 
 import os
 import re
@@ -48,11 +48,11 @@ def config(tmp_path: Path, store: Path) -> Path:
 
 
 def start(nodes: tuple[Node, Node], config: Path, places: str, *words: str, **options: int) -> list[Agent]:
-    """The coordinator on the first host, and a replica for each letter of `places`: a is the first host, b the second."""
+    """Starts the coordinator on the first host, and a replica per letter of `places`: a is the first host, b the second."""
     coordinator = nodes[0].coordinate()
     wait_for([coordinator], lambda: "listening on" in coordinator.said())
     train = ["train", str(config), "--run.dir", str(config.parent / "run"), "--parallel.dp", str(len(places))]
-    train += ["--run.recovery", "in-step", "--run.silence_s", "3", *ENDLESS, *words]
+    train += ["--run.recovery", "in-step", "--run.heartbeat_timeout_s", "3", *ENDLESS, *words]
     return [nodes["ab".index(p)].replica(i, nodes[0], train, **options) for i, p in enumerate(places)]
 
 
@@ -104,7 +104,7 @@ def test_of_a_split_network_the_half_that_reaches_the_store_goes_on_and_the_othe
 
 
 def test_of_a_split_network_no_part_goes_on_without_a_majority(nodes: tuple[Node, Node], config: Path) -> None:
-    """The store is with one replica of four."""
+    """One replica of four can reach the store."""
     agents = start(nodes, config, "abbb")
     wait_for_step(agents, config.parent / "run", 5)
     nodes[1].connect(False)

@@ -1,4 +1,4 @@
-"""Faults on whole runs: what hangs is named, with and without our launcher, and nobody waits for the whole timeout."""
+"""Faults on whole runs: the hanging process is named, with and without our launcher, before the whole timeout has passed."""
 
 import os
 import pty
@@ -42,7 +42,7 @@ def stopped(command: Command) -> bool:
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_hang_ends_the_run_within_its_timeout_and_ten_seconds(store: Path, tmp_path: Path) -> None:
-    """The one bound on seconds, on a machine that does nothing else."""
+    """The only test with a time bound; needs an idle machine."""
     with Command(tmp_path, store, *QUIET, "--run.timeout_s", "10", "--inject-fault", "hang@10:1") as command:
         command.wait_for(lambda: stopped(command))
         begin = time.monotonic()
@@ -84,7 +84,7 @@ def catches(pid: int, number: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_signal_in_start_up_without_an_agent_reaches_who_waits(store: Path, tmp_path: Path, alone: bool) -> None:
-    """The first process waits for the second one, which is missing, or is told in its own start-up."""
+    """The first process waits for a missing second one, or is stopped during its own startup."""
     port = free_port()
     with without_agent(tmp_path, store, 0, port) as first:
         if alone:
@@ -107,7 +107,7 @@ def test_a_signal_in_start_up_without_an_agent_reaches_who_waits(store: Path, tm
 @pytest.mark.nightly
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_without_an_agent_too_the_process_that_hangs_is_named(store: Path, tmp_path: Path, stopped: int) -> None:
-    """Process 1 hosts the store, which is as silent as itself when it is stopped."""
+    """Process 1 hosts the store, which is unresponsive while the process is stopped."""
     port, words = free_port(), ("--run.timeout_s", "5", "--inject-fault", f"hang@10:{stopped}")
     first = without_agent(tmp_path, store, 0, port, *words)
     second = without_agent(tmp_path, store, 1, port, *words)
@@ -131,7 +131,7 @@ def test_a_missing_process_is_one_line(store: Path, tmp_path: Path) -> None:
 
 
 def test_a_closed_terminal_saves(store: Path, tmp_path: Path) -> None:
-    """Its processes can print no more, and the launcher gets SIGHUP."""
+    """Its processes can no longer print, and the launcher receives SIGHUP."""
     words, shared = training(tmp_path, store, *QUIET), tmp_path / "shared"
     shared.mkdir()
     pid, terminal = pty.fork()

@@ -1,4 +1,4 @@
-"""A replica that goes astray is found within train.check_replicas_every steps, and named; nothing of it is saved."""
+"""A diverging replica is detected within train.check_replicas_every steps and named; its weights are never saved."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tests.train.runs import make_config, make_trainer
 
 
 class FlipExponentBit(Hook):
-    """Flips an exponent bit of one weight of one process after a step: the lowest by default, that the loss stays finite."""
+    """Flips an exponent bit of one weight on one process after a step; by default the lowest, which keeps the loss finite."""
 
     def __init__(self, step: int, rank: int, bit: int = 23) -> None:
         self.step, self.rank, self.bit = step, rank, bit
@@ -53,7 +53,8 @@ def test_one_flipped_bit_is_found_within_the_interval_and_its_process_named(stor
 
 @pytest.mark.slow
 def test_a_flip_that_ruins_the_loss_is_found_in_the_bad_step_that_it_makes(store: Path, tmp_path: Path) -> None:
-    """The highest exponent bit, 200 steps before the next check: the limit of bad steps would blame the learning rate."""
+    """The highest exponent bit, 200 steps before the next check; otherwise, the bad-step limit would blame the learning
+    rate."""
     config = config_of(store, tmp_path, 3, check_replicas_every=200)
     for error, step, _ in run_distributed(3, run_with_flip, config, 2, 2, 30):
         assert error is not None and step == 3 and "process 2 (host " in error
@@ -68,7 +69,7 @@ def test_of_two_replicas_both_are_named(store: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_checkpoint_is_not_written_from_a_replica_that_differs(store: Path, tmp_path: Path) -> None:
-    """Between two checks, and although there is no regular check."""
+    """Between two checks, and without regular checks."""
     config = config_of(store, tmp_path, 2, save_every=3, check_replicas_every=1000)
     for error, step, saved in run_distributed(2, run_with_flip, config, 3, 0):
         assert error is not None and step == 3 and saved == []
@@ -83,7 +84,7 @@ def test_0_turns_the_check_off(store: Path, tmp_path: Path) -> None:
 
 
 def test_a_weight_that_no_gradient_touches_is_watched_too(store: Path, tmp_path: Path) -> None:
-    """A row of the embedding that no token of the text asks for."""
+    """An embedding row of a token that does not occur in the text."""
 
     class Poison(Hook):
         def after_step(self, trainer: Trainer, event: StepEnd) -> None:

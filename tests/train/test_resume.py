@@ -1,4 +1,4 @@
-"""What `--resume` takes, what it refuses, and what it says of changes."""
+"""What `--resume` accepts, what it rejects, and what it reports about changes."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Two runs in one directory: the second is refused, a dead owner's lock is taken over."""
+"""Two runs in one directory: the second is rejected, and a dead owner's lock is taken over."""
 
 import json
 import multiprocessing
@@ -35,7 +35,7 @@ def owner(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 
 def elsewhere(folder: Path) -> None:
-    """The lock as a process of another host would have written it."""
+    """Makes the lock look as if written on another host."""
     path = folder / LOCK_FILE
     values = json.loads(path.read_text()) if path.exists() else {"token": "t", "pid": 1}
     path.write_text(json.dumps(values | {"host": "another-host"}))

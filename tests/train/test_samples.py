@@ -1,4 +1,4 @@
-"""Samples of text at evaluations: on every mesh, and without an effect on training."""
+"""Text samples at evaluations: on every mesh, and without effect on training."""
 
 from pathlib import Path
 from typing import Any

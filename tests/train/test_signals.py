@@ -96,7 +96,7 @@ def test_sigusr2_asks_for_a_save_once_and_not_for_a_stop() -> None:
 
 
 def test_a_hangup_that_is_ignored_stays_ignored() -> None:
-    """As under nohup."""
+    """As under nohup, which ignores SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopRequest() as request:

@@ -1,4 +1,4 @@
-"""Replicas that keep the others waiting."""
+"""Detection of slow replicas."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,17 +26,17 @@ def test_the_slowest_process_of_a_replica_counts() -> None:
     assert slow_members(Decision(0, MEMBERS[:1]), beats(9, 9)) == {}
 
 
-@pytest.mark.parametrize("put_out", [False, True])
-def test_it_is_reported_once_after_enough_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put_out: bool) -> None:
+@pytest.mark.parametrize("exclude", [False, True])
+def test_it_is_reported_once_after_enough_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exclude: bool) -> None:
     monkeypatch.setattr(slow, "LOOK_S", 0.0)
     warnings: list[str] = []
     gone: list[Member] = []
     pace = beats(1, 1, 6, 6, 1, 1)
     recovery = SimpleNamespace(
-        decision=Decision(0, MEMBERS), beats=lambda: pace, put_out_slow=lambda member, text: gone.append(member)
+        decision=Decision(0, MEMBERS), beats=lambda: pace, exclude_slow=lambda member, text: gone.append(member)
     )
     trainer: Any = SimpleNamespace(recovery=recovery, warn=warnings.append)
-    hook = SlowReplicas(5, put_out)
+    hook = SlowReplicas(5, exclude)
     for step in range(1, 12):
         if step == 4:
             pace[:] = beats(1, 1, 1, 1, 1, 1)
@@ -44,6 +44,6 @@ def test_it_is_reported_once_after_enough_steps(tmp_path: Path, monkeypatch: pyt
             pace[:] = beats(1, 1, 6, 6, 1, 1)
         hook.after_step(trainer, SimpleNamespace(metrics=SimpleNamespace(step=step)))  # type: ignore[arg-type]
         assert len(warnings) == (step >= 10), "five steps after it was last well"
-    action = "it is excluded and restarted" if put_out else "check the load of its machine"
+    action = "it is excluded and restarted" if exclude else "check the load of its machine"
     assert warnings == [f"replica 1 takes 6.0 times as long as the others for 5 steps; {action}"]
-    assert gone == ([MEMBERS[1]] if put_out else [])
+    assert gone == ([MEMBERS[1]] if exclude else [])

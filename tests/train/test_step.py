@@ -1,4 +1,4 @@
-"""Steps whose passes are launched ahead, and updates that are launched without their numbers: the same run to the bit."""
+"""Passes launched ahead, and updates launched before their statistics arrive: bitwise the same run."""
 
 import hashlib
 import os
@@ -28,7 +28,7 @@ MODES = ("usual", "tensors", "ahead")
 
 
 class Diary(Hook):
-    """All that hooks can see at the events that have an order of their own, but for how long it took."""
+    """Records everything that hooks can see at ordered events, except durations."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
@@ -116,12 +116,12 @@ def config_of(store: Path, run: Path, clip: float = 0.0, tp: int = 1, **sections
 
 
 def moved(config: Config, name: str) -> Config:
-    """The same run in a folder of its own."""
+    """The same run in a separate folder."""
     return config.model_copy(update={"run": config.run.model_copy(update={"dir": f"{config.run.dir}/{name}"})})
 
 
 def run(config: Config, mode: str, what: str = "", step: int = 0, resume: str | None = None) -> Diary:
-    """What hooks saw, up to the end of the run or the error that ended it."""
+    """What hooks saw, up to the end or the error of the run."""
     config, diary = moved(config, mode), Diary()
     trainer = trainer_of(config, mode, Act(what, step), diary, MetricsHook())
     Path(config.run.dir).mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ ACTIONS = [
 
 @pytest.mark.parametrize(("what", "step"), ACTIONS)
 def test_hooks_see_the_same_run(store: Path, tmp_path: Path, what: str, step: int) -> None:
-    """Losses, weights, moments, counts, positions, evaluations, saves, rollbacks and errors; and files of the same bytes."""
+    """Same losses, weights, moments, counts, positions, evaluations, saves, rollbacks and errors, and byte-identical files."""
     train = {"on_spike": "rollback", "save_every": 1} if what == "ruin" else {}
     found = runs(config_of(store, tmp_path, train=train), what, step)
     assert found["ahead"][0] == found["tensors"][0] == found["usual"][0]
@@ -167,7 +167,7 @@ def test_hooks_see_the_same_run(store: Path, tmp_path: Path, what: str, step: in
 
 
 def contents(run: Path) -> dict[str, Any]:
-    """Tensors of the checkpoints, and the lines of the metrics without their times."""
+    """Checkpoint tensors, and metrics without times."""
     tensors = {str(f.relative_to(run)): f.read_bytes() for f in run.rglob("*.safetensors")}
     times = ("seconds", "tokens_per_second", "mfu", "memory_bytes")
     lines = [repr({k: v for k, v in line.items() if k not in times}) for line in read_metrics(run / "metrics.jsonl")]
@@ -175,7 +175,7 @@ def contents(run: Path) -> dict[str, Any]:
 
 
 def test_with_clipping_only_the_last_bits_differ(store: Path, tmp_path: Path) -> None:
-    """The divisor is of fp32: the same whenever it is launched, another rounding than a factor of fp64 on the host."""
+    """An fp32 divisor gives the same result whenever it is launched, but rounds differently from an fp64 factor on the host."""
     found = runs(config_of(store, tmp_path, clip=0.05, dtype="float32"))
     assert found["ahead"][0] == found["tensors"][0]
     losses = [
@@ -221,7 +221,7 @@ def test_a_run_goes_on_ahead_to_the_bit(store: Path, tmp_path: Path) -> None:
 
 
 def test_the_order_of_events_ahead(store: Path, tmp_path: Path) -> None:
-    """No pass is repeated for an evaluation or a save, and none runs behind the last step."""
+    """No pass is repeated for an evaluation or a save, and none runs after the last step."""
     events = ("before_step", "after_backward")
     order = run(config_of(store, tmp_path, train={"steps": 3, "eval_every": 1}), "ahead").order
     assert order == [
@@ -235,7 +235,7 @@ def test_the_order_of_events_ahead(store: Path, tmp_path: Path) -> None:
 
 
 def losses_after_a_load(config: Config) -> list[tuple[float, float]]:
-    """(loss, held-out loss) with initial weights, and when they were loaded again after an evaluation of others."""
+    """(loss, held-out loss) with initial weights, and after reloading them following an evaluation of others."""
     trainer = make_trainer(config)
     trainer.start([])
     saved = trainer.save()
@@ -253,7 +253,7 @@ def losses_after_a_load(config: Config) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("parallel", SHARDED, ids=str)
 @pytest.mark.slow
 def test_loaded_weights_are_those_of_the_next_pass(store: Path, tmp_path: Path, parallel: dict[str, Any]) -> None:
-    """Not those that an evaluation before it has gathered, as before a rollback."""
+    """Not stale weights gathered by an earlier evaluation, as before a rollback."""
     for first, second in run_distributed(2, losses_after_a_load, config_of(store, tmp_path, parallel=parallel)):
         assert first == second
 
@@ -325,7 +325,7 @@ def test_seconds_of_a_step_leave_out_hooks(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_ahead_a_step_ends_where_its_update_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The passes of the next step, launched before the numbers are read, are the next step's."""
+    """Passes launched before the statistics are read belong to the next step."""
     at = Moments(monkeypatch)
     clock = StepClock(toy.CPU)
     clock.resume()
@@ -339,7 +339,7 @@ def test_ahead_a_step_ends_where_its_update_does(monkeypatch: pytest.MonkeyPatch
 
 
 def test_checkpoints_in_the_background_hold_the_step_they_name(store: Path, tmp_path: Path) -> None:
-    """The passes that were launched before a save change nothing that it copies."""
+    """Passes launched before a save change nothing that it copies."""
     config = config_of(store, tmp_path, train={"async_save": True})
     saved: list[list[bytes]] = []
     for mode in ("usual", "ahead"):

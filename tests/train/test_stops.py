@@ -1,4 +1,4 @@
-"""Signals at any moment: start-up, step, evaluation, save. One consistent save, then a clean end."""
+"""Signals at any time (startup, step, evaluation, save): one consistent save, then a clean exit."""
 
 import os
 import random
@@ -96,7 +96,7 @@ def test_a_signal_in_the_start_up_of_a_resume_saves_nothing_twice(store: Path, t
 
 
 def count_batches(patch: pytest.MonkeyPatch, at: int, action: Callable[[], None]) -> list[int]:
-    """The batches of evaluations, with an action before one of them."""
+    """Counts evaluation batches and runs an action before one of them."""
     seen: list[int] = []
 
     def watched(batches: Any, *_: Any, **__: Any) -> Iterator[Any]:
@@ -135,7 +135,7 @@ def test_sigusr2_saves_and_goes_on(store: Path, tmp_path: Path) -> None:
 
 
 def signalled_on_one(store: str, run: str, event: str) -> tuple[int, str | None, list[int]]:
-    """A signal to the second process only."""
+    """Sends a signal to the second process only."""
     rank = torch.distributed.get_rank()
     with StopRequest(), pytest.MonkeyPatch.context() as patch:
         hook = Hook()
@@ -158,7 +158,7 @@ def test_all_processes_stop_where_one_got_the_signal(store: Path, tmp_path: Path
 
 
 def signalled_at_random(store: str, run: str, seed: int) -> tuple[int, str | None, list[int]]:
-    """A signal at a random moment to one of the processes, which save and evaluate all the time."""
+    """Sends a signal at a random time to one of the processes, which save and evaluate all the time."""
     chance = random.Random(seed)
     number = chance.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
     victim, after_s = chance.randrange(torch.distributed.get_world_size()), chance.random()

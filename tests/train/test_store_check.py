@@ -1,4 +1,4 @@
-"""A token store that changes under a run: one line, no wrong training and no SIGBUS."""
+"""A token store that changes during a run: a one-line error, no training on wrong data, no SIGBUS."""
 
 import os
 import shutil

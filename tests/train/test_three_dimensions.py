@@ -1,4 +1,4 @@
-"""The whole mesh, pipeline x data x tensor: every mesh, schedule and sharding against one process."""
+"""Three-dimensional meshes (PP x DP x TP): every mesh, schedule and sharding against one process."""
 
 import itertools
 from typing import Any
@@ -14,7 +14,7 @@ from boost.parallel.gradients import GradientReducer
 from boost.train.model import backward, to_device
 from tests import toy
 from tests.distributed import run_distributed
-from tests.trained import Trained, compare, keeps_table, made_up_batches
+from tests.trained import Trained, compare, made_up_batches, matches_table
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +96,7 @@ def test_every_sharding_of_every_layout_is_one_process(family: str, layout: dict
 
 
 def test_rows_that_replicas_cannot_share_equally() -> None:
-    """Three replicas: the last one has fewer rows of every weight, and none of some."""
+    """Three replicas: the last one has fewer rows of every weight, and no rows of some."""
     model = {"rank": 4, "heads": 1, "kv_heads": 1, "dim": 4, "ffn_dim": 7, "vocab_size": 4}
     for shard in ("optimizer", "full"):
         check(config_of({"dp": 3, "shard": shard}, model=model, train={"global_batch": 6}))
@@ -129,7 +129,7 @@ def test_documents_stay_apart(parallel: dict[str, Any]) -> None:
 
 
 def gradient_error_in_bf16(config: Config) -> dict[str, float]:
-    """Relative error against fp64 of what this process keeps of each gradient, of a text in which one token is frequent."""
+    """Relative error against fp64 of this process's part of each gradient, for a text in which one token is frequent."""
     exact = config.train.model_copy(update={"param_dtype": "float64", "compute_dtype": "float64"})
     errors: dict[str, float] = {}
     made = []
@@ -151,7 +151,7 @@ def gradient_error_in_bf16(config: Config) -> dict[str, float]:
 
 
 def test_gathering_in_bf16_rounds_no_more_than_bf16_does() -> None:
-    """Also where thousands of tokens add to one row of the embedding."""
+    """Even if thousands of tokens add to one embedding row."""
     train = {"micro_batch": 2, "global_batch": 4, "seq_len": 1024}
     alone = gradient_error_in_bf16(config_of({}, "bfloat16", train=train))
     for shard in ("optimizer", "full"):
@@ -163,7 +163,7 @@ def test_gathering_in_bf16_rounds_no_more_than_bf16_does() -> None:
 
 
 def kept(config: Config) -> tuple[int, int]:
-    """Elements that this process keeps of matrices and of norms, after a step."""
+    """Elements of matrices and of norms that this process holds after a step."""
     params = list(fused_params(Trained(config, 1).model))
     return tuple(
         sum(s.tensor.numel() for s in params if (s.parameter.ndim == 2) == matrices) for matrices in (True, False)
@@ -220,7 +220,7 @@ def test_a_gate_under_tensor_parallelism_and_zero_bubble(layout: str, grouping: 
 
 
 def without_gradients(config: Config) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses of some micro-batches, and logits behind a prompt and behind one more token."""
+    """Losses of some micro-batches, and logits after a prompt and after one more token."""
     model, mesh = toy.toy_model(config)
     caches = model.make_caches(2, 7)
     tokens = toy.toy_tokens(config, batch=2)[0]
@@ -259,7 +259,7 @@ def test_evaluation_and_generation_through_any_mesh(parallel: dict[str, Any]) ->
 
 def keeps_its_table(config: Config) -> bool:
     trained = Trained(config, 1)  # the first step also makes connections
-    return keeps_table(config, trained.collectives(), trained.mesh.pp.rank)
+    return matches_table(config, trained.collectives(), trained.mesh.pp.rank)
 
 
 COUNTED = [

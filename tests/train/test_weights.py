@@ -1,4 +1,4 @@
-"""Weights without a model: read whole from what any mesh saved, and loaded on any mesh from what one process wrote."""
+"""Weights without a model: read whole from a checkpoint of any mesh, and loaded on any mesh from one process's checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ MESHES: list[dict[str, Any]] = [
 
 
 def _load_on_mesh(path: Path, parallel: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What is wrong with this process's weights: nothing. In float32, from bfloat16."""
+    """Differences of this process's weights (none expected). In float32, loaded from bfloat16."""
     found = ckpt.open_checkpoint(path)
     model = found.config.model.model_dump(exclude_none=True)
     config = toy.toy_config("float32", model=model, parallel=parallel, train={"global_batch": 8})

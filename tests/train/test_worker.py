@@ -1,4 +1,4 @@
-"""What a worker process of the launcher sets up before its work begins."""
+"""Setup of the launcher's worker processes."""
 
 import os
 import socket

@@ -31,7 +31,7 @@ class CrossingSpec(LayoutSpec):
     )
     embed_comms = (EXCHANGE,)
     head_comms = (GATHER,)
-    mlp_stays = True
+    mlp_token_local = True
 
     def crosses_as_heads(self, slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> bool:
         """Whether this projection exchanges heads instead of gathering latents."""

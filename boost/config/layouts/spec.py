@@ -124,7 +124,7 @@ class LayoutSpec:
     them twice."""
     gathers_latents: ClassVar[bool] = False
     """Whether latents can be saved before they are all-gathered (train.recompute = "low-rank-sharded")."""
-    mlp_stays: ClassVar[bool] = False
+    mlp_token_local: ClassVar[bool] = False
     """Whether the MLP runs on the local tokens of the residual stream, with all channels and replicated weights."""
     single_process: ClassVar[bool] = False
     """Whether this is the layout in effect with tp = 1."""
@@ -173,7 +173,7 @@ class LayoutSpec:
     @property
     def ends_with_comm(self) -> bool:
         """Whether a block ends with a collective: nothing after its last one is needed in the backward pass."""
-        return not self.mlp_stays and self.placements["leave.B" if self.low_rank else "leave.W"].dim == 1
+        return not self.mlp_token_local and self.placements["leave.B" if self.low_rank else "leave.W"].dim == 1
 
     def residual_shape(self, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[int, int]:
         """Local shape of the residual stream for `tokens` tokens."""
@@ -192,21 +192,21 @@ class LayoutSpec:
         """Whether the layout supports this model's family."""
         return self.low_rank in (None, model.low_rank)
 
-    def outdone_by(self, model: ModelConfig) -> str:
+    def superseded_by(self, model: ModelConfig) -> str:
         """Name of a layout that does the same work and never sends more for this model, which the planner tries instead; or
         empty."""
         return ""
 
     def channels_shape(self, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[int, int]:
         """Local shape of gate, up and their product."""
-        if self.mlp_stays:
+        if self.mlp_token_local:
             return tokens // parallel.tp, model.ffn_dim
         return tokens, model.ffn_dim // self.num_shards(parallel)
 
     # Defined by each layout.
 
     def num_shards(self, parallel: ParallelConfig) -> int:
-        """Number of shards of heads and, unless `mlp_stays`, of channels: p, or 1 if they are replicated."""
+        """Number of shards of heads and, unless `mlp_token_local`, of channels: p, or 1 if they are replicated."""
         return parallel.tp
 
     def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:

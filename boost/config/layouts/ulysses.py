@@ -25,7 +25,7 @@ class UlyssesSpec(CrossingSpec):
     runtime = "boost.parallel.layouts.ulysses:Ulysses"
     low_rank: ClassVar[bool | None] = None
 
-    def outdone_by(self, model: ModelConfig) -> str:
+    def superseded_by(self, model: ModelConfig) -> str:
         """`btp-cp` for low-rank families: it communicates whichever of latents and heads is narrower."""
         return "btp-cp" if model.low_rank else ""
 

@@ -74,7 +74,7 @@ class VanillaSpec(LayoutSpec):
     embed_comms = (GATHER_REPLICATED,)
     head_comms = (SUM_BACKWARD,)
 
-    def outdone_by(self, model: ModelConfig) -> str:
+    def superseded_by(self, model: ModelConfig) -> str:
         """`btp`, which sends 7 r elements per token instead of 4 (d + f) or more, and shards the residual stream."""
         return "btp"
 

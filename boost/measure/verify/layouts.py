@@ -21,7 +21,15 @@ from boost.config.layouts import layout_spec, layouts_of, spec_of
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
 from boost.errors import ConfigError
-from boost.measure.exactness import Seen, TrainedModel, alone, errors_of, keeps_table, local_parts, mean_error
+from boost.measure.exactness import (
+    Observed,
+    TrainedModel,
+    alone,
+    local_parts,
+    matches_table,
+    mean_error,
+    relative_errors,
+)
 from boost.measure.verify.report import Found, Verifier, worst_of
 from boost.parallel.capabilities import require_torch
 from boost.parallel.mesh import Mesh, mesh_of
@@ -147,11 +155,11 @@ def _cells(model: ModelConfig, layout: str, parallel: dict[str, Any], on_gpu: bo
 
 
 @functools.cache
-def _reference(description: str, device: torch.device) -> Seen:
+def _reference(description: str, device: torch.device) -> Observed:
     return TrainedModel(Config.model_validate_json(description), Mesh(device), STEPS).seen()
 
 
-def reference(config: Config, device: torch.device, dtype: str = "") -> Seen:
+def reference(config: Config, device: torch.device, dtype: str = "") -> Observed:
     """Trains the whole model in this process, in eager mode without recomputation, in `dtype` or the configuration's dtype."""
     plain = {"recompute": "none", "compile": "none", **({"compute_dtype": dtype} if dtype else {})}
     config = config.model_copy(update={"train": config.train.model_copy(update=plain)})
@@ -162,10 +170,10 @@ def reference(config: Config, device: torch.device, dtype: str = "") -> Seen:
 def compare(config: Config, mesh: Mesh) -> dict[str, float]:
     """Errors of this process's results against one process; 'table' is 0 if the step issued the collectives of the table."""
     actual = TrainedModel(config, mesh, STEPS)
-    table = 0.0 if mesh.size == 1 or keeps_table(config, actual.collectives(), mesh.pp.rank) else 1.0
+    table = 0.0 if mesh.size == 1 or matches_table(config, actual.collectives(), mesh.pp.rank) else 1.0
     if config.train.compute_dtype != "bfloat16":
         expected = reference(config, mesh.device)
-        errors = errors_of(actual, expected)
+        errors = relative_errors(actual, expected)
         if config.train.compute_dtype == "float32":
             numbers = zip(actual.numbers[0], expected.numbers[0], strict=True)
             errors = {"gradients": errors["first gradients"], "numbers": max(abs(a / e - 1) for a, e in numbers)}

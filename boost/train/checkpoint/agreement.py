@@ -28,7 +28,7 @@ def run_on_all(
     """
     if group is not None:
         return _run_once(mesh, action, failure, group)
-    return list(mesh.together(lambda: _run_once(mesh, action, failure, mesh.everyone.group)))
+    return list(mesh.run_recoverable(lambda: _run_once(mesh, action, failure, mesh.everyone.group)))
 
 
 def _run_once(

@@ -1,4 +1,4 @@
-"""What measures is slow: none of this folder is in `make quick`."""
+"""Experiments are slow: `make quick` skips this folder."""
 
 from pathlib import Path
 

@@ -14,7 +14,7 @@ from tests.distributed import run_distributed
 
 
 def tiny(parallel: dict[str, Any], family: str = "cola", tp: int = 2, layers: int = 1, **train: Any) -> Config:
-    """A model of which a step takes milliseconds."""
+    """A model with steps of milliseconds."""
     model = {"family": family, "vocab_size": 32, "layers": layers, "kv_heads": 8}
     train = {"micro_batch": 2, "global_batch": 2, **train}
     return toy.toy_config("float32", model=model, train=train, parallel={**parallel, "tp": tp}, run={"device": "cpu"})
@@ -27,6 +27,6 @@ def _measured(found: list[TimingGroup]) -> list[Facts]:
 
 
 def measured(found: list[TimingGroup]) -> list[Facts]:
-    """The same on two processes of the tests' pool; of the main one."""
+    """Measures on two processes of the test pool; returns the main one's result."""
     facts: list[Facts] = run_distributed(2, _measured, found)[0]
     return facts

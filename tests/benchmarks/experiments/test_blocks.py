@@ -1,4 +1,4 @@
-"""One block by itself is the block of the model: the same function under every layout, and what it issues is what is counted."""
+"""A single block matches the block of the model: the same function under every layout, and all its collectives are counted."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Two results are compared row by row, and only if they are of the same thing on the same machine."""
+"""Two results are compared row by row, and only if experiment, dimensions and machine match."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def write(
 
 
 def times(*factors: float) -> list[Facts]:
-    """Rows of three contenders, each so many times slower."""
+    """Rows of three contenders, slowed down by these factors."""
     names = ("btp", "btp-sp", "vanilla")
     return [
         {"name": name, "batch": 4, "kept_bytes": int(9 * factor), "seconds": [factor * s for s in EIGHT]}
@@ -67,7 +67,7 @@ def test_what_makes_a_change_unclear_is_one_line(tmp_path: Path) -> None:
     new = write(tmp_path / "new.json", dirty=True, rows=times(1, 1, 1)[:2])
     lines = compare(old, new).splitlines()
     (warning,) = [line for line in lines if line.startswith("Warning")]
-    assert "both are of commit aaaaaaaaaa" in warning and "tree of new had changes" in warning
+    assert "both are from commit aaaaaaaaaa" in warning and "tree of new had uncommitted changes" in warning
     assert "tree of old" not in warning
     assert any(line.startswith("Also different: torch 2.0, then") for line in lines)
     assert "Only in old: vanilla, batch 4." in lines
@@ -88,8 +88,8 @@ SHAPE = FACTS["config"] | {"model": FACTS["config"]["model"] | {"dim": 1024}}
         ({"config": SHAPE}, r"model.dim is \d+ in the old result and 1024 in the new one"),
         ({"rows": other_batch(SAME)}, "btp-sp, batch 4: batch is 4 in the old result and 8 in the new one"),
         ({"rows": [{"name": "mine", "seconds": EIGHT}]}, "no row in common"),
-        ({"rows": [{"name": "mine", "seconds": 3.0}]}, "new.json holds no seconds of rounds"),
-        ({"rows": [*SAME, SAME[0]]}, "new.json: two rows are called 'btp, batch 4'"),
+        ({"rows": [{"name": "mine", "seconds": 3.0}]}, "new.json has no timings"),
+        ({"rows": [*SAME, SAME[0]]}, "new.json: two rows are named 'btp, batch 4'"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, facts: Facts, said: str) -> None:

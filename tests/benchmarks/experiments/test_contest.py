@@ -1,4 +1,4 @@
-"""Contenders are timed in turns; ratios are of the same round; zeros and too few rounds are refused."""
+"""Contenders are interleaved; ratios are within a round; zeros and too few rounds are rejected."""
 
 import time
 from types import SimpleNamespace
@@ -92,7 +92,7 @@ def test_too_few_rounds_are_refused() -> None:
 
 
 def test_a_ratio_is_of_the_same_round() -> None:
-    """The machine is ten times slower in half of the rounds; the ratio does not see it."""
+    """The machine is ten times slower in half of the rounds, which does not affect the ratio."""
     slow = np.array([1.0, 10.0, 1.0, 10.0, 1.0, 10.0, 1.0])
     found = ratio(2 * slow, slow)
     assert (found.value, found.low, found.high) == (2, 2, 2)
@@ -101,7 +101,7 @@ def test_a_ratio_is_of_the_same_round() -> None:
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
-    """Of noisy rounds: in 200 runs the true ratio, 1.3, is inside about 95 times of 100."""
+    """With noisy rounds: in 200 runs, the true ratio 1.3 is inside the interval in about 95 % of them."""
     rng = np.random.default_rng(1)
     inside, widths = 0, []
     for _ in range(200):
@@ -114,7 +114,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
 
 
 def test_a_ratio_of_two_runs_knows_no_pairs() -> None:
-    """Rounds that were slow in both are no help: the interval is as wide as both runs together, whatever their order."""
+    """Slow rounds in both runs do not cancel: the interval is as wide as both runs together, in any order."""
     slow = [1.0, 3.0, 1.0, 3.0, 1.0, 3.0, 1.0, 1.0]
     found, shuffled = ratio_of_runs(slow, slow), ratio_of_runs(sorted(slow), slow)
     assert found.value == shuffled.value == 1

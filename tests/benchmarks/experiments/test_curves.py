@@ -1,4 +1,4 @@
-"""Every layout follows one process over 200 steps; the experiment says so, or says which does not."""
+"""Every layout matches one process over 200 steps; the experiment reports any that does not."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def make_config(store: Path, run: Path, steps: int) -> Config:
 
 
 def followed(family: Family, dtype: str) -> list[curves.LayoutVariant]:
-    """In float32 every layout once; its switches differ in float64 as much."""
+    """In float32, every layout once; its options differ just as much in float64."""
     each = {c.parallel["layout"]: c for c in reversed(curves.contenders(family))}
     return list(each.values()) if dtype == "float32" else list(curves.contenders(family))
 
@@ -40,7 +40,8 @@ def all_losses(config: Config, family: Family, dtype: str) -> dict[str, list[flo
 
 
 def _commit_or_night() -> list[Any]:
-    """The first 40 steps of one family in float64 on each commit, whose limit is the sharper one; all 200 of all by night."""
+    """On every commit, the first 40 steps of one family in float64, which has the tighter limit; nightly, all 200 steps of
+    all."""
     cells = [(family, dtype, 200) for family in ("cola", "dense") for dtype in curves.LIMITS]
     return [("cola", "float64", 40), *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in cells)]
 

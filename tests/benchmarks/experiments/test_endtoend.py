@@ -1,4 +1,4 @@
-"""Whole steps under every layout are timed in one run, counted, and shown beside the paper's."""
+"""Whole steps under every layout are timed in one run, counted, and shown next to the paper's."""
 
 from functools import cache
 from pathlib import Path
@@ -91,7 +91,7 @@ def test_the_section_has_a_table_a_group_and_the_papers_numbers(tmp_path: Path) 
 
 
 def test_goals_are_met_where_the_numbers_say_so() -> None:
-    """Seconds as if they had been measured: btp-sp takes 1, btp 1.2; then as much."""
+    """Synthetic seconds: btp-sp takes 1 and btp 1.2; then both take the same."""
     taken = {BTP_SP: 1.0, BTP: 1.2, VANILLA: 2.2, MEGATRON_SP: 2.0}
     facts = {key: value for key, value in results().items() if key != "groups"}
     groups = []
@@ -116,7 +116,7 @@ def test_goals_are_met_where_the_numbers_say_so() -> None:
 
 
 def test_a_share_computes_on_numbers_and_is_priced(tmp_path: Path) -> None:
-    """In a process of its own: the fake process group is the process's only one."""
+    """Runs in a separate process, because the fake process group must be the only one."""
     found = {name: layout(name, tp=4) for name in (MEGATRON_SP, VANILLA, BTP, BTP_SP)}
     group, out = TimingGroup("share", endtoend.SHARES, found, share=True), tmp_path / "group.json"
     hardware = load_hardware("a100-80g")

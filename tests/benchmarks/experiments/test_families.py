@@ -1,4 +1,4 @@
-"""The comparison of families: the same tokens for all, a rate for each, and results that are never mixed or made twice."""
+"""The families experiment: same tokens for all, a learning rate for each, and results that are never mixed or repeated."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def config(store: Path, tmp_path: Path) -> Config:
 
 
 def made_up(task: Task) -> FamilyRun:
-    """A run that was never made: its loss falls with the rate, but at 1e-2 dense diverges."""
+    """A synthetic run: its loss falls with the learning rate, but dense diverges at 1e-2."""
     place = FOUR.index(task.contender)
     loss = None if (task.contender, task.lr) == ("dense", 1e-2) else 5 - place / 4 - 10 * task.lr + task.seed / 8
     return FamilyRun(
@@ -44,7 +44,7 @@ def made_up(task: Task) -> FamilyRun:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
-    """Runs are made up in this process, and noted."""
+    """Replaces runs with synthetic ones in this process and records them."""
     tasks: list[Task] = []
 
     def each(waiting: Sequence[Task], jobs: int) -> Iterator[FamilyRun]:
@@ -219,7 +219,7 @@ def test_loro_is_svd_with_its_own_optimizer_and_its_exact_steps(config: Config) 
         svd.optim.warmup_steps,
     )
     assert families.configuration(config, "loro", 1, 0.5, 24).optim.restart_warmup_steps == 3, "no longer than K"
-    with pytest.raises(ConfigError, match="optim.name = 'loro' is a contender by itself"):
+    with pytest.raises(ConfigError, match="optim.name = 'loro' is one of the contenders"):
         families.configuration(loro, "svd", 1, 0.5, 1000)
 
 

@@ -1,4 +1,4 @@
-"""The largest size that fits is the largest, and one more does not fit."""
+"""The reported size fits, and one more does not."""
 
 import json
 from pathlib import Path

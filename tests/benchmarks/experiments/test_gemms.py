@@ -1,4 +1,4 @@
-"""Every layout's products are timed at every TP, and utilization is FLOPs over time over the ceiling of the same round."""
+"""The GEMMs of every layout are timed at every TP, and utilization is FLOP/s relative to the ceiling of the same round."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.experiments import blocks, gemms
+from benchmarks.experiments.blocks_report import row_of
 from boost.measure.results import Facts
 from tests import toy
 
@@ -28,8 +29,8 @@ def test_the_experiment_leaves_numbers_a_table_and_a_picture(tmp_path: Path, mon
         assert len(facts["turns"]["seconds"][row["name"]]) == 7
         if row["tp"] > 1:  # a process's share
             whole = "dense" if row["layout"] == "megatron" else "low-rank"
-            alone = gemms._find(facts, whole, 1, row["what"], row["phase"])
-            assert alone is not None and row["flops"] * row["tp"] == alone["flops"]
+            alone = row_of(facts, layout=whole, tp=1, what=row["what"], phase=row["phase"])
+            assert row["flops"] * row["tp"] == alone["flops"]
     table = out.with_suffix(".md").read_text()
     assert "[32, 32] x [32, 2]" in table and "[32, 8] x [8, 8]" in table  # r/p against r
     assert "time, vanilla / btp, MLP" in table and "1.21x" in table
@@ -38,7 +39,7 @@ def test_the_experiment_leaves_numbers_a_table_and_a_picture(tmp_path: Path, mon
 
 
 def test_utilization_is_of_the_faster_square_in_the_same_round() -> None:
-    """The machine is twice as slow in every second round; a contender that uses a quarter of it does so in all."""
+    """The machine is twice as slow in every second round; a contender at a quarter of its speed stays at a quarter in all."""
     slow = [1.0, 2.0] * 3 + [1.0]
     seconds = {"square 10": [s * 2e3 / 100 for s in slow], "square 20": [s * 16e3 / 400 for s in slow]}
     seconds["mine"] = [s * 800 / 100 for s in slow]

@@ -1,4 +1,4 @@
-"""The project's figures: every experiment's finding meets its own, and only measurements decide."""
+"""The project's goals: every finding is matched to its target, and only measurements decide."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def test_small_differences_of_wording_do_not_matter(said: str, what: str) -> Non
 
 @pytest.mark.parametrize(
     ("said", "answer"),
-    [("speed", "none of the project's figures"), ("btp-sp against btp", "could be .*time or .*bytes"), ("", "none")],
+    [("speed", "none of the project's goals"), ("btp-sp against btp", "could be .*time or .*bytes"), ("", "none")],
 )
 def test_a_goal_that_is_none_or_two_is_refused(said: str, answer: str) -> None:
     with pytest.raises(MeasurementError, match=answer):

@@ -1,4 +1,4 @@
-"""Grouping is fewer products and collectives of the same bytes, timed beside its absence."""
+"""Grouping means fewer GEMMs and collectives with the same bytes; both forms are timed."""
 
 from pathlib import Path
 

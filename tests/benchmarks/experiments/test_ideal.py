@@ -1,4 +1,4 @@
-"""TP against the ideal: what is replayed is what a step sends, and the efficiency is of the same round."""
+"""TP against the ideal: the replayed collectives are those of a step, and ratios are within a round."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def make() -> Config:
 
 
 def measured(config: Config) -> tuple[Facts, dict[str, bool]]:
-    """What the experiment finds, and whether what each layout replays is what its step sent."""
+    """The experiment's result, and whether the replayed collectives of each layout match those of its step."""
     mesh = toy.mesh(tp=2)
     same = {}
     for layout, each in bench.variants(config).items():
@@ -43,7 +43,7 @@ def test_measured_on_two_processes(tmp_path: Path) -> None:
 
 
 def facts_with(step: float) -> Facts:
-    """TP=1 takes 2 s and the wire 0.5 s, in slow rounds three times that."""
+    """TP=1 takes 2 s and the wire 0.5 s; slow rounds take three times as long."""
     slow = [1.0] * 4 + [3.0] * 3
     seconds = (
         dict.fromkeys(LAYOUTS, step) | {WIRE + x: 0.5 for x in LAYOUTS} | {ALONE + "cola": 2.0, ALONE + "dense": 2.0}

@@ -1,4 +1,4 @@
-"""Pictures inside a page: names do not clash, black and white are the page's, nothing is fetched."""
+"""Inline SVG: IDs do not clash, black and white become theme colors, and nothing is fetched."""
 
 import pytest
 
@@ -28,5 +28,5 @@ def test_names_colors_and_what_is_left_out() -> None:
 
 
 def test_what_is_no_drawing_is_refused() -> None:
-    with pytest.raises(ValueError, match="no SVG"):
+    with pytest.raises(ValueError, match="not an SVG"):
         inline_svg("<html/>", "", "")

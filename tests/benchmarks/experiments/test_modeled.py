@@ -1,4 +1,4 @@
-"""The modeled evaluation: the published rows are the validated ones, the goals are of the best layout, nothing is 'measured'."""
+"""The modeled evaluation: published rows are the validated ones, goals use the best layout, and nothing is labeled measured."""
 
 from functools import cache
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Both norms are timed in the block and by themselves; the norms' part by itself is what the layout computes."""
+"""Both norms are timed in the block and alone; the norms alone compute what the layout computes."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def test_the_experiment(tmp_path: Path) -> None:
 
 
 def test_both_forms_alone_commute_with_a_linear_map() -> None:
-    """On one process's whole width, scaling x before A and scaling A x behind it are one function."""
+    """On one process with the whole width, scaling x before A and scaling A x after it are the same function."""
     x, a = torch.randn(5, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
     c = norms.inverse_rms(norms.sum_of_squares(x), 8, 1e-6)
     assert torch.allclose(norms.scale(x, c) @ a.t(), norms.scale(x @ a.t(), c))

@@ -1,4 +1,4 @@
-"""One optimization at a time: every rung is a legal configuration that differs from the one before as it says."""
+"""The ablation: every step is a legal configuration that differs from the previous one as stated."""
 
 import itertools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every peer is a correct contender: from the same weights it has the loss of our model, its gradient's norm, and its steps."""
+"""Every peer is a correct contender: from the same weights, its loss, gradient norm and steps match our model."""
 
 import sys
 from typing import Any
@@ -17,7 +17,7 @@ from tests.distributed import run_distributed
 
 
 def ours(config: Config, steps: int) -> list[tuple[float, float]]:
-    """(mean loss, gradients' norm) before each step, on one process."""
+    """(mean loss, gradient norm) before each step, on one process."""
     stepper, found = Stepper(toy.single(config), Mesh(toy.CPU)), []
     tokens = config.train.global_batch * config.train.seq_len
     for _ in range(steps):
@@ -36,7 +36,7 @@ def of_family(config: Config, family: Any) -> Config:
 
 
 def all_peers(config: Config, tp: int, steps: int) -> tuple[dict[str, list[tuple[float, ...]]], dict[str, str]]:
-    """The same of every peer, from its second step on: the first is taken when it is made."""
+    """The same for every peer, starting with its second step; `peers` runs the first one."""
     mesh = toy.mesh(tp=tp) if tp > 1 else Mesh(toy.CPU)
     calls, reasons = peers(config, mesh)
     return {name: [tuple(float(x) for x in call()) for _ in range(steps)] for name, call in calls.items()}, reasons
@@ -61,7 +61,7 @@ def test_two_processes() -> None:
 
 
 def test_what_cannot_run_is_left_out_with_a_reason() -> None:
-    """One key/value head for two processes: DTensor cuts whole heads."""
+    """One key/value head on two processes: DTensor shards whole heads."""
     found, reasons = run_distributed(2, reasons_of, make(kv_heads=1))[1]
     assert LOW_RANK in found and not {DENSE, DENSE_SP, LOW_RANK_CUT} & set(found)
     assert reasons[DENSE] == "ValueError: 1 key/value heads cannot be sharded over 2 processes"

@@ -1,4 +1,4 @@
-"""The experiment trains every layout alike, and says if one of them matters as much as a seed does."""
+"""The experiment trains all layouts alike and reports a layout that matters as much as the seed."""
 
 import contextlib
 import io
@@ -88,7 +88,7 @@ def test_runs_differ_in_their_cut_and_seed_and_nothing_else(store: Path, tmp_pat
 
 
 def test_differences_are_of_the_same_seed() -> None:
-    """Perplexities 10 and 14 alone: a spread of sqrt 8; the layout is 0.2 off at most."""
+    """Single-process perplexities 10 and 14: a standard deviation of sqrt 8; the layout differs by at most 0.2."""
     runs = [
         PerplexityRun("cola", layout, seed, [3.0, 2.0 + seed], 2.0, value)
         for layout, values in (("single", (10.0, 14.0)), ("btp", (10.1, 13.8)))

@@ -1,4 +1,4 @@
-"""The plain modules are the function that ours is: same weights, same loss, same gradients."""
+"""The plain modules match our model: same weights, same loss, same gradients."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ MODELS: list[dict[str, Any]] = [
 
 
 def gradients(module: PlainDecoder) -> dict[str, Tensor]:
-    """By mathematical name."""
+    """Gradients by mathematical name."""
     found = {}
     for weight, parameters in module.stored():
         assert weight.grad is not None
@@ -52,7 +52,7 @@ def test_crossings_are_refused() -> None:
 
 
 def several_steps(config: Config) -> tuple[list[float], list[float]]:
-    """Losses of plain modules, and of ours, before each of three steps."""
+    """Losses of the plain modules and of our model before each of three steps."""
     step, ours = plain_step(config, toy.CPU), Stepper(config, Mesh(toy.CPU))
     theirs = [step()[0].item() for _ in range(3)]
     expected = []
@@ -68,7 +68,7 @@ def several_steps(config: Config) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize(("decay_on", "clip"), [("all", 0.0), ("matrices", 0.01)])
 def test_a_whole_step_is_ours(decay_on: str, clip: float) -> None:
-    """Two micro-batches; an epsilon so large that the gradient's scale counts, and a rate at which an update shows."""
+    """Two micro-batches, an epsilon large enough that the gradient's scale matters, and a rate at which updates show."""
     optim = {"lr": 0.05, "eps": 0.01, "clip": clip, "decay_on": decay_on, "weight_decay": 0.5}
     config = toy.toy_config(optim=optim)
     theirs, expected = several_steps(config)

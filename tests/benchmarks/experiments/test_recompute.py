@@ -1,4 +1,4 @@
-"""The experiment times every policy of every layout in one run, and its table says what was measured."""
+"""The experiment times every policy of every layout in one run and reports the measurements."""
 
 import json
 from dataclasses import asdict
@@ -50,7 +50,7 @@ def test_the_experiment_leaves_numbers_a_table_and_a_picture(tmp_path: Path) -> 
 
 
 def test_rates_are_of_paired_differences() -> None:
-    """Of three rounds, one was slow for all policies: the difference to none in the same round does not see it."""
+    """One of three rounds was slow for all policies, which does not affect the difference to `none` in the same round."""
     config = make_config(2)
     kept = {"none": 1000, "low-rank": 400, "full-block": 100}
     seconds = {"none": [1.0, 3.0, 1.0], "low-rank": [1.5, 3.5, 1.5], "full-block": [2.0, 4.0, 2.5]}

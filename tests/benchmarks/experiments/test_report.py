@@ -1,4 +1,4 @@
-"""The page of all results: what it says, that it is the same each time, and how it looks in a real browser."""
+"""The report page: its content, its reproducibility, and its rendering in a real browser."""
 
 import base64
 import contextlib
@@ -57,7 +57,7 @@ def goals(facts: Facts) -> list[Goal]:
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two results of one experiment, of a CPU and of a GPU."""
+    """Two results of one experiment, from a CPU and from a GPU."""
     monkeypatch.setattr(sections, "section", section)
     monkeypatch.setattr(sections, "goals", goals)
     folder = tmp_path / "results"
@@ -99,7 +99,7 @@ def test_goals_come_first_with_what_was_found_or_why_not(results: Path) -> None:
 
 
 def test_machines_stand_one_under_the_other(results: Path) -> None:
-    """Each in a block of its own with its numbers, and no number of both."""
+    """Each has its own block and numbers, and no number combines both."""
     blocks = re.findall(r"<article>.*?</article>", page_of(results), re.DOTALL)
     assert len(blocks) == 2
     assert ["<h3>Slow CPU" in block for block in blocks] == [True, False]
@@ -204,7 +204,7 @@ def test_the_page_in_a_browser(results: Path, tmp_path: Path) -> None:
 
 
 def looked_at(html: str, port: int) -> str:
-    """The page with a script that its policy allows, and with a picture from elsewhere, which it does not."""
+    """The page with an added script that its policy allows, and an external image that it does not."""
     allowed = base64.b64encode(hashlib.sha256(LOOK.encode()).digest()).decode()
     html = html.replace("script-src ", f"script-src 'sha256-{allowed}' ")
     outside = f'<img src="http://127.0.0.1:{port}/x.png" alt="">'
@@ -212,7 +212,7 @@ def looked_at(html: str, port: int) -> str:
 
 
 def browse(tmp_path: Path, page: Path, width: int, height: int, *flags: str) -> str:
-    """What Chromium prints of a page. Its processes are gone afterwards."""
+    """Chromium's output for a page. Its processes have exited afterwards."""
     assert BROWSER is not None
     usual = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000"]
     place = [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},{height}"]

@@ -1,4 +1,4 @@
-"""Every result that is committed can be shown, by the code as it is now, with the goals that it answers."""
+"""The current code can present every committed result and its goals."""
 
 import importlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The experiment of one process: contenders that are the same work, and goals that follow from the numbers."""
+"""The single-process experiment: contenders do the same work, and goals follow from the numbers."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ FLOPS = {"dense": 400, "cola": 200, "svd": 200, "lax": 200}
 
 
 def size(device: str, dtype: str, low_rank: float, plain: float, product: float) -> Facts:
-    """Seconds of a step of dense are 1; of a round in which the machine was slow, 3."""
+    """A dense step takes 1 s, or 3 s in a slow round."""
     rounds = [1.0] * 5 + [3.0] * 2
 
     def times(seconds: float) -> list[float]:
@@ -34,7 +34,7 @@ def size(device: str, dtype: str, low_rank: float, plain: float, product: float)
 
 
 def test_ratios() -> None:
-    """Half the operations in 0.6 of the time; a ceiling of 1e6 FLOP/s where a step makes 2e5 in 0.6 s."""
+    """Half the FLOPs in 0.6 of the time; a ceiling of 1e6 FLOP/s, where a step takes 0.6 s for 2e5 FLOPs."""
     found = size("cpu", "float32", 0.6, 0.8, 1.0)
     assert flop_ratio(found, "cola") == 2
     assert share(found, "cola").value == pytest.approx(1 / 0.6 / 2)

@@ -1,4 +1,4 @@
-"""Bytes are those of the collective table, times those of the same collectives, and btp-sp sends half of what btp does."""
+"""Bytes match the collective table, times are of the same collectives, and btp-sp sends half the bytes of btp."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def test_the_experiment(tmp_path: Path) -> None:
 
 
 def test_the_papers_sizes_have_the_papers_volumes() -> None:
-    """Payload in 2^20 bytes; ours of btp has the statistic on top."""
+    """Payload in units of 2^20 bytes; our btp adds the statistic."""
     found = {(row["size"], row["layout"]): row for row in traffic.modeled()}
     for size, ways in COMMUNICATION.items():
         assert found[size, "megatron"]["payload_bytes"] == ways["full-rank"][0] * 2**20

@@ -1,4 +1,4 @@
-"""Steps over two hosts with a limited wire: bytes pass over it, no faster than its rate, and the marked rates are what they say."""
+"""Steps over two hosts with a rate-limited wire: bytes pass over it no faster than its rate, and the marked rates are correct."""
 
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def test_the_experiment(joined: None, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def made_up(seconds: dict[str, float]) -> Facts:
-    """A result of seven rounds; a limit of 100 Mbit/s adds a second to every step, and half of one where halves overlap."""
+    """A synthetic result of seven rounds: a limit of 100 Mbit/s adds 1 s to every step, and 0.5 s with overlapped halves."""
     groups = []
     for mbit in (None, 100.0):
         rows = [
@@ -82,7 +82,7 @@ def test_goals_are_read_at_the_worse_end(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_steps_of_many_tokens_have_goals_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The faster form of either layout; a limit adds a second to what takes 2 and 3, and half of one to halves."""
+    """Uses the faster form of each layout; the limit adds 1 s to steps of 2 s and 3 s, and 0.5 s with halves."""
     monkeypatch.setattr(wire, "shape_of", lambda group: "made up")
     seconds = {BTP: 4.0, BTP_SP: 3.0, f"{BTP_SP}, halves": 3.0, wire.BTP_CP: 2.0, f"{wire.BTP_CP}, halves": 2.0}
     found = wire.goals(made_up(seconds))
