@@ -228,6 +228,7 @@ class TokenWriter:
         for name in SPLITS:
             for kind in ("tokens", "documents"):
                 file = f"{name}.{kind}"
+                self._blocks[file] = BlockDigests()  # so that their order in store.json is always the same
                 if committed is not None:
                     self._reopen(file, committed)
                 else:
