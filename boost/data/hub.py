@@ -101,7 +101,8 @@ class HubSource:
                     raise StreamError(
                         f"{what} (after row {self._row}); run it again when the network is back"
                     ) from error
-                raise DataError(f"{what}; check the name, --hf-split and the network") from error
+                kind = StreamError if is_transient(error) else DataError
+                raise kind(f"{what}; check the name, --hf-split and the network") from error
 
     def _open(self, state: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         try:

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from boost.data.passes import ConsistentPasses
-from boost.data.readers import AGAIN, Document
+from boost.data.readers import Document
 from boost.data.report import PrepareReport
 from boost.data.sources import Source, StreamedSource
-from boost.errors import DataError
 
 
 class Progress:
@@ -35,8 +34,6 @@ class _Begun:
     source: Source
     section: int
     """Its place in the report."""
-    before: int
-    """Documents of the sources before it."""
     documents: int = 0
     digest: str = ""
     """The digest (hex) after its documents so far."""
@@ -71,21 +68,17 @@ class Reading:
         self._progress.phase(phase, self._total)
         self._passes.begin()
         self.taken, self._begun = 0, []
-        left, filled = list(saved), False
+        left = list(saved)
         for split, sources in (("heldout", self._heldout), ("train", self._sources)):
             for source in sources:
                 mark = left.pop(0) if left else None
                 if mark is None and (is_full(split) or self._is_over(split)):
-                    filled = filled or is_full(split)
                     break
                 for document in self._read(source, split, mark, bool(left), is_full):
                     yield document
                     self._progress.update(self.report.consumed, self.taken)
                     if is_full(split) or self._is_over(split):
-                        filled = filled or is_full(split)
                         break
-        if not filled:
-            self._passes.end()
 
     def _is_over(self, split: str) -> bool:
         return split == "train" and self.taken == self._limit
@@ -95,21 +88,21 @@ class Reading:
     ) -> Iterator[Document]:
         """The documents of one source after its mark; none if the mark is its end (`finished`)."""
         self._close_last()
-        self._begun.append(begun := _Begun(source, len(self.report.sources), self._passes.count))
+        self._begun.append(begun := _Begun(source, len(self.report.sources)))
+        self._passes.begin_source()
         again = 0 if mark is None else int(mark["documents"])
         documents: Iterator[Document]
         if mark is None or not isinstance(source, StreamedSource):
             documents = source.documents(self.report)
         else:
-            self._passes.jump(begun.before + again, mark["digest"])
+            self._passes.jump(again, mark["digest"])
             self.taken += again if split == "train" else 0
             if finished or is_full(split) or self._is_over(split):
                 self.report.source(source.name).restore(mark["entries"])
                 return
             documents, again = source.documents(self.report, mark["stream"], mark["entries"]), 0
         if mark is not None and again:
-            self._passes.expect(begun.before + again, mark["digest"])
-        number = 0
+            self._passes.expect(again, mark["digest"])
         for number, document in enumerate(self._passes.check(documents), start=1):
             self.taken += split == "train"
             if number > again:
@@ -120,13 +113,11 @@ class Reading:
                 self.report.sources[begun.section].restore(mark["entries"])
                 if finished or is_full(split) or self._is_over(split):
                     return
-        if number < again:
-            raise DataError(f"{source.name}: became shorter since this preparation began; {AGAIN}")
 
     def _close_last(self) -> None:
         if self._begun:
             last = self._begun[-1]
-            last.documents, last.digest = self._passes.count - last.before, self._passes.digest.hex()
+            last.documents, last.digest = self._passes.count, self._passes.digest.hex()
 
     def position(self) -> list[dict[str, Any]]:
         """Where this pass is, as JSON values. All documents so far must have been written: their tokens are part of it."""

@@ -223,7 +223,9 @@ def read_meta(path: Path) -> dict[str, Any]:
     if not path.exists():
         if (old := path.with_name(f"{path.name}.boost-old")).exists():
             raise DataError(f"{path}: its replacement was interrupted; rerun that 'boost prepare', or rename {old}")
-        raise DataError(f"{path}: its preparation was interrupted; rerun that 'boost prepare' or 'boost recipe' to continue")
+        raise DataError(
+            f"{path}: its preparation was interrupted; rerun that 'boost prepare' or 'boost recipe' to continue"
+        )
     if not (path / STORE_FILE).is_file():
         raise DataError(
             f"{path}: not a token store (no {STORE_FILE}); create one with: boost prepare INPUT --out STORE"

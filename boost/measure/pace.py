@@ -57,7 +57,9 @@ def _training_pace(tree: dict[str, object]) -> Pace:
     sequences = min(max(int(SECONDS * estimate / train.seq_len), 1), train.micro_batch)
     small = train.model_copy(update={"global_batch": sequences, "micro_batch": sequences})
     alone = ParallelConfig.model_validate({"layout": "single"})
-    return Pace(_measured(config.model_copy(update={"train": small, "parallel": alone}), device.type), True, device.type)
+    return Pace(
+        _measured(config.model_copy(update={"train": small, "parallel": alone}), device.type), True, device.type
+    )
 
 
 def _measured(config: Config, device: str) -> float:

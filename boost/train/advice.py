@@ -41,8 +41,8 @@ def start_advice(trainer: "Trainer") -> Iterator[str]:
     epochs = train.steps * train.global_batch / batches.n_samples
     if epochs > MANY_EPOCHS:
         yield (
-            f"{epochs:.0f} epochs: the run reads the {format_count(batches.tokens_per_epoch)} training tokens of {config.data.store} "
-            f"{epochs:.0f} times; beyond {MANY_EPOCHS:.0f}, more text helps more than more steps"
+            f"the run reads the {format_count(batches.tokens_per_epoch)} training tokens of {config.data.store} {epochs:.0f} times "
+            f"(epochs); beyond {MANY_EPOCHS:.0f}, more text helps more than more steps"
         )
     if (heldout := trainer.heldout.n_tokens) < FEW_HELDOUT_TOKENS:
         yield (

@@ -36,17 +36,17 @@ def write_c4(folder: Path, shards: int = 3, documents: int = 40) -> Path:
 
 
 class Breaks:
-    """Which requests of a server fail: every `every`-th range is cut in the middle (0: none)."""
+    """Which requests of a server fail: after the first `spared`, every `every`-th one is cut in the middle (0: none)."""
 
-    def __init__(self, every: int = 0) -> None:
-        self.every, self.requests, self.broken = every, 0, 0
+    def __init__(self) -> None:
+        self.every, self.spared, self.requests, self.broken = 0, 0, 0, 0
         self._lock = threading.Lock()
 
     def next(self) -> bool:
         """Counts one request; whether it breaks."""
         with self._lock:
             self.requests += 1
-            breaks = bool(self.every) and self.requests % self.every == 0
+            breaks = bool(self.every) and self.requests > self.spared and self.requests % self.every == 0
             self.broken += breaks
             return breaks
 
