@@ -1,6 +1,7 @@
 """`boost recipe`: a published run from its data to its perplexity, in one command that can be interrupted and repeated."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,6 +72,11 @@ def run(args: argparse.Namespace) -> int:
         _print_list()
         return 0
     _check(args)
+    if "RANK" in os.environ:
+        raise ConfigError(
+            "boost recipe runs on one machine and starts its processes itself; for torchrun, write its configuration with "
+            f"'boost config {args.recipe}', and use 'boost prepare' and 'boost train'"
+        )
     recipe = find_recipe(args.recipe)
     config = recipe.config(args.overrides, args.steps, args.max_tokens)
     options = _prepare_options(args, recipe, config)
@@ -149,9 +155,12 @@ def _run_stages(args: argparse.Namespace, recipe: Recipe, config: Config, option
         config = _fitted(args, recipe, config, result.store)
     _require_text(config, result.store)
     print("\n2/3 train", flush=True)
-    code = train_config(config)
-    if code:
-        return code
+    if final_evaluation(config) is None:
+        code = train_config(config)
+        if code:
+            return code
+    else:
+        print(f"{config.run.dir} is finished, nothing to do")
     if final_evaluation(config) is None:
         print("\nnot finished; the same command continues")
         return 0

@@ -20,7 +20,7 @@ def final_evaluation(config: Config) -> dict[str, Any] | None:
     metrics = RunDirectory(config.run.dir).metrics
     found = None
     for line in read_metrics(metrics) if metrics.is_file() else ():
-        if line.get("kind") == "eval" and line.get("final"):
+        if line.get("kind") == "eval" and line.get("final") and line.get("step") == config.train.steps:
             found = line
     return found
 
@@ -29,30 +29,43 @@ def compare(recipe: Recipe, config: Config) -> None:
     """Evaluates as the publication does, prints both perplexities, and writes recipe.json to the run directory."""
     from boost.cli.terminal import print_fact, result_console
 
+    path = Path(config.run.dir) / RESULT_FILE
     whole = final_evaluation(config)
     assert whole is not None
-    result = _by_document(config)
     complete = tokens_of(config) == tokens_of(recipe.config()) and config.model == recipe.config().model
-    facts = {
-        "recipe": recipe.name,
-        "perplexity": result.perplexity,
-        "heldout_tokens": result.tokens,
-        "perplexity_of_all_tokens": whole["perplexity"],
-        "training_tokens": tokens_of(config),
-        "published": recipe.perplexity,
-        "source": recipe.source,
-        "complete": complete,
-    }
-    (Path(config.run.dir) / RESULT_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    facts = _done(path, config)
+    if facts is None:
+        result = _by_document(config)
+        facts = {
+            "recipe": recipe.name,
+            "perplexity": result.perplexity,
+            "heldout_tokens": result.tokens,
+            "perplexity_of_all_tokens": whole["perplexity"],
+            "step": config.train.steps,
+            "training_tokens": tokens_of(config),
+            "published": recipe.perplexity,
+            "source": recipe.source,
+            "complete": complete,
+        }
+        path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     out = result_console(140)
     rows = {
-        "perplexity": f"{result.perplexity:.2f} on the first {config.train.seq_len} tokens of each held-out document, as published "
-        f"({format_count(result.tokens)} tokens)",
+        "perplexity": f"{facts['perplexity']:.2f} on the first {config.train.seq_len} tokens of each held-out document, as "
+        f"published ({format_count(facts['heldout_tokens'])} tokens)",
         "all tokens": f"{whole['perplexity']:.2f} on whole documents",
-        "published": _published(recipe, config, result.perplexity, complete),
+        "published": _published(recipe, config, facts["perplexity"], complete),
     }
     for key, value in rows.items():
         print_fact(out, key, value, 14)
+
+
+def _done(path: Path, config: Config) -> dict[str, Any] | None:
+    """The content of recipe.json of this run at its last step; None if there is none."""
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return facts if facts.get("step") == config.train.steps else None
 
 
 def _by_document(config: Config) -> Any:

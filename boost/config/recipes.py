@@ -49,21 +49,24 @@ class Recipe:
     """Published held-out perplexity; None if there is none for the whole recipe."""
 
     def config(self, overrides: Sequence[str] = (), steps: int | None = None, tokens: int | None = None) -> Config:
-        """The configuration of the run: the preset with its own run directory and a store of its size, then `overrides`.
+        """The configuration of the run: the preset with a run directory and a token store of its own, then `overrides`.
 
         `steps` or `tokens` shorten the run; warm-up and intervals shrink in proportion. Raises ConfigError.
         """
         tree = read_source(self.preset)
         given = dict(parse_overrides(overrides))
-        change(tree, {"run.dir": f"runs/{self.name}", **given})
-        published = from_tree(tree).train
+        published = tokens_of(from_tree(tree))
+        change(tree, given)
+        whole = from_tree(tree).train
         if tokens is not None:
-            steps = max(tokens // (published.global_batch * published.seq_len), 1)
-        if steps is not None and steps != published.steps:
+            steps = max(tokens // (whole.global_batch * whole.seq_len), 1)
+        if steps is not None and steps != whole.steps:
             change(tree, {key: value for key, value in _shortened(tree, steps).items() if key not in given})
-        if "data.store" not in given:
-            used = int(tree["train"]["steps"]) * published.global_batch * published.seq_len
-            change(tree, {"data.store": f"data/{self.data}-{used}"})
+        used = int(tree["train"]["steps"]) * whole.global_batch * whole.seq_len
+        places = {"data.store": f"data/{self.data}-{used}", "run.dir": f"runs/{self.name}"}
+        if used != published:
+            places["run.dir"] += f"-{used}"
+        change(tree, {key: value for key, value in places.items() if key not in given})
         return from_tree(tree)
 
 

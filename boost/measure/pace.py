@@ -1,5 +1,6 @@
 """How fast this machine trains a configuration and tokenizes text: measured in seconds, for the budget of a run."""
 
+import math
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -51,6 +52,8 @@ def _training_pace(tree: dict[str, object]) -> Pace:
     train, device = config.train, choose_device(config.run.device)
     needed = flops_per_token(config.model, train.seq_len)
     estimate = GEMM_SHARE * peak_flops(device, getattr(torch, train.compute_dtype), config.run.peak_tflops) / needed
+    if not math.isfinite(estimate):  # a GPU that is not in the table
+        estimate = 1e4
     fits = parameter_count(config.model) * STATE_BYTES < total_memory(device) / 2
     if not fits or train.seq_len / estimate > LONGEST_S:
         return Pace(estimate, False, device.type)

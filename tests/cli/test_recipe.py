@@ -49,7 +49,7 @@ def test_the_budget_comes_first(c4: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(command(c4, "--dry-run")) == 0
     out = capsys.readouterr().out
     for words in (
-        "c4-60m: CoLA ", "384 (6 steps of 64), 200k held out; the publication: 2.56M", f"{c4}; tokenizer train:300",
+        "c4-60m: cola ", "384 (6 steps of 64), 200k held out; the publication: 1.31B", f"{c4}; tokenizer train:300",
         "for data/c4-384, ", "are free", "0:00 of training at 1k tok/s", "a step was timed", "a plan", "perplexity 34.04",
     ):  # fmt: skip
         assert words in out, words
@@ -82,8 +82,8 @@ def test_from_the_data_to_the_comparison(c4: Path, capsys: pytest.CaptureFixture
     assert main(command(c4, "--yes")) == 0
     out = capsys.readouterr().out
     assert out.index("1/3 prepare") < out.index("2/3 train") < out.index("step     6/6") < out.index("3/3 compare")
-    assert "34.04 (CoLA, arXiv 2502.10940); not comparable: this run had another model, 0.01% of its tokens" in out
-    found = json.loads(Path("runs/c4-60m/recipe.json").read_text())
+    assert "34.04 (CoLA, arXiv 2502.10940); not comparable: this run had another model, 0.00% of its tokens" in out
+    found = json.loads(Path("runs/c4-60m-384/recipe.json").read_text())
     store = TokenStore.open("data/c4-384")
     heldout = store.split("heldout")
     short = sum(min(int(b - a), 16) - 1 for a, b in zip(heldout.documents[:-1], heldout.documents[1:], strict=True))
@@ -93,8 +93,8 @@ def test_from_the_data_to_the_comparison(c4: Path, capsys: pytest.CaptureFixture
 
     assert main(command(c4)) == 0  # has begun: nothing to ask, and nothing left to do
     again = capsys.readouterr().out
-    assert "data/c4-384 is up to date" in again and "step     6/6" not in again
-    assert json.loads(Path("runs/c4-60m/recipe.json").read_text()) == found
+    assert "data/c4-384 is up to date" in again and "runs/c4-60m-384 is finished" in again and "eval" not in again
+    assert json.loads(Path("runs/c4-60m-384/recipe.json").read_text()) == found
 
 
 def test_too_little_data_is_an_error(c4: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +118,7 @@ def test_a_recipe_that_is_killed_again_and_again(c4: Path) -> None:
     env = {**os.environ, "PYTHONPATH": ":".join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-c", CHILD, *command(c4, "--yes", "--train.save_every", "3", steps=60)]
     subprocess.run(words, env=env, check=True, stdout=subprocess.DEVNULL)
-    expected = json.loads(Path("runs/c4-60m/recipe.json").read_text())
+    expected = json.loads(Path("runs/c4-60m-3840/recipe.json").read_text())
     tokens = Path("data/c4-3840/store.json").read_bytes()
     shutil.rmtree("runs")
     shutil.rmtree("data")
@@ -135,5 +135,5 @@ def test_a_recipe_that_is_killed_again_and_again(c4: Path) -> None:
         process.wait()
         kills += 1
     assert kills >= 3
-    assert json.loads(Path("runs/c4-60m/recipe.json").read_text()) == expected
+    assert json.loads(Path("runs/c4-60m-3840/recipe.json").read_text()) == expected
     assert Path("data/c4-3840/store.json").read_bytes() == tokens

@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,17 +37,18 @@ def write_c4(folder: Path, shards: int = 3, documents: int = 40) -> Path:
 
 
 class Breaks:
-    """Which requests of a server fail: after the first `spared`, every `every`-th one is cut in the middle (0: none)."""
+    """Which answers of a server are cut in the middle: the first `times` for each file whose name contains one of `names`."""
 
-    def __init__(self) -> None:
-        self.every, self.spared, self.requests, self.broken = 0, 0, 0, 0
+    def __init__(self, *names: str) -> None:
+        self.names, self.times, self.broken = names, 0, 0
+        self._asked: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def next(self) -> bool:
-        """Counts one request; whether it breaks."""
+    def next(self, path: str) -> bool:
+        """Counts one answer; whether it breaks."""
         with self._lock:
-            self.requests += 1
-            breaks = bool(self.every) and self.requests > self.spared and self.requests % self.every == 0
+            breaks = any(name in path for name in self.names) and self._asked[path] < self.times
+            self._asked[path] += bool(self.times)
             self.broken += breaks
             return breaks
 
@@ -82,7 +84,7 @@ def serve(folder: Path, breaks: Breaks) -> Iterator[str]:
             self.end_headers()
             if head:
                 return
-            if breaks.next():
+            if breaks.next(self.path):
                 self.wfile.write(data[: len(data) // 2])
                 self.close_connection = True
                 return
