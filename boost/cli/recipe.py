@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from boost.config import Config
 from boost.config.recipes import Recipe, find_recipe, recipes, tokens_of
@@ -117,7 +117,7 @@ def _prepare_options(args: argparse.Namespace, recipe: Recipe, config: Config) -
     corpus = recipe.corpus
     share = tokens_of(config) / tokens_of(recipe.config())
     heldout = min(max(int(corpus.heldout_tokens * share), SHORT_HELDOUT_TOKENS), corpus.heldout_tokens)
-    options = {
+    options: dict[str, Any] = {
         "out": Path(config.data.store),
         "tokenizer": args.tokenizer or corpus.tokenizer,
         "max_tokens": tokens_of(config) + 1,  # the last target needs one more

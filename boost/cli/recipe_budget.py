@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from boost.data.prepare import PrepareOptions
 
 COLUMN = 14
-COMPRESSION = 2.6
-"""Bytes of C4's text per byte of its gzip files."""
 CHECKPOINT_BYTES = 12
 """Bytes of a checkpoint per parameter: weight and two moments in fp32."""
 
@@ -47,8 +45,7 @@ def print_budget(args: argparse.Namespace, recipe: Recipe, config: Config, optio
 def _data(args: argparse.Namespace, recipe: Recipe, options: "PrepareOptions", tokens: int) -> str:
     where = args.data
     if where is None:
-        text = (tokens + (options.max_heldout_tokens or 0)) * recipe.corpus.bytes_per_token
-        transfer = format_bytes(text / COMPRESSION, 2)
+        transfer = format_bytes((tokens + (options.max_heldout_tokens or 0)) * recipe.corpus.transfer_bytes, 2)
         where = f"{options.hf} from the Hugging Face Hub, about {transfer} to transfer (streamed, not stored)"
     return f"{where}; tokenizer {options.tokenizer}"
 

@@ -3,11 +3,14 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from boost.config import Config
 from boost.config.recipes import Recipe, tokens_of
 from boost.format import format_count
+
+if TYPE_CHECKING:
+    from boost.train.evaluate import Evaluation
 
 RESULT_FILE = "recipe.json"
 
@@ -68,7 +71,7 @@ def _done(path: Path, config: Config) -> dict[str, Any] | None:
     return facts if facts.get("step") == config.train.steps else None
 
 
-def _by_document(config: Config) -> Any:
+def _by_document(config: Config) -> "Evaluation":
     from boost.cli.inference import open_model
     from boost.data.store import TokenStore
     from boost.parallel.mesh import close_mesh

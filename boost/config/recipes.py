@@ -24,8 +24,8 @@ class Corpus:
     heldout_tokens: int
     """Held-out tokens that the published evaluation uses."""
     tokenizer: str
-    bytes_per_token: float
-    """Bytes of text per token, for estimates."""
+    transfer_bytes: float
+    """Bytes to transfer per token, for estimates."""
 
     def command(self, tokens: int, out: str) -> str:
         """The command that prepares at least `tokens` training tokens."""

@@ -301,6 +301,11 @@ def test_a_stream_that_breaks_continues(web_hub: Breaks, c4: Path, caplog: pytes
     store = prepare.prepare(options(c4, out=c4.parent / "files", max_tokens=6000)).store
     for split in ("train", "heldout"):
         assert expected[f"{split}.tokens"] == (store.path / f"{split}.tokens").read_bytes()
+    for documents in (20, 30, 15):  # in the held-out split, and then in the training text
+        with pytest.raises(Stop):
+            prepare.prepare(asked, StopAt(documents))
+    assert content(prepare.prepare(asked).store.path) == expected
+    shutil.rmtree(asked.out)
     web_hub.times = 3
     assert content(prepare.prepare(asked).store.path) == expected
     assert web_hub.broken == 6
