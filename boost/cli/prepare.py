@@ -22,10 +22,12 @@ examples:
   boost prepare --hf roneneldan/TinyStories --max-documents 100000 --tokenizer gpt2
   boost prepare corpus/ --tokenizer runs/a/tokenizer.json --overwrite
   boost prepare --from-tokens my_text_document.idx --tokenizer gpt2 --out data/mine
+  boost prepare --hf allenai/c4:en --max-tokens 1300000000 --heldout-split validation --max-heldout-tokens 10000000 \\
+                --tokenizer t5-base --out data/c4       or all of a published recipe: boost recipe c4-60m
 
 Without --out, the store is data/stdlib or data/NAME, where NAME is that of the first input. Running the same command
 again does nothing if the input is unchanged. An interrupted run leaves no store; an existing store is kept until the new
-one is complete.
+one is complete. After a kill, a broken connection or a full disk, the same command continues (it commits every 30 s).
 
 The suffix determines the format: .jsonl .ndjson (one JSON object per line), .json (the same, or one array), .csv .tsv,
 .parquet, .arrow, and folders of save_to_disk; anything else is text, one document per file. .gz .zst .bz2 .xz are
@@ -36,7 +38,7 @@ can contain code are rejected.
 --from-tokens reads what another tool tokenized: Megatron .bin/.idx, nanoGPT and llm.c .bin, datasets with input_ids.
 
 A fraction of the documents is held out, chosen by the hash of their names. If there is only one document, its last part is
-held out.
+held out. With --heldout-split or --heldout-from, the held-out text comes from there and all other documents are for training.
 """
 
 
@@ -87,7 +89,25 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="FRACTION",
         help="fraction of the documents to hold out (default: %(default)s)",
     )
-    parser.add_argument("--max-documents", type=int, metavar="N", help="read at most N documents")
+    parser.add_argument(
+        "--heldout-split", metavar="SPLIT", help="split of the --hf dataset to hold out, such as validation"
+    )
+    parser.add_argument(
+        "--heldout-from",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="file or folder with the held-out text; may be repeated",
+    )
+    parser.add_argument(
+        "--max-documents", type=int, metavar="N", help="read at most N documents, not counting --heldout-from or -split"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="stop with the document that reaches N training tokens"
+    )
+    parser.add_argument(
+        "--max-heldout-tokens", type=int, metavar="N", help="hold out no more documents once they have N tokens"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a store that was made from different input")
     parser.add_argument("--json", action="store_true", help="print the report as JSON and show no progress")
     return parser
@@ -125,7 +145,11 @@ def run(args: argparse.Namespace) -> int:
         eos=args.eos,
         text_field=args.text_field,
         heldout=args.heldout,
+        heldout_split=args.heldout_split,
+        heldout_from=tuple(args.heldout_from),
         max_documents=args.max_documents,
+        max_tokens=args.max_tokens,
+        max_heldout_tokens=args.max_heldout_tokens,
         overwrite=args.overwrite,
     )
     result = prepare(options, None if args.json else progress_display())

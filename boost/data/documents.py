@@ -37,6 +37,8 @@ class Document:
     key: str
     text: str
     entry: FileReport
+    split: str | None = None
+    """The split that its source is for; None: `boost.data.split` decides."""
 
 
 def accept(text: Any, key: str, where: str, entry: FileReport) -> Document | None:

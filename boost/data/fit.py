@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from boost.config import Config
+from boost.config.recipes import prepare_command
 from boost.data.batches import Batches, EvaluationBatches
-from boost.data.store import TokenStore
+from boost.data.store import TokenStore, is_missing
 from boost.data.verify import Progress, verify_once
-from boost.errors import ConfigError
+from boost.errors import ConfigError, DataError
 
 
 def open_fitting_store(config: Config, progress: Progress = iter) -> TokenStore:
@@ -16,7 +17,10 @@ def open_fitting_store(config: Config, progress: Progress = iter) -> TokenStore:
     Raises DataError or ConfigError if the store is missing, damaged, too small for one sequence, or contains token ids outside the
     model's vocabulary.
     """
-    store = TokenStore.open(Path(config.data.store))
+    path = Path(config.data.store)
+    if is_missing(path):
+        raise DataError(f"{path}: no token store here; create it with: {prepare_command(config)}")
+    store = TokenStore.open(path)
     check_vocabulary(config, store)
     if config.data.verify:
         verify_once(store, progress)

@@ -36,15 +36,21 @@ class TokenInput:
 
     def __init__(self, options: "PrepareOptions") -> None:
         assert options.from_tokens is not None
-        if options.inputs or options.stdlib or options.hf is not None:
+        if options.inputs or options.stdlib or options.hf is not None or options.heldout_split is not None:
             raise DataError(f"--from-tokens {options.from_tokens}: cannot be combined with text; prepare two stores")
         if parse_training(options.tokenizer) is not None:
             raise DataError(
                 f"--from-tokens {options.from_tokens}: needs the tokenizer that made the ids; name it with --tokenizer, "
                 f"such as gpt2 or its tokenizer.json"
             )
+        if options.max_tokens is not None or options.max_heldout_tokens is not None:
+            raise DataError(f"--from-tokens {options.from_tokens}: takes no --max-tokens; use --max-documents")
         self.name, self._dtype, self._column = options.from_tokens, options.token_dtype, options.text_field
-        self.files = open_token_files(Path(options.from_tokens), self._column, self._dtype)
+        self.files = open_token_files(
+            Path(options.from_tokens), self._column, self._dtype, "train" if options.heldout_from else None
+        )
+        for path in options.heldout_from:
+            self.files += open_token_files(Path(path), self._column, self._dtype, "heldout")
         self._stats = {path: path.stat() for file in self.files for path in file.paths()}
         self.size = sum(found.st_size for found in self._stats.values())
 

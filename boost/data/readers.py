@@ -5,8 +5,7 @@ the report (a folder was walked). A problem with one line or row is recorded in 
 """
 
 import codecs
-import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -33,47 +32,12 @@ def require_unchanged(path: Path, size: int, mtime_ns: int) -> None:
     try:
         found = path.stat()
     except OSError as error:
-        raise DataError(f"{path}: disappeared during the preparation ({error.strerror}); {_AGAIN}") from None
+        raise DataError(f"{path}: disappeared during the preparation ({error.strerror}); {AGAIN}") from None
     if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
-        raise DataError(f"{path}: changed during the preparation; {_AGAIN}")
+        raise DataError(f"{path}: changed during the preparation; {AGAIN}")
 
 
-_AGAIN = "nothing was written; run it again when nothing else writes to the input"
-
-
-MAX_DIGESTS = 100_000
-"""Maximum number of files after which a digest is recorded, about 100 bytes each; later files are covered by the last one."""
-
-
-class ConsistentPasses:
-    """Checks that every pass over the input yields the same documents: a file can change and keep its size and time."""
-
-    def __init__(self) -> None:
-        self._digests: dict[int, bytes] = {}
-        """Digest of the first n documents, by n: at the ends of files, and where earlier passes ended."""
-
-    def check(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """Yields the documents. Raises `DataError` where they differ from an earlier pass."""
-        digest, count, entry = hashlib.sha256(), 0, None
-        expected = self._digests.copy()
-        try:
-            for document in documents:
-                if entry is not document.entry and len(self._digests) < MAX_DIGESTS:
-                    self._digests.setdefault(count, digest.digest())
-                entry = document.entry
-                for text in (document.key, document.text):
-                    data = text.encode("utf-8", "surrogatepass")
-                    digest.update(len(data).to_bytes(8, "little") + data)
-                count += 1
-                if expected.get(count, digest.digest()) != digest.digest():
-                    raise DataError(
-                        f"the input changed between two passes over it, in {document.entry.name} or before; {_AGAIN}"
-                    )
-                yield document
-            if count < max(expected, default=0):
-                raise DataError(f"the input became shorter between two passes over it; {_AGAIN}")
-        finally:
-            self._digests[count] = digest.digest()
+AGAIN = "nothing was written; run it again when nothing else writes to the input"
 
 
 def read_file(

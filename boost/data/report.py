@@ -54,6 +54,18 @@ class FileReport:
         """Counts one document or file that was read in another form, such as with other line breaks."""
         self.notes.setdefault(what, Skip()).add(printable(where))
 
+    def leave_out(self, documents: int, n_bytes: int) -> None:
+        """Takes back documents and bytes that were read but not written (`boost.data.encode`)."""
+        self.documents -= documents
+        self.bytes -= n_bytes
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Sets the numbers to those of `as_dict`."""
+        self.documents, self.bytes, self.tokens = (int(saved[key]) for key in ("documents", "bytes", "tokens"))
+        for what in ("skipped", "notes"):
+            restored = {reason: Skip(each["count"], list(each["examples"])) for reason, each in saved[what].items()}
+            setattr(self, what, restored)
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "name": self.name,
@@ -79,6 +91,13 @@ class SourceReport:
         """Adds the entry of one file."""
         self.files.append(FileReport(name))
         return self.files[-1]
+
+    def restore(self, saved: list[dict[str, Any]]) -> None:
+        """Sets the numbers of all files to those of their `as_dict`, and adds files that are not there yet."""
+        for entry in saved[len(self.files) :]:
+            self.file(entry["name"])
+        for entry, found in zip(self.files, saved, strict=True):
+            entry.restore(found)
 
     def as_dict(self) -> dict[str, Any]:
         """Totals over this source's files; `files` counts those with at least one document."""

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from boost.data.documents import Document, Unreadable
 from boost.data.readers import read_file, require_unchanged
@@ -35,6 +35,28 @@ class Source(Protocol):
 
     def fingerprint(self) -> list[Any]:
         """Identifies the input without reading it, as JSON values: names, sizes and modification times of files."""
+        ...
+
+
+@runtime_checkable
+class StreamedSource(Protocol):
+    """A source that continues at a position without reading what is before it."""
+
+    name: str
+    size: int | None
+
+    def documents(
+        self, report: PrepareReport, position: dict[str, Any] | None = None, entries: Sequence[dict[str, Any]] = ()
+    ) -> Iterator[Document]:
+        """Like `Source.documents`. `position`: the documents after it, with the numbers of `entries` in the report."""
+        ...
+
+    def position(self) -> dict[str, Any]:
+        """The position after the last document, as JSON values."""
+        ...
+
+    def fingerprint(self) -> list[Any]:
+        """Like `Source.fingerprint`."""
         ...
 
 
@@ -176,6 +198,7 @@ def open_sources(
     hf: str | None = None,
     hf_split: str = "train",
     text_field: str | None = None,
+    seen: SeenInputs | None = None,
 ) -> list[Source]:
     """The sources of one command line, in the order stdlib, paths, dataset. Raises `DataError` if there is none."""
     sources: list[Source] = []
@@ -183,7 +206,7 @@ def open_sources(
         from boost.data.stdlib import StdlibSource
 
         sources.append(StdlibSource())
-    seen = SeenInputs()
+    seen = seen or SeenInputs()
     sources += [FilesSource(path, text_field, seen) for path in inputs]
     if hf is not None:
         from boost.data.hub import HubSource

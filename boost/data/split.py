@@ -23,7 +23,9 @@ class SplitRule:
     single: bool = False
 
     def parts(self, document: Document) -> list[tuple[str, str]]:
-        """(split name, text) of the document; two parts if it is the whole corpus."""
+        """(split name, text) of the document; two parts if it is the whole corpus. A source may decide for its documents."""
+        if document.split is not None:
+            return [(document.split, document.text)]
         if self.single:
             position = split_position(document.text, self.heldout)
             return [("train", document.text[:position]), ("heldout", document.text[position:])]

@@ -51,25 +51,26 @@ class TokenFile(Protocol):
         ...
 
 
-def open_token_files(path: Path, column: str | None, dtype: str) -> list[TokenFile]:
+def open_token_files(path: Path, column: str | None, dtype: str, split: str | None = None) -> list[TokenFile]:
     """The token files at a path, checked as far as that is possible without reading the ids. Raises `DataError`.
 
-    `column`: of datasets, None for `input_ids`. `dtype`: `uint16` or `uint32`, of a .bin without an index or header.
+    `column`: of datasets, None for `input_ids`. `dtype`: `uint16` or `uint32`, of a .bin without an index or header. `split`: the
+    split that they are for; None: a folder of nanoGPT has both, and the documents of others are divided.
     """
     if path.is_dir():
-        return _open_folder(path, column, dtype)
+        return _open_folder(path, column, dtype, split)
     name = path.name.lower()
     if name.endswith((*ARROW_SUFFIXES, *PARQUET_SUFFIXES)):
-        return [ColumnTokens(_existing(path), path.name, None, column or "input_ids")]
+        return [ColumnTokens(_existing(path), path.name, split, column or "input_ids")]
     index = path.with_suffix(".idx") if name.endswith((".bin", ".idx")) else path.with_name(f"{path.name}.idx")
     if name.endswith(".idx") or index.is_file():
-        return [MegatronTokens(_existing(index))]
+        return [MegatronTokens(_existing(index), split)]
     if not name.endswith(".bin"):
         _existing(path)
         raise DataError(
             f"--from-tokens {path}: expected .bin, .idx, .arrow or .parquet, or a folder of nanoGPT or save_to_disk"
         )
-    return [RawTokens(_existing(path), path.name, None, np.dtype(dtype).newbyteorder("<"))]
+    return [RawTokens(_existing(path), path.name, split, np.dtype(dtype).newbyteorder("<"))]
 
 
 def _existing(path: Path) -> Path:
@@ -78,14 +79,14 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _open_folder(folder: Path, column: str | None, dtype: str) -> list[TokenFile]:
+def _open_folder(folder: Path, column: str | None, dtype: str, split: str | None) -> list[TokenFile]:
     kind = np.dtype(dtype).newbyteorder("<")
     if (folder / "train.bin").is_file() and not (folder / "train.idx").exists():
-        files: list[TokenFile] = [RawTokens(folder / "train.bin", "train.bin", None, kind)]
-        if (folder / "val.bin").is_file():
+        files: list[TokenFile] = [RawTokens(folder / "train.bin", "train.bin", split, kind)]
+        if split is None and (folder / "val.bin").is_file():
             files = [
-                RawTokens(folder / f"{name}.bin", f"{name}.bin", split, kind)
-                for name, split in (("train", "train"), ("val", "heldout"))
+                RawTokens(folder / f"{name}.bin", f"{name}.bin", of, kind)
+                for name, of in (("train", "train"), ("val", "heldout"))
             ]
         return files
     if (folder / "dataset_dict.json").is_file():
@@ -94,7 +95,7 @@ def _open_folder(folder: Path, column: str | None, dtype: str) -> list[TokenFile
         file for file in folder.glob("*") if file.name.lower().endswith((*ARROW_SUFFIXES, *PARQUET_SUFFIXES))
     )
     if shards:
-        return [ColumnTokens(file, file.name, None, column or "input_ids") for file in shards]
+        return [ColumnTokens(file, file.name, split, column or "input_ids") for file in shards]
     raise DataError(
         f"--from-tokens {folder}: contains neither train.bin nor .arrow or .parquet files; name a .bin or .idx file in it"
     )
@@ -166,10 +167,8 @@ _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 class MegatronTokens:
     """PREFIX.bin and PREFIX.idx. Documents are those of the index. Raises `DataError` if the two do not match."""
 
-    split = None
-
-    def __init__(self, index: Path) -> None:
-        self.index, self.path = index, _existing(index.with_suffix(".bin"))
+    def __init__(self, index: Path, split: str | None = None) -> None:
+        self.index, self.path, self.split = index, _existing(index.with_suffix(".bin")), split
         self.key = self.path.name
         with index.open("rb") as file:
             head = file.read(_MEGATRON_HEADER.size)

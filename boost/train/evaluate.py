@@ -8,6 +8,7 @@ import torch
 
 from boost.config.architecture import IGNORED
 from boost.data.batches import EvaluationBatches
+from boost.data.document_batches import DocumentBatches
 from boost.data.store import Split
 from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Mesh
@@ -46,14 +47,16 @@ def evaluate(
     mesh: Mesh,
     max_tokens: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
+    by_document: bool = False,
 ) -> Evaluation:
     """Evaluates on the whole split, or on about `max_tokens` spread evenly over it. All processes return the same result.
 
     `stopped` is called every few batches and must return the same value on all processes. Raises EvaluationStopped if it returns
-    True.
+    True. `by_document`: on the first `seq_len` tokens of each document, as in publications (`boost.data.document_batches`).
     """
     total = torch.zeros(2, dtype=torch.double, device=mesh.device)
-    batches = EvaluationBatches(split, seq_len, batch, mesh.dp.rank, mesh.dp.size, max_tokens)
+    rows = DocumentBatches if by_document else EvaluationBatches
+    batches = rows(split, seq_len, batch, mesh.dp.rank, mesh.dp.size, max_tokens)
     for index, part in enumerate(progress(batches, "evaluate", enabled=mesh.is_main)):
         if index % STOP_CHECK_EVERY == 0 and stopped():
             raise EvaluationStopped

@@ -98,6 +98,14 @@ def test_nanogpt_keeps_its_held_out_ids(tmp_path, tokenizer, ids):
     assert documents(store.split("train")) == ids[:50] and documents(store.split("heldout")) == ids[50:]
 
 
+def test_held_out_ids_of_their_own(tmp_path, tokenizer, ids):
+    index = write_megatron(tmp_path / "train_document", [[each] for each in ids[:50]])
+    held = write_megatron(tmp_path / "valid_document", [[each] for each in ids[50:]])
+    store = prepare(options(tmp_path, tokenizer, index, heldout_from=(str(held),))).store
+    check(store, ids)
+    assert documents(store.split("train")) == ids[:50] and documents(store.split("heldout")) == ids[50:]
+
+
 def test_rows_of_input_ids(tmp_path, tokenizer, ids):
     pq.write_table(pa.table({"input_ids": [*ids, []]}), tmp_path / "x.parquet")
     store = prepare(options(tmp_path, tokenizer, tmp_path / "x.parquet")).store
@@ -169,6 +177,8 @@ def test_wide_vocabularies_need_wide_tokens(tmp_path, tokenizer):
         ({"tokenizer": "train:300"}, "needs the tokenizer that made the ids; name it with --tokenizer"),
         ({"inputs": ("x.txt",)}, "cannot be combined with text"),
         ({"stdlib": True}, "cannot be combined with text"),
+        ({"heldout_split": "validation"}, "cannot be combined with text"),
+        ({"max_tokens": 9}, "takes no --max-tokens; use --max-documents"),
         ({"from_tokens": "nowhere.idx"}, r"nowhere\.idx: no such file"),
         ({"eos": "<nope>"}, "--eos <nope>: not a token"),
     ],
