@@ -82,6 +82,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="field or column with the text (default: 'text', 'content', or the only one with strings; with --from-tokens, "
         "'input_ids')",
     )
+    _add_split_arguments(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace a store that was made from different input")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON and show no progress")
+    return parser
+
+
+def _add_split_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what is held out, and how much is read."""
     parser.add_argument(
         "--heldout",
         type=float,
@@ -108,9 +116,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-heldout-tokens", type=int, metavar="N", help="hold out no more documents once they have N tokens"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a store that was made from different input")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON and show no progress")
-    return parser
 
 
 def _add_token_options(parser: argparse.ArgumentParser) -> None:
