@@ -87,8 +87,8 @@ class SourceReport:
 
     def restore(self, saved: list[dict[str, Any]]) -> None:
         """Sets the numbers of all files to those of their `as_dict`, and adds files that are not there yet."""
-        for entry in saved[len(self.files) :]:
-            self.file(entry["name"])
+        for missing in saved[len(self.files) :]:
+            self.file(missing["name"])
         for entry, found in zip(self.files, saved, strict=True):
             entry.restore(found)
 
