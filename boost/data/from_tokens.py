@@ -77,20 +77,18 @@ def build_from_tokens(
     rule = _choose_rule(reading, options.heldout)
     count_bytes = ByteCounter(tokenizer)
     with TokenWriter(folder, token_dtype(size), eos[1]) as writer:
-        documents = 0
         for part in _placed(reading.parts("copying the ids", report), rule, reading.ids):
             n_bytes = count_bytes(part.ids)
             writer.append(part.split or "train", part.ids, n_bytes, part.end)
             part.entry.documents += part.end
             part.entry.bytes += n_bytes
             part.entry.tokens += len(part.ids) + part.end
-            documents += part.end
         for name, sizes in writer.sizes.items():
             if not sizes["documents"]:
                 raise DataError(
                     f"--from-tokens {tokens.name}: no ids for the {name} split; {report.skipped_in_words()}"
                 )
-        report.notes += _notes(rule, eos[0], documents == options.max_documents, documents)
+        report.notes += _notes(rule, reading.documents == options.max_documents, reading.documents)
         meta = {
             "format": FORMAT,
             "vocab_size": size,
@@ -103,10 +101,10 @@ def build_from_tokens(
         writer.finish(tokenizer.to_str(), meta, report.details())
 
 
-def _notes(rule: SplitRule | None, eos: str, limited: bool, documents: int) -> list[str]:
+def _notes(rule: SplitRule | None, limited: bool, documents: int) -> list[str]:
     notes = []
     if rule is not None and rule.single:
-        notes.append(f"the ids are one document (with no {eos} before the end): its last part is held out")
+        notes.append("the ids are one document: its last part is held out (--eos names the token that ends documents)")
     if limited:
         notes.append(f"only the first {documents} documents were read (--max-documents)")
     return notes
@@ -131,19 +129,24 @@ class _Reading:
         self._progress = progress
         self.ids = 0
         """Ids of this pass so far, without eos at the ends of documents."""
+        self.documents = 0
+        """Documents of this pass so far, of which there are at most `limit`; without those of files for the held-out split."""
 
     def parts(self, phase: str, report: PrepareReport) -> Iterator[_Part]:
         """The documents in order, recorded in the report if they are empty. Raises `DataError`."""
         self._progress.phase(phase, self._tokens.size)
         section = report.source(self._tokens.name)
-        self.ids, documents, consumed = 0, 0, 0
+        self.ids, self.documents, consumed = 0, 0, 0
         for file in self._tokens.files:
+            limited = file.split != "heldout"
+            if limited and self.documents == self._limit:
+                continue
             entry, number, length, read = section.file(file.key), 0, 0, 0
             self._tokens.require_unchanged(file)
             for ids, end in file.chunks(self._eos, entry):
                 self._check(file, ids, read)
                 read, consumed = read + len(ids), consumed + ids.nbytes
-                self._progress.update(min(consumed, self._tokens.size), documents)
+                self._progress.update(min(consumed, self._tokens.size), self.documents)
                 if end and len(ids) and ids[-1] == self._eos:
                     ids = ids[:-1]
                 length, self.ids = length + len(ids), self.ids + len(ids)
@@ -152,12 +155,12 @@ class _Reading:
                 if not end:
                     continue
                 if length:
-                    documents += 1
+                    self.documents += limited
                 else:
                     entry.skip("empty document", f"document {number}")
                 number, length = number + 1, 0
-                if documents == self._limit:
-                    return
+                if limited and self.documents == self._limit:
+                    break
             self._tokens.require_unchanged(file)
 
     def _check(self, file: TokenFile, ids: npt.NDArray[Any], before: int) -> None:

@@ -96,6 +96,9 @@ def test_nanogpt_keeps_its_held_out_ids(tmp_path, tokenizer, ids):
     store = prepare(options(tmp_path, tokenizer, folder)).store
     check(store, ids)
     assert documents(store.split("train")) == ids[:50] and documents(store.split("heldout")) == ids[50:]
+    store = prepare(options(tmp_path, tokenizer, folder, max_documents=7, overwrite=True)).store
+    assert documents(store.split("train")) == ids[:7] and documents(store.split("heldout")) == ids[50:]
+    assert store.report["notes"] == ["only the first 7 documents were read (--max-documents)"]
 
 
 def test_held_out_ids_of_their_own(tmp_path, tokenizer, ids):
