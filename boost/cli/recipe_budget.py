@@ -86,6 +86,7 @@ def _time_here(config: Config, options: "PrepareOptions", tokens: int) -> str:
 
 def _time_of_preparing(options: "PrepareOptions", tokens: int) -> float | None:
     """Seconds; None if there is nothing to do, or the tokenizer is still to be trained or cannot be loaded now."""
+    from boost.data.hub import quiet_hub
     from boost.data.store import is_missing
     from boost.data.tokenizer import load_tokenizer, parse_training
     from boost.measure.pace import encoding_pace
@@ -93,7 +94,9 @@ def _time_of_preparing(options: "PrepareOptions", tokens: int) -> float | None:
     try:
         if not is_missing(options.out) or parse_training(options.tokenizer) is not None:
             return None
-        return tokens / encoding_pace(load_tokenizer(options.tokenizer))
+        with quiet_hub():
+            tokenizer = load_tokenizer(options.tokenizer)
+        return tokens / encoding_pace(tokenizer)
     except BoostError:
         return None
 
