@@ -65,7 +65,7 @@ def _slow_bf16(device: torch.device) -> Iterator[str]:
     half, single = (measured_flops(device, dtype) for dtype in (torch.bfloat16, torch.float32))
     if half < single:
         yield (
-            f"bfloat16 is slow on this CPU: GEMMs reach {half / 1e9:.0f} GFLOP/s, and {single / 1e9:.0f} in float32; "
+            f"bfloat16 is slow on this CPU: GEMMs take {single / half:.1f} times as long as in float32; "
             'set train.compute_dtype = "float32"'
         )
 
