@@ -18,6 +18,9 @@ class ConfigError(BoostError):
 class DataError(BoostError):
     """A corpus, tokenizer or token store that is missing, empty, damaged or incompatible with the model."""
 
+    is_temporary = False
+    """Whether the same command can continue later."""
+
 
 class CheckpointError(BoostError):
     """A checkpoint that is missing, incomplete, damaged or of a different model."""

@@ -7,7 +7,7 @@ from typing import Any
 
 COMMAND_GROUPS = {
     "data": ("prepare",),
-    "training": ("train", "config", "eval", "generate", "timeline"),
+    "training": ("recipe", "train", "config", "eval", "generate", "timeline"),
     "models": ("runs", "checkpoint", "export", "import"),
     "planning": ("plan", "plan calibrate", "plan validate", "inspect", "bench"),
     "clusters": ("verify", "coordinate"),

@@ -40,6 +40,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="N",
         help="evaluate about N tokens, spread evenly over the split (default: all)",
     )
+    parser.add_argument(
+        "--by-document",
+        action="store_true",
+        help="evaluate the first train.seq_len tokens of each document, as GaLore, LORO and CoLA do, instead of all tokens",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_task_arguments(parser)
     return parser
@@ -86,12 +91,14 @@ def evaluate_process(args: argparse.Namespace) -> int:
         config.data.isolate_documents,
         mesh,
         args.max_tokens or None,
+        by_document=args.by_document,
     )
     if mesh.is_main:
         facts = {
             "checkpoint": str(checkpoint.path),
             "step": checkpoint.position.step,
             "split": args.split,
+            **({"by_document": True} if args.by_document else {}),
             "tokens": result.tokens,
             "loss": result.loss,
             "unigram_entropy": split.unigram_entropy(),

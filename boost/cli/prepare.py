@@ -21,18 +21,25 @@ examples:
   boost prepare posts.jsonl --text-field body     one document per line
   boost prepare --hf roneneldan/TinyStories --max-documents 100000 --tokenizer gpt2
   boost prepare corpus/ --tokenizer runs/a/tokenizer.json --overwrite
+  boost prepare --from-tokens my_text_document.idx --tokenizer gpt2 --out data/mine
   boost prepare --chat chats.jsonl --tokenizer models/llama-chat      conversations; only what the assistant says is learned
+  boost prepare --hf allenai/c4:en --max-tokens 1300000000 --heldout-split validation --max-heldout-tokens 10000000 \\
+                --tokenizer t5-base --out data/c4       or all of a published recipe: boost recipe c4-60m
 
 Without --out, the store is data/stdlib or data/NAME, where NAME is that of the first input. Running the same command
 again does nothing if the input is unchanged. An interrupted run leaves no store; an existing store is kept until the new
-one is complete.
+one is complete. After a kill, a broken connection or a full disk, the same command continues (it commits every 30 s).
 
-The suffix determines the format: .jsonl .ndjson .json (one JSON object per line), .csv .tsv, .parquet; anything else is
-UTF-8 text, one document per file. .gz and .zst are decompressed. In folders, unreadable files are skipped and reported; a
-file that you name must be readable. Pickles and other formats that can contain code are rejected.
+The suffix determines the format: .jsonl .ndjson (one JSON object per line), .json (the same, or one array), .csv .tsv,
+.parquet, .arrow, and folders of save_to_disk; anything else is text, one document per file. .gz .zst .bz2 .xz are
+decompressed. UTF-16 is converted, CRLF line breaks become LF, and documents of more than 16M characters are split. In
+folders, unreadable files are skipped and reported; a file that you name must be readable. Pickles and other formats that
+can contain code are rejected.
+
+--from-tokens reads what another tool tokenized: Megatron .bin/.idx, nanoGPT and llm.c .bin, datasets with input_ids.
 
 A fraction of the documents is held out, chosen by the hash of their names. If there is only one document, its last part is
-held out.
+held out. With --heldout-split or --heldout-from, the held-out text comes from there and all other documents are for training.
 """
 
 
@@ -49,13 +56,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "inputs",
         nargs="*",
         metavar="INPUT",
-        help="text, JSONL, CSV or Parquet files (.gz and .zst too), or folders of them",
+        help="text, JSON, CSV, Parquet or Arrow files, compressed or not, or folders of them",
     )
     parser.add_argument("--stdlib", action="store_true", help="read the Python standard library of this machine")
     parser.add_argument("--hf", metavar="NAME[:CONFIG]", help="stream a dataset from the Hugging Face Hub")
     parser.add_argument(
         "--hf-split", default="train", metavar="SPLIT", help="split of the dataset to read (default: %(default)s)"
     )
+    _add_other_inputs(parser)
     parser.add_argument(
         "--out", metavar="STORE", help="folder of the token store (default: data/NAME, after the first input)"
     )
@@ -71,10 +79,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--text-field",
-        default="text",
         metavar="FIELD",
-        help="field or column with the text (default: %(default)s)",
+        help="field or column with the text (default: 'text', 'content', or the only one with strings; with --from-tokens, "
+        "'input_ids')",
     )
+    _add_split_arguments(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace a store that was made from different input")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON and show no progress")
+    return parser
+
+
+def _add_split_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what is held out, and how much is read."""
     parser.add_argument(
         "--heldout",
         type=float,
@@ -83,15 +99,45 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="fraction of the documents to hold out (default: %(default)s)",
     )
     parser.add_argument(
+        "--heldout-split", metavar="SPLIT", help="split of the --hf dataset to hold out, such as validation"
+    )
+    parser.add_argument(
+        "--heldout-from",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="file or folder with the held-out text; may be repeated",
+    )
+    parser.add_argument(
+        "--max-documents", type=int, metavar="N", help="read at most N documents, not counting --heldout-from or -split"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="stop with the document that reaches N training tokens"
+    )
+    parser.add_argument(
+        "--max-heldout-tokens", type=int, metavar="N", help="hold out no more documents once they have N tokens"
+    )
+
+
+def _add_other_inputs(parser: argparse.ArgumentParser) -> None:
+    """Adds the inputs that are not plain text: token ids and conversations."""
+    parser.add_argument(
+        "--from-tokens",
+        metavar="PATH",
+        help="read token ids that another tool wrote; --tokenizer names their tokenizer",
+    )
+    parser.add_argument(
+        "--token-dtype",
+        choices=("uint16", "uint32"),
+        default="uint16",
+        help="type of the ids in a .bin file without a header (default: %(default)s)",
+    )
+    parser.add_argument(
         "--chat",
         action="store_true",
         help="the inputs are conversations (messages, ShareGPT or Alpaca, as .jsonl, .json or .parquet); formats them by the chat "
         "template in the folder --tokenizer, with a mask so that only what the assistant says counts in the loss",
     )
-    parser.add_argument("--max-documents", type=int, metavar="N", help="read at most N documents")
-    parser.add_argument("--overwrite", action="store_true", help="replace a store that was made from different input")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON and show no progress")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,16 +145,24 @@ def run(args: argparse.Namespace) -> int:
     from boost.data.prepare import PrepareOptions, prepare
 
     options = PrepareOptions(
-        out=Path(args.out or default_out(args.inputs, args.hf, args.stdlib)),
+        out=Path(
+            args.out or default_out(args.inputs or [args.from_tokens] * bool(args.from_tokens), args.hf, args.stdlib)
+        ),
         inputs=tuple(args.inputs),
         stdlib=args.stdlib,
         hf=args.hf,
         hf_split=args.hf_split,
+        from_tokens=args.from_tokens,
+        token_dtype=args.token_dtype,
         tokenizer=args.tokenizer,
         eos=args.eos,
         text_field=args.text_field,
         heldout=args.heldout,
+        heldout_split=args.heldout_split,
+        heldout_from=tuple(args.heldout_from),
         max_documents=args.max_documents,
+        max_tokens=args.max_tokens,
+        max_heldout_tokens=args.max_heldout_tokens,
         chat=args.chat,
         overwrite=args.overwrite,
     )
@@ -125,7 +179,7 @@ def default_out(inputs: list[str], hf: str | None, stdlib: bool) -> str:
     if inputs:
         path = Path(inputs[0])
         name = (path if path.name not in ("", "..") else path.resolve()).name
-        name = name if path.is_dir() else re.sub(r"(\.\w+?)(\.gz)?$", "", name)
+        name = name if path.is_dir() else re.sub(r"(\.\w+?)(\.(gz|zst|bz2|xz))?$", "", name)
     elif hf and not stdlib:
         name = re.split(r"[/:]", hf.partition(":")[0])[-1]
     else:
@@ -155,7 +209,7 @@ def _density(store: "TokenStore", name: str) -> dict[str, float]:
 
 
 def print_report(result: "PrepareResult") -> None:
-    """Prints tables of what was read, what was skipped and why, and what the store contains."""
+    """Prints tables of what was read, what was changed or skipped and why, and what the store contains."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -173,7 +227,8 @@ def print_report(result: "PrepareResult") -> None:
         numbers = [source[key] for key in ("files", "documents", "bytes", "tokens")]
         read.add_row(Text(source["name"]), *(f"{number:,}" for number in (*numbers, skipped)))
     console.print(read)
-    _print_skipped(console, report["sources"])
+    _print_reasons(console, report["sources"], "notes")
+    _print_reasons(console, report["sources"], "skipped")
     held = Table(title="\nstore", title_justify="left", box=None, pad_edge=False)
     held.add_column("split")
     in_loss = ["in the loss"] if result.store.is_masked else []
@@ -196,14 +251,15 @@ def print_report(result: "PrepareResult") -> None:
     )
 
 
-def _print_skipped(console: Any, sources: list[dict[str, Any]]) -> None:
+def _print_reasons(console: Any, sources: list[dict[str, Any]], what: str) -> None:
+    """Prints the `notes` or what was `skipped`. Stores of earlier releases have no notes."""
     from rich.text import Text
 
-    if not any(source["skipped"] for source in sources):
+    if not any(source.get(what) for source in sources):
         return
-    console.print("\nskipped")
+    console.print(f"\n{what}")
     for source in sources:
-        for reason, skip in source["skipped"].items():
+        for reason, skip in source.get(what, {}).items():
             console.print(Text(f"  {skip['count']:,} {reason}, in {source['name']}"), soft_wrap=True)
             for example in skip["examples"]:
                 console.print(Text(f"      {example}"), soft_wrap=True)

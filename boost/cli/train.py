@@ -95,6 +95,13 @@ def run(args: argparse.Namespace) -> int:
         return _run(args, config, faults, request)
 
 
+def train_config(config: Config) -> int:
+    """Trains a configuration from its latest checkpoint, or from the start. Returns the exit code. Raises BoostError."""
+    with StopRequest() as request:
+        _check_processes(config, None)
+        return _run(argparse.Namespace(resume="auto", start_from=None, restart=False), config, [], request)
+
+
 def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request: StopRequest) -> int:
     import torch
 

@@ -44,6 +44,10 @@ class BlockDigests:
             if self._filled == BLOCK_BYTES:
                 self._finish_block()
 
+    def so_far(self) -> str:
+        """All digests, concatenated, as if the file ended here."""
+        return "".join(self._done) + (_truncated(self._current.copy()) if self._filled else "")
+
     def finish(self) -> str:
         """All digests, concatenated."""
         if self._filled:

@@ -5,18 +5,20 @@
     {"instruction": "...", "input": "...", "output": "..."}                                          Alpaca; `input` is optional
     {"prompt": "...", "completion": "..."}                                                           also with lists of messages
 
-one per line, in a JSON array, or per row of a Parquet file.
+one per line, in a JSON array, or per row of a Parquet file. Text may be compressed, or UTF-16.
 """
 
-import gzip
-import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-from boost.data.readers import Document, missing_package
+from boost.data.byte_streams import CHUNK, is_compressed, open_utf8
+from boost.data.documents import SURROGATE, Document, Unreadable
+from boost.data.json_text import json_values
+from boost.data.readers import require_unchanged
 from boost.data.report import FileReport, PrepareReport
+from boost.data.tables import PARQUET_SUFFIXES, damage, open_parquet
 from boost.errors import DataError
 
 LINES = (".jsonl", ".ndjson", ".json")
@@ -119,15 +121,15 @@ class ConversationFile:
             raise DataError(f"{path}: no such file; --chat reads .jsonl, .json and .parquet files of conversations")
         if self._format() is None:
             raise DataError(
-                f"{path}: not a file of conversations; --chat reads .jsonl, .json (also .gz, .zst) and .parquet"
+                f"{path}: not a file of conversations; --chat reads .jsonl, .json (also compressed) and .parquet"
             )
         found = self.path.stat()
         self.size: int | None = found.st_size
-        self._identity = [self.path.name, found.st_size, found.st_mtime_ns]
+        self._size, self._mtime_ns = found.st_size, found.st_mtime_ns
 
     def fingerprint(self) -> list[Any]:
         """What changes if the content does: name, size and modification time."""
-        return list(self._identity)
+        return [self.path.name, self._size, self._mtime_ns]
 
     def documents(self, report: PrepareReport) -> Iterator[Document]:
         """The conversations, in order. Records in the report what was skipped. Raises `DataError` if the file cannot be read, or
@@ -142,27 +144,27 @@ class ConversationFile:
                 except Malformed as problem:
                     entry.skip(str(problem), f"record {number}")
                 except UnicodeEncodeError:
-                    entry.skip("not valid Unicode (half of a surrogate pair)", f"record {number}")
-            found = self.path.stat()
-        except (OSError, EOFError) as error:
-            raise DataError(f"{self.path}: cannot be read ({error}); copy it again") from None
-        report.consumed += found.st_size
-        if [self.path.name, found.st_size, found.st_mtime_ns] != self._identity:
-            raise DataError(f"{self.path}: changed during the preparation; run it again when nothing writes to it")
+                    entry.skip(SURROGATE, f"record {number}")
+        except Unreadable as problem:
+            raise problem.as_error(self.path) from problem
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read ({error.strerror or error}); copy it again") from error
+        require_unchanged(self.path, self._size, self._mtime_ns)
+        report.consumed += self._size
 
     def _format(self) -> str | None:
-        name = self.path.name.lower().removesuffix(".gz").removesuffix(".zst")
-        return "parquet" if name.endswith(".parquet") else "json" if name.endswith(LINES) else None
+        if self.path.name.lower().endswith(PARQUET_SUFFIXES):
+            return "parquet"
+        name = self.path.stem if is_compressed(self.path) else self.path.name
+        return "json" if name.lower().endswith(LINES) else None
 
     def _records(self, entry: FileReport) -> Iterator[tuple[int, Any]]:
         if self._format() == "parquet":
             yield from enumerate(self._rows(), start=1)
             return
-        with self._open() as file:
-            first = file.read(1 << 12)
-        with self._open() as file:
-            if first.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-                yield from enumerate(self._array(file), start=1)
+        with open_utf8(self.path, entry) as file:
+            if _is_array(file):
+                yield from enumerate(json_values(file), start=1)
                 return
             for number, line in enumerate(file, start=1):
                 if not line.strip():
@@ -175,38 +177,15 @@ class ConversationFile:
                     continue
                 yield number, record
 
-    def _array(self, file: IO[bytes]) -> list[Any]:
-        try:
-            return list(json.load(io.TextIOWrapper(file, encoding="utf-8-sig")))
-        except (ValueError, RecursionError, TypeError) as error:
-            raise DataError(
-                f"{self.path}: not a JSON array ({error}); correct it, or write one record per line"
-            ) from None
-
     def _rows(self) -> Iterator[Any]:
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError as error:
-            raise missing_package("Parquet files", "pyarrow") from error
-        try:
-            with pyarrow.parquet.ParquetFile(self.path) as file:
-                for batch in file.iter_batches(256):
-                    yield from batch.to_pylist()
-        except pyarrow.ArrowException as error:
-            raise DataError(f"{self.path}: not a Parquet file ({str(error).splitlines()[0]}); copy it again") from None
+        with open_parquet(self.path) as file, damage("damaged Parquet file"):
+            for batch in file.iter_batches(256):
+                yield from batch.to_pylist()
 
-    def _open(self) -> IO[bytes]:
-        name = self.path.name.lower()
-        if name.endswith(".gz"):
-            return cast(IO[bytes], gzip.open(self.path, "rb"))
-        if name.endswith(".zst"):
-            try:
-                import pyarrow
-            except ImportError as error:
-                raise missing_package("zstd files", "pyarrow") from error
-            return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(self.path)), "zstd"))
-        return self.path.open("rb")
+
+def _is_array(file: Any) -> bool:
+    """Whether the file is one JSON array. Does not move the position in it."""
+    return bool(file.peek(CHUNK).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["))
 
 
 def open_conversations(paths: Sequence[str]) -> list[ConversationFile]:

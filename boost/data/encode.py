@@ -1,7 +1,7 @@
 """Tokenizes text in bounded memory: splits long texts into pieces and encodes them in batches."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from boost.data.report import FileReport
@@ -45,13 +45,21 @@ def _last_split(window: str, limit: int) -> int:
 
 
 class Encoder:
-    """Encodes texts in batches and passes the tokens to the writer in order."""
+    """Encodes texts in batches and passes the tokens to the writer in order, until a split has `limits[split]` tokens."""
 
-    def __init__(self, tokenizer: "Tokenizer", writer: TokenWriter, on_batch: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        writer: TokenWriter,
+        on_batch: Callable[[int], None],
+        limits: Mapping[str, int] | None = None,
+    ) -> None:
         """`on_batch` is called after every batch with the number of characters left in the current text."""
-        self._tokenizer, self._writer, self._on_batch = tokenizer, writer, on_batch
+        self._tokenizer, self._writer, self._on_batch, self._limits = tokenizer, writer, on_batch, limits or {}
         self._batch: list[tuple[FileReport, str, str, bool]] = []
         self._chars = 0
+        self._starts, self._drops = True, False
+        """Whether the next piece starts a document; whether the current document is left out."""
         unknown = getattr(tokenizer.model, "unk_token", None)
         self._unknown_id = tokenizer.token_to_id(unknown) if unknown else None
         self.unknown = 0
@@ -59,22 +67,41 @@ class Encoder:
     def add(self, entry: FileReport, split: str, text: str) -> None:
         """Queues one document; its tokens are counted in `entry`."""
         left = len(text)
+        flushed = False
         for piece in split_text(text, PIECE_CHARS):
             left -= len(piece)
             self._batch.append((entry, split, piece, left == 0))
             self._chars += len(piece)
-            if self._chars >= BATCH_CHARS:
+            # A document that fills a batch also ends one, so that long documents do not keep the queue from being empty.
+            if self._chars >= BATCH_CHARS or (flushed and left == 0):
                 self.flush()
                 self._on_batch(left)
+                flushed = True
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all documents so far have been written."""
+        return not self._batch
+
+    def is_full(self, split: str) -> bool:
+        """Whether the split has as many tokens as it may have."""
+        return split in self._limits and self._writer.sizes[split]["tokens"] >= self._limits[split]
 
     def flush(self) -> None:
-        """Encodes and writes the queue."""
+        """Encodes and writes the queue. Leaves out documents that begin after their split is full."""
         texts = [piece for _, _, piece, _ in self._batch]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         for (entry, split, piece, end), encoding in zip(self._batch, encodings, strict=True):
-            ids = encoding.ids
-            if self._unknown_id is not None:
-                self.unknown += ids.count(self._unknown_id)
-            self._writer.append(split, ids, len(piece.encode("utf-8")), end)
-            entry.tokens += len(ids) + end
+            if self._starts:
+                self._drops = self.is_full(split)
+            n_bytes = len(piece.encode("utf-8"))
+            if self._drops:
+                entry.leave_out(int(self._starts), n_bytes)
+            else:
+                ids = encoding.ids
+                if self._unknown_id is not None:
+                    self.unknown += ids.count(self._unknown_id)
+                self._writer.append(split, ids, n_bytes, end)
+                entry.tokens += len(ids) + end
+            self._starts = end
         self._batch, self._chars = [], 0

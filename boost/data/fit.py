@@ -1,11 +1,14 @@
 """Checks that token stores match a configuration, before processes start and again in each of them."""
 
+from pathlib import Path
+
 from boost.config import Config
+from boost.config.recipes import prepare_command
 from boost.data.batches import Batches, EvaluationBatches
 from boost.data.mixture import Corpus
-from boost.data.store import TokenStore
+from boost.data.store import TokenStore, is_missing
 from boost.data.verify import Progress, verify_once
-from boost.errors import ConfigError
+from boost.errors import ConfigError, DataError
 
 
 def open_corpus(config: Config, progress: Progress = iter) -> Corpus:
@@ -15,6 +18,9 @@ def open_corpus(config: Config, progress: Progress = iter) -> Corpus:
     Raises DataError or ConfigError if a store is missing, damaged, too small for one sequence, contains token ids outside the
     model's vocabulary, or has another tokenizer than the others.
     """
+    for path in config.data.sources:
+        if is_missing(Path(path)):
+            raise DataError(f"{path}: no token store here; create it with: {prepare_command(config, path)}")
     corpus, train = Corpus.open(config.data.sources), config.train
     for store in corpus.stores:
         check_vocabulary(config, store)

@@ -1,39 +1,58 @@
 """The implementation of `boost prepare`: sources -> tokenizer -> token store, once per input.
 
-`split.py` decides which documents are held out, `encode.py` turns text into tokens, `writer.py` publishes a store atomically.
+`reading.py` reads the sources, `split.py` decides which documents are held out, `encode.py` turns text into tokens, `writer.py`
+publishes a store atomically. A run that is killed continues from its last commit; its store is that of an undisturbed run, byte for
+byte.
 """
 
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from boost.data.chat import ChatTemplate
 from boost.data.conversations import open_conversations
 from boost.data.encode import Encoder, split_text
+from boost.data.from_tokens import TokenInput, build_from_tokens
 from boost.data.prepare_chat import build_chat
-from boost.data.readers import ConsistentPasses, Document
+from boost.data.reading import Progress, Reading
 from boost.data.report import PrepareReport
-from boost.data.sources import Source, open_sources
+from boost.data.sources import FilesSource, SeenInputs, Source, open_sources
 from boost.data.split import SplitRule, choose_split
 from boost.data.store import FORMAT, STORE_FILE, TokenStore, read_meta, token_dtype
 from boost.data.tokenizer import (
     END_OF_TEXT,
     find_eos,
     load_tokenizer,
+    parse_tokenizer,
     parse_training,
     tokenizer_fingerprint,
     train_tokenizer,
     vocabulary_size,
 )
-from boost.data.writer import TokenWriter, locked, new_store
+from boost.data.writer import TokenWriter, discard_progress, locked, new_store, read_progress, save_progress
 from boost.errors import DataError
+from boost.format import format_count
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["PrepareOptions", "PrepareResult", "Progress", "input_fingerprint", "prepare"]
 
 # The merges of a vocabulary converge long before this much text. More would only cost time and memory.
 TRAINING_CHARS = 1 << 30
+
+COMMIT_S = 30.0
+"""Seconds between commits: how much work a kill can cost."""
+
+
+# Options that conversations do not have. An error, so that none is silently ignored.
+_NOT_FOR_CHAT = (
+    "stdlib", "hf", "from_tokens", "text_field", "heldout_split", "heldout_from", "max_tokens", "max_heldout_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,17 +68,29 @@ class PrepareOptions:
     hf: str | None = None
     """NAME or NAME:CONFIG of a Hugging Face dataset."""
     hf_split: str = "train"
-    """Split of the dataset to read. The whole split becomes the corpus; `heldout` is taken from it."""
+    """Split of the dataset to read."""
+    from_tokens: str | None = None
+    """Token ids that another tool wrote (`boost.data.token_files`), instead of text."""
+    token_dtype: str = "uint16"
+    """`uint16` or `uint32`: type of the ids in a .bin file without a header."""
     tokenizer: str = "train:4096"
     """`train:SIZE`, a tokenizer.json or its folder, or a tokenizer's name on the Hugging Face Hub."""
     eos: str | None = None
     """End-of-document token; None: found by its usual names, such as </s>."""
-    text_field: str = "text"
-    """Field or column with the text, for JSONL, Parquet and datasets."""
+    text_field: str | None = None
+    """Field or column with the text; None: `text`, `content`, or the only one that holds strings."""
     heldout: float = 0.02
     """Fraction of the documents to hold out, between 0 and 1."""
+    heldout_split: str | None = None
+    """Split of the dataset that becomes the held-out text, instead of a fraction of the documents."""
+    heldout_from: tuple[str, ...] = ()
+    """Files or folders that become the held-out text (or token ids), instead of a fraction of the documents."""
     max_documents: int | None = None
-    """Stop after this many documents."""
+    """Stop after this many documents, not counting those of `heldout_split` and `heldout_from`."""
+    max_tokens: int | None = None
+    """Stop with the document that reaches this many training tokens."""
+    max_heldout_tokens: int | None = None
+    """The same for the held-out split."""
     chat: bool = False
     """The inputs are files of conversations, and `tokenizer` is a folder with a chat template (`boost.data.prepare_chat`)."""
     overwrite: bool = False
@@ -75,30 +106,18 @@ class PrepareResult:
     seconds: float
 
 
-class Progress:
-    """Progress callbacks of `prepare`; this base class does nothing."""
-
-    def phase(self, name: str, total: int | None) -> None:
-        """A phase begins. `total`: input bytes that it will read; None if unknown."""
-
-    def update(self, consumed: int, documents: int) -> None:
-        """Input bytes and documents processed so far in this phase."""
-
-    def close(self) -> None:
-        """The last phase is done, or an error occurred."""
-
-
 def prepare(options: PrepareOptions, progress: Progress | None = None) -> PrepareResult:
     """Builds the token store `options.out`; does nothing if it is up to date.
 
     Raises `DataError` for invalid input and, without `overwrite`, for an existing store made from different input; `StorageError`
-    if the disk is full. On any error, an existing store is unchanged, and no incomplete store is left at `options.out`.
+    if the disk is full. On any error, an existing store is unchanged, and no incomplete store is left at `options.out`. If the run
+    was killed, or a stream or the disk failed, the same options continue from the last commit (`COMMIT_S`).
     """
     started = time.monotonic()
     progress = progress or Progress()
     _check_options(options)
-    sources: list[Source] = _open_sources(options)
-    fingerprint = input_fingerprint(options, sources)
+    inputs = _open_inputs(options)
+    fingerprint = input_fingerprint(options, [inputs.tokens] if inputs.tokens else inputs.sources, inputs.heldout)
     out = options.out
     fresh = (out / STORE_FILE).exists() and _is_current(options, fingerprint)
     if not fresh:
@@ -106,44 +125,106 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Prepar
             # Checked again under the lock: another process may have restored an older store or finished a new one.
             fresh = _is_current(options, fingerprint)
             if not fresh:
+                saved = _progress_of(options, fingerprint)
                 try:
                     with new_store(out) as folder:
-                        _build(options, sources, fingerprint, folder, progress)
+                        if inputs.tokens:
+                            build_from_tokens(options, inputs.tokens, fingerprint, folder, progress)
+                        elif options.chat:
+                            build_chat(options, inputs.sources, fingerprint, folder, progress)
+                        else:
+                            reading = Reading(inputs.sources, inputs.heldout, options.max_documents, progress)
+                            _build(options, reading, fingerprint, folder, saved)
                 finally:
                     progress.close()
     return PrepareResult(TokenStore.open(out), fresh, time.monotonic() - started)
 
 
-def _open_sources(options: PrepareOptions) -> list[Source]:
+@dataclass(frozen=True)
+class _Inputs:
+    """What to read: text or conversations, or else token ids."""
+
+    sources: Sequence[Source] = ()
+    heldout: Sequence[Source] = ()
+    """Sources of the held-out split; empty if it is a fraction of the documents."""
+    tokens: TokenInput | None = None
+
+
+def _open_inputs(options: PrepareOptions) -> _Inputs:
+    """Lists the inputs. Raises `DataError`."""
+    if options.from_tokens is not None:
+        return _Inputs(tokens=TokenInput(options))
     if options.chat:
-        return list(open_conversations(options.inputs))
-    return open_sources(
+        return _Inputs(open_conversations(options.inputs))
+    seen = SeenInputs()
+    heldout = _heldout_sources(options, seen)
+    sources = open_sources(
         options.inputs,
         stdlib=options.stdlib,
         hf=options.hf,
         hf_split=options.hf_split,
         text_field=options.text_field,
+        seen=seen,
     )
+    return _Inputs(sources, heldout)
+
+
+def _heldout_sources(options: PrepareOptions, seen: SeenInputs) -> list[Source]:
+    """The sources of the held-out split; empty if it is a fraction of the documents."""
+    if options.heldout_split is None:
+        return [FilesSource(path, options.text_field, seen) for path in options.heldout_from]
+    if options.hf is None or options.heldout_from:
+        problem = "conflicts with --heldout-from; use one of them" if options.heldout_from else "needs --hf"
+        raise DataError(f"--heldout-split {options.heldout_split}: {problem}")
+    if options.heldout_split == options.hf_split:
+        raise DataError(f"--heldout-split {options.heldout_split}: is also the training text; choose another split")
+    from boost.data.hub import HubSource
+
+    return [HubSource(options.hf, options.heldout_split, options.text_field or "text")]
+
+
+def _progress_of(options: PrepareOptions, fingerprint: str) -> dict[str, Any] | None:
+    """What an interrupted run of the same command has committed. Raises `DataError` if it was another command."""
+    saved = read_progress(options.out)
+    if saved is None or saved["fingerprint"] == fingerprint:
+        return saved
+    if not options.overwrite:
+        tokens = sum(sizes["tokens"] for sizes in saved["written"]["sizes"].values())
+        raise DataError(
+            f"{options.out}: an interrupted 'boost prepare' of other input or options has written {format_count(tokens)} tokens; "
+            f"repeat its command to continue, add --overwrite to discard them, or choose another --out"
+        )
+    discard_progress(options.out)
+    return None
 
 
 def _check_options(options: PrepareOptions) -> None:
     if not 0.0 < options.heldout < 1.0:
         raise DataError(f"--heldout {options.heldout}: must be a fraction between 0 and 1, such as 0.05")
-    if options.max_documents is not None and options.max_documents < 1:
-        raise DataError(f"--max-documents {options.max_documents}: must be at least 1")
+    for flag in ("max_documents", "max_tokens", "max_heldout_tokens"):
+        if (value := getattr(options, flag)) is not None and value < 1:
+            raise DataError(f"--{flag.replace('_', '-')} {value}: must be at least 1")
     if options.out.name in ("", ".."):
         raise DataError(f"--out {options.out}: must name a folder, such as data/mine")
     parse_training(options.tokenizer)
-    if options.chat and (options.stdlib or options.hf):
-        raise DataError("--chat reads files of conversations; remove --stdlib and --hf")
-    if options.chat and not Path(options.tokenizer).is_dir():
+    if options.chat:
+        _check_chat(options)
+
+
+def _check_chat(options: PrepareOptions) -> None:
+    unused = [f"--{flag.replace('_', '-')}" for flag in _NOT_FOR_CHAT if getattr(options, flag)]
+    if unused:
+        raise DataError(f"--chat reads files of conversations; remove {' and '.join(unused)}")
+    if not Path(options.tokenizer).is_dir():
         raise DataError(
             f"--tokenizer {options.tokenizer}: with --chat, name the folder of a tokenizer.json and a chat template, such as "
             "that of the model to fine-tune"
         )
 
 
-def input_fingerprint(options: PrepareOptions, sources: Iterable[Source]) -> str:
+def input_fingerprint(
+    options: PrepareOptions, sources: Iterable[Source | TokenInput], heldout: Iterable[Source] = ()
+) -> str:
     """sha256 (hex) of everything that the store depends on: names, sizes and modification times of files, not their contents."""
     tokenizer = Path(options.tokenizer)
     tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
@@ -151,10 +232,15 @@ def input_fingerprint(options: PrepareOptions, sources: Iterable[Source]) -> str
         "format": FORMAT,
         "sources": [[type(source).__name__, source.fingerprint()] for source in sources],
         "tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else options.tokenizer,
-        "options": [options.eos, options.text_field, options.heldout, options.max_documents],
+        "options": [options.eos, options.text_field or "text", options.heldout, options.max_documents],
     }
     if options.chat:
         content["chat"] = ChatTemplate(Path(options.tokenizer)).template
+    # Only if they are used, so that the fingerprints of earlier releases stay valid.
+    if limits := [options.max_tokens, options.max_heldout_tokens] if _has_limits(options) else []:
+        content["limits"] = limits
+    if found := [[type(source).__name__, source.fingerprint()] for source in heldout]:
+        content["heldout"] = found
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -182,17 +268,73 @@ def _is_current(options: PrepareOptions, fingerprint: str) -> bool:
     return False
 
 
-def _build(options: PrepareOptions, sources: list[Source], fingerprint: str, folder: Path, progress: Progress) -> None:
-    """Reads the sources and fills the folder of a new store."""
-    if options.chat:
-        build_chat(options, sources, fingerprint, folder, progress)
-        return
-    sizes = [source.size for source in sources]
-    total = None if None in sizes else sum(size for size in sizes if size is not None)
-    reading = _Reading(sources, options.max_documents, total, progress)
-    rule = choose_split(reading.documents("scanning the input"), options.heldout)
+def _has_limits(options: PrepareOptions) -> bool:
+    return options.max_tokens is not None or options.max_heldout_tokens is not None
+
+
+def _build(
+    options: PrepareOptions, reading: Reading, fingerprint: str, folder: Path, saved: dict[str, Any] | None
+) -> None:
+    """Reads the sources and fills the folder of a new store, or continues at `saved`."""
+    plan = _begin(options, reading) if saved is None else _Plan.of(saved)
+    size = vocabulary_size(plan.tokenizer)
+    limits = {"train": options.max_tokens, "heldout": options.max_heldout_tokens}
+    with TokenWriter(folder, token_dtype(size), plan.eos[1], saved and saved["written"]) as writer:
+        encoder = Encoder(
+            plan.tokenizer,
+            writer,
+            reading.update_progress,
+            {name: limit for name, limit in limits.items() if limit is not None},
+        )
+        encoder.unknown = saved["unknown"] if saved else 0
+        commits = _Commits(folder, {**plan.as_dict(), "fingerprint": fingerprint})
+        phase = "encoding" if saved is None else "encoding, continued"
+        for document in reading.documents(phase, encoder.is_full, saved["position"] if saved else ()):
+            for name, text in plan.rule.parts(document):
+                encoder.add(document.entry, name, text)
+            if encoder.is_empty and commits.due():
+                commits.save(written=writer.commit(), position=reading.position(), unknown=encoder.unknown)
+        encoder.flush()
+        _require_documents(options, reading.report, writer)
+        report = reading.report
+        report.notes += _notes(options, plan, encoder, reading, size)
+        meta = {
+            "format": FORMAT,
+            "vocab_size": size,
+            "eos": {"token": plan.eos[0], "id": plan.eos[1]},
+            "tokenizer_fingerprint": tokenizer_fingerprint(plan.tokenizer),
+            "input_fingerprint": fingerprint,
+            "options": {**asdict(options), "out": str(options.out)},
+            "report": report.summary(),
+        }
+        writer.finish(plan.tokenizer.to_str(), meta, report.details())
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is decided before the pass that encodes."""
+
+    rule: SplitRule
+    tokenizer: "Tokenizer"
+    eos: tuple[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"rule": asdict(self.rule), "tokenizer": self.tokenizer.to_str(), "eos": list(self.eos)}
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> "_Plan":
+        rule = saved["rule"]
+        moved = tuple(rule["moved"]) if rule["moved"] else None
+        return cls(SplitRule(**{**rule, "moved": moved}), parse_tokenizer(saved["tokenizer"]), tuple(saved["eos"]))
+
+
+def _begin(options: PrepareOptions, reading: Reading) -> _Plan:
+    """Decides the split and loads or trains the tokenizer."""
+    rule: SplitRule | None = SplitRule(options.heldout)
+    if not reading.separate:
+        rule = choose_split(reading.documents("scanning the input"), options.heldout)
     if rule is None:
-        raise DataError(f"the corpus is empty: {reading.report.skipped_in_words()}; name files that contain text")
+        raise _empty(reading.report)
     vocab_size = parse_training(options.tokenizer)
     if vocab_size is None:
         tokenizer = load_tokenizer(options.tokenizer)
@@ -202,71 +344,64 @@ def _build(options: PrepareOptions, sources: list[Source], fingerprint: str, fol
         pieces = _up_to(_train_pieces(reading, rule), TRAINING_CHARS)
         tokenizer = train_tokenizer(pieces, vocab_size, options.eos or END_OF_TEXT)
         eos = find_eos(tokenizer, options.eos or END_OF_TEXT)
-    size = vocabulary_size(tokenizer)
-    with TokenWriter(folder, token_dtype(size), eos[1]) as writer:
-        encoder = Encoder(tokenizer, writer, reading.update_progress)
-        for document in reading.documents("encoding"):
-            for name, text in rule.parts(document):
-                encoder.add(document.entry, name, text)
-        encoder.flush()
-        report = reading.report
-        report.notes += _notes(options, rule, vocab_size, size, encoder.unknown, report)
-        meta = {
-            "format": FORMAT,
-            "vocab_size": size,
-            "eos": {"token": eos[0], "id": eos[1]},
-            "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
-            "input_fingerprint": fingerprint,
-            "options": {**asdict(options), "out": str(options.out)},
-            "report": report.summary(),
-        }
-        writer.finish(tokenizer.to_str(), meta, report.details())
+    return _Plan(rule, tokenizer, eos)
 
 
-def _notes(
-    options: PrepareOptions, rule: SplitRule, requested: int | None, size: int, unknown: int, report: PrepareReport
-) -> list[str]:
+class _Commits:
+    """Commits what is written, at most every `COMMIT_S` seconds and in at most a twentieth of the time."""
+
+    def __init__(self, folder: Path, constant: dict[str, Any]) -> None:
+        self._folder, self._constant = folder, constant
+        self._next = time.monotonic() + COMMIT_S
+
+    def due(self) -> bool:
+        return time.monotonic() >= self._next
+
+    def save(self, **progress: Any) -> None:
+        begun = time.monotonic()
+        save_progress(self._folder, {**self._constant, **progress})
+        now = time.monotonic()
+        self._next = now + max(COMMIT_S, 20 * (now - begun))
+
+
+def _empty(report: PrepareReport) -> DataError:
+    return DataError(f"the corpus is empty: {report.skipped_in_words()}; name files that contain text")
+
+
+def _require_documents(options: PrepareOptions, report: PrepareReport, writer: TokenWriter) -> None:
+    """Raises `DataError` if a split has no document."""
+    if not any(sizes["documents"] for sizes in writer.sizes.values()):
+        raise _empty(report)
+    for name, sizes in writer.sizes.items():
+        if not sizes["documents"]:
+            raise DataError(
+                f"the {'held-out' if name == 'heldout' else 'training'} text is empty: {report.skipped_in_words()}; "
+                + ("raise --max-tokens or --heldout" if options.max_tokens else "name files that contain text")
+            )
+
+
+def _notes(options: PrepareOptions, plan: _Plan, encoder: Encoder, reading: Reading, size: int) -> list[str]:
     """Notes for the user, in addition to the numbers."""
     notes = []
+    requested = parse_training(options.tokenizer)
     if requested is not None and size < requested:
         notes.append(
             f"the train split has too few repeated sequences for {requested} tokens: the vocabulary has {size} tokens"
         )
-    if rule.single:
+    if plan.rule.single:
         notes.append("the corpus is one document: its last part is held out, split at a line break if there is one")
-    if unknown:
-        notes.append(f"{unknown} tokens are the unknown token: the tokenizer cannot represent all of the text")
-    documents = sum(entry.documents for source in report.sources for entry in source.files)
-    if documents == options.max_documents:
-        notes.append(f"only the first {documents} documents were read (--max-documents)")
+    if encoder.unknown:
+        notes.append(f"{encoder.unknown} tokens are the unknown token: the tokenizer cannot represent all of the text")
+    if reading.taken == options.max_documents:
+        notes.append(f"only the first {reading.taken} documents were read (--max-documents)")
+    if encoder.is_full("train"):
+        notes.append(f"stopped at the document that reached {options.max_tokens} training tokens (--max-tokens)")
+    elif options.max_tokens is not None:
+        notes.append(f"the input has fewer than {options.max_tokens} training tokens (--max-tokens)")
     return notes
 
 
-class _Reading:
-    """Reads the sources any number of times, each time with a fresh report and a phase of the progress display."""
-
-    def __init__(self, sources: list[Source], limit: int | None, total: int | None, progress: Progress) -> None:
-        self._sources, self._limit, self._total, self._progress = sources, limit, total, progress
-        self.report = PrepareReport()
-        self._taken = 0
-        self._passes = ConsistentPasses()
-
-    def documents(self, phase: str) -> Iterator[Document]:
-        self.report = report = PrepareReport()
-        self._progress.phase(phase, self._total)
-        everything = (document for source in self._sources for document in source.documents(report))
-        self._taken = 0
-        for document in self._passes.check(islice(everything, self._limit)):
-            self._taken += 1
-            yield document
-            self._progress.update(report.consumed, self._taken)
-
-    def update_progress(self, left: int) -> None:
-        """Shows progress within a long document with about `left` bytes remaining."""
-        self._progress.update(max(self.report.consumed - left, 0), self._taken)
-
-
-def _train_pieces(reading: _Reading, rule: SplitRule) -> Iterator[str]:
+def _train_pieces(reading: Reading, rule: SplitRule) -> Iterator[str]:
     """The train split's text in pieces, for training a tokenizer: held-out text must not affect the vocabulary."""
     for document in reading.documents("training the tokenizer"):
         for name, text in rule.parts(document):

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from boost.data.blocks import BlockDigests
 from boost.data.chat import ChatTemplate, Encoded, Rejected
-from boost.data.readers import Document
+from boost.data.documents import Document
 from boost.data.report import PrepareReport
 from boost.data.sources import Source
 from boost.data.spans import boundaries_of
 from boost.data.split import choose_split
 from boost.data.store import MASKED_FORMAT, OFFSET_DTYPE, SPLITS, token_dtype
 from boost.data.tokenizer import find_eos, load_tokenizer, tokenizer_fingerprint, vocabulary_size
-from boost.data.writer import TokenWriter, write_all
+from boost.data.writer import TokenWriter
 from boost.errors import DataError
 
 if TYPE_CHECKING:
@@ -31,9 +30,8 @@ class MaskedWriter(TokenWriter):
         super().__init__(folder, dtype, eos)
         for sizes in self.sizes.values():
             sizes.update(targets=0, target_spans=0, target_bytes=0)
-        self._targets: dict[str, Any] = {}
         for name in SPLITS:
-            self._targets[name] = self._create(f"{name}.targets")
+            self._open[f"{name}.targets"] = self._create(f"{name}.targets")
 
     def append_conversation(self, split: str, document: Encoded, text_of: Callable[[Any], str]) -> None:
         """Appends one document. The end-of-document token counts if it belongs to the conversation and counts there, or if the
@@ -41,10 +39,7 @@ class MaskedWriter(TokenWriter):
         ids, mask = _without_eos(document, self.eos, text_of)
         sizes = self.sizes[split]
         boundaries = boundaries_of(mask) + sizes["tokens"]
-        data = boundaries.astype(OFFSET_DTYPE).tobytes()
-        file = f"{split}.targets"
-        self._blocks.setdefault(file, BlockDigests()).update(data)
-        write_all(self._targets[split], data)
+        self._write(f"{split}.targets", boundaries.astype(OFFSET_DTYPE).tobytes())
         sizes["targets"] += int(mask.sum())
         sizes["target_spans"] += len(boundaries) // 2
         sizes["target_bytes"] += len(text_of(ids[mask[:-1]]).encode("utf-8"))

@@ -1,4 +1,4 @@
-"""Report of `boost prepare`: what it read and what it skipped and why, per file, per source, and in total."""
+"""Report of `boost prepare`: what it read, changed or skipped and why, per file, per source, and in total."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -35,6 +35,8 @@ class FileReport:
     bytes: int = 0
     tokens: int = 0
     skipped: dict[str, Skip] = field(default_factory=dict)
+    notes: dict[str, Skip] = field(default_factory=dict)
+    """What was read in another form than it has in the file."""
 
     def __post_init__(self) -> None:
         self.name = printable(self.name)
@@ -48,6 +50,22 @@ class FileReport:
         """Counts one document, line or file as skipped; `where` is its position in this file."""
         self.skipped.setdefault(reason, Skip()).add(printable(where))
 
+    def note(self, what: str, where: str = "") -> None:
+        """Counts one document or file that was read in another form, such as with other line breaks."""
+        self.notes.setdefault(what, Skip()).add(printable(where))
+
+    def leave_out(self, documents: int, n_bytes: int) -> None:
+        """Takes back documents and bytes that were read but not written (`boost.data.encode`)."""
+        self.documents -= documents
+        self.bytes -= n_bytes
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Sets the numbers to those of `as_dict`."""
+        self.documents, self.bytes, self.tokens = (int(saved[key]) for key in ("documents", "bytes", "tokens"))
+        for what in ("skipped", "notes"):
+            restored = {reason: Skip(each["count"], list(each["examples"])) for reason, each in saved[what].items()}
+            setattr(self, what, restored)
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "name": self.name,
@@ -55,6 +73,7 @@ class FileReport:
             "bytes": self.bytes,
             "tokens": self.tokens,
             "skipped": {reason: skip.as_dict() for reason, skip in self.skipped.items()},
+            "notes": {what: noted.as_dict() for what, noted in self.notes.items()},
         }
 
 
@@ -73,6 +92,13 @@ class SourceReport:
         self.files.append(FileReport(name))
         return self.files[-1]
 
+    def restore(self, saved: list[dict[str, Any]]) -> None:
+        """Sets the numbers of all files to those of their `as_dict`, and adds files that are not there yet."""
+        for missing in saved[len(self.files) :]:
+            self.file(missing["name"])
+        for entry, found in zip(self.files, saved, strict=True):
+            entry.restore(found)
+
     def as_dict(self) -> dict[str, Any]:
         """Totals over this source's files; `files` counts those with at least one document."""
         return {
@@ -81,7 +107,8 @@ class SourceReport:
             "documents": sum(entry.documents for entry in self.files),
             "bytes": sum(entry.bytes for entry in self.files),
             "tokens": sum(entry.tokens for entry in self.files),
-            "skipped": merge_skips(self.files),
+            "skipped": merge_skips((entry.name, entry.skipped) for entry in self.files),
+            "notes": merge_skips((entry.name, entry.notes) for entry in self.files),
         }
 
 
@@ -108,7 +135,7 @@ class PrepareReport:
 
     def skipped_in_words(self) -> str:
         """Text for an error message: `3 skipped: 2 empty (a.txt), 1 binary (holds a NUL byte) (b.dat: byte 9)`."""
-        skips = merge_skips(entry for source in self.sources for entry in source.files)
+        skips = merge_skips((entry.name, entry.skipped) for source in self.sources for entry in source.files)
         if not skips:
             return "no input was found"
         reasons = ", ".join(
@@ -118,13 +145,13 @@ class PrepareReport:
         return f"{sum(skip['count'] for skip in skips.values())} skipped: {reasons}"
 
 
-def merge_skips(entries: Iterable[FileReport]) -> dict[str, dict[str, Any]]:
-    """The skips of many files by reason, with examples prefixed by the name of their file."""
+def merge_skips(files: Iterable[tuple[str, dict[str, Skip]]]) -> dict[str, dict[str, Any]]:
+    """The skips (or notes) of many files by reason, with examples prefixed by the name of their file."""
     merged: dict[str, Skip] = {}
-    for entry in entries:
-        for reason, skip in entry.skipped.items():
+    for name, skips in files:
+        for reason, skip in skips.items():
             total = merged.setdefault(reason, Skip())
-            examples = [f"{entry.name}: {where}" for where in skip.examples] or [entry.name]
+            examples = [f"{name}: {where}" for where in skip.examples] or [name]
             total.add(examples[0], skip.count)
             for example in examples[1:]:
                 total.add(example, 0)

@@ -9,13 +9,18 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from boost.data.readers import Document, Unreadable, read_file, require_unchanged
+from boost.data.documents import Document, Unreadable
+from boost.data.readers import read_file, require_unchanged
 from boost.data.report import PrepareReport, SourceReport
 from boost.data.store import STORE_FILE
 from boost.data.writer import is_leftover
 from boost.errors import DataError
+
+# Of folders that `datasets` writes with save_to_disk: one with the splits as folders, and one with the shards of a split.
+DATASET_DICT = "dataset_dict.json"
+DATASET_METADATA = {"dataset_info.json", "state.json"}
 
 
 class Source(Protocol):
@@ -30,6 +35,28 @@ class Source(Protocol):
 
     def fingerprint(self) -> list[Any]:
         """Identifies the input without reading it, as JSON values: names, sizes and modification times of files."""
+        ...
+
+
+@runtime_checkable
+class StreamedSource(Protocol):
+    """A source that continues at a position without reading what is before it."""
+
+    name: str
+    size: int | None
+
+    def documents(
+        self, report: PrepareReport, position: dict[str, Any] | None = None, entries: Sequence[dict[str, Any]] = ()
+    ) -> Iterator[Document]:
+        """Like `Source.documents`. `position`: the documents after it, with the numbers of `entries` in the report."""
+        ...
+
+    def position(self) -> dict[str, Any]:
+        """The position after the last document, as JSON values."""
+        ...
+
+    def fingerprint(self) -> list[Any]:
+        """Like `Source.fingerprint`."""
         ...
 
 
@@ -68,7 +95,7 @@ class FilesSource:
     can be reached twice is read once. Keys are paths relative to the folder, so moving a corpus does not change its split.
     """
 
-    def __init__(self, path: str | Path, text_field: str = "text", seen: SeenInputs | None = None) -> None:
+    def __init__(self, path: str | Path, text_field: str | None = None, seen: SeenInputs | None = None) -> None:
         self.path, self.name, self.text_field = Path(path), str(path), text_field
         self._skipped: list[tuple[str, str]] = []
         self._seen = seen or SeenInputs()
@@ -92,6 +119,12 @@ class FilesSource:
                 self._skip(folder, "a token store")
                 folders.clear()
                 continue
+            if DATASET_DICT in names:
+                self._keep_train(folder, folders)
+            metadata = DATASET_METADATA if set(names) >= DATASET_METADATA else {DATASET_DICT} & set(names)
+            for name in sorted(metadata):
+                self._skip(os.path.join(folder, name), "metadata of a saved dataset")
+            names = [name for name in names if name not in metadata]
             for name in sorted((*folders, *names)):
                 if name.startswith("."):
                     self._skip(os.path.join(folder, name), "hidden")
@@ -99,6 +132,16 @@ class FilesSource:
             yield from (
                 Path(folder, name) for name in sorted(names) if not name.startswith(".") and not is_leftover(name)
             )
+
+    def _keep_train(self, folder: str, splits: list[str]) -> None:
+        """Of a dataset that `datasets` saved with its splits, reads the train split. Raises `DataError` if there is none."""
+        if "train" not in splits:
+            found = ", ".join(sorted(splits)) or "none"
+            raise DataError(f"{folder}: a saved dataset without a train split; name the folder of a split: {found}")
+        for name in sorted(splits):
+            if name != "train":
+                self._skip(os.path.join(folder, name), "another split than train; to read it, name its folder")
+        splits[:] = ["train"]
 
     def _skip(self, path: str, reason: str) -> None:
         self._skipped.append((os.path.relpath(path, self.path), reason))
@@ -140,8 +183,7 @@ class FilesSource:
             require_unchanged(file.path, file.size, file.mtime_ns)
         except Unreadable as problem:
             if file.explicit:
-                where = f" at {problem.where}" if problem.where else ""
-                raise DataError(f"{file.path}: {problem.reason}{where}; {problem.fix}") from problem
+                raise problem.as_error(file.path) from problem
             entry.skip(problem.reason, problem.where)
 
     def fingerprint(self) -> list[Any]:
@@ -154,7 +196,8 @@ def open_sources(
     stdlib: bool = False,
     hf: str | None = None,
     hf_split: str = "train",
-    text_field: str = "text",
+    text_field: str | None = None,
+    seen: SeenInputs | None = None,
 ) -> list[Source]:
     """The sources of one command line, in the order stdlib, paths, dataset. Raises `DataError` if there is none."""
     sources: list[Source] = []
@@ -162,14 +205,14 @@ def open_sources(
         from boost.data.stdlib import StdlibSource
 
         sources.append(StdlibSource())
-    seen = SeenInputs()
+    seen = seen or SeenInputs()
     sources += [FilesSource(path, text_field, seen) for path in inputs]
     if hf is not None:
         from boost.data.hub import HubSource
 
-        sources.append(HubSource(hf, hf_split, text_field))
+        sources.append(HubSource(hf, hf_split, text_field or "text"))
     if not sources:
         raise DataError(
-            "no input given; name text, JSONL or Parquet files, --hf NAME, or --stdlib for a corpus without files"
+            "no input given; name text, JSON, CSV, Parquet or Arrow files, --hf NAME, or --stdlib for a corpus without files"
         )
     return sources

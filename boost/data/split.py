@@ -7,10 +7,10 @@ A corpus of one document is split by position instead, and its last part is held
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from boost.data.readers import Document
+from boost.data.documents import Document
 from boost.errors import DataError
 
 
@@ -23,13 +23,19 @@ class SplitRule:
     single: bool = False
 
     def parts(self, document: Document) -> list[tuple[str, str]]:
-        """(split name, text) of the document; two parts if it is the whole corpus."""
+        """(split name, text) of the document; two parts if it is the whole corpus. A source may decide for its documents."""
+        if document.split is not None:
+            return [(document.split, document.text)]
         if self.single:
             position = split_position(document.text, self.heldout)
             return [("train", document.text[:position]), ("heldout", document.text[position:])]
-        if self.moved and self.moved[0] == document.key:
-            return [(self.moved[1], document.text)]
-        return [("heldout" if key_hash(document.key) < self.heldout else "train", document.text)]
+        return [(self.split_of(document.key), document.text)]
+
+    def split_of(self, key: str) -> str:
+        """The split of the document with this key, which is not the whole corpus."""
+        if self.moved and self.moved[0] == key:
+            return self.moved[1]
+        return "heldout" if key_hash(key) < self.heldout else "train"
 
 
 def key_hash(key: str) -> float:
@@ -43,20 +49,33 @@ def choose_split(documents: Iterable[Document], heldout: float) -> SplitRule | N
 
     None if there are no documents. Raises `DataError` for a single document that is too short to split.
     """
-    found: dict[str, str] = {}
-    lowest, highest, count, only = (2.0, ""), (-1.0, ""), 0, ""
-    for document in documents:
-        hashed = key_hash(document.key)
-        lowest, highest = min(lowest, (hashed, document.key)), max(highest, (hashed, document.key))
-        found["heldout" if hashed < heldout else "train"] = document.key
-        count, only = count + 1, document.text if not count else ""
+    first = ""
+
+    def keys() -> Iterator[str]:
+        nonlocal first
+        for number, document in enumerate(documents):
+            first = "" if number else document.text
+            yield document.key
+
+    rule = rule_for_keys(keys(), heldout)
+    if rule and rule.single and len(first) < 2:
+        raise DataError("the corpus is a single character, too short for a held-out split; add text")
+    return rule
+
+
+def rule_for_keys(keys: Iterable[str], heldout: float) -> SplitRule | None:
+    """`choose_split` by the keys of the documents."""
+    found: set[str] = set()
+    lowest, highest, count = (2.0, ""), (-1.0, ""), 0
+    for key in keys:
+        hashed = key_hash(key)
+        lowest, highest, count = min(lowest, (hashed, key)), max(highest, (hashed, key)), count + 1
+        found.add("heldout" if hashed < heldout else "train")
         if len(found) == 2:
             return SplitRule(heldout)
     if not count:
         return None
     if count == 1:
-        if len(only) < 2:
-            raise DataError("the corpus is a single character, too short for a held-out split; add text")
         return SplitRule(heldout, single=True)
     return SplitRule(heldout, moved=(lowest[1], "heldout") if "train" in found else (highest[1], "train"))
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from boost.data.readers import Document, Unreadable, accept, read_file, require_unchanged
+from boost.data.documents import Document, Unreadable, accept
+from boost.data.readers import read_file, require_unchanged
 from boost.data.report import FileReport, PrepareReport
 from boost.errors import DataError
 

@@ -250,12 +250,21 @@ class TokenStore:
         )
 
 
+def is_missing(path: Path) -> bool:
+    """Whether there is no store at `path`, finished, interrupted or otherwise."""
+    return not any(path.with_name(path.name + suffix).exists() for suffix in ("", ".boost-old", ".boost-tmp"))
+
+
 def read_meta(path: Path) -> dict[str, Any]:
     """The content of `store.json`. Raises `DataError` if there is no finished store or the file is damaged."""
+    if is_missing(path):
+        raise DataError(f"{path}: no token store here; create it with: boost prepare INPUT --out {path}")
     if not path.exists():
         if (old := path.with_name(f"{path.name}.boost-old")).exists():
             raise DataError(f"{path}: its replacement was interrupted; rerun that 'boost prepare', or rename {old}")
-        raise DataError(f"{path}: no token store here; create it with: boost prepare --stdlib --out {path}")
+        raise DataError(
+            f"{path}: its preparation was interrupted; rerun that 'boost prepare' or 'boost recipe' to continue"
+        )
     if not (path / STORE_FILE).is_file():
         raise DataError(
             f"{path}: not a token store (no {STORE_FILE}); create one with: boost prepare INPUT --out STORE"

@@ -3,6 +3,9 @@
 A store is written to `STORE.boost-tmp` next to its final path and read back there. The last step is a rename, or an exchange with
 an older store. `STORE.boost-lock` is held meanwhile, so any `.boost-tmp` or `.boost-old` that the lock holder finds was left by a
 dead process.
+
+`TokenWriter.commit` makes what has been written survive a kill: it syncs the files and returns their lengths. `save_progress`
+records these and the position in the input in `resume.json`; the next run truncates the files to these lengths and continues.
 """
 
 import ctypes
@@ -22,10 +25,13 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from boost.data.blocks import BlockDigests
+from boost.data.blocks import BLOCK_BYTES, BlockDigests
 from boost.data.store import OFFSET_DTYPE, REPORT_FILE, SPLITS, STORE_FILE, TOKENIZER_FILE, TokenStore, with_digest
 from boost.data.verify import verify
 from boost.errors import DataError, StorageError
+
+RESUME_FILE = "resume.json"
+"""In `STORE.boost-tmp`: the last commit of an unfinished store."""
 
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
@@ -65,9 +71,12 @@ def locked(store: Path) -> Iterator[None]:
 
 
 def _recover(store: Path) -> None:
-    """Removes an incomplete store. Restores the old one if its replacement is damaged or was interrupted between two renames."""
+    """Removes an incomplete store that has no commit. Restores the old store if its replacement is damaged, or was interrupted
+    between two renames."""
     old, temporary = sibling(store, "old"), sibling(store, "tmp")
-    _remove(temporary)
+    if read_progress(store) is None:
+        _remove(temporary)
+    (store / RESUME_FILE).unlink(missing_ok=True)  # of a run that was killed just after it had published the store
     if not old.exists():
         return
     if _opens(store):
@@ -75,6 +84,7 @@ def _recover(store: Path) -> None:
     elif not store.exists():
         os.rename(old, store)
     elif (store / STORE_FILE).exists() and _opens(old):
+        _remove(temporary)
         os.rename(store, temporary)
         os.rename(old, store)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -90,29 +100,59 @@ def _opens(store: Path) -> bool:
 
 @contextmanager
 def new_store(store: Path) -> Iterator[Path]:
-    """Yields an empty folder that becomes `store` on success, replacing an older one. The caller must hold `locked`.
+    """Yields a folder that becomes `store` on success, replacing an older one. The caller must hold `locked`. The folder is empty,
+    or what an interrupted run has committed.
 
-    The store is read back before it is published. On any error the folder is removed and an existing store is unchanged.
+    The store is read back before it is published. On any error, an existing store is unchanged. The folder is removed, unless it
+    has a commit and the error is not about the data: then the next run continues.
     Raises `StorageError` if the disk is full, `DataError` if the data read back does not match.
     """
     folder = sibling(store, "tmp")
     try:
-        folder.mkdir()
+        folder.mkdir(exist_ok=read_progress(store) is not None)
         yield folder
+        (folder / f"{RESUME_FILE}.new").unlink(missing_ok=True)
         _sync(folder)
         _read_back(folder, store)
         _publish(folder, store)
+        (store / RESUME_FILE).unlink(missing_ok=True)
         _sync_one(store.parent)
     except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
+        kept = (folder / RESUME_FILE).exists() and (not isinstance(error, DataError) or error.is_temporary)
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in _FULL:
+            state = f"what is done is kept in {folder}; then run it again" if kept else "nothing was changed"
             raise StorageError(
-                f"{store}: {os.strerror(error.errno)} while writing; nothing was changed; "
-                f"free some space or choose another --out"
+                f"{store}: {os.strerror(error.errno)} while writing; {state}; free some space or choose another --out"
             ) from error
         raise
     for leftover in (folder, sibling(store, "old")):
         _remove(leftover)
+
+
+def save_progress(folder: Path, progress: dict[str, Any]) -> None:
+    """Records a commit, replacing the previous one atomically."""
+    temporary = folder / f"{RESUME_FILE}.new"
+    content = with_digest(progress)
+    temporary.write_text(json.dumps(content), encoding="utf-8")
+    _sync_one(temporary)
+    os.replace(temporary, folder / RESUME_FILE)
+    _sync_one(folder)
+
+
+def read_progress(store: Path) -> dict[str, Any] | None:
+    """The last commit of an unfinished store; None if there is none, or it is damaged."""
+    try:
+        progress: dict[str, Any] = json.loads((sibling(store, "tmp") / RESUME_FILE).read_text(encoding="utf-8"))
+        return progress if with_digest(progress)["digest"] == progress["digest"] else None
+    except (OSError, ValueError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def discard_progress(store: Path) -> None:
+    """Removes an unfinished store. The caller must hold `locked`."""
+    _remove(sibling(store, "tmp"))
 
 
 def _remove(path: Path) -> None:
@@ -177,20 +217,59 @@ def _sync_one(path: Path) -> None:
 class TokenWriter:
     """Appends encoded text to the files of a folder. A context manager; `finish` completes the store."""
 
-    def __init__(self, folder: Path, dtype: np.dtype[Any], eos: int) -> None:
+    def __init__(self, folder: Path, dtype: np.dtype[Any], eos: int, committed: dict[str, Any] | None = None) -> None:
+        """`committed`: what `commit` returned; continues there. Raises `DataError` if the files no longer have that content."""
         self.folder, self.dtype, self.eos = folder, dtype, eos
         self.sizes = {name: {"tokens": 0, "documents": 0, "bytes": 0, "largest_token": 0} for name in SPLITS}
         self._digests = {name: hashlib.sha256() for name in SPLITS}
         self._files = ExitStack()
-        # Unbuffered: a full disk must fail the write, not a later close.
-        self._tokens = {name: self._create(f"{name}.tokens") for name in SPLITS}
-        self._documents = {name: self._create(f"{name}.documents") for name in SPLITS}
         self._blocks: dict[str, BlockDigests] = defaultdict(BlockDigests)
+        self._open: dict[str, Any] = {}
         for name in SPLITS:
-            self._write(f"{name}.documents", self._documents[name], bytes(OFFSET_DTYPE.itemsize))
+            for kind in ("tokens", "documents"):
+                file = f"{name}.{kind}"
+                self._blocks[file] = BlockDigests()  # so that their order in store.json is always the same
+                if committed is not None:
+                    self._reopen(file, committed)
+                else:
+                    self._open[file] = self._create(file)
+            if committed is None:
+                self._write(f"{name}.documents", bytes(OFFSET_DTYPE.itemsize))
+        if committed is not None:
+            self.sizes = {name: dict(committed["sizes"][name]) for name in SPLITS}
 
     def _create(self, name: str) -> Any:
-        return self._files.enter_context(open(self.folder / name, "xb", buffering=0))
+        # Unbuffered: a full disk must fail the write, not a later close.
+        return self._files.enter_context(open(self.folder / name, "wb", buffering=0))
+
+    def _reopen(self, name: str, committed: dict[str, Any]) -> None:
+        """Opens a file at its end as of the commit, without what was written after it, and checks its content."""
+        split, _, kind = name.partition(".")
+        sizes = committed["sizes"][split]
+        size = sizes["tokens"] * self.dtype.itemsize
+        if kind == "documents":
+            size = (sizes["documents"] + 1) * OFFSET_DTYPE.itemsize
+        file = self._open[name] = self._files.enter_context((self.folder / name).open("r+b", buffering=0))
+        left = size
+        while left and (data := file.read(min(left, BLOCK_BYTES))):
+            left -= len(data)
+            self._blocks[name].update(data)
+            if kind == "tokens":
+                self._digests[split].update(data)
+        if left or self._blocks[name].so_far() != committed["blocks"][name]:
+            raise DataError(
+                f"{self.folder / name}: damaged since it was written; check the disk and run it again, from the start"
+            )
+        file.truncate(size)
+
+    def commit(self) -> dict[str, Any]:
+        """Makes what was written so far survive a crash of the machine. Returns its sizes and digests, as JSON values."""
+        for file in self._open.values():
+            os.fsync(file.fileno())
+        return {
+            "sizes": {name: dict(self.sizes[name]) for name in SPLITS},
+            "blocks": {name: self._blocks[name].so_far() for name in self._open},
+        }
 
     def __enter__(self) -> Self:
         return self
@@ -205,7 +284,7 @@ class TokenWriter:
             tokens = np.append(tokens, self.dtype.type(self.eos))
         content = tokens.tobytes()
         self._digests[split].update(content)
-        self._write(f"{split}.tokens", self._tokens[split], content)
+        self._write(f"{split}.tokens", content)
         sizes = self.sizes[split]
         sizes["tokens"] += len(tokens)
         sizes["bytes"] += n_bytes
@@ -213,16 +292,17 @@ class TokenWriter:
         if end:
             sizes["documents"] += 1
             end_offset = np.array(sizes["tokens"], dtype=OFFSET_DTYPE).tobytes()
-            self._write(f"{split}.documents", self._documents[split], end_offset)
+            self._write(f"{split}.documents", end_offset)
 
-    def _write(self, name: str, file: Any, data: bytes) -> None:
+    def _write(self, name: str, data: bytes) -> None:
         self._blocks[name].update(data)
-        write_all(file, data)
+        write_all(self._open[name], data)
 
     def finish(self, tokenizer_json: str, meta: dict[str, Any], details: dict[str, Any]) -> None:
         """Writes the tokenizer, the detailed report and, last, `store.json` with `meta` and the sizes."""
         for name, text in ((TOKENIZER_FILE, tokenizer_json), (REPORT_FILE, json.dumps(details, indent=1) + "\n")):
-            self._write(name, self._create(name), text.encode())
+            self._open[name] = self._create(name)
+            self._write(name, text.encode())
         splits = {name: {**self.sizes[name], "sha256": self._digests[name].hexdigest()} for name in SPLITS}
         blocks = {name: digests.finish() for name, digests in self._blocks.items()}
         content = with_digest({**meta, "dtype": self.dtype.str, "splits": splits, "blocks": blocks})

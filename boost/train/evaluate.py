@@ -4,15 +4,17 @@ For a mixture of stores: the weighted mean of the losses of the stores.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from boost.config.architecture import IGNORED
-from boost.data.batches import EvaluationBatches
+from boost.data.batches import Batch, EvaluationBatches
+from boost.data.document_batches import DocumentBatches
 from boost.data.mixture import AnySplit, MixedSplit
 from boost.data.store import Split
+from boost.errors import DataError
 from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Mesh
 from boost.train.console import progress
@@ -52,19 +54,27 @@ def evaluate(
     mesh: Mesh,
     max_tokens: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
+    by_document: bool = False,
 ) -> Evaluation:
     """Evaluates on the whole split, or on about `max_tokens` spread evenly over it. All processes return the same result.
 
     The stores of a mixture are evaluated one after the other. They share `max_tokens` by weight; each has one sequence at least.
     `stopped` is called every few batches and must return the same value on all processes. Raises EvaluationStopped if it returns
-    True.
+    True, and DataError if no evaluated token counts in the loss. `by_document`: on the first `seq_len` tokens of each document, as
+    in publications (`boost.data.document_batches`).
     """
+
+    def of_store(part: Split, limit: int | None, label: str) -> Evaluation:
+        rows = DocumentBatches if by_document else EvaluationBatches
+        batches = rows(part, seq_len, batch, mesh.dp.rank, mesh.dp.size, limit)
+        return _evaluate_store(model, part, progress(batches, label, enabled=mesh.is_main), isolate, mesh, stopped)
+
     if isinstance(split, Split):
-        return _evaluate_store(model, split, (seq_len, batch, isolate, max_tokens), mesh, stopped, "evaluate")
+        return of_store(split, max_tokens, "evaluate")
     found = {}
     for name, part, weight in zip(split.names, split.parts, split.weights, strict=True):
         share = None if max_tokens is None else max(round(max_tokens * weight), 1)
-        found[name] = _evaluate_store(model, part, (seq_len, batch, isolate, share), mesh, stopped, f"evaluate {name}")
+        found[name] = of_store(part, share, f"evaluate {name}")
     return _weighted(split, found)
 
 
@@ -85,16 +95,14 @@ def _perplexity(loss: float) -> float:
 def _evaluate_store(
     model: Model,
     split: Split,
-    sizes: tuple[int, int, bool, int | None],
+    batches: Iterable[Batch],
+    isolate: bool,
     mesh: Mesh,
     stopped: Callable[[], bool],
-    label: str,
 ) -> Evaluation:
-    """`sizes`: seq_len, batch, isolate and max_tokens of `evaluate`."""
-    seq_len, batch, isolate, max_tokens = sizes
+    """The evaluation of one store on `batches` of it."""
     total = torch.zeros(2, dtype=torch.double, device=mesh.device)
-    batches = EvaluationBatches(split, seq_len, batch, mesh.dp.rank, mesh.dp.size, max_tokens)
-    for index, part in enumerate(progress(batches, label, enabled=mesh.is_main)):
+    for index, part in enumerate(batches):
         if index % STOP_CHECK_EVERY == 0 and stopped():
             raise EvaluationStopped
         tokens, targets, documents = to_device(part.share(mesh.cp.rank, mesh.cp.size), isolate, mesh.device)
@@ -105,6 +113,10 @@ def _evaluate_store(
         if axis.size > 1:
             total = all_reduce(total, axis)
     nats, count = total.tolist()
+    if not count:
+        raise DataError(
+            f"{split.path}: none of the evaluated tokens counts in the loss; evaluate more tokens, or whole documents"
+        )
     loss = nats / count
     bits_per_byte = loss / math.log(2) / split.bytes_per_target
     return Evaluation(round(count), loss, _perplexity(loss), bits_per_byte)

@@ -14,6 +14,7 @@ from boost.config import Config
 from boost.errors import HangError, StoppedError, TrainingError
 from boost.parallel.mesh import Mesh, close_mesh, open_mesh
 from boost.parallel.rendezvous import launch_dir
+from boost.train.advice import LongRun, advise
 from boost.train.begin import inherited_data
 from boost.train.checkpoint import checkpoint_path, fallback_folder
 from boost.train.console import ConsoleHook
@@ -143,7 +144,7 @@ def _train(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS, which reads it at first use
         torch.use_deterministic_algorithms(True)
     candidates = resume_candidates(resume, run, fallback)
-    hooks: list[Hook] = [ConsoleHook(), MetricsHook(), *given]
+    hooks: list[Hook] = [ConsoleHook(), MetricsHook(), LongRun(), *given]
     if recovery is not None:
         hooks = [TakeOver(), *hooks, SlowReplicas(config.run.slow_steps, config.run.exclude_slow)]
     trainer = Trainer(config, mesh, run, hooks=hooks, recovery=recovery)
@@ -155,8 +156,8 @@ def _train(
     else:
         trainer.start(candidates, start_from)
         recovery.begin(trainer)
-    for text in config.model.advice() if mesh.is_main else ():
-        trainer.warn(text)
+    if mesh.is_main:
+        advise(trainer)
     result = trainer.fit()
     _print_result(config, trainer, result)
     mesh.run_recoverable(mesh.barrier)  # no process exits while another still communicates

@@ -10,6 +10,7 @@ from boost.cli.main import print_error
 from boost.data.store import TokenStore
 from boost.errors import BoostError
 from tests.data.chats import chat_tokenizer, write_conversations
+from tests.data.token_formats import write_llm_c
 
 
 def boost(*argv):
@@ -86,12 +87,36 @@ def test_errors_are_one_line_with_exit_code_two(corpus, tmp_path, capsys):
         assert captured.out == "" and not (tmp_path / "store").exists()
 
 
+def test_what_was_read_in_another_form_is_printed(tmp_path, capsys):
+    (tmp_path / "x.csv").write_bytes(b"n,body\r\n" + b'1,"a line\r\nof two"\r\n' * 20)
+    assert boost(tmp_path / "x.csv", "--out", tmp_path / "store", "--tokenizer", "train:270") == 0
+    out = capsys.readouterr().out
+    assert "\nnotes\n" in out and f"20 with CRLF line breaks, normalized to LF, in {tmp_path / 'x.csv'}" in out
+    assert "1 without column 'text', text read from 'body'" in out and "\nskipped" not in out
+
+
+def test_ids_of_another_tool(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert boost(corpus, "--out", "text", "--tokenizer", "train:270") == 0
+    write_llm_c(tmp_path / "fine.bin", [0, 5, 6, 0, 7, 8, 0, 9] * 50, "<u2")
+    capsys.readouterr()
+    assert boost("--from-tokens", "fine.bin", "--tokenizer", "text") == 0
+    out = capsys.readouterr().out
+    assert "data/fine written in" in out and "1 empty document, in fine.bin" in out
+    assert TokenStore.open("data/fine").split("train").n_documents > 50
+    assert (
+        boost("--from-tokens", "fine.bin", "--tokenizer", "text", "--text-field", "x", "--token-dtype", "uint32") == 2
+    )
+    assert "already holds a token store made from different input" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("inputs", "hf", "stdlib", "out"),
     [
         ([], None, True, "data/stdlib"),
         (["a/book.txt"], None, False, "data/book"),
         (["rows.jsonl.gz", "b"], None, True, "data/rows"),
+        (["rows.csv.zst"], None, False, "data/rows"),
         ([], "owner/rows:english", False, "data/rows"),
         (["v1.2/x.tar.txt"], None, False, "data/x.tar"),
     ],

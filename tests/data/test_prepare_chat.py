@@ -127,5 +127,7 @@ def test_conversations_that_cannot_be_used(tmp_path: Path) -> None:
         prepare(options)
     with pytest.raises(DataError, match="--tokenizer train:4096: with --chat, name the folder"):
         prepare(replace(options, tokenizer="train:4096"))
-    with pytest.raises(DataError, match="remove --stdlib and --hf"):
+    with pytest.raises(DataError, match="--chat reads files of conversations; remove --stdlib$"):
         prepare(replace(options, stdlib=True))
+    with pytest.raises(DataError, match="remove --heldout-from and --max-tokens$"):
+        prepare(replace(options, heldout_from=("more.jsonl",), max_tokens=100))

@@ -8,30 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from boost.data import hub, readers
-from boost.data.report import PrepareReport
+from boost.data import hub
 from boost.data.sources import FilesSource, open_sources
 from boost.data.stdlib import StdlibSource, documented_modules, render_documentation
 from boost.errors import DataError
-
-
-def read(*sources):
-    report = PrepareReport()
-    documents = [(doc.key, doc.text) for source in sources for doc in source.documents(report)]
-    return documents, report
-
-
-def skips(report):
-    return {
-        (entry.name, reason): skip.examples
-        for source in report.sources
-        for entry in source.files
-        for reason, skip in entry.skipped.items()
-    }
+from tests.data.inputs import read, skips
 
 
 class Bomb:
@@ -146,96 +129,8 @@ def test_a_store_inside_its_own_input_is_not_input(tmp_path):
     assert documents == [("x.txt", "text")] and skips(report) == {("store", "a token store"): []}
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json.gz"])
-def test_json_lines(tmp_path, suffix):
-    lines = [
-        b'{"text": "one", "n": 1}',
-        b"",
-        b'{"text": "cut',
-        b'{"body": "other"}',
-        b'["text"]',
-        b'{"text": 5}',
-        b'{"text": null}',
-        b'{"text": ""}',
-        b'{"text": "caf\xe9"}',
-        b'{"text": "\\ud800 half"}',
-        b'{"text": "' + b"long " * 100_000 + b'"}',
-        b'{"text": "last, no newline"}',
-    ]
-    path = tmp_path / f"x{suffix}"
-    data = b"\n".join(lines)
-    path.write_bytes(gzip.compress(data) if suffix.endswith(".gz") else data)
-    documents, report = read(FilesSource(path))
-    assert [(key, len(text)) for key, text in documents] == [
-        (f"{path.name}:1", 3), (f"{path.name}:11", 500_000), (f"{path.name}:12", 16)
-    ]  # fmt: skip
-    found = {reason: examples for (_, reason), examples in skips(report).items()}
-    (broken,) = found.pop("not a line of JSON")
-    assert broken == "line 3: Unterminated string starting at, column 10"
-    assert found == {
-        "blank line": ["line 2"],
-        "no field 'text'": ["line 4 has body", "line 5 has list"],
-        "text field is not a string": ["line 6: int", "line 7: NoneType"],
-        "empty": ["line 8"],
-        "not UTF-8 text": ["line 9, byte 13"],
-        "not valid Unicode (half of a surrogate pair)": ["line 10: character 0"],
-    }
-    assert report.consumed == path.stat().st_size
-
-
-def test_an_endless_line_is_not_read_into_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 100)
-    (tmp_path / "x.jsonl").write_bytes(b'{"text": "first"}\n' + b"x" * 1000)
-    documents, report = read(FilesSource(tmp_path))
-    assert documents == [("x.jsonl:1", "first")]
-    ((_, reason),) = skips(report)
-    assert reason.startswith("a line longer than")
-
-
-def write_parquet(path, **columns):
-    pq.write_table(pa.table(columns), path, row_group_size=100)
-
-
-def test_parquet_in_row_groups(tmp_path):
-    texts = [f"row {i}" for i in range(250)]
-    texts[7], texts[130] = None, ""
-    write_parquet(tmp_path / "x.parquet", body=texts, n=list(range(250)))
-    documents, report = read(FilesSource(tmp_path / "x.parquet", text_field="body"))
-    assert documents == [(f"x.parquet:{i}", text) for i, text in enumerate(texts) if text]
-    assert skips(report) == {
-        ("x.parquet", "text field is not a string"): ["row 7: NoneType"],
-        ("x.parquet", "empty"): ["row 130"],
-    }
-
-
-def test_parquet_of_the_wrong_shape(tmp_path):
-    write_parquet(tmp_path / "x.parquet", body=["a"], n=[1])
-    with pytest.raises(DataError, match="no column 'text'; choose one with --text-field: body, n"):
-        read(FilesSource(tmp_path))
-    with pytest.raises(DataError, match="column 'n' has type int64, not string"):
-        read(FilesSource(tmp_path, text_field="n"))
-    (tmp_path / "x.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(DataError, match="not a Parquet file"):
-        read(FilesSource(tmp_path / "x.parquet"))
-    _, report = read(FilesSource(tmp_path))
-    assert ("x.parquet", "not a Parquet file") in skips(report)
-
-
-def test_damaged_parquet_keeps_what_came_before(tmp_path):
-    path = tmp_path / "x.parquet"
-    pq.write_table(pa.table({"text": [os.urandom(99).hex() for _ in range(400)]}), path, row_group_size=100,
-                   compression="zstd", write_page_checksum=True)  # fmt: skip
-    start = pq.ParquetFile(path).metadata.row_group(2).column(0).data_page_offset
-    data = bytearray(path.read_bytes())
-    data[start : start + 400] = os.urandom(400)
-    path.write_bytes(data)
-    documents, report = read(FilesSource(tmp_path))
-    assert len(documents) >= 200
-    assert ("x.parquet", "damaged Parquet file") in skips(report)
-
-
 def test_a_missing_package_names_its_install(monkeypatch, tmp_path):
-    write_parquet(tmp_path / "x.parquet", text=["a"])
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(DataError, match=r"needs the package 'pyarrow': pip install pyarrow"):
         read(FilesSource(tmp_path))
@@ -339,57 +234,3 @@ def test_hub_failures_are_one_line(monkeypatch, tmp_path):
         hub.HubSource(str(tmp_path))
     with pytest.raises(DataError, match="not a dataset name"):
         hub.HubSource("https://example.com/data")
-
-
-def zstd(path, data):
-    import pyarrow
-
-    with pyarrow.CompressedOutputStream(str(path), "zstd") as out:
-        out.write(data)
-
-
-def test_zstd_files(tmp_path):
-    zstd(tmp_path / "a.jsonl.zst", b'{"text": "first"}\n{"text": "second"}\n')
-    zstd(tmp_path / "b.txt.zst", "plain \N{SNOWMAN}".encode())
-    documents, _ = read(FilesSource(tmp_path))
-    assert documents == [
-        ("a.jsonl.zst:1", "first"),
-        ("a.jsonl.zst:2", "second"),
-        ("b.txt.zst", "plain \N{SNOWMAN}"),
-    ]
-
-
-@pytest.mark.parametrize("keep", [slice(0, 20), slice(5, None)], ids=["truncated", "no header"])
-def test_damaged_zstd_files(keep, tmp_path):
-    zstd(tmp_path / "a.jsonl.zst", b'{"text": "first"}\n' * 50)
-    (tmp_path / "a.jsonl.zst").write_bytes((tmp_path / "a.jsonl.zst").read_bytes()[keep])
-    (tmp_path / "b.txt").write_text("b")
-    documents, report = read(FilesSource(tmp_path))
-    assert documents == [("b.txt", "b")]
-    assert ("a.jsonl.zst", "damaged zstd file") in skips(report)
-
-
-@pytest.mark.parametrize(("suffix", "delimiter"), [(".csv", ","), (".tsv", "\t"), (".csv.gz", ","), (".csv.zst", ",")])
-def test_csv_files(suffix, delimiter, tmp_path):
-    rows = ["id,text", '1,"two\nlines, and ""quotes"""', "2,", "3,b,c", "4,plain"]
-    data = "\n".join(row if ',"' in row else row.replace(",", delimiter) for row in rows).encode() + b"\n"
-    data = data.replace(b'1,"', f'1{delimiter}"'.encode()).replace(b"plain", b"\xff") + f"5{delimiter}last\n".encode()
-    path = tmp_path / f"x{suffix}"
-    if suffix.endswith(".zst"):
-        zstd(path, data)
-    else:
-        path.write_bytes(gzip.compress(data) if suffix.endswith(".gz") else data)
-    documents, report = read(FilesSource(tmp_path))
-    assert documents == [(f"{path.name}:1", 'two\nlines, and "quotes"'), (f"{path.name}:4", "last")]
-    found = skips(report)
-    assert {reason for _, reason in found} == {"empty", "not a row of CSV", "not UTF-8 text"}
-
-
-def test_csv_without_the_column_is_skipped_in_a_folder_and_an_error_by_name(tmp_path):
-    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
-    (tmp_path / "y.txt").write_text("y")
-    documents, report = read(FilesSource(tmp_path))
-    assert documents == [("y.txt", "y")]
-    assert ("x.csv", "no column 'text'") in skips(report)
-    with pytest.raises(DataError, match="no column 'text'"):
-        read(FilesSource(tmp_path / "x.csv"))

@@ -1,0 +1,129 @@
+"""Published recipes: a preset, the data that it is trained on, and the published result. `recipes.toml` has them."""
+
+import functools
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from boost.config.load import change, from_tree, parse_overrides, read_source
+from boost.config.schema import Config
+from boost.errors import ConfigError
+
+_FILE = resources.files("boost.config") / "recipes.toml"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A dataset of the Hugging Face Hub, its held-out split, and the tokenizer that recipes use with it."""
+
+    dataset: str
+    heldout_split: str
+    heldout_tokens: int
+    """Held-out tokens that the published evaluation uses."""
+    tokenizer: str
+    transfer_bytes: float
+    """Bytes to transfer per token, for estimates."""
+
+    def command(self, tokens: int, out: str) -> str:
+        """The command that prepares at least `tokens` training tokens."""
+        return (
+            f"boost prepare --hf {self.dataset} --max-tokens {tokens} --heldout-split {self.heldout_split} "
+            f"--max-heldout-tokens {self.heldout_tokens} --tokenizer {self.tokenizer} --out {out}"
+        )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A published run."""
+
+    name: str
+    preset: str
+    data: str
+    """Name of its corpus, which starts the recipe's name."""
+    corpus: Corpus
+    source: str
+    perplexity: float | None = None
+    """Published held-out perplexity; None if there is none for the whole recipe."""
+
+    def config(self, overrides: Sequence[str] = (), steps: int | None = None, tokens: int | None = None) -> Config:
+        """The configuration of the run: the preset with a run directory and a token store of its own, then `overrides`.
+
+        `steps` or `tokens` shorten the run; warm-up and intervals shrink in proportion. Raises ConfigError.
+        """
+        tree = read_source(self.preset)
+        given = dict(parse_overrides(overrides))
+        published = tokens_of(from_tree(tree))
+        change(tree, given)
+        whole = from_tree(tree).train
+        if tokens is not None:
+            steps = max(tokens // (whole.global_batch * whole.seq_len), 1)
+        if steps is not None and steps != whole.steps:
+            change(tree, {key: value for key, value in _shortened(tree, steps).items() if key not in given})
+        used = int(tree["train"]["steps"]) * whole.global_batch * whole.seq_len
+        places = {"data.store": f"data/{self.data}-{used}", "run.dir": f"runs/{self.name}"}
+        if used != published:
+            places["run.dir"] += f"-{used}"
+        change(tree, {key: value for key, value in places.items() if key not in given})
+        return from_tree(tree)
+
+
+def _shortened(tree: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Changes that shorten a run to `steps`: warm-up, evaluations and saves keep their share of it."""
+    train, optim = tree["train"], tree["optim"]
+    share = steps / train["steps"]
+    changes = {"train.steps": steps, "optim.warmup_steps": int(optim.get("warmup_steps", 0) * share)}
+    for key in ("eval_every", "save_every"):
+        changes[f"train.{key}"] = max(int(train.get(key, 0) * share), steps // 10, 1)
+    if "restart_delay" in optim:  # a multiple of exact_every
+        every = optim["exact_every"]
+        changes["optim.restart_delay"] = int(optim["restart_delay"] * share) // every * every
+    return changes
+
+
+def tokens_of(config: Config) -> int:
+    """Tokens that a run trains on."""
+    return config.train.steps * config.train.global_batch * config.train.seq_len
+
+
+@functools.cache
+def recipes() -> dict[str, Recipe]:
+    """All recipes by name."""
+    content = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    corpora = {name: Corpus(**table) for name, table in content["data"].items()}
+    found = {}
+    for name, table in content["recipes"].items():
+        data = name.partition("-")[0]
+        found[name] = Recipe(name, data=data, corpus=corpora[data], **table)
+    return found
+
+
+def find_recipe(name: str) -> Recipe:
+    """A recipe by its name, or the name of its preset. Raises ConfigError."""
+    known = recipes()
+    for each in known.values():
+        if name in (each.name, each.preset):
+            return each
+    raise ConfigError(f"no recipe named '{name}'; valid names: {', '.join(known)}")
+
+
+def prepare_command(config: Config, store: str | None = None) -> str:
+    """The command that creates a token store of a configuration (None: the first), for an error message."""
+    weights = config.data.sources
+    first = next(iter(weights))
+    store = store or first
+    name = Path(store).name
+    for each in recipes().values():
+        if name == each.data or name.startswith(f"{each.data}-"):
+            command = each.corpus.command(math.ceil(tokens_of(config) * weights[store] / sum(weights.values())), store)
+            same = [r for r in recipes().values() if r.data == each.data and r.config().model == config.model]
+            whole = same and not config.data.mixture
+            return command + (f", or run the whole recipe with: boost recipe {same[0].name}" if whole else "")
+    if store != first:  # a mixture has one tokenizer
+        return f"boost prepare INPUT --tokenizer {first} --out {store}"
+    if name == "stdlib":
+        return f"boost prepare --stdlib --out {store}"
+    return f"boost prepare INPUT --tokenizer train:{config.model.vocab_size} --out {store}"

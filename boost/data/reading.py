@@ -1,0 +1,141 @@
+"""Reads the sources of a store any number of times, and continues where an interrupted run stopped.
+
+A position is a list of marks, one per source that has been begun. A stream continues at its own position. Files are read again from
+the start of their source up to the mark, which is fast next to tokenizing, and must contain the documents that they contained.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from boost.data.documents import Document
+from boost.data.passes import ConsistentPasses
+from boost.data.report import PrepareReport
+from boost.data.sources import Source, StreamedSource
+
+
+class Progress:
+    """Progress callbacks of `prepare`; this base class does nothing."""
+
+    def phase(self, name: str, total: int | None) -> None:
+        """A phase begins. `total`: input bytes that it will read; None if unknown."""
+
+    def update(self, consumed: int, documents: int) -> None:
+        """Input bytes and documents processed so far in this phase."""
+
+    def close(self) -> None:
+        """The last phase is done, or an error occurred."""
+
+
+@dataclass
+class _Begun:
+    """A source that this pass has begun to read."""
+
+    source: Source
+    section: int
+    """Its place in the report."""
+    documents: int = 0
+    digest: str = ""
+    """The digest (hex) after its documents so far."""
+
+
+class Reading:
+    """The documents of all sources: those for the held-out split first, then the others, of which at most `limit`."""
+
+    def __init__(
+        self, sources: Sequence[Source], heldout: Sequence[Source], limit: int | None, progress: Progress
+    ) -> None:
+        sizes = [source.size for source in (*heldout, *sources)]
+        self._total = None if None in sizes else sum(size for size in sizes if size is not None)
+        self._sources, self._heldout, self._limit, self._progress = sources, heldout, limit, progress
+        self.report = PrepareReport()
+        self.taken = 0
+        """Documents of this pass, without those of sources for the held-out split."""
+        self._passes = ConsistentPasses()
+        self._begun: list[_Begun] = []
+
+    @property
+    def separate(self) -> bool:
+        """Whether held-out documents come from sources of their own."""
+        return bool(self._heldout)
+
+    def documents(
+        self, phase: str, is_full: Callable[[str], bool] = lambda split: False, saved: Sequence[dict[str, Any]] = ()
+    ) -> Iterator[Document]:
+        """One pass, with a fresh report. `is_full(split)`: the split needs no more documents. `saved`: continues at this
+        `position`."""
+        self.report = PrepareReport()
+        self._progress.phase(phase, self._total)
+        self._passes.begin()
+        self.taken, self._begun = 0, []
+        left = list(saved)
+        for split, sources in (("heldout", self._heldout), ("train", self._sources)):
+            for source in sources:
+                mark = left.pop(0) if left else None
+                if mark is None and (is_full(split) or self._is_over(split)):
+                    break
+                for document in self._read(source, split, mark, bool(left), is_full):
+                    yield document
+                    self._progress.update(self.report.consumed, self.taken)
+                    if is_full(split) or self._is_over(split):
+                        break
+
+    def _is_over(self, split: str) -> bool:
+        return split == "train" and self.taken == self._limit
+
+    def _read(
+        self, source: Source, split: str, mark: dict[str, Any] | None, finished: bool, is_full: Callable[[str], bool]
+    ) -> Iterator[Document]:
+        """The documents of one source after its mark; none if the mark is its end (`finished`)."""
+        self._close_last()
+        self._begun.append(begun := _Begun(source, len(self.report.sources)))
+        self._passes.begin_source()
+        again = 0 if mark is None else int(mark["documents"])
+        documents: Iterator[Document]
+        if mark is None or not isinstance(source, StreamedSource):
+            documents = source.documents(self.report)
+        else:
+            self._passes.jump(again, mark["digest"])
+            self.taken += again if split == "train" else 0
+            if finished or is_full(split) or self._is_over(split):
+                self.report.source(source.name).restore(mark["entries"])
+                return
+            documents, again = source.documents(self.report, mark["stream"], mark["entries"]), 0
+        if mark is not None and again:
+            self._passes.expect(again, mark["digest"])
+        for number, document in enumerate(self._passes.check(documents), start=1):
+            self.taken += split == "train"
+            if number > again:
+                yield replace(document, split=split) if self.separate else document
+                continue
+            self._progress.update(self.report.consumed, self.taken)
+            if mark is not None and number == again:
+                self.report.sources[begun.section].restore(mark["entries"])
+                if finished or is_full(split) or self._is_over(split):
+                    return
+
+    def _close_last(self) -> None:
+        if self._begun:
+            last = self._begun[-1]
+            last.documents, last.digest = self._passes.count, self._passes.digest.hex()
+
+    def position(self) -> list[dict[str, Any]]:
+        """Where this pass is, as JSON values. All documents so far must have been written: their tokens are part of it."""
+        self._close_last()
+        return [
+            {
+                "documents": begun.documents,
+                "digest": begun.digest,
+                "entries": [
+                    entry.as_dict() for each in self.report.sources[begun.section :][:1] for entry in each.files
+                ],
+                "stream": begun.source.position()
+                if begun is self._begun[-1] and isinstance(begun.source, StreamedSource)
+                else None,
+            }
+            for begun in self._begun
+        ]
+
+    def update_progress(self, left: int) -> None:
+        """Shows progress within a long document with about `left` bytes remaining."""
+        self._progress.update(max(self.report.consumed - left, 0), self.taken)

@@ -1,0 +1,139 @@
+"""`boost recipe` from C4's own files to the comparison, interrupted and continued."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from boost.cli import recipe_budget
+from boost.cli.main import main
+from boost.data.store import TokenStore
+from boost.measure import pace
+from tests.data.web import write_c4
+
+MODEL = {
+    "model.dim": 32, "model.ffn_dim": 64, "model.layers": 1, "model.heads": 2, "model.rank": 8, "train.seq_len": 16,
+    "train.global_batch": 4, "train.micro_batch": 4, "train.compute_dtype": "float32", "run.device": "cpu",
+    "run.peak_tflops": 1.0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def c4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pace, "training_pace", lambda config: pace.Pace(1000.0, True, "cpu"))
+    monkeypatch.setattr(recipe_budget, "_plan", lambda *_: "a plan")
+    return write_c4(tmp_path / "en")
+
+
+def command(c4: Path, *more: str, steps: int = 6) -> list[str]:
+    keys = [word for key, value in MODEL.items() for word in (f"--{key}", str(value))]
+    return ["recipe", "c4-60m", "--data", str(c4), "--tokenizer", "train:300", "--steps", str(steps), *keys, *more]
+
+
+def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:5] == ["c4-60m", "cola-60m", "allenai/c4:en", "1.31B", "34.04"]
+    assert len(lines) > 13
+
+
+def test_the_budget_comes_first(c4: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(c4, "--dry-run")) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "c4-60m: cola ", "384 (6 steps of 64), 200k held out; the publication: 1.31B", f"{c4}; tokenizer train:300",
+        "for data/c4-384, ", "are free", "0:00 of training at 1k tok/s", "a step was timed", "a plan", "perplexity 34.04",
+    ):  # fmt: skip
+        assert words in out, words
+    assert not Path("data").exists() and not Path("runs").exists()
+
+
+def test_nobody_to_ask(c4: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert main(command(c4)) == 2
+    assert "add --yes to start, or --dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["c4-60m", "--data", "nowhere"], "--data nowhere: no such folder"),
+        (["c4-60m", "--data", "."], "--data .: no file with 'train' in its name, and no folder 'train'"),
+        (["c4-61m"], "no recipe named 'c4-61m'; valid names: c4-60m"),
+        (["c4-60m", "--steps", "0"], "--steps = 0 is too small"),
+        (["c4-60m", "--price", "0"], "--price = 0 must be greater than 0"),
+    ],
+)
+def test_errors_are_one_line(c4: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_from_the_data_to_the_comparison(c4: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(c4, "--yes")) == 0
+    out = capsys.readouterr().out
+    assert out.index("1/3 prepare") < out.index("2/3 train") < out.index("step     6/6") < out.index("3/3 compare")
+    assert "34.04 (CoLA, arXiv 2502.10940); not comparable: this run had another model, 0.00% of its tokens" in out
+    found = json.loads(Path("runs/c4-60m-384/recipe.json").read_text())
+    store = TokenStore.open("data/c4-384")
+    heldout = store.split("heldout")
+    short = sum(min(int(b - a), 16) - 1 for a, b in zip(heldout.documents[:-1], heldout.documents[1:], strict=True))
+    assert found["heldout_tokens"] == short and not found["complete"]
+    assert 1 < found["perplexity"] < 400 and found["perplexity"] != found["perplexity_of_all_tokens"]
+    assert 385 <= store.split("train").n_tokens < 600
+
+    assert main(command(c4)) == 0  # has begun: nothing to ask, and nothing left to do
+    again = capsys.readouterr().out
+    assert "data/c4-384 is up to date" in again and "runs/c4-60m-384 is finished" in again and "eval" not in again
+    assert json.loads(Path("runs/c4-60m-384/recipe.json").read_text()) == found
+
+
+def test_too_little_data_is_an_error(c4: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(c4, "--yes", steps=10_000)) == 2
+    assert "and the recipe reads 640k; add more of the dataset's files, or pass --max-tokens" in capsys.readouterr().err
+
+
+CHILD = """
+import sys
+from boost.cli import recipe_budget
+from boost.cli.main import main
+from boost.data import encode, prepare
+recipe_budget.print_budget = lambda *_: None
+encode.BATCH_CHARS, prepare.COMMIT_S = 300, 0.0
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.nightly
+def test_a_recipe_that_is_killed_again_and_again(c4: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": ":".join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", CHILD, *command(c4, "--yes", "--train.save_every", "3", steps=60)]
+    subprocess.run(words, env=env, check=True, stdout=subprocess.DEVNULL)
+    expected = json.loads(Path("runs/c4-60m-3840/recipe.json").read_text())
+    tokens = Path("data/c4-3840/store.json").read_bytes()
+    shutil.rmtree("runs")
+    shutil.rmtree("data")
+    kills = 0
+    for seconds in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 600):
+        process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        begun = time.monotonic()
+        while process.poll() is None and time.monotonic() - begun < seconds:
+            time.sleep(0.05)
+        if process.poll() is not None:
+            assert process.returncode == 0
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+    assert kills >= 3
+    assert json.loads(Path("runs/c4-60m-3840/recipe.json").read_text()) == expected
+    assert Path("data/c4-3840/store.json").read_bytes() == tokens

@@ -1,0 +1,46 @@
+"""Reads sources for the tests of readers: what was taken, and what the report says."""
+
+from boost.data.report import PrepareReport
+
+
+def read(*sources):
+    """The (key, text) of all documents, and the report."""
+    report = PrepareReport()
+    documents = [(doc.key, doc.text) for source in sources for doc in source.documents(report)]
+    return documents, report
+
+
+def _examples(report, what):
+    return {
+        (entry.name, reason): skip.examples
+        for source in report.sources
+        for entry in source.files
+        for reason, skip in getattr(entry, what).items()
+    }
+
+
+def skips(report):
+    """Examples of what was skipped, by file and reason."""
+    return _examples(report, "skipped")
+
+
+def notes(report):
+    """Examples of what was read in another form, by file and what was done."""
+    return _examples(report, "notes")
+
+
+def compressed(path, data):
+    """Writes data with the compression of the path's suffix."""
+    import bz2
+    import gzip
+    import lzma
+
+    import pyarrow
+
+    if path.suffix == ".zst":
+        with pyarrow.CompressedOutputStream(str(path), "zstd") as out:
+            out.write(data)
+    else:
+        pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
+        path.write_bytes(pack(data))
+    return path

@@ -1,0 +1,239 @@
+"""`boost prepare --from-tokens`: the store holds the ids and the documents of the files, and what cannot be right is an error."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from boost.data import from_tokens
+from boost.data.from_tokens import ByteCounter
+from boost.data.prepare import PrepareOptions, Progress, prepare
+from boost.data.tokenizer import train_tokenizer
+from boost.data.verify import verify
+from boost.errors import DataError
+from tests.data.token_formats import write_megatron
+
+TEXTS = [f"Document {i} says: \N{SNOWMAN} é, {i * 7} lines\n" for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A tokenizer whose eos has id 0, and its file."""
+    trained = train_tokenizer(TEXTS, 300)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    trained.save(str(path))
+    return trained, str(path)
+
+
+@pytest.fixture
+def ids(tokenizer):
+    return [tokenizer[0].encode(text).ids for text in TEXTS]
+
+
+def options(tmp_path, made, path, **changes):
+    given = {"out": tmp_path / "store", "from_tokens": str(path), "tokenizer": made[1], "heldout": 0.1, **changes}
+    return PrepareOptions(**given)
+
+
+def documents(split):
+    """The ids of each document without its eos."""
+    ends = split.documents
+    whole = [split.window(int(a), int(b - a)).tolist() for a, b in pairwise(ends)]
+    assert all(document[-1] == split.eos for document in whole)
+    return [document[:-1] for document in whole]
+
+
+def check(store, ids):
+    """That the store holds these documents and the bytes of their text."""
+    verify(store)
+    train, heldout = store.split("train"), store.split("heldout")
+    found = documents(train) + documents(heldout)
+    assert sorted(found) == sorted(ids) and 0 < heldout.n_documents < train.n_documents
+    texts = [store.tokenizer().decode(document) for document in found]
+    assert train.n_bytes + heldout.n_bytes == sum(len(text.encode()) for text in texts)
+    (source,) = store.report["sources"]
+    assert source["documents"] == len(ids) and source["bytes"] == train.n_bytes + heldout.n_bytes
+    assert source["tokens"] == train.n_tokens + heldout.n_tokens == sum(map(len, ids)) + len(ids)
+
+
+@pytest.mark.parametrize("with_eos", [False, True])
+def test_megatron(with_eos, tmp_path, tokenizer, ids):
+    sequences = [[each[:3], each[3:] + [0] * with_eos] for each in ids]
+    index = write_megatron(tmp_path / "x", sequences, "int32")
+    result = prepare(options(tmp_path, tokenizer, index))
+    check(result.store, ids)
+    assert result.store.split("train").tokens.dtype == np.dtype("<u2")
+    again = prepare(options(tmp_path, tokenizer, index))
+    assert again.up_to_date and not result.up_to_date
+    index.write_bytes(index.read_bytes())
+    with pytest.raises(DataError, match="add --overwrite to replace it"):
+        prepare(options(tmp_path, tokenizer, index))
+
+
+def test_the_store_is_that_of_the_text(tmp_path, tokenizer, ids):
+    """The same documents, prepared from text and from ids, give the same tokens, apart from which are held out."""
+    index = write_megatron(tmp_path / "x", [[each] for each in ids])
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    one = prepare(options(tmp_path, tokenizer, index)).store
+    text = PrepareOptions(out=tmp_path / "b", inputs=(str(tmp_path / "x.jsonl"),), tokenizer=tokenizer[1], heldout=0.1)
+    other = prepare(text).store
+    assert one.fingerprint == other.fingerprint and one.eos == other.eos
+    both = [sorted(documents(s.split("train")) + documents(s.split("heldout"))) for s in (one, other)]
+    assert both[0] == both[1]
+    sizes = [sum(s.split(name).n_bytes for name in ("train", "heldout")) for s in (one, other)]
+    assert sizes[0] == sizes[1]
+
+
+def test_nanogpt_keeps_its_held_out_ids(tmp_path, tokenizer, ids):
+    folder = tmp_path / "nano"
+    folder.mkdir()
+    for name, some in {"train": ids[:50], "val": ids[50:]}.items():
+        np.array([token for each in some for token in (*each, 0)], "<u2").tofile(folder / f"{name}.bin")
+    store = prepare(options(tmp_path, tokenizer, folder)).store
+    check(store, ids)
+    assert documents(store.split("train")) == ids[:50] and documents(store.split("heldout")) == ids[50:]
+    store = prepare(options(tmp_path, tokenizer, folder, max_documents=7, overwrite=True)).store
+    assert documents(store.split("train")) == ids[:7] and documents(store.split("heldout")) == ids[50:]
+    assert store.report["notes"] == ["only the first 7 documents were read (--max-documents)"]
+
+
+def test_held_out_ids_of_their_own(tmp_path, tokenizer, ids):
+    index = write_megatron(tmp_path / "train_document", [[each] for each in ids[:50]])
+    held = write_megatron(tmp_path / "valid_document", [[each] for each in ids[50:]])
+    store = prepare(options(tmp_path, tokenizer, index, heldout_from=(str(held),))).store
+    check(store, ids)
+    assert documents(store.split("train")) == ids[:50] and documents(store.split("heldout")) == ids[50:]
+
+
+def test_rows_of_input_ids(tmp_path, tokenizer, ids):
+    pq.write_table(pa.table({"input_ids": [*ids, []]}), tmp_path / "x.parquet")
+    store = prepare(options(tmp_path, tokenizer, tmp_path / "x.parquet")).store
+    check(store, ids)
+    skipped = store.report["sources"][0]["skipped"]
+    assert skipped == {"empty document": {"count": 1, "examples": ["x.parquet: document 60"]}}
+
+
+def test_ids_without_eos_are_one_document_whose_end_is_held_out(tmp_path, tokenizer, ids, monkeypatch):
+    flat = [token for each in ids for token in each]
+    np.array(flat, "<u4").tofile(tmp_path / "x.bin")
+    monkeypatch.setattr("boost.data.token_files._BLOCK", 100)
+    store = prepare(options(tmp_path, tokenizer, tmp_path / "x.bin", token_dtype="uint32")).store
+    (train,), (heldout,) = documents(store.split("train")), documents(store.split("heldout"))
+    assert train + heldout == flat and len(heldout) == len(flat) - round(len(flat) * 0.9)
+    assert any("one document" in note for note in store.report["notes"])
+
+
+def test_limit_of_documents(tmp_path, tokenizer, ids):
+    index = write_megatron(tmp_path / "x", [[each] for each in ids])
+    store = prepare(options(tmp_path, tokenizer, index, max_documents=7, heldout=0.4)).store
+    assert sorted(documents(store.split("train")) + documents(store.split("heldout"))) == sorted(ids[:7])
+    assert store.report["notes"] == ["only the first 7 documents were read (--max-documents)"]
+
+
+def test_progress_passes_the_whole_input(tmp_path, tokenizer, ids):
+    seen = []
+
+    class Recorder(Progress):
+        def phase(self, name, total):
+            seen.append((name, total, 0))
+
+        def update(self, consumed, documents):
+            assert consumed >= (seen[-1][2] if len(seen) > 1 else 0)
+            seen[-1] = (*seen[-1][:2], consumed)
+
+    np.array([token for each in ids for token in (*each, 0)], "<u2").tofile(tmp_path / "x.bin")
+    prepare(options(tmp_path, tokenizer, tmp_path / "x.bin"), Recorder())
+    size = (tmp_path / "x.bin").stat().st_size
+    assert seen[-1] == ("copying the ids", size, size)
+
+
+@pytest.mark.parametrize("bad", [300, -1])
+def test_ids_outside_the_vocabulary_are_found(bad, tmp_path, tokenizer, ids):
+    index = write_megatron(tmp_path / "x", [[each] for each in [*ids, [5, bad]]], "int32")
+    number = sum(map(len, ids)) + 1
+    message = rf"x\.bin: id {bad} \(number {number} of the file\) is outside the tokenizer's vocabulary of 300; name the token"
+    with pytest.raises(DataError, match=message):
+        prepare(options(tmp_path, tokenizer, index))
+    assert not (tmp_path / "store").exists()
+
+
+def test_wide_vocabularies_need_wide_tokens(tmp_path, tokenizer):
+    words = {"</s>": 0, **{f"w{i}": i for i in range(1, 70_000)}}
+    Tokenizer(models.WordLevel(words, unk_token="</s>")).save(str(tmp_path / "wide.json"))
+    np.array([1, 2, 0, 69_999, 0], "<u4").tofile(tmp_path / "x.bin")
+    wide = {"tokenizer": str(tmp_path / "wide.json"), "token_dtype": "uint32"}
+    store = prepare(options(tmp_path, tokenizer, tmp_path / "x.bin", **wide)).store
+    assert store.split("train").tokens.dtype == np.dtype("<u4") and store.largest_token == 69_999
+    with pytest.raises(
+        DataError, match=r"id 69999 \(number 3 of the file\) is outside the tokenizer's vocabulary of 300"
+    ):
+        prepare(options(tmp_path, tokenizer, tmp_path / "x.bin", token_dtype="uint32", out=tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokenizer": "train:300"}, "needs the tokenizer that made the ids; name it with --tokenizer"),
+        ({"inputs": ("x.txt",)}, "cannot be combined with text"),
+        ({"stdlib": True}, "cannot be combined with text"),
+        ({"heldout_split": "validation"}, "cannot be combined with text"),
+        ({"max_tokens": 9}, "takes no --max-tokens; use --max-documents"),
+        ({"from_tokens": "nowhere.idx"}, r"nowhere\.idx: no such file"),
+        ({"eos": "<nope>"}, "--eos <nope>: not a token"),
+    ],
+)
+def test_options_that_conflict(changes, message, tmp_path, tokenizer, ids):
+    index = write_megatron(tmp_path / "x", [[each] for each in ids])
+    with pytest.raises(DataError, match=message):
+        prepare(options(tmp_path, tokenizer, index, **changes))
+    assert not (tmp_path / "store").exists()
+
+
+def test_nothing_to_read_is_an_error(tmp_path, tokenizer):
+    write_megatron(tmp_path / "x", [[[]], [[0]]])
+    with pytest.raises(DataError, match="there are no ids: 2 skipped: 2 empty document"):
+        prepare(options(tmp_path, tokenizer, tmp_path / "x.idx"))
+    for name, ids in {"train": [5, 6, 0], "val": [0]}.items():
+        np.array(ids, "<u2").tofile(tmp_path / f"{name}.bin")
+    with pytest.raises(DataError, match="no ids for the heldout split; 1 skipped: 1 empty document"):
+        prepare(options(tmp_path, tokenizer, tmp_path))
+    np.array([5, 0], "<u2").tofile(tmp_path / "one.bin")
+    with pytest.raises(DataError, match="a single id"):
+        prepare(options(tmp_path, tokenizer, tmp_path / "one.bin"))
+
+
+def test_files_that_change_meanwhile_are_noticed(tmp_path, tokenizer, ids):
+    index = write_megatron(tmp_path / "x", [[each] for each in ids])
+
+    class Change(Progress):
+        def phase(self, name, total):
+            if name == "copying the ids":
+                index.with_suffix(".bin").write_bytes(b"")
+
+    with pytest.raises(DataError, match=r"x\.bin: changed during the preparation"):
+        prepare(options(tmp_path, tokenizer, index), Change())
+    assert not (tmp_path / "store").exists()
+
+
+def test_bytes_of_special_and_added_tokens(tokenizer):
+    """The table of a byte-level tokenizer against decoding."""
+    changed = Tokenizer.from_file(tokenizer[1])
+    changed.add_special_tokens([AddedToken("<|special|>", special=True)])
+    changed.add_tokens(["an added é token"])
+    count, ids = ByteCounter(changed), list(range(302))
+    assert count._table is not None and count(np.array(ids)) == sum(count(np.array([i])) for i in ids)
+    for text in TEXTS[:5]:
+        encoded = [0, *changed.encode(text).ids, 300, 301]
+        assert count(np.array(encoded)) == len(changed.decode(encoded, skip_special_tokens=True).encode())
+
+
+def test_bytes_of_other_tokenizers_are_those_of_the_text(monkeypatch):
+    monkeypatch.setattr(from_tokens, "_DECODED_IDS", 2)
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "snow": 1, "##man": 2, "é": 3}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    count = ByteCounter(tokenizer)
+    assert count._table is None and count(np.array([1, 2, 3])) == len("snowman") + len("é".encode())

@@ -1,0 +1,103 @@
+"""What a run says before its first step, and that of a run that takes days."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from boost.data.store import TokenStore
+from boost.train import advice
+from boost.train.advice import LongRun, advise, start_advice
+from boost.train.hooks import StepEnd
+from boost.train.metrics import StepMetrics
+from tests.train.runs import make_config, make_trainer
+
+
+@pytest.fixture
+def enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The held-out split of the tests' corpus counts as large."""
+    monkeypatch.setattr(advice, "FEW_HELDOUT_TOKENS", 10)
+
+
+def said(store: Path, run: Path, **train: object) -> list[str]:
+    return list(start_advice(make_trainer(make_config(store, run, train=train))))
+
+
+def test_an_ordinary_run_says_nothing(store: Path, tmp_path: Path, enough: None) -> None:
+    assert said(store, tmp_path / "run") == []
+
+
+def test_many_epochs(store: Path, tmp_path: Path, enough: None) -> None:
+    tokens = (TokenStore.open(store).split("train").n_tokens - 1) // 32 * 32
+    steps = 10 * tokens // (4 * 32) + 1
+    (line,) = said(store, tmp_path / "run", steps=steps)
+    assert " 10 times (epochs); beyond 4, more text helps more than more steps" in line and str(store) in line
+    assert said(store, tmp_path / "run", steps=steps * 4 // 10 - 1) == []
+
+
+def test_few_held_out_tokens(store: Path, tmp_path: Path) -> None:
+    tokens = TokenStore.open(store).split("heldout").n_tokens
+    assert tokens < 50_000
+    (line,) = said(store, tmp_path / "run")
+    assert line.startswith(f"the held-out split of {store} has ") and "fewer than 50k: its loss is noisy" in line
+
+
+def test_every_store_of_a_mixture(store: Path, mixture: dict[str, float], tmp_path: Path) -> None:
+    other = Path(next(path for path in mixture if Path(path) != store))
+    samples = {path: (TokenStore.open(Path(path)).split("train").n_tokens - 1) // 32 for path in mixture}
+    steps = int(5 * samples[str(other)] / (4 * 0.3))
+    assert steps * 4 * 0.7 / samples[str(store)] < 4, "the larger store is read fewer times"
+    epochs, *held_out = start_advice(make_trainer(make_config(mixture, tmp_path / "run", train={"steps": steps})))
+    assert f"training tokens of {other} 5 times" in epochs
+    assert [line.split(" has ")[0] for line in held_out] == [f"the held-out split of {path}" for path in mixture]
+
+
+def test_no_saves(store: Path, tmp_path: Path, enough: None) -> None:
+    (line,) = said(store, tmp_path / "run", save_minutes=0.0)
+    assert line.startswith("no checkpoints until the end of the run")
+    assert said(store, tmp_path / "run", save_minutes=0.0, save_every=2) == []
+
+
+@pytest.mark.parametrize(("half", "warns"), [(2e10, True), (2e11, False)])
+def test_slow_bfloat16(
+    store: Path, tmp_path: Path, enough: None, monkeypatch: pytest.MonkeyPatch, half: float, warns: bool
+) -> None:
+    monkeypatch.setattr(advice, "measured_flops", lambda _, dtype: half if dtype == torch.bfloat16 else 9e10)
+    expected = [
+        'bfloat16 is slow on this CPU: GEMMs take 4.5 times as long as in float32; set train.compute_dtype = "float32"'
+    ]
+    found = said(store, tmp_path / "run", compute_dtype="bfloat16", param_dtype="float32")
+    assert found == (expected if warns else [])
+    assert said(store, tmp_path / "run") == []
+
+
+def test_advice_is_shown_before_the_first_step(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from boost.train.console import ConsoleHook
+
+    trainer = make_trainer(make_config(store, tmp_path / "run", train={"steps": 1}), ConsoleHook())
+    advise(trainer)
+    trainer.start([])
+    trainer.fit()
+    lines = capsys.readouterr().out.splitlines()
+    (place,) = [number for number, line in enumerate(lines) if line.startswith("warning: the held-out split of ")]
+    assert place < next(number for number, line in enumerate(lines) if line.startswith("step "))
+
+
+@pytest.mark.parametrize(("seconds", "warns"), [(20.0, True), (2.0, False)])
+def test_days_to_go_are_said_once(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, warns: bool
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(advice, "EtaEstimator", lambda total: real(total, lambda: now[0]))
+    real = __import__("boost.train.console", fromlist=["EtaEstimator"]).EtaEstimator
+    trainer = make_trainer(make_config(store, tmp_path / "run", train={"steps": 10_000}))
+    heard: list[str] = []
+    monkeypatch.setattr(trainer, "warn", heard.append)
+    hook = LongRun()
+    for number in range(1, 15):
+        now[0] += seconds
+        metrics = StepMetrics(number, 4.0, 1e-3, 0.4, 8100.0, 0.4, 0, number * 128, seconds)
+        hook.after_step(trainer, StepEnd(metrics, False, False, False, False))
+        assert len(heard) == (warns and number >= 3)
+    if warns:
+        assert heard[0].startswith("more than a day to go: 2d 7:31:40 at 8.1k tok/s") or "2d 7:" in heard[0]
