@@ -16,7 +16,7 @@ STARTS = {
     "inputs": "weighted by calibration inputs (SVD-LLM)",
     "gradients": "and by output gradients",
     "ranks": "and ranks by cost",
-    "all": "and sequential, the whole of `boost import --calibrate`",
+    "all": "calibrated and sequential (`boost import --calibrate`)",
     "cola": "the same with SiLU on the latents (cola)",
 }
 RISE_GOAL = 1 / 5
