@@ -41,4 +41,4 @@ def test_without_a_checkout_it_says_so_and_other_commands_work(tmp_path: Path) -
     ignored = shutil.ignore_patterns("__pycache__", "results")
     shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks", ignore=ignored)
     found = boost("bench", "fit", "--memory-gb", "0")
-    assert found.returncode == 2 and "--memory-gb = 0 is too small" in found.stderr
+    assert found.returncode == 2 and "--memory-gb = 0 must be positive" in found.stderr

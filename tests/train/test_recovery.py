@@ -162,7 +162,7 @@ def is_behind(config: Config, *rest: Any) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["none", "optimizer"])
+@pytest.mark.parametrize("shard", [pytest.param("none", marks=pytest.mark.nightly), "optimizer"])
 def test_a_replica_that_is_an_operation_behind_computes_what_the_others_do_not_hold(
     store: Path, tmp_path: Path, shard: str
 ) -> None:
@@ -221,7 +221,7 @@ def dies_rolling_back(marker: str, config: Config, *rest: Any) -> int:
     return train_process(config, *rest)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rollback_that_loses_a_replica_is_a_rollback(store: Path, tmp_path: Path) -> None:
     def losses_of(name: str, marker: str, recovery: str, replicas: Replicas | None) -> list[tuple[int, float]]:
         train = {"steps": 60, "global_batch": 4, "micro_batch": 1, "save_every": 3, "on_spike": "rollback"}
@@ -342,7 +342,7 @@ def dies_handing_over(marker: str, victim: str, config: Config, *rest: Any) -> i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["donor", "newcomer"])
+@pytest.mark.parametrize("victim", ["donor", pytest.param("newcomer", marks=pytest.mark.nightly)])
 def test_one_that_dies_while_state_is_handed_over_is_one_more_loss(store: Path, tmp_path: Path, victim: str) -> None:
     def config_of(name: str, **run: Any) -> Config:
         found = make_config(

@@ -26,6 +26,7 @@ def run_experiment(config: Config, out: Path) -> int:
         return recompute.recompute_process(config, [2], 7, out)
 
 
+@pytest.mark.nightly
 def test_the_experiment_leaves_numbers_a_table_and_a_picture(tmp_path: Path) -> None:
     out = tmp_path / "out" / "r"
     assert run_distributed(2, run_experiment, make_config(2), out) == [0, 0]

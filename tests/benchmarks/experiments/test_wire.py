@@ -22,6 +22,7 @@ def joined() -> None:
         pytest.skip(reason)
 
 
+@pytest.mark.nightly
 def test_the_experiment(joined: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "SIZE", (64, 1, 96, 4))
     monkeypatch.setattr(wire, "MIB", (1,))
@@ -93,7 +94,7 @@ def test_steps_of_many_tokens_have_goals_of_their_own(monkeypatch: pytest.Monkey
 
 def test_only_known_layouts_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "wire", "--layouts", "btp-sq"]) == 2
-    assert "--layouts = btp-sq is none of" in capsys.readouterr().err
+    assert "--layouts = btp-sq is not supported; use one of" in capsys.readouterr().err
 
 
 def test_the_marked_rate_is_that_of_its_share() -> None:
