@@ -224,7 +224,7 @@ def compare(config: Config, plan: FamilyExperiment, out: Path) -> int:
     if set(facts["timing"].get("seconds", {})) != set(plan.contenders) or facts["timing"]["rounds"] != plan.rounds:
         alone = {task.contender: task.config for task in tasks}
         facts["timing"] = {"rounds": plan.rounds, "seconds": time_steps(alone, plan.rounds)}
-        _keep(out, facts)
+        keep(out, facts)
     if plan.equal_time:
         run(_of_equal_time(tasks, config, facts), "equal_time")
     facts["complete"] = True
@@ -374,7 +374,7 @@ def _run_all(tasks: Sequence[Task], kind: str, *, facts: Facts, out: Path, plan:
     waiting = [task for task in tasks if _key(asdict(task)) not in done]
     for number, trained in enumerate(each_trained(waiting, min(plan.jobs, len(waiting))), start=1):
         facts[kind].append(asdict(trained))
-        _keep(out, facts)
+        keep(out, facts)
         outcome = "diverged" if trained.loss is None else f"held-out loss {trained.loss:.4f}"
         print(
             f"{kind} {number}/{len(waiting)}: {trained.contender}, seed {trained.seed}, lr {trained.lr:g}: {outcome}, "
@@ -387,7 +387,7 @@ def _key(row: Facts) -> tuple[str, int, float]:
     return row["contender"], row["seed"], row["lr"]
 
 
-def _keep(out: Path, facts: Facts) -> None:
+def keep(out: Path, facts: Facts) -> None:
     """Writes the results so far, atomically."""
     with storage_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,6 @@ model as teacher. What is finished is kept in the results and the work folder: t
 import functools
 import itertools
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.experiments.families import keep
 from boost.api.trainer import Trainer
 from boost.config import Config
 from boost.config.architecture import parameter_count
@@ -33,7 +33,6 @@ from boost.parallel.mesh import Mesh
 from boost.train.checkpoint import find_checkpoint, load_weights, open_checkpoint
 from boost.train.evaluate import evaluate
 from boost.train.model import build_decoder
-from boost.train.rundir import storage_errors
 
 INGREDIENTS = {
     "inputs": Method(gradients=False, allot=False, sequential=False),
@@ -79,7 +78,7 @@ def measure(config: Config, plan: HealingExperiment, out: Path) -> int:
     for seed in plan.seeds:
         for part in _parts(config, plan, seed, facts):
             part()
-            _keep(out, facts)
+            keep(out, facts)
     facts["seeds"], facts["complete"] = list(plan.seeds), True
     save_section(out, facts, section(facts))
     print(as_markdown(facts, section(facts)))
@@ -193,12 +192,3 @@ def _begin(config: Config, plan: HealingExperiment, out: Path) -> Facts:
             f"--out = '{out}' holds results of other settings; choose another --out, or remove {out.with_suffix('.json')}"
         )
     return {**fresh, "rows": kept["rows"]}
-
-
-def _keep(out: Path, facts: Facts) -> None:
-    """Writes the results so far, atomically."""
-    with storage_errors(out.parent):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial = out.with_suffix(".json.partial")
-        partial.write_text(json.dumps(facts) + "\n", encoding="utf-8")
-        os.replace(partial, out.with_suffix(".json"))

@@ -6,7 +6,7 @@ match files that another tool writes again.
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,8 @@ from boost.data.report import FileReport, PrepareReport
 from boost.data.split import SplitRule, rule_for_keys
 from boost.data.store import FORMAT, token_dtype
 from boost.data.token_files import TokenFile, open_token_files
-from boost.data.tokenizer import find_eos, load_tokenizer, parse_training, tokenizer_fingerprint, vocabulary_size
-from boost.data.writer import TokenWriter
+from boost.data.tokenizer import find_eos, load_tokenizer, parse_training, vocabulary_size
+from boost.data.writer import TokenWriter, store_meta
 from boost.errors import DataError
 
 if TYPE_CHECKING:
@@ -89,15 +89,7 @@ def build_from_tokens(
                     f"--from-tokens {tokens.name}: no ids for the {name} split; {report.skipped_in_words()}"
                 )
         report.notes += _notes(rule, reading.documents == options.max_documents, reading.documents)
-        meta = {
-            "format": FORMAT,
-            "vocab_size": size,
-            "eos": {"token": eos[0], "id": eos[1]},
-            "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
-            "input_fingerprint": fingerprint,
-            "options": {**asdict(options), "out": str(options.out)},
-            "report": report.summary(),
-        }
+        meta = store_meta(FORMAT, tokenizer, eos, fingerprint, options, report)
         writer.finish(tokenizer.to_str(), meta, report.details())
 
 

@@ -29,11 +29,10 @@ from boost.data.tokenizer import (
     load_tokenizer,
     parse_tokenizer,
     parse_training,
-    tokenizer_fingerprint,
     train_tokenizer,
     vocabulary_size,
 )
-from boost.data.writer import TokenWriter, discard_progress, locked, new_store, read_progress, save_progress
+from boost.data.writer import TokenWriter, discard_progress, locked, new_store, read_progress, save_progress, store_meta
 from boost.errors import DataError
 from boost.format import format_count
 
@@ -298,15 +297,7 @@ def _build(
         _require_documents(options, reading.report, writer)
         report = reading.report
         report.notes += _notes(options, plan, encoder, reading, size)
-        meta = {
-            "format": FORMAT,
-            "vocab_size": size,
-            "eos": {"token": plan.eos[0], "id": plan.eos[1]},
-            "tokenizer_fingerprint": tokenizer_fingerprint(plan.tokenizer),
-            "input_fingerprint": fingerprint,
-            "options": {**asdict(options), "out": str(options.out)},
-            "report": report.summary(),
-        }
+        meta = store_meta(FORMAT, plan.tokenizer, plan.eos, fingerprint, options, report)
         writer.finish(plan.tokenizer.to_str(), meta, report.details())
 
 

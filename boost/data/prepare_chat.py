@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,8 @@ from boost.data.sources import Source
 from boost.data.spans import boundaries_of
 from boost.data.split import choose_split
 from boost.data.store import MASKED_FORMAT, OFFSET_DTYPE, SPLITS, token_dtype
-from boost.data.tokenizer import find_eos, load_tokenizer, tokenizer_fingerprint, vocabulary_size
-from boost.data.writer import TokenWriter
+from boost.data.tokenizer import find_eos, load_tokenizer, vocabulary_size
+from boost.data.writer import TokenWriter, store_meta
 from boost.errors import DataError
 
 if TYPE_CHECKING:
@@ -84,14 +83,7 @@ def build_chat(
                 document.entry.tokens += len(each.ids)
         report = pass_over.report
         report.notes += _notes(template, writer)
-        meta = {
-            "format": MASKED_FORMAT,
-            "vocab_size": size,
-            "eos": {"token": eos[0], "id": eos[1]},
-            "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
-            "input_fingerprint": fingerprint,
-            "options": {**asdict(options), "out": str(options.out)},
-            "report": report.summary(),
+        meta = store_meta(MASKED_FORMAT, tokenizer, eos, fingerprint, options, report) | {
             "chat": {"template": template.template, "tokenizer": template.special_tokens},
         }
         writer.finish(tokenizer.to_str(), meta, report.details())

@@ -19,16 +19,24 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from boost.data.blocks import BLOCK_BYTES, BlockDigests
 from boost.data.store import OFFSET_DTYPE, REPORT_FILE, SPLITS, STORE_FILE, TOKENIZER_FILE, TokenStore, with_digest
+from boost.data.tokenizer import tokenizer_fingerprint, vocabulary_size
 from boost.data.verify import verify
 from boost.errors import DataError, StorageError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from boost.data.prepare import PrepareOptions
+    from boost.data.report import PrepareReport
 
 RESUME_FILE = "resume.json"
 """In `STORE.boost-tmp`: the last commit of an unfinished store."""
@@ -212,6 +220,26 @@ def _sync_one(path: Path) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
+
+
+def store_meta(
+    format_number: int,
+    tokenizer: "Tokenizer",
+    eos: tuple[str, int],
+    fingerprint: str,
+    options: "PrepareOptions",
+    report: "PrepareReport",
+) -> dict[str, Any]:
+    """What store.json says of every store. `eos`: (token, id); `fingerprint`: of the input."""
+    return {
+        "format": format_number,
+        "vocab_size": vocabulary_size(tokenizer),
+        "eos": {"token": eos[0], "id": eos[1]},
+        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
+        "input_fingerprint": fingerprint,
+        "options": {**asdict(options), "out": str(options.out)},
+        "report": report.summary(),
+    }
 
 
 class TokenWriter:

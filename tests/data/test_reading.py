@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import signal
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +15,7 @@ from boost.data.store import TokenStore
 from boost.data.verify import verify
 from boost.data.writer import RESUME_FILE, sibling
 from boost.errors import DataError, StorageError
+from tests.data.kills import killed_at
 from tests.data.web import Breaks, c4_texts, serve, write_c4
 
 Options = Callable[..., PrepareOptions]
@@ -222,32 +221,6 @@ def test_a_full_disk_keeps_what_is_committed(c4: Path, monkeypatch: pytest.Monke
         prepare.prepare(options(c4))
     left[0] = 10**6
     assert content(prepare.prepare(options(c4)).store.path) == expected
-
-
-FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree")
-
-
-def killed_at(event: int, action: Callable[[], object]) -> bool:
-    """Whether a child that makes `action` was killed at its n-th file-system event; else it came to its end."""
-    child = os.fork()
-    if child == 0:
-        left = [event]
-
-        def count(name: str, _: object) -> None:
-            if name in FILE_EVENTS:
-                left[0] -= 1
-                if left[0] < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        try:
-            sys.addaudithook(count)
-            action()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    status = os.waitpid(child, 0)[1]
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
 
 
 @pytest.mark.slow

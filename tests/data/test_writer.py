@@ -1,10 +1,6 @@
 """A store appears under its name complete, or the previous one stays, whenever the process is killed."""
 
-import os
 import shutil
-import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +11,7 @@ from boost.data.store import TokenStore
 from boost.data.verify import verify
 from boost.data.writer import locked, new_store, sibling
 from boost.errors import DataError
-
-FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree")
+from tests.data.kills import killed_at
 
 
 @pytest.fixture(scope="module")
@@ -42,29 +37,6 @@ def replace(store: Path, by: Path) -> None:
     with locked(store), new_store(store) as folder:
         for file in by.iterdir():
             shutil.copyfile(file, folder / file.name)
-
-
-def killed_at(event: int, action: Callable[[], None]) -> bool:
-    """Whether a child that runs `action` was killed at its n-th file-system event; otherwise it finished."""
-    child = os.fork()
-    if child == 0:
-        left = [event]
-
-        def count(name: str, _: object) -> None:
-            if name in FILE_EVENTS:
-                left[0] -= 1
-                if left[0] < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        try:
-            sys.addaudithook(count)
-            action()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    status = os.waitpid(child, 0)[1]
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
 
 
 WRITTEN = 24
