@@ -124,7 +124,7 @@ fit: setup
 	$(BIN)/python -m benchmarks fit boost-7b --tp 4 --memory-gb 80
 
 # 36 sweep runs, 45 comparison runs and up to 40 more of equal time, each on one core.
-FAMILIES := --contenders dense svd cola lax loro svd-dlr cola-dlr cola-spectron cola-kv --seeds 0 1 2 3 4 --equal-time --sweep 1e-3 3e-3 1e-2 3e-2 --sweep-steps 150 --model.dim 192 --model.ffn_dim 512 --model.rank 48 \
+FAMILIES := --contenders dense svd cola lax loro svd-dlr cola-dlr cola-spectron cola-kv --seeds 0 1 2 3 4 --equal-time --questions 400 --sweep 1e-3 3e-3 1e-2 3e-2 --sweep-steps 150 --model.dim 192 --model.ffn_dim 512 --model.rank 48 \
 	--train.seq_len 128 --train.global_batch 8 --train.micro_batch 8 --train.steps 400 --train.eval_every 100
 
 families: setup

@@ -47,6 +47,13 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         action="store_true",
         help="also train each contender for the time that the first one takes",
     )
+    parser.add_argument(
+        "--questions",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also score each run on N questions per task made from held-out text, by lm-evaluation-harness (default 0: none)",
+    )
     parser.add_argument("--jobs", type=int, metavar="N", help="concurrent runs (default: one per core; 1 on a GPU)")
     add_rounds(parser, 41)
     return parser
@@ -60,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         ("--seeds", args.seeds, 0),
         ("--sweep-seed", [args.sweep_seed], 0),
         ("--sweep-steps", [config.train.steps if args.sweep_steps is None else args.sweep_steps], 1),
+        ("--questions", [args.questions], 0),
         ("--jobs", [1 if args.jobs is None else args.jobs], 1),
     ):
         require_least(field, values, least)
@@ -73,9 +81,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--sweep = {' '.join(f'{lr:g}' for lr in args.sweep)} must be distinct and positive")
 
     from benchmarks.experiments.families import CONTENDERS, FamilyExperiment, compare, configuration
+    from benchmarks.experiments.scores import require_harness
     from boost.parallel.mesh import choose_device
     from boost.train.rundir import available_cores
 
+    if args.questions:
+        require_harness()
     for name in args.contenders:
         if name not in CONTENDERS or args.contenders.count(name) > 1:
             raise ConfigError(f"--contenders: '{name}' is unknown or a duplicate; valid names: {', '.join(CONTENDERS)}")
@@ -93,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
         rounds=args.rounds,
         jobs=args.jobs or cores,
         equal_time=args.equal_time,
+        questions=args.questions,
     )
     return compare(config, plan, args.out)
 

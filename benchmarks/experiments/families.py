@@ -25,6 +25,7 @@ from torch import Tensor
 from benchmarks.experiments.contest import take_turns
 from benchmarks.experiments.curves import at_start, heldout
 from benchmarks.experiments.families_report import goals, section, step_seconds
+from benchmarks.experiments.scores import scores, task_folder
 from boost.config import Config
 from boost.config.architecture import flops_per_token, parameter_count
 from boost.config.load import change_family, from_tree
@@ -114,6 +115,8 @@ class FamilyExperiment:
     """Concurrent runs."""
     equal_time: bool = False
     """Whether each contender is also trained for as long as the first one takes: another number of steps, on its own schedule."""
+    questions: int = 0
+    """Questions per task from held-out text, on which each run of the comparison is scored; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,8 @@ class Task:
     seed: int
     lr: float
     config: Config
+    tasks: Path | None = None
+    """Folder of the tasks on which the model is scored after the run."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,8 @@ class FamilyRun:
     seconds: float
     """Wall-clock time. Concurrent runs share the machine, so this says nothing about step time."""
     git: dict[str, Any] | None
+    scores: dict[str, float] | None = None
+    """Accuracy on tasks from held-out text, if asked for and the run did not diverge."""
 
 
 def configuration(config: Config, name: str, seed: int, lr: float, steps: int) -> Config:
@@ -180,6 +187,7 @@ def train(task: Task) -> FamilyRun:
     losses: list[float] = []
     on_the_way: list[tuple[int, float]] = []
     last: Evaluation | None = None
+    found: dict[str, float] | None = None
     try:
         for step in range(steps):
             stats = trainer.step(learning_rate(config.optim, step, steps))
@@ -188,13 +196,15 @@ def train(task: Task) -> FamilyRun:
             if every and (step + 1) % every == 0 and step + 1 < steps:
                 on_the_way.append((step + 1, round(heldout(trainer, config.train.eval_tokens or None).loss, 5)))
         last = heldout(trainer)
+        if task.tasks is not None and math.isfinite(last.loss):
+            found = scores(trainer, task.tasks)
     except TrainingError:
         pass  # several consecutive non-finite steps: reported as no held-out loss
     sound = last is not None and math.isfinite(last.loss)
     return FamilyRun(
         task.contender, task.seed, task.lr, losses, on_the_way,
         last.loss if last and sound else None, last.bits_per_byte if last and sound else None,
-        round(time.perf_counter() - begun, 1), git_state(),
+        round(time.perf_counter() - begun, 1), git_state(), found,
     )  # fmt: skip
 
 
@@ -205,20 +215,15 @@ def compare(config: Config, plan: FamilyExperiment, out: Path) -> int:
     """
     facts = _begin(config, plan, out)
     run = functools.partial(_run_all, facts=facts, out=out, plan=plan)
-    steps = config.train.steps
     swept = [
         Task(name, plan.sweep_seed, lr, configuration(config, name, plan.sweep_seed, lr, plan.sweep_steps))
         for lr in plan.sweep
         for name in plan.contenders
     ]
     run(swept, "sweep")
-    rates = {name: best_rate(facts["sweep"], name) if plan.sweep else config.optim.lr for name in plan.contenders}
-    tasks = [
-        Task(name, seed, rates[name], configuration(config, name, seed, rates[name], steps))
-        for place, seed in enumerate(plan.seeds)
-        for name in _rotated(plan.contenders, place)
-    ]
-    run(tasks, "runs")
+    with task_folder(config, plan.questions) as folder:
+        tasks = _of_equal_tokens(config, plan, facts, folder)
+        run(tasks, "runs")
     facts["contenders"] = {task.contender: _describe(task, plan) for task in tasks}
     facts["seeds"] = list(plan.seeds)
     if set(facts["timing"].get("seconds", {})) != set(plan.contenders) or facts["timing"]["rounds"] != plan.rounds:
@@ -231,6 +236,16 @@ def compare(config: Config, plan: FamilyExperiment, out: Path) -> int:
     save_section(out, facts, section(facts))
     print(as_markdown(facts, section(facts)))
     return 0
+
+
+def _of_equal_tokens(config: Config, plan: FamilyExperiment, facts: Facts, folder: Path | None) -> list[Task]:
+    """The comparison: every contender at its best rate of the sweep, seed by seed."""
+    rates = {name: best_rate(facts["sweep"], name) if plan.sweep else config.optim.lr for name in plan.contenders}
+    return [
+        Task(name, seed, rates[name], configuration(config, name, seed, rates[name], config.train.steps), folder)
+        for place, seed in enumerate(plan.seeds)
+        for name in _rotated(plan.contenders, place)
+    ]
 
 
 def _of_equal_time(tasks: Sequence[Task], config: Config, facts: Facts) -> list[Task]:
@@ -335,6 +350,7 @@ def _begin(config: Config, plan: FamilyExperiment, out: Path) -> Facts:
                 "device": choose_device(config.run.device).type,
                 "torch": str(torch.__version__),
                 "sweep": [plan.sweep, plan.sweep_seed, plan.sweep_steps],
+                "questions": plan.questions,
                 "contenders": {name: asdict(contender) for name, contender in CONTENDERS.items()},
                 "exact_steps": EXACT_STEPS,
             }

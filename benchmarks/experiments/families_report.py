@@ -2,10 +2,11 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.experiments.scores import EXPLAINED, SCORES
 from boost.measure import drawing
 from boost.measure.document import Figure, Goal, Section, Table
 from boost.measure.results import Facts
@@ -106,9 +107,29 @@ def section(facts: Facts) -> Section:
         (
             words,
             Table(caption, headings, tuple(_cells(row, first) for row in found)),
+            *_score_table(facts),
             Figure("families", below, lambda path: draw(facts, path)),
         ),
     )
+
+
+def _score_table(facts: Facts) -> Iterator[Table]:
+    """Scores of the runs at equal tokens, if there are any."""
+    questions = facts["settings"].get("questions")
+    if not questions:
+        return
+    cells = []
+    for name in facts["contenders"]:
+        runs = [run["scores"] for run in _runs(facts, name).values()]
+        values = {score: [100 * run[score] for run in runs if run is not None] for score in SCORES}
+        whole = all(run is not None for run in runs)
+        found = (_plus_minus(_mean_and_spread(each), ".1f") if whole else "diverged" for each in values.values())
+        cells.append((name, *found))
+    caption = (
+        f"Measured after the runs above, by lm-evaluation-harness on {questions} questions per task from held-out text, ± standard "
+        f"deviation over seeds. {EXPLAINED}"
+    )
+    yield Table(caption, ("model", *(f"{heading}:" for heading in SCORES.values())), tuple(cells))
 
 
 def goals(facts: Facts) -> list[Goal]:
@@ -140,8 +161,13 @@ def _plus_minus(numbers: Sequence[float | None] | None, form: str) -> str:
 
 def _losses(facts: Facts, name: str, kind: str = "runs") -> dict[int, float | None]:
     """Final held-out loss by seed, for this comparison's runs only; the file may have runs of earlier comparisons."""
+    return {seed: run["loss"] for seed, run in _runs(facts, name, kind).items()}
+
+
+def _runs(facts: Facts, name: str, kind: str = "runs") -> dict[int, Facts]:
+    """Runs by seed, for this comparison only."""
     lr = facts["contenders"][name]["lr"]
-    every = {row["seed"]: row["loss"] for row in facts[kind] if (row["contender"], row["lr"]) == (name, lr)}
+    every = {row["seed"]: row for row in facts[kind] if (row["contender"], row["lr"]) == (name, lr)}
     return {seed: every[seed] for seed in facts["seeds"]}
 
 

@@ -1,14 +1,11 @@
 """`boost eval --tasks`: runs tasks of lm-evaluation-harness."""
 
 import argparse
-import contextlib
-import difflib
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from boost.errors import ConfigError, DataError
+from boost.errors import ConfigError
 
 if TYPE_CHECKING:
     from boost.cli.inference import OpenModel
@@ -51,10 +48,8 @@ def require_tasks(args: argparse.Namespace) -> None:
 
 def evaluate_tasks(args: argparse.Namespace, opened: "OpenModel") -> None:
     """Evaluates the tasks on this process of the mesh; the main process prints the result. Raises ConfigError and DataError."""
-    from lm_eval.evaluator import simple_evaluate
-
     from boost.data.tokenizer import load_tokenizer
-    from boost.train.harness import HarnessModel
+    from boost.train.harness import HarnessModel, run_tasks
 
     checkpoint, config, mesh, decoder = opened
     checkpoint.require_tokenizer()
@@ -67,43 +62,12 @@ def evaluate_tasks(args: argparse.Namespace, opened: "OpenModel") -> None:
     batch = args.batch or config.train.micro_batch
     model = HarnessModel(decoder, tokenizer, bos, eos, config.train.seq_len, batch, mesh.is_main)
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
-    manager = _find(names, args.task_folder)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
-            results = simple_evaluate(
-                model, tasks=names, num_fewshot=args.fewshot, limit=args.limit, task_manager=manager, log_samples=False
-            )
-    except (ConnectionError, FileNotFoundError, OSError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise DataError(
-            f"--tasks {args.tasks}: data cannot be loaded: {reason}; check the network or the path"
-        ) from None
+    rows = run_tasks(model, names, args.task_folder, args.fewshot, args.limit)
     if mesh.is_main:
-        _print(results, args, str(checkpoint.path), checkpoint.position.step)
+        _print(rows, args, str(checkpoint.path), checkpoint.position.step)
 
 
-def _find(names: list[str], folder: Path | None) -> Any:
-    """The harness's index of tasks; its own thousands, which take seconds to read, only if `folder` has not all of `names`.
-
-    Raises ConfigError for a name that neither has.
-    """
-    from lm_eval.tasks import TaskManager
-
-    if folder is not None:
-        manager = TaskManager(include_path=folder, include_defaults=False)
-        if set(names) <= set(manager.all_tasks):
-            return manager
-    manager = TaskManager(include_path=folder)
-    for name in names:
-        if name not in manager.all_tasks:
-            near = difflib.get_close_matches(name, manager.all_tasks, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else "'lm_eval ls tasks' lists all tasks"
-            raise ConfigError(f"--tasks: unknown task '{name}'; {hint}")
-    return manager
-
-
-def _print(results: Any, args: argparse.Namespace, path: str, step: int) -> None:
-    rows = _rows(results["results"])
+def _print(rows: list[dict[str, Any]], args: argparse.Namespace, path: str, step: int) -> None:
     if args.json:
         facts = {"checkpoint": path, "step": step, "fewshot": args.fewshot, "limit": args.limit, "tasks": rows}
         print(json.dumps(facts, indent=2))
@@ -121,24 +85,3 @@ def _print(results: Any, args: argparse.Namespace, path: str, step: int) -> None
         error = "" if row["stderr"] is None else f"{row['stderr']:.4f}"
         table.add_row(row["task"], row["metric"], f"{row['value']:.4f}", error)
     print_table(result_console(100), table)
-
-
-def _rows(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns one row per task and metric. The harness uses the keys 'metric,filter' and 'metric_stderr,filter'."""
-    rows = []
-    for task, values in results.items():
-        for key, value in values.items():
-            metric, _, name = key.partition(",")
-            if not name or metric.endswith("_stderr") or not isinstance(value, int | float):
-                continue
-            stderr = values.get(f"{metric}_stderr,{name}")
-            label = metric if name == "none" else f"{metric} ({name})"
-            rows.append(
-                {
-                    "task": task,
-                    "metric": label,
-                    "value": float(value),
-                    "stderr": float(stderr) if isinstance(stderr, int | float) else None,
-                }
-            )
-    return rows

@@ -3,14 +3,21 @@
 Every TP rank runs the whole harness on the same requests in the same order, so the harness sees a single process.
 """
 
+import contextlib
+import difflib
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from boost.errors import ConfigError, DataError
 from boost.models.decoder import Decoder
 from boost.train.console import progress
 from boost.train.generate import Sampling, generate
@@ -124,3 +131,71 @@ class HarnessModel(TemplateLM):
         lengths = [len(target) for target in targets]
         each = zip(score_N.split(lengths), greedy_N.split(lengths), strict=True)
         return [(float(score.double().sum()), bool(greedy.all())) for score, greedy in each]
+
+
+def run_tasks(
+    model: HarnessModel,
+    names: Sequence[str],
+    folder: Path | None = None,
+    fewshot: int | None = None,
+    limit: int | None = None,
+    bootstraps: int = 100_000,
+) -> list[dict[str, Any]]:
+    """Runs tasks of the harness, or of `folder`. Returns {"task", "metric", "value", "stderr"} for each task and metric.
+
+    The harness returns nothing to a process whose LOCAL_RANK is not 0; the list is empty there. `fewshot` and `limit`: examples per
+    question and questions per task; None: set by the task. `bootstraps`: samples for standard errors that have no formula; 0: no
+    such errors. Raises ConfigError for an unknown task, and DataError if data cannot be loaded.
+    """
+    manager = _find(names, folder)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
+            found = simple_evaluate(
+                model, tasks=list(names), num_fewshot=fewshot, limit=limit, bootstrap_iters=bootstraps,
+                task_manager=manager, log_samples=False,
+            )  # fmt: skip
+    except (ConnectionError, FileNotFoundError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise DataError(
+            f"--tasks {','.join(names)}: data cannot be loaded: {reason}; check the network or the path"
+        ) from None
+    return _rows(found["results"]) if found else []
+
+
+def _find(names: Sequence[str], folder: Path | None) -> TaskManager:
+    """The harness's index of tasks; its own thousands, which take seconds to read, only if `folder` has not all of `names`.
+
+    Raises ConfigError for a name that neither has.
+    """
+    if folder is not None:
+        manager = TaskManager(include_path=folder, include_defaults=False)
+        if set(names) <= set(manager.all_tasks):
+            return manager
+    manager = TaskManager(include_path=folder)
+    for name in names:
+        if name not in manager.all_tasks:
+            near = difflib.get_close_matches(name, manager.all_tasks, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else "'lm_eval ls tasks' lists all tasks"
+            raise ConfigError(f"--tasks: unknown task '{name}'; {hint}")
+    return manager
+
+
+def _rows(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per task and metric. The harness uses the keys 'metric,filter' and 'metric_stderr,filter'."""
+    rows = []
+    for task, values in results.items():
+        for key, value in values.items():
+            metric, _, name = key.partition(",")
+            if not name or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            stderr = values.get(f"{metric}_stderr,{name}")
+            label = metric if name == "none" else f"{metric} ({name})"
+            rows.append(
+                {
+                    "task": task,
+                    "metric": label,
+                    "value": float(value),
+                    "stderr": float(stderr) if isinstance(stderr, int | float) else None,
+                }
+            )
+    return rows

@@ -1,5 +1,6 @@
 """The families experiment: same tokens for all, a learning rate for each, and results that are never mixed or repeated."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -12,6 +13,7 @@ import pytest
 
 from benchmarks.experiments import families, families_report
 from benchmarks.experiments.families import FamilyExperiment, FamilyRun, Task
+from benchmarks.experiments.scores import SCORES
 from boost.config import Config
 from boost.config.architecture import parameter_count
 from boost.errors import ConfigError, TrainingError
@@ -195,6 +197,34 @@ def test_real_runs_in_a_process_of_the_pool_are_those_of_this_one(config: Config
         assert len(trained.losses) == 4 and [step for step, _ in trained.heldout] == [1, 2, 3]
         assert 5 < (trained.loss or 0) < 6.5 and (trained.bits_per_byte or 0) > 1
     assert capsys.readouterr().out == ""
+
+
+def test_runs_are_scored_and_kept_apart_from_those_without(
+    config: Config, made: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The harness itself is run in test_scores.py."""
+
+    def each(waiting: Sequence[Task], jobs: int) -> Iterator[FamilyRun]:
+        for task in waiting:
+            made.append(task)
+            assert (task.tasks is None) == (task.seed == PLAN.sweep_seed)
+            found = dict.fromkeys(SCORES, 0.25 + task.seed / 2) if task.tasks else None
+            yield dataclasses.replace(made_up(task), scores=found)
+
+    @contextlib.contextmanager
+    def folder(config: Config, questions: int) -> Iterator[Path | None]:
+        assert questions == 30
+        yield tmp_path
+
+    monkeypatch.setattr(families, "each_trained", each)
+    monkeypatch.setattr(families, "task_folder", folder)
+    plan = dataclasses.replace(PLAN, questions=30)
+    families.compare(config, plan, tmp_path / "f")
+    table = (tmp_path / "f.md").read_text()
+    assert "on 30 questions per task" in table
+    assert table.count("| 50.0 ± 35.4 | 50.0 ± 35.4 | 50.0 ± 35.4 |") == len(FOUR)
+    with pytest.raises(ConfigError, match="questions is 30 there and 0 here"):
+        families.compare(config, PLAN, tmp_path / "f")
 
 
 def test_a_rate_that_is_too_high_diverges_and_costs_no_error(config: Config) -> None:
