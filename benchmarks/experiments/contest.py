@@ -3,6 +3,9 @@
 A shared machine changes speed over time and a hot GPU slows down, so timing contenders one after another measures machine
 noise. Instead, every round times each contender once, starting with a different one each time. A ratio is the median over
 rounds of the ratio within each round.
+
+Rounds of one launch have the same processes, memory layout and kernel choices, so they agree better with each other than with
+another launch. Intervals therefore resample launches first, then the rounds within each.
 """
 
 import math
@@ -30,6 +33,12 @@ WARM_UP = 2
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
 """Number of bootstrap resamples, and confidence level of the intervals."""
+
+LEAST_LAUNCHES = 3
+"""With fewer launches, the skewness of the interval (its acceleration) comes from rounds instead of launches."""
+
+Seconds = Sequence[float] | Sequence[Sequence[float]] | np.ndarray
+"""Seconds of one contender: rounds of a single launch, or launches with their rounds."""
 
 Call = Callable[[], Iterable[Tensor]]
 """Runs one repetition of a contender. Returns some of its results, none of which may be all zeros."""
@@ -118,18 +127,33 @@ def refuse_zeros(name: str, computed: Iterable[Tensor]) -> None:
         raise MeasurementError(f"{name} returned no results: its time is meaningless")
 
 
-def spread(seconds: Sequence[float]) -> Spread:
+def launches(seconds: Seconds) -> list[list[float]]:
+    """Seconds as launches with their rounds; a flat list is one launch. Raises ValueError if launches differ in length."""
+    flat = [each for each in seconds if not isinstance(each, Sequence | np.ndarray)]
+    nested = [list(each) for each in seconds if isinstance(each, Sequence | np.ndarray)] + ([flat] if flat else [])
+    if len({len(each) for each in nested}) > 1:
+        raise ValueError(f"launches of {', '.join(str(len(each)) for each in nested)} rounds; all need the same number")
+    return nested
+
+
+def pooled(seconds: Seconds) -> list[float]:
+    """Seconds of all rounds of all launches."""
+    return [each for launch in launches(seconds) for each in launch]
+
+
+def spread(seconds: Seconds) -> Spread:
     """Median and quartiles."""
-    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return Spread(statistics.median(seconds), low, high, len(seconds))
+    flat = pooled(seconds)
+    low, _, high = statistics.quantiles(flat, n=4, method="inclusive")
+    return Spread(statistics.median(flat), low, high, len(flat))
 
 
-def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
+def ratio(over: Seconds, under: Seconds) -> Ratio:
     """Ratio of two contenders' times (over / under), timed in the same rounds."""
     return bootstrap(lambda ours, theirs: np.median(ours / theirs, axis=-1), over, under)
 
 
-def ratio_of_runs(over: Sequence[float], under: Sequence[float]) -> Ratio:
+def ratio_of_runs(over: Seconds, under: Seconds) -> Ratio:
     """Ratio of medians (over / under) of times from different runs.
 
     Resamples the rounds of each run independently. The interval covers variation within runs, not between them.
@@ -139,24 +163,68 @@ def ratio_of_runs(over: Sequence[float], under: Sequence[float]) -> Ratio:
     )
 
 
-def bootstrap(statistic: Callable[..., np.ndarray], *samples: Sequence[float], paired: bool = True) -> Ratio:
-    """Computes a statistic of contenders' seconds and its confidence interval.
+def bootstrap(statistic: Callable[..., np.ndarray], *samples: Seconds, paired: bool = True) -> Ratio:
+    """Computes a statistic of contenders' seconds and its confidence interval at CONFIDENCE.
 
-    `statistic` takes one array [..., rounds] per contender and returns an array [...]. Rounds are resampled with replacement
-    (`paired`: the same rounds for all contenders). The interval is Efron's percentile bootstrap (1979) at CONFIDENCE.
-    Draws are seeded, which makes reports reproducible. Raises ValueError if paired contenders have different numbers of rounds.
+    `statistic` takes one array [..., rounds of all launches] per contender and returns an array [...]. Launches are drawn with
+    replacement, then rounds within each draw (`paired`: the same for all contenders). The interval is bias-corrected and
+    accelerated (BCa, Efron 1987). Draws are seeded, which makes reports reproducible. Raises ValueError if paired contenders
+    have different numbers of launches or rounds.
     """
-    counts = [len(sample) for sample in samples]
-    if paired and len(set(counts)) > 1:
-        raise ValueError(f"{' over '.join(map(str, counts))} rounds: these were not timed in the same rounds")
-    values, rng = [np.asarray(sample, dtype=float) for sample in samples], np.random.default_rng(0)
-    drawn = [rng.integers(0, count, (RESAMPLES, count)) for count in (counts[:1] if paired else counts)]
+    arrays = [np.asarray(launches(sample), dtype=float) for sample in samples]
+    if paired and len({array.shape for array in arrays}) > 1:
+        shown = " over ".join(str(array.size) for array in arrays)
+        raise ValueError(f"{shown} rounds: these were not timed in the same rounds")
+    rng = np.random.default_rng(0)
+    drawn = [_draws(array.shape, rng) for array in (arrays[:1] if paired else arrays)]
+    flat = [array.reshape(-1) for array in arrays]
     found = statistic(
-        *(value[rounds] for value, rounds in zip(values, drawn * len(counts) if paired else drawn, strict=True))
+        *(each[rounds] for each, rounds in zip(flat, drawn * len(arrays) if paired else drawn, strict=True))
     )
+    value = float(statistic(*flat))
+    shares = _shares(found, value, _left_out(statistic, arrays, paired))
     # No interpolation: a statistic may be infinite in some draws.
-    low, high = np.quantile(found, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], method="inverted_cdf")
-    return Ratio(float(statistic(*values)), float(low), float(high))
+    low, high = np.quantile(found, shares, method="inverted_cdf")
+    return Ratio(value, float(low), float(high))
+
+
+def _draws(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """Places [RESAMPLES, launches x rounds] in the flattened seconds of one contender."""
+    count, rounds = shape
+    launch = rng.integers(0, count, (RESAMPLES, count, 1))
+    return (launch * rounds + rng.integers(0, rounds, (RESAMPLES, count, rounds))).reshape(RESAMPLES, -1)
+
+
+def _left_out(statistic: Callable[..., np.ndarray], arrays: Sequence[np.ndarray], paired: bool) -> list[np.ndarray]:
+    """The statistic without each launch, or without each round if there are fewer than three launches; by independent sample."""
+    whole = [array.reshape(-1) for array in arrays]
+
+    def without(part: int, of: int) -> float:
+        """Without part number `part` of sample `of`; of all samples if paired."""
+        kept = list(whole)
+        for number in range(len(arrays)) if paired else [of]:
+            array = arrays[number]
+            kept[number] = np.delete(array, part, axis=0 if len(array) >= LEAST_LAUNCHES else None).reshape(-1)
+        return float(statistic(*kept))
+
+    parts = [len(array) if len(array) >= LEAST_LAUNCHES else array.size for array in arrays]
+    return [np.array([without(part, of) for part in range(parts[of])]) for of in range(1 if paired else len(arrays))]
+
+
+def _shares(found: np.ndarray, value: float, left_out: Sequence[np.ndarray]) -> list[float]:
+    """The two quantiles of the draws at which the BCa interval ends."""
+    normal = statistics.NormalDist()
+    below = float(np.mean(found < value) + np.mean(found == value) / 2)
+    bias = normal.inv_cdf(min(max(below, 1 / RESAMPLES), 1 - 1 / RESAMPLES))
+    # Efron and Tibshirani (1993), equation 14.15; of several independent samples, with influences scaled by their sizes.
+    influences = [(each.mean() - each) * (len(each) - 1) / len(each) for each in left_out]
+    cubes, squares = (sum(float((each**power).sum()) for each in influences) for power in (3, 2))
+    acceleration = cubes / (6 * squares**1.5) if 0 < squares < math.inf else 0.0
+    ends = []
+    for share in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2):
+        shifted = bias + normal.inv_cdf(share)
+        ends.append(normal.cdf(bias + shifted / (1 - acceleration * shifted)))
+    return ends
 
 
 def _repeats(once: float, least_s: float, mesh: Mesh) -> int:
@@ -186,3 +254,8 @@ def _all_here(mesh: Mesh) -> None:
 def in_words(found: Ratio) -> str:
     """Formats a ratio with its interval."""
     return f"{found.value:.2f} ({found.low:.2f} to {found.high:.2f})"
+
+
+def verdict_words(found: Ratio) -> str:
+    """The same for a comparison with 1: an interval that holds 1 shows no difference."""
+    return in_words(found) + (", no difference shown" if found.low <= 1 <= found.high else "")
