@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks.experiments import computed, scaling
 from boost.config import load
 from boost.config.schema import Config
+from boost.format import format_count
 from boost.measure import drawing, record
 from boost.measure.document import Figure, Goal, Section, Table
 from boost.measure.results import Facts, facts_of, save_section
@@ -53,6 +54,9 @@ class Modeled:
     """Sequences per step."""
     micro_batch: int
     seconds: dict[str, float]
+    mfu: dict[str, float]
+    sent_bytes: dict[str, int]
+    """Bytes sent by a process in a step, the maximum over processes."""
     peak_bytes: dict[str, int]
     """Peak memory, the maximum over processes."""
     usable_bytes: int
@@ -68,6 +72,8 @@ def predicted(hardware: str, row: PublishedRow, micro_batch: int, more: Sequence
     return Modeled(
         hardware, row.size, row.tp, row.pp, some.global_batch, some.micro_batch,
         {name: step.seconds for name, step in steps.items()},
+        {name: step.mfu for name, step in steps.items()},
+        {name: scaling.sent_bytes(config) for name, config in configs.items()},
         {name: _worst_peak(config) for name, config in configs.items()},
         profile.usable_bytes,
     )  # fmt: skip
@@ -89,7 +95,7 @@ def model(hardware: Sequence[str], sizes: Sequence[str] = scaling.SIZES, counts:
                 **asdict(step.row),
                 "published": step.row.seconds,
                 "modeled": step.seconds,
-                "strong": predicted(PAPERS_HARDWARE, step.row, 1).seconds if step.row.tp > 1 else None,
+                "strong": asdict(predicted(PAPERS_HARDWARE, step.row, 1)) if step.row.tp > 1 else None,
             }
             for step in paper.steps()
         ],
@@ -143,6 +149,7 @@ def section(facts: Facts) -> Section:
             "extra collectives of the paper's code; plain `vanilla` is the strong form with sharded heads and channels. At TP 1, "
             "all layouts are the same.",
             _paper_table(facts),
+            _strong_table(facts),
             Figure("modeled-steps", _STEPS_CAPTION, partial(_draw_steps, facts)),
             _gains_table(facts),
             _scaled_table(facts),
@@ -170,15 +177,35 @@ def _paper_table(facts: Facts) -> Table:
         cells = [row["size"], f"{row['tp']} x {row['pp']}"]
         for way in ("full-rank", "vanilla", "BOOST"):
             cells += [f"{row['published'][way]:.2f}", f"{row['modeled'][way]:.2f}"]
-        strong = row["strong"]
-        rows.append((*cells, *(f"{strong[name]:.2f}" if strong else "-" for name in STRONG)))
+        rows.append(tuple(cells))
     headings = ["size", "TP x PP"]
     for way in ("full-rank", "vanilla", "BOOST"):
         headings += [f"{way}, paper:", f"{way}, published form:"]
     return Table(
         f"Step time in seconds, modeled: {SEQUENCES} sequences in micro-batches of 1 on the paper's hardware "
         f"({facts['titles'][PAPERS_HARDWARE]}).",
-        (*headings, *(f"{name}:" for name in STRONG)),
+        tuple(headings),
+        tuple(rows),
+    )
+
+
+def _strong_table(facts: Facts) -> Table:
+    rows = []
+    for row in facts["paper"]:
+        if strong := row["strong"]:
+            tokens = strong["sequences"] * TOKENS
+            each = {
+                "s": [f"{seconds:.2f}" for seconds in strong["seconds"].values()],
+                "tokens/s": [format_count(tokens / seconds) for seconds in strong["seconds"].values()],
+                "MFU": [f"{100 * mfu:.0f}" for mfu in strong["mfu"].values()],
+                "peak": [f"{held / 1e9:.0f}" for held in strong["peak_bytes"].values()],
+                "sent": [f"{sent / 1e9:.3g}" for sent in strong["sent_bytes"].values()],
+            }
+            rows.append((row["size"], f"{row['tp']} x {row['pp']}", *map(" / ".join, each.values())))
+    return Table(
+        f"The same steps with the strongest form of each layout, modeled. Cells: {' / '.join(STRONG)}. Peak memory, and bytes sent in "
+        "a step, are those of the GPU that has the most.",
+        ("size", "TP x PP", "step, s:", "tokens/s:", "MFU, %:", "peak, GB:", "sent, GB:"),
         tuple(rows),
     )
 
@@ -186,7 +213,7 @@ def _paper_table(facts: Facts) -> Table:
 def _gains_table(facts: Facts) -> Table:
     rows = []
     for row in facts["paper"]:
-        published, ours, strong = row["published"], row["modeled"], row["strong"]
+        published, ours, strong = row["published"], row["modeled"], row["strong"] and row["strong"]["seconds"]
         cells = [row["size"]]
         for way in ("vanilla", "full-rank"):
             cells += [f"{each[way] / each['BOOST']:.2f}" for each in (published, ours)]
@@ -252,6 +279,12 @@ def _worst_peak(config: Config) -> int:
     return max(peak(config, rank).total for rank in range(config.parallel.pp))
 
 
+def _seconds(row: Facts, kind: str, way: str) -> float:
+    """Modeled seconds of a step in the published or the strongest form; nan if there is none."""
+    seconds = row["modeled"] if kind == "modeled" else (row["strong"] or {}).get("seconds", {})
+    return float(seconds.get(way, float("nan")))
+
+
 def _draw_steps(facts: Facts, path: Path) -> None:
     pyplot = drawing.pyplot()
     figure, axis = pyplot.subplots(figsize=(8.4, 3.8))
@@ -260,7 +293,7 @@ def _draw_steps(facts: Facts, path: Path) -> None:
     width = 0.8 / len(ways)
     for number, (way, (kind, color)) in enumerate(ways.items()):
         places = [place + (number - 1.5) * width for place in range(len(facts["paper"]))]
-        ours = [row[kind][way] if row[kind] else float("nan") for row in facts["paper"]]
+        ours = [_seconds(row, kind, way) for row in facts["paper"]]
         label = way if kind == "strong" else f"{way}, published form"
         axis.bar(places, ours, 0.9 * width, label=label, color=colors(color), alpha=0.85)
         if kind == "modeled":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.experiments.curves import shape_words
+from benchmarks.experiments.families_report import smooth
 from benchmarks.experiments.scores import EXPLAINED, SCORES
 from boost.measure import drawing
 from boost.measure.document import Figure, Goal, Section, Table
@@ -19,6 +20,11 @@ SINGLE = "single"
 CONFIDENCE = 0.95
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+STYLES = ("-", "--")
+"""Of the first dtype, and of the other."""
+
+WINDOW = 10
+"""Kept losses in a moving average of the figure: those of single steps are too noisy to tell families apart."""
 
 
 @dataclass(frozen=True)
@@ -138,14 +144,15 @@ def section(facts: Facts) -> Section:
         "`single` is one process. loro: svd, trained with LORO. The paper has no such table."
     )
     picture = (
-        "Top: training loss by step; the band spans all layouts and seeds of a family. Bottom: largest relative difference from "
-        "one process with the same seed, over all layouts and seeds."
+        "Top: training loss, moving average; the band spans all layouts and seeds of a family. Bottom: largest relative difference "
+        "of a step's loss from one process with the same seed, over all layouts and seeds."
     )
     return Section(
         "Convergence under every layout",
         (
             words,
             _summary(facts, found),
+            _columns(facts, found),
             *(_of_family(facts, found, family) for family in facts["families"]),
             Figure("perplexity", picture, lambda path: draw(facts, path)),
         ),
@@ -181,27 +188,35 @@ def _summary(facts: Facts, found: Sequence[LayoutResult]) -> Table:
     return Table(caption, (*headings, "of seed spread:", "limit:", "verdict"), tuple(cells))
 
 
+def _columns(facts: Facts, found: Sequence[LayoutResult]) -> str:
+    """What the tables of families have in common."""
+    first, questions = SHORT[facts["dtypes"][0]], max(row.questions for row in found)
+    words = (
+        "Then one table per family. Mean ± standard deviation over seeds: training loss of the last step in nats per token, and "
+        f"held-out perplexity ({first}). Difference: of perplexity from `single` with the same seed, the largest, and in "
+        "parentheses the bound. Verdict: over all dtypes."
+    )
+    if questions:
+        words += (
+            f" Accuracy ({first}) on {facts['settings']['questions']} questions per task from held-out text, by "
+            f"lm-evaluation-harness, and how many of the {questions} answers differ from those of `single` (mean over seeds). "
+            f"{EXPLAINED}"
+        )
+    return words
+
+
 def _of_family(facts: Facts, found: Sequence[LayoutResult], family: str) -> Table:
     dtypes, questions = facts["dtypes"], max(row.questions for row in found)
-    first = SHORT[dtypes[0]]
     by_layout: dict[str, list[LayoutResult]] = {}
     for row in found:
         if row.family == family:
             by_layout.setdefault(row.layout, []).append(row)
-    caption = (
-        f"Measured, {family}. Mean ± standard deviation over seeds: training loss of the last step in nats per token, and held-out "
-        f"perplexity ({first}). Difference: of perplexity from `single` with the same seed, the largest, and in parentheses its "
-        f"{CONFIDENCE:.0%} bound. Verdict: over all dtypes."
-    )
     headings = ("layout", *(f"final loss, {SHORT[dtype]}:" for dtype in dtypes), "perplexity:", "difference (bound):")
     headings += ("bound / seed spread:",)
     if questions:
         names = " / ".join(heading.partition(",")[0] for heading in SCORES.values())
         headings += (f"{names}, %:", "answers changed:")
-        caption += (
-            f" Accuracy on {facts['settings']['questions']} questions per task from held-out text, by lm-evaluation-harness, and "
-            f"how many of the {questions} are answered differently from `single` (mean over seeds). {EXPLAINED}"
-        )
+    caption = f"Measured, {family}, by layout."
     return Table(caption, (*headings, "verdict"), tuple(_cells(each, bool(questions)) for each in by_layout.values()))
 
 
@@ -232,18 +247,21 @@ def draw(facts: Facts, path: Path) -> None:
     )
     colors = pyplot.get_cmap("tab10")
     for number, family in enumerate(facts["families"]):
-        for dtype, style in zip(facts["dtypes"], ("-", "--"), strict=False):
+        for dtype, style in zip(facts["dtypes"], STYLES, strict=False):
             of_layout, color = _runs(facts, family, dtype), colors(number)
-            if style == "-":
-                curves = [run["losses"] for runs in of_layout.values() for run in runs]
+            if dtype == facts["dtypes"][0]:
+                curves = [smooth(run["losses"], WINDOW) for runs in of_layout.values() for run in runs]
                 _draw_losses(top, facts["kept_steps"], curves, family, color)
-            label = f"{family}, {SHORT[dtype]}" if number == 0 else None
-            below.semilogy(facts["kept_steps"], _apart(of_layout), style, color=color, linewidth=0.9, label=label)
+            below.semilogy(facts["kept_steps"], _apart(of_layout), style, color=color, linewidth=0.9)
+    if len(facts["dtypes"]) > 1:
+        for dtype, style in zip(facts["dtypes"], STYLES, strict=False):
+            below.plot([], [], style, color="gray", label=SHORT[dtype])
+        below.legend(fontsize=8, frameon=False)
+    top.legend(fontsize=8, frameon=False)
     top.set_ylabel("training loss, nats per token")
     below.set(xlabel="step", ylabel="relative difference")
     for axis in (top, below):
         drawing.tidy(axis)
-        axis.legend(fontsize=8, frameon=False)
     figure.tight_layout()
     drawing.write(figure, path)
 

@@ -46,7 +46,8 @@ LEAST_SEQUENCES, GPUS_PER_SEQUENCE = 4, 4
 BATCH = (
     "Weak scaling: the paper's 4 sequences of 4,096 tokens per step up to its 16 GPUs, then one sequence per 4 GPUs, the load of "
     "its largest run (128 sequences, 524,288 tokens, on 512 GPUs). With 4 sequences, 512 GPUs would mostly wait; with one per GPU, "
-    "the planner mostly chooses data parallelism alone, where layouts are the same."
+    "the planner mostly chooses data parallelism alone, where layouts are the same. Weights, gradients and moments are in bf16, as "
+    "in the paper's runs; without context parallelism; 1F1B."
 )
 
 
@@ -106,13 +107,18 @@ def planned(hardware: str, size: str, gpus: int, system: str) -> ScaledRun:
 def _described(hardware: str, size: str, system: str, gpus: int, plan: Plan) -> ScaledRun:
     config, time = plan.config, plan.time
     parallel, train = config.parallel, config.train
-    sent = (sum(each.sent_bytes for each in step_collectives(config, rank)) for rank in range(parallel.pp))
     return ScaledRun(
         hardware, size, gpus, train.global_batch, system, plan.shortfall <= 0,
         parallel.layout if parallel.tp > 1 else "", parallel.tp, parallel.pp, parallel.dp,
         parallel.shard, parallel.overlap, train.micro_batch, train.recompute,
-        time.seconds, time.tokens_per_second, time.mfu, plan.memory, plan.usable, max(sent),
+        time.seconds, time.tokens_per_second, time.mfu, plan.memory, plan.usable, sent_bytes(config),
     )  # fmt: skip
+
+
+def sent_bytes(config: Config) -> int:
+    """Bytes sent by one process in a step, the maximum over pipeline ranks."""
+    ranks = range(config.parallel.pp)
+    return max(sum(each.sent_bytes for each in step_collectives(config, rank)) for rank in ranks)
 
 
 def of_size(hardware: str, size: str, counts: Sequence[int] = GPUS) -> list[Facts]:
@@ -138,7 +144,8 @@ def parts(rows: Sequence[Facts], titles: dict[str, str]) -> list[str | Table | F
 
 _CAPTION = (
     "Tokens per second of the best low-rank layout over those of the dense model and of vanilla, modeled; each has the mesh that "
-    "the planner chooses for it. No point: one of the two does not fit in memory."
+    "the planner chooses for it. 1 over vanilla: that is data parallelism alone, where layouts are the same. No point: one of the "
+    "two does not fit in memory."
 )
 
 
@@ -188,7 +195,7 @@ def _mesh(row: Facts) -> str:
     if not row["fits"]:
         return f"does not fit ({row['peak_bytes'] / 1e9:.0f} GB)"
     named = f"{row['layout']} " if row["layout"] and row["system"] != VANILLA else ""
-    return f"{named}{row['tp']} x {row['pp']} x {row['dp']}"
+    return f"{named}{row['tp']}x{row['pp']}x{row['dp']}"
 
 
 def draw(rows: Sequence[Facts], titles: dict[str, str], path: Path) -> None:
