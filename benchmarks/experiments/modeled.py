@@ -203,8 +203,8 @@ def _strong_table(facts: Facts) -> Table:
             }
             rows.append((row["size"], f"{row['tp']} x {row['pp']}", *map(" / ".join, each.values())))
     return Table(
-        f"The same steps with the strongest form of each layout, modeled. Cells: {' / '.join(STRONG)}. Peak memory, and bytes sent in "
-        "a step, are those of the GPU that has the most.",
+        f"The same steps with the strongest form of each layout, modeled. Cells: {' / '.join(STRONG)}. Peak memory, and bytes sent "
+        "in a step, are those of the GPU that has the most.",
         ("size", "TP x PP", "step, s:", "tokens/s:", "MFU, %:", "peak, GB:", "sent, GB:"),
         tuple(rows),
     )
