@@ -25,6 +25,8 @@ STYLES = ("-", "--")
 
 WINDOW = 10
 """Kept losses in a moving average of the figure: those of single steps are too noisy to tell families apart."""
+DRAWN = 50
+"""Points of a line of the figure, about."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class LayoutResult:
     bound: float
     """What the mean difference does not exceed, with CONFIDENCE."""
     share: float
-    """`bound` over the standard deviation of `single` over seeds."""
+    """`bound` over the standard deviation of `single` over seeds, in the first dtype."""
     limit: float
     accuracy: tuple[float, ...]
     """Mean accuracy on each task, percent; empty: not scored."""
@@ -71,10 +73,11 @@ def rows(facts: Facts) -> list[LayoutResult]:
     facts = _as_now(facts)
     result = []
     for family in facts["families"]:
+        # What another seed changes depends on no dtype; the first one has the most seeds.
+        seeds = statistics.stdev(run["perplexity"] for run in _runs(facts, family, facts["dtypes"][0])[SINGLE])
         for dtype in facts["dtypes"]:
             of_layout = _runs(facts, family, dtype)
             alone = of_layout[SINGLE]
-            seeds = statistics.stdev(run["perplexity"] for run in alone)
             for layout, runs in of_layout.items():
                 pairs = list(zip(runs, alone, strict=True))
                 apart = [run["perplexity"] - other["perplexity"] for run, other in pairs]
@@ -182,7 +185,7 @@ def _summary(facts: Facts, found: Sequence[LayoutResult]) -> Table:
         "Measured: perplexity on all held-out text of one process (mean ± standard deviation over seeds), and how far layouts are "
         "from it, paired by seed: the largest difference of all runs, and the largest bound of all layouts. Bound: the mean "
         f"difference over seeds is smaller, with {CONFIDENCE:.0%} confidence (t interval, the end farther from 0). It is judged "
-        "relative to the standard deviation over seeds."
+        f"relative to the standard deviation over seeds ({SHORT[facts['dtypes'][0]]})."
     )
     headings = ("family", "dtype", "perplexity, one process:", "largest difference:", "largest bound:", "of layout")
     return Table(caption, (*headings, "of seed spread:", "limit:", "verdict"), tuple(cells))
@@ -212,7 +215,7 @@ def _of_family(facts: Facts, found: Sequence[LayoutResult], family: str) -> Tabl
         if row.family == family:
             by_layout.setdefault(row.layout, []).append(row)
     headings = ("layout", *(f"final loss, {SHORT[dtype]}:" for dtype in dtypes), "perplexity:", "difference (bound):")
-    headings += ("bound / seed spread:",)
+    headings += (f"bound / seed spread{_in_each(dtypes)}:",)
     if questions:
         names = " / ".join(heading.partition(",")[0] for heading in SCORES.values())
         headings += (f"{names}, %:", "answers changed:")
@@ -220,11 +223,19 @@ def _of_family(facts: Facts, found: Sequence[LayoutResult], family: str) -> Tabl
     return Table(caption, (*headings, "verdict"), tuple(_cells(each, bool(questions)) for each in by_layout.values()))
 
 
+def _in_each(dtypes: Sequence[str]) -> str:
+    return f" ({', '.join(SHORT[dtype] for dtype in dtypes)})" if len(dtypes) > 1 else ""
+
+
 def _cells(row_of: Sequence[LayoutResult], scored: bool) -> tuple[str, ...]:
     first, alone = row_of[0], row_of[0].layout == SINGLE
     cells: tuple[str, ...] = (first.layout, *(f"{row.loss[0]:.4f} ± {row.loss[1]:.4f}" for row in row_of))
     cells += (f"{first.perplexity[0]:.3f} ± {first.perplexity[1]:.3f}",)
-    cells += ("", "") if alone else (f"{first.worst:.1e} ({first.bound:.1e})", _percent(first.share))
+    cells += (
+        ("", "")
+        if alone
+        else (f"{first.worst:.1e} ({first.bound:.1e})", ", ".join(_percent(row.share) for row in row_of))
+    )
     if scored:
         cells += (" / ".join(f"{each:.1f}" for each in first.accuracy), "" if alone else f"{first.changed:.1f}")
     return (*cells, "" if alone else _verdict(row.holds for row in row_of))
@@ -245,14 +256,17 @@ def draw(facts: Facts, path: Path) -> None:
     figure, (top, below) = pyplot.subplots(
         2, 1, figsize=(8.4, 6.2), sharex=True, gridspec_kw={"height_ratios": [1.4, 1]}
     )
-    colors = pyplot.get_cmap("tab10")
+    colors, steps = pyplot.get_cmap("tab10"), facts["kept_steps"]
+    every = max(len(steps) // DRAWN, 1)
     for number, family in enumerate(facts["families"]):
         for dtype, style in zip(facts["dtypes"], STYLES, strict=False):
             of_layout, color = _runs(facts, family, dtype), colors(number)
             if dtype == facts["dtypes"][0]:
-                curves = [smooth(run["losses"], WINDOW) for runs in of_layout.values() for run in runs]
-                _draw_losses(top, facts["kept_steps"], curves, family, color)
-            below.semilogy(facts["kept_steps"], _apart(of_layout), style, color=color, linewidth=0.9)
+                curves = [smooth(run["losses"], WINDOW)[::every] for runs in of_layout.values() for run in runs]
+                _draw_losses(top, steps[::every], curves, family, color)
+            apart = _apart(of_layout)
+            largest = [max(apart[place : place + every]) for place in range(0, len(apart), every)]
+            below.semilogy(steps[::every], largest, style, color=color, linewidth=0.9)
     if len(facts["dtypes"]) > 1:
         for dtype, style in zip(facts["dtypes"], STYLES, strict=False):
             below.plot([], [], style, color="gray", label=SHORT[dtype])
