@@ -36,7 +36,7 @@ NO_LIMIT = "no limit"
 MARKED = {"share-matched": 0.17, "slow": 0.5}
 """Fraction of a btp step that communication takes on each marked wire. The first matches the paper's 7B row on A100s."""
 
-WARM_UP = 4
+WARM_UP = 5
 """Steps of each contender per launch that are not timed."""
 
 START_S = 20.0

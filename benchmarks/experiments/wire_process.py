@@ -5,17 +5,23 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.experiments.contest import take_turns
 from benchmarks.experiments.side_by_side import TimingGroup, measure_steppers
 from benchmarks.experiments.wire import collective_calls
 from boost.config.load import from_tree
+from boost.errors import MeasurementError
 from boost.measure.steps import Stepper
 from boost.measure.timeline import record
 from boost.parallel.mesh import close_mesh, open_mesh
+
+TOLERANCE = 1e-3
+"""Maximum relative difference of the loss of two layouts, in fp32."""
 
 LEAST_S = 0.02
 """Minimum seconds per timed sample of a collective."""
@@ -30,7 +36,10 @@ def main(folder: Path) -> None:
     run = next(iter(group.contenders.values())).run
     mesh = open_mesh(group.parallel, run.device, run.timeout_s)
     steppers = {name: Stepper(config, mesh) for name, config in group.contenders.items()}
+    losses = first_losses(steppers)
     found = measure_steppers(group, steppers, mesh, asked["rounds"])
+    for row in found["rows"]:
+        row["loss"] = losses[row["name"]]
     if asked["collectives"]:
         turns = take_turns(collective_calls(mesh), mesh, asked["rounds"], least_s=LEAST_S, words="collectives")
         found["collectives"] = turns.seconds
@@ -40,6 +49,23 @@ def main(folder: Path) -> None:
         found["steps"][name] = {"timeline": step.as_numbers(), "parts_s": step.seconds()}
     (folder / f"measured{mesh.rank}.json").write_text(json.dumps(found), encoding="utf-8")
     close_mesh()
+
+
+def first_losses(steppers: Mapping[str, Stepper]) -> dict[str, float]:
+    """Loss of the first step by contender. Raises MeasurementError if two layouts of the same model differ: then they do not
+    compute the same function, and their times cannot be compared."""
+    found: dict[str, float] = {}
+    of_model: dict[str, float] = {}
+    for name, stepper in steppers.items():
+        mesh, computed = stepper.mesh, stepper.step()
+        own = computed[0].double() if mesh.pp.rank == mesh.pp.size - 1 else torch.zeros((), dtype=torch.double)
+        if mesh.size > 1:
+            dist.all_reduce(own)  # the replicas' parts; all TP ranks hold the same
+        found[name] = float(own) / mesh.tp.size
+        same = of_model.setdefault(stepper.config.model.model_dump_json(), found[name])
+        if abs(found[name] - same) > TOLERANCE * abs(same):
+            raise MeasurementError(f"{name} has the loss {found[name]:.6f}, other layouts {same:.6f}: a bug in BOOST")
+    return found
 
 
 def _end_with(parent: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.experiments.contest import Ratio, bootstrap, in_words, spread, verdict_words
-from benchmarks.experiments.endtoend import BTP, BTP_SP, MEGATRON_SP, PUBLISHED, VANILLA
+from benchmarks.experiments.endtoend import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PUBLISHED, VANILLA
 from benchmarks.experiments.side_by_side import in_ms, shape_of
 from benchmarks.experiments.traffic import ISSUE
 from benchmarks.experiments.wire_facts import (
@@ -34,6 +34,7 @@ from benchmarks.experiments.wire_plan import (
     LOW_RANK,
     MARKED,
     NO_LIMIT,
+    ULYSSES,
     name_of,
     plain_and_halved,
 )
@@ -53,6 +54,9 @@ BEST = tuple(each.name for each in plain_and_halved(BTP, BTP_SP))
 
 HALVED = tuple(form for form in FORMS if form not in (PUBLISHED, BTP_CP))
 """Layouts whose overlap is a goal, if they were measured with and without it: those for few tokens."""
+
+DRAWN = (MEGATRON, MEGATRON_SP, ULYSSES, PUBLISHED, VANILLA, BTP, BTP_SP, BTP_CP)
+"""Layouts in the figure; the others are ablations."""
 
 TITLES = {
     "main": "Whole steps over a rate-limited wire",
@@ -212,15 +216,16 @@ def _collective_table(facts: Facts, group: str) -> Table:
 
 
 def _draw(facts: Facts, group: str, path: Path) -> None:
-    figure, axis = pyplot().subplots(figsize=(8, 4), layout="constrained")
+    figure, axis = pyplot().subplots(figsize=(8.5, 4.4), layout="constrained")
     limited = {wire: mbit for wire, mbit in wires(facts, group).items() if mbit}
     colors: dict[str, str] = {}
     for name in names_of(facts, group):
-        form = name.removesuffix(", compiled").removesuffix(", halves")
+        form = name.removesuffix(", halves")
+        if form not in DRAWN:
+            continue
         medians = [spread(seconds_of(facts, group, wire, name)).median for wire in limited]
         color = colors.setdefault(form, f"C{len(colors)}")
-        style = "o-" if name == form else "o--" if name == name_of(form, "halves") else "o:"
-        axis.plot([*limited.values()], medians, style, color=color, label=name)
+        axis.plot([*limited.values()], medians, "o-" if name == form else "o--", color=color, label=name)
     for wire in (each for each in MARKED if each in limited):
         axis.axvline(limited[wire], color="grey", linestyle=":")
         axis.annotate(f"{wire} ", (limited[wire], 0), (0, 4), textcoords="offset points", ha="right")
