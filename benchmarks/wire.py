@@ -22,8 +22,8 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         "time of steps and bare collectives over a rate-limited wire",
         "Creates network namespaces joined by a rate-limited wire (root, iproute2), runs one CPU process in each, and times\n"
         "whole steps of every layout, all interleaved. Measures without a limit and at two rates: those at which communication\n"
-        "takes 17 % of a btp step, as in the paper's 7B row on A100s, and half of it. The main set takes an hour, all sets 100\n"
-        "minutes; keep the machine idle. Every launch is kept: the same command resumes.\n\n"
+        "takes 17 % of a btp step, as in the paper's 7B row on A100s, and half of it. The main set takes 50 minutes, all\n"
+        "sets 100; keep the machine idle. Every launch is kept: the same command resumes.\n\n"
         "  main      TP 2, d 1024, cola: every layout, with and without overlap; bare collectives; timelines\n"
         "  meshes    TP 2 x PP 2, TP 2 x DP 2, DP 2\n"
         "  sizes     d 512, 2048\n"
@@ -47,7 +47,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         help="launches per marked rate (default 5 in the main set, 3 in the others)",
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds per launch, at least 7 (default 15 and 7)")
-    parser.add_argument("--restart", action="store_true", help="discard the launches that are kept")
+    parser.add_argument("--restart", action="store_true", help="discard launches and results of the set first")
     return parser
 
 
@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
         plan = replace(plan, launches=launches, free_launches=min(launches, plan.free_launches))
         plan = replace(plan, rounds=args.rounds or plan.rounds)
         if args.restart:
-            out.with_suffix(".json").unlink(missing_ok=True)
+            for suffix in (".json", ".partial"):
+                out.with_suffix(suffix).unlink(missing_ok=True)
         if code := wire(plan, args.config, args.overrides, args.rates if name == "main" else [], out):
             return code
     return 0

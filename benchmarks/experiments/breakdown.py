@@ -71,7 +71,7 @@ OURS: dict[str, tuple[Way, tuple[str, ...]]] = {
 
 
 def breakdown(wire: Path, out: Path) -> int:
-    """Writes `out`.json, .md and the figures from the result `wire`. Raises ConfigError if that is not a complete main set."""
+    """Writes `out`.json, .md and the figures from the result `wire`. Raises ConfigError if that is not of the main set."""
     from benchmarks.experiments.breakdown_report import section
 
     facts = facts_from(main_set(wire))

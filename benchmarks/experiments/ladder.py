@@ -64,7 +64,7 @@ def measured_steps(names: Sequence[str]) -> list[LadderStep]:
 
 
 def ladder(wire: Path, out: Path) -> int:
-    """Writes `out`.json, .md and the figure from the result `wire`. Raises ConfigError if it is not a complete main set."""
+    """Writes `out`.json, .md and the figure from the result `wire`. Raises ConfigError if it is not of the main set."""
     from benchmarks.experiments.ladder_report import section
 
     facts = facts_from(main_set(wire))
@@ -74,12 +74,10 @@ def ladder(wire: Path, out: Path) -> int:
 
 
 def main_set(path: Path) -> Facts:
-    """Reads a result of `python -m benchmarks wire`. Raises ConfigError if it is not a complete main set."""
+    """Reads a result of `python -m benchmarks wire`. Raises ConfigError if it is not of the main set."""
     facts = read(path, "wire")
     if set_of(facts) != "main":
         raise ConfigError(f"--wire = '{path}' is of the set '{set_of(facts)}'; use the result of --set main")
-    if not facts.get("complete", True):
-        raise ConfigError(f"--wire = '{path}' is not complete; run python -m benchmarks wire again, which resumes")
     return facts
 
 

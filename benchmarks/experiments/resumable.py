@@ -10,24 +10,27 @@ from boost.errors import ConfigError
 from boost.measure.results import Facts
 from boost.train.rundir import storage_errors
 
+JSON = ".json"
+"""Suffix of results."""
 
-def keep(out: Path, facts: Facts) -> None:
-    """Writes the results so far to `out`.json, atomically. Raises StorageError."""
+
+def keep(out: Path, facts: Facts, suffix: str = JSON) -> None:
+    """Writes the results so far to `out` with this suffix, atomically. Raises StorageError."""
     with storage_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial = out.with_suffix(".json.partial")
-        partial.write_text(json.dumps(facts) + "\n", encoding="utf-8")
-        os.replace(partial, out.with_suffix(".json"))
+        written = out.with_suffix(f"{suffix}.tmp")
+        written.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        os.replace(written, out.with_suffix(suffix))
 
 
-def resumed(fresh: Facts, results: Mapping[str, Any], out: Path) -> Facts:
-    """`fresh` with its `results` (name: value without results) as kept in `out`.json, or empty if that does not exist.
+def resumed(fresh: Facts, results: Mapping[str, Any], out: Path, suffix: str = JSON) -> Facts:
+    """`fresh` with its `results` (name: value without results) as kept in `out` with this suffix, or empty if that does not exist.
 
-    `fresh["settings"]` says what may be resumed. Raises ConfigError if `out`.json has results with other settings or is not a
-    result of a resumable experiment.
+    `fresh["settings"]` says what may be resumed. Raises ConfigError if the file has results with other settings or is not a result
+    of a resumable experiment.
     """
     fresh = {**fresh, "settings": json.loads(json.dumps(fresh["settings"]))}  # as it is read back: lists, not tuples
-    path = out.with_suffix(".json")
+    path = out.with_suffix(suffix)
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -3,9 +3,10 @@
 On one machine, gloo communicates by copying memory with the same cores: cheap, and impossible to hide. Over a rate-limited wire,
 communication takes time in proportion to its bytes. Two rates of each group are derived from its run without a limit: on the
 *share-matched* wire, communication takes the same fraction of a btp step as in the paper's 7B row on A100s; on the *slow* wire,
-half of it. Every launch is kept when it ends: the same command resumes.
+half of it. Every launch is kept when it ends: the same command resumes, at the same commit.
 """
 
+import contextlib
 import json
 import os
 import statistics
@@ -32,10 +33,12 @@ from boost.errors import ConfigError, MeasurementError
 from boost.format import format_duration
 from boost.measure.results import MACHINE, Facts, facts_of, save_section
 from boost.parallel.mesh import Mesh
-from boost.train.rundir import git_state
 
 ROOT = Path(__file__).parents[2]
 """Working directory of the processes, which import `benchmarks`."""
+
+PARTIAL = ".partial"
+"""Suffix of a set's launches so far."""
 
 PORT = 29400
 """Always free in a new namespace."""
@@ -62,10 +65,11 @@ def wire(
     rates: Sequence[float],
     out: Path,
 ) -> int:
-    """Measures a set, or what is missing from `out`.json. Writes `out`.json after every launch, then `out`.md and the figures.
+    """Measures a set, or what is missing from `out`.partial, which is written after every launch. Writes `out`.json, .md and the
+    figures. Measures nothing if `out`.json already has this set with the same settings, of the same commit.
 
     `rates`: Mbit/s, in addition to the marked ones. Raises ConfigError if this machine cannot create network namespaces or if
-    `out`.json has results with other settings, and MeasurementError if a process fails.
+    `out`.partial has launches with other settings, and MeasurementError if a process fails.
     """
     if reason := why_no_hosts(limited=True):
         raise ConfigError(f"the wire experiment needs network namespaces: {reason}")
@@ -80,12 +84,12 @@ def wire(
         last = launch.number == plan.launches - 1
         with hosts(launch.group.processes) as found:
             measured = measure(found, mbit, launch, configs[launch.group.name], plan.rounds, draws=last)
-        ran = {"group": launch.group.name, "wire": launch.wire, "launch": launch.number, "git": git_state()}
+        ran = {"group": launch.group.name, "wire": launch.wire, "launch": launch.number}
         facts["groups"].append({**ran, **measured, "wall_s": round(time.monotonic() - begun, 1)})
         facts["marked"] = _marked(facts, plan.groups[0])
-        keep(out, facts)
-    facts["complete"] = True
+        keep(out, facts, PARTIAL)
     save_section(out, facts, section(facts))
+    out.with_suffix(PARTIAL).unlink(missing_ok=True)
     print(out.with_suffix(".md").read_text(encoding="utf-8"))
     return 0
 
@@ -127,9 +131,9 @@ def marked_rate(free: Facts, reference: str, fraction: float) -> float:
 
 
 def _begin(plan: WireSet, configs: Mapping[str, Mapping[str, Config]], rates: Sequence[float], out: Path) -> Facts:
-    """Empty results, or those of an earlier call with the same settings."""
+    """Empty results, or those of an earlier call with the same settings: finished, or kept so far."""
     config = configs[plan.groups[0].name][plan.groups[0].reference]
-    fresh = facts_of("wire", config, set=plan.name, rounds=plan.rounds, launches=plan.launches, complete=False)
+    fresh = facts_of("wire", config, set=plan.name, rounds=plan.rounds, launches=plan.launches)
     environment = fresh["environment"]
     described = {
         group: {name: each.model_dump(exclude={"run", "data"}) for name, each in of_group.items()}
@@ -143,12 +147,19 @@ def _begin(plan: WireSet, configs: Mapping[str, Mapping[str, Config]], rates: Se
         "rates": sorted(rates),
         "machine": {key: environment[key] for key in MACHINE},
         "torch": environment["torch"],
+        "commit": (environment["git"] or {}).get("commit"),
         "configs": described,
         "recorded": {
             group.name: [asdict(each) for each in (*group.recorded, *group.broken_down)] for group in plan.groups
         },
     }
-    return resumed(fresh, {"marked": {}, "groups": []}, out)
+    empty: Facts = {"marked": {}, "groups": []}
+    if not out.with_suffix(PARTIAL).exists():
+        with contextlib.suppress(
+            ConfigError
+        ):  # a finished result of other settings is replaced when this one is finished
+            return resumed(fresh, empty, out)
+    return resumed(fresh, empty, out, PARTIAL)
 
 
 def _done(facts: Facts) -> set[tuple[str, str, int]]:

