@@ -15,6 +15,8 @@ EXPERIMENTS = (
     "gemms",
     "traffic",
     "wire",
+    "ladder",
+    "breakdown",
     "grouping",
     "norms",
     "recompute",

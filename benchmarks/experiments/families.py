@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.experiments.contest import take_turns
 from benchmarks.experiments.curves import at_start, heldout
 from benchmarks.experiments.families_report import goals, section, step_seconds
-from benchmarks.experiments.kept import keep, resumed
+from benchmarks.experiments.resumable import keep, resumed
 from benchmarks.experiments.scores import scores, task_folder
 from boost.config import Config
 from boost.config.architecture import flops_per_token, parameter_count
@@ -353,7 +353,7 @@ def _begin(config: Config, plan: FamilyExperiment, out: Path) -> Facts:
         "exact_steps": EXACT_STEPS,
     }
     results: Facts = {"sweep": [], "runs": [], "timing": {}, "equal_steps": {}, "equal_time": []}
-    return resumed(out, facts_of("families", config, settings=settings, **results, complete=False), *results)
+    return resumed(facts_of("families", config, settings=settings, complete=False), results, out)
 
 
 def _run_all(tasks: Sequence[Task], kind: str, *, facts: Facts, out: Path, plan: FamilyExperiment) -> None:

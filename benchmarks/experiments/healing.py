@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.experiments.kept import keep, resumed
+from benchmarks.experiments.resumable import keep, resumed
 from boost.api.trainer import Trainer
 from boost.config import Config
 from boost.config.architecture import parameter_count
@@ -181,4 +181,4 @@ def _begin(config: Config, plan: HealingExperiment, out: Path) -> Facts:
         "text": [store.content(split) for split in ("train", "heldout")],
         "plan": {"heal": plan.heal, "tokens": plan.tokens},
     }
-    return resumed(out, facts_of("healing", config, settings=settings, rows=[], complete=False), "rows")
+    return resumed(facts_of("healing", config, settings=settings, complete=False), {"rows": []}, out)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from benchmarks.experiments import families
 from benchmarks.experiments.curves import LayoutVariant, at_start, every_layout, heldout, losses
-from benchmarks.experiments.kept import keep, resumed
 from benchmarks.experiments.perplexity_report import SINGLE, goals, holds, section
+from benchmarks.experiments.resumable import keep, resumed
 from benchmarks.experiments.scores import scored, task_folder
 from boost.config import Config
 from boost.config.load import from_tree
@@ -158,9 +158,9 @@ def start(config: Config, plan: ConvergenceExperiment, out: Path) -> Facts:
     }
     numbers = {name: list(getattr(plan, name)) for name in ("families", "seeds", "dtypes", "few_seeds")}
     numbers |= {"kept_steps": kept_steps(config.train.steps)}
-    fresh = facts_of("perplexity", config, settings=settings, limits=LIMITS, **numbers, runs=[], complete=False)
+    fresh = facts_of("perplexity", config, settings=settings, limits=LIMITS, **numbers, complete=False)
     settings["machine"] = machine(fresh["environment"])  # runs are paired, and processors round differently
-    return resumed(out, fresh, "runs")
+    return resumed(fresh, {"runs": []}, out)
 
 
 def perplexity_process(config: Config, plan: ConvergenceExperiment, out: Path) -> int:
