@@ -95,7 +95,8 @@ def _bytes(results: Sequence[tuple[Facts, Sequence[Goal]]]) -> Headline:
     parts = re.match(r"[\d.]+", found[1].found) if found else None
     if found is None or parts is None:
         return Headline(NOT_MEASURED, "", words, "", "", "steps")
-    return Headline(f"{float(parts[0]):.2f}x", "exact", words, "inside blocks, TP 2, d 1024", found[1].kind, "steps")
+    where = f"inside blocks, {found[1].where.partition(',')[0]}"
+    return Headline(f"{float(parts[0]):.2f}x", "exact", words, where, found[1].kind, "steps")
 
 
 def _losses(results: Sequence[tuple[Facts, Sequence[Goal]]]) -> Headline:

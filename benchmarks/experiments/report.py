@@ -41,6 +41,9 @@ DASH, TIMES, MINUS = "\u2013", "\u00d7", "\u2212"
 LONG_TEXT = 30
 """Text columns with longer cells wrap."""
 
+FEW_COLUMNS = 6
+"""Tables with at most so many columns have intervals next to their numbers, not below them."""
+
 MOST_ROWS = 40
 """Tables with more rows are folded."""
 
@@ -52,6 +55,8 @@ FIRST_FIGURE = (
 
 INTERVAL_CELL = re.compile(r"[^()]*\d[^()]* \([^()]*\d to [^()]*\)[ %x]*")
 """A table cell that is a number with an interval."""
+
+_RAISED = str.maketrans("0123456789", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
 
 _VERDICTS = {"met": "met", "holds": "met", "not met": "unmet", "does not hold": "unmet"}
 
@@ -86,7 +91,7 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
     """
     found: list[Result] = []
     for folder in folders:
-        paths = [*sorted(folder.glob("*.json")), *sorted(folder.glob("*/*.json"))]
+        paths = sorted([*folder.glob("*.json"), *folder.glob("*/*.json")], key=lambda path: (path.parent, path.stem))
         if not paths:
             raise ConfigError(f"--results = '{folder}' contains no results; use a folder with results of experiments")
         for path in paths:
@@ -196,7 +201,9 @@ def _spread(text: str) -> Markup:
 
 
 def _signs(text: str) -> str:
-    text = re.sub(r"(\d) ?x(?![\w-])", lambda m: m[0].replace("x", TIMES), text)
+    text = re.sub(r"([\d)]) ?x(?![\w-])", lambda m: m[0].replace("x", TIMES), text)
+    text = re.sub(r"(?<=\d) %", "%", text)
+    text = re.sub(r"\b10\^(\d+)", lambda m: f"10{m[1].translate(_RAISED)}", text)
     text = re.sub(r"(?<![\w.])-(?=\d)", MINUS, text)
     return text.replace(">=", "≥").replace("<=", "≤").replace("+-", "±")
 
@@ -285,6 +292,7 @@ def _block(result: Result, drawn: dict[str, str], out: Path, prefix: str) -> dic
     return {
         "id": result.experiment,
         "title": result.section.title,
+        "stem": result.path.stem,
         "command": [shlex.quote(word) for word in environment["command"]],
         "origin": origin(environment),
         "machine": machine(environment),
@@ -329,6 +337,7 @@ def _table(table: Table) -> dict[str, Any]:
         "rows": [list(zip(row, columns, strict=True)) for row in table.rows],
         "kinds": _kinds([table.caption, *table.headings]),
         "folded": len(table.rows) > MOST_ROWS,
+        "roomy": len(columns) <= FEW_COLUMNS,
     }
 
 

@@ -34,12 +34,11 @@ TONES = {
 }
 """Every color of a figure by name. Layouts differ for the color-blind too (tests check it), and are readable as text."""
 
-SERIES = ("#3b5bdb", "#bb5a07", "#0b7285", "#c2255c", "#4f6d0a", "#7048e8", "#8a6100", "#495057", "#a61e4d", "#087f5b")
-"""Colors of whatever is not a layout, in order."""
+SERIES = ("#5c7cfa", "#d97706", "#0e9aa0", "#e64980", "#7a9a12", "#9775fa", "#b08400", "#7d8794", "#b5557f", "#2f9e6b")
+"""Colors of whatever is not a layout, in order: lighter than those of layouts, and visible on white and on dark pages."""
 
-SERIES_DARK = ("#8fa8ff", "#f5b06b", "#5cc8d8", "#f783ac", "#a9cc5a", "#b8a1ff", "#e3b341", "#adb5bd", "#e599b7", "#63d3a6")
-
-TONES |= {f"s{i}": Tone(*pair) for i, pair in enumerate(zip(SERIES, SERIES_DARK, strict=True))}
+PEER = "#8f97a1"
+"""Bars without a color of their own: other libraries, first steps, memory."""
 
 _NAMES = (
     *(("vanilla-published", words) for words in ("vanilla, published", "vanilla-published", "published vanilla")),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NOTED = re.compile(r"(start|wait for) (\w+ #\d+ of .*), (\d+) bytes")
 STEP = re.compile(r"step (\d+)")
 COMPUTES, WAITS, FLIES = "computing", "waiting for communication", "collective in flight"
-COLORS = {COMPUTES: "#4477aa", WAITS: "#ee6677", FLIES: "#ccbb44"}
+COLORS = {COMPUTES: "#5c7cfa", WAITS: "#e0a08a", FLIES: "#0e9aa0"}
 GAP_S = 2e-4
 """Gaps shorter than this many seconds are not drawn."""
 
