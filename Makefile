@@ -11,7 +11,8 @@
 #   make perplexity  final perplexity of all layouts, three seeds each, into benchmarks/results/ (four minutes)
 #   make recompute, make fit   memory saved and time added by recomputation; largest sizes that fit in 80 GB (15 minutes each)
 #   make validate the performance model against steps measured on this machine, into benchmarks/results/ (ten minutes; keep the machine idle)
-#   make bench    the paper's evaluation on this machine, and the report of all results, benchmarks/report.html (90 minutes; keep the machine idle)
+#   make bench    the paper's evaluation on this machine, and the report of all results, benchmarks/report.html (under three hours;
+#                 keep the machine idle; resumes after an interruption, and `python -m benchmarks evaluation --list` says what is left)
 #   make report   rebuild the report from existing results
 #   make healing  dense models factorized and healed, three seeds (an hour on one core; resumes after an interruption)
 #   make families dense, svd, cola, lax, loro, DLR, Spectron, smaller k/v ranks on the same tokens and in the same time, five seeds
@@ -139,13 +140,9 @@ validate: setup
 	$(BIN)/boost plan calibrate --device cpu --nproc 2 --out runs/local.toml
 	$(BIN)/boost plan validate --measure --hardware runs/local.toml
 
-# Runs one experiment at a time, because concurrent runs would slow each other down. GPU predictions come last.
+# One experiment at a time, because concurrent runs would slow each other down.
 bench: setup
-	$(BIN)/boost plan calibrate --device cpu --nproc 2 --out runs/local.toml
-	$(BIN)/python -m benchmarks steps --hardware runs/local.toml
-	$(BIN)/python -m benchmarks parts
-	for name in ideal single gemms traffic grouping norms; do $(BIN)/python -m benchmarks $$name || exit 1; done
-	$(MAKE) recompute perplexity report
+	$(BIN)/python -m benchmarks evaluation
 
 report: setup
 	$(BIN)/python -m benchmarks modeled

@@ -24,6 +24,7 @@ EXPERIMENTS = (
     "families",
     "healing",
     "modeled",
+    "evaluation",
     "report",
     "compare",
 )
@@ -44,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
         "  python -m benchmarks curves demo --tp 4 --train.steps 50 --out /tmp/curves\n"
         "  python -m benchmarks perplexity demo --tp 2 --seeds 0 1 2   final perplexity of every layout\n"
         "  python -m benchmarks families --sweep 1e-3 3e-3 1e-2        dense, svd, cola, lax, loro; three seeds each\n"
+        "  python -m benchmarks evaluation               all of these for the report, several launches each, resumable\n"
         "  python -m benchmarks report                   all results as one page, benchmarks/report.html\n"
         "  python -m benchmarks compare old/recompute.json benchmarks/results/recompute.json\n"
         "python -m benchmarks.steps and (from a checkout) boost bench steps are equivalent.",

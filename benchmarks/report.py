@@ -15,9 +15,9 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = experiments.add_parser(
         "report",
         help="build one HTML page of all results, with figures as SVG and PNG",
-        description="Builds one self-contained HTML page of all results: a first screen with the main figure and numbers, the goals\n"
-        "and whether they are met, then every table and figure next to the paper's numbers. Also writes the figures next to the\n"
-        "results.",
+        description="Builds one self-contained HTML page of all results: a first screen with the main figure and numbers, the\n"
+        "goals and whether they are met, then every table and figure next to the paper's numbers. Also writes the figures next\n"
+        "to the results.",
         epilog="examples:\n"
         "  python -m benchmarks report\n"
         "  python -m benchmarks report --check                             check that the page is up to date\n"

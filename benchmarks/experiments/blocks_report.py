@@ -1,12 +1,12 @@
 """Report helpers for single-block experiments: rows, table cells, bar charts, and the paper's numbers next to ours."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.experiments.contest import Ratio, ratio, spread
+from benchmarks.experiments.contest import Ratio, Seconds, launches, pooled, ratio, rounds_words, spread
 from boost.measure import drawing
 from boost.measure.document import Table
 from boost.measure.results import Facts
@@ -75,18 +75,18 @@ def shape_words(facts: Facts) -> str:
 def turns_words(facts: Facts) -> str:
     """A description of the number of rounds."""
     return (
-        f"measured: medians of {facts['rounds']} interleaved rounds, with quartiles of times and 95 % bootstrap intervals of "
+        f"measured: medians of {rounds_words(facts)}, with quartiles of times and 95 % bootstrap intervals of "
         "ratios in parentheses"
     )
 
 
-def milliseconds(seconds: Sequence[float]) -> str:
+def milliseconds(seconds: Seconds) -> str:
     """Median and quartiles in ms, formatted."""
     found = spread(seconds)
     return _with_spread(1e3 * found.median, 1e3 * found.low, 1e3 * found.high)
 
 
-def times(over: Sequence[float], under: Sequence[float]) -> str:
+def times(over: Seconds, under: Seconds) -> str:
     """Ratio of two times with its interval, formatted."""
     found = ratio(over, under)
     return f"{found.value:.2f}x ({found.low:.2f} to {found.high:.2f})"
@@ -97,20 +97,20 @@ def percent(found: Ratio) -> str:
     return f"{100 * found.value:.0f} ({100 * found.low:.0f} to {100 * found.high:.0f})"
 
 
-def differences(more: Sequence[float], less: Sequence[float]) -> list[float]:
+def differences(more: Seconds, less: Seconds) -> Seconds:
     """Differences within each round."""
-    return [a - b for a, b in zip(more, less, strict=True)]
+    return launches(more) - launches(less)
 
 
-def ms_bar(seconds: Sequence[float]) -> RangeBar:
+def ms_bar(seconds: Seconds) -> RangeBar:
     """A bar of the median and quartiles, in ms."""
     found = spread(seconds)
     return RangeBar(1e3 * found.median, 1e3 * found.low, 1e3 * found.high)
 
 
-def middle(seconds: Sequence[float]) -> float:
+def middle(seconds: Seconds) -> float:
     """The median."""
-    return statistics.median(seconds)
+    return statistics.median(pooled(seconds))
 
 
 def _with_spread(value: float, low: float, high: float) -> str:

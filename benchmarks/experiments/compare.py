@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.experiments.contest import LEAST_ROUNDS, Ratio, Spread, ratio_of_runs, spread
+from benchmarks.experiments.contest import LEAST_ROUNDS, Ratio, Seconds, Spread, pooled, ratio_of_runs, spread
 from boost.errors import ConfigError
 from boost.measure.results import Facts, differences, origin, read, require_one_machine, table
 
-COUNTED = re.compile(r"(^|_)(s|ms|us|bytes|flops|elements|parameters|collectives|count|rounds|repeats|in_blocks)$")
+COUNTED = re.compile(
+    r"(^|_)(s|ms|us|bytes|flops|elements|parameters|collectives|count|rounds|launches|repeats|in_blocks)$"
+)
 """Suffixes of keys whose integers are measurements or counts, not dimensions of a row."""
 
 DIMENSIONS = ("model", "parallel", "train")
@@ -32,7 +34,7 @@ class TimedRow:
     """Keys on the path to it, without `seconds`."""
     dimensions: dict[str, str | int]
     """Strings, booleans and integers of the enclosing objects, by key; inner ones override outer ones."""
-    seconds: list[float]
+    seconds: Seconds
     """One per round."""
 
     @property
@@ -80,8 +82,10 @@ def _by_name(seconds: Any, names: tuple[str, ...], around: dict[str, str | int])
     if isinstance(seconds, dict):
         for name, each in seconds.items():
             yield from _by_name(each, (*names, name), around)
-    elif isinstance(seconds, list) and len(seconds) > 1 and all(isinstance(each, float | int) for each in seconds):
-        yield TimedRow(names, around, [float(each) for each in seconds])
+    elif (
+        isinstance(seconds, list) and len(seconds) > 1 and all(isinstance(each, float | int | list) for each in seconds)
+    ):
+        yield TimedRow(names, around, seconds)
 
 
 def _words(key: str, value: str | int) -> str:
@@ -154,7 +158,7 @@ def _cells(pair: Pair) -> list[str]:
 
 
 def _pair(old: TimedRow, new: TimedRow) -> Pair:
-    enough = min(len(old.seconds), len(new.seconds)) >= LEAST_ROUNDS
+    enough = min(len(pooled(old.seconds)), len(pooled(new.seconds))) >= LEAST_ROUNDS
     found = ratio_of_runs(new.seconds, old.seconds) if enough else None
     return Pair(new.title, spread(old.seconds), spread(new.seconds), found)
 

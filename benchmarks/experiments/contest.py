@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,18 +128,25 @@ def refuse_zeros(name: str, computed: Iterable[Tensor]) -> None:
         raise MeasurementError(f"{name} returned no results: its time is meaningless")
 
 
-def launches(seconds: Seconds) -> list[list[float]]:
-    """Seconds as launches with their rounds; a flat list is one launch. Raises ValueError if launches differ in length."""
+def launches(seconds: Seconds) -> np.ndarray:
+    """Seconds as an array [launches, rounds]; a flat list is one launch. Raises ValueError if launches differ in length."""
     flat = [each for each in seconds if not isinstance(each, Sequence | np.ndarray)]
-    nested = [list(each) for each in seconds if isinstance(each, Sequence | np.ndarray)] + ([flat] if flat else [])
+    nested = [each for each in seconds if isinstance(each, Sequence | np.ndarray)] + ([flat] if flat else [])
     if len({len(each) for each in nested}) > 1:
         raise ValueError(f"launches of {', '.join(str(len(each)) for each in nested)} rounds; all need the same number")
-    return nested
+    return np.array(nested, dtype=float)
 
 
 def pooled(seconds: Seconds) -> list[float]:
     """Seconds of all rounds of all launches."""
-    return [each for launch in launches(seconds) for each in launch]
+    found: list[float] = launches(seconds).reshape(-1).tolist()
+    return found
+
+
+def rounds_words(facts: Mapping[str, Any]) -> str:
+    """A description of the number of rounds and launches of a result."""
+    count = facts.get("launches", 1)
+    return f"{facts['rounds']} interleaved rounds" + (f" of each of {count} launches" if count > 1 else "")
 
 
 def spread(seconds: Seconds) -> Spread:
@@ -171,7 +179,7 @@ def bootstrap(statistic: Callable[..., np.ndarray], *samples: Seconds, paired: b
     accelerated (BCa, Efron 1987). Draws are seeded, which makes reports reproducible. Raises ValueError if paired contenders
     have different numbers of launches or rounds.
     """
-    arrays = [np.asarray(launches(sample), dtype=float) for sample in samples]
+    arrays = [launches(sample) for sample in samples]
     if paired and len({array.shape for array in arrays}) > 1:
         shown = " over ".join(str(array.size) for array in arrays)
         raise ValueError(f"{shown} rounds: these were not timed in the same rounds")

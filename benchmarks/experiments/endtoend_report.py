@@ -1,11 +1,10 @@
 """Report of the end-to-end experiment: step times, speed-ups next to the paper's, and the goals."""
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.experiments.contest import Ratio, in_words
+from benchmarks.experiments.contest import Ratio, in_words, rounds_words, spread
 from benchmarks.experiments.endtoend import (
     BOUND,
     BTP,
@@ -18,7 +17,7 @@ from benchmarks.experiments.endtoend import (
     VANILLA,
     WEAK_SCALING,
 )
-from benchmarks.experiments.side_by_side import in_ms, names, seconds_of, shape_of, spread_of, times
+from benchmarks.experiments.side_by_side import in_ms, names, shape_of, spread_of, times
 from boost.measure import drawing
 from boost.measure.document import Figure, Goal, Section, Table
 from boost.measure.results import Facts
@@ -35,7 +34,7 @@ def section(facts: Facts) -> Section:
     """All tables and figures."""
     intro = (
         "Whole optimizer steps (forward, backward, gradient reduction, clipping, AdamW) on random tokens. Contenders are "
-        f"interleaved in one run of {facts['rounds']} rounds. Times are medians with quartiles. Ratios are medians of the ratio "
+        f"timed in {rounds_words(facts)}. Times are medians with quartiles. Ratios are medians of the ratio "
         "within a round, with 95 % bootstrap intervals; above 1, the row's contender is faster. Bytes sent by one process are "
         "counted at the dispatcher. Peak memory counts tensors, without allocator rounding. MB = 10^6 bytes. Models have fewer "
         "blocks and proportionally smaller vocabularies than the paper's. The paper's steps have 16,384 tokens; with fewer, "
@@ -94,7 +93,7 @@ def _never_slower(groups: Sequence[Facts]) -> Goal:
 
 def best(group: Facts) -> str:
     """btp or btp-sp, whichever has the shorter median step."""
-    return min((BTP, BTP_SP), key=lambda name: statistics.median(seconds_of(group, name)))
+    return min((BTP, BTP_SP), key=lambda name: spread_of(group, name).median)
 
 
 def _of(facts: Facts, *purposes: str) -> list[Facts]:
@@ -148,7 +147,7 @@ def _cells(group: Facts, row: Facts, bases: Sequence[str]) -> tuple[str, ...]:
     name, taken = row["name"], spread_of(group, row["name"])
     cells = [name, f"{row['parameters'] / 1e6:.1f}" if "parameters" in row else ""]
     if group["share"]:
-        cells += [f"{1e3 * statistics.median(row['seconds']):.0f}", f"{1e3 * group['waits_s'][name]:.1f}"]
+        cells += [f"{1e3 * spread(row['seconds']).median:.0f}", f"{1e3 * group['waits_s'][name]:.1f}"]
     cells += [in_ms(taken), f"{group['tokens'] / taken.median:,.0f}"]
     cells += ["1" if base == name else in_words(times(group, base, name)) for base in bases]
     keys = ("sent_bytes", "sent_in_blocks", "peak_bytes")
@@ -274,7 +273,7 @@ def _speedups(facts: Facts, pyplot: Any) -> None:
         labels.append(words)
     titles = [n for n, label in enumerate(labels) if label and n not in {y for y, _, _ in shown}]
     _, axis = pyplot.subplots(figsize=(7.4, 0.7 + 0.2 * len(labels)), layout="constrained")
-    for number, (y, found, paper_ratio) in enumerate(shown):
+    for number, (y, found, _) in enumerate(shown):
         axis.errorbar(
             found.value, y, xerr=[[max(found.value - found.low, 0)], [max(found.high - found.value, 0)]], fmt="o",
             color=drawing.SERIES[0], markersize=4.5, elinewidth=1.4, label=None if number else "ours, 95 % interval",

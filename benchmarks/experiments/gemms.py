@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -41,7 +42,7 @@ from benchmarks.experiments.blocks_report import (
     times,
     turns_words,
 )
-from benchmarks.experiments.contest import Call, Ratio, ratio, take_turns
+from benchmarks.experiments.contest import Call, Ratio, launches, ratio, take_turns
 from boost.config import Config
 from boost.measure.document import Figure, Goal, Section, Table
 from boost.measure.memory import fake_mesh
@@ -169,17 +170,17 @@ def _threads_of_one(mesh: Mesh, processes: int) -> Iterator[None]:
         torch.set_num_threads(usual)
 
 
-def ceiling(facts: Facts) -> tuple[int, list[float]]:
-    """(size, FLOP/s in every round) of the fastest square GEMM."""
+def ceiling(facts: Facts) -> tuple[int, np.ndarray]:
+    """(size, FLOP/s [launches, rounds]) of the fastest square GEMM."""
     seconds = facts["turns"]["seconds"]
-    rates = {side: [2 * side**3 / s for s in seconds[f"square {side}"]] for side in facts["squares"]}
+    rates = {side: 2 * side**3 / launches(seconds[f"square {side}"]) for side in facts["squares"]}
     return max(rates.items(), key=lambda item: middle(item[1]))
 
 
 def utilization(facts: Facts, row: Facts) -> Ratio:
     """FLOP/s relative to the ceiling of the same round."""
     _, rates = ceiling(facts)
-    return ratio([row["flops"] / rate for rate in rates], facts["turns"]["seconds"][row["name"]])
+    return ratio(row["flops"] / rates, facts["turns"]["seconds"][row["name"]])
 
 
 def goals(facts: Facts) -> list[Goal]:

@@ -117,9 +117,7 @@ def _table(facts: Facts, words: str) -> Table:
     headings = ["layout", "batch:"]
     for form in ("ungrouped", "grouped"):
         headings += [f"{form} GEMMs:", "collectives:", "MB sent:", "ms:"]
-    caption = (
-        f"{words.capitalize()} pass of one block (GEMMs, collectives and bytes counted; times measured)."
-    )
+    caption = f"{words.capitalize()} pass of one block (GEMMs, collectives and bytes counted; times measured)."
     return Table(caption, (*headings, "ungrouped / grouped:"), tuple(cells))
 
 

@@ -1,7 +1,7 @@
 """The first screen of the report: one figure, five numbers, and what is measured and what is modeled. All come from results."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,8 @@ def _scientific(value: float) -> str:
 def wire_of(results: Sequence[Facts]) -> Facts | None:
     """The result of the figure: the first over a wire that has the published baseline."""
     for facts in results:
-        if facts["experiment"] == "wire" and any(row["name"] == PUBLISHED for row in facts["groups"][0]["rows"]):
+        whole = facts["experiment"] == "wire" and facts.get("set", "main") == "main"
+        if whole and any(row["name"] == PUBLISHED for row in facts["groups"][0]["rows"]):
             return facts
     return None
 
@@ -149,8 +150,8 @@ def modeled_words(results: Sequence[Facts]) -> str:
 def draw(facts: Facts, path: Path, narrow: bool = False) -> None:
     """Draws step time over wire speed: one line per layout, labeled at its end. `narrow`: for a phone."""
     figure, axis = drawing.pyplot().subplots(figsize=(3.9, 3.5) if narrow else (7.6, 4.5), layout="constrained")
-    rates = sorted({group["mbit"] for group in facts["groups"] if group["mbit"]}, reverse=True)
-    free = any(group["mbit"] is None for group in facts["groups"])
+    rates = sorted({launch["mbit"] for launch in _launches(facts) if launch["mbit"]}, reverse=True)
+    free = any(launch["mbit"] is None for launch in _launches(facts))
     places = ([FREE * rates[0]] if free else []) + rates
     labels, top = [], 0.0
     for name, words, contenders in LINES:
@@ -158,7 +159,10 @@ def draw(facts: Facts, path: Path, narrow: bool = False) -> None:
         if not all(found):
             continue
         color, middle = drawing.color_of(name), [each.median for each in found if each]
-        error = [[each.median - each.low for each in found if each], [each.high - each.median for each in found if each]]
+        error = [
+            [each.median - each.low for each in found if each],
+            [each.high - each.median for each in found if each],
+        ]
         axis.errorbar(places, middle, yerr=error, color=color, elinewidth=1.2, linewidth=0, capsize=2)
         marked = {"marker": "o", "markersize": 4.5, "color": color}
         axis.plot(places[free:], middle[free:], linewidth=2.2, **marked)
@@ -171,10 +175,16 @@ def draw(facts: Facts, path: Path, narrow: bool = False) -> None:
     shown = [] if free is False else ["no limit"]
     axis.set_xticks(places, [*shown, *(f"{rate:,.0f}" for rate in rates)])
     axis.minorticks_off()
-    for name, rate in _marks(facts["marked"]).items():
+    for name, rate in _marks(facts).items():
         axis.axvline(rate, color=drawing.MUTED, linestyle=(0, (2, 2)), linewidth=0.9, zorder=0)
         axis.annotate(
-            f"{name} ", (rate, 1.12 * top), (-2, -2), textcoords="offset points", ha="right", va="top", color=drawing.MUTED
+            f"{name} ",
+            (rate, 1.12 * top),
+            (-2, -2),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            color=drawing.MUTED,
         )
     drawing.tidy(axis)
     axis.grid(visible=False, axis="x")
@@ -186,19 +196,31 @@ def draw(facts: Facts, path: Path, narrow: bool = False) -> None:
 
 def _labels(axis: Any, labels: Sequence[tuple[str, float, str]], x: float, narrow: bool) -> None:
     if narrow:  # short names only
-        labels = [(text.partition("  ")[0].replace("vanilla, published", "vanilla, pub."), y, color) for text, y, color in labels]
+        labels = [
+            (text.partition("  ")[0].replace("vanilla, published", "vanilla, pub."), y, color)
+            for text, y, color in labels
+        ]
     drawing.label_ends(axis, labels, x)
 
 
-def _marks(marked: Mapping[str, float]) -> dict[str, float]:
-    return {"share-matched" if name == "share-matched" else f"{name} wire": rate for name, rate in marked.items()}
+def _launches(facts: Facts) -> list[Facts]:
+    """Launches of the first group; results of older versions have one without a name."""
+    first = facts["groups"][0].get("group")
+    return [launch for launch in facts["groups"] if launch.get("group") == first]
+
+
+def _marks(facts: Facts) -> dict[str, float]:
+    """Mbit/s of the marked wires by label."""
+    named = {launch.get("wire"): launch["mbit"] for launch in _launches(facts)} | dict(facts.get("marked", {}))
+    labels = {"share-matched": "share-matched", "slow": "slow wire"}
+    return {label: float(named[name]) for name, label in labels.items() if isinstance(named.get(name), int | float)}
 
 
 def _fastest(facts: Facts, rate: float | None, contenders: Sequence[str]) -> Spread | None:
     """The spread of the fastest form of these contenders at a rate; None if there is none."""
     seconds: dict[str, list[float]] = {}
-    for group in facts["groups"]:
-        for row in group["rows"] if group["mbit"] == rate else ():
+    for launch in _launches(facts):
+        for row in launch["rows"] if launch["mbit"] == rate else ():
             plain = row["name"].removesuffix(", halves")
             if plain in contenders:
                 seconds.setdefault(row["name"], []).extend(pooled(row["seconds"]))

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from benchmarks.experiments.contest import Ratio, in_words, ratio, spread
+import numpy as np
+
+from benchmarks.experiments.contest import Ratio, Seconds, in_words, launches, ratio, rounds_words, spread
 from boost.measure import drawing
 from boost.measure.document import Figure, Goal, Section, Table
 from boost.measure.results import Facts
@@ -21,7 +23,7 @@ def section(facts: Facts) -> Section:
         f"TP={facts['tp']} against the ideal",
         (
             f"The ideal is the single-process step time divided by {facts['tp']}, plus the step's collectives in isolation. "
-            f"Whole training steps: {_where(facts)}. Medians of {facts['rounds']} interleaved rounds, with quartiles in "
+            f"Whole training steps: {_where(facts)}. Medians of {rounds_words(facts)}, with quartiles in "
             "parentheses. The ratio to the ideal is the median of the ratio within a round, with its 95 % bootstrap interval.",
             _table(facts),
             Figure("ideal-parts", f"Where the time of a TP={facts['tp']} step goes", lambda path: draw(facts, path)),
@@ -46,9 +48,9 @@ def goals(facts: Facts) -> list[Goal]:
     ]
 
 
-def ideal(facts: Facts, layout: str) -> list[float]:
-    """Seconds of the ideal step in each round."""
-    return [compute + wire for compute, wire in zip(_compute(facts, layout), _wire(facts, layout), strict=True)]
+def ideal(facts: Facts, layout: str) -> np.ndarray:
+    """Seconds of the ideal step [launches, rounds]."""
+    return _compute(facts, layout) + _wire(facts, layout)
 
 
 def efficiency(facts: Facts, layout: str) -> Ratio:
@@ -56,19 +58,18 @@ def efficiency(facts: Facts, layout: str) -> Ratio:
     return ratio(ideal(facts, layout), facts["turns"]["seconds"][layout])
 
 
-def _compute(facts: Facts, layout: str) -> list[float]:
+def _compute(facts: Facts, layout: str) -> np.ndarray:
     """Single-process step time / TP, in each round."""
-    return [s / facts["tp"] for s in facts["turns"]["seconds"][ALONE + facts["families"][layout]]]
+    found: np.ndarray = launches(facts["turns"]["seconds"][ALONE + facts["families"][layout]]) / facts["tp"]
+    return found
 
 
-def _wire(facts: Facts, layout: str) -> list[float]:
-    seconds: list[float] = facts["turns"]["seconds"][WIRE + layout]
-    return seconds
+def _wire(facts: Facts, layout: str) -> np.ndarray:
+    return launches(facts["turns"]["seconds"][WIRE + layout])
 
 
-def _rest(facts: Facts, layout: str) -> list[float]:
-    steps = facts["turns"]["seconds"][layout]
-    return [step - best for step, best in zip(steps, ideal(facts, layout), strict=True)]
+def _rest(facts: Facts, layout: str) -> np.ndarray:
+    return launches(facts["turns"]["seconds"][layout]) - ideal(facts, layout)
 
 
 def _table(facts: Facts) -> Table:
@@ -111,7 +112,7 @@ def _where(facts: Facts) -> str:
     )
 
 
-def _ms(seconds: list[float]) -> str:
+def _ms(seconds: Seconds) -> str:
     found = spread(seconds)
     return f"{1e3 * found.median:.0f} ({1e3 * found.low:.0f} to {1e3 * found.high:.0f})"
 

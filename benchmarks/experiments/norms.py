@@ -31,7 +31,7 @@ from benchmarks.experiments.blocks_report import (
     times,
     turns_words,
 )
-from benchmarks.experiments.contest import Call, in_words, ratio, take_turns
+from benchmarks.experiments.contest import Call, Seconds, in_words, ratio, take_turns
 from boost.config import Config
 from boost.config.architecture import groups
 from boost.config.load import from_tree
@@ -243,9 +243,9 @@ def section(facts: Facts) -> Section:
     return Section("RMSNorm across processes: sync against online", tuple(parts))
 
 
-def _seconds(facts: Facts, what: str, form: str, batch: int, words: str) -> list[float]:
+def _seconds(facts: Facts, what: str, form: str, batch: int, words: str) -> Seconds:
     row = row_of(facts, what=what, form=form, batch=batch, passes=words)
-    return cast(list[float], facts["turns"]["seconds"][row["name"]])
+    return cast(Seconds, facts["turns"]["seconds"][row["name"]])
 
 
 def _block_table(facts: Facts) -> Table:

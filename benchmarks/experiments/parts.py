@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.experiments.contest import Ratio, in_words, ratio
+from benchmarks.experiments.contest import Ratio, in_words, ratio, rounds_words
 from benchmarks.experiments.endtoend import Machine, cut_flags, size_flags
 from benchmarks.experiments.side_by_side import TimingGroup, in_ms, run_groups, seconds_of, shape_of, spread_of
 from boost.config import load
@@ -129,8 +129,8 @@ def parts(machine: Machine, found: Sequence[TimingGroup], rounds: int, out: Path
 def section(facts: Facts) -> Section:
     """A table and a figure per group."""
     intro = (
-        "Whole optimizer steps. Every row adds one optimization to the previous row; the rows of a table are interleaved in one "
-        f"run of {facts['rounds']} rounds. Times are medians with quartiles. Ratios are medians of the ratio within a round, with "
+        "Whole optimizer steps. Every row adds one optimization to the previous row; the rows of a table are interleaved: "
+        f"{rounds_words(facts)}. Times are medians with quartiles. Ratios are medians of the ratio within a round, with "
         "95 % bootstrap intervals; above 1, the row is faster. Recomputation trades time for memory. MB = 10^6 bytes."
     )
     left_out = [f"Not measured: {'; '.join(facts['left_out'])}."] if facts["left_out"] else []

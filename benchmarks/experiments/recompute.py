@@ -7,8 +7,7 @@ with the same weights. Added time is relative to policy `none` in the same round
 import functools
 import itertools
 import math
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.experiments.contest import Call, Ratio, bootstrap, take_turns
+from benchmarks.experiments.contest import Call, Ratio, Seconds, bootstrap, launches, rounds_words, spread, take_turns
 from benchmarks.experiments.curves import contenders
 from boost.config import Config
 from boost.config.layouts import layout_spec
@@ -48,10 +47,21 @@ class Timed:
     kept_bytes: int
     """Activation memory between forward and backward pass, measured."""
     predicted_bytes: int
-    saved_bytes: int
-    """Memory saved relative to policy none."""
     seconds: list[float]
     """Forward and backward pass of a micro-batch, one per round."""
+
+
+@dataclass(frozen=True)
+class AddedTime:
+    """What one policy saves and adds, from a row of the result."""
+
+    layout: str
+    batch: int
+    policy: RecomputeName
+    kept_bytes: int
+    predicted_bytes: int
+    saved_bytes: int
+    """Memory saved relative to policy none."""
     step_s: float
     """Median of `seconds`."""
     added_s: float
@@ -62,7 +72,7 @@ class Timed:
     against_full_block: float
     """saved_per_added over that of full-block at the same layout and batch; 0 for policy none, or if no ratio is measurable."""
     against_full_block_interval: tuple[float, float | None] | None
-    """Bootstrap interval of `against_full_block` over rounds. The upper end is None (unbounded) if some draws have no measurable
+    """Bootstrap interval of `against_full_block`. The upper end is None (unbounded) if some draws have no measurable
     added time. None if there is nothing to compare."""
 
 
@@ -114,7 +124,17 @@ def time_variant(name: str, config: Config, mesh: Mesh, rounds: int) -> list[Tim
         kept[policy] = sum(measure_step(decoder, config, batch, mesh).activations.values())
     calls: dict[str, Call] = {policy: functools.partial(_pass, decoder, policy, batch) for policy in kept}
     turns = take_turns(calls, mesh, rounds, words=f"{name}, batch {config.train.micro_batch}")
-    return _rows(name, config, kept, {policy: turns.seconds[policy] for policy in kept})
+    return [
+        Timed(
+            layout=name,
+            batch=config.train.micro_batch,
+            policy=policy,
+            kept_bytes=kept[policy],
+            predicted_bytes=memory(with_policy(config, policy)).activations,
+            seconds=turns.seconds[policy],
+        )
+        for policy in kept
+    ]
 
 
 def recompute_process(config: Config, batches: Sequence[int], rounds: int, out: Path) -> int:
@@ -156,32 +176,31 @@ def _pass(decoder: Decoder, policy: RecomputeName, batch: tuple[Tensor, Tensor])
     return [loss.detach(), *(p.grad for p in itertools.islice(decoder.parameters(), 1) if p.grad is not None)]
 
 
-def _rows(
-    name: str, config: Config, kept: Mapping[RecomputeName, int], seconds: Mapping[RecomputeName, list[float]]
-) -> list[Timed]:
+def added_times(rows: Iterable[Facts]) -> list[AddedTime]:
+    """What every policy saves and adds relative to policy none of the same layout and batch, in the order of `rows`."""
+    together: dict[tuple[str, int], list[Facts]] = {}
+    for row in rows:
+        together.setdefault((row["layout"], row["batch"]), []).append(row)
     result = []
-    for policy, times in seconds.items():
-        added = [ours - none for ours, none in zip(times, seconds["none"], strict=True)]
-        low, middle, high = statistics.quantiles(added, n=4, method="inclusive")
-        saved = kept["none"] - kept[policy]
-        against = against_full_block(kept, seconds, policy)
-        result.append(
-            Timed(
-                layout=name,
-                batch=config.train.micro_batch,
-                policy=policy,
-                kept_bytes=kept[policy],
-                predicted_bytes=memory(with_policy(config, policy)).activations,
-                saved_bytes=saved,
-                seconds=times,
-                step_s=statistics.median(times),
-                added_s=middle,
-                added_quartiles_s=(low, high),
-                saved_per_added=saved / middle if middle > 0 else 0.0,
-                against_full_block=_seen(against) if policy != "full-block" else float(middle > 0),
-                against_full_block_interval=_interval(against),
+    for of_variant in together.values():
+        kept: dict[RecomputeName, int] = {row["policy"]: row["kept_bytes"] for row in of_variant}
+        seconds: dict[RecomputeName, Seconds] = {row["policy"]: row["seconds"] for row in of_variant}
+        for row in of_variant:
+            policy = row["policy"]
+            added = spread(launches(seconds[policy]) - launches(seconds["none"]))
+            saved, against = kept["none"] - kept[policy], against_full_block(kept, seconds, policy)
+            result.append(
+                AddedTime(
+                    **{key: row[key] for key in ("layout", "batch", "policy", "kept_bytes", "predicted_bytes")},
+                    saved_bytes=saved,
+                    step_s=spread(seconds[policy]).median,
+                    added_s=added.median,
+                    added_quartiles_s=(added.low, added.high),
+                    saved_per_added=saved / added.median if added.median > 0 else 0.0,
+                    against_full_block=_seen(against) if policy != "full-block" else float(added.median > 0),
+                    against_full_block_interval=_interval(against),
+                )
             )
-        )
     return result
 
 
@@ -194,9 +213,9 @@ def _interval(ratio: Ratio | None) -> tuple[float, float | None] | None:
 
 
 def against_full_block(
-    kept: Mapping[RecomputeName, int], seconds: Mapping[RecomputeName, Sequence[float]], policy: RecomputeName
+    kept: Mapping[RecomputeName, int], seconds: Mapping[RecomputeName, Seconds], policy: RecomputeName
 ) -> Ratio | None:
-    """Memory saved per added time relative to full-block, bootstrapped over rounds; None for policies none and full-block.
+    """Memory saved per added time relative to full-block; None for policies none and full-block.
 
     Added time is a median of small differences. In draws where it is not positive, the ratio is infinite. Where full-block's added
     time is not positive, nothing can be claimed, and the ratio is 0.
@@ -221,8 +240,8 @@ def section(facts: Facts) -> Section:
     words = (
         f"{model['layers']} blocks, d {model['dim']}, f {model['ffn_dim']}, r {model['rank']}, {train['seq_len']} tokens per "
         f"sequence, {train['compute_dtype']}, TP {config['parallel']['tp']}; low-rank and dense models have the same d and f. "
-        f"Forward and backward pass of a micro-batch: medians of {facts['rounds']} interleaved rounds, with quartiles in "
-        "parentheses; ratios have 95 % bootstrap intervals over rounds. Bytes are per process (MB = 10^6). Added time is relative "
+        f"Forward and backward pass of a micro-batch: medians of {rounds_words(facts)}, with quartiles in "
+        "parentheses; ratios have 95 % bootstrap intervals. Bytes are per process (MB = 10^6). Added time is relative "
         "to policy `none` in the same round."
     )
     headings: tuple[str, ...] = (
@@ -241,7 +260,7 @@ def section(facts: Facts) -> Section:
         Table(
             "Measured; activation bytes are counted, next to the memory model's prediction.",
             (*headings, "x full-block:"),
-            tuple(map(_cells, facts["rows"])),
+            tuple(map(_cells, added_times(facts["rows"]))),
         ),
     ]
     beside = [_beside_paper(batch, rows) for batch, rows in _headline(facts).items() if batch in SAVED_PER_ADDED]
@@ -265,10 +284,10 @@ interval."""
 def goals(facts: Facts) -> list[Goal]:
     """Goal: low-rank checkpointing under BOOST's layout, at every batch."""
     config, found = facts["config"], _headline(facts)
-    ratios = {batch: of_batch["low-rank"]["against_full_block"] for batch, of_batch in found.items()}
-    lows = [(of_batch["low-rank"].get("against_full_block_interval") or [0.0])[0] for of_batch in found.values()]
+    ratios = {batch: of_batch["low-rank"].against_full_block for batch, of_batch in found.items()}
+    lows = [(of_batch["low-rank"].against_full_block_interval or (0.0,))[0] for of_batch in found.values()]
     met = bool(ratios) and min(ratios.values()) >= GOAL and min(lows) > LEAST
-    layout = next((of_batch["low-rank"]["layout"] for of_batch in found.values()), "")
+    layout = next((of_batch["low-rank"].layout for of_batch in found.values()), "")
     where = (
         f"`{layout}`, TP {config['parallel']['tp']}, d {config['model']['dim']}, {config['train']['seq_len']} tokens, "
         f"{config['train']['compute_dtype']}; {machine(facts['environment'])}"
@@ -291,71 +310,74 @@ def goals(facts: Facts) -> list[Goal]:
     ]
 
 
-def _headline(facts: Facts) -> dict[int, dict[str, Facts]]:
+def _headline(facts: Facts) -> dict[int, dict[str, AddedTime]]:
     """Rows of BOOST's layout (`single` on one process) by batch and policy."""
-    chosen = next((row["layout"] for row in facts["rows"] if row["policy"] == "low-rank"), None)
-    result: dict[int, dict[str, Facts]] = {}
-    for row in facts["rows"]:
-        if row["layout"] == chosen:
-            result.setdefault(row["batch"], {})[row["policy"]] = row
+    rows = added_times(facts["rows"])
+    chosen = next((row.layout for row in rows if row.policy == "low-rank"), None)
+    result: dict[int, dict[str, AddedTime]] = {}
+    for row in rows:
+        if row.layout == chosen:
+            result.setdefault(row.batch, {})[row.policy] = row
     return result
 
 
-def _beside_paper(batch: int, rows: Mapping[str, Facts]) -> tuple[str, ...]:
+def _beside_paper(batch: int, rows: Mapping[str, AddedTime]) -> tuple[str, ...]:
     low_rank, vanilla = SAVED_PER_ADDED[batch]
-    ours = [f"{rows[policy]['saved_per_added'] / 1e9:.2f}" for policy in ("low-rank", "full-block")]
+    ours = [f"{rows[policy].saved_per_added / 1e9:.2f}" for policy in ("low-rank", "full-block")]
     theirs = (f"{low_rank:g}", f"{vanilla:g}", f"{low_rank / vanilla:.2f}")
     return (str(batch), *ours, _ratio_words(rows["low-rank"]), *theirs)
 
 
-def _ratio_words(row: Facts) -> str:
-    """Formats memory saved per added time relative to full-block. Old results have no interval."""
-    words = f"{row['against_full_block']:.2f}" if row["against_full_block"] else "not measurable"
-    if interval := row.get("against_full_block_interval"):
-        low, high = interval
+def _ratio_words(row: AddedTime) -> str:
+    """Formats memory saved per added time relative to full-block."""
+    words = f"{row.against_full_block:.2f}" if row.against_full_block else "not measurable"
+    if row.against_full_block_interval:
+        low, high = row.against_full_block_interval
         words += f" ({low:.2f} to {high:.2f})" if high is not None else f" ({low:.2f} or more)"
     return words
 
 
-def _cells(row: Facts) -> tuple[str, ...]:
-    low, high = (1e3 * q for q in row["added_quartiles_s"])
-    cells: tuple[str, ...] = (row["layout"], str(row["batch"]), row["policy"])
-    cells += (f"{row['kept_bytes'] / 1e6:.1f}", f"{row['predicted_bytes'] / 1e6:.1f}", f"{1e3 * row['step_s']:.0f}")
-    if row["policy"] == "none":
+def _cells(row: AddedTime) -> tuple[str, ...]:
+    low, high = (1e3 * q for q in row.added_quartiles_s)
+    cells: tuple[str, ...] = (row.layout, str(row.batch), row.policy)
+    cells += (f"{row.kept_bytes / 1e6:.1f}", f"{row.predicted_bytes / 1e6:.1f}", f"{1e3 * row.step_s:.0f}")
+    if row.policy == "none":
         return (*cells, "", "", "", "")
-    cells += (f"{1e3 * row['added_s']:.0f} ({low:.0f} to {high:.0f})", f"{row['saved_bytes'] / 1e6:.1f}")
-    return (*cells, f"{row['saved_per_added'] / 1e9:.2f}", _ratio_words(row))
+    cells += (f"{1e3 * row.added_s:.0f} ({low:.0f} to {high:.0f})", f"{row.saved_bytes / 1e6:.1f}")
+    return (*cells, f"{row.saved_per_added / 1e9:.2f}", _ratio_words(row))
 
 
 def draw(facts: Facts, path: Path) -> None:
     """Draws memory saved per added time by layout and policy, one panel per batch."""
     pyplot = drawing.pyplot()
-    rows = [row for row in facts["rows"] if row["policy"] != "none"]
-    batches = sorted({row["batch"] for row in rows})
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
-    layouts = list(dict.fromkeys(row["layout"] for row in rows))
+    rows = [row for row in added_times(facts["rows"]) if row.policy != "none"]
+    batches = sorted({row.batch for row in rows})
+    policies = list(dict.fromkeys(row.policy for row in rows))
+    layouts = list(dict.fromkeys(row.layout for row in rows))
     places, labels = dict[tuple[str, str], int](), list[str]()
     for layout in layouts:
         for policy in policies:
-            if any((row["layout"], row["policy"]) == (layout, policy) for row in rows):
+            if any((row.layout, row.policy) == (layout, policy) for row in rows):
                 places[layout, policy] = len(labels)
                 labels.append(f"{layout}: {policy}")
     figure, axes = pyplot.subplots(
         1, len(batches), figsize=(7.4, 0.8 + 0.25 * len(labels)), sharey=True, squeeze=False, layout="constrained"
     )
     for axis, batch in zip(axes[0], batches, strict=True):
-        of_batch = [row for row in rows if row["batch"] == batch]
+        of_batch = [row for row in rows if row.batch == batch]
         # Where recomputation adds less time than noise, memory per time means nothing.
-        sound = [row for row in of_batch if row["added_quartiles_s"][0] > 0]
+        sound = [row for row in of_batch if row.added_quartiles_s[0] > 0 and row.saved_per_added > 0]
         for row in sound:
-            value, y = row["saved_per_added"] / 1e9, places[row["layout"], row["policy"]]
-            axis.barh(y, value, 0.7, color=drawing.color_of(row["layout"]))
+            value, y = row.saved_per_added / 1e9, places[row.layout, row.policy]
+            axis.barh(y, value, 0.7, color=drawing.color_of(row.layout))
             axis.annotate(f"{value:.2f}", (value, y), (4, 0), textcoords="offset points", va="center")
         for row in of_batch:
             if row not in sound:
-                where = (0, places[row["layout"], row["policy"]])
-                axis.annotate("within noise", where, (4, 0), textcoords="offset points", va="center", color=drawing.MUTED)
-        most = max((row["saved_per_added"] / 1e9 for row in sound), default=1.0)
+                where = (0, places[row.layout, row.policy])
+                axis.annotate(
+                    "within noise", where, (4, 0), textcoords="offset points", va="center", color=drawing.MUTED
+                )
+        most = max((row.saved_per_added / 1e9 for row in sound), default=1.0)
         axis.set(title=f"batch {batch}, MB/ms", xlim=(0, 1.22 * most))
         drawing.tidy(axis)
         axis.grid(visible=False, axis="y")

@@ -215,7 +215,8 @@ def _template(name: str) -> str:
 def _colors() -> str:
     """CSS variables of all colors of figures, on a white and on a dark page."""
     light, dark = (
-        "".join(f"--{name}:{getattr(tone, side)};" for name, tone in drawing.TONES.items()) for side in ("light", "dark")
+        "".join(f"--{name}:{getattr(tone, side)};" for name, tone in drawing.TONES.items())
+        for side in ("light", "dark")
     )
     return f":root{{{light}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
 

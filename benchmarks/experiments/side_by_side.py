@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from benchmarks.experiments.contest import Call, Ratio, Spread, ratio, spread, take_turns
+from benchmarks.experiments.contest import Call, Ratio, Spread, launches, ratio, spread, take_turns
 from boost.config import Config
 from boost.config.architecture import groups as linears
 from boost.config.architecture import parameter_count
@@ -188,11 +189,11 @@ def _prices(group: TimingGroup, hardware: Hardware) -> Facts:
     return {"waits_s": waits}
 
 
-def seconds_of(group: Facts, name: str) -> list[float]:
-    """Step seconds of a contender in each round; for an emulated rank, including modeled communication time."""
+def seconds_of(group: Facts, name: str) -> np.ndarray:
+    """Step seconds of a contender [launches, rounds]; for an emulated rank, including modeled communication time."""
     row = next(row for row in group["rows"] if row["name"] == name)
     waits: float = group.get("waits_s", {}).get(name, 0.0)
-    return [taken + waits for taken in row["seconds"]]
+    return launches(row["seconds"]) + waits
 
 
 def times(group: Facts, over: str, under: str) -> Ratio:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.experiments.contest import Ratio, in_words, ratio, spread
+from benchmarks.experiments.contest import Ratio, in_words, launches, ratio, rounds_words, spread
 from boost.measure import drawing
 from boost.measure.document import Figure, Goal, Section, Table
 from boost.measure.results import Facts
@@ -21,8 +21,8 @@ def section(facts: Facts) -> Section:
     return Section(
         "One process: low-rank against dense, and ours against plain PyTorch modules",
         (
-            f"Whole training steps: forward and backward pass, clipping, AdamW. Times are medians of {facts['rounds']} interleaved "
-            "rounds, with quartiles in parentheses. Ratios are medians of the ratio within a round, with 95 % bootstrap intervals. "
+            f"Whole training steps: forward and backward pass, clipping, AdamW. Times are medians of {rounds_words(facts)}, "
+            "with quartiles in parentheses. Ratios are medians of the ratio within a round, with 95 % bootstrap intervals. "
             "Times are measured; FLOPs per token (6 per weight plus attention, without the embedding) are computed by formula.",
             *(_families(size) for size in facts["sizes"]),
             _overhead(facts),
@@ -113,7 +113,7 @@ def ceiling(size: Facts, name: str) -> Ratio:
     """FLOP/s of a training step / FLOP/s of the large GEMM. Peers are dense."""
     seconds, flops = size["contests"]["families"]["seconds"], size["flops_per_token"]
     work = flops.get(name, flops["dense"]) * size["tokens"]
-    return ratio([work * s for s in seconds[GEMM]], [size["gemm"]["flops"] * s for s in seconds[name]])
+    return ratio(work * launches(seconds[GEMM]), size["gemm"]["flops"] * launches(seconds[name]))
 
 
 def _families(size: Facts) -> Table:

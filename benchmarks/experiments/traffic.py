@@ -35,7 +35,7 @@ from benchmarks.experiments.blocks_report import (
     times,
     turns_words,
 )
-from benchmarks.experiments.contest import Call, take_turns
+from benchmarks.experiments.contest import Call, launches, take_turns
 from boost.config import Config
 from boost.config.traffic import ITEMSIZE, Collective
 from boost.measure.document import Figure, Goal, Section, Table
@@ -183,7 +183,7 @@ def _both(facts: Facts, layout: str, batch: int) -> tuple[int, list[float]]:
     """(bytes, seconds of every round) of forward and backward pass."""
     rows = [row_of(facts, layout=layout, batch=batch, phase=phase) for phase in PHASES]
     seconds = [facts["turns"]["seconds"][row["name"]] for row in rows]
-    return sum(row["sent_bytes"] for row in rows), [a + b for a, b in zip(*seconds, strict=True)]
+    return sum(row["sent_bytes"] for row in rows), launches(seconds[0]) + launches(seconds[1])
 
 
 def _batch_table(facts: Facts, batch: int) -> Table:

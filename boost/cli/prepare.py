@@ -63,6 +63,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--hf-split", default="train", metavar="SPLIT", help="split of the dataset to read (default: %(default)s)"
     )
+    parser.add_argument(
+        "--hf-revision",
+        metavar="REV",
+        help="branch, tag or commit of the dataset (default: its main branch); the store names the commit that was read",
+    )
     _add_other_inputs(parser)
     parser.add_argument(
         "--out", metavar="STORE", help="folder of the token store (default: data/NAME, after the first input)"
@@ -135,7 +140,8 @@ def _add_other_inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="the inputs are conversations (messages, ShareGPT or Alpaca, as .jsonl, .json or .parquet); formats them by the chat "
+        help="the inputs are conversations (messages, ShareGPT or Alpaca, as .jsonl, .json or .parquet files, folders of them, or "
+        "an --hf dataset); formats them by the chat "
         "template in the folder --tokenizer, with a mask so that only what the assistant says counts in the loss",
     )
 
@@ -152,6 +158,7 @@ def run(args: argparse.Namespace) -> int:
         stdlib=args.stdlib,
         hf=args.hf,
         hf_split=args.hf_split,
+        hf_revision=args.hf_revision,
         from_tokens=args.from_tokens,
         token_dtype=args.token_dtype,
         tokenizer=args.tokenizer,

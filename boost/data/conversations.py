@@ -112,6 +112,14 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
+def format_of(path: Path) -> str | None:
+    """'parquet' or 'json', by the name of a file of conversations; None for another file."""
+    if path.name.lower().endswith(PARQUET_SUFFIXES):
+        return "parquet"
+    name = path.stem if is_compressed(path) else path.name
+    return "json" if name.lower().endswith(LINES) else None
+
+
 class ConversationFile:
     """A file of conversations as a source of `boost prepare`. The text of a document is the JSON of its messages."""
 
@@ -119,7 +127,7 @@ class ConversationFile:
         self.path, self.name = Path(path), str(path)
         if not self.path.is_file():
             raise DataError(f"{path}: no such file; --chat reads .jsonl, .json and .parquet files of conversations")
-        if self._format() is None:
+        if format_of(self.path) is None:
             raise DataError(
                 f"{path}: not a file of conversations; --chat reads .jsonl, .json (also compressed) and .parquet"
             )
@@ -152,14 +160,8 @@ class ConversationFile:
         require_unchanged(self.path, self._size, self._mtime_ns)
         report.consumed += self._size
 
-    def _format(self) -> str | None:
-        if self.path.name.lower().endswith(PARQUET_SUFFIXES):
-            return "parquet"
-        name = self.path.stem if is_compressed(self.path) else self.path.name
-        return "json" if name.lower().endswith(LINES) else None
-
     def _records(self, entry: FileReport) -> Iterator[tuple[int, Any]]:
-        if self._format() == "parquet":
+        if format_of(self.path) == "parquet":
             yield from enumerate(self._rows(), start=1)
             return
         with open_utf8(self.path, entry) as file:
@@ -189,7 +191,20 @@ def _is_array(file: Any) -> bool:
 
 
 def open_conversations(paths: Sequence[str]) -> list[ConversationFile]:
-    """The sources of `boost prepare --chat`. Raises `DataError` if there is none, or one is no file of conversations."""
-    if not paths:
-        raise DataError("--chat: no input given; name .jsonl, .json or .parquet files of conversations")
-    return [ConversationFile(path) for path in dict.fromkeys(paths)]
+    """Files of conversations; of a folder, all those below it, in sorted order, except hidden ones.
+
+    Raises `DataError` if a named file is no file of conversations, or a folder has none.
+    """
+    found: dict[str, Path] = {}
+    for path in paths:
+        inside = _files_below(Path(path)) if Path(path).is_dir() else [Path(path)]
+        if not inside:
+            raise DataError(f"{path}: has no .jsonl, .json or .parquet file; --chat reads files of conversations")
+        found.update({str(each): each for each in inside})
+    return [ConversationFile(path) for path in found.values()]
+
+
+def _files_below(folder: Path) -> list[Path]:
+    below = sorted(folder.rglob("*"))
+    hidden = [each for each in below if any(part.startswith(".") for part in each.relative_to(folder).parts)]
+    return [each for each in below if each.is_file() and each not in hidden and format_of(each)]

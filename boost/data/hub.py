@@ -4,6 +4,7 @@
 for up to an hour without a new row.
 """
 
+import json
 import logging
 import re
 import zlib
@@ -12,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from boost.data.documents import Document, accept, missing_package
+from boost.data.conversations import Malformed, messages_of
+from boost.data.documents import SURROGATE, Document, accept, missing_package
 from boost.data.report import FileReport, PrepareReport
 from boost.errors import DataError
 
@@ -32,14 +34,19 @@ class StreamError(DataError):
 
 
 class HubSource:
-    """One split of `NAME` or `NAME:CONFIG`, streamed by `datasets`. Keys are row numbers."""
+    """One split of `NAME` or `NAME:CONFIG`, streamed by `datasets`. Keys are row numbers.
+
+    `revision`: a branch, tag or commit of the dataset's repository (None: its main branch). It is resolved to a commit before the
+    first row; that commit is in the report, and a stream that continues reads the same one.
+    """
 
     size: int | None = None
 
-    def __init__(self, spec: str, split: str = "train", text_field: str = "text") -> None:
+    def __init__(self, spec: str, split: str = "train", text_field: str = "text", revision: str | None = None) -> None:
         self.dataset, _, config = spec.partition(":")
         self.config = config or None
-        self.split, self.text_field = split, text_field
+        self.split, self.text_field, self.revision = split, text_field, revision
+        self._commit: str | None = None
         self.name = f"Hugging Face {spec} ({split})"
         self._stream: Any = None
         self._row = self._consumed = 0
@@ -57,7 +64,10 @@ class HubSource:
         if position is not None:
             entry.restore(entries[0])
             self._row, report.consumed = position["row"], position["consumed"]
+            self._commit = position.get("commit")
         for row in self._rows(position["stream"] if position else None):
+            if self._commit and (note := f"{self.dataset} at commit {self._commit}") not in report.notes:
+                report.notes.append(note)
             number, self._row = self._row, self._row + 1
             document = self._document(number, row, entry)
             if document is not None:
@@ -73,7 +83,8 @@ class HubSource:
 
     def position(self) -> dict[str, Any]:
         """The position after the last row."""
-        return {"stream": self._stream.state_dict(), "row": self._row, "consumed": self._consumed}
+        state = {"stream": self._stream.state_dict(), "row": self._row, "consumed": self._consumed}
+        return state | ({"commit": self._commit} if self._commit else {})
 
     def _rows(self, state: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         with quiet_hub():
@@ -102,15 +113,18 @@ class HubSource:
                         f"{what} (after row {self._row}); run it again when the network is back"
                     ) from error
                 kind = StreamError if is_transient(error) else DataError
-                raise kind(f"{what}; check the name, --hf-split and the network") from error
+                raise kind(f"{what}; check the name, --hf-split, --hf-revision and the network") from error
 
     def _open(self, state: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         try:
             import datasets
         except ImportError as error:
             raise missing_package("a Hugging Face dataset", "datasets") from error
+        self._commit = self._commit or commit_of(self.dataset, self.revision)
         # Never trust_remote_code: a dataset is data, not a program.
-        self._stream = datasets.load_dataset(self.dataset, self.config, split=self.split, streaming=True)
+        self._stream = datasets.load_dataset(
+            self.dataset, self.config, split=self.split, streaming=True, revision=self._commit or self.revision
+        )
         if state is not None:
             self._stream.load_state_dict(state)
         return iter(self._stream)
@@ -139,7 +153,33 @@ class HubSource:
         return retrying(attempt)
 
     def fingerprint(self) -> list[Any]:
-        return [self.dataset, self.config, self.split]
+        # Only if it is used, so that the fingerprints of earlier releases stay valid.
+        return [self.dataset, self.config, self.split, *([self.revision] if self.revision else [])]
+
+
+class HubConversations(HubSource):
+    """One split of a dataset of conversations. The text of a document is the JSON of its messages."""
+
+    def _document(self, number: int, row: dict[str, Any], entry: FileReport) -> Document | None:
+        try:
+            text = json.dumps(messages_of(row), ensure_ascii=False)
+            entry.take(len(text.encode("utf-8")))
+        except (Malformed, UnicodeEncodeError) as problem:
+            entry.skip(str(problem) if isinstance(problem, Malformed) else SURROGATE, f"row {number}")
+            return None
+        return Document(f"{self.dataset}:{number}", text, entry)
+
+
+def commit_of(dataset: str, revision: str | None) -> str | None:
+    """The commit of a dataset's branch, tag or commit (None: its main branch); None if the Hub may not be asked
+    (HF_HUB_OFFLINE). Raises errors of the Hub's client."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    try:
+        return HfApi().dataset_info(dataset, revision=revision).sha
+    except OfflineModeIsEnabled:
+        return None
 
 
 def is_transient(error: BaseException) -> bool:

@@ -50,7 +50,7 @@ COMMIT_S = 30.0
 
 # Options that conversations do not have. An error, so that none is silently ignored.
 _NOT_FOR_CHAT = (
-    "stdlib", "hf", "from_tokens", "text_field", "heldout_split", "heldout_from", "max_tokens", "max_heldout_tokens",
+    "stdlib", "from_tokens", "text_field", "heldout_split", "heldout_from", "max_tokens", "max_heldout_tokens",
 )  # fmt: skip
 
 
@@ -68,6 +68,8 @@ class PrepareOptions:
     """NAME or NAME:CONFIG of a Hugging Face dataset."""
     hf_split: str = "train"
     """Split of the dataset to read."""
+    hf_revision: str | None = None
+    """Branch, tag or commit of the dataset's repository; None: its main branch. The store names the commit that was read."""
     from_tokens: str | None = None
     """Token ids that another tool wrote (`boost.data.token_files`), instead of text."""
     token_dtype: str = "uint16"
@@ -154,7 +156,7 @@ def _open_inputs(options: PrepareOptions) -> _Inputs:
     if options.from_tokens is not None:
         return _Inputs(tokens=TokenInput(options))
     if options.chat:
-        return _Inputs(open_conversations(options.inputs))
+        return _Inputs(_conversations(options))
     seen = SeenInputs()
     heldout = _heldout_sources(options, seen)
     sources = open_sources(
@@ -162,6 +164,7 @@ def _open_inputs(options: PrepareOptions) -> _Inputs:
         stdlib=options.stdlib,
         hf=options.hf,
         hf_split=options.hf_split,
+        hf_revision=options.hf_revision,
         text_field=options.text_field,
         seen=seen,
     )
@@ -179,7 +182,19 @@ def _heldout_sources(options: PrepareOptions, seen: SeenInputs) -> list[Source]:
         raise DataError(f"--heldout-split {options.heldout_split}: is also the training text; choose another split")
     from boost.data.hub import HubSource
 
-    return [HubSource(options.hf, options.heldout_split, options.text_field or "text")]
+    return [HubSource(options.hf, options.heldout_split, options.text_field or "text", options.hf_revision)]
+
+
+def _conversations(options: PrepareOptions) -> list[Source]:
+    """The sources of --chat: files, folders of them, and a dataset."""
+    sources: list[Source] = [*open_conversations(options.inputs)]
+    if options.hf is not None:
+        from boost.data.hub import HubConversations
+
+        sources.append(HubConversations(options.hf, options.hf_split, revision=options.hf_revision))
+    if not sources:
+        raise DataError("--chat: no input given; name .jsonl, .json or .parquet files of conversations, or --hf NAME")
+    return sources
 
 
 def _progress_of(options: PrepareOptions, fingerprint: str) -> dict[str, Any] | None:
@@ -206,6 +221,8 @@ def _check_options(options: PrepareOptions) -> None:
     if options.out.name in ("", ".."):
         raise DataError(f"--out {options.out}: must name a folder, such as data/mine")
     parse_training(options.tokenizer)
+    if options.hf_revision is not None and options.hf is None:
+        raise DataError(f"--hf-revision {options.hf_revision}: has no effect without --hf; remove it")
     if options.chat:
         _check_chat(options)
 

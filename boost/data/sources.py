@@ -196,6 +196,7 @@ def open_sources(
     stdlib: bool = False,
     hf: str | None = None,
     hf_split: str = "train",
+    hf_revision: str | None = None,
     text_field: str | None = None,
     seen: SeenInputs | None = None,
 ) -> list[Source]:
@@ -210,7 +211,7 @@ def open_sources(
     if hf is not None:
         from boost.data.hub import HubSource
 
-        sources.append(HubSource(hf, hf_split, text_field or "text"))
+        sources.append(HubSource(hf, hf_split, text_field or "text", hf_revision))
     if not sources:
         raise DataError(
             "no input given; name text, JSON, CSV, Parquet or Arrow files, --hf NAME, or --stdlib for a corpus without files"

@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ TONES = {
 SERIES = ("#5c7cfa", "#d97706", "#0e9aa0", "#e64980", "#7a9a12", "#9775fa", "#b08400", "#7d8794", "#b5557f", "#2f9e6b")
 """Colors of whatever is not a layout, in order: lighter than those of layouts, and visible on white and on dark pages."""
 
-PEER = "#8f97a1"
+PEER = "#868e98"
 """Bars without a color of their own: other libraries, first steps, memory."""
 
 _NAMES = (
@@ -126,7 +127,7 @@ def label_ends(axis: Any, labels: Sequence[tuple[str, float, str]], x: float, le
     scale = 72 / axis.figure.dpi
     at = [axis.transData.transform((x, y))[1] * scale for _, y, _ in labels]
     order, apart = sorted(range(len(labels)), key=lambda i: at[i]), list(at)
-    for below, above in zip(order, order[1:], strict=False):
+    for below, above in pairwise(order):
         apart[above] = max(apart[above], apart[below] + least)
     for (text, y, color), own, moved in zip(labels, at, apart, strict=True):
         axis.annotate(

@@ -249,7 +249,14 @@ def draw(facts: Facts, path: Path) -> None:
             rows = [row for row in facts["rows"] if (row["source"], row["gpu"]) == kind]
             ratios = [row["predicted_s"] / row["measured_s"] for row in rows]
             places = [row[field] * (1 + 0.03 * number) for row in rows]
-            axis.plot(places, ratios, "osD^vPX"[number % 7], color=drawing.SERIES[number % len(drawing.SERIES)], markersize=4.5, label=", ".join(kind))
+            axis.plot(
+                places,
+                ratios,
+                "osD^vPX"[number % 7],
+                color=drawing.SERIES[number % len(drawing.SERIES)],
+                markersize=4.5,
+                label=", ".join(kind),
+            )
         ticks = list[int]()
         for place in sorted({row[field] for row in facts["rows"]}):
             if not ticks or place > 1.9 * ticks[-1]:  # closer labels would collide

@@ -9,10 +9,13 @@ import re
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 
-FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'Noto Sans', 'Liberation Sans', Arial, sans-serif"
+FONTS = (
+    "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'Noto Sans', 'Liberation Sans', Arial, sans-serif"
+)
 """Fonts of text. matplotlib lays text out in DejaVu Sans, which is wider than all of these, so nothing collides."""
 
 TOLERANCE = 3.0
@@ -172,7 +175,7 @@ def _numbers(tenths: Sequence[int]) -> str:
     """Coordinates, with a space only where it is needed."""
     words = [_short(number / 10) for number in tenths]
     made = words[0]
-    for last, word in zip(words, words[1:], strict=False):
+    for last, word in pairwise(words):
         made += word if word[0] == "-" or (word[0] == "." and "." in last) else f" {word}"
     return made
 

@@ -53,6 +53,12 @@ def start_advice(trainer: "Trainer") -> Iterator[str]:
                 f"the held-out split of {store.path} has {format_count(heldout)} tokens{counted}, fewer than "
                 f"{format_count(FEW_HELDOUT_TOKENS)}: its loss is noisy; prepare it with a larger --heldout"
             )
+    masked = [store.path for store in corpus.stores if store.is_masked]
+    if masked and not trainer.config.data.isolate_documents:
+        yield (
+            f"{masked[0]} holds conversations, and tokens attend to those before them in the same sequence; "
+            "set data.isolate_documents = true"
+        )
     if not train.save_every and not train.save_minutes:
         yield (
             "no checkpoints until the end of the run (train.save_every and train.save_minutes are 0): a crash loses all of it"

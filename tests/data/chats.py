@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from boost.data.prepare import PrepareOptions, prepare
+from boost.data.store import TokenStore
 from boost.data.tokenizer import train_tokenizer
 
 CHATML = (
@@ -40,6 +42,18 @@ def conversation(number: int) -> list[dict[str, Any]]:
         answered = " ".join(WORDS[(5 * number + 2 * turn + i) % len(WORDS)] for i in range(1 + (number + turn) % 9))
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     return messages
+
+
+def chat_store_in(folder: Path, template: str = CHATML, count: int = 60) -> TokenStore:
+    """A token store of `count` conversations, a fifth of them held out, and what it is made of."""
+    options = PrepareOptions(
+        out=folder / "store",
+        inputs=(str(write_conversations(folder / "chats.jsonl", count)),),
+        tokenizer=str(chat_tokenizer(folder / "tokenizer", template)),
+        heldout=0.2,
+        chat=True,
+    )
+    return prepare(options).store
 
 
 def write_conversations(path: Path, count: int) -> Path:

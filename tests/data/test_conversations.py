@@ -104,8 +104,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=words):
             list(ConversationFile(tmp_path / name).documents(PrepareReport()))
-    with pytest.raises(DataError, match="no input given"):
-        open_conversations([])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"has no \.jsonl, \.json or \.parquet file"):
+        open_conversations([str(tmp_path / "empty")])
     (tmp_path / "b.jsonl").write_text(json.dumps(RECORDS[0]) + "\n")
     source = ConversationFile(tmp_path / "b.jsonl")
     (tmp_path / "b.jsonl").write_text(json.dumps(RECORDS[0]) + "\n\n")

@@ -8,31 +8,21 @@ import numpy as np
 import pytest
 
 from boost.config.architecture import IGNORED
+from boost.data import hub
 from boost.data.batches import Batches, EvaluationBatches
 from boost.data.chat import ChatTemplate
 from boost.data.prepare import PrepareOptions, prepare
 from boost.data.store import SPLITS, TokenStore
 from boost.data.verify import verify
 from boost.errors import DataError
-from tests.data.chats import CHATML, MARKED, chat_tokenizer, conversation, write_conversations
+from tests.data.chats import CHATML, MARKED, chat_store_in, chat_tokenizer, conversation, write_conversations
 
 COUNT = 60
 
 
-def prepared(folder: Path, template: str = CHATML) -> TokenStore:
-    options = PrepareOptions(
-        out=folder / "store",
-        inputs=(str(write_conversations(folder / "chats.jsonl", COUNT)),),
-        tokenizer=str(chat_tokenizer(folder / "tokenizer", template)),
-        heldout=0.2,
-        chat=True,
-    )
-    return prepare(options).store
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
-    return prepared(tmp_path_factory.mktemp("chat"))
+    return chat_store_in(tmp_path_factory.mktemp("chat"))
 
 
 def texts(store: TokenStore, split: str) -> list[tuple[str, str]]:
@@ -69,7 +59,7 @@ def test_every_conversation_is_a_document_with_its_answers_counted(store: TokenS
 
 
 def test_markers_of_the_template_decide(tmp_path: Path) -> None:
-    store = prepared(tmp_path, MARKED)
+    store = chat_store_in(tmp_path, MARKED)
     for text, counted in texts(store, "train"):
         answers = [part.partition("<|im_end|>")[0] for part in text.split("<|im_start|>assistant\n")[1:]]
         assert counted == "".join(f"{answer}<|im_end|>" for answer in answers)
@@ -90,7 +80,7 @@ def test_batches_have_the_counted_tokens_as_targets_and_no_others(store: TokenSt
 
 
 def test_a_second_time_does_nothing_and_another_template_is_another_store(tmp_path: Path) -> None:
-    first = prepared(tmp_path)
+    first = chat_store_in(tmp_path)
     options = PrepareOptions(
         **{**first.meta["options"], "out": first.path, "inputs": tuple(first.meta["options"]["inputs"])}
     )
@@ -103,7 +93,7 @@ def test_a_second_time_does_nothing_and_another_template_is_another_store(tmp_pa
 
 @pytest.mark.parametrize("damage", ["flip", "short", "gone"])
 def test_a_damaged_mask_is_found(tmp_path: Path, damage: str) -> None:
-    store = prepared(tmp_path)
+    store = chat_store_in(tmp_path)
     file = store.path / "train.targets"
     content = bytearray(file.read_bytes())
     content[40] ^= 1
@@ -131,3 +121,44 @@ def test_conversations_that_cannot_be_used(tmp_path: Path) -> None:
         prepare(replace(options, stdlib=True))
     with pytest.raises(DataError, match="remove --heldout-from and --max-tokens$"):
         prepare(replace(options, heldout_from=("more.jsonl",), max_tokens=100))
+
+
+def test_folders_and_datasets_of_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same conversations make the same store, whether they are one file, files in a folder, or rows of a dataset."""
+    datasets = pytest.importorskip("datasets")
+    store = chat_store_in(tmp_path, count=COUNT)
+    folder = tmp_path / "folder"
+    (folder / "more").mkdir(parents=True)
+    write_conversations(folder / "more" / "b.jsonl", COUNT)
+    (folder / "README.md").write_text("not conversations")
+    (folder / ".hidden.jsonl").write_text("not read")
+    options = PrepareOptions(
+        out=tmp_path / "of-folder", inputs=(str(folder),), tokenizer=str(tmp_path / "tokenizer"), heldout=0.2, chat=True
+    )
+    found = prepare(options).store
+    assert sorted(texts(found, "train") + texts(found, "heldout")) == sorted(
+        texts(store, "train") + texts(store, "heldout")
+    )
+    real, calls = datasets.load_dataset, []
+
+    def load(name: str, config: str | None, **how: object) -> object:
+        calls.append((name, config, how))
+        file = str(folder / "more" / "b.jsonl")
+        return real("json", data_files=file, split="train", streaming=True, cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(hub, "commit_of", lambda dataset, revision: f"commit of {revision}")
+    asked = replace(options, inputs=(), hf="someone/chats", hf_revision="v2", out=tmp_path / "of-hub")
+    found = prepare(asked).store
+    assert sorted(texts(found, "train") + texts(found, "heldout")) == sorted(
+        texts(store, "train") + texts(store, "heldout")
+    )
+    assert {(name, how["revision"]) for name, _, how in calls} == {("someone/chats", "commit of v2")}
+    assert "someone/chats at commit commit of v2" in found.meta["report"]["notes"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"has no \.jsonl, \.json or \.parquet file"):
+        prepare(replace(options, inputs=(str(tmp_path / "empty"),)))
+    with pytest.raises(DataError, match="--chat: no input given"):
+        prepare(replace(options, inputs=()))
+    with pytest.raises(DataError, match="--hf-revision v2: has no effect without --hf"):
+        prepare(replace(options, hf_revision="v2"))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from boost.data import hub
+from boost.data.report import FileReport, PrepareReport
 from boost.data.sources import FilesSource, open_sources
 from boost.data.stdlib import StdlibSource, documented_modules, render_documentation
 from boost.errors import DataError
@@ -209,6 +210,7 @@ def local_hub(tmp_path, monkeypatch):
         return real("json", data_files=str(path), split="train", streaming=True, cache_dir=str(tmp_path / "cache"))
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(hub, "commit_of", lambda dataset, revision: f"{dataset}@{revision}")
     return calls
 
 
@@ -216,9 +218,27 @@ def test_hub_data_set_is_streamed_without_remote_code(local_hub):
     documents, report = read(hub.HubSource("someone/rows:english", "validation", "body"))
     assert documents == [(f"someone/rows:{i}", f"text {i}") for i in range(9) if i != 3]
     assert skips(report) == {("someone/rows", "text field is not a string"): ["row 3: NoneType"]}
-    assert local_hub == [("someone/rows", "english", {"split": "validation", "streaming": True})]
+    options = {"split": "validation", "streaming": True, "revision": "someone/rows@None"}
+    assert local_hub == [("someone/rows", "english", options)]
+    assert report.notes == ["someone/rows at commit someone/rows@None"]
     with pytest.raises(DataError, match="no column 'text'; choose one with --text-field: body"):
         read(hub.HubSource("someone/rows"))
+
+
+def test_a_revision_is_resolved_once_and_a_stream_continues_with_it(local_hub, monkeypatch):
+    source = hub.HubSource("someone/rows", "train", "body", revision="v1")
+    rows = source.documents(PrepareReport())
+    for _ in range(2):
+        next(rows)
+    position = source.position()
+    monkeypatch.setattr(hub, "commit_of", lambda dataset, revision: "a newer commit")
+    again = hub.HubSource("someone/rows", "train", "body", revision="v1")
+    report = PrepareReport()
+    rest = [document.text for document in again.documents(report, position, [FileReport("someone/rows").as_dict()])]
+    assert rest == [f"text {i}" for i in (2, *range(4, 9))]
+    assert [options["revision"] for _, _, options in local_hub] == ["someone/rows@v1"] * 2
+    assert source.fingerprint() == ["someone/rows", None, "train", "v1"]
+    assert hub.HubSource("someone/rows").fingerprint() == ["someone/rows", None, "train"]
 
 
 def test_hub_failures_are_one_line(monkeypatch, tmp_path):
@@ -226,7 +246,7 @@ def test_hub_failures_are_one_line(monkeypatch, tmp_path):
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(
-        DataError, match=r"--hf someone/never-cached: .*check the name, --hf-split and the network"
+        DataError, match=r"--hf someone/never-cached: .*check the name, --hf-split, --hf-revision and the network"
     ) as caught:
         read(hub.HubSource("someone/never-cached"))
     assert "\n" not in str(caught.value)

@@ -10,6 +10,7 @@ from boost.train import advice
 from boost.train.advice import LongRun, advise, start_advice
 from boost.train.hooks import StepEnd
 from boost.train.metrics import StepMetrics
+from tests.data.chats import chat_store_in
 from tests.train.runs import make_config, make_trainer
 
 
@@ -56,6 +57,17 @@ def test_no_saves(store: Path, tmp_path: Path, enough: None) -> None:
     (line,) = said(store, tmp_path / "run", save_minutes=0.0)
     assert line.startswith("no checkpoints until the end of the run")
     assert said(store, tmp_path / "run", save_minutes=0.0, save_every=2) == []
+
+
+def test_conversations_that_see_each_other(tmp_path: Path, enough: None) -> None:
+    store = chat_store_in(tmp_path)
+    config = make_config(store.path, tmp_path / "run", train={"steps": 2})
+    model = config.model.model_copy(update={"vocab_size": store.vocab_size})
+    for isolate in (True, False):
+        data = config.data.model_copy(update={"isolate_documents": isolate})
+        trainer = make_trainer(config.model_copy(update={"model": model, "data": data}))
+        said = [line for line in start_advice(trainer) if "conversations" in line]
+        assert [line.rpartition("; ")[2] for line in said] == ["set data.isolate_documents = true"] * (not isolate)
 
 
 @pytest.mark.parametrize(("half", "warns"), [(2e10, True), (2e11, False)])

@@ -27,6 +27,7 @@ from boost.train.recovery_messages import decode, encode
 from boost.train.rollback import Rollbacks
 from boost.train.run import train_process
 from tests import toy
+from tests.data.chats import chat_store_in
 from tests.train.commands import QUIET, Command
 from tests.train.runs import make_config
 
@@ -132,6 +133,28 @@ def test_state_of_every_kind_is_handed_over(store: Path, tmp_path: Path, words: 
         code, out, err = command.finish()
     assert code == 0 and "resumed at step 100" in out, out + err
     assert_same_steps(read_metrics(command.run / "metrics.jsonl"), expected, 110)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("data", ["mixture", "conversations"])
+def test_the_batches_of_a_mixture_and_the_mask_of_conversations_stay(
+    store: Path, mixture: dict[str, float], tmp_path: Path, data: str
+) -> None:
+    """A lost replica's sequences count as often, and its counted tokens weigh as much, when others take them over."""
+    words = ("--parallel.tp", "1", "--parallel.dp", "2", "--train.steps", "60", "--train.eval_every", "23")
+    if data == "mixture":
+        words += ("--data.mixture", "{ " + ", ".join(f'"{path}" = {weight}' for path, weight in mixture.items()) + " }")
+    else:
+        chat_store = chat_store_in(tmp_path)
+        words += ("--data.store", str(chat_store.path), "--model.vocab_size", str(chat_store.vocab_size))
+    in_step = ("--run.recovery", "in-step", "--inject-fault", "kill@5:1")
+    code, out, err, found = trained(tmp_path / "killed", store, *words, *in_step)
+    assert code == 0, out + err
+    _, _, _, expected = trained(tmp_path / "whole", store, *words)
+    assert_same_steps(found, expected, 60)
+    assert sum(len(line["lost"]) for line in of("membership", found)) == 1
+    for a, b in zip(of("eval", found), of("eval", expected), strict=True):
+        assert a["heldout_loss"] == pytest.approx(b["heldout_loss"], rel=1e-12)
 
 
 def is_behind(config: Config, *rest: Any) -> int:

@@ -179,7 +179,10 @@ def test_launches_must_have_the_same_rounds() -> None:
         ratio([[1.0] * 7, [1.0] * 6], [[1.0] * 7, [1.0] * 6])
     with pytest.raises(ValueError, match="14 over 7 rounds"):
         ratio([[1.0] * 7, [1.0] * 7], [1.0] * 7)
-    assert contest.launches([1.0, 2.0]) == [[1.0, 2.0]] and contest.launches([[1.0], [2.0]]) == [[1.0], [2.0]]
+    assert contest.launches([1.0, 2.0]).tolist() == [[1.0, 2.0]]
+    assert contest.launches([[1.0], [2.0]]).tolist() == [[1.0], [2.0]]
+    assert contest.rounds_words({"rounds": 9}) == "9 interleaved rounds"
+    assert contest.rounds_words({"rounds": 9, "launches": 5}) == "9 interleaved rounds of each of 5 launches"
 
 
 def test_no_difference_is_said() -> None:

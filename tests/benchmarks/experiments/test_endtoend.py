@@ -125,7 +125,7 @@ def test_a_share_computes_on_numbers_and_is_priced(tmp_path: Path) -> None:
     assert facts["tp"] == 4 and facts["processes"] == 1 and "A100" in facts["priced_by"]
     assert facts["waits_s"] == {name: exposed_collectives(predict(config, hardware)) for name, config in found.items()}
     assert all(waits > 0 for waits in facts["waits_s"].values())
-    seconds = side_by_side.seconds_of(facts, BTP)
+    seconds = side_by_side.seconds_of(facts, BTP)[0].tolist()
     assert seconds == [taken + facts["waits_s"][BTP] for taken in rows(facts)[BTP]["seconds"]]
     table = next(p for p in section({**results(), "groups": [facts]}).parts if isinstance(p, Table))
     assert "modeled" in " ".join(table.headings) and facts["priced_by"] in table.caption

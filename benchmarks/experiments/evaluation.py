@@ -1,0 +1,196 @@
+"""The whole evaluation: experiments one after another, several launches each, from one commit, resumable.
+
+Each launch is a process of its own that writes its result to the work folder. The launches of a part are then merged
+(`benchmarks.experiments.launches`) into the result that the report reads. Experiments that resume by themselves, or compute
+without timing, are a single launch.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.experiments import sections
+from benchmarks.experiments.hosts import why_no_hosts
+from benchmarks.experiments.launches import merged
+from boost.errors import ConfigError, MeasurementError
+from boost.format import format_duration
+from boost.measure.results import read, save_section
+from boost.train.rundir import git_state, storage_errors
+
+ROOT = Path(__file__).parents[2]
+"""The commands import `benchmarks` from here."""
+
+BENCH, BOOST = ("-m", "benchmarks"), ("-m", "boost.cli.main")
+
+RECOMPUTE = (
+    "demo --tp 2 --batches 4 8 --rounds 15 --model.vocab_size 512 --model.dim 512 --model.ffn_dim 1376 --model.rank 128 "
+    "--model.heads 8 --model.layers 2 --train.seq_len 256"
+)
+"""Large enough to time GEMMs rather than launches, with the same fraction of attention as 4,096 tokens on a GPU."""
+
+SMALL = "--model.dim 128 --model.ffn_dim 352 --model.rank 32 --model.layers 2 --train.seq_len 64"
+"""A small model is enough where curves must coincide, and their values do not matter."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One experiment of the evaluation."""
+
+    name: str
+    module: tuple[str, ...]
+    words: str
+    """Arguments; {device}, {work} and {out} (path of the result without suffix) are replaced."""
+    minutes: float
+    """Of one launch on two cores of an AMD EPYC, until it has been measured here."""
+    launches: int = 1
+    needs_hosts: bool = False
+    """Whether it creates network namespaces."""
+    cpu_only: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the evaluation runs and writes."""
+
+    work: Path
+    results: Path
+    device: str
+
+
+PARTS = (
+    Part("hardware", BOOST, "plan calibrate --device {device} --out {work}/hardware.toml", 2),
+    Part("data", BOOST, "prepare --stdlib --out data/stdlib", 0.5),
+    Part("wire", BENCH, "wire --set all", 75, needs_hosts=True, cpu_only=True),
+    Part("steps", BENCH, "steps --hardware {work}/hardware.toml --run.device {device} --out {out}", 12),
+    Part("single", BENCH, "single --rounds 15 --run.device {device} --out {out}", 2, 5),
+    Part("ideal", BENCH, "ideal --rounds 15 --run.device {device} --out {out}", 1, 5),
+    Part("gemms", BENCH, "gemms --rounds 15 --run.device {device} --out {out}", 1, 5),
+    Part("traffic", BENCH, "traffic --rounds 15 --run.device {device} --out {out}", 2, 5),
+    Part("grouping", BENCH, "grouping --rounds 15 --run.device {device} --out {out}", 1, 5),
+    Part("norms", BENCH, "norms --rounds 15 --run.device {device} --out {out}", 1.5, 5),
+    Part("recompute", BENCH, f"recompute {RECOMPUTE} --run.device {{device}} --out {{out}}", 8, 3),
+    Part("validation", BOOST, "plan validate --measure --hardware {work}/hardware.toml --out {out}", 5),
+    Part("curves", BENCH, f"curves demo --tp 2 {SMALL} --train.steps 200 --out {{out}}", 6),
+    Part(
+        "perplexity",
+        BENCH,
+        f"perplexity demo --tp 2 --families dense svd cola lax loro --seeds 0 1 2 3 4 --questions 200 {SMALL} --train.steps 150 "
+        "--out {out}",
+        25,
+    ),
+    Part("fit", BENCH, "fit boost-7b --tp 4 --memory-gb 80 --out {out}", 10),
+    Part("record", BOOST, "plan validate --record --write --out {out}", 0.5),
+    Part("modeled", BENCH, "modeled --out {out}", 2),
+)
+"""All parts, in order: timed ones first, while nothing else runs."""
+
+
+def evaluate(parts: Sequence[Part], place: Place, launches: int | None = None) -> int:
+    """Runs what is missing of `parts`, and writes the page. `launches` replaces the number of launches of every part that has
+    more than one. Raises ConfigError for uncommitted changes, or if --work is of another commit, and MeasurementError if an
+    experiment fails."""
+    git = git_state()
+    if git is None or git["dirty"]:
+        raise ConfigError("the evaluation needs a checkout without uncommitted changes; commit them first")
+    _require_one_commit(place.work, git["commit"])
+    todo = [
+        (part, number) for part in parts for number in range(_count(part, launches)) if not _done(place, part, number)
+    ]
+    for place_of, (part, number) in enumerate(todo):
+        if reason := _skipped(part, place):
+            print(f"{part.name}: skipped: {reason}", flush=True)
+            continue
+        left = format_duration(sum(_expected(place, each) for each, _ in todo[place_of:]))
+        of = f", launch {number + 1} of {_count(part, launches)}" if _count(part, launches) > 1 else ""
+        print(f"[{place_of + 1}/{len(todo)}] {part.name}{of}; about {left} to go", flush=True)
+        _launch(place, part, number)
+    for part in parts:
+        if part.launches > 1 and not _skipped(part, place):
+            _merge(place, part, _count(part, launches))
+    return _run(["-m", "benchmarks", "report", "--results", str(place.results)], place.work / "report.log")
+
+
+def listed(parts: Sequence[Part], place: Place, launches: int | None = None) -> str:
+    """One line per part: launches done, minutes to go."""
+    lines = []
+    for part in parts:
+        count = _count(part, launches)
+        done = sum(_done(place, part, number) for number in range(count))
+        seconds = _expected(place, part) * (count - done)
+        state = f"skipped: {reason}" if (reason := _skipped(part, place)) else f"about {format_duration(seconds)} to go"
+        lines.append(f"{part.name:12} {done} of {count} done, {state if done < count else 'finished'}")
+    return "\n".join(lines)
+
+
+def _count(part: Part, launches: int | None) -> int:
+    return part.launches if part.launches == 1 or launches is None else launches
+
+
+def _skipped(part: Part, place: Place) -> str | None:
+    """Why a part cannot run here; None if it can."""
+    if part.cpu_only and place.device != "cpu":
+        return "it runs on CPUs only"
+    return why_no_hosts(limited=True) if part.needs_hosts else None
+
+
+def _mark(place: Place, part: Part, number: int) -> Path:
+    """The file that says how long a finished launch took."""
+    return place.work / f"{part.name}-{number}.done"
+
+
+def _done(place: Place, part: Part, number: int) -> bool:
+    return _mark(place, part, number).is_file()
+
+
+def _expected(place: Place, part: Part) -> float:
+    """Seconds of one launch: as measured here, or else the estimate."""
+    taken = [float(path.read_text()) for path in sorted(place.work.glob(f"{part.name}-*.done"))]
+    return sum(taken) / len(taken) if taken else 60 * part.minutes
+
+
+def _require_one_commit(work: Path, commit: str) -> None:
+    path = work / "commit"
+    with storage_errors(work):
+        work.mkdir(parents=True, exist_ok=True)
+        if not path.is_file():
+            path.write_text(commit)
+        if (found := path.read_text()) != commit:
+            raise ConfigError(
+                f"--work = '{work}' has launches of commit {found[:10]}, and this is {commit[:10]}; check out {found[:10]}, or "
+                f"remove {work}"
+            )
+
+
+def _out(place: Place, part: Part, number: int) -> Path:
+    """Result of one launch, without its suffix."""
+    return place.work / f"{part.name}-{number}" if part.launches > 1 else place.results / part.name
+
+
+def _launch(place: Place, part: Part, number: int) -> None:
+    out = _out(place, part, number)
+    words = part.words.format(device=place.device, work=place.work, out=out).split()
+    begun = time.monotonic()
+    log = place.work / f"{part.name}-{number}.log"
+    if code := _run([*part.module, *words], log):
+        raise MeasurementError(
+            f"{part.name} failed with exit code {code}; its output is in {log}; the same command resumes"
+        )
+    _mark(place, part, number).write_text(f"{time.monotonic() - begun:.1f}")
+
+
+def _run(words: Sequence[str], log: Path) -> int:
+    """Runs a command with its tables in a log; progress and errors go to the terminal."""
+    with log.open("w", encoding="utf-8") as written:
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        }
+        return subprocess.run([sys.executable, *words], env=environment, stdout=written).returncode
+
+
+def _merge(place: Place, part: Part, count: int) -> None:
+    facts = merged([read(_out(place, part, number).with_suffix(".json"), part.name) for number in range(count)])
+    save_section(place.results / part.name, facts, sections.section(facts))

@@ -1,0 +1,133 @@
+"""The evaluation runs every launch once, resumes, merges launches, and never mixes commits."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.commands import EXPERIMENTS, build_parser, main
+from benchmarks.experiments import evaluation
+from benchmarks.experiments.evaluation import BENCH, Part, Place
+from boost.errors import ConfigError, MeasurementError
+from boost.measure.document import Section
+from boost.measure.results import facts_of
+from tests import toy
+
+CLEAN = {"commit": "a" * 40, "dirty": False}
+
+WRITES = """
+import json, pathlib, sys
+facts, out, log = sys.argv[1:4]
+log = pathlib.Path(log)
+log.write_text(log.read_text() + out + "\\n")
+if len(log.read_text().split()) == 3 and sys.argv[4:] == ["fail"]:
+    sys.exit(3)
+facts = json.loads(pathlib.Path(facts).read_text())
+facts["turns"]["seconds"]["a"] = [float(out[-1])] * 7
+pathlib.Path(out + ".json").write_text(json.dumps(facts))
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    facts = facts_of("ideal", toy.toy_config(), rounds=7, turns={"seconds": {"a": [], "b": [1.0] * 7}})
+    (tmp_path / "facts.json").write_text(json.dumps(facts))
+    (tmp_path / "log").write_text("")
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(evaluation, "git_state", lambda: dict(CLEAN))
+    monkeypatch.setattr(
+        evaluation.sections, "section", lambda facts: Section("Ideal", (f"{facts['launches']} launches",))
+    )
+    return Place(tmp_path / "work", tmp_path / "results", "cpu")
+
+
+def part(place: Place, more: str = "", **fields: Any) -> Part:
+    folder = place.work.parent
+    words = f"{folder}/facts.json {{out}} {folder}/log {more}"
+    return Part("ideal", ("-c", WRITES), words, 1, launches=3, **fields)
+
+
+def without_report(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Runs parts for real, and records the command of the report."""
+    reports, usual = [], evaluation._run
+
+    def run(words: list[str], log: Path) -> int:
+        if "report" in words:
+            reports.append(words)
+            return 0
+        return usual(words, log)
+
+    monkeypatch.setattr(evaluation, "_run", run)
+    return reports
+
+
+@pytest.mark.slow
+def test_launches_run_once_resume_and_are_merged(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reports, log = without_report(monkeypatch), place.work.parent / "log"
+    with pytest.raises(MeasurementError, match=r"ideal failed with exit code 3; .*; the same command resumes"):
+        evaluation.evaluate([part(place, "fail")], place)
+    assert len(log.read_text().split()) == 3 and not (place.results / "ideal.json").exists() and not reports
+    assert "ideal        2 of 3 done" in evaluation.listed([part(place)], place)
+    assert evaluation.evaluate([part(place)], place) == 0
+    assert [Path(line).name for line in log.read_text().split()] == ["ideal-0", "ideal-1", "ideal-2", "ideal-2"]
+    facts = json.loads((place.results / "ideal.json").read_text())
+    assert facts["launches"] == 3
+    assert facts["turns"]["seconds"] == {"a": [[0.0] * 7, [1.0] * 7, [2.0] * 7], "b": [[1.0] * 7] * 3}
+    assert "3 launches" in (place.results / "ideal.md").read_text()
+    assert reports == [["-m", "benchmarks", "report", "--results", str(place.results)]]
+    said = capsys.readouterr().out
+    assert "[1/3] ideal, launch 1 of 3; about 3:00 to go" in said and "[1/1] ideal, launch 3 of 3" in said
+    evaluation.evaluate([part(place)], place)
+    assert len(log.read_text().split()) == 4, "nothing runs twice"
+    evaluation.evaluate([part(place)], place, launches=4)
+    assert json.loads((place.results / "ideal.json").read_text())["launches"] == 4
+
+
+def test_another_commit_or_changes_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_report(monkeypatch)
+    assert evaluation.evaluate([], place) == 0
+    monkeypatch.setattr(evaluation, "git_state", lambda: {"commit": "b" * 40, "dirty": False})
+    with pytest.raises(ConfigError, match="has launches of commit aaaaaaaaaa, and this is bbbbbbbbbb"):
+        evaluation.evaluate([], place)
+    for unclear in ({"commit": "a" * 40, "dirty": True}, None):
+        monkeypatch.setattr(evaluation, "git_state", lambda unclear=unclear: unclear)
+        with pytest.raises(ConfigError, match="without uncommitted changes"):
+            evaluation.evaluate([], place)
+
+
+def test_what_cannot_run_here_is_said(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_report(monkeypatch)
+    monkeypatch.setattr(evaluation, "why_no_hosts", lambda limited: "needs `ip`")
+    assert evaluation.evaluate([part(place, needs_hosts=True)], place) == 0
+    assert "ideal: skipped: needs `ip`" in capsys.readouterr().out
+    on_gpu = Place(place.work, place.results, "cuda")
+    assert "skipped: it runs on CPUs only" in evaluation.listed([part(place, cpu_only=True)], on_gpu)
+
+
+def test_every_part_is_a_command_that_exists() -> None:
+    place = Place(Path("work"), Path("results"), "cpu")
+    parser = build_parser()
+    for each in evaluation.PARTS:
+        words = each.words.format(device="cpu", work=place.work, out="results/x").split()
+        if each.module == BENCH:
+            assert words[0] in EXPERIMENTS
+            known, overrides = parser.parse_known_args(words)
+            assert known.command == words[0]
+            assert all(word.startswith("--") for word in overrides[::2]), each.name
+        assert each.launches == 1 or "{out}" in each.words
+    assert sum(each.minutes * each.launches for each in evaluation.PARTS) < 180
+
+
+def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluation", "--only", "gemm"]) == 2
+    assert "--only = gemm is unknown; valid parts: hardware, data, wire" in capsys.readouterr().err
+    assert main(["evaluation", "--launches", "0"]) == 2
+    assert "--launches = 0 is not positive; smallest valid value: 1" in capsys.readouterr().err
+    assert main(["evaluation", "--list", "--only", "gemms", "--work", os.devnull + "x"]) == 0
+    assert "gemms        0 of 5 done, about 5:00 to go" in capsys.readouterr().out
