@@ -224,7 +224,7 @@ def _colors() -> str:
 def _first_screen(results: Sequence[Result], pictures: dict[Path, bytes], png: bool) -> dict[str, Any]:
     """Template variables of the first screen. Its figure is written beside the result that it is drawn from."""
     every = [result.facts for result in results]
-    svgs, wire = [], headline.wire_of(every)
+    svgs, wire = list[Markup](), headline.wire_of(every)
     for result in results if wire else ():
         if result.facts is wire:
             for name, narrow in (("headline", False), ("headline-narrow", True)):

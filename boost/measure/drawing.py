@@ -51,7 +51,7 @@ _NAMES = (
 
 INK, MUTED, LINE = (TONES[name].light for name in ("ink", "muted", "line"))
 
-STYLE: dict[str, Any] = {
+STYLE: dict[Any, Any] = {
     "svg.hashsalt": "boost",
     "svg.fonttype": "none",
     "path.simplify_threshold": 0.2,
@@ -94,8 +94,9 @@ def pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams.update(STYLE | {"axes.prop_cycle": matplotlib.cycler(color=SERIES)})
     from matplotlib import pyplot as found
+
+    found.rcParams.update({**STYLE, "axes.prop_cycle": found.cycler(color=SERIES)})
 
     return found
 

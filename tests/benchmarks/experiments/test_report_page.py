@@ -17,7 +17,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from tests.benchmarks.experiments.test_report import page_of, results
+from tests.benchmarks.experiments.pages import page_of, results
 
 __all__ = ["results"]
 
