@@ -9,6 +9,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
+
 from boost.config import Config
 from boost.config.schema import RecomputeName
 from tests import toy
@@ -80,6 +82,18 @@ def policies(family: str, parallel: Row) -> list[RecomputeName]:
     """The recomputation policies that a family has under a layout, but for 'none'."""
     sharded: list[RecomputeName] = ["low-rank-sharded"] if parallel.get("layout") == "btp-sp" else []
     return ["full-block"] if family == "dense" else [*LOCAL, *sharded, "full-block"]
+
+
+def one_in(count: int, rows: Sequence[Any], names: Sequence[str] | None = None) -> list[Any]:
+    """Parameters of a test: every `count`-th row on every commit, and the others by night. `names`: their ids."""
+    return [
+        pytest.param(
+            *(row if isinstance(row, tuple) else (row,)),
+            marks=[pytest.mark.nightly] * (number % count > 0),
+            id=names[number] if names else str(row),
+        )
+        for number, row in enumerate(rows)
+    ]
 
 
 def ids(cells: Sequence[tuple[Any, ...]]) -> list[str]:

@@ -39,6 +39,7 @@ def test_lowrank_in_a_transformers_model() -> None:
     assert losses[0] < losses[1] and losses[2] < losses[1], "factors cost something, and training heals it"
 
 
+@pytest.mark.nightly
 def test_the_notebook_runs_from_top_to_bottom(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

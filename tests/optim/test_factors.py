@@ -20,6 +20,7 @@ from boost.plan.optimizer import iterations, optimizer_collectives
 from boost.plan.step import step_work
 from tests import toy
 from tests.distributed import run_distributed
+from tests.matrices import one_in
 from tests.trained import Trained, relative_errors
 
 pytestmark = pytest.mark.slow
@@ -91,7 +92,7 @@ LORO: list[dict[str, Any]] = [
 ]
 MUON: list[dict[str, Any]] = [{"dp": 3}, {"tp": 2, "dp": 2, "layout": "vanilla", "shard": "optimizer"}]
 CASES = [
-    *((name, parallel) for name in OPTIMIZERS for parallel in EVERY),
+    *one_in(2, [(name, parallel) for name in OPTIMIZERS for parallel in EVERY]),
     *(("loro", parallel) for parallel in LORO),
     *(("muon", parallel) for parallel in MUON),
     *(pytest.param("spectron", parallel, marks=pytest.mark.nightly) for parallel in MUON),

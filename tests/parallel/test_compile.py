@@ -10,6 +10,7 @@ from boost.parallel.counting import KINDS
 from boost.plan.collectives import micro_batch_collectives
 from tests import toy
 from tests.distributed import run_distributed
+from tests.matrices import one_in
 
 pytestmark = pytest.mark.slow
 
@@ -108,7 +109,7 @@ RECOMPUTING = [
 """Every layout and every policy. test_recompute.py covers every pair of them, without a compiler."""
 
 
-@pytest.mark.parametrize(("parallel", "policy"), RECOMPUTING, ids=str)
+@pytest.mark.parametrize(("parallel", "policy"), one_in(2, RECOMPUTING))
 def test_a_recomputing_block_is_one_graph(parallel: dict[str, Any], policy: str) -> None:
     """The graphs also contain the table's collectives; under the low-rank policies, recomputation adds none."""
     for loss, gradients, same in run_distributed(2, compare, config_of("cola", parallel, policy)):

@@ -14,6 +14,7 @@ from boost.parallel.gradients import GradientReducer
 from boost.train.model import backward, to_device
 from tests import toy
 from tests.distributed import run_distributed
+from tests.matrices import one_in
 from tests.trained import Trained, compare, made_up_batches, matches_table
 
 pytestmark = pytest.mark.slow
@@ -88,7 +89,7 @@ SHARDED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "full"])
-@pytest.mark.parametrize(("family", "layout"), SHARDED, ids=str)
+@pytest.mark.parametrize(("family", "layout"), one_in(2, SHARDED))
 def test_every_sharding_of_every_layout_is_one_process(family: str, layout: dict[str, Any], shard: str) -> None:
     # One key/value head: its weights are held whole by both TP processes, and their gradients are partial.
     model = {"family": family, "kv_heads": 1}
@@ -281,7 +282,7 @@ COUNTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("parallel", COUNTED, ids=str)
+@pytest.mark.parametrize("parallel", one_in(2, COUNTED))
 def test_a_step_sends_what_the_table_says(parallel: dict[str, Any]) -> None:
     recompute = "none" if parallel.get("schedule") == "zero-bubble" else "full-block"
     layers = 2 * parallel.get("virtual", 2)
