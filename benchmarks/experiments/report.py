@@ -44,7 +44,7 @@ LONG_TEXT = 30
 FEW_COLUMNS = 6
 """Tables with at most so many columns have intervals next to their numbers, not below them."""
 
-MOST_ROWS = 40
+MOST_ROWS = 100
 """Tables with more rows are folded."""
 
 FIRST_FIGURE = (
