@@ -15,11 +15,13 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = experiments.add_parser(
         "report",
         help="build one HTML page of all results, with figures as SVG and PNG",
-        description="Builds one self-contained HTML page of all results: goals and whether they are met, the machines that were\n"
-        "measured, then every table and figure next to the paper's numbers. Also writes the figures next to the results.",
+        description="Builds one self-contained HTML page of all results: a first screen with the main figure and numbers, the\n"
+        "goals and whether they are met, then every table and figure next to the paper's numbers. Also writes the figures next\n"
+        "to the results.",
         epilog="examples:\n"
         "  python -m benchmarks report\n"
         "  python -m benchmarks report --check                             check that the page is up to date\n"
+        "  python -m benchmarks report --check --one-commit                also that all results are of one clean commit\n"
         "  python -m benchmarks report --results benchmarks/results --results from-the-gpu --out /tmp/report.html",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -42,10 +44,17 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         action="store_true",
         help="write nothing; exit with code 1 if the page or a figure is out of date",
     )
+    parser.add_argument(
+        "--one-commit",
+        action="store_true",
+        help="with --check: also exit with code 1 if results are of several commits, or have uncommitted changes",
+    )
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.one_commit and not args.check:
+        raise ConfigError("--one-commit is a check and needs --check; add it")
     needs_matplotlib()
     if importlib.util.find_spec("jinja2") is None:
         raise ConfigError("the page needs jinja2, which is not installed: pip install -e '.[bench]'")
@@ -58,7 +67,10 @@ def run(args: argparse.Namespace) -> int:
         outdated = report.stale(made, args.out)
         for path in outdated:
             print(f"{path} is out of date; run 'python -m benchmarks report'", file=sys.stderr)
-        return int(bool(outdated))
+        astray = report.strays(results) if args.one_commit else []
+        for line in astray:
+            print(line, file=sys.stderr)
+        return int(bool(outdated or astray))
     report.write(made, args.out)
     print(f"{args.out}: {len(results)} results; wrote {len(made.pictures)} figures next to them")
     return 0

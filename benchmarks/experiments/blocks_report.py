@@ -119,13 +119,15 @@ def _with_spread(value: float, low: float, high: float) -> str:
 
 
 def draw_bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, RangeBar]]], unit: str) -> None:
-    """Draws one panel per entry of `panels` ({title: {series: {group: bar}}}), side by side, with intervals as whiskers."""
+    """Draws one panel per entry of `panels` ({title: {series: {group: bar}}}), one below the other, with intervals as whiskers."""
     pyplot = drawing.pyplot()
 
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.2), squeeze=False)
+    figure, axes = pyplot.subplots(
+        len(panels), 1, figsize=(7.4, 2.5 * len(panels) + 0.3), squeeze=False, layout="constrained"
+    )
     names = list(dict.fromkeys(name for series in panels.values() for name in series))
-    colors = pyplot.get_cmap("tab10")
-    for axis, (title, series) in zip(axes[0], panels.items(), strict=True):
+    colors = {name: drawing.color_of(name, number) for number, name in enumerate(names)}
+    for axis, (title, series) in zip(axes[:, 0], panels.items(), strict=True):
         groups = list(dict.fromkeys(group for bars in series.values() for group in bars))
         held = {group: [name for name, bars in series.items() if group in bars] for group in groups}
         width = 0.8 / max(len(names_here) for names_here in held.values())
@@ -135,15 +137,12 @@ def draw_bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, RangeBa
             # The interval of a skewed sample may exclude its median; whiskers cannot have negative length.
             below = [max(bar.value - bar.low, 0.0) for bar in bars.values()]
             above = [max(bar.high - bar.value, 0.0) for bar in bars.values()]
-            axis.bar(
-                places, values, width, yerr=[below, above], capsize=2, error_kw={"linewidth": 0.8}, label=name,
-                color=colors(names.index(name)),
-            )  # fmt: skip
+            axis.bar(places, values, 0.92 * width, color=colors[name])
+            axis.errorbar(places, values, yerr=[below, above], fmt="none", ecolor=drawing.INK, elinewidth=1)
         axis.set_xticks(range(len(groups)), groups)
-        axis.set(title=title, ylabel=unit)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.2, axis="y")
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colors(i), label=name) for i, name in enumerate(names)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
+        axis.set(title=f"{title}, {unit}", ylim=(0, None), xlim=(-0.6, len(groups) - 0.4))
+        drawing.tidy(axis)
+        axis.grid(visible=False, axis="x")
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color, label=name) for name, color in colors.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=min(len(names), 6))
     drawing.write(figure, path)

@@ -223,7 +223,6 @@ def _drawn(draw: Callable[[Facts, Any], None], facts: Facts) -> Callable[[Path],
         pyplot = drawing.pyplot()
 
         draw(facts, pyplot)
-        pyplot.gcf().tight_layout()
         drawing.write(pyplot.gcf(), path)
 
     return into
@@ -232,45 +231,61 @@ def _drawn(draw: Callable[[Facts, Any], None], facts: Facts) -> Callable[[Path],
 def _bars(facts: Facts, pyplot: Any) -> None:
     """Draws one panel per group with one bar per contender."""
     groups = facts["groups"]
-    heights = [0.9 + 0.28 * len(group["rows"]) for group in groups]
+    heights = [0.75 + 0.23 * len(group["rows"]) for group in groups]
     _, axes = pyplot.subplots(
-        len(groups), 1, figsize=(8, sum(heights)), squeeze=False, gridspec_kw={"height_ratios": heights}
-    )
+        len(groups), 1, figsize=(7.4, sum(heights)), squeeze=False, layout="constrained",
+        gridspec_kw={"height_ratios": heights},
+    )  # fmt: skip
     for axis, group in zip(axes[:, 0], groups, strict=True):
-        found = names(group)
+        found, peers = names(group), _peers(group)
         spreads = [spread_of(group, name) for name in found]
-        waits = [group.get("waits_s", {}).get(name, 0.0) for name in found]
+        waits = [1e3 * group.get("waits_s", {}).get(name, 0.0) for name in found]
         middle = [1e3 * each.median for each in spreads]
+        high = [1e3 * each.high for each in spreads]
         error = [
             [1e3 * (s.median - s.low) for s in spreads],
             [1e3 * (s.high - s.median) for s in spreads],
         ]
-        colors = ["#5b8db8" if name.endswith((BTP, BTP_SP, "cola", "svd", "lax")) else "#b0b0b0" for name in found]
-        axis.barh(found, [m - 1e3 * w for m, w in zip(middle, waits, strict=True)], color=colors)
-        axis.barh(found, [1e3 * w for w in waits], left=[m - 1e3 * w for m, w in zip(middle, waits, strict=True)],
-                  color="white", edgecolor=colors, hatch="///")  # fmt: skip
-        axis.errorbar(middle, found, xerr=error, fmt="none", ecolor="black", elinewidth=1, capsize=2)
+        colors = [
+            drawing.PEER if name in peers else drawing.color_of(name, number) for number, name in enumerate(found)
+        ]
+        measured = [whole - wait for whole, wait in zip(middle, waits, strict=True)]
+        axis.barh(found, measured, 0.7, color=colors)
+        if any(waits):
+            axis.barh(found, waits, 0.7, left=measured, color="white", edgecolor=colors, hatch="////", linewidth=0.8)
+        axis.errorbar(middle, found, xerr=error, fmt="none", ecolor=drawing.INK, elinewidth=1)
+        for place, value in enumerate(middle):
+            axis.annotate(f"{value:,.0f}", (high[place], place), (5, 0), textcoords="offset points", va="center")
         axis.invert_yaxis()
-        axis.set(title=group["name"], xlabel="ms per step", xlim=(0, None))
-        axis.spines[["top", "right"]].set_visible(False)
+        axis.set(title=f"{group['name']}, ms per step", xlim=(0, 1.08 * max(high)))
+        drawing.tidy(axis)
+        axis.grid(visible=False, axis="y")
 
 
 def _speedups(facts: Facts, pyplot: Any) -> None:
-    """Draws one row per ratio, with the paper's ratio if available."""
-    rows = _compared(facts)
-    labels = [f"{words}\n{group['name']}" for group, words, _, _ in rows]
-    _, axis = pyplot.subplots(figsize=(8, 1 + 0.42 * len(rows)))
-    for y, (_, _, found, paper_ratio) in enumerate(rows):
+    """Draws one row per ratio below the name of its group, with the paper's ratio if available."""
+    labels, shown, last = list[str](), list[tuple[int, Ratio, float | None]](), None
+    for group, words, found, paper_ratio in _compared(facts):
+        if group["name"] != last:
+            labels += [""] * bool(labels) + [group["name"]]
+            last = group["name"]
+        shown.append((len(labels), found, paper_ratio))
+        labels.append(words)
+    titles = [n for n, label in enumerate(labels) if label and n not in {y for y, _, _ in shown}]
+    _, axis = pyplot.subplots(figsize=(7.4, 0.7 + 0.2 * len(labels)), layout="constrained")
+    for number, (y, found, _) in enumerate(shown):
         axis.errorbar(
-            found.value, y, xerr=[[found.value - found.low], [found.high - found.value]], fmt="o", color="#5b8db8",
-            capsize=3, label="ours" if y == 0 else None,
+            found.value, y, xerr=[[max(found.value - found.low, 0)], [max(found.high - found.value, 0)]], fmt="o",
+            color=drawing.SERIES[0], markersize=4.5, elinewidth=1.4, label=None if number else "ours, 95 % interval",
         )  # fmt: skip
-        if paper_ratio:
-            axis.plot(paper_ratio, y, "D", markerfacecolor="none", color="black", label=None if y else "paper")
-    axis.axvline(1, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(rows)), labels, fontsize=7)
-    axis.invert_yaxis()
-    axis.set(xlabel="speed-up", xlim=(0, None))
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(axis="x", alpha=0.2)
-    axis.legend(fontsize=8, frameon=False)
+    papers = [(paper_ratio, y) for y, _, paper_ratio in shown if paper_ratio]
+    if papers:
+        axis.plot(*zip(*papers, strict=True), "D", markerfacecolor="none", color=drawing.SERIES[1], label="paper")
+    axis.axvline(1, color=drawing.MUTED, linewidth=1)
+    axis.set_yticks(range(len(labels)), labels)
+    for n in titles:
+        axis.get_yticklabels()[n].set_fontweight("bold")
+    axis.set(xlabel="speed-up; right of 1, ours is faster", xlim=(0, None), ylim=(len(labels) - 0.4, -0.6))
+    drawing.tidy(axis)
+    axis.grid(visible=False, axis="y")
+    axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.2)

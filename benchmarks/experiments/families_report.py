@@ -200,36 +200,36 @@ def smooth(losses: Sequence[float], window: int) -> list[float]:
 def draw(facts: Facts, path: Path) -> None:
     """Draws loss by step with a band over seeds, and final perplexity against parameters, FLOPs and step time."""
     pyplot = drawing.pyplot()
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8))
-    colors = pyplot.get_cmap("tab10")
+    figure, axes = pyplot.subplots(2, 2, figsize=(7.4, 6.4), layout="constrained")
     table = rows(facts)
+    colors = {row["contender"]: drawing.color_of(row["contender"], number) for number, row in enumerate(table, -1)}
     _draw_curves(axes[0][0], facts, colors)
     panels = (
         (axes[0][1], "parameters, M", lambda row: [row["parameters"] / 1e6] * 3),
-        (axes[1][0], "FLOPs per token, M", lambda row: [row["flops_per_token"] / 1e6] * 3),
+        (axes[1][0], "MFLOP per token", lambda row: [row["flops_per_token"] / 1e6] * 3),
         (axes[1][1], "ms per step", lambda row: [1e3 * s for s in row["step_s"]]),
     )
     for axis, label, place in panels:
-        for number, row in enumerate(table):
+        for row in table:
             if row["perplexity"] is None:
                 continue
             (mean, spread), (x, low, high) = row["perplexity"], place(row)
             axis.errorbar(
-                x, mean, yerr=spread, xerr=[[x - low], [high - x]], marker="o", capsize=3, color=colors(number),
-                label=row["contender"],
+                x, mean, yerr=spread, xerr=[[x - low], [high - x]], marker="o", markersize=5, elinewidth=1.2,
+                color=colors[row["contender"]],
             )  # fmt: skip
-        axis.set(xlabel=label, ylabel="held-out perplexity", xlim=(0, None))
+        axis.set(xlabel=label, title="held-out perplexity", xlim=(0, None))
     for axis in axes.flat:
         drawing.tidy(axis)
-        axis.legend(fontsize=8, frameon=False)
-    figure.tight_layout()
+    marks = [pyplot.Line2D([], [], color=color, marker="o", label=name) for name, color in colors.items()]
+    figure.legend(handles=marks, loc="outside lower center", ncols=4)
     drawing.write(figure, path)
 
 
-def _draw_curves(axis: Any, facts: Facts, colors: Any) -> None:
+def _draw_curves(axis: Any, facts: Facts, colors: dict[str, str]) -> None:
     steps = facts["config"]["train"]["steps"]
     window = max(steps // 20, 1)
-    for number, (name, contender) in enumerate(facts["contenders"].items()):
+    for name, contender in facts["contenders"].items():
         curves = [
             smooth(row["losses"], window)
             for row in facts["runs"]
@@ -237,12 +237,12 @@ def _draw_curves(axis: Any, facts: Facts, colors: Any) -> None:
         ]
         length = min(len(curve) for curve in curves)
         at = list(zip(*(curve[:length] for curve in curves), strict=True))
-        axis.plot(range(1, length + 1), [statistics.fmean(losses) for losses in at], color=colors(number), label=name)
+        axis.plot(range(1, length + 1), [statistics.fmean(losses) for losses in at], color=colors[name])
         axis.fill_between(
             range(1, length + 1), [min(losses) for losses in at], [max(losses) for losses in at],
-            color=colors(number), alpha=0.2, linewidth=0,
+            color=colors[name], alpha=0.2, linewidth=0,
         )  # fmt: skip
     shown = sorted(loss for row in facts["runs"] for loss in smooth(row["losses"], window)[steps // 10 :])
     if shown:  # exclude the steep drop of the first steps, which would flatten the rest of the plot
         axis.set_ylim(shown[0] - 0.1, shown[-1] + 0.1)
-    axis.set(xlabel="step", ylabel=f"training loss, {window}-step mean; band: all seeds")
+    axis.set(xlabel="step", title=f"training loss, {window}-step mean")

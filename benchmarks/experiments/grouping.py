@@ -111,15 +111,13 @@ def _table(facts: Facts, words: str) -> Table:
         for batch in batches_of(facts):
             cell = [layout, str(batch)]
             for row in _pair(facts, layout, batch, words):
-                sent = f"{row['sent_bytes'] / 2**20:.2f}"
+                sent = f"{row['sent_bytes'] / 1e6:.2f}"
                 cell += [str(row["products"]), str(row["collectives"]), sent, milliseconds(seconds[row["name"]])]
             cells.append((*cell, _gain(facts, layout, batch, words)))
     headings = ["layout", "batch:"]
     for form in ("ungrouped", "grouped"):
         headings += [f"{form} GEMMs:", "collectives:", "MB sent:", "ms:"]
-    caption = (
-        f"{words.capitalize()} pass of one block (GEMMs, collectives and bytes counted; MB = 2^20; times measured)."
-    )
+    caption = f"{words.capitalize()} pass of one block (GEMMs, collectives and bytes counted; times measured)."
     return Table(caption, (*headings, "ungrouped / grouped:"), tuple(cells))
 
 

@@ -119,7 +119,7 @@ def _figure(facts: Facts, budget: float) -> Figure:
     return Figure(
         "healing",
         f"Cost of every direction of every linear, nats per token, in descending order; dots: the rank at budget {budget:g}. The "
-        "dashed line is plain SVD's rank. One line per block, the first block darkest.",
+        "dashed line is plain SVD's rank. One line per block, from the first (blue) to the last (orange).",
         lambda path: draw(reports[0], budget, path),
     )
 
@@ -127,9 +127,10 @@ def _figure(facts: Facts, budget: float) -> Figure:
 def draw(report: Facts, budget: float, path: Path) -> None:
     """One panel per slot: costs over direction of all blocks, and the ranks."""
     pyplot = drawing.pyplot()
-    figure, axes = pyplot.subplots(2, 4, figsize=(13, 6.5), sharey=True)
+    figure, axes = pyplot.subplots(2, 4, figsize=(7.4, 4.4), sharey=True, layout="constrained")
     blocks = 1 + max(int(row["name"].split(".")[1]) for row in report["linears"])
-    colors = pyplot.get_cmap("viridis")
+    # Neither end is lost on a white page or on a dark one.
+    colors = pyplot.matplotlib.colors.LinearSegmentedColormap.from_list("blocks", drawing.SERIES[:2])
     for axis, slot in zip(axes.flat, SLOTS, strict=False):
         for row in report["linears"]:
             _, layer, name = row["name"].split(".", 2)
@@ -139,14 +140,13 @@ def draw(report: Facts, budget: float, path: Path) -> None:
             at = [1 + spectrum["every"] * n for n in range(len(spectrum["costs"]))]
             axis.semilogy(at, spectrum["costs"], color=color, linewidth=1)
             nearest = min(range(len(at)), key=lambda n: abs(at[n] - row["rank"]))
-            axis.semilogy([row["rank"]], [spectrum["costs"][nearest]], "o", color=color, markersize=5)
+            axis.semilogy([row["rank"]], [spectrum["costs"][nearest]], "o", color=color, markersize=4)
             same = budget * row["d_out"] * row["d_in"] / (row["d_out"] + row["d_in"])
-        axis.axvline(same, color="black", linestyle="--", linewidth=0.8)
+        axis.axvline(same, color=drawing.MUTED, linestyle="--", linewidth=0.8)
         axis.set_title(slot)
         drawing.tidy(axis)
     axes[0][0].set_ylabel("cost, nats per token")
     axes[1][0].set_ylabel("cost, nats per token")
     axes.flat[-1].axis("off")
-    figure.supxlabel("direction")
-    figure.tight_layout()
+    figure.supxlabel("direction", fontsize=9.5, color=drawing.MUTED)
     drawing.write(figure, path)

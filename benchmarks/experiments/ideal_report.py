@@ -121,21 +121,27 @@ def draw(facts: Facts, path: Path) -> None:
     """Draws one bar per layout: compute and wire time stacked, with a mark at the measured step time."""
     pyplot = drawing.pyplot()
 
-    figure, axis = pyplot.subplots(figsize=(7, 4))
-    places, bottom = range(len(LAYOUTS)), [0.0] * len(LAYOUTS)
-    parts = ((f"1/{facts['tp']} of TP=1", _compute, "#4c78a8"), ("wire", _wire, "#f58518"))
+    figure, axis = pyplot.subplots(figsize=(7.4, 0.9 + 0.42 * len(LAYOUTS)), layout="constrained")
+    places, left = range(len(LAYOUTS)), [0.0] * len(LAYOUTS)
+    parts = ((f"1/{facts['tp']} of TP=1", _compute, drawing.SERIES[0]), ("wire", _wire, drawing.SERIES[1]))
     for label, part, color in parts:
-        heights = [1e3 * spread(part(facts, layout)).median for layout in LAYOUTS]
-        axis.bar(places, heights, bottom=bottom, label=label, color=color, width=0.6)
-        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+        widths = [1e3 * spread(part(facts, layout)).median for layout in LAYOUTS]
+        axis.barh(places, widths, 0.6, left=left, label=label, color=color)
+        left = [before + width for before, width in zip(left, widths, strict=True)]
     steps = [spread(facts["turns"]["seconds"][layout]) for layout in LAYOUTS]
     errors = [[1e3 * (s.median - s.low) for s in steps], [1e3 * (s.high - s.median) for s in steps]]
     axis.errorbar(
-        places, [1e3 * s.median for s in steps], yerr=errors, fmt="_", markersize=30, color="black", capsize=4, label="step"
+        [1e3 * s.median for s in steps], places, xerr=errors, fmt="D", markersize=4.5, color=drawing.INK, elinewidth=1,
+        label="measured step",
     )  # fmt: skip
-    axis.set_xticks(places, [f"{layout}\n{facts['families'][layout]}" for layout in LAYOUTS])
-    axis.set_ylabel("ms")
-    axis.legend(frameon=False, fontsize=8)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
+    for y, (layout, step) in enumerate(zip(LAYOUTS, steps, strict=True)):
+        where = (max(1e3 * step.high, left[y]), y)
+        words = f"{1e3 * step.median:.0f}, {efficiency(facts, layout).value:.2f} of ideal"
+        axis.annotate(words, where, (7, 0), textcoords="offset points", va="center")
+    axis.set_yticks(places, [f"{layout} ({facts['families'][layout]})" for layout in LAYOUTS])
+    axis.set(xlabel="ms per step", xlim=(0, 1.3 * max(*left, *(1e3 * s.high for s in steps))))
+    axis.invert_yaxis()
+    drawing.tidy(axis)
+    axis.grid(visible=False, axis="y")
+    figure.legend(loc="outside upper right", ncols=3)
     drawing.write(figure, path)

@@ -1,19 +1,23 @@
-"""Prepares SVG figures for embedding in a page: unique IDs, theme colors, no metadata.
+"""Prepares SVG figures for embedding in a page: unique IDs, theme colors, no metadata, no background.
 
 A page is one document, so an ID used by two figures would resolve to the first. And black on white is unreadable on a dark
-page, so black, white and the grays of grids and frames become theme colors of the page.
+page, so the colors of `boost.measure.drawing`, black, white and grays become variables of the page, which has two values of each.
 """
 
 import re
 import xml.etree.ElementTree as ET
+
+from boost.measure.drawing import TONES
 
 SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 
 _GRAYS = ((0x20, "ink"), (0x90, "muted"), (0xFA, "line"), (0xFF, "paper"))
 """(maximum brightness, theme color): text, secondary text, grids and bands, background."""
 
-_LEFT_OUT = {f"{{{SVG}}}metadata", f"{{{SVG}}}style", f"{{{SVG}}}title", f"{{{SVG}}}desc", f"{{{SVG}}}script"}
-_LONG = re.compile(r"-?\d+\.\d{3,}")
+_NAMES = {tone.light: name for name, tone in TONES.items()}
+"""Names of the page's colors by their values on a white page."""
+
+_LEFT_OUT = {f"{{{SVG}}}{tag}" for tag in ("metadata", "style", "title", "desc", "script")}
 
 
 def inline_svg(text: str, prefix: str, label: str) -> str:
@@ -35,30 +39,35 @@ def inline_svg(text: str, prefix: str, label: str) -> str:
             element.set(key.replace(f"{{{XLINK}}}", ""), _attribute(key, value, prefix))
         element.tag = element.tag.replace(f"{{{SVG}}}", "")
         element.text, element.tail = _bare(element.text), _bare(element.tail)
-    for key in ("width", "height", "version"):
+    for key in ("width", "height", "version", "font-family", "xmlns"):
         root.attrib.pop(key, None)
-    root.attrib |= {"role": "img", "aria-label": label, "style": f"--width: {float(width[0]):g}pt"}
-    return ET.tostring(root, encoding="unicode")
+    background = next((child for child in root if child.tag == "path"), None)
+    if background is not None and background.get("fill") == "var(--paper)":
+        root.remove(background)
+    root.attrib |= {"role": "img", "aria-label": label, "style": f"--width:{float(width[0]):g}pt"}
+    return ET.tostring(root, encoding="unicode").replace(" />", "/>")
 
 
 def _attribute(key: str, value: str, prefix: str) -> str:
     if key == "id":
         return prefix + value
-    if key.endswith("href"):
+    if key.endswith("href") and not value.startswith("data:image/png;base64,"):
         # Drop references outside this document: the page must not fetch anything.
         return f"#{prefix}{value[1:]}" if value.startswith("#") else "#"
     value = re.sub(r"url\(#([^)]*)\)", rf"url(#{prefix}\1)", value)
     if key in ("style", "fill", "stroke"):
-        return re.sub(r"#([0-9a-f]{2})\1\1\b", _gray, value)
-    if key in ("d", "points"):
-        # Hundredths of a point are precise enough, and keep the page small.
-        return _LONG.sub(lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), value)
+        return re.sub(r"#[0-9a-f]{6}\b", _color, value)
     return value
 
 
-def _gray(found: re.Match[str]) -> str:
-    brightness = int(found[1], 16)
-    return f"var(--{next(name for limit, name in _GRAYS if brightness <= limit)})"
+def _color(found: re.Match[str]) -> str:
+    """The variable of a color that the page defines; other colors stay."""
+    if name := _NAMES.get(found[0]):
+        return f"var(--{name})"
+    red, green, blue = (int(found[0][at : at + 2], 16) for at in (1, 3, 5))
+    if red != green or green != blue:
+        return found[0]
+    return f"var(--{next(name for limit, name in _GRAYS if red <= limit)})"
 
 
 def _bare(text: str | None) -> str | None:

@@ -256,12 +256,12 @@ def _block_table(facts: Facts) -> Table:
             for norm in NORMS:
                 row = row_of(facts, what="block", form=norm, batch=batch, passes=words)
                 taken = milliseconds(_seconds(facts, "block", norm, batch, words))
-                cell += [str(row["collectives"]), f"{row['sent_bytes'] / 2**20:.3f}", taken]
+                cell += [str(row["collectives"]), f"{row['sent_bytes'] / 1e6:.3f}", taken]
             cells.append((*cell, times(*(_seconds(facts, "block", norm, batch, words) for norm in NORMS))))
     headings = ["batch:", "passes"]
     for norm in NORMS:
         headings += [f"{norm} collectives:", "MB sent:", "ms:"]
-    caption = "A whole block (collectives and bytes counted; MB = 2^20; times measured)."
+    caption = "A whole block (collectives and bytes counted; times measured)."
     return Table(caption, (*headings, "sync / online:"), tuple(cells))
 
 

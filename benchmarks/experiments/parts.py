@@ -175,7 +175,7 @@ def _table(group: Facts, added: dict[str, str]) -> Table:
 
 
 def _drawn(group: Facts) -> Callable[[Path], None]:
-    """Returns a function that draws a waterfall chart of step time, with peak memory below it."""
+    """Returns a function that draws a waterfall chart of step time, with peak memory next to it."""
 
     def draw(path: Path) -> None:
         pyplot = drawing.pyplot()
@@ -184,29 +184,34 @@ def _drawn(group: Facts) -> Callable[[Path], None]:
         spreads = [spread_of(group, name) for name in labels]
         middle = [1e3 * each.median for each in spreads]
         figure, (axis, memory) = pyplot.subplots(
-            2, 1, figsize=(9, 6.5), sharex=True, gridspec_kw={"height_ratios": [2, 1]}
-        )
-        axis.bar(0, middle[0], color="#b0b0b0")
-        for x in range(1, len(middle)):
-            change = middle[x] - middle[x - 1]
-            axis.bar(x, change, bottom=middle[x - 1], color="#5b8db8" if change < 0 else "#d98a5b")
-            axis.plot([x - 1, x + 0.4], [middle[x - 1]] * 2, color="black", linewidth=0.6)
+            1, 2, figsize=(7.4, 1.0 + 0.32 * len(labels)), sharey=True, layout="constrained",
+            gridspec_kw={"width_ratios": [2.4, 1]},
+        )  # fmt: skip
+        faster, slower, first = drawing.SERIES[0], drawing.SERIES[1], drawing.PEER
+        axis.barh(0, middle[0], 0.7, color=first)
+        for y in range(1, len(middle)):
+            change = middle[y] - middle[y - 1]
+            axis.barh(y, change, 0.7, left=middle[y - 1], color=faster if change < 0 else slower)
+            axis.plot([middle[y - 1]] * 2, [y - 1, y + 0.35], color=drawing.MUTED, linewidth=0.7)
         error = [
             [1e3 * (s.median - s.low) for s in spreads],
             [1e3 * (s.high - s.median) for s in spreads],
         ]
-        axis.errorbar(range(len(middle)), middle, yerr=error, fmt="none", ecolor="black", elinewidth=1, capsize=2)
-        for x, value in enumerate(middle):
-            axis.annotate(f"{middle[0] / value:.2f}x", (x, max(value, middle[max(x - 1, 0)])), (0, 4),
-                          textcoords="offset points", ha="center", fontsize=8)  # fmt: skip
-        axis.set(ylabel="ms per step", title=group["name"])
-        memory.bar(labels, [row["peak_bytes"] / 1e6 for row in group["rows"]], color="#8a8a8a")
-        memory.set(ylabel="peak MB")
-        memory.tick_params(axis="x", rotation=30)
+        axis.errorbar(middle, range(len(middle)), xerr=error, fmt="none", ecolor=drawing.INK, elinewidth=1)
+        ends = [max(1e3 * s.high, middle[max(y - 1, 0)]) for y, s in enumerate(spreads)]
+        for y, value in enumerate(middle):
+            axis.annotate(f"{middle[0] / value:.2f}x", (ends[y], y), (6, 0), textcoords="offset points", va="center")
+        axis.set_yticks(range(len(labels)), labels)
+        axis.set(title="ms per step, speed-up over the first", xlim=(0, 1.16 * max(ends)))
+        axis.invert_yaxis()
+        peaks = [row["peak_bytes"] / 1e6 for row in group["rows"]]
+        memory.barh(range(len(labels)), peaks, 0.7, color=drawing.PEER)
+        for y, peak in enumerate(peaks):
+            memory.annotate(f"{peak:,.0f}", (peak, y), (4, 0), textcoords="offset points", va="center")
+        memory.set(title="peak MB", xlim=(0, 1.3 * max(peaks)))
         for each in (axis, memory):
-            each.spines[["top", "right"]].set_visible(False)
-            each.grid(axis="y", alpha=0.2)
-        figure.tight_layout()
+            drawing.tidy(each)
+            each.grid(visible=False, axis="y")
         drawing.write(figure, path)
 
     return draw

@@ -271,7 +271,7 @@ def section(facts: Facts) -> Section:
         )
         headings = ("batch:", "low-rank MB/ms:", "full-block MB/ms:", "ratio:", "paper, low-rank MB/ms:")
         parts.append(Table(caption, (*headings, "paper, vanilla MB/ms:", "paper, ratio:"), tuple(beside)))
-    caption = "Memory saved against time added, one panel per batch; up and to the left is better."
+    caption = "Memory saved per added time by layout and policy, one panel per batch (measured); longer is better."
     parts.append(Figure("recompute", caption, lambda path: draw(facts, path)))
     return Section("Memory saved per added time, by layout and recomputation policy", tuple(parts))
 
@@ -348,29 +348,39 @@ def _cells(row: AddedTime) -> tuple[str, ...]:
 
 
 def draw(facts: Facts, path: Path) -> None:
-    """Draws memory saved against time added, one panel per batch."""
+    """Draws memory saved per added time by layout and policy, one panel per batch."""
     pyplot = drawing.pyplot()
     rows = [row for row in added_times(facts["rows"]) if row.policy != "none"]
     batches = sorted({row.batch for row in rows})
-    layouts, names = list(dict.fromkeys(r.layout for r in rows)), list(dict.fromkeys(r.policy for r in rows))
-    figure, axes = pyplot.subplots(1, len(batches), figsize=(5.5 * len(batches), 4.5), squeeze=False)
-    colors = pyplot.get_cmap("tab10")
+    policies = list(dict.fromkeys(row.policy for row in rows))
+    layouts = list(dict.fromkeys(row.layout for row in rows))
+    places, labels = dict[tuple[str, str], int](), list[str]()
+    for layout in layouts:
+        for policy in policies:
+            if any((row.layout, row.policy) == (layout, policy) for row in rows):
+                places[layout, policy] = len(labels)
+                labels.append(f"{layout}: {policy}")
+    figure, axes = pyplot.subplots(
+        1, len(batches), figsize=(7.4, 0.8 + 0.25 * len(labels)), sharey=True, squeeze=False, layout="constrained"
+    )
     for axis, batch in zip(axes[0], batches, strict=True):
-        for row in rows:
-            if row.batch != batch:
-                continue
-            x, y = 1e3 * row.added_s, row.saved_bytes / 1e6
-            low, high = (1e3 * quartile for quartile in row.added_quartiles_s)
-            axis.errorbar(
-                x, y, xerr=[[x - low], [high - x]], marker="osD^v"[names.index(row.policy)], markersize=7, linewidth=0.8,
-                color=colors(layouts.index(row.layout)),
-            )  # fmt: skip
-        axis.set(xlim=(0, None), ylim=(0, None), title=f"batch {batch}", xlabel="added time, ms", ylabel="saved, MB")
+        of_batch = [row for row in rows if row.batch == batch]
+        # Where recomputation adds less time than noise, memory per time means nothing.
+        sound = [row for row in of_batch if row.added_quartiles_s[0] > 0 and row.saved_per_added > 0]
+        for row in sound:
+            value, y = row.saved_per_added / 1e9, places[row.layout, row.policy]
+            axis.barh(y, value, 0.7, color=drawing.color_of(row.layout))
+            axis.annotate(f"{value:.2f}", (value, y), (4, 0), textcoords="offset points", va="center")
+        for row in of_batch:
+            if row not in sound:
+                where = (0, places[row.layout, row.policy])
+                axis.annotate(
+                    "within noise", where, (4, 0), textcoords="offset points", va="center", color=drawing.MUTED
+                )
+        most = max((row.saved_per_added / 1e9 for row in sound), default=1.0)
+        axis.set(title=f"batch {batch}, MB/ms", xlim=(0, 1.22 * most))
         drawing.tidy(axis)
-    marks = [pyplot.Line2D([], [], color=colors(i), linewidth=3, label=name) for i, name in enumerate(layouts)]
-    marks += [
-        pyplot.Line2D([], [], color="black", marker="osD^v"[i], linewidth=0, label=n) for i, n in enumerate(names)
-    ]
-    figure.legend(handles=marks, loc="outside right center", fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0, 0.78, 1))
+        axis.grid(visible=False, axis="y")
+    axes[0][0].set_yticks(range(len(labels)), labels)
+    axes[0][0].invert_yaxis()
     drawing.write(figure, path)

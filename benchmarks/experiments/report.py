@@ -12,17 +12,19 @@ import shlex
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from benchmarks.experiments import sections
-from benchmarks.experiments.goals import TARGETS, Target, missing, status, target_of
+from benchmarks.experiments import headline, origins, paper, sections
+from benchmarks.experiments.goal_table import VERDICTS, goal_rows
 from benchmarks.experiments.inline import inline_svg
 from boost.config.schema import DType
 from boost.errors import ConfigError
+from boost.measure import drawing
 from boost.measure.document import Figure, Goal, Section, Table
 from boost.measure.results import Facts, figures, machine, origin, read
 from boost.train.rundir import storage_errors
@@ -35,6 +37,26 @@ KINDS = ("measured", "counted", "modeled")
 
 DASH, TIMES, MINUS = "\u2013", "\u00d7", "\u2212"
 """Typographic characters, escaped in source."""
+
+LONG_TEXT = 30
+"""Text columns with longer cells wrap."""
+
+FEW_COLUMNS = 6
+"""Tables with at most so many columns have intervals next to their numbers, not below them."""
+
+MOST_ROWS = 100
+"""Tables with more rows are folded."""
+
+FIRST_FIGURE = (
+    "Seconds per training step over wire speed (measured; medians and quartiles). Each layout in its faster form, with or without "
+    "overlap; published vanilla has none. Share-matched: communication has the share of a btp step that it has on A100s."
+)
+"""Caption of the figure of the first screen."""
+
+INTERVAL_CELL = re.compile(r"[^()]*\d[^()]* \([^()]*\d to [^()]*\)[ %x]*")
+"""A table cell that is a number with an interval."""
+
+_RAISED = str.maketrans("0123456789", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
 
 _VERDICTS = {"met": "met", "holds": "met", "not met": "unmet", "does not hold": "unmet"}
 
@@ -69,7 +91,7 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
     """
     found: list[Result] = []
     for folder in folders:
-        paths = [*sorted(folder.glob("*.json")), *sorted(folder.glob("*/*.json"))]
+        paths = sorted([*folder.glob("*.json"), *folder.glob("*/*.json")], key=lambda path: (path.parent, path.stem))
         if not paths:
             raise ConfigError(f"--results = '{folder}' contains no results; use a folder with results of experiments")
         for path in paths:
@@ -85,10 +107,11 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
 def make(results: Sequence[Result], out: Path, png: bool = True) -> BenchReport:
     """Builds the page for the path `out`. `png` also renders figures as PNG."""
     pictures: dict[Path, bytes] = {}
+    first = _first_screen(results, pictures, png)
     blocks: dict[str, list[dict[str, Any]]] = {}
-    for result in results:
+    for number, result in enumerate(results):
         drawn = _draw(result, pictures, png)
-        blocks.setdefault(result.experiment, []).append(_block(result, drawn, out))
+        blocks.setdefault(result.experiment, []).append(_block(result, drawn, out, f"f{number}"))
     script = _template("report.js").strip()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = Environment(
@@ -99,17 +122,23 @@ def make(results: Sequence[Result], out: Path, png: bool = True) -> BenchReport:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"prose": prose, "cell": cell}
-    sections = [_section(name, of_name) for name, of_name in blocks.items()]
-    goals = _goals(results)
+    environment.filters |= {"prose": prose, "cell": cell, "power": power}
+    found = [_section(name, of_name) for name, of_name in blocks.items()]
+    goals = goal_rows([(result.facts, result.goals) for result in results])
+    chapters = [
+        {"title": title, "id": title.lower().replace(" ", "-"), "paper": paper.sentence(title), "sections": held}
+        for title in sections.CHAPTERS
+        if (held := [each for each in found if sections.chapter(each["id"]) == title])
+    ]
     html = environment.get_template("report.html.j2").render(
-        style=Markup(_template("report.css").strip()),
+        style=Markup(f"{_colors()}\n{_template('report.css').strip()}"),
         script=Markup(script),
         script_hash=digest,
+        first=first,
         goals=goals,
-        tally=[(words, sum(goal["status"] == words for goal in goals)) for words in ("met", "not met", "not measured")],
-        sections=sections,
-        modeled=[section for section in sections if "modeled" in section["kinds"]],
+        tally=[(words, sum(goal["status"] == words for goal in goals)) for words in VERDICTS],
+        chapters=chapters,
+        modeled=[section for section in found if "modeled" in section["kinds"]],
         origins=[block for of_name in blocks.values() for block in of_name if block["kinds"] != ["modeled"]],
     )
     return BenchReport(html, pictures)
@@ -130,6 +159,15 @@ def stale(report: BenchReport, out: Path) -> list[Path]:
     return [path for path, content in wanted.items() if not path.is_file() or path.read_bytes() != content]
 
 
+def strays(results: Sequence[Result]) -> list[str]:
+    """One line per result that does not belong to one clean commit with the others; see `origins.strays`."""
+    return origins.strays(_by_name(results))
+
+
+def _by_name(results: Sequence[Result]) -> dict[str, Facts]:
+    return {str(result.path): result.facts for result in results}
+
+
 def prose(text: str) -> Markup:
     """Escapes prose, with `code` markup and with typographic characters outside of code."""
     parts = text.split("`")
@@ -144,19 +182,70 @@ def cell(text: str) -> Markup:
     plain = text.strip().lower()
     kind = "skipped" if plain.startswith("skipped") else _VERDICTS.get(plain) or (plain if plain in KINDS else None)
     if kind is None:
-        return prose(DASH if plain == "-" else text)
+        return _spread(text) if INTERVAL_CELL.fullmatch(text.strip()) else prose(DASH if plain == "-" else text)
     word, _, why = text.strip().partition(":") if kind == "skipped" else (text.strip(), "", "")
     return Markup('<span class="badge {}">{}</span>{}').format(kind, word, prose(why and f" {why.strip()}"))
 
 
+def power(text: str) -> Markup:
+    """Formats a number such as '9.0 x 10^-6'."""
+    number, caret, exponent = text.partition("^")
+    return Markup("{}<sup>{}</sup>").format(prose(number), prose(exponent)) if caret else prose(number)
+
+
+def _spread(text: str) -> Markup:
+    """A number with its interval, which goes below it."""
+    value, _, interval = text.strip().partition(" (")
+    interval, _, unit = interval.partition(")")
+    return Markup("{}<i>{}</i>").format(prose(value + unit), prose(interval))
+
+
 def _signs(text: str) -> str:
-    text = re.sub(r"(\d) ?x(?![\w-])", lambda m: m[0].replace("x", TIMES), text)
+    text = re.sub(r"([\d)]) ?x(?![\w-])", lambda m: m[0].replace("x", TIMES), text)
+    text = re.sub(r"(?<=\d) %", "%", text)
+    text = re.sub(r"\b10\^(\d+)", lambda m: f"10{m[1].translate(_RAISED)}", text)
     text = re.sub(r"(?<![\w.])-(?=\d)", MINUS, text)
     return text.replace(">=", "≥").replace("<=", "≤").replace("+-", "±")
 
 
 def _template(name: str) -> str:
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+def _colors() -> str:
+    """CSS variables of all colors of figures, on a white and on a dark page."""
+    light, dark = (
+        "".join(f"--{name}:{getattr(tone, side)};" for name, tone in drawing.TONES.items())
+        for side in ("light", "dark")
+    )
+    return f":root{{{light}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
+
+
+def _first_screen(results: Sequence[Result], pictures: dict[Path, bytes], png: bool) -> dict[str, Any]:
+    """Template variables of the first screen. Its figure is written beside the result that it is drawn from."""
+    every = [result.facts for result in results]
+    svgs, wire = list[Markup](), headline.wire_of(every)
+    for result in results if wire else ():
+        if result.facts is wire:
+            for name, narrow in (("headline", False), ("headline-narrow", True)):
+                figure = Figure(name, FIRST_FIGURE, partial(headline.draw, wire, narrow=narrow))
+                _pictured(figure, name, result.path, pictures, png)
+                svg = pictures[result.path.with_name(f"{name}.svg")].decode()
+                svgs.append(Markup(inline_svg(svg, f"h{len(svgs)}", FIRST_FIGURE)))
+    return {
+        "numbers": headline.numbers([(result.facts, result.goals) for result in results]),
+        "svgs": svgs,
+        "caption": FIRST_FIGURE,
+        "measured": headline.measured_words(every),
+        "modeled": headline.modeled_words(every),
+        "commits": origins.in_words(_by_name(results)),
+        "days": _days(every),
+    }
+
+
+def _days(every: Sequence[Facts]) -> str:
+    days = sorted({facts["environment"]["started"][:10] for facts in every})
+    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
 
 
 def _draw(result: Result, pictures: dict[Path, bytes], png: bool) -> dict[str, str]:
@@ -166,13 +255,18 @@ def _draw(result: Result, pictures: dict[Path, bytes], png: bool) -> dict[str, s
         name = figure.name
         if result.path.with_name(f"{name}.svg") in pictures:  # taken by another result in the same folder
             name = f"{result.path.stem}-{name}"
-        with tempfile.TemporaryDirectory() as folder:
-            for suffix in (".svg", ".png")[: 1 + png]:
-                path = Path(folder, name + suffix)
-                _drawn_by(figure, path)
-                pictures[result.path.with_name(path.name)] = path.read_bytes()
+        _pictured(figure, name, result.path, pictures, png)
         drawn[figure.name] = pictures[result.path.with_name(f"{name}.svg")].decode()
     return drawn
+
+
+def _pictured(figure: Figure, name: str, beside: Path, pictures: dict[Path, bytes], png: bool) -> None:
+    """Draws a figure into `pictures`, under the paths that it has beside a result."""
+    with tempfile.TemporaryDirectory() as folder:
+        for suffix in (".svg", ".png")[: 1 + png]:
+            path = Path(folder, name + suffix)
+            _drawn_by(figure, path)
+            pictures[beside.with_name(path.name)] = path.read_bytes()
 
 
 def _drawn_by(figure: Figure, path: Path) -> None:
@@ -188,10 +282,10 @@ def _section(name: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
     return {"id": name, "title": blocks[0]["title"], "kinds": kinds, "blocks": blocks}
 
 
-def _block(result: Result, drawn: dict[str, str], out: Path) -> dict[str, Any]:
+def _block(result: Result, drawn: dict[str, str], out: Path, prefix: str) -> dict[str, Any]:
     """Template variables of one result."""
     environment = result.facts["environment"]
-    parts = [_part(part, result, drawn) for part in result.section.parts]
+    parts = [_part(part, drawn, f"{prefix}-{number}") for number, part in enumerate(result.section.parts)]
     kinds = {kind for part in parts for kind in part.get("kinds", ())}
     versions = [f"torch {environment['torch']}", f"Python {environment['python']}"]
     if environment.get("cuda"):
@@ -199,6 +293,7 @@ def _block(result: Result, drawn: dict[str, str], out: Path) -> dict[str, Any]:
     return {
         "id": result.experiment,
         "title": result.section.title,
+        "stem": result.path.stem,
         "command": [shlex.quote(word) for word in environment["command"]],
         "origin": origin(environment),
         "machine": machine(environment),
@@ -216,74 +311,40 @@ def _block(result: Result, drawn: dict[str, str], out: Path) -> dict[str, Any]:
     }
 
 
-def _part(part: str | Table | Figure, result: Result, drawn: dict[str, str]) -> dict[str, Any]:
+def _part(part: str | Table | Figure, drawn: dict[str, str], prefix: str) -> dict[str, Any]:
+    """`prefix`: of the IDs in a figure; unique on the page."""
     match part:
         case Table():
             return _table(part)
         case Figure():
-            # Unique per result and figure.
-            prefix = re.sub(r"[^\w-]", "-", f"{result.path.parent.name}-{result.path.stem}-{part.name}-")
             svg = Markup(inline_svg(drawn[part.name], prefix, part.caption))
             return {"type": "figure", "caption": part.caption, "svg": svg, "kinds": _kinds([part.caption])}
     return {"type": "paragraph", "text": part}
 
 
 def _table(table: Table) -> dict[str, Any]:
-    columns = [
-        {
-            "heading": heading.rstrip(":"),
-            "class": " ".join(
-                word
-                for word, holds in (("number", heading.endswith(":")), ("paper", "paper" in heading.lower()))
-                if holds
-            ),
-        }
-        for heading in table.headings
-    ]
+    """`class` of a column: t for text, p for the paper's numbers, l for long text."""
+    columns = []
+    for number, heading in enumerate(table.headings):
+        longest = max((len(row[number]) for row in table.rows), default=0)
+        classes = ["t"] if not heading.endswith(":") else []
+        classes += ["l"] if classes and longest > LONG_TEXT else []
+        classes += ["p"] if "paper" in heading.lower() else []
+        columns.append({"heading": heading.rstrip(": "), "class": " ".join(classes)})
     return {
         "type": "table",
         "caption": table.caption,
         "columns": columns,
         "rows": [list(zip(row, columns, strict=True)) for row in table.rows],
         "kinds": _kinds([table.caption, *table.headings]),
-        "paper": any("paper" in column["class"] for column in columns),
+        "folded": len(table.rows) > MOST_ROWS,
+        "roomy": len(columns) <= FEW_COLUMNS,
     }
 
 
 def _kinds(texts: Iterable[str]) -> list[str]:
     words = set(re.findall(r"\w+", " ".join(texts).lower()))
     return [kind for kind in KINDS if kind in words]
-
-
-def _goals(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """One row per target, in order, with all of its results."""
-    found: dict[Target, list[tuple[Goal, Result]]] = {target: [] for target in TARGETS}
-    for result in results:
-        for goal in result.goals:
-            found[target_of(goal.what)].append((goal, result))
-    return [
-        {
-            "target": target,
-            "status": status(target, [goal for goal, _ in of_target]),
-            "found": [
-                {
-                    "goal": goal,
-                    "machine": _machine_of(goal, result),
-                    "verdict": "met" if goal.met else "not measured" if goal.met is None else "not met",
-                    "id": result.experiment,
-                }
-                for goal, result in of_target
-            ],
-            "missing": missing(target),
-        }
-        for target, of_target in found.items()
-    ]
-
-
-def _machine_of(goal: Goal, result: Result) -> str:
-    """The machine of a goal's result; '' for predictions, or if the goal already names it."""
-    name = machine(result.facts["environment"])
-    return "" if goal.kind == "modeled" or name in goal.where else name
 
 
 def dtypes(facts: Facts) -> list[str]:

@@ -1,4 +1,4 @@
-"""The experiments in report order, and the modules that present them.
+"""The experiments by chapter of the report, and the modules that present them.
 
 `section` and `goals` are defined in the experiment's module or in `<module>_report`, which is imported only when needed.
 """
@@ -36,6 +36,28 @@ MODULES = {
 }
 """Modules by the 'experiment' field of a result."""
 
+CHAPTERS: dict[str, tuple[str, ...]] = {
+    "End to end": ("wire", "steps", "single", "modeled"),
+    "Ablation": ("parts", "ideal"),
+    "GEMMs": ("gemms",),
+    "Communication": ("traffic",),
+    "Grouping": ("grouping",),
+    "Norms": ("norms",),
+    "Recomputation": ("recompute",),
+    "Memory": ("fit",),
+    "Convergence": ("curves", "perplexity", "families", "healing"),
+    "Performance model": ("validation", "record"),
+}
+"""Chapters of the report in the paper's order, with their experiments."""
+
+
+def chapter(name: str) -> str:
+    """The chapter of an experiment. Raises ConfigError if it is unknown or in none."""
+    found = next((title for title, names in CHAPTERS.items() if name in names), None)
+    if found is None:
+        raise ConfigError(f"experiment = '{name}' is in no chapter; chapters: {', '.join(CHAPTERS)}")
+    return found
+
 
 def section(facts: Facts) -> Section:
     """The section of a result. Raises ConfigError if its experiment is unknown."""
@@ -51,7 +73,8 @@ def place(name: str) -> int:
     """Position of an experiment in the report. Raises ConfigError if it is unknown."""
     if name not in MODULES:
         raise ConfigError(f"experiment = '{name}' is unknown; experiments: {', '.join(MODULES)}")
-    return list(MODULES).index(name)
+    chapter(name)
+    return [each for names in CHAPTERS.values() for each in names].index(name)
 
 
 def _function(facts: Facts, name: str) -> Callable[[Facts], object]:

@@ -183,16 +183,21 @@ def draw(facts: Facts, path: Path) -> None:
 
     names = [(size, family) for size in facts["sizes"] for family in LOW_RANK]
     found = [speedup(size, family) for size, family in names]
-    figure, axis = pyplot.subplots(figsize=(1.2 * len(names) + 1.5, 4))
-    errors = [[each.value - each.low for each in found], [each.high - each.value for each in found]]
+    figure, axis = pyplot.subplots(figsize=(0.85 * len(names) + 1.0, 3.2), layout="constrained")
+    errors = [[max(each.value - each.low, 0) for each in found], [max(each.high - each.value, 0) for each in found]]
     places = range(len(names))
-    axis.bar(places, [each.value for each in found], yerr=errors, capsize=3, color="#4c78a8", label="measured")
-    ratios = [flop_ratio(size, family) for size, family in names]
-    axis.scatter(places, ratios, marker="_", s=900, color="black", label="FLOP ratio", zorder=3)
-    axis.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    values, ratios = [each.value for each in found], [flop_ratio(size, family) for size, family in names]
+    axis.bar(places, values, 0.65, color=drawing.SERIES[0], label="measured")
+    axis.errorbar(places, values, yerr=errors, fmt="none", ecolor=drawing.INK, elinewidth=1)
+    axis.hlines(ratios, [x - 0.4 for x in places], [x + 0.4 for x in places], color=drawing.SERIES[1], linewidth=2,
+                label="FLOP ratio")  # fmt: skip
+    for x, each, most in zip(places, found, ratios, strict=True):
+        above = max(each.high, most)
+        axis.annotate(f"{each.value:.2f} of {most:.2f}", (x, above), (0, 4), textcoords="offset points", ha="center")
+    axis.axhline(1, color=drawing.MUTED, linewidth=1, linestyle="--")
     axis.set_xticks(places, [f"{family}\n{size['size']}" for size, family in names])
-    axis.set_ylabel("speed-up over dense")
-    axis.legend(frameon=False, fontsize=8)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
+    axis.set(ylim=(0, 1.1 * max(*ratios, *values)), title="speed-up over dense")
+    drawing.tidy(axis)
+    axis.grid(visible=False, axis="x")
+    figure.legend(loc="outside upper right", ncols=2)
     drawing.write(figure, path)

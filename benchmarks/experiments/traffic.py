@@ -160,7 +160,7 @@ def section(facts: Facts) -> Section:
     """Counts and times of our block, the paper's numbers, and the paper's sizes under our layouts."""
     lead = (
         f"{shape_words(facts)}, TP {facts['tp']}, {facts['backend']}. Bytes are counted at the dispatcher as the block runs. "
-        f"Times are those of the same collectives in isolation, {turns_words(facts)}. MB = 2^20 bytes sent by one process "
+        f"Times are those of the same collectives in isolation, {turns_words(facts)}. MB = 10^6 bytes sent by one process "
         f"(all-reduce of N bytes: 2N(p-1)/p; all-gather and reduce-scatter: N(p-1)/p)."
     )
     batches = batches_of(facts)
@@ -214,10 +214,10 @@ def _paper_table(facts: Facts) -> Table:
         (mb["what"], f"{mb['published']:g}", f"{mb['predicted']:g}", f"{ms['published']:g}", f"{ms['predicted']:.2f}")
         for mb, ms in zip(by_kind["volume"], by_kind["time"], strict=True)
     )
-    headings = ("size, layout", "paper MB:", "ours MB:", "paper ms:", f"modeled ms, {PROFILE}:")
+    headings = ("size, layout", "paper MiB:", "ours MiB:", "paper ms:", f"modeled ms, {PROFILE}:")
     caption = (
-        "The paper's communication for one block (forward, TP 4, batch 4) next to our prediction (modeled; payload in MB = 2^20 "
-        "bytes, without RMSNorm's statistic)."
+        "The paper's communication for one block (forward, TP 4, batch 4) next to our prediction (modeled; payload in MiB, "
+        "without RMSNorm's statistic)."
     )
     return Table(caption, headings, cells)
 
@@ -237,7 +237,7 @@ def _sizes_table(facts: Facts) -> Table:
 
 
 def _mb(size: int) -> str:
-    return f"{size / 2**20:.2f}" if size < 10 * 2**20 else f"{size / 2**20:.1f}"
+    return f"{size / 1e6:.2f}" if size < 10e6 else f"{size / 1e6:.1f}"
 
 
 def _panels(facts: Facts, batches: Sequence[int]) -> dict[str, dict[str, dict[str, RangeBar]]]:

@@ -241,20 +241,31 @@ def _cells(rows: Sequence[Facts]) -> tuple[str, ...]:
 
 def draw(facts: Facts, path: Path) -> None:
     """Plots ratios over sequence length and number of GPUs, with one marker per source and GPU."""
-    figure, axes = drawing.pyplot().subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
+    figure, axes = drawing.pyplot().subplots(2, 1, figsize=(7.4, 6.2), layout="constrained")
     kinds = list(dict.fromkeys((row["source"], row["gpu"]) for row in facts["rows"]))
     for axis, field, words in zip(axes, ("seq", "gpus"), ("tokens per sequence", "GPUs"), strict=True):
-        axis.axhspan(1 - LIMIT, 1 + LIMIT, color="0.9", linewidth=0)
+        axis.axhspan(1 - LIMIT, 1 + LIMIT, color=drawing.LINE, linewidth=0)
         for number, kind in enumerate(kinds):
             rows = [row for row in facts["rows"] if (row["source"], row["gpu"]) == kind]
             ratios = [row["predicted_s"] / row["measured_s"] for row in rows]
             places = [row[field] * (1 + 0.03 * number) for row in rows]
-            axis.plot(places, ratios, "osD^vPX"[number % 7], color=f"C{number}", alpha=0.7, label=", ".join(kind))
-        ticks = sorted({row[field] for row in facts["rows"]})
+            axis.plot(
+                places,
+                ratios,
+                "osD^vPX"[number % 7],
+                color=drawing.SERIES[number % len(drawing.SERIES)],
+                markersize=4.5,
+                label=", ".join(kind),
+            )
+        ticks = list[int]()
+        for place in sorted({row[field] for row in facts["rows"]}):
+            if not ticks or place > 1.9 * ticks[-1]:  # closer labels would collide
+                ticks.append(place)
         axis.set(xscale="log", xlabel=words)
-        axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=45)
+        axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axis.minorticks_off()
         drawing.tidy(axis)
-    axes[0].set_ylabel("predicted / measured")
-    axes[1].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        axis.set_title("predicted / measured seconds")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2)
     drawing.write(figure, path)

@@ -24,7 +24,7 @@ GEMM_KERNELS = re.compile(r"gemm|cutlass|xmma|nvjet", re.IGNORECASE)
 FUSED_ATTENTION = re.compile(r"flash|fmha|attention", re.IGNORECASE)
 """Kernels whose names may mention the GEMM library that they are built with."""
 COMPUTES, WAITS, FLIES = "computing", "waiting for communication", "collective in flight"
-COLORS = {COMPUTES: "#4477aa", WAITS: "#ee6677", FLIES: "#ccbb44"}
+COLORS = {COMPUTES: "#5c7cfa", WAITS: "#e0a08a", FLIES: "#0e9aa0"}
 GAP_S = 2e-4
 """Gaps shorter than this many seconds are not drawn."""
 

@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -269,10 +270,13 @@ def draw(facts: Facts, path: Path) -> None:
     for name in (MACHINE, GPU):
         if facts[name]:
             panels.append((f"{TITLES[name]}, seconds", "measured", _by_processes(facts[name]["rows"]), "log"))
-    figure, axes = drawing.pyplot().subplots(1, len(panels), figsize=(4.6 * len(panels), 4.4), squeeze=False)
-    for axis, (title, measured, groups, scale) in zip(axes[0], panels, strict=True):
-        _draw_panel(axis, title, measured, groups, scale)
-    figure.tight_layout()
+    high = (len(panels) + 1) // 2
+    figure, axes = drawing.pyplot().subplots(high, 2, figsize=(7.4, 3.5 * high), squeeze=False, layout="constrained")
+    for axis, panel in zip_longest(axes.flat, panels):
+        if panel:
+            _draw_panel(axis, *panel)
+        else:
+            axis.set_axis_off()
     drawing.write(figure, path)
 
 
@@ -311,12 +315,12 @@ def _draw_panel(axis: Any, title: str, measured: str, groups: _Groups, scale: st
     ends = [low, high]
     axis.fill_between(
         ends, [(1 - TIME_LIMIT) * end for end in ends], [(1 + TIME_LIMIT) * end for end in ends],
-        color="0.9", linewidth=0, label=f"within {TIME_LIMIT:.0%}",
+        color=drawing.LINE, linewidth=0, label=f"within {TIME_LIMIT:.0%}",
     )  # fmt: skip
-    axis.plot(ends, ends, color="0.6", linewidth=1)
-    for (name, points), marker in zip(groups.items(), "osD^vP", strict=False):
+    axis.plot(ends, ends, color=drawing.MUTED, linewidth=1)
+    for number, ((name, points), marker) in enumerate(zip(groups.items(), "osD^vP", strict=False)):
         x, y = zip(*points, strict=True)
-        axis.plot(x, y, marker, label=name, markersize=6, alpha=0.85)
+        axis.plot(x, y, marker, label=name, markersize=5, color=drawing.color_of(name, number))
     axis.set(title=title, xlabel=measured, ylabel="predicted", xlim=ends, ylim=ends, xscale=scale, yscale=scale)
     if scale == "log":
         for side in (axis.xaxis, axis.yaxis):
@@ -324,4 +328,4 @@ def _draw_panel(axis: Any, title: str, measured: str, groups: _Groups, scale: st
             side.set_major_formatter("{x:g}")
             side.set_minor_formatter(ticker.NullFormatter())
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, frameon=False, loc="upper left")
+    axis.legend(loc="upper left", handletextpad=0.4, fontsize=8.5)

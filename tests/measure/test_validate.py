@@ -154,7 +154,7 @@ def test_the_picture_has_a_panel_for_each_section(published: dict[str, Any], tmp
     facts = {"published": published, MACHINE: {"rows": rows()}, GPU: None}
     draw(facts, tmp_path / "two.svg")
     draw(facts | {GPU: {"rows": rows(A100)}}, tmp_path / "three.svg")
-    panels = [(tmp_path / f"{name}.svg").read_text(encoding="utf-8").count('id="axes_') for name in ("two", "three")]
+    panels = [(tmp_path / f"{name}.svg").read_text(encoding="utf-8").count(">predicted<") for name in ("two", "three")]
     assert panels == [3, 4]
 
 

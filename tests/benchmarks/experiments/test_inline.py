@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.experiments.inline import inline_svg
+from boost.measure import drawing
 
 DRAWING = """<?xml version="1.0" encoding="utf-8" standalone="no"?>
 <!DOCTYPE svg PUBLIC "-//W3C//DTD SVG 1.1//EN" "http://www.w3.org/Graphics/SVG/1.1/DTD/svg11.dtd">
@@ -11,7 +12,7 @@ DRAWING = """<?xml version="1.0" encoding="utf-8" standalone="no"?>
  <metadata><a href="http://matplotlib.org">made by</a></metadata>
  <defs><style type="text/css">*{stroke-linejoin: round}</style><clipPath id="p1"><rect id="r"/></clipPath></defs>
  <g id="a" style="fill: #ffffff; stroke: #000000"><path d="M 1.23456 -7.0 L 0.0049 2" clip-path="url(#p1)"/></g>
- <use xlink:href="#a" style="fill: #1f77b4; stroke: #e6e6e6"/><use xlink:href="http://elsewhere/b.svg#c"/>
+ <use xlink:href="#a" style="fill: #1f77b4; stroke: #e6e6e6"/><path stroke="#143ab6" d="M0 0"/><use xlink:href="http://elsewhere/b.svg#c"/>
  <script>alert(1)</script>
 </svg>"""
 
@@ -20,11 +21,21 @@ def test_names_colors_and_what_is_left_out() -> None:
     made = inline_svg(DRAWING, "mine-", 'A "picture" <of> it')
     assert 'id="mine-a"' in made and 'href="#mine-a"' in made and "url(#mine-p1)" in made and 'id="mine-p1"' in made
     assert "var(--paper)" in made and "var(--ink)" in made and "#1f77b4; stroke: var(--line)" in made
-    assert 'd="M 1.23 -7.0 L 0 2"' in made
-    assert "--width: 460.8pt" in made and 'viewBox="0 0 460.8 345.6"' in made
+    assert "var(--btp)" in made and drawing.TONES["btp"].light not in made
+    assert "--width:460.8pt" in made and 'viewBox="0 0 460.8 345.6"' in made
     assert "&lt;of&gt;" in made and "&quot;picture&quot;" in made
     for absent in ("http:", "<style", "<script", "metadata", "xlink", "DOCTYPE", "height="):
         assert absent not in made
+
+
+def test_only_pictures_inside_the_document_are_shown() -> None:
+    form = '<svg xmlns="http://www.w3.org/2000/svg" width="9pt"><path fill="#ffffff" d="M0 0"/><image href="{}"/></svg>'
+    inside = "data:image/png;base64,AAAA"
+    assert inside in inline_svg(form.format(inside), "a", "") and "<path" not in inline_svg(
+        form.format(inside), "a", ""
+    )
+    for outside in ("http://elsewhere/a.png", "data:image/svg+xml,<a/>".replace("<", "&lt;"), "file:///a.png"):
+        assert 'href="#"' in inline_svg(form.format(outside), "a", "")
 
 
 def test_what_is_no_drawing_is_refused() -> None:

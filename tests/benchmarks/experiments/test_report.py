@@ -1,78 +1,21 @@
 """The report page: its content, its reproducibility, and its rendering in a real browser."""
 
-import base64
-import contextlib
-import hashlib
 import json
-import os
 import re
-import shutil
-import signal
-import socket
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib.image
-import numpy as np
 import pytest
 
 from benchmarks.experiments import report, sections
 from benchmarks.experiments.goals import TARGETS
 from boost.cli.main import main
-from boost.config import load
 from boost.errors import ConfigError, MeasurementError
-from boost.measure import drawing
-from boost.measure.document import Figure, Goal, Section, Table
-from boost.measure.results import Facts, facts_of
+from boost.measure.document import Goal
+from tests.benchmarks.experiments.pages import page_of, results
 
-TITLE = "Steps <script>document.title = 'taken over'</script> & more"
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-def draw(facts: Facts, path: Path) -> None:
-    figure, axis = drawing.pyplot().subplots(figsize=(6, 3))
-    axis.plot(facts["seconds"], label="btp")
-    axis.set_title("seconds")
-    drawing.write(figure, path)
-
-
-def section(facts: Facts) -> Section:
-    rows = (("btp", f"{facts['seconds'][0]:.2f}", "0.72", "met"), ("peers", "-", "-", "skipped: `DTensor` is missing"))
-    return Section(
-        TITLE,
-        (
-            "Both at once, 2x each, in `one run`.",
-            Table("Seconds, measured.", ("layout", "step s:", "step s, paper:", "verdict"), rows),
-            Table("Predictions <b>here</b>.", tuple(f"modeled {i} ms:" for i in range(14)), (("12345.6",) * 14,)),
-            Figure("steps", "Seconds of a step.", lambda path: draw(facts, path)),
-        ),
-    )
-
-
-def goals(facts: Facts) -> list[Goal]:
-    found = f"{facts['seconds'][0]:.2f}x (1.9 to 2.2)"
-    return [Goal("TP=2 against the ideal", ">= 0.93", "d 1024", found, False, remark="The wire.")]
-
-
-@pytest.fixture
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two results of one experiment, from a CPU and from a GPU."""
-    monkeypatch.setattr(sections, "section", section)
-    monkeypatch.setattr(sections, "goals", goals)
-    folder = tmp_path / "results"
-    (folder / "gpu").mkdir(parents=True)
-    facts = facts_of("steps", load("demo"), seconds=[2.06, 3.0, 2.5])
-    facts["environment"] |= {"cpu": "Slow CPU", "gpus": [], "started": "2026-11-20T10:00:00+00:00"}
-    facts["environment"]["command"] = ["boost", "bench", "steps", "--train.param_dtype", "float32", "--out", "a b"]
-    (folder / "steps.json").write_text(json.dumps(facts))
-    facts["environment"] |= {"gpus": ["Fast GPU"], "cuda": "13.0"}
-    (folder / "gpu" / "steps.json").write_text(json.dumps(facts | {"seconds": [0.03, 0.04, 0.03]}))
-    return folder
-
-
-def page_of(results: Path) -> str:
-    return report.make(report.read_results([results]), results.parent / "report.html", png=False).html
+__all__ = ["results"]
 
 
 def test_everything_is_on_the_page_beside_its_command_and_machine(results: Path) -> None:
@@ -80,9 +23,10 @@ def test_everything_is_on_the_page_beside_its_command_and_machine(results: Path)
     words = re.sub(r"<[^>]+>", "", html)
     assert "boost bench steps --train.param_dtype float32 --out 'a b'" in words.replace("&#39;", "'")
     assert 'href="results/steps.json"' in html and 'href="results/gpu/steps.json"' in html
-    assert '<td class="number">2.06</td><td class="number paper">0.72</td>' in html
+    assert '<td>2.06<td class="p">0.72' in html
     assert '<span class="badge met">met</span>' in html and f"2{report.TIMES} each, in <code>one run</code>" in html
     assert '<span class="badge skipped">skipped</span> <code>DTensor</code> is missing' in html
+    assert "<td>2.06<i>2.00 to 3.10</i>" in html
     for kind in ("measured", "modeled"):
         assert f'<figcaption><span class="badge {kind}">' in html
     assert html.count("Slow CPU") >= 2 and "torch" in html and "CUDA 13.0" in html and "2026-11-20" in html
@@ -102,8 +46,8 @@ def test_machines_stand_one_under_the_other(results: Path) -> None:
     """Each has its own block and numbers, and no number combines both."""
     blocks = re.findall(r"<article>.*?</article>", page_of(results), re.DOTALL)
     assert len(blocks) == 2
-    assert ["<h3>Slow CPU" in block for block in blocks] == [True, False]
-    assert ["<h3>1 \u00d7 Fast GPU" in block for block in blocks] == [False, True]
+    assert ["<h4>Slow CPU" in block for block in blocks] == [True, False]
+    assert ["<h4>1 \u00d7 Fast GPU" in block for block in blocks] == [False, True]
     assert ["2.06" in block for block in blocks] == [True, False]
     assert ["0.03" in block for block in blocks] == [False, True]
 
@@ -111,7 +55,7 @@ def test_machines_stand_one_under_the_other(results: Path) -> None:
 def test_names_in_pictures_do_not_clash(results: Path) -> None:
     html = page_of(results)
     names = re.findall(r'\bid="([^"]+)"', html)
-    assert len(names) > 50 and len(names) == len(set(names))
+    assert len(names) > 7 and len(names) == len(set(names))
     links = re.findall(r'href="#([^"]+)"', html) + re.findall(r"url\(#([^)]+)\)", html)
     assert set(links) <= set(names)
 
@@ -141,6 +85,41 @@ def test_the_same_results_give_the_same_bytes_and_a_change_is_seen(
     assert "report.html is out of date" in said and "steps.svg" in said and "gpu" not in said
 
 
+def test_results_of_several_commits_or_with_changes_are_named(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = results.parent / "report.html"
+    command = ["bench", "report", "--results", str(results), "--out", str(out)]
+    commit_as(results / "steps.json", "a" * 40)
+    commit_as(results / "gpu" / "steps.json", "a" * 40)
+    assert main(command) == 0 and main([*command, "--check", "--one-commit"]) == 0
+    assert "Results of commit aaaaaaaaaa, 2026-11-20" in out.read_text(encoding="utf-8")
+    commit_as(results / "gpu" / "steps.json", "a" * 40, dirty=True)
+    assert main(command) == 0 and main([*command, "--check"]) == 0
+    assert "Results of commit aaaaaaaaaa, 1 with uncommitted changes" in out.read_text(encoding="utf-8")
+    capsys.readouterr()
+    assert main([*command, "--check", "--one-commit"]) == 1
+    said = capsys.readouterr().err
+    assert "gpu/steps.json: of commit aaaaaaaaaa with uncommitted changes" in said and "out of date" not in said
+    assert said.count("\n") == 1
+    commit_as(results / "gpu" / "steps.json", "b" * 40)
+    assert main(command) == 0 and main([*command, "--check", "--one-commit"]) == 1
+    assert "of commit aaaaaaaaaa, most others of bbbbbbbbbb" in capsys.readouterr().err
+    assert main([*command, "--one-commit"]) == 2
+
+
+def commit_as(path: Path, commit: str, dirty: bool = False) -> None:
+    facts = json.loads(path.read_text())
+    facts["environment"]["git"] = {"commit": commit, "dirty": dirty}
+    path.write_text(json.dumps(facts))
+
+
+def test_without_a_result_a_number_says_so(results: Path) -> None:
+    html = page_of(results)
+    first = html[html.index('<header class="top"') : html.index("</header>")]
+    assert first.count('<b class="none">not measured</b>') == 5 and "<svg" not in first
+
+
 def test_what_is_no_result_is_refused(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="contains no results"):
         report.read_results([results / "none"])
@@ -158,76 +137,6 @@ def test_dtypes_are_those_of_the_numbers() -> None:
     assert report.dtypes({"config": config, "rows": [1]}) == ["float32"]
     assert report.dtypes({"config": config, "rows": [{"dtype": "bfloat16"}]}) == ["bfloat16"]
     assert report.dtypes({"config": config, "losses": {"float64": [1.0]}, "hardware": {"bfloat16": 1}}) == ["float64"]
-
-
-LOOK = """
-const all = [...document.querySelectorAll("main *")];
-document.body.dataset.seen = JSON.stringify({
-  page: document.documentElement.scrollWidth, window: innerWidth, title: document.title,
-  dark: matchMedia("(prefers-color-scheme: dark)").matches,
-  aligned: getComputedStyle(document.querySelector("td.number")).textAlign,
-  apart: getComputedStyle(document.querySelector("td.paper")).backgroundColor
-    !== getComputedStyle(document.querySelector("td.number:not(.paper)")).backgroundColor,
-  copy: !document.querySelector("button.copy").hidden,
-  drawn: Math.min(...[...document.querySelectorAll("svg")].map(each => each.getBoundingClientRect().height)),
-});
-"""
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
-def test_the_page_in_a_browser(results: Path, tmp_path: Path) -> None:
-    page, copy = tmp_path / "report.html", tmp_path / "copy.html"
-    page.write_text(page_of(results), encoding="utf-8")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.setblocking(False)
-        copy.write_text(looked_at(page.read_text(encoding="utf-8"), server.getsockname()[1]), encoding="utf-8")
-        dom = browse(tmp_path, copy, 412, 900, "--dump-dom", "--blink-settings=preferredColorScheme=0")
-        with pytest.raises(BlockingIOError):  # nobody came
-            server.accept()
-    found = re.search(r'data-seen="([^"]*)"', dom)
-    assert found is not None
-    seen = json.loads(found[1].replace("&quot;", '"'))
-    assert seen["page"] <= seen["window"] < 600, "wider than a phone"
-    assert seen["title"].startswith("BOOST") and seen["copy"] and seen["dark"] and seen["apart"]
-    assert seen["aligned"] == "right" and seen["drawn"] > 100
-    assert "Steps &lt;script&gt;" in dom and dom.count("<h2>") == 5 and "2.06" in dom and "not measured" in dom
-
-    for name, width, flag, darkness in (("wide", 1280, 1, (200, 256)), ("phone", 412, 0, (0, 60))):
-        shot = tmp_path / f"{name}.png"
-        scheme = f"--blink-settings=preferredColorScheme={flag}"
-        browse(tmp_path, page, width, 1400, f"--screenshot={shot}", "--hide-scrollbars", scheme)
-        pixels = (255 * matplotlib.image.imread(shot)[..., :3]).astype(int)
-        assert pixels.shape[:2] == (1400, width)
-        corner = pixels[-1, 0]
-        ink = (np.abs(pixels - corner).sum(-1) > 150).mean()
-        assert darkness[0] <= corner.mean() < darkness[1] and 0.01 < ink < 0.5
-
-
-def looked_at(html: str, port: int) -> str:
-    """The page with an added script that its policy allows, and an external image that it does not."""
-    allowed = base64.b64encode(hashlib.sha256(LOOK.encode()).digest()).decode()
-    html = html.replace("script-src ", f"script-src 'sha256-{allowed}' ")
-    outside = f'<img src="http://127.0.0.1:{port}/x.png" alt="">'
-    return html.replace("</body>", f"{outside}<script>{LOOK}</script></body>")
-
-
-def browse(tmp_path: Path, page: Path, width: int, height: int, *flags: str) -> str:
-    """Chromium's output for a page. Its processes have exited afterwards."""
-    assert BROWSER is not None
-    usual = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000"]
-    place = [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},{height}"]
-    browser = subprocess.Popen(
-        [BROWSER, *usual, *place, *flags, page.as_uri()],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        printed, _ = browser.communicate(timeout=600)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(browser.pid, signal.SIGKILL)
-        browser.wait()
-    assert browser.returncode == 0
-    return printed
 
 
 def test_a_word_is_escaped_and_signs_are_printed_as_such() -> None:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.experiments import sections
+from boost.errors import ConfigError
 from boost.measure import results
 from boost.measure.document import Goal, Table
 
@@ -17,6 +19,14 @@ MODULES = {
     "families": "benchmarks.experiments.families",
     "validation": "boost.measure.validate_report",
 }
+
+
+def test_every_experiment_is_in_one_chapter() -> None:
+    names = [name for of_chapter in sections.CHAPTERS.values() for name in of_chapter]
+    assert sorted(names) == sorted(sections.MODULES)
+    assert sections.chapter("gemms") == "GEMMs" and sections.place("wire") < sections.place("gemms")
+    with pytest.raises(ConfigError, match="'odd' is in no chapter"):
+        sections.chapter("odd")
 
 
 def module_and_facts(name: str) -> tuple[object, results.Facts]:

@@ -1,0 +1,227 @@
+"""The first screen of the report: one figure, five numbers, and what is measured and what is modeled. All come from results."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.experiments.contest import Spread, pooled, spread
+from benchmarks.experiments.endtoend import BTP, BTP_SP, MEGATRON_SP, PUBLISHED, VANILLA
+from benchmarks.experiments.goals import TARGETS, target_of
+from boost.measure import drawing, record
+from boost.measure.document import Goal
+from boost.measure.results import Facts, machine
+
+INTERVAL = re.compile(r"(?P<value>\d[\d.]*) \((?P<low>[\d.]+) to (?P<high>[\d.]+)\)")
+"""A ratio with its interval, as `contest.in_words` writes it."""
+
+NOT_MEASURED = "not measured"
+
+RATIOS = (
+    (
+        "share-matched wire: best low-rank layout against published vanilla",
+        "the speed of vanilla, as published",
+        "share-matched wire, the baseline without overlap; the paper: 2.27x",
+    ),
+    (
+        "share-matched wire: best low-rank layout against megatron-sp",
+        "the speed of full rank (megatron-sp)",
+        "share-matched wire, the baseline without overlap; the paper: 1.91x",
+    ),
+    (
+        "slow wire: best low-rank layout against strong vanilla",
+        "the speed of strong vanilla",
+        "slow wire, the baseline overlapped too",
+    ),
+)
+"""(goal, what its number says, its conditions and the paper's number)."""
+
+LINES = (
+    (VANILLA + ", published", "vanilla, published", (PUBLISHED,)),
+    (VANILLA, "vanilla, strong", (VANILLA,)),
+    (MEGATRON_SP, "full rank", (MEGATRON_SP,)),
+    (BTP, "btp", (BTP,)),
+    (BTP_SP, "btp-sp", (BTP_SP,)),
+)
+"""(name for its color, label, contenders) of every line. A contender stands for all of its forms of overlap: the fastest counts."""
+
+FREE = 3.0
+"""The unlimited wire is drawn at this multiple of the fastest rate."""
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A number of the first screen."""
+
+    value: str
+    interval: str
+    what: str
+    where: str
+    kind: str
+    """measured, counted or modeled; '' if there is no result."""
+    id: str
+    """The experiment that it is from."""
+
+
+def numbers(results: Sequence[tuple[Facts, Sequence[Goal]]]) -> list[Headline]:
+    """The five numbers, of (facts, goals) of every result."""
+    return [*(_ratio(results, *each) for each in RATIOS), _bytes(results), _losses(results)]
+
+
+def _goal(results: Sequence[tuple[Facts, Sequence[Goal]]], what: str) -> tuple[Facts, Goal] | None:
+    """The first result that answers a goal."""
+    (target,) = (each for each in TARGETS if each.what == what)
+    for facts, goals in results:
+        for goal in goals:
+            if target_of(goal.what) == target and goal.met is not None:
+                return facts, goal
+    return None
+
+
+def _ratio(results: Sequence[tuple[Facts, Sequence[Goal]]], name: str, words: str, conditions: str) -> Headline:
+    found = _goal(results, name)
+    parts = INTERVAL.search(found[1].found) if found else None
+    if found is None or parts is None:
+        return Headline(NOT_MEASURED, "", words, "", "", "wire")
+    shown = f"{parts['low']} to {parts['high']}"
+    form = re.search(r"\(([^()]*[a-z][^()]*)\)$", found[1].found)
+    where = f"{form[1].replace(', halves', ', overlapped')}; {conditions}" if form else conditions
+    return Headline(f"{parts['value']}x", shown, words, where, found[1].kind, found[0]["experiment"])
+
+
+def _bytes(results: Sequence[tuple[Facts, Sequence[Goal]]]) -> Headline:
+    words, found = "bytes that btp-sp sends, of btp's", _goal(results, "btp-sp against btp, bytes")
+    parts = re.match(r"[\d.]+", found[1].found) if found else None
+    if found is None or parts is None:
+        return Headline(NOT_MEASURED, "", words, "", "", "steps")
+    where = f"inside blocks, {found[1].where.partition(',')[0]}"
+    return Headline(f"{float(parts[0]):.2f}x", "exact", words, where, found[1].kind, "steps")
+
+
+def _losses(results: Sequence[tuple[Facts, Sequence[Goal]]]) -> Headline:
+    words = "difference of the training loss from one process"
+    for facts, _ in results:
+        worst = facts.get("worst_relative_difference", {}) if facts["experiment"] == "curves" else {}
+        by_family = worst.get("float32") or {}
+        values = [value for names in by_family.values() for value in names.values()]
+        if values:
+            steps = facts["config"]["train"]["steps"]
+            shown = f"relative, fp32; maximum of {len(values)} layouts over {steps} steps"
+            return Headline(_scientific(max(values)), "at most", words, shown, "measured", "curves")
+    return Headline(NOT_MEASURED, "", words, "", "", "curves")
+
+
+def _scientific(value: float) -> str:
+    digits, _, power = f"{value:.1e}".partition("e")
+    return f"{digits} x 10^{int(power)}"
+
+
+def wire_of(results: Sequence[Facts]) -> Facts | None:
+    """The result of the figure: the first over a wire that has the published baseline."""
+    for facts in results:
+        whole = facts["experiment"] == "wire" and facts.get("set", "main") == "main"
+        if whole and any(row["name"] == PUBLISHED for row in facts["groups"][0]["rows"]):
+            return facts
+    return None
+
+
+def measured_words(results: Sequence[Facts]) -> str:
+    """Where the numbers of the first screen were measured."""
+    facts = wire_of(results) or (results[0] if results else None)
+    if facts is None:
+        return NOT_MEASURED
+    where = machine(facts["environment"])
+    gloo = ", gloo over a wire whose speed is limited" if facts["experiment"] == "wire" else ""
+    return f"whole training steps on {where}{gloo}: two processes, TP 2, fp32; ratios have 95 % intervals"
+
+
+def modeled_words(results: Sequence[Facts]) -> str:
+    """What the performance model supplies, and how far off it is."""
+    words = "step times on GPUs and at the paper's sizes, by the performance model"
+    for facts in results:
+        if facts["experiment"] == "record":
+            held = [row for row in facts["rows"] if row["half"] == record.HELD]
+            off = record.errors(held).mape
+            words += f"; its mean error on {len(held)} held-out published runs of others is {off:.1%}"
+    return words
+
+
+def draw(facts: Facts, path: Path, narrow: bool = False) -> None:
+    """Draws step time over wire speed: one line per layout, labeled at its end. `narrow`: for a phone."""
+    figure, axis = drawing.pyplot().subplots(figsize=(3.9, 3.5) if narrow else (7.6, 4.5), layout="constrained")
+    rates = sorted({launch["mbit"] for launch in _launches(facts) if launch["mbit"]}, reverse=True)
+    free = any(launch["mbit"] is None for launch in _launches(facts))
+    places = ([FREE * rates[0]] if free else []) + rates
+    labels, top = [], 0.0
+    for name, words, contenders in LINES:
+        found = [_fastest(facts, rate, contenders) for rate in ([None] if free else []) + rates]
+        if not all(found):
+            continue
+        color, middle = drawing.color_of(name), [each.median for each in found if each]
+        error = [
+            [each.median - each.low for each in found if each],
+            [each.high - each.median for each in found if each],
+        ]
+        axis.errorbar(places, middle, yerr=error, color=color, elinewidth=1.2, linewidth=0, capsize=2)
+        marked = {"marker": "o", "markersize": 4.5, "color": color}
+        axis.plot(places[free:], middle[free:], linewidth=2.2, **marked)
+        if free:
+            axis.plot(places[:2], middle[:2], linewidth=1.2, linestyle=":", **marked)
+        labels.append((f"{words}  {middle[-1]:.2f} s", middle[-1], color))
+        top = max(top, *middle)
+    axis.set(xscale="log", xlabel="wire speed in Mbit/s, slower to the right", ylabel="seconds per training step")
+    axis.set(ylim=(0, 1.12 * top), xlim=(places[0] * 1.25, places[-1] / 1.12))
+    shown = [] if free is False else ["no limit"]
+    axis.set_xticks(places, [*shown, *(f"{rate:,.0f}" for rate in rates)])
+    axis.minorticks_off()
+    for name, rate in _marks(facts).items():
+        axis.axvline(rate, color=drawing.MUTED, linestyle=(0, (2, 2)), linewidth=0.9, zorder=0)
+        axis.annotate(
+            f"{name} ",
+            (rate, 1.12 * top),
+            (-2, -2),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            color=drawing.MUTED,
+        )
+    drawing.tidy(axis)
+    axis.grid(visible=False, axis="x")
+    if narrow:
+        axis.set_xlabel("wire speed, Mbit/s")
+    _labels(axis, labels, places[-1], narrow)
+    drawing.write(figure, path)
+
+
+def _labels(axis: Any, labels: Sequence[tuple[str, float, str]], x: float, narrow: bool) -> None:
+    if narrow:  # short names only
+        labels = [
+            (text.partition("  ")[0].replace("vanilla, published", "vanilla, pub."), y, color)
+            for text, y, color in labels
+        ]
+    drawing.label_ends(axis, labels, x)
+
+
+def _launches(facts: Facts) -> list[Facts]:
+    """Launches of the first group; results of older versions have one without a name."""
+    first = facts["groups"][0].get("group")
+    return [launch for launch in facts["groups"] if launch.get("group") == first]
+
+
+def _marks(facts: Facts) -> dict[str, float]:
+    """Mbit/s of the marked wires by label."""
+    named = {launch.get("wire"): launch["mbit"] for launch in _launches(facts)} | dict(facts.get("marked", {}))
+    labels = {"share-matched": "share-matched", "slow": "slow wire"}
+    return {label: float(named[name]) for name, label in labels.items() if isinstance(named.get(name), int | float)}
+
+
+def _fastest(facts: Facts, rate: float | None, contenders: Sequence[str]) -> Spread | None:
+    """The spread of the fastest form of these contenders at a rate; None if there is none."""
+    seconds: dict[str, list[float]] = {}
+    for launch in _launches(facts):
+        for row in launch["rows"] if launch["mbit"] == rate else ():
+            plain = row["name"].removesuffix(", halves")
+            if plain in contenders:
+                seconds.setdefault(row["name"], []).extend(pooled(row["seconds"]))
+    return min(map(spread, seconds.values()), key=lambda each: each.median, default=None)

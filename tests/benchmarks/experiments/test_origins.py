@@ -1,0 +1,37 @@
+"""Which commits results are of, and which results are astray."""
+
+from typing import Any
+
+from benchmarks.experiments.origins import UNKNOWN, commits, in_words, strays
+
+A, B = "a" * 40, "b" * 40
+
+
+def facts(commit: str | None, dirty: bool = False, **more: Any) -> dict[str, Any]:
+    git = {"commit": commit, "dirty": dirty} if commit else None
+    return {"experiment": "steps", "environment": {"git": git}, **more}
+
+
+def test_one_clean_commit() -> None:
+    results = {"x.json": facts(A), "y.json": facts(A)}
+    assert strays(results) == [] and in_words(results) == f"commit {A[:10]}"
+    assert strays({}) == []
+
+
+def test_another_commit_and_changes_are_named() -> None:
+    results = {"x.json": facts(A), "y.json": facts(A, dirty=True), "z.json": facts(B)}
+    y, z = strays(results)
+    assert y.startswith("y.json: ") and "uncommitted" in y and z.startswith("z.json: of commit bbbbbbbbbb,")
+    assert in_words(results) == "2 commits, 1 with uncommitted changes"
+
+
+def test_runs_inside_a_result_count() -> None:
+    resumed = facts(A, runs=[{"git": {"commit": B, "dirty": False}}, {"git": {"commit": A, "dirty": False}}])
+    assert commits(resumed) == {(A, False), (B, False)}
+    assert strays({"x.json": facts(A), "y.json": resumed}) != []
+
+
+def test_a_result_without_a_commit_is_astray() -> None:
+    assert commits(facts(None)) == {(UNKNOWN, False)}
+    assert len(strays({"x.json": facts(None), "y.json": facts(None), "z.json": facts(A)})) == 2
+    assert len(strays({"x.json": facts(None)})) == 1
