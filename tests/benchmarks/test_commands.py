@@ -93,9 +93,11 @@ def test_both_ways_to_start_an_experiment(command: list[str]) -> None:
     assert "--memory-gb = 0 must be positive" in found.stderr
 
 
-@pytest.mark.parametrize(
-    "experiment", [name for name in EXPERIMENTS if name not in ("modeled", "evaluation", "report", "compare")]
-)
+WITHOUT_CONFIG = ("ladder", "breakdown", "modeled", "evaluation", "report", "compare")
+"""These read results, or have fixed configurations."""
+
+
+@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name not in WITHOUT_CONFIG])
 def test_help_of_every_experiment(experiment: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main([experiment, "--help"])
