@@ -68,14 +68,14 @@ PARTS = (
     Part("ladder", BENCH, "ladder --wire {results}/wire.json --out {out}", 0.1, needs_hosts=True, cpu_only=True),
     Part("breakdown", BENCH, "breakdown --wire {results}/wire.json --out {out}", 0.2, needs_hosts=True, cpu_only=True),
     Part("steps", BENCH, "steps --hardware {work}/hardware.toml --rounds 7 --run.device {device} --out {out}", 9),
-    Part("single", BENCH, "single --rounds 15 --run.device {device} --out {out}", 2, 5),
+    Part("single", BENCH, "single --rounds 15 --run.device {device} --out {out}", 2, 4),
     Part("ideal", BENCH, "ideal --rounds 15 --run.device {device} --out {out}", 0.7, 5),
     Part("gemms", BENCH, "gemms --rounds 15 --run.device {device} --out {out}", 0.9, 5),
     Part("traffic", BENCH, "traffic --rounds 15 --run.device {device} --out {out}", 2.2, 3),
-    Part("grouping", BENCH, "grouping --rounds 15 --run.device {device} --out {out}", 1, 5),
-    Part("norms", BENCH, "norms --rounds 15 --run.device {device} --out {out}", 1.5, 5),
+    Part("grouping", BENCH, "grouping --rounds 15 --run.device {device} --out {out}", 1, 3),
+    Part("norms", BENCH, "norms --rounds 15 --run.device {device} --out {out}", 1.5, 3),
     Part("recompute", BENCH, f"recompute {RECOMPUTE} --run.device {{device}} --out {{out}}", 4, 3),
-    Part("validation", BOOST, "plan validate --measure --hardware {work}/hardware.toml --out {out}", 5),
+    Part("validation", BOOST, "plan validate --measure --hardware {work}/hardware.toml --out {out}", 4),
     Part("curves", BENCH, f"curves demo --tp 2 {SMALL} --train.steps 200 --out {{out}}", 4),
     Part(
         "perplexity",
@@ -88,8 +88,8 @@ PARTS = (
     Part("record", BOOST, "plan validate --record --write --out {out}", 0.5),
     Part("modeled", BENCH, "modeled --out {out}", 2),
 )
-"""All parts, in order: timed ones first, while nothing else runs. Not here: `fit`, which only computes, and `families` and `healing`,
-which train for hours; they resume by themselves."""
+"""All parts, in order: timed ones first, while nothing else runs. Not here: `fit`, which only computes, and `families` and
+`healing`, which train for hours and resume by themselves."""
 
 
 def evaluate(parts: Sequence[Part], place: Place, launches: int | None = None) -> int:
