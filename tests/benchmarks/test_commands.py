@@ -94,7 +94,8 @@ def test_both_ways_to_start_an_experiment(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "experiment", [name for name in EXPERIMENTS if name not in ("modeled", "evaluation", "report", "compare")]
+    "experiment",
+    [name for name in EXPERIMENTS if name not in ("ladder", "breakdown", "modeled", "evaluation", "report", "compare")],
 )
 def test_help_of_every_experiment(experiment: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:

@@ -114,7 +114,7 @@ def test_every_part_is_a_command_that_exists() -> None:
     place = Place(Path("work"), Path("results"), "cpu")
     parser = build_parser()
     for each in evaluation.PARTS:
-        words = each.words.format(device="cpu", work=place.work, out="results/x").split()
+        words = each.words.format(device="cpu", work=place.work, results=place.results, out="results/x").split()
         if each.module == BENCH:
             assert words[0] in EXPERIMENTS
             known, overrides = parser.parse_known_args(words)
