@@ -67,7 +67,7 @@ PARTS = (
     Part("wire", BENCH, "wire --set all --out {out}", 92, needs_hosts=True, cpu_only=True),
     Part("ladder", BENCH, "ladder --wire {results}/wire.json --out {out}", 0.1, needs_hosts=True, cpu_only=True),
     Part("breakdown", BENCH, "breakdown --wire {results}/wire.json --out {out}", 0.2, needs_hosts=True, cpu_only=True),
-    Part("steps", BENCH, "steps --hardware {work}/hardware.toml --rounds 7 --run.device {device} --out {out}", 9),
+    Part("steps", BENCH, "steps --hardware {work}/hardware.toml --rounds 7 --run.device {device} --out {out}", 8),
     Part("single", BENCH, "single --rounds 15 --run.device {device} --out {out}", 2, 4),
     Part("ideal", BENCH, "ideal --rounds 15 --run.device {device} --out {out}", 0.7, 5),
     Part("gemms", BENCH, "gemms --rounds 15 --run.device {device} --out {out}", 0.9, 5),

@@ -8,10 +8,10 @@ from benchmarks.experiments.contest import in_words, spread, verdict_words
 from benchmarks.experiments.ladder import LADDER, ratios
 from benchmarks.experiments.side_by_side import in_ms
 from boost.measure.document import Figure, Goal, Section, Table
-from boost.measure.drawing import pyplot, tidy, write
+from boost.measure.drawing import INK, PEER, SERIES, pyplot, tidy, write
 from boost.measure.results import Facts
 
-FASTER, SLOWER, FIRST = "#5b8db8", "#d98a5b", "#b0b0b0"
+FASTER, SLOWER = SERIES[:2]
 
 
 def goals(facts: Facts) -> list[Goal]:
@@ -55,7 +55,7 @@ def _table(facts: Facts, wire: str) -> Table:
 def _draw(facts: Facts, path: Path) -> None:
     steps, wires = facts["steps"], facts["wires"]
     figure, axes = pyplot().subplots(
-        1, len(wires), figsize=(11, 0.9 + 0.42 * len(steps)), layout="constrained", sharey=True, squeeze=False
+        1, len(wires), figsize=(9.5, 0.9 + 0.36 * len(steps)), layout="constrained", sharey=True, squeeze=False
     )
     for axis, (wire, mbit) in zip(axes[0], wires.items(), strict=True):
         _waterfall(axis, facts, wire)
@@ -73,7 +73,7 @@ def _waterfall(axis: Any, facts: Facts, wire: str) -> None:
         own = spreads[step["name"]]
         start = 1e3 * spreads[step["before"]].median if step["before"] else 0.0
         end = 1e3 * own.median
-        color = FIRST if not step["before"] else FASTER if end < start else SLOWER
+        color = PEER if not step["before"] else FASTER if end < start else SLOWER
         axis.barh(
             place,
             end - start,
@@ -84,7 +84,7 @@ def _waterfall(axis: Any, facts: Facts, wire: str) -> None:
             edgecolor="white",
         )
         ends = [[1e3 * (own.median - own.low)], [1e3 * (own.high - own.median)]]
-        axis.errorbar(end, place, xerr=ends, fmt="none", ecolor="black", elinewidth=1, capsize=2)
+        axis.errorbar(end, place, xerr=ends, fmt="none", ecolor=INK, elinewidth=1, capsize=2)
         label = f"{to_first.value:.2f}x" if to_first else ""
         axis.annotate(
             label, (max(start, 1e3 * own.high), place), (6, 0), textcoords="offset points", va="center", fontsize=8

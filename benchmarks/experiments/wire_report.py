@@ -39,7 +39,7 @@ from benchmarks.experiments.wire_plan import (
     plain_and_halved,
 )
 from boost.measure.document import Figure, Goal, Section, Table
-from boost.measure.drawing import pyplot, tidy, write
+from boost.measure.drawing import MUTED, SERIES, color_of, pyplot, tidy, write
 from boost.measure.results import Facts
 from boost.measure.timeline import ProcessStep, draw_on, rows
 
@@ -207,16 +207,14 @@ def _collective_table(facts: Facts, group: str) -> Table:
 def _draw(facts: Facts, group: str, path: Path) -> None:
     figure, axis = pyplot().subplots(figsize=(8.5, 4.4), layout="constrained")
     limited = {wire: mbit for wire, mbit in wires(facts, group).items() if mbit}
-    colors: dict[str, str] = {}
     for name in names_of(facts, group):
         form = name.removesuffix(", halves")
         if form not in DRAWN:
             continue
         medians = [spread(seconds_of(facts, group, wire, name)).median for wire in limited]
-        color = colors.setdefault(form, f"C{len(colors)}")
-        axis.plot([*limited.values()], medians, "o-" if name == form else "o--", color=color, label=name)
+        axis.plot([*limited.values()], medians, "o-" if name == form else "o--", color=color_of(form), label=name)
     for wire in (each for each in MARKED if each in limited):
-        axis.axvline(limited[wire], color="grey", linestyle=":")
+        axis.axvline(limited[wire], color=MUTED, linestyle=":")
         axis.annotate(f"{wire} ", (limited[wire], 0), (0, 4), textcoords="offset points", ha="right")
     axis.set(xscale="log", xlabel="wire, Mbit/s", ylabel="seconds per step", ylim=(0, None))
     axis.set_xticks([*limited.values()], [f"{rate:,g}" for rate in limited.values()])
@@ -295,8 +293,8 @@ def _draw_gains(facts: Facts, path: Path) -> None:
         places = [place + 0.18 * (2 * number - 1) for place, _ in of_wire]
         values = [ratio.value for _, ratio in of_wire]
         ends = [[r.value - r.low for _, r in of_wire], [r.high - r.value for _, r in of_wire]]
-        axis.errorbar(values, places, xerr=ends, fmt="o", color=f"C{number}", capsize=2, label=f"{wire} wire")
-    axis.axvline(1, color="grey", linewidth=0.8)
+        axis.errorbar(values, places, xerr=ends, fmt="o", color=SERIES[number], capsize=2, label=f"{wire} wire")
+    axis.axvline(1, color=MUTED, linewidth=0.8)
     axis.set_yticks(range(len(labels)), [f"{group}: {baseline}" for group, baseline in labels])
     axis.invert_yaxis()
     axis.set(xlabel="speed-up", xlim=(0, None))
