@@ -8,7 +8,8 @@
 #   make check    lint, format and types
 #   make docs     the documentation site, into build/site (strict: a broken link is an error)
 #   make curves   loss curves of all layouts in one figure, into benchmarks/results/ (five to ten minutes)
-#   make perplexity  final perplexity of all layouts, three seeds each, into benchmarks/results/ (four minutes)
+#   make perplexity  loss, perplexity and accuracy of all layouts and families, five seeds each, into benchmarks/results/ (40 minutes;
+#                 resumes after an interruption)
 #   make recompute, make fit   memory saved and time added by recomputation; largest sizes that fit in 80 GB (15 minutes each)
 #   make validate the performance model against steps measured on this machine, into benchmarks/results/ (ten minutes; keep the machine idle)
 #   make bench    the paper's evaluation on this machine, and the report of all results, benchmarks/report.html (under three hours;
@@ -114,9 +115,12 @@ curves: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/python -m benchmarks curves demo --tp 2 $(CURVES) --train.steps 200
 
+# Seven layouts of every low-rank family and three of dense, and one process: 180 runs in float32 and 108 in bfloat16.
+PERPLEXITY := --families dense svd cola lax loro --seeds 0 1 2 3 4 --questions 200 --dtypes float32 bfloat16 --few-seeds 0 1 2
+
 perplexity: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
-	$(BIN)/python -m benchmarks perplexity demo --tp 2 $(CURVES) --train.steps 150
+	$(BIN)/python -m benchmarks perplexity demo --tp 2 $(CURVES) --train.steps 150 $(PERPLEXITY)
 
 recompute: setup
 	$(BIN)/python -m benchmarks recompute demo --tp 2 $(RECOMPUTE)

@@ -15,6 +15,8 @@ EXPERIMENTS = (
     "gemms",
     "traffic",
     "wire",
+    "ladder",
+    "breakdown",
     "grouping",
     "norms",
     "recompute",
@@ -43,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
         "  python -m benchmarks recompute demo --batches 4 8 --train.seq_len 512\n"
         "  python -m benchmarks fit boost-7b --tp 4 --memory-gb 80\n"
         "  python -m benchmarks curves demo --tp 4 --train.steps 50 --out /tmp/curves\n"
-        "  python -m benchmarks perplexity demo --tp 2 --seeds 0 1 2   final perplexity of every layout\n"
+        "  python -m benchmarks perplexity demo --tp 2 --seeds 0 1 2   loss and perplexity of every layout and family\n"
         "  python -m benchmarks families --sweep 1e-3 3e-3 1e-2        dense, svd, cola, lax, loro; three seeds each\n"
         "  python -m benchmarks evaluation               all of these for the report, several launches each, resumable\n"
         "  python -m benchmarks report                   all results as one page, benchmarks/report.html\n"

@@ -37,13 +37,13 @@ def run(args: argparse.Namespace) -> int:
     if args.tp < 2:
         raise ConfigError(f"--tp = {args.tp} has no layouts to compare; smallest valid value: 2")
 
-    from benchmarks.experiments.curves import LIMITS, configuration, contenders, curves_process
+    from benchmarks.experiments.curves import LIMITS, configuration, curves_process, every_layout
     from boost.data.fit import open_fitting_store
     from boost.train.launch import launch, under_torchrun
 
     families = args.families or sorted({config.model.family, "dense"})
     for family in families:  # validate before starting any process
-        for contender in contenders(family):
+        for contender in every_layout(family):
             configuration(config, family, next(iter(LIMITS)), {**contender.parallel, "tp": args.tp})
     open_fitting_store(config)
     if under_torchrun():

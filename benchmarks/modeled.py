@@ -8,16 +8,16 @@ from typing import Any
 from benchmarks.commands import main
 from boost.measure.drawing import needs_matplotlib
 
-HARDWARE = ("a100-80g-8", "h100-80g", "h200-141g")
+HARDWARE = ("a100-80g-8", "h100-80g")
 """Same as benchmarks.experiments.modeled.HARDWARE; repeated here to avoid importing torch."""
 
 
 def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = experiments.add_parser(
         "modeled",
-        help="predicted step times of the paper's models, and of the 7B and 40B on other GPUs",
-        description="Predicts the paper's step times next to the published ones, and the speed-up of the best low-rank layout\n"
-        "for the 7B on 4 and 8 GPUs and for the 40B on 32. Pure arithmetic: takes seconds on any machine.",
+        help="predicted step times of the paper's models, and of 1B to 40B on 4 to 512 GPUs",
+        description="Predicts the paper's step times next to the published ones, and the planner's best configuration of every\n"
+        "size on 4 to 512 GPUs for dense, vanilla and the best low-rank layout. Pure arithmetic: takes two minutes on two cores.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -25,7 +25,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         nargs="+",
         default=list(HARDWARE),
         metavar="PROFILE",
-        help=f"profiles of 8-GPU nodes, for the 7B and the 40B (default {' '.join(HARDWARE)})",
+        help=f"profiles of 8-GPU nodes (default {' '.join(HARDWARE)})",
     )
     parser.add_argument(
         "--out",

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.experiments.hosts import two_hosts, why_no_hosts
+from benchmarks.experiments.hosts import hosts, why_no_hosts
 from benchmarks.killed_runs import BOOST, PROCESSES, Hosts, Run, lines
 from boost.config import load
 from boost.train.checkpoint import complete_checkpoints, open_checkpoint
@@ -134,8 +134,8 @@ def soak_hosts(args: argparse.Namespace) -> dict[str, Any]:
     words = f"{MODEL} {MESHES['dp 4']} {DTYPES['fp64']} --run.recovery in-step"
     whole = Run(args, folder / "whole", words)
     whole.finish()
-    with two_hosts() as hosts:
-        killed = Hosts(args, folder / "killed", words, hosts)
+    with hosts(2) as (first, second):
+        killed = Hosts(args, folder / "killed", words, (first, second))
         try:
             kills = list(killed.disturb(random.Random(args.seed)))
             killed.finish()

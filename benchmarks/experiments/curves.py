@@ -47,11 +47,19 @@ LOW_RANK = (
     LayoutVariant("vanilla, published", {"layout": "vanilla", "vanilla": "published"}),
 )
 DENSE = (LayoutVariant("megatron", {"layout": "megatron"}), LayoutVariant("megatron-sp", {"layout": "megatron-sp"}))
+ULYSSES = LayoutVariant("ulysses", {"layout": "ulysses"})
+TOKEN_SHARDED = (LayoutVariant("btp-cp", {"layout": "btp-cp"}), ULYSSES)
+"""Low-rank layouts with whole weights and sharded tokens."""
 
 
 def contenders(family: Family) -> Sequence[LayoutVariant]:
-    """The layouts that support a family."""
+    """The layouts with sharded weights that support a family."""
     return DENSE if family == "dense" else LOW_RANK
+
+
+def every_layout(family: Family) -> Sequence[LayoutVariant]:
+    """All layouts that support a family."""
+    return (*DENSE, ULYSSES) if family == "dense" else (*LOW_RANK, *TOKEN_SHARDED)
 
 
 def configuration(config: Config, family: Family, dtype: str, parallel: dict[str, Any]) -> Config:
@@ -92,7 +100,7 @@ def all_losses(config: Config, family: Family, dtype: str, mesh: Mesh, tp: int) 
     Every process computes 'single' on its own, so no process waits in a collective.
     """
     result = {ALONE: losses(at_start(configuration(config, family, dtype, {}), Mesh(mesh.device)))}
-    for contender in progress(contenders(family), f"{family}, {dtype}", enabled=mesh.is_main):
+    for contender in progress(every_layout(family), f"{family}, {dtype}", enabled=mesh.is_main):
         parallel = {**contender.parallel, "tp": tp}
         result[contender.name] = losses(at_start(configuration(config, family, dtype, parallel), mesh))
     return result

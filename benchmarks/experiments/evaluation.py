@@ -43,7 +43,7 @@ class Part:
     name: str
     module: tuple[str, ...]
     words: str
-    """Arguments; {device}, {work} and {out} (path of the result without suffix) are replaced."""
+    """Arguments; {device}, {work}, {results} and {out} (path of the result without suffix) are replaced."""
     minutes: float
     """Of one launch on two cores of an AMD EPYC, until it has been measured here."""
     launches: int = 1
@@ -64,7 +64,9 @@ class Place:
 PARTS = (
     Part("hardware", BOOST, "plan calibrate --device {device} --out {work}/hardware.toml", 2),
     Part("data", BOOST, "prepare --stdlib --out data/stdlib", 0.5),
-    Part("wire", BENCH, "wire --set all", 75, needs_hosts=True, cpu_only=True),
+    Part("wire", BENCH, "wire --set all --out {out}", 100, needs_hosts=True, cpu_only=True),
+    Part("ladder", BENCH, "ladder --wire {results}/wire.json --out {out}", 0.1, needs_hosts=True, cpu_only=True),
+    Part("breakdown", BENCH, "breakdown --wire {results}/wire.json --out {out}", 0.2, needs_hosts=True, cpu_only=True),
     Part("steps", BENCH, "steps --hardware {work}/hardware.toml --run.device {device} --out {out}", 12),
     Part("single", BENCH, "single --rounds 15 --run.device {device} --out {out}", 2, 5),
     Part("ideal", BENCH, "ideal --rounds 15 --run.device {device} --out {out}", 1, 5),
@@ -172,7 +174,7 @@ def _out(place: Place, part: Part, number: int) -> Path:
 
 def _launch(place: Place, part: Part, number: int) -> None:
     out = _out(place, part, number)
-    words = part.words.format(device=place.device, work=place.work, out=out).split()
+    words = part.words.format(device=place.device, work=place.work, results=place.results, out=out).split()
     begun = time.monotonic()
     log = place.work / f"{part.name}-{number}.log"
     if code := _run([*part.module, *words], log):

@@ -6,7 +6,6 @@ separately, with all contenders interleaved. Finished runs are saved: the same c
 """
 
 import functools
-import json
 import math
 import multiprocessing
 import os
@@ -25,6 +24,7 @@ from torch import Tensor
 from benchmarks.experiments.contest import take_turns
 from benchmarks.experiments.curves import at_start, heldout
 from benchmarks.experiments.families_report import goals, section, step_seconds
+from benchmarks.experiments.resumable import keep, resumed
 from benchmarks.experiments.scores import scores, task_folder
 from boost.config import Config
 from boost.config.architecture import flops_per_token, parameter_count
@@ -37,7 +37,7 @@ from boost.optim.schedule import learning_rate
 from boost.parallel.mesh import Mesh, choose_device
 from boost.train.evaluate import Evaluation
 from boost.train.loop import Trainer
-from boost.train.rundir import git_state, storage_errors
+from boost.train.rundir import git_state
 
 __all__ = [
     "CONTENDERS",
@@ -341,47 +341,19 @@ def _begin(config: Config, plan: FamilyExperiment, out: Path) -> Facts:
     store = open_fitting_store(config)
     # Paths do not matter; the content at these paths is compared below.
     described = config.model_dump(exclude={"run": True, "parallel": True, "data": {"store"}})
-    settings = json.loads(
-        json.dumps(
-            {
-                "config": described,
-                "tokenizer": store.fingerprint,
-                "text": [store.content(split) for split in ("train", "heldout")],
-                "device": choose_device(config.run.device).type,
-                "torch": str(torch.__version__),
-                "sweep": [plan.sweep, plan.sweep_seed, plan.sweep_steps],
-                "questions": plan.questions,
-                "contenders": {name: asdict(contender) for name, contender in CONTENDERS.items()},
-                "exact_steps": EXACT_STEPS,
-            }
-        )
-    )
+    settings = {
+        "config": described,
+        "tokenizer": store.fingerprint,
+        "text": [store.content(split) for split in ("train", "heldout")],
+        "device": choose_device(config.run.device).type,
+        "torch": str(torch.__version__),
+        "sweep": [plan.sweep, plan.sweep_seed, plan.sweep_steps],
+        "questions": plan.questions,
+        "contenders": {name: asdict(contender) for name, contender in CONTENDERS.items()},
+        "exact_steps": EXACT_STEPS,
+    }
     results: Facts = {"sweep": [], "runs": [], "timing": {}, "equal_steps": {}, "equal_time": []}
-    fresh = facts_of("families", config, settings=settings, **results, complete=False)
-    try:
-        kept = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return fresh
-    except ValueError:
-        raise ConfigError(
-            f"--out = '{out}': {out.with_suffix('.json')} is not JSON; remove it or choose another --out"
-        ) from None
-    before = kept.get("settings", {}) if isinstance(kept, dict) else {}
-    if (different := next(_differences(before, settings), None)) is not None:
-        raise ConfigError(
-            f"--out = '{out}' has results with other settings: {different}; use those settings, choose another --out, "
-            f"or remove {out.with_suffix('.json')}"
-        )
-    return {**fresh, **{name: kept.get(name, empty) for name, empty in results.items()}}
-
-
-def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
-    """Yields a message such as 'config.train.steps is 300 there and 400 here' for each setting that differs."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in {**before, **now}:
-            yield from _differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
-    elif before != now:
-        yield f"{name} is {json.dumps(before)} there and {json.dumps(now)} here"
+    return resumed(facts_of("families", config, settings=settings, complete=False), results, out)
 
 
 def _run_all(tasks: Sequence[Task], kind: str, *, facts: Facts, out: Path, plan: FamilyExperiment) -> None:
@@ -401,15 +373,6 @@ def _run_all(tasks: Sequence[Task], kind: str, *, facts: Facts, out: Path, plan:
 
 def _key(row: Facts) -> tuple[str, int, float]:
     return row["contender"], row["seed"], row["lr"]
-
-
-def keep(out: Path, facts: Facts) -> None:
-    """Writes the results so far, atomically."""
-    with storage_errors(out.parent):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial = out.with_suffix(".json.partial")
-        partial.write_text(json.dumps(facts) + "\n", encoding="utf-8")
-        os.replace(partial, out.with_suffix(".json"))
 
 
 def each_trained(tasks: Sequence[Task], jobs: int, work: Callable[[Task], FamilyRun] = train) -> Iterator[FamilyRun]:

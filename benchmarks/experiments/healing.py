@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.experiments.families import keep
+from benchmarks.experiments.resumable import keep, resumed
 from boost.api.trainer import Trainer
 from boost.config import Config
 from boost.config.architecture import parameter_count
@@ -26,7 +26,7 @@ from boost.convert.importing import CheckpointWeights, import_weights
 from boost.convert.spectrum import Truncation
 from boost.data.fit import open_fitting_store
 from boost.data.store import TokenStore
-from boost.errors import ConfigError, TrainingError
+from boost.errors import TrainingError
 from boost.measure.results import Facts, as_markdown, facts_of, save_section
 from boost.models.decoder import Decoder
 from boost.parallel.mesh import Mesh
@@ -181,14 +181,4 @@ def _begin(config: Config, plan: HealingExperiment, out: Path) -> Facts:
         "text": [store.content(split) for split in ("train", "heldout")],
         "plan": {"heal": plan.heal, "tokens": plan.tokens},
     }
-    settings = json.loads(json.dumps(settings))
-    fresh = facts_of("healing", config, settings=settings, rows=[], complete=False)
-    try:
-        kept = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return fresh
-    if kept.get("settings") != settings:
-        raise ConfigError(
-            f"--out = '{out}' holds results of other settings; choose another --out, or remove {out.with_suffix('.json')}"
-        )
-    return {**fresh, "rows": kept["rows"]}
+    return resumed(facts_of("healing", config, settings=settings, complete=False), {"rows": []}, out)

@@ -1,4 +1,4 @@
-"""Emulates two hosts with network namespaces: separate addresses and loopbacks, and one link between them with a configurable rate.
+"""Emulates hosts with network namespaces: separate addresses and loopbacks, joined by a switch, each with its own send rate.
 
 Processes on one machine communicate through memory and copy with their own cores, so communication cannot overlap with
 computation. A rate-limited link takes time without keeping a core busy. Needs root (or CAP_NET_ADMIN), `ip` and `tc` (iproute2).
@@ -17,6 +17,9 @@ from dataclasses import dataclass
 
 BURST = "128kb"
 """Burst size of the token bucket. With 1 MB, small messages would be free."""
+
+BRIDGE = "switch"
+"""Name of the bridge in its namespace."""
 
 LATENCY = "50ms"
 """Maximum time a packet waits in the token bucket's queue."""
@@ -44,7 +47,7 @@ class Host:
             _run(*self.command("tc", "qdisc", "add", "dev", self.wire, "root", "tbf", *bucket))
 
     def received(self) -> int:
-        """Bytes received over the link so far."""
+        """Bytes received so far."""
         return int(_run(*self.command("cat", f"/sys/class/net/{self.wire}/statistics/rx_bytes")).stdout)
 
 
@@ -57,9 +60,9 @@ def why_no_hosts(limited: bool = False) -> str | None:
         if shutil.which(tool) is None:
             return f"needs `{tool}` (package iproute2)"
     try:
-        with two_hosts() as hosts:
+        with hosts(2) as found:
             if limited:
-                hosts[0].limit(1000)
+                found[0].limit(1000)
             return None
     except subprocess.CalledProcessError as error:
         return f"`{' '.join(error.cmd)}` is not permitted: {' '.join(error.stderr.split())}"
@@ -68,34 +71,39 @@ def why_no_hosts(limited: bool = False) -> str | None:
 
 
 @contextlib.contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Context manager that creates two hosts. The link exists only inside the two namespaces, so addresses cannot conflict. On
-    exit, kills all processes on the hosts and deletes the namespaces."""
+def hosts(count: int) -> Iterator[tuple[Host, ...]]:
+    """Context manager that creates `count` hosts, at most 200. They are joined by a bridge in a namespace of its own, so neither
+    interfaces nor addresses can conflict with this machine's. On exit, kills all processes on the hosts and deletes the
+    namespaces."""
     run = secrets.token_hex(3)  # interface names have at most 15 characters
-    hosts = tuple(Host(f"boost-{run}-{i}", f"bt{run}v{i}", f"10.213.7.{i + 1}") for i in range(2))
+    found = tuple(Host(f"boost-{run}-{i}", f"bt{run}v{i}", f"10.213.7.{i + 1}") for i in range(count))
+    switch = f"boost-{run}-switch"
     try:
-        for host in hosts:
+        _run("ip", "netns", "add", switch)
+        _run("ip", "-n", switch, "link", "add", BRIDGE, "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", BRIDGE, "up")
+        for i, host in enumerate(found):
             _run("ip", "netns", "add", host.name)
-            _run("ip", "-n", host.name, "link", "set", "lo", "up")
-        ends = [("name", host.wire, "netns", host.name) for host in hosts]
-        _run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
-        for host in hosts:
+            ends = ("name", host.wire, "netns", host.name), ("name", f"port{i}", "netns", switch)
+            _run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+            _run("ip", "-n", switch, "link", "set", f"port{i}", "master", BRIDGE, "up")
             _run("ip", "-n", host.name, "address", "add", f"{host.address}/24", "dev", host.wire)
-            _run("ip", "-n", host.name, "link", "set", host.wire, "up")
-        yield hosts[0], hosts[1]
+            for device in ("lo", host.wire):
+                _run("ip", "-n", host.name, "link", "set", device, "up")
+        yield found
     finally:
-        for host in hosts:
-            _remove(host)
+        for name in (*(host.name for host in found), switch):
+            _remove(name)
 
 
-def _remove(host: Host) -> None:
+def _remove(name: str) -> None:
     # Orphaned processes are no longer our children, but they are still in the namespace.
     with contextlib.suppress(subprocess.CalledProcessError):
-        for pid in _run("ip", "netns", "pids", host.name).stdout.split():
+        for pid in _run("ip", "netns", "pids", name).stdout.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
     with contextlib.suppress(subprocess.CalledProcessError):
-        _run("ip", "netns", "delete", host.name)
+        _run("ip", "netns", "delete", name)
 
 
 def _run(*words: str) -> "subprocess.CompletedProcess[str]":

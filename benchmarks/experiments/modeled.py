@@ -2,7 +2,7 @@
 
 Every number here is modeled. Runs are configured as in `boost.plan.published`: bf16 weights and activations, 4096-token
 sequences, no recomputation. In addition to the paper's three systems, there are stronger ones: `vanilla` with sharded heads and
-channels, `megatron-sp`, and `btp-sp`.
+channels, `megatron-sp`, and `btp-sp`. Then the planner chooses the mesh, for 4 to 512 GPUs (`benchmarks.experiments.scaling`).
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.experiments import computed
+from benchmarks.experiments import computed, scaling
 from boost.config import load
 from boost.config.schema import Config
-from boost.measure import drawing
+from boost.format import format_count
+from boost.measure import drawing, record
 from boost.measure.document import Figure, Goal, Section, Table
 from boost.measure.results import Facts, facts_of, save_section
 from boost.measure.validate import PAPERS_HARDWARE
@@ -22,8 +23,8 @@ from boost.plan.peak import peak
 from boost.plan.published import SEQUENCES, STEPS, TOKENS, Comparison, PublishedRow, Way, configuration
 from boost.plan.timing import Predictor
 
-HARDWARE = ("a100-80g-8", "h100-80g", "h200-141g")
-"""Profiles of 8-GPU nodes, for the goals."""
+HARDWARE = ("a100-80g-8", "h100-80g")
+"""Profiles of 8-GPU nodes."""
 
 STRONG: dict[str, tuple[Way, tuple[str, ...]]] = {
     "megatron-sp": ("full-rank", ("--parallel.layout=megatron-sp", "--parallel.grouping=true")),
@@ -37,17 +38,8 @@ LOW_RANK = ("btp", "btp-sp")
 WIDTHS = (4, 8)
 """TP sizes of the 7B."""
 
-LARGE_GPUS, LARGE_LAYERS = 32, 48
-"""The 40B of the paper's talk has no published shape; ours is the 30B with more blocks."""
-
-LARGE_SEQUENCES = (4, 32)
-"""Sequences per step of the 40B: as in the paper, and enough to fill the pipeline."""
-
-STRONGER = {"vanilla": "strong vanilla"}
-"""Names of baselines that differ from the published form."""
-
-AGAINST = {"vanilla": 2.3, "megatron-sp": 1.95}
-"""Target speed-up of the best low-rank layout over each baseline."""
+AGAINST = ("vanilla", "megatron-sp")
+"""Baselines of the best low-rank layout, in their strongest form."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +54,9 @@ class Modeled:
     """Sequences per step."""
     micro_batch: int
     seconds: dict[str, float]
+    mfu: dict[str, float]
+    sent_bytes: dict[str, int]
+    """Bytes sent by a process in a step, the maximum over processes."""
     peak_bytes: dict[str, int]
     """Peak memory, the maximum over processes."""
     usable_bytes: int
@@ -77,41 +72,46 @@ def predicted(hardware: str, row: PublishedRow, micro_batch: int, more: Sequence
     return Modeled(
         hardware, row.size, row.tp, row.pp, some.global_batch, some.micro_batch,
         {name: step.seconds for name, step in steps.items()},
+        {name: step.mfu for name, step in steps.items()},
+        {name: scaling.sent_bytes(config) for name, config in configs.items()},
         {name: _worst_peak(config) for name, config in configs.items()},
         profile.usable_bytes,
     )  # fmt: skip
 
 
-def model(hardware: Sequence[str]) -> Facts:
-    """Computes all predictions for these profiles. Raises ConfigError for an unknown profile."""
-    seven, thirty = STEPS[2], STEPS[4]
+def model(hardware: Sequence[str], sizes: Sequence[str] = scaling.SIZES, counts: Sequence[int] = scaling.GPUS) -> Facts:
+    """Computes all predictions for these profiles; `sizes` on `counts` GPUs. Raises ConfigError for an unknown profile."""
+    seven = STEPS[2]
+    titles = {name: load_hardware(name).title for name in (PAPERS_HARDWARE, *hardware)}
     # Batch 4 as one micro-batch: fewer and larger collectives, and it fits without recomputation.
     scaled = [predicted(name, PublishedRow(seven.size, tp, 1, {}), SEQUENCES) for name in hardware for tp in WIDTHS]
-    large = []
-    for name in hardware:
-        for tp in WIDTHS:
-            row = PublishedRow("40B", tp, LARGE_GPUS // tp, {})
-            large += [
-                _large(name, PublishedRow(thirty.size, row.tp, row.pp, {}), sequences) for sequences in LARGE_SEQUENCES
-            ]
     paper = Comparison(load_hardware(PAPERS_HARDWARE))
     return facts_of(
         "modeled",
         load("boost-7b"),
-        titles={name: load_hardware(name).title for name in (PAPERS_HARDWARE, *hardware)},
+        titles=titles,
         paper=[
             {
                 **asdict(step.row),
                 "published": step.row.seconds,
                 "modeled": step.seconds,
-                "strong": predicted(PAPERS_HARDWARE, step.row, 1).seconds if step.row.tp > 1 else None,
+                "strong": asdict(predicted(PAPERS_HARDWARE, step.row, 1)) if step.row.tp > 1 else None,
             }
             for step in paper.steps()
         ],
         scaled=[asdict(each) for each in scaled],
-        large=[asdict(each) for each in large],
+        scaling=scaling.compute(hardware, sizes, counts),
+        record=_record(),
         computed=computed.compute(),
     )
+
+
+def _record() -> Facts:
+    """The error of the performance model on published speeds of others."""
+    found = record.compare()
+    held = [row for row in found["rows"] if row["half"] == record.HELD]
+    inside = record.held_by_interval(found)
+    return {"rows": len(found["rows"]), **asdict(record.errors(held)), "inside": sum(inside) / len(inside)}
 
 
 def run(hardware: Sequence[str], out: Path) -> int:
@@ -149,20 +149,26 @@ def section(facts: Facts) -> Section:
             "extra collectives of the paper's code; plain `vanilla` is the strong form with sharded heads and channels. At TP 1, "
             "all layouts are the same.",
             _paper_table(facts),
+            _strong_table(facts),
             Figure("modeled-steps", _STEPS_CAPTION, partial(_draw_steps, facts)),
             _gains_table(facts),
             _scaled_table(facts),
-            Figure("modeled-gains", _GAINS_CAPTION, partial(_draw_gains, facts)),
-            _large_table(facts),
+            *scaling.parts(facts["scaling"], facts["titles"]),
+            _record_words(facts["record"]),
             computed.table(facts["computed"]),
         ),
     )
 
 
+def _record_words(found: Facts) -> str:
+    return (
+        f"The same model against the public record ({found['rows']} training speeds published by others, half of them used to fit "
+        f"the speeds of their software): on the {found['count']} held-out rows, the mean absolute error is {found['mape']:.1%}, "
+        f"the median of predicted / measured {found['median']:.3f}, and the stated interval covers {found['inside']:.0%}."
+    )
+
+
 _STEPS_CAPTION = "Step time of the paper's five sizes: bars are modeled, diamonds are published."
-_GAINS_CAPTION = (
-    "Speed-up of the best low-rank layout over strong vanilla and megatron-sp, 7B, modeled; dashed lines are the goals."
-)
 
 
 def _paper_table(facts: Facts) -> Table:
@@ -171,15 +177,35 @@ def _paper_table(facts: Facts) -> Table:
         cells = [row["size"], f"{row['tp']} x {row['pp']}"]
         for way in ("full-rank", "vanilla", "BOOST"):
             cells += [f"{row['published'][way]:.2f}", f"{row['modeled'][way]:.2f}"]
-        strong = row["strong"]
-        rows.append((*cells, *(f"{strong[name]:.2f}" if strong else "-" for name in STRONG)))
+        rows.append(tuple(cells))
     headings = ["size", "TP x PP"]
     for way in ("full-rank", "vanilla", "BOOST"):
         headings += [f"{way}, paper:", f"{way}, published form:"]
     return Table(
         f"Step time in seconds, modeled: {SEQUENCES} sequences in micro-batches of 1 on the paper's hardware "
         f"({facts['titles'][PAPERS_HARDWARE]}).",
-        (*headings, *(f"{name}:" for name in STRONG)),
+        tuple(headings),
+        tuple(rows),
+    )
+
+
+def _strong_table(facts: Facts) -> Table:
+    rows = []
+    for row in facts["paper"]:
+        if strong := row["strong"]:
+            tokens = strong["sequences"] * TOKENS
+            each = {
+                "s": [f"{seconds:.2f}" for seconds in strong["seconds"].values()],
+                "tokens/s": [format_count(tokens / seconds) for seconds in strong["seconds"].values()],
+                "MFU": [f"{100 * mfu:.0f}" for mfu in strong["mfu"].values()],
+                "peak": [f"{held / 1e9:.0f}" for held in strong["peak_bytes"].values()],
+                "sent": [f"{sent / 1e9:.3g}" for sent in strong["sent_bytes"].values()],
+            }
+            rows.append((row["size"], f"{row['tp']} x {row['pp']}", *map(" / ".join, each.values())))
+    return Table(
+        f"The same steps with the strongest form of each layout, modeled. Cells: {' / '.join(STRONG)}. Peak memory, and bytes sent "
+        "in a step, are those of the GPU that has the most.",
+        ("size", "TP x PP", "step, s:", "tokens/s:", "MFU, %:", "peak, GB:", "sent, GB:"),
         tuple(rows),
     )
 
@@ -187,7 +213,7 @@ def _paper_table(facts: Facts) -> Table:
 def _gains_table(facts: Facts) -> Table:
     rows = []
     for row in facts["paper"]:
-        published, ours, strong = row["published"], row["modeled"], row["strong"]
+        published, ours, strong = row["published"], row["modeled"], row["strong"] and row["strong"]["seconds"]
         cells = [row["size"]]
         for way in ("vanilla", "full-rank"):
             cells += [f"{each[way] / each['BOOST']:.2f}" for each in (published, ours)]
@@ -221,18 +247,6 @@ def _scaled_table(facts: Facts) -> Table:
     )
 
 
-def _large_table(facts: Facts) -> Table:
-    rows = [
-        (row["hardware"], f"{row['tp']} x {row['pp']}", str(row["sequences"]), *_cells(row)) for row in facts["large"]
-    ]
-    return Table(
-        f"40B (the 30B's shape with {LARGE_LAYERS} blocks) on {LARGE_GPUS} GPUs, modeled: step time in ms with micro-batches "
-        f"of 1; 1F1B, or GPipe if there are fewer micro-batches than stages. {_memory_words(facts['large'])}",
-        ("hardware", "TP x PP", "sequences:", *_HEADINGS),
-        tuple(rows),
-    )
-
-
 _HEADINGS = (
     *(f"{name} ms:" for name in STRONG),
     "best low-rank layout",
@@ -261,19 +275,14 @@ def _memory_words(rows: Sequence[Facts]) -> str:
     return f"All of them fit in memory (at most {fullest:.0%} used)."
 
 
-def _large(hardware: str, row: PublishedRow, sequences: int) -> Modeled:
-    schedule = "1f1b" if sequences >= row.pp else "gpipe"
-    more = [
-        f"--model.layers={LARGE_LAYERS}",
-        f"--train.global_batch={sequences}",
-        f"--parallel.schedule={schedule}",
-    ]
-    found = asdict(predicted(hardware, row, 1, more))
-    return Modeled(**found | {"size": "40B"})
-
-
 def _worst_peak(config: Config) -> int:
     return max(peak(config, rank).total for rank in range(config.parallel.pp))
+
+
+def _seconds(row: Facts, kind: str, way: str) -> float:
+    """Modeled seconds of a step in the published or the strongest form; nan if there is none."""
+    seconds = row["modeled"] if kind == "modeled" else (row["strong"] or {}).get("seconds", {})
+    return float(seconds.get(way, float("nan")))
 
 
 def _draw_steps(facts: Facts, path: Path) -> None:
@@ -284,7 +293,7 @@ def _draw_steps(facts: Facts, path: Path) -> None:
     width = 0.8 / len(ways)
     for number, (way, (kind, color)) in enumerate(ways.items()):
         places = [place + (number - 1.5) * width for place in range(len(facts["paper"]))]
-        ours = [row[kind][way] if row[kind] else float("nan") for row in facts["paper"]]
+        ours = [_seconds(row, kind, way) for row in facts["paper"]]
         label = way if kind == "strong" else f"{way}, published form"
         axis.bar(places, ours, 0.9 * width, label=label, color=colors(color), alpha=0.85)
         if kind == "modeled":
@@ -299,26 +308,5 @@ def _draw_steps(facts: Facts, path: Path) -> None:
     axis.legend(fontsize=8, frameon=False)
     drawing.tidy(axis)
     axis.grid(visible=False, axis="x")
-    figure.tight_layout()
-    drawing.write(figure, path)
-
-
-def _draw_gains(facts: Facts, path: Path) -> None:
-    pyplot = drawing.pyplot()
-    figure, axes = pyplot.subplots(1, len(AGAINST), figsize=(8.4, 3.2), sharey=True)
-    rows = facts["scaled"]
-    for axis, (over, least) in zip(axes, AGAINST.items(), strict=True):
-        gains = [gain(row["seconds"], over) for row in rows]
-        colors = [pyplot.get_cmap("tab10")(0 if row["tp"] == WIDTHS[0] else 2) for row in rows]
-        axis.barh(range(len(rows)), gains, 0.7, color=colors, alpha=0.85)
-        for place, value in enumerate(gains):
-            axis.text(value, place, f" {value:.2f}", va="center", fontsize=8)
-        axis.axvline(least, color="black", linewidth=1, linestyle="--")
-        axis.axvline(1, color="gray", linewidth=0.8)
-        axis.set(title=f"over {STRONGER.get(over, over)}", xlabel="speed-up", xlim=(0, 1.15 * max(gains)))
-        drawing.tidy(axis)
-        axis.grid(visible=False, axis="y")
-    axes[0].set_yticks(range(len(rows)), [f"{row['hardware']}, TP {row['tp']}" for row in rows])
-    axes[0].invert_yaxis()
     figure.tight_layout()
     drawing.write(figure, path)

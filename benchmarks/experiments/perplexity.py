@@ -1,130 +1,186 @@
-"""Final perplexity of every layout with the same model, hyperparameters and data, over several seeds, in the training dtype.
+"""Convergence under every layout: loss curves, held-out perplexity and downstream accuracy of every family, over several seeds.
 
-All layouts implement the same function, so all should train the same model. This experiment measures the effect of rounding over a
-whole run on held-out perplexity, relative to the spread between seeds.
+All layouts implement the same function, so all should train the same model. Runs differ only in [parallel]; the experiment measures
+what rounding changes over a whole run, paired by seed, relative to what another seed changes. LORO, an optimizer for low-rank
+factors, counts as a family. Finished runs are kept: the same command resumes.
 """
 
+import json
 import math
-import statistics
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.experiments.curves import (
-    LayoutVariant,
-    at_start,
-    configuration,
-    contenders,
-    heldout,
-    losses,
-    shape_words,
-)
+import torch
+import torch.distributed as dist
+
+from benchmarks.experiments import families
+from benchmarks.experiments.curves import LayoutVariant, at_start, every_layout, heldout, losses
+from benchmarks.experiments.perplexity_report import SINGLE, goals, holds, section
+from benchmarks.experiments.resumable import keep, resumed
+from benchmarks.experiments.scores import scored, task_folder
 from boost.config import Config
 from boost.config.load import from_tree
-from boost.config.schema import Family
+from boost.data.fit import open_fitting_store
 from boost.errors import TrainingError
-from boost.measure import drawing
-from boost.measure.document import Figure, Goal, Section, Table
-from boost.measure.results import Facts, as_markdown, facts_of, save_section
-from boost.parallel.mesh import Mesh, close_mesh, open_mesh
+from boost.measure.results import Facts, as_markdown, facts_of, machine, save_section
+from boost.parallel.mesh import Mesh, choose_device, close_mesh, open_mesh
 from boost.train.console import progress
+from boost.train.rundir import git_state
 
-LIMIT = 0.1
-"""Maximum perplexity difference between a layout and one process with the same seed, over the standard deviation of seeds."""
+__all__ = [
+    "ConvergenceExperiment",
+    "ConvergenceRun",
+    "Task",
+    "goals",
+    "perplexity_process",
+    "section",
+    "start",
+    "tasks_of",
+]
 
-SINGLE = LayoutVariant("single", {})
+LIMITS = {"float32": 0.1, "bfloat16": 0.5}
+"""Maximum bound of the perplexity difference from one process, over the standard deviation of seeds, by dtype. Rounding of bfloat16
+is 65,536 times that of float32: a run amplifies it to a visible fraction of what a seed changes."""
+
+POINTS = 150
+"""Maximum number of kept losses per run."""
+
+ONE_PROCESS = LayoutVariant(SINGLE, {})
 
 
 @dataclass(frozen=True)
-class PerplexityRun:
+class ConvergenceExperiment:
+    """What to train."""
+
+    families: tuple[str, ...]
+    """Names of `benchmarks.experiments.families.CONTENDERS`."""
+    seeds: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    """Dtypes of GEMMs and activations; weights are float32."""
+    few_seeds: tuple[int, ...]
+    """Seeds of all dtypes but the first."""
+    questions: int
+    """Questions per task from held-out text, on which models of the first dtype are scored; 0: none."""
+
+    def seeds_of(self, dtype: str) -> tuple[int, ...]:
+        """Seeds of the runs in a dtype."""
+        return self.seeds if dtype == self.dtypes[0] else self.few_seeds
+
+
+@dataclass(frozen=True)
+class Task:
+    """One training run."""
+
+    family: str
+    layout: str
+    dtype: str
+    seed: int
+    config: Config
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """Identifies the run."""
+        return self.family, self.layout, self.dtype, self.seed
+
+
+@dataclass(frozen=True)
+class ConvergenceRun:
     """The result of one training run."""
 
-    family: Family
+    family: str
     layout: str
+    dtype: str
     seed: int
     losses: list[float]
-    """Loss of every step, nats per token."""
+    """Loss of the steps `kept_steps`, nats per token."""
     heldout_loss: float
     """Loss on all held-out text after the last step, nats per token."""
     perplexity: float
+    scores: dict[str, float] | None
+    """Accuracy by task; None: not asked for."""
+    answers: str | None
+    """The answer to each question (`benchmarks.experiments.scores.Scored`)."""
+    seconds: float
+    git: dict[str, Any] | None
 
 
-@dataclass(frozen=True)
-class PerplexityRow:
-    """One layout over its seeds."""
-
-    family: Family
-    layout: str
-    loss: tuple[float, float]
-    """Training loss of the last step: mean, standard deviation."""
-    perplexity: tuple[float, float]
-    """Held-out perplexity: mean, standard deviation."""
-    apart: float | None
-    """Maximum perplexity difference from `single` with the same seed; None for `single`."""
-    share: float | None
-    """`apart` over the standard deviation of `single` over seeds."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether layouts differ far less than seeds do."""
-        return self.share is None or self.share <= LIMIT
-
-
-def layouts(family: Family) -> list[LayoutVariant]:
+def layouts(family: str) -> list[LayoutVariant]:
     """One process, then every layout that supports the family, without ungrouped forms."""
-    return [SINGLE, *(each for each in contenders(family) if each.parallel.get("grouping", True))]
+    variants = every_layout(families.CONTENDERS[family].family)
+    return [ONE_PROCESS, *(each for each in variants if each.parallel.get("grouping", True))]
 
 
-def seeded(config: Config, family: Family, dtype: str, seed: int, contender: LayoutVariant) -> Config:
-    """The configuration of one run; layouts differ only in `parallel`. Raises ConfigError if the configuration is invalid."""
-    parallel = {} if contender is SINGLE else {**contender.parallel, "tp": config.parallel.tp}
-    tree = configuration(config, family, dtype, parallel).model_dump()
-    tree["train"]["seed"] = seed
+def kept_steps(steps: int) -> list[int]:
+    """At most POINTS evenly spaced steps, from 1; the last step is one of them."""
+    every = math.ceil(steps / POINTS)
+    return list(range(steps, 0, -every))[::-1]
+
+
+def configuration(config: Config, family: str, layout: LayoutVariant, dtype: str, seed: int) -> Config:
+    """The configuration of one run. Layouts differ only in `parallel`. Raises ConfigError if the configuration is invalid."""
+    tree = families.configuration(config, family, seed, config.optim.lr, config.train.steps).model_dump()
+    tree["train"] |= {"param_dtype": "float32", "compute_dtype": dtype}
+    tree["parallel"] = {} if layout is ONE_PROCESS else {**layout.parallel, "tp": config.parallel.tp}
     return from_tree(tree)
 
 
-def work(config: Config, families: Sequence[Family], dtype: str, seeds: Sequence[int]) -> Iterator[tuple[str, Config]]:
-    """Yields (layout, configuration) of every run."""
-    for family in families:
-        for seed in seeds:
-            for contender in layouts(family):
-                yield contender.name, seeded(config, family, dtype, seed, contender)
+def tasks_of(config: Config, plan: ConvergenceExperiment) -> list[Task]:
+    """All runs, seed by seed. Raises ConfigError if a configuration is invalid."""
+    return [
+        Task(family, layout.name, dtype, seed, configuration(config, family, layout, dtype, seed))
+        for dtype in plan.dtypes
+        for seed in plan.seeds_of(dtype)
+        for family in plan.families
+        for layout in layouts(family)
+    ]
 
 
-def trained(layout: str, config: Config, mesh: Mesh) -> PerplexityRun:
-    """Trains one run on all processes of the mesh. Every process repeats the single-process run, so none waits for another.
+def start(config: Config, plan: ConvergenceExperiment, out: Path) -> Facts:
+    """Empty results, or those of an earlier call with the same settings; seeds, families and dtypes may be added.
 
-    Raises TrainingError if a loss is not finite.
+    Raises ConfigError if `out`.json has results with other settings.
     """
-    trainer = at_start(config, Mesh(mesh.device) if layout == SINGLE.name else mesh)
-    curve, found = losses(trainer), heldout(trainer)
-    if not all(map(math.isfinite, (*curve, found.loss))):
-        raise TrainingError(
-            f"{config.model.family}, {layout}, seed {config.train.seed}: the loss is not finite; use a lower --optim.lr"
-        )
-    return PerplexityRun(config.model.family, layout, config.train.seed, curve, found.loss, found.perplexity)
+    store = open_fitting_store(config)
+    settings = {
+        # Paths do not matter; the content at these paths is compared. Every contender replaces family and seed.
+        "config": config.model_dump(exclude={"run": True, "parallel": True, "data": {"store"}, "train": {"seed"}}),
+        "tp": config.parallel.tp,
+        "tokenizer": store.fingerprint,
+        "text": [store.content(split) for split in ("train", "heldout")],
+        "device": choose_device(config.run.device).type,
+        "torch": str(torch.__version__),
+        "questions": plan.questions,
+        "families": {name: asdict(families.CONTENDERS[name]) for name in families.USUAL},
+        "layouts": {each.name: each.parallel for name in ("dense", "cola") for each in layouts(name)},
+    }
+    numbers = {name: list(getattr(plan, name)) for name in ("families", "seeds", "dtypes", "few_seeds")}
+    numbers |= {"kept_steps": kept_steps(config.train.steps)}
+    fresh = facts_of("perplexity", config, settings=settings, limits=LIMITS, **numbers, complete=False)
+    settings["machine"] = machine(fresh["environment"])  # runs are paired, and processors round differently
+    return resumed(fresh, {"runs": []}, out)
 
 
-def perplexity_process(
-    config: Config, families: Sequence[Family], dtype: str | None, seeds: Sequence[int], out: Path
-) -> int:
-    """Runs the experiment on this process. The main process writes `out`.json, .md and the figure, and returns 1 if any layout
-    exceeds LIMIT.
+def perplexity_process(config: Config, plan: ConvergenceExperiment, out: Path) -> int:
+    """Runs the experiment on this process. The main process writes `out`.json after each run, and at the end .md and the figure.
 
-    `dtype` is that of GEMMs and activations; None: float32 on CPUs, bfloat16 on GPUs.
+    Returns 1 if a bound exceeds its limit. Raises TrainingError if a loss is not finite.
     """
     mesh = open_mesh(config.parallel, config.run.device, config.run.timeout_s)
-    dtype = dtype or ("bfloat16" if mesh.device.type == "cuda" else "float32")
-    runs = [
-        trained(layout, of_run, mesh)
-        for layout, of_run in progress(list(work(config, families, dtype, seeds)), "runs", enabled=mesh.is_main)
-    ]
+    facts = start(config, plan, out)
+    tasks = tasks_of(config, plan)
+    waiting = _waiting(tasks, facts, mesh)
+    with task_folder(config, plan.questions) as folder:
+        for turn in progress(turns(waiting, mesh.size), "runs", enabled=mesh.is_main):
+            asked = folder if turn[0].dtype == plan.dtypes[0] else None
+            facts["runs"] += _gathered(_train_turn(turn, mesh, asked), mesh)
+            if mesh.is_main:
+                keep(out, facts)
     held = True
     if mesh.is_main:
-        found = [asdict(run) for run in runs]
-        facts = facts_of("perplexity", config, dtype=dtype, seeds=list(seeds), limit=LIMIT, runs=found)
-        held = all(row.holds for row in rows(facts))
+        facts["complete"], held = True, holds(facts)
         save_section(out, facts, section(facts))
         print(as_markdown(facts, section(facts)))
     mesh.barrier()
@@ -132,101 +188,61 @@ def perplexity_process(
     return int(not held)
 
 
-def rows(facts: Facts) -> list[PerplexityRow]:
-    """One row per family and layout, in run order."""
-    by_layout: dict[tuple[Family, str], dict[int, Facts]] = {}
-    for run in facts["runs"]:
-        by_layout.setdefault((run["family"], run["layout"]), {})[run["seed"]] = run
-    result = []
-    for (family, layout), of_seed in by_layout.items():
-        alone = by_layout[family, SINGLE.name]
-        apart = share = None
-        if layout != SINGLE.name:
-            apart = max(abs(run["perplexity"] - alone[seed]["perplexity"]) for seed, run in of_seed.items())
-            share = apart / statistics.stdev(run["perplexity"] for run in alone.values())
-        loss = _mean_and_spread([run["losses"][-1] for run in of_seed.values()])
-        perplexity = _mean_and_spread([run["perplexity"] for run in of_seed.values()])
-        result.append(PerplexityRow(family, layout, loss, perplexity, apart, share))
-    return result
+def _waiting(tasks: Sequence[Task], facts: Facts, mesh: Mesh) -> list[Task]:
+    """The runs that the main process does not have."""
+    done = {(row["family"], row["layout"], row["dtype"], row["seed"]) for row in facts["runs"]}
+    waits = torch.tensor([task.key not in done for task in tasks], dtype=torch.uint8, device=mesh.device)
+    if mesh.size > 1:
+        dist.broadcast(waits, src=0)
+    return [task for task, each in zip(tasks, waits.tolist(), strict=True) if each]
 
 
-def section(facts: Facts) -> Section:
-    """The table and the figure."""
-    train, seeds = facts["config"]["train"], facts["seeds"]
-    words = (
-        f"{shape_words(facts['config'])}, TP {facts['config']['parallel']['tp']}, {facts['dtype']}: {train['steps']} steps with "
-        f"each of the seeds {', '.join(map(str, seeds))}. All layouts use the same initial weights, hyperparameters, tokens and "
-        "data order. `single` is one process. The paper has no such table."
-    )
-    caption = (
-        "Measured: training loss of the last step in nats per token and perplexity on all held-out text, mean ± standard deviation "
-        f"over {len(seeds)} seeds; and the maximum perplexity difference from `single` with the same seed, as a percentage of the "
-        f"standard deviation of `single` over seeds (limit {facts['limit']:.0%})."
-    )
-    headings = ("family", "layout", "final loss:", "held-out perplexity:", "max difference from single:")
-    picture = (
-        "Left: training loss by step with a band over seeds; each curve is thinner than the one below it. "
-        "Right: held-out perplexity, one point per seed, with mean and standard deviation."
-    )
-    return Section(
-        "Final perplexity of all layouts",
-        (
-            words,
-            Table(caption, (*headings, "relative to seed spread:", "verdict"), tuple(map(_cells, rows(facts)))),
-            Figure("perplexity", picture, lambda path: draw(facts, path)),
-        ),
-    )
+def turns(waiting: Sequence[Task], processes: int) -> list[list[Task]]:
+    """Groups of runs that take place at once: of one process each and in one dtype, or one of all processes."""
+    found = []
+    for dtype in dict.fromkeys(task.dtype for task in waiting):
+        alone = [task for task in waiting if task.layout == SINGLE and task.dtype == dtype]
+        found += [alone[first : first + processes] for first in range(0, len(alone), processes)]
+        found += [[task] for task in waiting if task.layout != SINGLE and task.dtype == dtype]
+    return found
 
 
-def goals(facts: Facts) -> list[Goal]:
-    """None: no performance goal depends on this experiment."""
-    return []
+def _train_turn(turn: Sequence[Task], mesh: Mesh, folder: Path | None) -> ConvergenceRun | None:
+    """This process's part of a turn. Returns the run of this process alone, or on the main process that of all."""
+    if turn[0].layout == SINGLE:
+        return trained(turn[mesh.rank], Mesh(mesh.device), folder) if mesh.rank < len(turn) else None
+    run = trained(turn[0], mesh, folder)
+    return run if mesh.is_main else None
 
 
-def _cells(row: PerplexityRow) -> tuple[str, ...]:
-    cells: tuple[str, ...] = (row.family, row.layout, f"{row.loss[0]:.4f} ± {row.loss[1]:.4f}")
-    cells += (f"{row.perplexity[0]:.3f} ± {row.perplexity[1]:.3f}",)
-    if row.apart is None or row.share is None:
-        return (*cells, "", "", "")
-    return (*cells, f"{row.apart:.1e}", f"{100 * row.share:.2g} %", "holds" if row.holds else "does not hold")
-
-
-def _mean_and_spread(numbers: Sequence[float]) -> tuple[float, float]:
-    return statistics.fmean(numbers), statistics.stdev(numbers)
-
-
-def draw(facts: Facts, path: Path) -> None:
-    """Draws one row per family: loss by step with a band over seeds, and perplexities with error bars."""
-    pyplot = drawing.pyplot()
-    table = rows(facts)
-    families = list(dict.fromkeys(row.family for row in table))
-    figure, axes = pyplot.subplots(len(families), 2, figsize=(11, 4 * len(families)), squeeze=False)
-    colors = pyplot.get_cmap("tab10")
-    for (left, right), family in zip(axes, families, strict=True):
-        of_family = [row for row in table if row.family == family]
-        for number, row in enumerate(of_family):
-            runs = [run for run in facts["runs"] if (run["family"], run["layout"]) == (family, row.layout)]
-            _draw_curve(left, runs, row.layout, colors(number), 0.8 * (len(of_family) - number))
-            # Points next to the error bar keep both visible.
-            right.plot(
-                [number + 0.15] * len(runs), [r["perplexity"] for r in runs], "o", color=colors(number), markersize=4
-            )
-            mean, spread = row.perplexity
-            right.errorbar(number - 0.1, mean, yerr=spread, marker="s", capsize=4, color=colors(number))
-        left.set(title=f"{family}: loss, nats per token ({facts['dtype']})", xlabel="step")
-        left.legend(fontsize=8, frameon=False)
-        right.set(
-            title=f"{family}: held-out perplexity, {len(facts['seeds'])} seeds", xlim=(-0.5, len(of_family) - 0.5)
+def trained(task: Task, mesh: Mesh, folder: Path | None) -> ConvergenceRun:
+    """Trains, evaluates and scores one run on all processes of the mesh. Raises TrainingError if a loss is not finite."""
+    begun = time.perf_counter()
+    trainer = at_start(task.config, mesh)
+    curve, found = losses(trainer), heldout(trainer)
+    if not all(map(math.isfinite, (*curve, found.loss))):
+        raise TrainingError(
+            f"{task.family}, {task.layout}, {task.dtype}, seed {task.seed}: the loss is not finite; use a lower --optim.lr"
         )
-        right.set_xticks(range(len(of_family)), [row.layout for row in of_family], rotation=20, fontsize=8, ha="right")
-        for axis in (left, right):
-            drawing.tidy(axis)
-    figure.tight_layout()
-    drawing.write(figure, path)
+    scores = scored(trainer, folder) if folder is not None else None
+    return ConvergenceRun(
+        *task.key, [round(curve[step - 1], 8) for step in kept_steps(len(curve))], found.loss, found.perplexity,
+        scores.accuracy if scores else None, scores.answers if scores else None,
+        round(time.perf_counter() - begun, 1), git_state(),
+    )  # fmt: skip
 
 
-def _draw_curve(axis: Any, runs: Sequence[Facts], name: str, color: Any, width: float) -> None:
-    at = list(zip(*(run["losses"] for run in runs), strict=True))
-    steps = range(1, len(at) + 1)
-    axis.plot(steps, [statistics.fmean(each) for each in at], label=name, color=color, linewidth=width)
-    axis.fill_between(steps, list(map(min, at)), list(map(max, at)), color=color, alpha=0.1, linewidth=0)
+def _gathered(run: ConvergenceRun | None, mesh: Mesh) -> list[Facts]:
+    """The runs of all processes in a turn, by rank. They travel as JSON: nothing received is unpickled."""
+    if mesh.size == 1:
+        return [asdict(run)] if run else []
+    text = json.dumps(asdict(run) if run else None).encode()
+    sizes = torch.zeros(mesh.size, dtype=torch.int64, device=mesh.device)
+    sizes[mesh.rank] = len(text)
+    dist.all_reduce(sizes)
+    most = int(sizes.max())
+    sent = torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8).to(mesh.device)
+    received = [torch.empty_like(sent) for _ in range(mesh.size)]
+    dist.all_gather(received, sent)
+    found: Iterator[Any] = (json.loads(bytes(each.tolist())) for each in received)
+    return [each for each in found if each is not None]

@@ -1,11 +1,16 @@
 """Scores of trained models on tasks made from held-out text, run through lm-evaluation-harness."""
 
 import contextlib
+import functools
 import io
 import logging
+import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from benchmarks.local_tasks import TASKS, make_tasks
 from boost.config import Config
@@ -49,20 +54,60 @@ def task_folder(config: Config, questions: int) -> Iterator[Path | None]:
         yield Path(folder)
 
 
+@dataclass(frozen=True)
+class Scored:
+    """Scores of one model."""
+
+    accuracy: dict[str, float]
+    """Accuracy on each task, in [0, 1], by the names of SCORES."""
+    answers: str
+    """One digit per question, task after task: the choice, or for a cloze 1 if greedy decoding gives the word, else 0."""
+
+
 def scores(trainer: Trainer, folder: Path) -> dict[str, float]:
     """Accuracy of the trainer's model on each task of `folder`, in [0, 1], by the names of SCORES.
 
     All TP ranks call it; only the first one of a machine gets a result, and the others an empty one.
     """
-    from boost.train.harness import HarnessModel, run_tasks
+    found = scored(trainer, folder)
+    return found.accuracy if found else {}
+
+
+def scored(trainer: Trainer, folder: Path) -> Scored | None:
+    """The same with the answer to each question; None on TP ranks that get no result."""
+    from boost.train.harness import HarnessModel, rows_of, run_and_log
 
     store, model = open_fitting_store(trainer.config), trainer.model
     assert isinstance(model, Decoder)  # these experiments have no pipeline
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    with contextlib.redirect_stderr(io.StringIO()):  # progress bars of the harness
+    # Progress bars of the harness are not shown.
+    with contextlib.redirect_stderr(io.StringIO()), _quick_harness(alone=trainer.mesh.size == 1):
         harness = HarnessModel(
             model, store.tokenizer(), None, store.eos, trainer.config.train.seq_len, BATCH, shows=False
         )
-        rows = run_tasks(harness, [task.name for task in TASKS], folder, bootstraps=0)
-    found = {f"{row['task']} {row['metric']}": row["value"] for row in rows}
-    return {name: found[name] for name in SCORES if found}
+        found = run_and_log(harness, [task.name for task in TASKS], folder, bootstraps=0)
+    if not found:
+        return None
+    values = {f"{row['task']} {row['metric']}": row["value"] for row in rows_of(found)}
+    answers = (_answer(sample) for task in TASKS for sample in found["samples"][task.name])
+    return Scored({name: values[name] for name in SCORES}, "".join(map(str, answers)))
+
+
+def _answer(sample: dict[str, Any]) -> int:
+    """The most likely choice, the first of equal ones, as the harness counts it; of one continuation, whether it is greedy."""
+    each = [score for score, _ in sample["filtered_resps"]]
+    return each.index(max(each)) if len(each) > 1 else int(sample["filtered_resps"][0][1])
+
+
+@contextlib.contextmanager
+def _quick_harness(alone: bool) -> Iterator[None]:
+    """The harness compiles a task's templates again for every question: here, once. It gives its result to LOCAL_RANK 0 only, which
+    a model on one process (`alone`) has no use for."""
+    from lm_eval.utils import env
+
+    compiled = functools.cache(env.from_string)
+    with (
+        mock.patch.object(env, "from_string", compiled),
+        mock.patch.dict(os.environ, {"LOCAL_RANK": "0"} if alone else {}),
+    ):
+        yield

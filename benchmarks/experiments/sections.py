@@ -20,6 +20,8 @@ MODULES = {
     "gemms": "benchmarks.experiments.gemms",
     "traffic": "benchmarks.experiments.traffic",
     "wire": "benchmarks.experiments.wire",
+    "ladder": "benchmarks.experiments.ladder",
+    "breakdown": "benchmarks.experiments.breakdown",
     "grouping": "benchmarks.experiments.grouping",
     "norms": "benchmarks.experiments.norms",
     "recompute": "benchmarks.experiments.recompute",

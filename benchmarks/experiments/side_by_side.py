@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from boost.train.rundir import available_cores
 
 @dataclass(frozen=True)
 class TimingGroup:
-    """Contenders that are timed together. All have the same device and the same TP size, which spans the whole mesh."""
+    """Contenders that are timed together. All have the same device and the same mesh."""
 
     name: str
     """Unique among groups."""
@@ -112,12 +112,16 @@ def _measure(group: TimingGroup, rounds: int, threads: int, hardware: Hardware |
 
 
 def measure_group(group: TimingGroup, mesh: Mesh, rounds: int) -> Facts:
-    """Measures a group on this process. Sizes and bytes are maxima over processes; times run until all processes are done."""
-    steppers, rows = {}, {}
-    for name, config in group.contenders.items():
-        steppers[name] = Stepper(config, mesh)
-        steppers[name].step()  # allocate one-time buffers before measuring memory
-        rows[name] = _row(name, steppers[name])
+    """Measures a group on this process; see `measure_steppers`."""
+    return measure_steppers(group, {name: Stepper(each, mesh) for name, each in group.contenders.items()}, mesh, rounds)
+
+
+def measure_steppers(group: TimingGroup, steppers: Mapping[str, Stepper], mesh: Mesh, rounds: int) -> Facts:
+    """Measures a group, given its models. Sizes and bytes are maxima over processes; times run until all processes are done."""
+    rows = {}
+    for name, stepper in steppers.items():
+        stepper.step()  # allocate one-time buffers before measuring memory
+        rows[name] = _row(name, stepper)
     calls: dict[str, Call] = {name: stepper.step for name, stepper in steppers.items()}
     others, skipped = _peers(group, mesh)
     turns = take_turns(calls | others, mesh, rounds, words=group.name)
@@ -158,18 +162,18 @@ def _row(name: str, stepper: Stepper) -> Facts:
         "parameters": parameter_count(config.model),
         "peak_bytes": int(largest(seen.peak_bytes, stepper.mesh)),
         "sent_bytes": int(largest(seen.sent_bytes, stepper.mesh)),
-        "sent_in_blocks": sent_in_blocks(config, seen.collectives),
+        "sent_in_blocks": sent_in_blocks(config, seen.collectives, stepper.mesh.pp.rank),
         "collectives": dict(Counter(each.kind for each in seen.collectives)),
     }
 
 
-def sent_in_blocks(config: Config, counted: Sequence[Collective]) -> int:
+def sent_in_blocks(config: Config, counted: Sequence[Collective], pp_rank: int = 0) -> int:
     """Bytes sent by one process inside blocks, without embedding, head, gradients and step stats.
 
     Counted collectives have no names, so the bytes come from the configuration's collective table. Raises MeasurementError if
     table and counts differ.
     """
-    table = list(step_collectives(config, 0))
+    table = list(step_collectives(config, pp_rank))
     if Counter(map(_seen_as, counted)) != Counter(map(_seen_as, table)):
         raise MeasurementError(
             f"{config.parallel.layout} issued collectives that differ from the collective table: a bug in BOOST"

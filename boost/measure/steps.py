@@ -39,7 +39,7 @@ from boost.plan.prediction import prediction
 from boost.plan.search import max_peak
 from boost.train.console import progress
 from boost.train.launch import launch
-from boost.train.model import backward, build_model, initialize_model
+from boost.train.model import backward, build_model, choose_kernels, initialize_model
 from boost.train.rundir import available_cores
 
 ROUNDS = 7
@@ -84,8 +84,9 @@ class Stepper:
         self.batches = [batch.share(mesh.cp.rank, mesh.cp.size) for batch in made_up_batches(config)]
 
     def step(self) -> list[Tensor]:
-        """Runs one step, as in `train.loop`. Returns the loss and the local gradients."""
+        """Runs one step, as in `train.loop`. Returns the loss, on a process that holds the head, and the local gradients."""
         train = self.config.train
+        choose_kernels(train.compile, self.mesh.device)  # of this process: another model in it may have chosen others
         tokens = train.global_batch * train.seq_len
         self.reducer.begin(len(self.batches))
         with self.copies.in_use():
@@ -95,7 +96,8 @@ class Stepper:
         stats = reduce_step_stats(self.fused_params, loss, targets, tokens, self.mesh)
         clip_gradients((s.tensor for s in self.fused_params), stats, self.config.optim.clip)
         self.optimizer.step(0, self.config.optim.lr)
-        return [loss, *(s.tensor.grad for s in self.fused_params if s.tensor.grad is not None)]
+        has_head = self.mesh.pp.rank == self.mesh.pp.size - 1
+        return [loss] * has_head + [s.tensor.grad for s in self.fused_params if s.tensor.grad is not None]
 
     def seconds(self) -> float:
         """Seconds of one step, from a common start until all processes are done."""

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 NOTED = re.compile(r"(start|wait for) (\w+ #\d+ of .*), (\d+) bytes")
 STEP = re.compile(r"step (\d+)")
+GEMM_OPERATORS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
+GEMM_KERNELS = re.compile(r"gemm|cutlass|xmma|nvjet", re.IGNORECASE)
+FUSED_ATTENTION = re.compile(r"flash|fmha|attention", re.IGNORECASE)
+"""Kernels whose names may mention the GEMM library that they are built with."""
 COMPUTES, WAITS, FLIES = "computing", "waiting for communication", "collective in flight"
 COLORS = {COMPUTES: "#5c7cfa", WAITS: "#e0a08a", FLIES: "#0e9aa0"}
 GAP_S = 2e-4
@@ -50,6 +54,8 @@ class ProcessStep:
     """When an operator (CPU) or kernel (GPU) runs that is neither a collective nor a wait for one."""
     flying: tuple[Interval, ...]
     """When at least one collective is in flight."""
+    gemms: tuple[Interval, ...] = ()
+    """Part of `computing` in which a GEMM runs; empty in recordings of older versions."""
 
     @property
     def waiting(self) -> tuple[Interval, ...]:
@@ -61,6 +67,13 @@ class ProcessStep:
         """Fraction of communication time that overlaps with computation; 1 if nothing is sent."""
         flying = total(self.flying)
         return 1 - total(self.waiting) / flying if flying else 1.0
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by part, which sum to the step: GEMMs, other computation, waiting for collectives, and the rest, in which no
+        operator runs (Python and gaps between operators)."""
+        gemms, computing, waiting = total(self.gemms), total(self.computing), total(self.waiting)
+        rest = self.step.seconds - computing - waiting
+        return {"gemms": gemms, "other": computing - gemms, "waiting": waiting, "rest": rest}
 
     def as_numbers(self) -> dict[str, Any]:
         """Serializes for a result file: intervals in seconds, rounded to 10 us, without invisible gaps."""
@@ -165,12 +178,21 @@ def read_step(path: Path, rank: int, number: int | None = None) -> tuple[int, Pr
     step = steps[number]
     kernels = [event for event in events if event.get("cat") == "kernel"]
     computing, flying = _on_gpu(kernels, since) if kernels else _on_cpu(events, since)
-    return number, ProcessStep(rank, step, within(computing, step), within(flying, step))
+    computing, flying = within(computing, step), within(flying, step)
+    multiplying = union(_interval(event, since) for event in kernels or events if _is_gemm(event))
+    return number, ProcessStep(rank, step, computing, flying, without(computing, without(computing, multiplying)))
 
 
 def _interval(event: dict[str, Any], since: float) -> Interval:
     begin = since + float(event["ts"]) * 1e-6
     return Interval(begin, begin + float(event["dur"]) * 1e-6)
+
+
+def _is_gemm(event: dict[str, Any]) -> bool:
+    name = event["name"]
+    if event.get("cat") == "kernel":
+        return bool(GEMM_KERNELS.search(name)) and not FUSED_ATTENTION.search(name)
+    return event.get("cat") == "cpu_op" and name in GEMM_OPERATORS
 
 
 def _on_gpu(kernels: Sequence[dict[str, Any]], since: float) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:

@@ -147,19 +147,33 @@ def run_tasks(
     question and questions per task; None: set by the task. `bootstraps`: samples for standard errors that have no formula; 0: no
     such errors. Raises ConfigError for an unknown task, and DataError if data cannot be loaded.
     """
+    return rows_of(run_and_log(model, names, folder, fewshot, limit, bootstraps, answers=False))
+
+
+def run_and_log(
+    model: HarnessModel,
+    names: Sequence[str],
+    folder: Path | None = None,
+    fewshot: int | None = None,
+    limit: int | None = None,
+    bootstraps: int = 100_000,
+    answers: bool = True,
+) -> dict[str, Any]:
+    """The same with the harness's own result: `results` by task and, with `answers`, the `samples` of each task, one per question.
+    Empty where LOCAL_RANK is not 0."""
     manager = _find(names, folder)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
             found = simple_evaluate(
                 model, tasks=list(names), num_fewshot=fewshot, limit=limit, bootstrap_iters=bootstraps,
-                task_manager=manager, log_samples=False,
+                task_manager=manager, log_samples=answers,
             )  # fmt: skip
     except (ConnectionError, FileNotFoundError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise DataError(
             f"--tasks {','.join(names)}: data cannot be loaded: {reason}; check the network or the path"
         ) from None
-    return _rows(found["results"]) if found else []
+    return dict(found or {})
 
 
 def _find(names: Sequence[str], folder: Path | None) -> TaskManager:
@@ -180,10 +194,10 @@ def _find(names: Sequence[str], folder: Path | None) -> TaskManager:
     return manager
 
 
-def _rows(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per task and metric. The harness uses the keys 'metric,filter' and 'metric_stderr,filter'."""
+def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per task and metric of the harness's result, which has the keys 'metric,filter' and 'metric_stderr,filter'."""
     rows = []
-    for task, values in results.items():
+    for task, values in found.get("results", {}).items():
         for key, value in values.items():
             metric, _, name = key.partition(",")
             if not name or metric.endswith("_stderr") or not isinstance(value, int | float):

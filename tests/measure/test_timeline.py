@@ -50,6 +50,10 @@ def test_a_collective_of_a_cpu_is_on_the_wire_from_its_start_to_the_end_of_its_w
     assert milliseconds(step.waiting) == [(30, 55), (80, 90)]
     assert step.hidden == pytest.approx(1 - 35 / 70)
     assert list(rows([step])) == [("0", "100.0", "60.0", "70.0", "35.0", "50%")]
+    assert milliseconds(step.gemms) == [(0, 30), (95, 100)]
+    assert {part: round(1e3 * each, 6) for part, each in step.seconds().items()} == {
+        "gemms": 35, "other": 25, "waiting": 35, "rest": 5,
+    }  # fmt: skip
     again = ProcessStep.from_numbers(json.loads(json.dumps(step.as_numbers())))
     assert list(rows([again])) == list(rows([step]))
 
@@ -64,6 +68,7 @@ def test_kernels_of_a_gpu_are_one_or_the_other(tmp_path: Path) -> None:
     _, step = read_step(trace(tmp_path, *events), 0)
     assert milliseconds(step.computing) == [(10, 50)], "host activity is not drawn"
     assert milliseconds(step.waiting) == [(50, 60)]
+    assert milliseconds(step.gemms) == [(10, 50)], "not the host's aten::mm"
     assert step.hidden == pytest.approx(0.5)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.experiments.hosts import Host, two_hosts
+from benchmarks.experiments.hosts import Host, hosts
 from boost.train.metrics import read_metrics
 
 PORT = 29400
@@ -123,8 +123,8 @@ class Node(Host):
 @contextlib.contextmanager
 def two_nodes() -> Iterator[tuple[Node, Node]]:
     """Creates two hosts; on exit, kills everything that runs on them."""
-    with two_hosts() as hosts:
-        nodes = tuple(Node(host.name, host.wire, host.address) for host in hosts)
+    with hosts(2) as found:
+        nodes = tuple(Node(host.name, host.wire, host.address) for host in found)
         try:
             yield nodes[0], nodes[1]
         finally:

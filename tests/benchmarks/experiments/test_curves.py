@@ -28,14 +28,14 @@ def make_config(store: Path, run: Path, steps: int) -> Config:
 
 def followed(family: Family, dtype: str) -> list[curves.LayoutVariant]:
     """In float32, every layout once; its options differ just as much in float64."""
-    each = {c.parallel["layout"]: c for c in reversed(curves.contenders(family))}
-    return list(each.values()) if dtype == "float32" else list(curves.contenders(family))
+    each = {c.parallel["layout"]: c for c in reversed(curves.every_layout(family))}
+    return list(each.values()) if dtype == "float32" else list(curves.every_layout(family))
 
 
 def all_losses(config: Config, family: Family, dtype: str) -> dict[str, list[float]]:
     with pytest.MonkeyPatch.context() as patch:
         chosen = followed(family, dtype)
-        patch.setattr(curves, "contenders", lambda _: chosen)
+        patch.setattr(curves, "every_layout", lambda _: chosen)
         return curves.all_losses(config, family, dtype, toy.mesh(tp=2), 2)
 
 

@@ -1,105 +1,221 @@
-"""The experiment trains all layouts alike and reports a layout that matters as much as the seed."""
+"""Layouts are trained alike, paired by seed, resumed where they stopped; a layout that matters as much as the seed is named."""
 
 import contextlib
 import io
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.experiments import perplexity
-from benchmarks.experiments.perplexity import PerplexityRun, rows, section
+from benchmarks import perplexity as command
+from benchmarks.experiments import families, perplexity, perplexity_report
+from benchmarks.experiments.perplexity import ConvergenceExperiment, ConvergenceRun, Task, kept_steps, tasks_of, turns
+from benchmarks.experiments.perplexity_report import rows
+from benchmarks.experiments.scores import SCORES, Scored
 from boost.config import Config
-from boost.errors import ConfigError
-from boost.measure.results import facts_of
+from boost.errors import ConfigError, TrainingError
+from boost.measure.document import Table
+from boost.parallel.mesh import Mesh
 from boost.train.evaluate import Evaluation
 from boost.train.loop import Trainer
 from tests import toy
 from tests.distributed import run_distributed
 
-SEEDS = [0, 1]
+SEVEN = ["btp, online", "btp, sync", "btp-sp", "vanilla", "vanilla, published", "btp-cp", "ulysses"]
+PLAN = ConvergenceExperiment(("cola",), (0, 1, 2), ("float32", "bfloat16"), (0, 1), questions=0)
 
 
-def make_config(store: Path, run: Path) -> Config:
+def make_config(store: Path, run: Path, steps: int = 3) -> Config:
     return toy.toy_config(
         "float32",
         model={"vocab_size": 300, "layers": 1},
         optim={"lr": 3e-3, "warmup_steps": 1},
         parallel={"tp": 2},
-        train={"steps": 3, "seq_len": 32, "micro_batch": 4, "global_batch": 4},
+        train={"steps": steps, "seq_len": 32, "micro_batch": 4, "global_batch": 4},
         data={"store": str(store)},
         run={"dir": str(run), "device": "cpu"},
     )
 
 
-def run_experiment(config: Config, out: Path) -> tuple[int, str]:
-    said, usual = io.StringIO(), perplexity.heldout
+def run_experiment(
+    config: Config, plan: ConvergenceExperiment, out: Path, stop_after: int
+) -> tuple[int, str, list[Any]]:
+    """Exit code (-1: interrupted in turn `stop_after`), stdout, and the keys of the runs in which this process took part."""
+    said, made = io.StringIO(), list[Any]()
+    usual, usual_trained, usual_turn, taken = (
+        perplexity.heldout,
+        perplexity.trained,
+        perplexity._train_turn,
+        list[Any](),
+    )
 
     def some(trainer: Trainer) -> Evaluation:
         found = usual(trainer, 256)
-        if "drifting" not in out.name or trainer.config.parallel.layout != "btp-sp" or trainer.mesh.tp.size == 1:
+        if "drifting" not in out.name or trainer.config.parallel.layout != "btp-cp" or trainer.mesh.tp.size == 1:
             return found
         return Evaluation(found.tokens, found.loss, 1.5 * found.perplexity, found.bits_per_byte)
 
+    def trained(task: Task, mesh: Mesh, folder: Path | None) -> ConvergenceRun:
+        made.append(task.key)
+        return usual_trained(task, mesh, folder)
+
+    def turn(tasks: Sequence[Task], mesh: Mesh, folder: Path | None) -> ConvergenceRun | None:
+        if len(taken) == stop_after:
+            raise KeyboardInterrupt
+        taken.append(tasks)
+        return usual_turn(tasks, mesh, folder)
+
+    def scored(trainer: Trainer, folder: Path) -> Scored | None:
+        changed = "1" if trainer.config.parallel.layout == "ulysses" else "0"
+        return Scored(dict.fromkeys(SCORES, 0.5), "0" * 59 + changed) if trainer.mesh.rank == 0 else None
+
+    @contextlib.contextmanager
+    def folder(config: Config, questions: int) -> Any:
+        yield out.parent if questions else None
+
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         patch.setattr(perplexity, "open_mesh", lambda *_: toy.mesh(tp=2))
-        patch.setattr(perplexity, "close_mesh", lambda: None)
-        patch.setattr(perplexity, "heldout", some)
-        return perplexity.perplexity_process(config, ["cola"], None, SEEDS, out), said.getvalue()
+        for name, instead in (
+            ("close_mesh", lambda: None),
+            ("heldout", some),
+            ("trained", trained),
+            ("_train_turn", turn),
+        ):
+            patch.setattr(perplexity, name, instead)
+        patch.setattr(perplexity, "scored", scored)
+        patch.setattr(perplexity, "task_folder", folder)
+        try:
+            return perplexity.perplexity_process(config, plan, out), said.getvalue(), made
+        except KeyboardInterrupt:
+            return -1, said.getvalue(), made
 
 
-def test_layouts_end_where_one_process_does(store: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out" / "p"
-    (code, said), (_, silence) = run_distributed(2, run_experiment, make_config(store, tmp_path / "run"), out)
-    assert (code, silence) == (0, "") and "btp-sp" in said
+def test_layouts_end_where_one_process_does_also_after_an_interruption(store: Path, tmp_path: Path) -> None:
+    out, config = tmp_path / "out" / "p", make_config(store, tmp_path / "run")
+    (code, _, made), (_, _, others) = run_distributed(2, run_experiment, config, PLAN, out, 6)
+    assert code == -1 and made[-4:] == others[-4:], "two turns of single runs, four of others"
+    alone, theirs = (([key for key in each if key[1] == "single"]) for each in (made, others))
+    assert (alone, theirs) == ([("cola", "single", "float32", s) for s in (0, 2)], [("cola", "single", "float32", 1)])
     facts: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())
-    assert facts["dtype"] == "float32"
-    found = {row.layout: row for row in rows(facts)}
-    assert list(found) == ["single", "btp, online", "btp, sync", "btp-sp", "vanilla", "vanilla, published"]
-    assert len(facts["runs"]) == len(found) * len(SEEDS) and {len(run["losses"]) for run in facts["runs"]} == {3}
-    assert found["single"].share is None and found["single"].perplexity[1] > 0
-    assert all(row.share is not None and row.share < 1e-3 for row in found.values() if row.layout != "single")
-    assert out.with_suffix(".md").read_text().count("| holds |") == len(found) - 1
+    assert len(facts["runs"]) == 3 + 4 and not facts["complete"], (
+        "all single runs, and the others until the interruption"
+    )
+
+    (code, said, more), (_, silence, _) = run_distributed(2, run_experiment, config, PLAN, out, -1)
+    assert (code, silence) == (0, "") and "btp-cp" in said
+    assert not set(more) & set(made), "no run twice"
+    facts = json.loads(out.with_suffix(".json").read_text())
+    assert facts["complete"] and len(facts["runs"]) == (3 + 2) * 8
+    assert {len(run["losses"]) for run in facts["runs"]} == {3}
+    found = {(row.dtype, row.layout): row for row in rows(facts)}
+    assert [layout for dtype, layout in found if dtype == "float32"] == ["single", *SEVEN]
+    of_fp32 = [found["float32", layout] for layout in SEVEN]
+    assert all(row.worst > 0 or row.share == 0 for row in of_fp32) and max(row.share for row in of_fp32) < 1e-2
+    assert found["bfloat16", "btp, online"].loss != found["float32", "btp, online"].loss
+    text = out.with_suffix(".md").read_text()
+    assert "float32" in text and text.count("| holds |") == 2 + len(SEVEN)
     assert (out.parent / "perplexity.svg").read_text().startswith("<?xml")
 
+    (code, _, none), _ = run_distributed(2, run_experiment, config, PLAN, out, -1)
+    assert (code, none) == (0, [])
+    longer = make_config(store, tmp_path / "run", 4)
+    with pytest.raises(ConfigError, match=r"config.train.steps is 3 there and 4 here"):
+        perplexity.start(longer, PLAN, out)
 
-def test_a_layout_that_matters_as_much_as_a_seed_is_named(store: Path, tmp_path: Path) -> None:
+
+def test_every_family_and_answers_and_a_layout_that_matters_as_much_as_a_seed(store: Path, tmp_path: Path) -> None:
     config = make_config(store, tmp_path / "run")
-    (code, said), _ = run_distributed(2, run_experiment, config, tmp_path / "drifting")
+    plan = ConvergenceExperiment(("dense", "loro"), (0, 1), ("float32",), (0, 1), questions=20)
+    out = tmp_path / "drifting"
+    (code, said, _), _ = run_distributed(2, run_experiment, config, plan, out, -1)
     assert code == 1
-    assert [line.split(" | ")[1] for line in said.splitlines() if "does not hold" in line] == ["btp-sp"]
+    named = [line.split(" | ")[0].strip("| ") for line in said.splitlines() if "does not hold" in line]
+    assert named == ["loro", "btp-cp"], "in the table of all families, and in its family's"
+    facts = json.loads(out.with_suffix(".json").read_text())
+    found = {(row.family, row.layout): row for row in rows(facts)}
+    assert [layout for family, layout in found if family == "dense"] == ["single", "megatron", "megatron-sp", "ulysses"]
+    assert max(row.share for (family, _), row in found.items() if family == "dense") < 0.1
+    assert {row.changed for (_, layout), row in found.items() if layout != "ulysses"} == {0}
+    assert (found["loro", "ulysses"].changed, found["loro", "ulysses"].questions) == (1, 60)
+    assert "50.0 / 50.0 / 50.0 | 1.0 |" in said
 
 
-def test_runs_differ_in_their_cut_and_seed_and_nothing_else(store: Path, tmp_path: Path) -> None:
+def test_runs_differ_in_their_cut_dtype_and_seed_and_nothing_else(store: Path, tmp_path: Path) -> None:
     config = make_config(store, tmp_path)
-    work = list(perplexity.work(config, ["cola", "dense"], "bfloat16", SEEDS))
-    assert len(work) == 2 * (6 + 3)
-    for layout, run in work:
-        assert (run.optim, run.data) == (config.optim, config.data), layout
-        assert (run.train.param_dtype, run.train.compute_dtype) == ("float32", "bfloat16")
-        assert run.train.model_copy(update={"seed": 0}) == work[0][1].train
-        assert run.parallel.tp == (1 if layout == "single" else 2)
-    assert {run.train.seed for _, run in work} == {0, 1}
+    plan = ConvergenceExperiment(families.USUAL, (0, 1, 2), ("float32", "bfloat16"), (2,), 0)
+    tasks = tasks_of(config, plan)
+    assert len({task.key for task in tasks}) == len(tasks) == (3 + 1) * (4 + 4 * 8)
+    for task in tasks:
+        run = task.config
+        alone = families.configuration(config, task.family, task.seed, 3e-3, 3)
+        assert (run.optim, run.data, run.model) == (alone.optim, alone.data, alone.model), task.key
+        assert run.train == alone.train.model_copy(update={"param_dtype": "float32", "compute_dtype": task.dtype})
+        assert run.parallel.tp == (1 if task.layout == "single" else 2) and run.train.seed == task.seed
+    assert {task.config.optim.name for task in tasks if task.family == "loro"} == {"loro"}
+    assert {task.seed for task in tasks if task.dtype == "bfloat16"} == {2}
     tp16 = config.model_copy(update={"parallel": config.parallel.model_copy(update={"tp": 16})})
     with pytest.raises(ConfigError, match=r"parallel.tp = 16 must divide"):
-        list(perplexity.work(tp16, ["cola"], "float32", SEEDS))
+        tasks_of(tp16, plan)
+    parts = turns(tasks, 2)
+    assert sorted(task.key for turn in parts for task in turn) == sorted(task.key for task in tasks)
+    assert {len(turn) for turn in parts if turn[0].layout == "single"} == {1, 2}
+    assert all(len(turn) == 1 for turn in parts if turn[0].layout != "single")
+    assert all(len({task.dtype for task in turn}) == 1 for turn in parts)
 
 
-def test_differences_are_of_the_same_seed() -> None:
-    """Single-process perplexities 10 and 14: a standard deviation of sqrt 8; the layout differs by at most 0.2."""
+def test_at_most_so_many_losses_are_kept_and_the_last_one_always() -> None:
+    assert kept_steps(3) == [1, 2, 3] and kept_steps(150) == list(range(1, 151))
+    assert kept_steps(151)[:2] == [1, 3] and kept_steps(151)[-1] == 151
+    assert max(len(kept_steps(steps)) for steps in range(1, 1000)) == 150
+
+
+def test_a_loss_that_is_not_finite_is_an_error(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (task, *_) = tasks_of(make_config(store, tmp_path), PLAN)
+    monkeypatch.setattr(perplexity, "losses", lambda trainer: [5.0, float("nan"), 5.0])
+    with pytest.raises(
+        TrainingError, match="cola, single, float32, seed 0: the loss is not finite; use a lower --optim.lr"
+    ):
+        perplexity.trained(task, toy.toy_mesh(task.config), None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--seeds", "1"], "--seeds = 1: a spread needs at least two distinct seeds"),
+        (["--seeds", "0", "1", "--few-seeds", "1", "2"], "--few-seeds: 2 is not one of --seeds"),
+        (["--families", "svd", "svd"], "--families = svd svd has a duplicate"),
+        (["--tp", "1"], "--tp = 1"),
+    ],
+)
+def test_arguments_that_make_no_experiment_are_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks.commands import main
+
+    assert main(["perplexity", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_command_line_knows_the_families() -> None:
+    assert command.FAMILIES == families.USUAL and set(command.DTYPES) == set(perplexity.LIMITS)
+
+
+def test_a_result_of_one_dtype_is_shown_as_one_of_several() -> None:
     runs = [
-        PerplexityRun("cola", layout, seed, [3.0, 2.0 + seed], 2.0, value)
+        {
+            "family": "cola",
+            "layout": layout,
+            "seed": seed,
+            "losses": [3.0, 2.0],
+            "heldout_loss": 2.0,
+            "perplexity": value,
+        }
         for layout, values in (("single", (10.0, 14.0)), ("btp", (10.1, 13.8)))
         for seed, value in enumerate(values)
     ]
-    facts = facts_of(
-        "perplexity", toy.toy_config(), dtype="float32", seeds=SEEDS, limit=0.1, runs=list(map(asdict, runs))
-    )
-    single, btp = rows(facts)
-    assert single.perplexity == pytest.approx((12, 8**0.5)) and single.loss == pytest.approx((2.5, 0.5**0.5))
-    assert btp.apart == pytest.approx(0.2) and btp.share == pytest.approx(0.2 / 8**0.5) and btp.holds
-    facts["runs"][3]["perplexity"] = 13.7
-    assert not rows(facts)[1].holds
-    assert "does not hold" in str(section(facts).parts[1])
+    config = toy.toy_config(train={"steps": 2}).model_dump()
+    facts = {"dtype": "float32", "seeds": [0, 1], "limit": 0.1, "config": config, "runs": runs}
+    tables = [part for part in perplexity_report.section(facts).parts if isinstance(part, Table)]
+    assert [len(table.rows) for table in tables] == [1, 2]

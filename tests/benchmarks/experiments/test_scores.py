@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -37,6 +38,20 @@ def scored(config: Config, folder: Path) -> dict[str, float]:
     return scores.scores(at_start(config, mesh), folder)
 
 
+def answered(config: Config, folder: Path) -> scores.Scored | None:
+    mesh = toy.mesh(tp=2) if config.parallel.tp == 2 else Mesh(torch.device("cpu"))
+    return scores.scored(at_start(config, mesh), folder)
+
+
+def on_each(config: Config, folder: Path, rank_variable: str) -> scores.Scored | None:
+    """On one process each: every one is the first of its own model, whatever its LOCAL_RANK."""
+    os.environ[rank_variable] = str(torch.distributed.get_rank())
+    try:
+        return answered(config, folder)
+    finally:
+        del os.environ[rank_variable]
+
+
 def test_two_processes_score_as_one_and_as_the_definition(
     store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,6 +64,12 @@ def test_two_processes_score_as_one_and_as_the_definition(
         assert alone["local_order acc"] * QUESTIONS % 1 == pytest.approx(0, abs=1e-9)
         both = run_distributed(2, scored, make_config(store, tmp_path / "run", 2), folder)
         assert both[0] == pytest.approx(alone)
+        answers = run_distributed(2, on_each, config, folder, "LOCAL_RANK")
+        assert answers[0] == answers[1] and answers[0].accuracy == pytest.approx(alone)
+        assert len(answers[0].answers) == 3 * QUESTIONS and set(answers[0].answers) <= set("0123")
+        order = [json.loads(line)["answer"] for line in (folder / "local_order.jsonl").read_text().splitlines()]
+        right = [int(a) == b for a, b in zip(answers[0].answers[2 * QUESTIONS :], order, strict=True)]
+        assert sum(right) / QUESTIONS == pytest.approx(alone["local_order acc"])
         capfd.readouterr()
         # A model that finds every token equally likely prefers the choice of fewest tokens.
         monkeypatch.setattr(Decoder, "logits_of", lambda self, tokens, wanted: torch.zeros(len(wanted), 300))

@@ -15,6 +15,7 @@ MODULES = {
     "curves": "benchmarks.experiments.curves",
     "recompute": "benchmarks.experiments.recompute",
     "fit": "benchmarks.experiments.fit",
+    "perplexity": "benchmarks.experiments.perplexity_report",
     "families": "benchmarks.experiments.families",
     "validation": "boost.measure.validate_report",
 }

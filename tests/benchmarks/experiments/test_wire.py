@@ -1,19 +1,39 @@
-"""Steps over two hosts with a rate-limited wire: bytes pass over it no faster than its rate, and the marked rates are correct."""
+"""Steps over emulated hosts with a rate-limited wire: bytes pass no faster than its rate, every mesh computes the same, and a
+killed experiment resumes."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.experiments import hosts, wire
-from benchmarks.experiments.endtoend import BTP, BTP_SP, MEGATRON_SP
-from benchmarks.experiments.goals import target_of
-from benchmarks.experiments.hosts import Host, two_hosts, why_no_hosts
+from benchmarks.experiments import wire, wire_report
+from benchmarks.experiments.endtoend import BTP, BTP_SP, MEGATRON_SP, PUBLISHED
+from benchmarks.experiments.hosts import Host, hosts, why_no_hosts
+from benchmarks.experiments.wire import WireLaunch, schedule
+from benchmarks.experiments.wire_plan import BTP_CP, MAIN, MESHES, NO_LIMIT, WireContender, WireGroup, WireSet
 from boost.cli.main import main
 from boost.errors import ConfigError, MeasurementError
 from boost.measure.document import Table
-from boost.measure.results import Facts, figures, read
+from boost.measure.results import figures, read
+from boost.measure.steps import Stepper
+from boost.parallel.mesh import Mesh
 
-TINY = ["--model.vocab_size=32", "--train.seq_len=16"]
+SMALL = {"vocab_size": 32, "seq_len": 16, "micro_batch": 2, "global_batch": 4}
+HALVED = WireContender(BTP, "halves")
+TINY = WireGroup(
+    "TP 2",
+    (64, 2, 96, 4),
+    SMALL,
+    (WireContender(MEGATRON_SP), WireContender(BTP), HALVED),
+    round_s=0.1,
+    recorded=(HALVED,),
+    broken_down=(WireContender(BTP),),
+    collectives=True,
+)
+PLAN = WireSet("main", (TINY,), launches=2, rounds=7)
 
 
 @pytest.fixture
@@ -24,99 +44,182 @@ def joined() -> None:
 
 @pytest.mark.nightly
 def test_the_experiment(joined: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "SIZE", (64, 1, 96, 4))
     monkeypatch.setattr(wire, "MIB", (1,))
-    monkeypatch.setattr(wire, "marked_rate", lambda *_: 300)  # a tiny step would mark a tiny rate
-    names = ((MEGATRON_SP, "none"), (BTP, "none"), (BTP, "halves"))
-    monkeypatch.setattr(wire, "CONTENDERS", names)
+    monkeypatch.setattr(wire_report, "MIB", (1,))
+    monkeypatch.setattr(wire, "marked_rate", lambda free, reference, fraction: round(100 / fraction))
     out = tmp_path / "wire"
-    assert wire.wire("demo", TINY, [], 1, 7, out) == 0
+    assert wire.wire(PLAN, "demo", [], [], out) == 0
     facts = read(out.with_suffix(".json"), "wire")
-    rates = [group["mbit"] for group in facts["groups"]]
-    assert rates == [None, 300] and facts["marked"] == {"share-matched": 300, "slow": 300}
-    limited = next(group for group in facts["groups"] if group["mbit"] == 300)
-    for name in ("all-gather", "reduce-scatter", "all-to-all"):
-        assert min(limited["collectives"][f"{name}, 1 MiB"]) > 0.8 * 2**19 * 8 / 300e6, (
-            "half of it crosses, at 300 Mbit/s"
-        )
-    assert min(limited["collectives"]["all-reduce, 1 MiB"]) > 0.8 * 2**20 * 8 / 300e6
-    assert {row["name"] for row in limited["rows"]} == {MEGATRON_SP, BTP, f"{BTP}, halves"}
-    section = wire.section(facts)
+    assert facts["marked"] == {"share-matched": 588, "slow": 200}
+    assert [(each["wire"], each["launch"]) for each in facts["groups"]] == [
+        (NO_LIMIT, 0), ("share-matched", 0), ("slow", 0), ("share-matched", 1), ("slow", 1),
+    ]  # fmt: skip
+    for slow in (each for each in facts["groups"] if each["wire"] == "slow"):
+        for name in ("all-gather", "reduce-scatter", "all-to-all"):
+            assert min(slow["collectives"][f"{name}, 1 MiB"]) > 0.8 * 2**19 * 8 / 200e6, "half crosses, at 200 Mbit/s"
+        assert min(slow["collectives"]["all-reduce, 1 MiB"]) > 0.8 * 2**20 * 8 / 200e6
+        assert {row["name"] for row in slow["rows"]} == {MEGATRON_SP, BTP, HALVED.name}
+        for step in slow["broken_down"][BTP]:
+            assert step["gemms"] > 0 and step["waiting"] > 0 and step["other"] > 0
+    section = wire_report.section(facts)
     tables = [part for part in section.parts if isinstance(part, Table)]
-    assert len(tables[0].rows) == len(set(rates)) * len(wire.CONTENDERS)
-    assert [row[1] for row in tables[1].rows] == [BTP]
-    (recorded,) = [group["timelines"] for group in facts["groups"] if group["timelines"]]
-    assert [[step["rank"] for step in steps] for steps in recorded.values()] == [[0, 1]] * 2
-    assert [row[:2] for row in tables[-1].rows] == [(name, rank) for name in (BTP, f"{BTP}, halves") for rank in "01"]
-    assert [figure.name for figure in figures(section)] == ["wire", "wire-timeline"]
-    for figure in figures(section):
-        figure.draw(tmp_path / f"{figure.name}.svg")
-        assert (tmp_path / f"{figure.name}.svg").stat().st_size > 1000
-
-
-def made_up(seconds: dict[str, float]) -> Facts:
-    """A synthetic result of seven rounds: a limit of 100 Mbit/s adds 1 s to every step, and 0.5 s with overlapped halves."""
-    groups = []
-    for mbit in (None, 100.0):
-        rows = [
-            {
-                "name": name,
-                "seconds": [(s + (0.5 if "halves" in name else 1.0) * bool(mbit)) * (1 + n / 1e3) for n in range(7)],
-            }
-            for name, s in seconds.items()
-        ]
-        groups.append({"mbit": mbit, "rows": rows, "cores": 2, "threads": 1, "parallel": "", "name": "wire"})
-    return {"groups": groups, "marked": {"share-matched": 100.0, "slow": 100.0}, "rounds": 7, "launches": 1}
-
-
-def test_goals_are_read_at_the_worse_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "shape_of", lambda group: "made up")
-    seconds = {wire.name_of(*each): 2.0 if each[0] in (BTP, BTP_SP) else 3.0 for each in wire.CONTENDERS}
-    found = {goal.what: goal for goal in wire.goals(made_up(seconds))}
-    assert all(target_of(what).experiment == "wire" for what in found)
-    assert found["communication of TP hidden"].met is False  # half of what the wire adds
-    assert found["communication of TP hidden"].found.startswith("megatron 0.5")
-    assert found["share-matched wire: best low-rank layout against strong vanilla"].found.startswith(
-        "1.60 (1.60 to 1.60) x (btp, online, halves)"
+    assert len(tables[0].rows) == 9 and [row[:2] for row in tables[1].rows] == [
+        ("588 Mbit/s, share-matched", BTP), ("200 Mbit/s, slow", BTP),
+    ]  # fmt: skip
+    assert [row[:2] for row in tables[-1].rows] == [(HALVED.name, "0"), (HALVED.name, "1")], (
+        "timelines of the last launch"
     )
-    assert found["slow wire: btp-sp against btp"].found.startswith("1.00")
+    assert [figure.name for figure in figures(section)] == ["wire", "wire-timeline"]
+    assert all((tmp_path / f"{figure.name}.svg").stat().st_size > 1000 for figure in figures(section))
+    assert not out.with_suffix(".partial").exists()
 
 
-def test_steps_of_many_tokens_have_goals_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses the faster form of each layout; the limit adds 1 s to steps of 2 s and 3 s, and 0.5 s with halves."""
-    monkeypatch.setattr(wire, "shape_of", lambda group: "made up")
-    seconds = {BTP: 4.0, BTP_SP: 3.0, f"{BTP_SP}, halves": 3.0, wire.BTP_CP: 2.0, f"{wire.BTP_CP}, halves": 2.0}
-    found = wire.goals(made_up(seconds))
-    assert [target_of(goal.what).experiment for goal in found] == ["wire", "wire"]
-    assert [goal.met for goal in found] == [True, True]
-    assert found[1].found == "1.40 (1.40 to 1.40) x (btp-cp, halves against btp-sp, halves)"
+def test_four_hosts_compute_the_loss_of_one_process(joined: None) -> None:
+    contenders = (WireContender(PUBLISHED), HALVED, WireContender(BTP_SP, "halves"))
+    group = replace(
+        TINY, contenders=contenders, mesh={"tp": 2, "pp": 2}, collectives=False, recorded=(), broken_down=()
+    )
+    configs = group.configs("demo", [])
+    with hosts(group.processes) as found:
+        measured = wire.measure(found, 1000.0, WireLaunch(group, "slow", 0), configs, 7)
+    shared = {key: each for key, each in configs[BTP + ", halves"].model_dump().items() if key != "parallel"}
+    alone = Stepper(
+        type(configs[HALVED.name]).model_validate({**shared, "parallel": {"layout": "single"}}),
+        Mesh(torch.device("cpu")),
+    )
+    loss = float(alone.step()[0])
+    assert [row["name"] for row in measured["rows"]] == [each.name for each in contenders]
+    for row in measured["rows"]:
+        assert row["loss"] == pytest.approx(loss, rel=1e-5)
+        assert row["sent_bytes"] > 0 and len(row["seconds"]) == 7
 
 
-def test_only_known_layouts_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "wire", "--layouts", "btp-sq"]) == 2
-    assert "--layouts = btp-sq is not supported; use one of" in capsys.readouterr().err
+class Killed(BaseException):
+    """In place of a signal."""
+
+
+def fake(calls: list[tuple[str, int]], limit: int) -> Any:
+    """A `measure` without processes, in which the machine is lost after `limit` launches."""
+
+    def measure(
+        found: Any, mbit: float | None, launch: WireLaunch, configs: Any, rounds: int, draws: bool = False
+    ) -> Any:
+        if len(calls) == limit:
+            raise Killed
+        calls.append((launch.wire, launch.number))
+        seconds = [1.0 + 0.01 * n + (mbit is not None) for n in range(rounds)]
+        rows = [{"name": name, "seconds": seconds, "sent_bytes": 10**7} for name in configs]
+        shape = {part: getattr(configs[BTP], part).model_dump() for part in ("model", "train")}
+        return {"mbit": mbit, "rows": [row | {"config": shape} for row in rows], "tp": 2, "threads": 1}
+
+    return measure
+
+
+@pytest.fixture
+def without_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "why_no_hosts", lambda limited: None)
+    monkeypatch.setattr(wire, "hosts", lambda count: pytest.MonkeyPatch.context())
+
+
+def test_a_killed_experiment_resumes_where_it_was(
+    without_hosts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, every = tmp_path / "wire", [(each.wire, each.number) for each in schedule(PLAN, [50.0])]
+    assert every == [
+        (NO_LIMIT, 0),
+        ("50 Mbit/s", 0),
+        ("share-matched", 0),
+        ("slow", 0),
+        ("share-matched", 1),
+        ("slow", 1),
+    ]
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(wire, "measure", fake(calls, 3))
+    with pytest.raises(Killed):
+        wire.wire(PLAN, "demo", [], [50.0], out)
+    assert calls == every[:3] and not out.with_suffix(".json").exists()
+    kept = json.loads(out.with_suffix(".partial").read_text())
+    assert len(kept["groups"]) == 3
+    monkeypatch.setattr(wire, "measure", fake(calls, 99))
+    assert wire.wire(PLAN, "demo", [], [50.0], out) == 0
+    assert calls == every, "nothing is measured twice"
+    facts = read(out.with_suffix(".json"), "wire")
+    assert facts["groups"][:3] == kept["groups"] and not out.with_suffix(".partial").exists()
+    said = capsys.readouterr().out
+    assert "main 4/6: TP 2, slow wire, launch 1;" in said and " to go" in said
+    assert wire.wire(PLAN, "demo", [], [50.0], out) == 0
+    assert calls == every, "a finished set is not measured again"
+
+
+def test_other_settings_are_refused_while_launches_are_kept(
+    without_hosts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, calls = tmp_path / "wire", list[tuple[str, int]]()
+    monkeypatch.setattr(wire, "measure", fake(calls, 1))
+    with pytest.raises(Killed):
+        wire.wire(PLAN, "demo", [], [], out)
+    with pytest.raises(ConfigError, match=r"^--out = .* other settings: rounds is 7 there and 9 here; .*wire.partial$"):
+        wire.wire(replace(PLAN, rounds=9), "demo", [], [], out)
+    with pytest.raises(ConfigError, match=r"configs.TP 2.megatron-sp.train.seq_len is 16 there and 32 here"):
+        wire.wire(PLAN, "demo", ["--train.seq_len=32"], [], out)
+    out.with_suffix(".partial").unlink()
+    monkeypatch.setattr(wire, "measure", fake(calls, 99))
+    assert wire.wire(PLAN, "demo", [], [], out) == 0
+    assert wire.wire(replace(PLAN, rounds=9), "demo", [], [], out) == 0, "a finished result is replaced"
+    assert read(out.with_suffix(".json"))["rounds"] == 9
+
+
+def test_the_time_to_go_follows_what_was_measured() -> None:
+    every = list(schedule(PLAN, []))
+    assert wire._to_go(PLAN, every, {"groups": []}) == "1:24"  # 5 launches of 15 s, and rounds
+    free = {"group": "TP 2", "wire": NO_LIMIT, "launch": 0, "wall_s": 2 * PLAN.estimated_s(TINY, NO_LIMIT, 7)}
+    twice = wire._to_go(PLAN, every, {"groups": [free]})
+    assert twice == "2:15", "everything else takes twice as long, too"
+    slow = {"group": "TP 2", "wire": "slow", "launch": 0, "wall_s": 100.0}
+    matched = {"group": "TP 2", "wire": "share-matched", "launch": 0, "wall_s": 50.0}
+    assert wire._to_go(PLAN, every, {"groups": [free, slow, matched]}) == "2:30", "one more of each"
+
+
+def test_every_set_is_a_valid_configuration() -> None:
+    assert [each.name for each in MAIN.groups] == ["TP 2"] and MAIN.launches == 5 and MAIN.rounds == 15
+    assert [group.processes for group in MESHES.groups] == [4, 4, 2]
+    names = set(MAIN.groups[0].configs("demo", []))
+    assert {
+        BTP,
+        f"{BTP}, halves",
+        "btp, sync",
+        "btp, sync, ungrouped",
+        "ulysses, halves",
+        "vanilla, published",
+    } <= names
+    assert {
+        BTP_CP,
+        f"{BTP_CP}, halves",
+        "btp-sp, halves, compiled",
+    } <= names and "vanilla, published, halves" not in names
 
 
 def test_the_marked_rate_is_that_of_its_share() -> None:
     free = {"rows": [{"name": BTP, "seconds": [1.5] * 7, "sent_bytes": 10**8}]}
     for fraction in (0.17, 0.5):
-        on_the_wire = 8e8 / (1e6 * wire.marked_rate(free, fraction))
+        on_the_wire = 8e8 / (1e6 * wire.marked_rate(free, BTP, fraction))
         assert on_the_wire / (on_the_wire + 1.5) == pytest.approx(fraction, rel=1e-2)
 
 
-def test_hosts_are_told_apart_and_a_limit_can_be_lifted(joined: None) -> None:
-    with two_hosts() as (first, second):
-        for host in (first, second):
-            host.limit(100)
-            host.limit(None)
-            assert host.received() >= 0
-        assert first.address != second.address
-    with pytest.raises(MeasurementError, match="exit code"):
-        wire.measure((Host("no-such", "x", "1"), Host("no-such", "x", "2")), None, {}, 7)
+def test_a_failed_process_is_an_error(joined: None) -> None:
+    lost = (Host("no-such", "x", "1"), Host("no-such", "x", "2"))
+    with pytest.raises((MeasurementError, OSError)):
+        wire._run(lost, "x")
+
+
+def test_arguments_are_checked_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "wire", "--rounds", "3"]) == 2
+    assert "--rounds = 3 is too small; smallest valid value: 7" in capsys.readouterr().err
+    assert main(["bench", "wire", "--rates", "0.5"]) == 2
+    assert "--rates = 0.5 is too slow" in capsys.readouterr().err
 
 
 def test_without_namespaces_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts.sys, "platform", "darwin")
-    monkeypatch.setattr(wire, "why_no_hosts", why_no_hosts.__wrapped__)
-    with pytest.raises(ConfigError, match=r"^the wire experiment needs two network namespaces: .* this is darwin$"):
-        wire.wire("demo", [], [], 1, 7, Path("x"))
+    monkeypatch.setattr(wire, "why_no_hosts", lambda limited: "network namespaces need Linux; this is darwin")
+    with pytest.raises(ConfigError, match=r"^the wire experiment needs network namespaces: .* this is darwin$"):
+        wire.wire(PLAN, "demo", [], [], Path("x"))

@@ -1,0 +1,114 @@
+"""The ladder: from the published low-rank baseline to the fastest layout, one change at a time, on the share-matched and slow wire.
+
+Measures nothing: it reads the main set of the wire experiment, in which all steps of the ladder are interleaved.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from benchmarks.experiments.contest import Ratio, ratio
+from benchmarks.experiments.endtoend import BTP, BTP_SP, PUBLISHED, VANILLA
+from benchmarks.experiments.side_by_side import shape_of
+from benchmarks.experiments.wire_facts import groups_of, launches_of, names_of, on_wire, seconds_of, set_of, wires
+from benchmarks.experiments.wire_plan import BTP_CP, BTP_SYNC, BTP_UNGROUPED, COMPILED, MARKED, name_of
+from boost.errors import ConfigError
+from boost.measure.results import Facts, read, save_section
+
+
+@dataclass(frozen=True)
+class LadderStep:
+    """A contender, and what it changes."""
+
+    name: str
+    before: str
+    """The contender that it is compared with; '' for the first one."""
+    change: str
+    branch: bool = False
+    """Whether the next step starts from an earlier one."""
+
+
+BTP_HALVES, BTP_SP_HALVES, BTP_CP_HALVES = (name_of(form, "halves") for form in (BTP, BTP_SP, BTP_CP))
+
+LADDER = (
+    LadderStep(PUBLISHED, "", "low-rank factors sharded along r; attention and gated product replicated"),
+    LadderStep(VANILLA, PUBLISHED, "attention and gated product sharded"),
+    LadderStep(
+        BTP_UNGROUPED,
+        VANILLA,
+        "sharded along d and f: collectives at the bottleneck; RMSNorm's statistic alone; ungrouped",
+    ),
+    LadderStep(BTP_SYNC, BTP_UNGROUPED, "one GEMM and one collective each for q, k, v and for gate, up"),
+    LadderStep(BTP, BTP_SYNC, "RMSNorm's statistic sent with the latents"),
+    LadderStep(BTP_HALVES, BTP, "one half of a micro-batch computes while the other communicates", branch=True),
+    LadderStep(BTP_CP, BTP, "tokens sharded, MLP local: collectives around attention only", branch=True),
+    LadderStep(BTP_CP_HALVES, BTP_CP, "one half of a micro-batch computes while the other communicates", branch=True),
+    LadderStep(BTP_SP, BTP, "residual stream sharded along tokens: collectives of one phase, no norm across processes"),
+    LadderStep(BTP_SP_HALVES, BTP_SP, "one half of a micro-batch computes while the other communicates"),
+    LadderStep(COMPILED.name, BTP_SP_HALVES, "element-wise work in one kernel per function (torch.compile)"),
+)
+"""In table order. Each step changes one thing, except from `vanilla` to `btp`, which are grouped and ungrouped."""
+
+
+def measured_steps(names: Sequence[str]) -> list[LadderStep]:
+    """The steps that were measured. One whose predecessor was not is compared with the closest earlier step that was."""
+    by_name, found = {step.name: step for step in LADDER}, []
+    for step in LADDER:
+        if step.name not in names:
+            continue
+        before = step.before
+        while before and before not in names:
+            before = by_name[before].before
+        found.append(replace(step, before=before))
+    return found
+
+
+def ladder(wire: Path, out: Path) -> int:
+    """Writes `out`.json, .md and the figure from the result `wire`. Raises ConfigError if it is not of the main set."""
+    from benchmarks.experiments.ladder_report import section
+
+    facts = facts_from(main_set(wire))
+    save_section(out, facts, section(facts))
+    print(out.with_suffix(".md").read_text(encoding="utf-8"))
+    return 0
+
+
+def main_set(path: Path) -> Facts:
+    """Reads a result of `python -m benchmarks wire`. Raises ConfigError if it is not of the main set."""
+    facts = read(path, "wire")
+    if set_of(facts) != "main":
+        raise ConfigError(f"--wire = '{path}' is of the set '{set_of(facts)}'; use the result of --set main")
+    return facts
+
+
+def facts_from(wire: Facts) -> Facts:
+    """The numbers of the ladder, from those of the main set, with the environment in which that was measured. Raises ConfigError if
+    none of its steps were measured."""
+    (group,) = groups_of(wire)
+    steps = measured_steps(names_of(wire, group))
+    if not steps:
+        raise ConfigError(f"the main set has no step of the ladder; use one with '{PUBLISHED}'")
+    marked = [each for each in MARKED if on_wire(wire, group, each)]
+    return {
+        "experiment": "ladder",
+        "environment": wire["environment"],
+        "config": wire["config"],
+        "rounds": wire["rounds"],
+        "shape": shape_of(launches_of(wire, group)[0]),
+        "wires": {each: wires(wire, group)[each] for each in marked},
+        "steps": [
+            {**asdict(step), "seconds": {each: seconds_of(wire, group, each, step.name) for each in marked}}
+            for step in steps
+        ],
+    }
+
+
+def ratios(facts: Facts, wire: str) -> list[tuple[Facts, Ratio | None, Ratio | None]]:
+    """(step, speed-up over the step before, speed-up over the first step) on one wire; None for the first step."""
+    seconds = {step["name"]: step["seconds"][wire] for step in facts["steps"]}
+    first = next(iter(seconds.values()))
+    return [
+        (step, ratio(seconds[step["before"]], own), ratio(first, own)) if step["before"] else (step, None, None)
+        for step in facts["steps"]
+        for own in [step["seconds"][wire]]
+    ]

@@ -1,0 +1,298 @@
+"""Report of convergence under every layout: what each family's layouts differ by, a table per family, and one figure."""
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.experiments.curves import shape_words
+from benchmarks.experiments.families_report import smooth
+from benchmarks.experiments.scores import EXPLAINED, SCORES
+from boost.measure import drawing
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts
+
+SINGLE = "single"
+"""Name of the layout of one process."""
+
+CONFIDENCE = 0.95
+
+SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+STYLES = ("-", "--")
+"""Of the first dtype, and of the other."""
+
+WINDOW = 10
+"""Kept losses in a moving average of the figure: those of single steps are too noisy to tell families apart."""
+DRAWN = 50
+"""Points of a line of the figure, about."""
+
+
+@dataclass(frozen=True)
+class LayoutResult:
+    """One layout in one dtype over its seeds."""
+
+    family: str
+    layout: str
+    dtype: str
+    loss: tuple[float, float]
+    """Training loss of the last step: mean, standard deviation."""
+    perplexity: tuple[float, float]
+    """Held-out perplexity: mean, standard deviation."""
+    worst: float
+    """Maximum perplexity difference from `single` with the same seed."""
+    bound: float
+    """What the mean difference does not exceed, with CONFIDENCE."""
+    share: float
+    """`bound` over the standard deviation of `single` over seeds, in the first dtype."""
+    limit: float
+    accuracy: tuple[float, ...]
+    """Mean accuracy on each task, percent; empty: not scored."""
+    changed: float
+    """Questions answered differently from `single` with the same seed, mean over seeds."""
+    questions: int
+    """Questions of all tasks."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether layouts differ far less than seeds do."""
+        return self.share <= self.limit
+
+
+def bound(differences: Sequence[float]) -> float:
+    """The end of the t interval of the mean difference that is farther from 0: with CONFIDENCE, the mean is closer to 0."""
+    from scipy.stats import t
+
+    quantile = float(t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1))
+    return abs(statistics.fmean(differences)) + quantile * statistics.stdev(differences) / math.sqrt(len(differences))
+
+
+def rows(facts: Facts) -> list[LayoutResult]:
+    """One row per family, layout and dtype, in order."""
+    facts = _as_now(facts)
+    result = []
+    for family in facts["families"]:
+        # What another seed changes depends on no dtype; the first one has the most seeds.
+        seeds = statistics.stdev(run["perplexity"] for run in _runs(facts, family, facts["dtypes"][0])[SINGLE])
+        for dtype in facts["dtypes"]:
+            of_layout = _runs(facts, family, dtype)
+            alone = of_layout[SINGLE]
+            for layout, runs in of_layout.items():
+                pairs = list(zip(runs, alone, strict=True))
+                apart = [run["perplexity"] - other["perplexity"] for run, other in pairs]
+                scored = [(run, other) for run, other in pairs if run["scores"]]
+                result.append(
+                    LayoutResult(
+                        family, layout, dtype,
+                        _mean_and_spread([run["losses"][-1] for run in runs]),
+                        _mean_and_spread([run["perplexity"] for run in runs]),
+                        max(map(abs, apart)), bound(apart), bound(apart) / seeds if seeds else math.inf,
+                        facts["limits"][dtype],
+                        tuple(100 * statistics.fmean(run["scores"][name] for run, _ in scored) for name in SCORES if scored),
+                        statistics.fmean(_changed(*each) for each in scored) if scored else 0.0,
+                        len(scored[0][0]["answers"]) if scored else 0,
+                    )
+                )  # fmt: skip
+    return result
+
+
+def holds(facts: Facts) -> bool:
+    """Whether every bound is within its limit."""
+    return all(row.holds for row in rows(facts))
+
+
+def goals(facts: Facts) -> list[Goal]:
+    """None: no performance goal depends on this experiment."""
+    return []
+
+
+def _as_now(facts: Facts) -> Facts:
+    """A result with one dtype and without scores, as they were at first, in today's form."""
+    if "dtypes" in facts:
+        return facts
+    runs = [{**run, "dtype": facts["dtype"], "scores": None} for run in facts["runs"]]
+    names = list(dict.fromkeys(run["family"] for run in runs))
+    of_dtype = {"dtypes": [facts["dtype"]], "few_seeds": [], "limits": {facts["dtype"]: facts["limit"]}}
+    steps = list(range(1, facts["config"]["train"]["steps"] + 1))
+    return {**facts, **of_dtype, "families": names, "kept_steps": steps, "settings": {"questions": 0}, "runs": runs}
+
+
+def _runs(facts: Facts, family: str, dtype: str) -> dict[str, list[Facts]]:
+    """Runs by layout, in the order of this comparison's seeds; the file may have runs of earlier ones."""
+    seeds = facts["seeds"] if dtype == facts["dtypes"][0] else facts["few_seeds"]
+    found: dict[str, dict[int, Facts]] = {}
+    for run in facts["runs"]:
+        if (run["family"], run["dtype"]) == (family, dtype):
+            found.setdefault(run["layout"], {})[run["seed"]] = run
+    names = [SINGLE, *(name for name in found if name != SINGLE)]
+    return {name: [found[name][seed] for seed in seeds] for name in names}
+
+
+def _changed(run: Facts, other: Facts) -> int:
+    return sum(a != b for a, b in zip(run["answers"], other["answers"], strict=True))
+
+
+def _mean_and_spread(numbers: Sequence[float]) -> tuple[float, float]:
+    return statistics.fmean(numbers), statistics.stdev(numbers)
+
+
+def section(facts: Facts) -> Section:
+    """What layouts differ by at most, one table per family, and the figure."""
+    facts, found = _as_now(facts), rows(facts)
+    train, seeds = facts["config"]["train"], ", ".join(map(str, facts["seeds"]))
+    words = (
+        f"{shape_words(facts['config'])}, TP {facts['config']['parallel']['tp']}: {train['steps']} steps with each of the seeds "
+        f"{seeds}{_few(facts)}. All layouts of a family use the same initial weights, hyperparameters, tokens and data order; "
+        "`single` is one process. loro: svd, trained with LORO. The paper has no such table."
+    )
+    picture = (
+        "Top: training loss, moving average; the band spans all layouts and seeds of a family. Bottom: largest relative difference "
+        "of a step's loss from one process with the same seed, over all layouts and seeds."
+    )
+    return Section(
+        "Convergence under every layout",
+        (
+            words,
+            _summary(facts, found),
+            _columns(facts, found),
+            *(_of_family(facts, found, family) for family in facts["families"]),
+            Figure("perplexity", picture, lambda path: draw(facts, path)),
+        ),
+    )
+
+
+def _few(facts: Facts) -> str:
+    others = facts["dtypes"][1:]
+    if not others or facts["few_seeds"] == facts["seeds"]:
+        return ""
+    return f" ({', '.join(others)}: {', '.join(map(str, facts['few_seeds']))})"
+
+
+def _summary(facts: Facts, found: Sequence[LayoutResult]) -> Table:
+    cells = []
+    for family in facts["families"]:
+        for dtype in facts["dtypes"]:
+            of_both = [row for row in found if (row.family, row.dtype) == (family, dtype)]
+            alone, others = of_both[0], of_both[1:]
+            last = max(others, key=lambda row: row.bound)
+            verdict = _verdict(row.holds for row in others)
+            spread = f"{alone.perplexity[0]:.2f} ± {alone.perplexity[1]:.2f}"
+            worst = f"{max(row.worst for row in others):.1e}"
+            shares = _percent(last.share), _percent(last.limit)
+            cells.append((family, dtype, spread, worst, f"{last.bound:.1e}", last.layout, *shares, verdict))
+    caption = (
+        "Measured: perplexity on all held-out text of one process (mean ± standard deviation over seeds), and how far layouts are "
+        "from it, paired by seed: the largest difference of all runs, and the largest bound of all layouts. Bound: the mean "
+        f"difference over seeds is smaller, with {CONFIDENCE:.0%} confidence (t interval, the end farther from 0). It is judged "
+        f"relative to the standard deviation over seeds ({SHORT[facts['dtypes'][0]]})."
+    )
+    headings = ("family", "dtype", "perplexity, one process:", "largest difference:", "largest bound:", "of layout")
+    return Table(caption, (*headings, "of seed spread:", "limit:", "verdict"), tuple(cells))
+
+
+def _columns(facts: Facts, found: Sequence[LayoutResult]) -> str:
+    """What the tables of families have in common."""
+    first, questions = SHORT[facts["dtypes"][0]], max(row.questions for row in found)
+    words = (
+        "Then one table per family. Mean ± standard deviation over seeds: training loss of the last step in nats per token, and "
+        f"held-out perplexity ({first}). Difference: of perplexity from `single` with the same seed, the largest, and in "
+        "parentheses the bound. Verdict: over all dtypes."
+    )
+    if questions:
+        words += (
+            f" Accuracy ({first}) on {facts['settings']['questions']} questions per task from held-out text, by "
+            f"lm-evaluation-harness, and how many of the {questions} answers differ from those of `single` (mean over seeds). "
+            f"{EXPLAINED}"
+        )
+    return words
+
+
+def _of_family(facts: Facts, found: Sequence[LayoutResult], family: str) -> Table:
+    dtypes, questions = facts["dtypes"], max(row.questions for row in found)
+    by_layout: dict[str, list[LayoutResult]] = {}
+    for row in found:
+        if row.family == family:
+            by_layout.setdefault(row.layout, []).append(row)
+    headings = ("layout", *(f"final loss, {SHORT[dtype]}:" for dtype in dtypes), "perplexity:", "difference (bound):")
+    headings += (f"bound / seed spread{_in_each(dtypes)}:",)
+    if questions:
+        names = " / ".join(heading.partition(",")[0] for heading in SCORES.values())
+        headings += (f"{names}, %:", "answers changed:")
+    caption = f"Measured, {family}, by layout."
+    return Table(caption, (*headings, "verdict"), tuple(_cells(each, bool(questions)) for each in by_layout.values()))
+
+
+def _in_each(dtypes: Sequence[str]) -> str:
+    return f" ({', '.join(SHORT[dtype] for dtype in dtypes)})" if len(dtypes) > 1 else ""
+
+
+def _cells(row_of: Sequence[LayoutResult], scored: bool) -> tuple[str, ...]:
+    first, alone = row_of[0], row_of[0].layout == SINGLE
+    cells: tuple[str, ...] = (first.layout, *(f"{row.loss[0]:.4f} ± {row.loss[1]:.4f}" for row in row_of))
+    cells += (f"{first.perplexity[0]:.3f} ± {first.perplexity[1]:.3f}",)
+    cells += (
+        ("", "")
+        if alone
+        else (f"{first.worst:.1e} ({first.bound:.1e})", ", ".join(_percent(row.share) for row in row_of))
+    )
+    if scored:
+        cells += (" / ".join(f"{each:.1f}" for each in first.accuracy), "" if alone else f"{first.changed:.1f}")
+    return (*cells, "" if alone else _verdict(row.holds for row in row_of))
+
+
+def _verdict(held: Iterator[bool]) -> str:
+    return "holds" if all(held) else "does not hold"
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.2g} %"
+
+
+def draw(facts: Facts, path: Path) -> None:
+    """Draws the loss of every family with a band over layouts and seeds, and below it the largest difference from one process."""
+    pyplot = drawing.pyplot()
+    facts = _as_now(facts)
+    figure, (top, below) = pyplot.subplots(
+        2, 1, figsize=(8.4, 6.2), sharex=True, gridspec_kw={"height_ratios": [1.4, 1]}
+    )
+    colors, steps = pyplot.get_cmap("tab10"), facts["kept_steps"]
+    every = max(len(steps) // DRAWN, 1)
+    for number, family in enumerate(facts["families"]):
+        for dtype, style in zip(facts["dtypes"], STYLES, strict=False):
+            of_layout, color = _runs(facts, family, dtype), colors(number)
+            if dtype == facts["dtypes"][0]:
+                curves = [smooth(run["losses"], WINDOW)[::every] for runs in of_layout.values() for run in runs]
+                _draw_losses(top, steps[::every], curves, family, color)
+            apart = _apart(of_layout)
+            largest = [max(apart[place : place + every]) for place in range(0, len(apart), every)]
+            below.semilogy(steps[::every], largest, style, color=color, linewidth=0.9)
+    if len(facts["dtypes"]) > 1:
+        for dtype, style in zip(facts["dtypes"], STYLES, strict=False):
+            below.plot([], [], style, color="gray", label=SHORT[dtype])
+        below.legend(fontsize=8, frameon=False)
+    top.legend(fontsize=8, frameon=False)
+    top.set_ylabel("training loss, nats per token")
+    below.set(xlabel="step", ylabel="relative difference")
+    for axis in (top, below):
+        drawing.tidy(axis)
+    figure.tight_layout()
+    drawing.write(figure, path)
+
+
+def _draw_losses(axis: Any, steps: Sequence[int], curves: Sequence[Sequence[float]], name: str, color: Any) -> None:
+    at = list(zip(*curves, strict=True))
+    axis.plot(steps, [statistics.fmean(each) for each in at], label=name, color=color, linewidth=1)
+    axis.fill_between(steps, list(map(min, at)), list(map(max, at)), color=color, alpha=0.12, linewidth=0)
+
+
+def _apart(of_layout: dict[str, list[Facts]]) -> list[float]:
+    """Largest relative difference from one process by step; where all are equal, float32's unit roundoff."""
+    alone = [run["losses"] for run in of_layout[SINGLE]]
+    found = [
+        [abs(a - b) / abs(b) for a, b in zip(run["losses"], other, strict=True)]
+        for layout, runs in of_layout.items()
+        if layout != SINGLE
+        for run, other in zip(runs, alone, strict=True)
+    ]
+    return [max(2.0**-24, *each) for each in zip(*found, strict=True)]

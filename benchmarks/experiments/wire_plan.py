@@ -1,0 +1,271 @@
+"""What `python -m benchmarks wire` measures: its sets, as data.
+
+Steps are short (0.2 to 0.6 s without a limit), because all sets together must fit into 100 minutes on two cores: two blocks, few
+tokens, and a small vocabulary, so that the head stays a small fraction of a step. What a comparison of layouts needs is the ratio
+of communication to computation of a block, and the rates of the wire are derived from that. With few tokens, the gradient sums of
+replicated weights (`btp-sp`, `btp-cp`, `ulysses`), once per step, weigh more than in the paper's steps; the set of many tokens
+shows the other end.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.experiments.endtoend import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PARALLEL, PUBLISHED, VANILLA
+from boost.config import Config, load
+from boost.measure.steps import flags, shape
+
+ULYSSES, BTP_CP = "ulysses", "btp-cp"
+BTP_SYNC, BTP_UNGROUPED = "btp, sync", "btp, sync, ungrouped"
+DENSE, LOW_RANK = "dense", "low-rank"
+"""Without TP, all layouts of a model are the same."""
+
+FORMS: dict[str, Mapping[str, Any]] = {
+    **PARALLEL,
+    ULYSSES: {"layout": "ulysses"},
+    BTP_SYNC: {"layout": "btp", "norm": "sync"},
+    BTP_UNGROUPED: {"layout": "btp", "norm": "sync", "grouping": False},
+    BTP_CP: {"layout": "btp-cp"},
+    DENSE: {"layout": "single"},
+    LOW_RANK: {"layout": "single"},
+}
+"""[parallel] of every layout that a set may name, without the mesh and overlap."""
+
+FULL_RANK = (MEGATRON, MEGATRON_SP, ULYSSES, DENSE)
+"""Forms that run the dense model."""
+
+NO_LIMIT = "no limit"
+MARKED = {"share-matched": 0.17, "slow": 0.5}
+"""Fraction of a btp step that communication takes on each marked wire. The first matches the paper's 7B row on A100s."""
+
+WARM_UP = 5
+"""Steps of each contender per launch that are not timed."""
+
+START_S = 15.0
+"""Seconds that the processes of a launch take to start and to initialize every model."""
+
+WEIGHTS = {NO_LIMIT: 1.0, "share-matched": 1.2, "slow": 2.0}
+"""Time of a round relative to one without a limit. Rates from the command line are between the marked ones."""
+
+
+@dataclass(frozen=True)
+class WireContender:
+    """A layout, with or without overlap and compiled kernels."""
+
+    form: str
+    overlap: str = "none"
+    """parallel.overlap."""
+    compile: str = "none"
+    """train.compile."""
+
+    @property
+    def name(self) -> str:
+        """Name in results and tables."""
+        return name_of(self.form, self.overlap) + (", compiled" if self.compile != "none" else "")
+
+
+def name_of(form: str, overlap: str) -> str:
+    """Name of a contender without compiled kernels."""
+    return form if overlap == "none" else f"{form}, {overlap}"
+
+
+def plain_and_halved(*forms: str) -> tuple[WireContender, ...]:
+    """Every form without and with overlap."""
+    return tuple(WireContender(form, overlap) for form in forms for overlap in ("none", "halves"))
+
+
+@dataclass(frozen=True)
+class WireGroup:
+    """Contenders that are interleaved in every launch: one mesh, size, family and batch."""
+
+    name: str
+    """Unique within a set."""
+    size: tuple[int, int, int, int]
+    """d, blocks, f, heads."""
+    batch: Mapping[str, int]
+    """Vocabulary, sequence length, micro-batch and global batch."""
+    contenders: tuple[WireContender, ...]
+    round_s: float
+    """Estimated seconds of a round without a limit, on two idle cores; only for the time to go before anything is measured."""
+    mesh: Mapping[str, int] = field(default_factory=lambda: {"tp": 2})
+    """Sizes of tp, pp and dp; others are 1."""
+    family: str = "cola"
+    reference: str = BTP
+    """The contender whose step marks the rates, and that others are compared with."""
+    recorded: tuple[WireContender, ...] = ()
+    """Contenders with a timeline of one step on the slow wire."""
+    broken_down: tuple[WireContender, ...] = ()
+    """Contenders with one step per launch recorded by part, on every marked wire."""
+    collectives: bool = False
+    """Whether to time bare collectives too."""
+
+    @property
+    def processes(self) -> int:
+        """Number of hosts, with one process each."""
+        return self.mesh.get("tp", 1) * self.mesh.get("pp", 1) * self.mesh.get("dp", 1)
+
+    def configs(self, source: str, overrides: Sequence[str]) -> dict[str, Config]:
+        """Configurations by contender. Raises ConfigError."""
+        found = {}
+        for each in self.contenders:
+            family = "dense" if each.form in FULL_RANK else self.family
+            mesh = {"tp": 1, "pp": 1, "dp": 1, **self.mesh}
+            words = {**FORMS[each.form], **mesh, "overlap": each.overlap}
+            parallel = [f"--parallel.{name}={str(value).lower()}" for name, value in words.items()]
+            usual = ["--run.device=cpu", "--optim.lr=1e-6", f"--train.compile={each.compile}"]
+            config = [*usual, *shape(*self.size, family=family), *flags(**self.batch), *parallel]
+            found[each.name] = load(source, [*config, *overrides])
+        return found
+
+
+@dataclass(frozen=True)
+class WireSet:
+    """Groups that one command measures into one result."""
+
+    name: str
+    groups: tuple[WireGroup, ...]
+    launches: int
+    """On every marked wire."""
+    rounds: int
+    """Per launch."""
+    free_launches: int = 1
+    """Launches without a limit, and at each rate from the command line."""
+
+    def estimated_s(self, group: WireGroup, wire: str, rounds: int) -> float:
+        """Estimated seconds of one launch of a group on a wire, on two idle cores."""
+        return START_S + group.round_s * WEIGHTS.get(wire, 1.5) * (rounds + WARM_UP)
+
+
+MEGATRONS = plain_and_halved(MEGATRON, MEGATRON_SP, ULYSSES)
+VANILLAS = (WireContender(PUBLISHED), *plain_and_halved(VANILLA))
+"""The published baseline has no overlap, as in the paper."""
+
+BTPS = (WireContender(BTP_UNGROUPED), WireContender(BTP_SYNC), *plain_and_halved(BTP, BTP_SP, BTP_CP))
+COMPILED = WireContender(BTP_SP, "halves", "kernels")
+
+FEW = (
+    WireContender(MEGATRON_SP, "halves"),
+    WireContender(PUBLISHED),
+    WireContender(VANILLA, "halves"),
+    *plain_and_halved(BTP),
+    WireContender(BTP_SP, "halves"),
+)
+"""The baselines and the best low-rank layouts, each in the form that is faster on the marked wires. `btp` without overlap marks the
+rates."""
+
+# 512 tokens at d 1024: 0.5 s for the dense model and 0.3 s for btp, without a limit.
+_LARGE: dict[str, Any] = {
+    "size": (1024, 2, 2736, 16),
+    "batch": {"vocab_size": 1024, "seq_len": 256, "micro_batch": 2, "global_batch": 2},
+}
+_SMALL: dict[str, Any] = {"size": (512, 2, 1376, 8)}
+
+# 14 launches of 20 rounds of 18 contenders on two cores: 50 minutes, of which the slow wire takes half.
+MAIN = WireSet(
+    "main",
+    (
+        WireGroup(
+            "TP 2",
+            **_LARGE,
+            contenders=(*MEGATRONS, *VANILLAS, *BTPS, COMPILED),
+            round_s=6.5,
+            recorded=(
+                *plain_and_halved(BTP),
+                WireContender(BTP_SP, "halves"),
+                WireContender(BTP_CP, "halves"),
+                WireContender(VANILLA, "halves"),
+                WireContender(MEGATRON_SP, "halves"),
+            ),
+            broken_down=tuple(map(WireContender, (MEGATRON, MEGATRON_SP, PUBLISHED, VANILLA, BTP, BTP_SP))),
+            collectives=True,
+        ),
+    ),
+    launches=5,
+    rounds=15,
+    free_launches=2,
+)
+
+# Four processes share two cores, so a step takes twice as long as its process computes. 15 minutes.
+MESHES = WireSet(
+    "meshes",
+    (
+        WireGroup(
+            "TP 2 x PP 2",
+            **_SMALL,
+            batch={"vocab_size": 512, "seq_len": 128, "micro_batch": 2, "global_batch": 8},
+            contenders=FEW,
+            round_s=2.2,
+            mesh={"tp": 2, "pp": 2},
+        ),
+        WireGroup(
+            "TP 2 x DP 2",
+            **_SMALL,
+            batch={"vocab_size": 512, "seq_len": 256, "micro_batch": 2, "global_batch": 4},
+            contenders=FEW,
+            round_s=2.2,
+            mesh={"tp": 2, "dp": 2},
+        ),
+        WireGroup(
+            "DP 2",
+            **_SMALL,
+            batch={"vocab_size": 512, "seq_len": 256, "micro_batch": 2, "global_batch": 4},
+            contenders=(WireContender(DENSE), WireContender(LOW_RANK)),
+            round_s=0.8,
+            mesh={"dp": 2},
+            reference=LOW_RANK,
+        ),
+    ),
+    launches=3,
+    rounds=7,
+)
+
+# d 1024 is in the main set. 13 minutes, of which d 2048 takes 8.
+SIZES = WireSet(
+    "sizes",
+    (
+        WireGroup(
+            "d 512",
+            **_SMALL,
+            batch={"vocab_size": 512, "seq_len": 512, "micro_batch": 2, "global_batch": 2},
+            contenders=FEW,
+            round_s=1.3,
+        ),
+        WireGroup(
+            "d 2048",
+            size=(2048, 1, 5472, 32),
+            batch={"vocab_size": 2048, "seq_len": 192, "micro_batch": 2, "global_batch": 2},
+            contenders=FEW,
+            round_s=3.2,
+        ),
+    ),
+    launches=3,
+    rounds=7,
+)
+
+# cola is in the main set. 13 minutes.
+FAMILIES = WireSet(
+    "families",
+    tuple(WireGroup(family, **_LARGE, contenders=FEW, round_s=2.2, family=family) for family in ("svd", "lax")),
+    launches=3,
+    rounds=7,
+)
+
+# As many tokens per step, relative to d, as 131k tokens at d 4096; so that gradient sums of replicated weights are a small
+# fraction of communication, as they are there. 8 minutes.
+MANY = WireSet(
+    "many",
+    (
+        WireGroup(
+            "many tokens",
+            size=(256, 2, 688, 4),
+            batch={"vocab_size": 512, "seq_len": 512, "micro_batch": 2, "global_batch": 16},
+            contenders=(WireContender(BTP), *plain_and_halved(BTP_SP, BTP_CP)),
+            round_s=3.0,
+        ),
+    ),
+    launches=3,
+    rounds=7,
+)
+
+SETS = {each.name: each for each in (MAIN, MESHES, SIZES, FAMILIES, MANY)}
+"""By name, in the order in which `--set all` measures them."""

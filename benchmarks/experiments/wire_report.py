@@ -1,0 +1,305 @@
+"""Report of the wire experiment: step times by wire, hidden communication, bare collectives, timelines, and the goals.
+
+The main set and the set of many tokens have one group and all of this; the others show how the ratios depend on mesh, size and
+family.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.experiments.contest import Ratio, bootstrap, in_words, spread, verdict_words
+from benchmarks.experiments.endtoend import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PUBLISHED, VANILLA
+from benchmarks.experiments.side_by_side import in_ms, shape_of
+from benchmarks.experiments.traffic import ISSUE
+from benchmarks.experiments.wire_facts import (
+    collective_seconds,
+    faster,
+    fastest,
+    groups_of,
+    launches_of,
+    names_of,
+    on_wire,
+    row_of,
+    seconds_of,
+    set_of,
+    wires,
+)
+from benchmarks.experiments.wire_plan import (
+    BTP_CP,
+    DENSE,
+    FORMS,
+    LOW_RANK,
+    MARKED,
+    NO_LIMIT,
+    ULYSSES,
+    name_of,
+    plain_and_halved,
+)
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.drawing import pyplot, tidy, write
+from boost.measure.results import Facts
+from boost.measure.timeline import ProcessStep, draw_on, rows
+
+MIB = (1, 4, 16)
+"""Payloads of bare collectives: MiB of the gathered or reduced tensor."""
+
+HIDDEN = 0.65
+"""Goal: minimum fraction of TP communication that overlap hides on the slow wire."""
+
+BEST = tuple(each.name for each in plain_and_halved(BTP, BTP_SP))
+"""Candidates for the best low-rank layout; the fastest is compared with the baselines."""
+
+HALVED = tuple(form for form in FORMS if form not in (PUBLISHED, BTP_CP))
+"""Layouts whose overlap is a goal, if they were measured with and without it: those for few tokens."""
+
+DRAWN = (MEGATRON, MEGATRON_SP, ULYSSES, PUBLISHED, VANILLA, BTP, BTP_SP, BTP_CP)
+"""Layouts in the figure; the others are ablations."""
+
+TITLES = {
+    "main": "Whole steps over a rate-limited wire",
+    "meshes": "The same with pipeline and data parallelism",
+    "sizes": "The same at other sizes",
+    "families": "The same for other families",
+    "many": "The same with many tokens per step",
+}
+
+
+def goals(facts: Facts) -> list[Goal]:
+    """Main set: ratios on the marked wires, and the fraction of communication hidden on the slow one. Set of many tokens: btp-cp
+    against btp-sp. The others have none."""
+    group = groups_of(facts)[0]
+    if set_of(facts) == "many":
+        return [_crossing_goal(facts, group, wire, least) for wire, least in (("share-matched", 1.0), ("slow", 1.25))]
+    if set_of(facts) != "main":
+        return []
+    found = [
+        _ratio_goal(facts, "share-matched", "published vanilla", PUBLISHED, 2.3),
+        _ratio_goal(facts, "share-matched", "strong vanilla", VANILLA, 1.8),
+        _ratio_goal(facts, "share-matched", "megatron-sp", MEGATRON_SP, 1.95),
+        _ratio_goal(facts, "slow", "strong vanilla", name_of(VANILLA, "halves"), 3.0),
+        _ratio_goal(facts, "slow", "megatron-sp", name_of(MEGATRON_SP, "halves"), 2.0),
+    ]
+    shares = {form: hidden(facts, group, "slow", form) for form in _with_both(facts, group) if form in HALVED}
+    words = ", ".join(f"{form} {in_words(share)}" for form, share in shares.items())
+    met = all(share.low >= HIDDEN for share in shares.values())
+    where = _where(facts, group, "slow")
+    found.append(Goal("communication of TP hidden", f">= {HIDDEN:.2f}", where, words, met))
+    against = faster(facts, group, "slow", name_of(BTP_SP, "halves"), name_of(BTP, "halves"))
+    shown = f"{in_words(against)} x"
+    found.append(Goal("slow wire: btp-sp against btp", ">= 1.5x", where, shown, against.low >= 1.5))
+    return found
+
+
+def _ratio_goal(facts: Facts, wire: str, words: str, baseline: str, least: float) -> Goal:
+    group = groups_of(facts)[0]
+    best = fastest(facts, group, wire, BEST)
+    found, what = faster(facts, group, wire, best, baseline), f"{wire} wire: best low-rank layout against {words}"
+    shown = f"{in_words(found)} x ({best})"
+    return Goal(what, f">= {least:g}x", _where(facts, group, wire), shown, found.low >= least)
+
+
+def _crossing_goal(facts: Facts, group: str, wire: str, least: float) -> Goal:
+    """btp-cp against btp-sp, each with or without overlap, whichever is faster."""
+    forms = ([each.name for each in plain_and_halved(form)] for form in (BTP_CP, BTP_SP))
+    ours, theirs = (fastest(facts, group, wire, names) for names in forms)
+    found = faster(facts, group, wire, ours, theirs)
+    shown = f"{in_words(found)} x ({ours} against {theirs})"
+    what = f"many tokens, {wire} wire: btp-cp against btp-sp"
+    return Goal(what, f">= {least:g}x", _where(facts, group, wire), shown, found.low >= least)
+
+
+def hidden(facts: Facts, group: str, wire: str, form: str) -> Ratio:
+    """Fraction of the time added by the wire that overlap hides: (t - t_halves) / (t - t_0), where t_0 is the faster step
+    (with or without overlap) without a limit."""
+    both = (form, name_of(form, "halves"))
+    floor = min(spread(seconds_of(facts, group, NO_LIMIT, name)).median for name in both)
+    plain, halved = (seconds_of(facts, group, wire, name) for name in both)
+    return bootstrap(lambda t, t_halves: np.median((t - t_halves) / (t - floor), axis=-1), plain, halved)
+
+
+def _with_both(facts: Facts, group: str) -> list[str]:
+    """Layouts that were measured with and without overlap."""
+    names = names_of(facts, group)
+    return [form for form in FORMS if form in names and name_of(form, "halves") in names]
+
+
+def _where(facts: Facts, group: str, wire: str) -> str:
+    return f"{shape_of(on_wire(facts, group, wire)[0])}; {wires(facts, group)[wire]:g} Mbit/s"
+
+
+def reference_of(facts: Facts, group: str) -> str:
+    """The contender that others are compared with."""
+    names = names_of(facts, group)
+    return BTP if BTP in names else LOW_RANK
+
+
+def section(facts: Facts) -> Section:
+    """Step times, and for sets of one group hidden communication, bare collectives and timelines."""
+    groups, name = groups_of(facts), set_of(facts)
+    lead = (
+        "Emulated hosts (network namespaces) with one process each, on the cores of one machine. Whole steps: medians and "
+        f"quartiles over {facts['rounds']} interleaved rounds of each launch. Ratios pair steps of the same round; 95 % intervals "
+        "resample launches, then rounds. On the share-matched wire, communication takes 17 % of a btp step without overlap, as in "
+        "the paper's 7B row; on the slow wire, half."
+    )
+    parts: list[str | Table | Figure] = [lead]
+    parts += [_step_table(facts, group) for group in groups]
+    if len(groups) > 1:
+        figure = Figure(f"wire-{name}", _GAINS_CAPTION, partial(_draw_gains, facts))
+        return Section(TITLES[name], (parts[0], figure, _gains_table(facts), *parts[1:]))
+    suffix = "" if name == "main" else f"-{name}"
+    (group,) = groups
+    parts.append(_hidden_table(facts, group))
+    if launches_of(facts, group)[0].get("collectives"):
+        parts.append(_collective_table(facts, group))
+    parts.append(Figure(f"wire{suffix}", "Step time by wire rate (measured; medians)", partial(_draw, facts, group)))
+    return Section(TITLES[name], (*parts, *_timelines(facts, f"wire{suffix}-timeline")))
+
+
+def _step_table(facts: Facts, group: str) -> Table:
+    reference, names = reference_of(facts, group), names_of(facts, group)
+    cells = []
+    for wire, mbit in wires(facts, group).items():
+        for name in names:
+            seconds = seconds_of(facts, group, wire, name)
+            against = "1" if name == reference else verdict_words(faster(facts, group, wire, reference, name))
+            cells.append((_title(wire, mbit), name, in_ms(spread(seconds)), against, str(len(seconds))))
+    what = f"{group}: " if group else ""
+    caption = f"{what}step time by rate (measured). {shape_of(launches_of(facts, group)[0])}."
+    return Table(caption, ("wire", "layout", "ms:", f"time / {reference}:", "launches:"), tuple(cells))
+
+
+def _title(wire: str, mbit: float | None) -> str:
+    return f"{mbit:g} Mbit/s, {wire}" if wire in MARKED else wire
+
+
+def _hidden_table(facts: Facts, group: str) -> Table:
+    cells = tuple(
+        (_title(wire, mbit), form, in_words(hidden(facts, group, wire, form)))
+        for wire, mbit in wires(facts, group).items()
+        if mbit
+        for form in _with_both(facts, group)
+    )
+    caption = "Fraction of the time added by the wire that overlap hides (measured)."
+    return Table(caption, ("wire", "layout", "hidden:"), cells)
+
+
+def _collective_table(facts: Facts, group: str) -> Table:
+    cells = []
+    for wire, mbit in wires(facts, group).items():
+        for mib in MIB:
+            copy = spread(collective_seconds(facts, group, wire, f"copy, {mib} MiB")).median
+            for kind in ISSUE:
+                taken = spread(collective_seconds(facts, group, wire, f"{kind}, {mib} MiB")).median
+                sent = (mib << 20) * (1.0 if kind == "all-reduce" else 0.5)
+                floor = max(copy, sent * 8e-6 / mbit if mbit else 0.0)
+                cells.append((_title(wire, mbit), kind, str(mib), f"{1e3 * taken:.1f}", f"{floor / taken:.2f}"))
+    caption = (
+        "Bare collectives of two processes, fp32 (measured). The limit is the time to send one process's bytes at the wire rate, "
+        "or to copy the payload in memory if that takes longer."
+    )
+    return Table(caption, ("wire", "collective", "MiB:", "ms:", "limit / time:"), tuple(cells))
+
+
+def _draw(facts: Facts, group: str, path: Path) -> None:
+    figure, axis = pyplot().subplots(figsize=(8.5, 4.4), layout="constrained")
+    limited = {wire: mbit for wire, mbit in wires(facts, group).items() if mbit}
+    colors: dict[str, str] = {}
+    for name in names_of(facts, group):
+        form = name.removesuffix(", halves")
+        if form not in DRAWN:
+            continue
+        medians = [spread(seconds_of(facts, group, wire, name)).median for wire in limited]
+        color = colors.setdefault(form, f"C{len(colors)}")
+        axis.plot([*limited.values()], medians, "o-" if name == form else "o--", color=color, label=name)
+    for wire in (each for each in MARKED if each in limited):
+        axis.axvline(limited[wire], color="grey", linestyle=":")
+        axis.annotate(f"{wire} ", (limited[wire], 0), (0, 4), textcoords="offset points", ha="right")
+    axis.set(xscale="log", xlabel="wire, Mbit/s", ylabel="seconds per step", ylim=(0, None))
+    axis.set_xticks([*limited.values()], [f"{rate:,g}" for rate in limited.values()])
+    axis.minorticks_off()
+    axis.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+    tidy(axis)
+    write(figure, path)
+
+
+def _timelines(facts: Facts, name: str) -> Iterator[Table | Figure]:
+    """Recorded steps, if any."""
+    found = {
+        contender: [ProcessStep.from_numbers(each) for each in steps]
+        for launch in facts["groups"]
+        for contender, steps in launch.get("timelines", {}).items()
+    }
+    if not found:
+        return
+    yield Table(
+        "One recorded step per process on the slow wire (measured; recording adds overhead).",
+        ("layout", "rank:", "step ms:", "compute ms:", "in flight ms:", "waiting ms:", "overlapped:"),
+        tuple((contender, *row) for contender, steps in found.items() for row in rows(steps)),
+    )
+    yield Figure(
+        name,
+        "The same steps: when each process computes, has collectives in flight, or only waits (measured)",
+        partial(_draw_timelines, found),
+    )
+
+
+def _draw_timelines(found: Mapping[str, Sequence[ProcessStep]], path: Path) -> None:
+    figure, axes = pyplot().subplots(
+        len(found), 1, figsize=(12, 1.45 * len(found) + 0.6), layout="constrained", sharex=True, squeeze=False
+    )
+    for axis, (name, steps) in zip(axes[:, 0], found.items(), strict=True):
+        draw_on(axis, steps)
+        axis.set_title(name, loc="left", fontsize=10)
+    axes[-1, 0].set_xlabel("milliseconds")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=3, loc="outside upper right", frameon=False)
+    write(figure, path)
+
+
+BASELINES = (PUBLISHED, name_of(VANILLA, "halves"), name_of(MEGATRON_SP, "halves"), DENSE)
+"""Baselines of the small sets, each in its faster form on the marked wires."""
+
+_GAINS_CAPTION = "Speed-up of the best low-rank layout over the baselines (measured); whiskers are 95 % intervals."
+
+
+def gains(facts: Facts) -> Iterator[tuple[str, str, str, str, Ratio]]:
+    """(group, marked wire, best low-rank layout, baseline, speed-up of the former) of a result."""
+    for group in groups_of(facts):
+        names = names_of(facts, group)
+        for wire in (each for each in MARKED if on_wire(facts, group, each)):
+            best = fastest(facts, group, wire, (*BEST, LOW_RANK))
+            for baseline in (each for each in BASELINES if each in names):
+                yield group, wire, best, baseline, faster(facts, group, wire, best, baseline)
+
+
+def _gains_table(facts: Facts) -> Table:
+    cells = []
+    for group, wire, best, baseline, found in gains(facts):
+        ours, theirs = (row_of(on_wire(facts, group, wire)[0], name)["sent_bytes"] for name in (best, baseline))
+        row = (group, _title(wire, wires(facts, group)[wire]), best, baseline, verdict_words(found))
+        cells.append((*row, f"{theirs / ours:.2f}"))
+    headings = ("group", "wire", "best low-rank layout", "baseline", "speed-up:", "bytes, baseline / best:")
+    return Table("Speed-up of the best low-rank layout over each baseline (measured).", headings, tuple(cells))
+
+
+def _draw_gains(facts: Facts, path: Path) -> None:
+    found = list(gains(facts))
+    labels = list(dict.fromkeys((group, baseline) for group, _, _, baseline, _ in found))
+    figure, axis = pyplot().subplots(figsize=(8, 0.8 + 0.42 * len(labels)), layout="constrained")
+    for number, wire in enumerate(MARKED):
+        of_wire = [(labels.index((group, baseline)), ratio) for group, on, _, baseline, ratio in found if on == wire]
+        places = [place + 0.18 * (2 * number - 1) for place, _ in of_wire]
+        values = [ratio.value for _, ratio in of_wire]
+        ends = [[r.value - r.low for _, r in of_wire], [r.high - r.value for _, r in of_wire]]
+        axis.errorbar(values, places, xerr=ends, fmt="o", color=f"C{number}", capsize=2, label=f"{wire} wire")
+    axis.axvline(1, color="grey", linewidth=0.8)
+    axis.set_yticks(range(len(labels)), [f"{group}: {baseline}" for group, baseline in labels])
+    axis.invert_yaxis()
+    axis.set(xlabel="speed-up", xlim=(0, None))
+    figure.legend(loc="outside upper right", ncols=2, frameon=False)
+    tidy(axis)
+    write(figure, path)
