@@ -80,7 +80,8 @@ PARTS = (
     Part(
         "perplexity",
         BENCH,
-        f"perplexity demo --tp 2 --families dense svd cola lax loro --seeds 0 1 2 3 4 --questions 200 {SMALL} --train.steps 150 "
+        f"perplexity demo --tp 2 --families dense svd cola lax loro --seeds 0 1 2 3 4 --dtypes float32 bfloat16 --few-seeds 0 1 "
+        f"--questions 200 {SMALL} --train.steps 150 "
         "--out {out}",
         25,
     ),
