@@ -38,7 +38,7 @@ MODULES = {
 
 CHAPTERS: dict[str, tuple[str, ...]] = {
     "End to end": ("wire", "steps", "single", "modeled"),
-    "Ablation": ("parts", "ideal"),
+    "Ablation": ("ladder", "breakdown", "parts", "ideal"),
     "GEMMs": ("gemms",),
     "Communication": ("traffic",),
     "Grouping": ("grouping",),
