@@ -172,7 +172,8 @@ def section(facts: Facts) -> Section:
             ),
             Figure(
                 "curves",
-                "Loss of every layout (each curve thinner than the one below it) and its difference from one process; dashed: the limit.",
+                "Loss of every layout (each curve thinner than the one below it) and its difference from one process; dashed: "
+                "the limit.",
                 lambda path: draw(facts, path),
             ),
         ),
