@@ -172,7 +172,8 @@ def section(facts: Facts) -> Section:
             ),
             Figure(
                 "curves",
-                "Loss of every layout (each curve thinner than the one below it) and its difference from one process.",
+                "Loss of every layout (each curve thinner than the one below it) and its difference from one process; dashed: "
+                "the limit.",
                 lambda path: draw(facts, path),
             ),
         ),
@@ -200,28 +201,28 @@ def draw(facts: Facts, path: Path) -> None:
     curves, limits = facts["losses"], facts["limits"]
     families = list(next(iter(curves.values())))
     figure, axes = pyplot.subplots(
-        1 + len(curves), len(families), figsize=(5.5 * len(families), 7.5), sharex=True, squeeze=False,
-        gridspec_kw={"height_ratios": [1.6, *[1] * len(curves)]},
+        1 + len(curves), len(families), figsize=(3.7 * len(families), 6.6), sharex=True, squeeze=False,
+        layout="constrained", gridspec_kw={"height_ratios": [1.6, *[1] * len(curves)]},
     )  # fmt: skip
     for column, family in enumerate(families):
         top = axes[0][column]
         dtype, by_family = next(iter(curves.items()))
         for number, (name, curve) in enumerate(by_family[family].items()):
             # Each thinner than the one below it, so overlapping curves stay visible.
-            top.plot(curve, label=name, linewidth=0.8 * (len(by_family[family]) - number))
+            color = drawing.color_of(name, number)
+            top.plot(curve, label=name, color=color, linewidth=0.8 * (len(by_family[family]) - number))
         top.set_title(f"{family}: loss, nats per token ({dtype})")
-        top.legend(fontsize=8, frameon=False)
+        top.legend(loc="lower left", fontsize=8.5, labelspacing=0.2)
+        top.set_ylim(bottom=top.get_ylim()[0] - 0.55 * (top.get_ylim()[1] - top.get_ylim()[0]))  # below the curves
         for row, (dtype, by_family) in enumerate(curves.items(), start=1):
             below, alone = axes[row][column], by_family[family]["single"]
-            below.plot([])  # 'single' has the first color
-            for name, curve in by_family[family].items():
+            for number, (name, curve) in enumerate(by_family[family].items()):
                 if name != ALONE:
                     apart = [max(abs(a - b) / abs(b), ROUNDING[dtype]) for a, b in zip(curve, alone, strict=True)]
-                    below.semilogy(apart, linewidth=0.9)
-            below.axhline(limits[dtype], color="black", linestyle="--", linewidth=1)
-            below.set_title(f"relative difference from one process, {dtype}; limit {limits[dtype]:.0e}", fontsize=9)
+                    below.semilogy(apart, color=drawing.color_of(name, number), linewidth=0.9)
+            below.axhline(limits[dtype], color=drawing.INK, linestyle="--", linewidth=1)
+            below.set_title(f"relative difference, {dtype}", fontsize=9.5)
         axes[-1][column].set_xlabel("step")
     for axis in axes.flat:
         drawing.tidy(axis)
-    figure.tight_layout()
     drawing.write(figure, path)

@@ -287,26 +287,39 @@ def _seconds(row: Facts, kind: str, way: str) -> float:
 
 def _draw_steps(facts: Facts, path: Path) -> None:
     pyplot = drawing.pyplot()
-    figure, axis = pyplot.subplots(figsize=(8.4, 3.8))
-    colors = pyplot.get_cmap("tab10")
-    ways = {"full-rank": ("modeled", 7), "vanilla": ("modeled", 1), "BOOST": ("modeled", 0), "btp-sp": ("strong", 2)}
+    figure, axis = pyplot.subplots(figsize=(7.4, 3.8), layout="constrained")
+    # Here, vanilla is its published form.
+    ways = {
+        "full-rank": ("modeled", "megatron"),
+        "vanilla": ("modeled", "vanilla-published"),
+        "BOOST": ("modeled", "btp"),
+        "btp-sp": ("strong", "btp-sp"),
+    }
     width = 0.8 / len(ways)
-    for number, (way, (kind, color)) in enumerate(ways.items()):
+    for number, (way, (kind, layout)) in enumerate(ways.items()):
         places = [place + (number - 1.5) * width for place in range(len(facts["paper"]))]
         ours = [_seconds(row, kind, way) for row in facts["paper"]]
         label = way if kind == "strong" else f"{way}, published form"
-        axis.bar(places, ours, 0.9 * width, label=label, color=colors(color), alpha=0.85)
+        axis.bar(places, ours, 0.9 * width, label=label, color=drawing.color_of(layout))
         if kind == "modeled":
             theirs = [row["published"][way] for row in facts["paper"]]
             words = "published" if number == 0 else None
-            axis.plot(places, theirs, "D", color="black", markersize=4, linestyle="none", label=words)
+            axis.plot(
+                places,
+                theirs,
+                "D",
+                color=drawing.INK,
+                markeredgecolor="white",
+                markersize=5,
+                linestyle="none",
+                label=words,
+            )
     axis.set_xticks(
         range(len(facts["paper"])),
         [f"{row['size']}\nTP {row['tp']}, PP {row['pp']}" for row in facts["paper"]],
     )
     axis.set_ylabel("seconds per step")
-    axis.legend(fontsize=8, frameon=False)
     drawing.tidy(axis)
     axis.grid(visible=False, axis="x")
-    figure.tight_layout()
+    figure.legend(loc="outside upper left", ncols=3)
     drawing.write(figure, path)

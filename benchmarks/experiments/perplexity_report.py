@@ -254,13 +254,13 @@ def draw(facts: Facts, path: Path) -> None:
     pyplot = drawing.pyplot()
     facts = _as_now(facts)
     figure, (top, below) = pyplot.subplots(
-        2, 1, figsize=(8.4, 6.2), sharex=True, gridspec_kw={"height_ratios": [1.4, 1]}
+        2, 1, figsize=(7.4, 5.6), sharex=True, layout="constrained", gridspec_kw={"height_ratios": [1.4, 1]}
     )
-    colors, steps = pyplot.get_cmap("tab10"), facts["kept_steps"]
+    steps = facts["kept_steps"]
     every = max(len(steps) // DRAWN, 1)
     for number, family in enumerate(facts["families"]):
         for dtype, style in zip(facts["dtypes"], STYLES, strict=False):
-            of_layout, color = _runs(facts, family, dtype), colors(number)
+            of_layout, color = _runs(facts, family, dtype), drawing.color_of(family, number)
             if dtype == facts["dtypes"][0]:
                 curves = [smooth(run["losses"], WINDOW)[::every] for runs in of_layout.values() for run in runs]
                 _draw_losses(top, steps[::every], curves, family, color)
@@ -270,13 +270,12 @@ def draw(facts: Facts, path: Path) -> None:
     if len(facts["dtypes"]) > 1:
         for dtype, style in zip(facts["dtypes"], STYLES, strict=False):
             below.plot([], [], style, color="gray", label=SHORT[dtype])
-        below.legend(fontsize=8, frameon=False)
-    top.legend(fontsize=8, frameon=False)
+        below.legend()
+    top.legend()
     top.set_ylabel("training loss, nats per token")
     below.set(xlabel="step", ylabel="relative difference")
     for axis in (top, below):
         drawing.tidy(axis)
-    figure.tight_layout()
     drawing.write(figure, path)
 
 

@@ -202,8 +202,9 @@ def draw(rows: Sequence[Facts], titles: dict[str, str], path: Path) -> None:
     """Draws both ratios over the number of GPUs: one line per size, one column per machine."""
     pyplot = drawing.pyplot()
     hardware = list(dict.fromkeys(row["hardware"] for row in rows))
-    figure, axes = pyplot.subplots(2, len(hardware), figsize=(8.4, 5.6), sharex=True, sharey="row", squeeze=False)
-    colors = pyplot.get_cmap("viridis")
+    figure, axes = pyplot.subplots(
+        2, len(hardware), figsize=(7.4, 5.2), sharex=True, sharey="row", squeeze=False, layout="constrained"
+    )
     for column, name in enumerate(hardware):
         places = by_place([row for row in rows if row["hardware"] == name])
         sizes = list(dict.fromkeys(systems[DENSE]["size"] for systems in places))
@@ -213,10 +214,8 @@ def draw(rows: Sequence[Facts], titles: dict[str, str], path: Path) -> None:
                 gains = [gain(systems, over) for systems in of_size]
                 at = [systems[DENSE]["gpus"] for systems in of_size]
                 shown = [float("nan") if found is None else found for found in gains]
-                axis.plot(
-                    at, shown, "o-", markersize=3, color=colors(0.9 * number / max(len(sizes) - 1, 1)), label=size
-                )
-            axis.axhline(1, color="gray", linewidth=0.8)
+                axis.plot(at, shown, "o-", markersize=3, color=drawing.SERIES[number % len(drawing.SERIES)], label=size)
+            axis.axhline(1, color=drawing.MUTED, linewidth=0.8)
             axis.set_xscale("log", base=2)
             axis.set_xticks(sorted({systems[DENSE]["gpus"] for systems in places}))
             axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
@@ -225,6 +224,6 @@ def draw(rows: Sequence[Facts], titles: dict[str, str], path: Path) -> None:
         axes[1][column].set_xlabel("GPUs")
     for axis, over in zip(axes[:, 0], (DENSE, VANILLA), strict=True):
         axis.set_ylabel(f"low-rank over {over}")
-    axes[0][0].legend(fontsize=8, frameon=False, ncols=2)
-    figure.tight_layout()
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))
     drawing.write(figure, path)
