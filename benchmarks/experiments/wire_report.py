@@ -215,7 +215,8 @@ def _draw(facts: Facts, group: str, path: Path) -> None:
         axis.plot([*limited.values()], medians, "o-" if name == form else "o--", color=color_of(form), label=name)
     for wire in (each for each in MARKED if each in limited):
         axis.axvline(limited[wire], color=MUTED, linestyle=":")
-        axis.annotate(f"{wire} ", (limited[wire], 0), (0, 4), textcoords="offset points", ha="right")
+        side = "left" if limited[wire] == min(limited.values()) else "right"  # away from the axis
+        axis.annotate(f" {wire} ", (limited[wire], 0), (0, 4), textcoords="offset points", ha=side)
     axis.set(xscale="log", xlabel="wire, Mbit/s", ylabel="seconds per step", ylim=(0, None))
     axis.set_xticks([*limited.values()], [f"{rate:,g}" for rate in limited.values()])
     axis.minorticks_off()
