@@ -70,6 +70,8 @@ def test_what_is_finished_is_kept(config: Config, tmp_path: Path, monkeypatch: p
     assert whole[4] == "0.100 ± 0.000"
     assert {row[4].split()[0] for row in heals.rows if row[2] != "0 (text only)"} == {"+1.00"}
     assert {row[4].split()[0] for row in heals.rows if row[2] == "0 (text only)"} == {"+10.00"}
+    rates = {row["start"]: row["lr"] for row in facts["rows"] if row["kind"] == "heal"}
+    assert rates == {"plain": 1e-3, "all": 1e-3, "cola": 3.33e-5}, "cola heals at a lower rate"
     with pytest.raises(ConfigError, match=r"results with other settings: plan.heal is \[?.* there"):
         measure(config, plan(tmp_path, heal=0.25), out)
 
