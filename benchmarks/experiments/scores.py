@@ -75,7 +75,7 @@ def scores(trainer: Trainer, folder: Path) -> dict[str, float]:
 
 def scored(trainer: Trainer, folder: Path) -> Scored | None:
     """The same with the answer to each question; None on TP ranks that get no result."""
-    from boost.train.harness import HarnessModel, rows_of, run_and_log
+    from boost.train.harness import HarnessModel, rows_of, run_tasks
 
     store, model = open_fitting_store(trainer.config), trainer.model
     assert isinstance(model, Decoder)  # these experiments have no pipeline
@@ -85,7 +85,7 @@ def scored(trainer: Trainer, folder: Path) -> Scored | None:
         harness = HarnessModel(
             model, store.tokenizer(), None, store.eos, trainer.config.train.seq_len, BATCH, shows=False
         )
-        found = run_and_log(harness, [task.name for task in TASKS], folder, bootstraps=0)
+        found = run_tasks(harness, [task.name for task in TASKS], folder, bootstraps=0, answers=True)
     if not found:
         return None
     values = {f"{row['task']} {row['metric']}": row["value"] for row in rows_of(found)}

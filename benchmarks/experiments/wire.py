@@ -155,9 +155,8 @@ def _begin(plan: WireSet, configs: Mapping[str, Mapping[str, Config]], rates: Se
     }
     empty: Facts = {"marked": {}, "groups": []}
     if not out.with_suffix(PARTIAL).exists():
-        with contextlib.suppress(
-            ConfigError
-        ):  # a finished result of other settings is replaced when this one is finished
+        # A finished result of other settings is replaced when this one is finished.
+        with contextlib.suppress(ConfigError):
             return resumed(fresh, empty, out)
     return resumed(fresh, empty, out, PARTIAL)
 

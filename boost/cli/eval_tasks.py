@@ -49,7 +49,7 @@ def require_tasks(args: argparse.Namespace) -> None:
 def evaluate_tasks(args: argparse.Namespace, opened: "OpenModel") -> None:
     """Evaluates the tasks on this process of the mesh; the main process prints the result. Raises ConfigError and DataError."""
     from boost.data.tokenizer import load_tokenizer
-    from boost.train.harness import HarnessModel, run_tasks
+    from boost.train.harness import HarnessModel, rows_of, run_tasks
 
     checkpoint, config, mesh, decoder = opened
     checkpoint.require_tokenizer()
@@ -62,7 +62,7 @@ def evaluate_tasks(args: argparse.Namespace, opened: "OpenModel") -> None:
     batch = args.batch or config.train.micro_batch
     model = HarnessModel(decoder, tokenizer, bos, eos, config.train.seq_len, batch, mesh.is_main)
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
-    rows = run_tasks(model, names, args.task_folder, args.fewshot, args.limit)
+    rows = rows_of(run_tasks(model, names, args.task_folder, args.fewshot, args.limit))
     if mesh.is_main:
         _print(rows, args, str(checkpoint.path), checkpoint.position.step)
 

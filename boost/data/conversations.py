@@ -112,6 +112,17 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
+def document_of(record: Any, key: str, where: str, entry: FileReport) -> Document | None:
+    """A conversation as a document: its text is the JSON of its messages. None if it cannot be used, which the report says."""
+    try:
+        text = json.dumps(messages_of(record), ensure_ascii=False)
+        entry.take(len(text.encode("utf-8")))
+    except (Malformed, UnicodeEncodeError) as problem:
+        entry.skip(str(problem) if isinstance(problem, Malformed) else SURROGATE, where)
+        return None
+    return Document(key, text, entry)
+
+
 def format_of(path: Path) -> str | None:
     """'parquet' or 'json', by the name of a file of conversations; None for another file."""
     if path.name.lower().endswith(PARQUET_SUFFIXES):
@@ -145,14 +156,9 @@ class ConversationFile:
         entry = report.source(self.name).file(self.path.name)
         try:
             for number, record in self._records(entry):
-                try:
-                    text = json.dumps(messages_of(record), ensure_ascii=False)
-                    entry.take(len(text.encode("utf-8")))
-                    yield Document(f"{self.path.name}:{number}", text, entry)
-                except Malformed as problem:
-                    entry.skip(str(problem), f"record {number}")
-                except UnicodeEncodeError:
-                    entry.skip(SURROGATE, f"record {number}")
+                document = document_of(record, f"{self.path.name}:{number}", f"record {number}", entry)
+                if document is not None:
+                    yield document
         except Unreadable as problem:
             raise problem.as_error(self.path) from problem
         except OSError as error:
@@ -205,6 +211,8 @@ def open_conversations(paths: Sequence[str]) -> list[ConversationFile]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    below = sorted(folder.rglob("*"))
-    hidden = [each for each in below if any(part.startswith(".") for part in each.relative_to(folder).parts)]
-    return [each for each in below if each.is_file() and each not in hidden and format_of(each)]
+    return [
+        each
+        for each in sorted(folder.rglob("*"))
+        if each.is_file() and format_of(each) and not any(p.startswith(".") for p in each.relative_to(folder).parts)
+    ]

@@ -4,7 +4,6 @@
 for up to an hour without a new row.
 """
 
-import json
 import logging
 import re
 import zlib
@@ -13,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from boost.data.conversations import Malformed, messages_of
-from boost.data.documents import SURROGATE, Document, accept, missing_package
+from boost.data.conversations import document_of
+from boost.data.documents import Document, accept, missing_package
 from boost.data.report import FileReport, PrepareReport
 from boost.errors import DataError
 
@@ -161,13 +160,7 @@ class HubConversations(HubSource):
     """One split of a dataset of conversations. The text of a document is the JSON of its messages."""
 
     def _document(self, number: int, row: dict[str, Any], entry: FileReport) -> Document | None:
-        try:
-            text = json.dumps(messages_of(row), ensure_ascii=False)
-            entry.take(len(text.encode("utf-8")))
-        except (Malformed, UnicodeEncodeError) as problem:
-            entry.skip(str(problem) if isinstance(problem, Malformed) else SURROGATE, f"row {number}")
-            return None
-        return Document(f"{self.dataset}:{number}", text, entry)
+        return document_of(row, f"{self.dataset}:{number}", f"row {number}", entry)
 
 
 def commit_of(dataset: str, revision: str | None) -> str | None:

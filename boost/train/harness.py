@@ -140,27 +140,15 @@ def run_tasks(
     fewshot: int | None = None,
     limit: int | None = None,
     bootstraps: int = 100_000,
-) -> list[dict[str, Any]]:
-    """Runs tasks of the harness, or of `folder`. Returns {"task", "metric", "value", "stderr"} for each task and metric.
-
-    The harness returns nothing to a process whose LOCAL_RANK is not 0; the list is empty there. `fewshot` and `limit`: examples per
-    question and questions per task; None: set by the task. `bootstraps`: samples for standard errors that have no formula; 0: no
-    such errors. Raises ConfigError for an unknown task, and DataError if data cannot be loaded.
-    """
-    return rows_of(run_and_log(model, names, folder, fewshot, limit, bootstraps, answers=False))
-
-
-def run_and_log(
-    model: HarnessModel,
-    names: Sequence[str],
-    folder: Path | None = None,
-    fewshot: int | None = None,
-    limit: int | None = None,
-    bootstraps: int = 100_000,
-    answers: bool = True,
+    answers: bool = False,
 ) -> dict[str, Any]:
-    """The same with the harness's own result: `results` by task and, with `answers`, the `samples` of each task, one per question.
-    Empty where LOCAL_RANK is not 0."""
+    """Runs tasks of the harness, or of `folder`. Returns the harness's own result: `results` by task (see `rows_of`) and, with
+    `answers`, the `samples` of each task, one per question.
+
+    The harness returns nothing to a process whose LOCAL_RANK is not 0; the result is empty there. `fewshot` and `limit`: examples
+    per question and questions per task; None: set by the task. `bootstraps`: samples for standard errors that have no formula; 0:
+    no such errors. Raises ConfigError for an unknown task, and DataError if data cannot be loaded.
+    """
     manager = _find(names, folder)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
