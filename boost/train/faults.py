@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 SLOW_S = 20.0
 """Duration of `slow`, seconds."""
 
+WAIT_S = 120.0
+"""Longest duration of `wait`, seconds."""
+
 KINDS = {
     "kill": "the process kills itself with SIGKILL, as the out-of-memory killer would",
     "hang": "the process stops (SIGSTOP) and no longer responds",
@@ -32,6 +35,8 @@ KINDS = {
     "flip": "one exponent bit of one weight flips, on this process only",
     "disk-full": "the process fails with ENOSPC when it creates the next file or folder of a checkpoint",
     "slow": f"the process sleeps for {SLOW_S:g} s",
+    "wait": "with run.recovery = 'in-step': the process waits until a lost replica is back and asks to rejoin,"
+    f" {WAIT_S:g} s at most",
 }
 """What each kind does."""
 
@@ -92,8 +97,16 @@ class FaultInjection(Hook):
             "flip": lambda: flip_exponent_bit(trainer.fused_params[0].tensor),
             "disk-full": lambda: fail_next_write(trainer.run.checkpoints),
             "slow": lambda: time.sleep(SLOW_S),
+            "wait": lambda: wait_for_newcomer(trainer),
         }
         actions[kind]()
+
+
+def wait_for_newcomer(trainer: "Trainer") -> None:
+    """Returns once a lost replica asks to rejoin, at once if none is missing, and after WAIT_S at the latest."""
+    recovery, until = trainer.recovery, time.monotonic() + WAIT_S
+    while recovery is not None and recovery.is_short and not recovery.has_waiting() and time.monotonic() < until:
+        time.sleep(0.02)
 
 
 def flip_exponent_bit(weights: "Tensor") -> None:

@@ -250,6 +250,11 @@ class Recovery:
 
     # Replicas that rejoin.
 
+    @property
+    def is_short(self) -> bool:
+        """Whether a replica is missing."""
+        return len(self.decision.members) * self.replica.size < self.slots
+
     def has_waiting(self) -> bool:
         """Whether a replica is waiting to join."""
         return self._coordinator.has_waiting(self.decision)

@@ -58,6 +58,10 @@ def undisturbed(folder: Path, store: Path, *words: str) -> list[dict[str, Any]]:
     return trained(folder, store, *words, *ONE_PROCESS)[-1]
 
 
+def faults(*texts: str) -> list[str]:
+    return [word for text in texts for word in ("--inject-fault", text)]
+
+
 def of(kind: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
@@ -90,15 +94,17 @@ def assert_complete(changes: list[dict[str, Any]]) -> None:
     ],
 )
 def test_a_replica_is_lost_and_comes_back(store: Path, tmp_path: Path, mesh: str, victims: tuple[int, ...]) -> None:
-    steps = 300 if mesh == "dp4" else 60  # long enough for them to come back
-    words = (*MESHES[mesh], "--train.steps", str(steps), "--train.eval_every", "37", "--train.save_every", "15")
+    words = (*MESHES[mesh], "--train.steps", "24", "--train.eval_every", "11", "--train.save_every", "7")
     if mesh != "dp4":
         words += ("--train.global_batch", "4")
-    faults = [word for i, rank in enumerate(victims) for word in ("--inject-fault", f"kill@{5 + 2 * i}:{rank}")]
-    code, out, err, found = trained(tmp_path / "killed", store, *words, "--run.recovery", "in-step", *faults)
+    kills = [f"kill@{5 + 2 * i}:{rank}" for i, rank in enumerate(victims)]
+    waits = [f"wait@{9 + 4 * i}:3" for i, _ in enumerate(victims)]
+    code, out, err, found = trained(
+        tmp_path / "killed", store, *words, "--run.recovery", "in-step", *faults(*kills, *waits)
+    )
     assert code == 0, out + err
     expected = undisturbed(tmp_path / "whole", store, *words)
-    assert_same_steps(found, expected, steps)
+    assert_same_steps(found, expected, 24)
     assert [line["step"] for line in of("eval", found)] == [line["step"] for line in of("eval", expected)]
     changes = of("membership", found)
     assert_complete(changes)
@@ -118,7 +124,7 @@ def test_a_replica_is_lost_and_comes_back(store: Path, tmp_path: Path, mesh: str
         ("--parallel.dp", "4", "--parallel.shard", "optimizer"),
         pytest.param(("--optim.name", "muon"), marks=pytest.mark.nightly),
         pytest.param(
-            ("--model.family", "svd", "--optim.name", "loro", "--optim.exact_every", "15"), marks=pytest.mark.nightly
+            ("--model.family", "svd", "--optim.name", "loro", "--optim.exact_every", "9"), marks=pytest.mark.nightly
         ),
     ],
     ids=["zero-1", "muon", "loro"],
@@ -127,20 +133,30 @@ def test_state_of_every_kind_is_handed_over(store: Path, tmp_path: Path, words: 
     """A loss, a rejoin, a save of what each replica then holds, and a start from it on a different number of replicas."""
     words = ("--parallel.tp", "1", "--parallel.dp", "2", *words)
     words += ("--optim.schedule", "constant")
-    in_step = (*words, "--run.recovery", "in-step", "--train.save_every", "20", "--train.eval_every", "0")
-    faults = ("--inject-fault", "kill@5:1", "--inject-fault", "kill@70:0")
-    code, out, err, found = trained(tmp_path / "killed", store, *in_step, "--train.steps", "100", *faults)
+    in_step = (
+        *words,
+        "--run.recovery",
+        "in-step",
+        "--train.save_every",
+        "6",
+        "--train.eval_every",
+        "0",
+        "--train.steps",
+        "24",
+    )
+    happens = faults("kill@5:1", "wait@7:0", "kill@13:0", "wait@15:1")
+    code, out, err, found = trained(tmp_path / "killed", store, *in_step, *happens)
     assert code == 0, out + err
     assert [len(line["joined"]) for line in of("membership", found)] == [0, 1, 0, 1], of("membership", found)
     plain = (*words, *QUIET, "--parallel.dp", "2", "--parallel.shard", "none")
-    expected = undisturbed(tmp_path / "whole", store, *plain, "--train.steps", "110")
-    assert_same_steps(found, [line for line in expected if line["step"] <= 100], 100)
+    expected = undisturbed(tmp_path / "whole", store, *plain, "--train.steps", "30")
+    assert_same_steps(found, [line for line in expected if line["step"] <= 24], 24)
     with Command(
-        tmp_path / "killed", store, *FP64, *BATCH, *plain, "--train.steps", "110", "--resume", "auto"
+        tmp_path / "killed", store, *FP64, *BATCH, *plain, "--train.steps", "30", "--resume", "auto"
     ) as command:
         code, out, err = command.finish()
-    assert code == 0 and "resumed at step 100" in out, out + err
-    assert_same_steps(read_metrics(command.run / "metrics.jsonl"), expected, 110)
+    assert code == 0 and "resumed at step 24" in out, out + err
+    assert_same_steps(read_metrics(command.run / "metrics.jsonl"), expected, 30)
 
 
 @pytest.mark.nightly
@@ -149,17 +165,17 @@ def test_the_batches_of_a_mixture_and_the_mask_of_conversations_stay(
     store: Path, mixture: dict[str, float], tmp_path: Path, data: str
 ) -> None:
     """A lost replica's sequences count as often, and its counted tokens weigh as much, when others take them over."""
-    words = ("--parallel.tp", "1", "--parallel.dp", "2", "--train.steps", "60", "--train.eval_every", "23")
+    words = ("--parallel.tp", "1", "--parallel.dp", "2", "--train.steps", "20", "--train.eval_every", "7")
     if data == "mixture":
         words += ("--data.mixture", "{ " + ", ".join(f'"{path}" = {weight}' for path, weight in mixture.items()) + " }")
     else:
         chat_store = chat_store_in(tmp_path)
         words += ("--data.store", str(chat_store.path), "--model.vocab_size", str(chat_store.vocab_size))
-    in_step = ("--run.recovery", "in-step", "--inject-fault", "kill@5:1")
+    in_step = ("--run.recovery", "in-step", *faults("kill@5:1", "wait@9:0"))
     code, out, err, found = trained(tmp_path / "killed", store, *words, *in_step)
     assert code == 0, out + err
     expected = undisturbed(tmp_path / "whole", store, *words)
-    assert_same_steps(found, expected, 60)
+    assert_same_steps(found, expected, 20)
     assert sum(len(line["lost"]) for line in of("membership", found)) == 1
     for a, b in zip(of("eval", found), of("eval", expected), strict=True):
         assert a["heldout_loss"] == pytest.approx(b["heldout_loss"], rel=1e-12)
@@ -227,9 +243,7 @@ def test_both_copies_of_a_piece_lost_end_the_run(store: Path, tmp_path: Path) ->
         "--train.steps",
         "50",
     )
-    code, _, err, _ = trained(
-        tmp_path / "run", store, *words, "--inject-fault", "kill@9:0", "--inject-fault", "kill@9:2"
-    )
+    code, _, err, _ = trained(tmp_path / "run", store, *words, *faults("kill@9:0", "kill@9:2"))
     assert code == 3 and "2 of 4 parts of the moments are lost" in err and "Traceback" not in err, err
 
 
@@ -256,7 +270,7 @@ def dies_rolling_back(marker: str, config: Config, *rest: Any) -> int:
 @pytest.mark.nightly
 def test_a_rollback_that_loses_a_replica_is_a_rollback(store: Path, tmp_path: Path) -> None:
     def losses_of(name: str, marker: str, recovery: str, replicas: Replicas | None) -> list[tuple[int, float]]:
-        train = {"steps": 60, "global_batch": 4, "micro_batch": 1, "save_every": 3, "on_spike": "rollback"}
+        train = {"steps": 24, "global_batch": 4, "micro_batch": 1, "save_every": 3, "on_spike": "rollback"}
         config = make_config(store, tmp_path / name, parallel={"dp": 2}, train=train)
         config = config.model_copy(update={"run": config.run.model_copy(update={"recovery": recovery})})
         work = marker, config, None
@@ -316,29 +330,28 @@ def test_a_process_that_stops_is_left_out_and_ended(store: Path, tmp_path: Path)
         *MESHES["dp4"],
         *QUIET,
         "--train.steps",
-        "100",
+        "30",
         "--run.recovery",
         "in-step",
         "--run.heartbeat_timeout_s",
         "3",
     )
-    code, out, err, found = trained(tmp_path / "hung", store, *words, "--inject-fault", "hang@6:2")
+    code, out, err, found = trained(tmp_path / "hung", store, *words, *faults("hang@6:2"))
     assert code == 0, out + err
-    assert [line["step"] for line in of("step", found)] == list(range(1, 101))
+    assert [line["step"] for line in of("step", found)] == list(range(1, 31))
     assert next(line["lost"] for line in of("membership", found))[0][1].count("does not answer") == 1
 
 
 @pytest.mark.slow
 def test_when_all_die_the_run_ends_and_says_why(store: Path, tmp_path: Path) -> None:
-    faults = [word for rank in range(4) for word in ("--inject-fault", f"kill@9:{rank}")]
-    words = (*MESHES["dp4"], "--train.save_every", "4", "--train.steps", "50", "--run.recovery", "in-step")
-    code, _, err, _ = trained(tmp_path / "all", store, *words, *faults)
+    words = (*MESHES["dp4"], "--train.save_every", "4", "--train.steps", "14", "--run.recovery", "in-step")
+    code, _, err, _ = trained(tmp_path / "all", store, *words, *faults(*(f"kill@9:{rank}" for rank in range(4))))
     assert code == 3 and "was killed by SIGKILL" in err and "resume with --resume auto" in err
     assert "Traceback" not in err
     with Command(tmp_path / "all", store, *FP64, *BATCH, *words, "--resume", "auto") as command:
         code, out, err = command.finish()
     assert code == 0, out + err
-    assert "resumed at step 8 of 50" in out or "resumed at step 4 of 50" in out, (
+    assert "resumed at step 8 of 14" in out or "resumed at step 4 of 14" in out, (
         "the save of step 8 may have been in flight"
     )
 
@@ -378,20 +391,20 @@ def dies_handing_over(marker: str, victim: str, config: Config, *rest: Any) -> i
 @pytest.mark.parametrize("victim", ["donor", pytest.param("newcomer", marks=pytest.mark.nightly)])
 def test_one_that_dies_while_state_is_handed_over_is_one_more_loss(store: Path, tmp_path: Path, victim: str) -> None:
     def config_of(name: str, recovery: str, **parallel: Any) -> Config:
-        train = {"steps": 150, "global_batch": 6, "micro_batch": 1}
+        train = {"steps": 24, "global_batch": 6, "micro_batch": 1}
         found = make_config(store, tmp_path / name, parallel=parallel, train=train)
         return found.model_copy(update={"run": found.run.model_copy(update={"recovery": recovery})})
 
     config = config_of("killed", "in-step", dp=3)
     replicas = Replicas(tuple((rank,) for rank in range(3)), restarts=5)
     marker = tmp_path / "marker"
-    work = (str(marker), victim, config, None, None, [Fault("kill", 4, 1)])
+    work = (str(marker), victim, config, None, None, [Fault("kill", 4, 1), Fault("wait", 6, 2)])
     assert launch(dies_handing_over, work, 3, tmp_path / "logs", holds_signals=True, replicas=replicas) == 0
     assert marker.exists()
     whole = config_of("whole", "restart", layout="single")
     assert launch(train_process, (whole, None), 1, tmp_path / "logs", holds_signals=True) == 0
     found, expected = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("killed", "whole"))
-    assert_same_steps(found, expected, 150)
+    assert_same_steps(found, expected, 24)
     assert_complete(of("membership", found))
     # With the donor, a newcomer that has not got everything is out too.
     assert sum(len(line["lost"]) for line in of("membership", found)) >= 2
