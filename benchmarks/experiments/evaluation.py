@@ -50,6 +50,13 @@ class Part:
     needs_hosts: bool = False
     """Whether it creates network namespaces."""
     cpu_only: bool = False
+    resumes: bool = False
+    """Whether it continues from the result that it finds, which must not be one of another commit."""
+
+    @property
+    def in_work(self) -> bool:
+        """Whether launches write to the work folder, and the result is made from them when all are finished."""
+        return self.launches > 1 or self.resumes
 
 
 @dataclass(frozen=True)
@@ -84,12 +91,13 @@ PARTS = (
         f"--questions 200 {SMALL} --train.steps 100 "
         "--out {out}",
         24,
+        resumes=True,
     ),
     Part("record", BOOST, "plan validate --record --write --out {out}", 0.5),
     Part("modeled", BENCH, "modeled --out {out}", 2),
 )
-"""All parts, in order: timed ones first, while nothing else runs. Not here: `fit`, which only computes, and `families` and
-`healing`, which train for hours and resume by themselves."""
+"""All parts, in order: timed ones first, while nothing else runs. Not here: the experiments of `origins.SEPARATE`, and `parts`,
+whose comparison `ladder` makes over a wire."""
 
 
 def evaluate(parts: Sequence[Part], place: Place, launches: int | None = None) -> int:
@@ -112,8 +120,8 @@ def evaluate(parts: Sequence[Part], place: Place, launches: int | None = None) -
         print(f"[{place_of + 1}/{len(todo)}] {part.name}{of}; about {left} to go", flush=True)
         _launch(place, part, number)
     for part in parts:
-        if part.launches > 1 and not _skipped(part, place):
-            _merge(place, part, _count(part, launches))
+        if part.in_work and not _skipped(part, place):
+            _publish(place, part, _count(part, launches))
     return _run(["-m", "benchmarks", "report", "--results", str(place.results)], place.work / "report.log")
 
 
@@ -170,7 +178,7 @@ def _require_one_commit(work: Path, commit: str) -> None:
 
 def _out(place: Place, part: Part, number: int) -> Path:
     """Result of one launch, without its suffix."""
-    return place.work / f"{part.name}-{number}" if part.launches > 1 else place.results / part.name
+    return place.work / f"{part.name}-{number}" if part.in_work else place.results / part.name
 
 
 def _launch(place: Place, part: Part, number: int) -> None:
@@ -194,6 +202,8 @@ def _run(words: Sequence[str], log: Path) -> int:
         return subprocess.run([sys.executable, *words], env=environment, stdout=written).returncode
 
 
-def _merge(place: Place, part: Part, count: int) -> None:
-    facts = merged([read(_out(place, part, number).with_suffix(".json"), part.name) for number in range(count)])
+def _publish(place: Place, part: Part, count: int) -> None:
+    """Writes the result of all launches where the report reads it."""
+    found = [read(_out(place, part, number).with_suffix(".json"), part.name) for number in range(count)]
+    facts = merged(found) if part.launches > 1 else found[0]
     save_section(place.results / part.name, facts, sections.section(facts))

@@ -10,6 +10,11 @@ UNKNOWN = "unknown"
 """Commit of a result that was measured outside a git checkout."""
 
 
+SEPARATE = ("fit", "families", "healing")
+"""Experiments that `python -m benchmarks evaluation` does not run: they train for hours or only compute, and time nothing that is
+compared with other results. Each is of clean commits of its own."""
+
+
 def commits(facts: Facts) -> set[tuple[str, bool]]:
     """(commit, whether there were uncommitted changes) of a result and of all runs inside it."""
     return set(map(_commit, _every_git(facts))) or {(UNKNOWN, False)}
@@ -17,28 +22,43 @@ def commits(facts: Facts) -> set[tuple[str, bool]]:
 
 def in_words(results: Mapping[str, Facts]) -> str:
     """One line: which commit(s) results are of. `results`: by name."""
-    found = {commit for facts in results.values() for commit in commits(facts)}
-    names = sorted({name for name, _ in found})
-    dirty = sum(any(changed for _, changed in commits(facts)) for facts in results.values())
-    words = f"commit {names[0][:10]}" if len(names) == 1 else f"{len(names)} commits"
-    return f"{words}, {dirty} with uncommitted changes" if dirty else words
+    of_evaluation, separate = _split(results)
+    words = _commits_in_words(of_evaluation or separate)
+    if of_evaluation and separate:
+        names = sorted({str(facts["experiment"]) for facts in separate.values()})
+        words += f"; {', '.join(names)} of {_commits_in_words(separate)}"
+    return words
 
 
 def strays(results: Mapping[str, Facts]) -> list[str]:
-    """One line per result that has uncommitted changes, or is of another commit than most; [] if all are of one clean commit."""
-    found = {name: commits(facts) for name, facts in results.items()}
-    counted = Counter(commit for each in found.values() for commit, _ in each)
-    if not counted:
-        return []
-    most = max(counted, key=lambda commit: (commit != UNKNOWN, counted[commit], commit))
+    """One line per result that has uncommitted changes, or that is of another commit than most and not SEPARATE; [] if there is
+    none."""
+    of_evaluation = _split(results)[0]
+    counted = Counter(commit for facts in of_evaluation.values() for commit, _ in commits(facts))
+    most = max(counted, key=lambda commit: (commit != UNKNOWN, counted[commit], commit), default=UNKNOWN)
     lines = []
-    for name, each in found.items():
-        other = sorted(commit[:10] for commit, _ in each if commit != most or commit == UNKNOWN)
-        if other:
-            lines.append(f"{name}: of commit {', '.join(other)}, most others of {most[:10]}; rerun it on one commit")
-        elif any(changed for _, changed in each):
-            lines.append(f"{name}: of commit {most[:10]} with uncommitted changes; commit them and rerun it")
+    for name, facts in results.items():
+        found = commits(facts)
+        others = {commit for commit, _ in found if commit == UNKNOWN or (name in of_evaluation and commit != most)}
+        if others:
+            words = ", ".join(sorted(commit[:10] for commit in others))
+            lines.append(f"{name}: of commit {words}, most others of {most[:10]}; rerun it on one commit")
+        elif changed := sorted({commit[:10] for commit, dirty in found if dirty}):
+            lines.append(f"{name}: of commit {', '.join(changed)} with uncommitted changes; commit them and rerun it")
     return lines
+
+
+def _split(results: Mapping[str, Facts]) -> tuple[dict[str, Facts], dict[str, Facts]]:
+    """Results of the evaluation, and the separate ones."""
+    separate = {name: facts for name, facts in results.items() if facts["experiment"] in SEPARATE}
+    return {name: facts for name, facts in results.items() if name not in separate}, separate
+
+
+def _commits_in_words(results: Mapping[str, Facts]) -> str:
+    names = sorted({name for facts in results.values() for name, _ in commits(facts)})
+    dirty = sum(any(changed for _, changed in commits(facts)) for facts in results.values())
+    words = f"commit {names[0][:10]}" if len(names) == 1 else f"{len(names)} commits"
+    return f"{words}, {dirty} with uncommitted changes" if dirty else words
 
 
 def _commit(git: Facts | None) -> tuple[str, bool]:

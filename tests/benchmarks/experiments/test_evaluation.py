@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,18 @@ def test_launches_run_once_resume_and_are_merged(
     assert len(log.read_text().split()) == 4, "nothing runs twice"
     evaluation.evaluate([part(place)], place, launches=4)
     assert json.loads((place.results / "ideal.json").read_text())["launches"] == 4
+
+
+def test_one_that_resumes_does_not_find_the_result_of_another_commit(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_report(monkeypatch)
+    monkeypatch.setattr(evaluation.sections, "section", lambda facts: Section("Ideal", ("text",)))
+    (place.results / "ideal.json").write_text("of another commit")
+    resuming = replace(part(place), launches=1, resumes=True)
+    assert evaluation.evaluate([resuming], place) == 0
+    assert (place.work.parent / "log").read_text().split() == [str(place.work / "ideal-0")]
+    assert json.loads((place.results / "ideal.json").read_text())["turns"]["seconds"]["a"] == [0.0] * 7
 
 
 def test_another_commit_or_changes_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
