@@ -9,7 +9,7 @@ Shapes: G samples in a global batch, B in a micro-batch, S tokens in a sequence.
 import bisect
 import itertools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from boost.config.architecture import IGNORED
 from boost.config.context import chunks_of
 from boost.data.mixture import AnySplit, Proportions, parts_of
 from boost.data.store import Split
-from boost.data.windows import Windows, windows_of
+from boost.data.windows import Piece, Windows, windows_of
 from boost.errors import ConfigError, DataError
 
 # The index permutation of grain works on 32-bit integers.
@@ -135,8 +135,7 @@ class Batches:
     def sample(self, index: int) -> Batch:
         """One sample by index, as a batch of one row without the row axis: arrays [S]."""
         source = bisect.bisect_right(self._first, index) - 1
-        window = self._windows[source][index - self._first[source]]
-        return _row(self.splits[source], window, self.seq_len)
+        return _row(self.splits[source], self._windows[source][index - self._first[source]], self.seq_len)
 
 
 def _windows(split: Split, seq_len: int) -> Windows:
@@ -191,25 +190,30 @@ class EvaluationBatches:
             first = (step * self._dp + self._dp_rank) * self._batch
             numbers = range(first, first + self._batch)
             chosen = [i * len(self._windows) // self._selected if i < self._selected else None for i in numbers]
-            yield _stack([_row(self._split, self._window(index), self._seq_len) for index in chosen])
+            yield _stack([_row(self._split, self._pieces(index), self._seq_len) for index in chosen])
 
-    def _window(self, index: int | None) -> tuple[int, int]:
-        return (0, 0) if index is None else self._windows[index]
+    def _pieces(self, index: int | None) -> tuple[Piece, ...]:
+        return () if index is None else self._windows[index]
 
 
-def _row(split: Split, window: tuple[int, int], seq_len: int) -> Batch:
-    """The row [S] of a window (start, n_inputs), padded with a separate document."""
-    start, n_inputs = window
+def _row(split: Split, pieces: Sequence[Piece], seq_len: int) -> Batch:
+    """The row [S] of a sample, padded with a separate document."""
     tokens = np.full(seq_len, split.eos, dtype=np.int64)
     targets = np.full(seq_len, IGNORED, dtype=np.int64)
     ids = np.zeros(seq_len, dtype=np.int32)
-    if n_inputs:
-        found = split.window(start, n_inputs + 1)
-        tokens[:n_inputs], targets[:n_inputs] = found[:-1], found[1:]
+    at, document = 0, 0
+    for number, piece in enumerate(pieces, start=1):
+        found, end = split.window(piece.start, piece.n_inputs + 1), at + piece.n_inputs
+        tokens[at:end], targets[at:end] = found[:-1], found[1:]
         if split.targets is not None:
-            targets[:n_inputs][~split.targets.counted(start + 1, n_inputs)] = IGNORED
-        ids[:n_inputs] = split.document_ids(start, n_inputs)
-        ids[n_inputs:] = ids[n_inputs - 1] + 1
+            targets[at:end][~split.targets.counted(piece.start + 1, piece.n_inputs)] = IGNORED
+        ids[at:end] = document + split.document_ids(piece.start, piece.n_inputs)
+        document = ids[end - 1] + 1
+        if number < len(pieces):
+            tokens[end], ids[end] = found[-1], ids[end - 1]
+            end += 1
+        at = end
+    ids[at:] = document
     return Batch(tokens, targets, ids)
 
 

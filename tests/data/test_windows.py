@@ -10,7 +10,7 @@ from boost.config.architecture import IGNORED
 from boost.data.batches import Batches, EvaluationBatches
 from boost.data.spans import Spans, boundaries_of
 from boost.data.store import Split
-from boost.data.windows import EqualWindows, PackedWindows
+from boost.data.windows import EqualWindows, PackedWindows, Piece
 
 
 def masked_split(lengths: list[int], mask: np.ndarray) -> Split:
@@ -28,38 +28,55 @@ def test_packed_windows(lengths: list[int], seq_len: int, seed: int) -> None:
     mask = np.random.default_rng(seed).random(sum(lengths)) < 0.3
     mask[-1] = True  # one at least
     split = masked_split(lengths, mask)
-    windows = PackedWindows(split, seq_len)
-    targets, starts = [], set(split.documents.tolist())
-    for start, n_inputs in (windows[i] for i in range(len(windows))):
-        assert 1 <= n_inputs <= seq_len
-        inside = np.arange(start + 1, start + 1 + n_inputs)
-        assert mask[inside].any(), "a window without a target teaches nothing"
-        targets += inside[mask[inside]].tolist()
-        document = int(np.searchsorted(split.documents, start, side="right")) - 1
-        longer = split.documents[document + 1] - split.documents[document] > seq_len + 1
-        assert start in starts or longer, "only a document that fits in no window is cut"
-    assert targets == np.flatnonzero(mask).tolist(), "every counted token is a target once"
+    windows, targets, first = PackedWindows(split, seq_len), list[int](), -1
+    for pieces in (windows[i] for i in range(len(windows))):
+        assert sum(piece.n_inputs + 1 for piece in pieces) <= seq_len + 1
+        assert [*pieces] == sorted(pieces, key=lambda piece: piece.start) and pieces[0].start > first
+        first = pieces[0].start
+        for piece in pieces:
+            inside = np.arange(piece.start + 1, piece.start + 1 + piece.n_inputs)
+            assert mask[inside].any(), "a piece without a target teaches nothing"
+            targets += inside[mask[inside]].tolist()
+            document = int(np.searchsorted(split.documents, piece.start, side="right")) - 1
+            begin, end = (int(split.documents[document + i]) for i in (0, 1))
+            is_whole = piece.start == begin and piece.start + piece.n_inputs + 1 == end
+            assert is_whole or end - begin > seq_len + 1, "only a document that fits in no sequence is cut"
+    assert sorted(targets) == np.flatnonzero(mask).tolist(), "every counted token is a target once"
 
 
-def test_short_documents_share_a_window_and_the_rest_is_padded() -> None:
+def test_the_fullest_sequence_with_enough_room_takes_a_document() -> None:
+    lengths = [4, 7, 3, 6, 2, 11]
+    split = masked_split(lengths, np.ones(sum(lengths), dtype=bool))
+    windows = PackedWindows(split, 10)
+    starts = [[piece.start for piece in windows[i]] for i in range(len(windows))]
+    # 11, then 7 + 4, then 6 + 3 + 2: eleven positions each.
+    assert starts == [[0, 4], [11, 14, 20], [22]]
+
+
+def test_almost_all_positions_are_filled() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.gamma(2.0, 100.0, 4000).astype(int) + 2, 1025)
+    split = masked_split(lengths.tolist(), np.ones(int(lengths.sum()), dtype=bool))
+    assert lengths.sum() / (len(PackedWindows(split, 1024)) * 1025) > 0.99
+
+
+def test_short_documents_share_a_sequence_and_the_rest_is_padded() -> None:
     mask = np.zeros(22, dtype=bool)
     mask[[2, 3, 6, 8, 15, 21]] = True
     split = masked_split([5, 4, 7, 6], mask)  # documents start at 0, 5, 9, 16
-    batches = Batches(split, 10, 1, 0)
-    assert batches.n_samples == 3
-    first = batches.sample(0)
-    assert first.tokens.tolist() == [*range(8), 22, 22]
-    assert [int(t) for t in first.targets if t != IGNORED] == [2, 3, 6, 8]
-    assert first.document_ids.tolist() == [0] * 5 + [1] * 3 + [2] * 2
-    assert [int(t) for i in (1, 2) for t in batches.sample(i).targets if t != IGNORED] == [15, 21]
-    evaluated = [int(t) for part in EvaluationBatches(split, 10, 2) for t in part.targets.ravel() if t != IGNORED]
+    batches = Batches(split, 11, 1, 0)
+    assert batches.n_samples == 2
+    first, second = map(batches.sample, range(2))
+    assert first.tokens.tolist() == [*range(5), *range(9, 15)] and first.document_ids.tolist() == [0] * 5 + [1] * 6
+    assert [int(t) for t in first.targets if t != IGNORED] == [2, 3, 15]
+    assert second.tokens.tolist() == [*range(5, 9), *range(16, 21), 22, 22]
+    assert second.document_ids.tolist() == [0] * 4 + [1] * 5 + [2] * 2
+    assert [int(t) for t in second.targets if t != IGNORED] == [6, 8, 21]
+    evaluated = [int(t) for part in EvaluationBatches(split, 11, 2) for t in part.targets.ravel() if t != IGNORED]
     assert sorted(evaluated) == [2, 3, 6, 8, 15, 21]
 
 
 def test_equal_windows_are_full_in_training_and_reach_the_end_in_evaluation() -> None:
-    assert [EqualWindows(24, 10, False)[i] for i in range(len(EqualWindows(24, 10, False)))] == [(0, 10), (10, 10)]
-    assert [EqualWindows(24, 10, True)[i] for i in range(len(EqualWindows(24, 10, True)))] == [
-        (0, 10),
-        (10, 10),
-        (20, 3),
-    ]
+    full, all_of_them = (EqualWindows(24, 10, partial) for partial in (False, True))
+    assert [full[i] for i in range(len(full))] == [(Piece(0, 10),), (Piece(10, 10),)]
+    assert [all_of_them[i] for i in range(len(all_of_them))] == [(Piece(0, 10),), (Piece(10, 10),), (Piece(20, 3),)]
