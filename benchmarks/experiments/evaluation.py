@@ -32,6 +32,9 @@ RECOMPUTE = (
 )
 """Large enough to time GEMMs rather than launches, with the same fraction of attention as 4,096 tokens on a GPU."""
 
+FOUND = 1
+"""Exit code of an experiment whose own check does not hold, such as layouts that differ. Its result says so."""
+
 SMALL = "--model.dim 128 --model.ffn_dim 352 --model.rank 32 --model.layers 2 --train.seq_len 64"
 """A small model is enough where curves must coincide, and their values do not matter."""
 
@@ -87,7 +90,7 @@ PARTS = (
     Part(
         "perplexity",
         BENCH,
-        f"perplexity demo --tp 2 --families dense svd cola lax loro --seeds 0 1 2 3 4 --dtypes float32 bfloat16 --few-seeds 0 "
+        f"perplexity demo --tp 2 --families dense svd cola lax loro --seeds 0 1 2 3 4 --dtypes float32 bfloat16 --few-seeds 0 1 2 "
         f"--questions 200 {SMALL} --train.steps 100 "
         "--out {out}",
         24,
@@ -184,9 +187,12 @@ def _out(place: Place, part: Part, number: int) -> Path:
 def _launch(place: Place, part: Part, number: int) -> None:
     out = _out(place, part, number)
     words = part.words.format(device=place.device, work=place.work, results=place.results, out=out).split()
-    begun = time.monotonic()
     log = place.work / f"{part.name}-{number}.log"
-    if code := _run([*part.module, *words], log):
+    result, began, begun = out.with_suffix(".json"), time.time(), time.monotonic()
+    code = _run([*part.module, *words], log)
+    if code == FOUND and result.is_file() and result.stat().st_mtime >= began:
+        print(f"{part.name}: a check does not hold; its result and {log} say which", flush=True)
+    elif code:
         raise MeasurementError(
             f"{part.name} failed with exit code {code}; its output is in {log}; the same command resumes"
         )

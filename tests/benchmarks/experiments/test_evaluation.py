@@ -28,6 +28,7 @@ if len(log.read_text().split()) == 3 and sys.argv[4:] == ["fail"]:
 facts = json.loads(pathlib.Path(facts).read_text())
 facts["turns"]["seconds"]["a"] = [float(out[-1])] * 7
 pathlib.Path(out + ".json").write_text(json.dumps(facts))
+sys.exit(sys.argv[4:] == ["finds"])
 """
 
 
@@ -39,7 +40,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     (tmp_path / "results").mkdir()
     monkeypatch.setattr(evaluation, "git_state", lambda: dict(CLEAN))
     monkeypatch.setattr(
-        evaluation.sections, "section", lambda facts: Section("Ideal", (f"{facts['launches']} launches",))
+        evaluation.sections, "section", lambda facts: Section("Ideal", (f"{facts.get('launches', 1)} launches",))
     )
     return Place(tmp_path / "work", tmp_path / "results", "cpu")
 
@@ -88,11 +89,23 @@ def test_launches_run_once_resume_and_are_merged(
     assert json.loads((place.results / "ideal.json").read_text())["launches"] == 4
 
 
+def test_a_check_that_does_not_hold_is_a_result(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_report(monkeypatch)
+    once = replace(part(place, "finds"), launches=1, resumes=True)
+    assert evaluation.evaluate([once], place) == 0
+    assert "ideal: a check does not hold; its result and" in capsys.readouterr().out
+    assert evaluation.listed([once], place).endswith("1 of 1 done, finished")
+    crashing = replace(once, name="other", words="nothing")
+    with pytest.raises(MeasurementError, match="other failed with exit code 1"):
+        evaluation.evaluate([crashing], place)
+
+
 def test_one_that_resumes_does_not_find_the_result_of_another_commit(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_report(monkeypatch)
-    monkeypatch.setattr(evaluation.sections, "section", lambda facts: Section("Ideal", ("text",)))
     (place.results / "ideal.json").write_text("of another commit")
     resuming = replace(part(place), launches=1, resumes=True)
     assert evaluation.evaluate([resuming], place) == 0
