@@ -53,8 +53,10 @@ FIRST_FIGURE = (
 )
 """Caption of the figure of the first screen."""
 
-INTERVAL_CELL = re.compile(r"[^()]*\d[^()]* \([^()]*\d to [^()]*\)[ %x]*")
-"""A table cell that is a number with an interval."""
+INTERVAL_CELL = re.compile(
+    r"(?P<value>[^()]*\d[^()]*) \((?P<interval>[^()]*\d to [^()]*)\)(?P<unit>[ %x]*)(, (?P<remark>[a-z ]+))?"
+)
+"""A table cell that is a number with an interval, and perhaps a remark."""
 
 _RAISED = str.maketrans("0123456789", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
 
@@ -182,7 +184,8 @@ def cell(text: str) -> Markup:
     plain = text.strip().lower()
     kind = "skipped" if plain.startswith("skipped") else _VERDICTS.get(plain) or (plain if plain in KINDS else None)
     if kind is None:
-        return _spread(text) if INTERVAL_CELL.fullmatch(text.strip()) else prose(DASH if plain == "-" else text)
+        found = INTERVAL_CELL.fullmatch(text.strip())
+        return _spread(found) if found else prose(DASH if plain == "-" else text)
     word, _, why = text.strip().partition(":") if kind == "skipped" else (text.strip(), "", "")
     return Markup('<span class="badge {}">{}</span>{}').format(kind, word, prose(why and f" {why.strip()}"))
 
@@ -193,11 +196,10 @@ def power(text: str) -> Markup:
     return Markup("{}<sup>{}</sup>").format(prose(number), prose(exponent)) if caret else prose(number)
 
 
-def _spread(text: str) -> Markup:
-    """A number with its interval, which goes below it."""
-    value, _, interval = text.strip().partition(" (")
-    interval, _, unit = interval.partition(")")
-    return Markup("{}<i>{}</i>").format(prose(value + unit), prose(interval))
+def _spread(found: re.Match[str]) -> Markup:
+    """A number with its interval next to it or below, and a remark below."""
+    remark = Markup("<small>{}</small>").format(found["remark"]) if found["remark"] else ""
+    return Markup("{}<i>{}</i>{}").format(prose(found["value"] + found["unit"]), prose(found["interval"]), remark)
 
 
 def _signs(text: str) -> str:

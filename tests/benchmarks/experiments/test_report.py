@@ -147,3 +147,19 @@ def test_a_word_is_escaped_and_signs_are_printed_as_such() -> None:
     assert shown("one ` alone <") == "one ` alone &lt;"
     assert report.cell("-") == report.DASH and report.cell("2.0") == "2.0"
     assert report.cell("Not met") == '<span class="badge unmet">Not met</span>'
+
+
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        ("1.81 (1.72 to 1.83)", "1.81<i>1.72 to 1.83</i>"),
+        ("66 (57 to 70) %", "66%<i>57 to 70</i>"),
+        (
+            "0.99 (0.97 to 1.02), no difference shown",
+            "0.99<i>0.97 to 1.02</i><small>no difference shown</small>",
+        ),
+        ("btp (4 to 8 GPUs) is", "btp (4 to 8 GPUs) is"),
+    ],
+)
+def test_intervals_are_set_apart_from_their_numbers(text: str, made: str) -> None:
+    assert str(report.cell(text)) == made
