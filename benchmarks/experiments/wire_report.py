@@ -160,16 +160,25 @@ def section(facts: Facts) -> Section:
 
 
 def _step_table(facts: Facts, group: str) -> Table:
-    reference, names = reference_of(facts, group), names_of(facts, group)
+    """One row per layout: its step time on every wire, and on the marked ones relative to the reference."""
+    reference, found = reference_of(facts, group), wires(facts, group)
+    headings, launched = ["layout"], []
+    for wire, mbit in found.items():
+        headings += [f"{_title(wire, mbit)}, ms:", *([f"{wire}, time / {reference}:"] if wire in MARKED else [])]
+        launched.append(f"{wire} {len(on_wire(facts, group, wire))}")
     cells = []
-    for wire, mbit in wires(facts, group).items():
-        for name in names:
-            seconds = seconds_of(facts, group, wire, name)
-            against = "1" if name == reference else verdict_words(faster(facts, group, wire, reference, name))
-            cells.append((_title(wire, mbit), name, in_ms(spread(seconds)), against, str(len(seconds))))
+    for name in names_of(facts, group):
+        row = [name]
+        for wire in found:
+            row.append(in_ms(spread(seconds_of(facts, group, wire, name))))
+            if wire in MARKED:
+                against = faster(facts, group, wire, reference, name)
+                row.append("1" if name == reference else verdict_words(against))
+        cells.append(tuple(row))
     what = f"{group}: " if group else ""
-    caption = f"{what}step time by rate (measured). {shape_of(launches_of(facts, group)[0])}."
-    return Table(caption, ("wire", "layout", "ms:", f"time / {reference}:", "launches:"), tuple(cells))
+    shape = shape_of(launches_of(facts, group)[0])
+    caption = f"{what}step time by wire (measured). {shape}. Launches: {', '.join(launched)}."
+    return Table(caption, tuple(headings), tuple(cells))
 
 
 def _title(wire: str, mbit: float | None) -> str:
