@@ -101,7 +101,10 @@ def section(facts: Facts) -> Section:
             f" At equal time: trained for as many steps as take the time of {first['contender']}'s, by the median step, on a "
             "schedule of that length."
         )
-    below = "Training loss by step with a band over seeds; final perplexity against parameters, FLOPs and step time."
+    below = (
+        "Left: training loss by step at equal tokens; bands span the seeds. Right: held-out loss, mean and standard deviation over "
+        f"seeds{', also at equal time (hollow)' if facts.get('equal_steps') else ''}."
+    )
     return Section(
         "Families side by side",
         (
@@ -198,31 +201,31 @@ def smooth(losses: Sequence[float], window: int) -> list[float]:
 
 
 def draw(facts: Facts, path: Path) -> None:
-    """Draws loss by step with a band over seeds, and final perplexity against parameters, FLOPs and step time."""
+    """Draws loss by step with a band over seeds, and the held-out loss of every contender at equal tokens and at equal time."""
     pyplot = drawing.pyplot()
-    figure, axes = pyplot.subplots(2, 2, figsize=(7.4, 6.4), layout="constrained")
-    table = rows(facts)
-    colors = {row["contender"]: drawing.color_of(row["contender"], number) for number, row in enumerate(table, -1)}
-    _draw_curves(axes[0][0], facts, colors)
-    panels = (
-        (axes[0][1], "parameters, M", lambda row: [row["parameters"] / 1e6] * 3),
-        (axes[1][0], "MFLOP per token", lambda row: [row["flops_per_token"] / 1e6] * 3),
-        (axes[1][1], "ms per step", lambda row: [1e3 * s for s in row["step_s"]]),
-    )
-    for axis, label, place in panels:
-        for row in table:
-            if row["perplexity"] is None:
-                continue
-            (mean, spread), (x, low, high) = row["perplexity"], place(row)
-            axis.errorbar(
-                x, mean, yerr=spread, xerr=[[x - low], [high - x]], marker="o", markersize=5, elinewidth=1.2,
-                color=colors[row["contender"]],
-            )  # fmt: skip
-        axis.set(xlabel=label, title="held-out perplexity", xlim=(0, None))
-    for axis in axes.flat:
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.6, 3.7), layout="constrained")
+    names = list(facts["contenders"])
+    colors = {name: drawing.color_of(name, number - 1) for number, name in enumerate(names)}
+    _draw_curves(left, facts, colors)
+    for place, name in enumerate(names):
+        tokens = [loss for loss in _losses(facts, name).values() if loss is not None]
+        for losses, face in ((_equal_time(facts, name), "white"), (tokens, colors[name])):
+            if losses:
+                mean, spread = _mean_and_spread(losses)
+                right.errorbar(
+                    mean, place, xerr=spread, marker="o", markersize=6, color=colors[name], markerfacecolor=face
+                )
+    right.set_yticks(range(len(names)), names)
+    right.invert_yaxis()
+    right.set(title="held-out loss", xlabel="nats per token")
+    if facts.get("equal_steps"):
+        marks = [
+            pyplot.Line2D([], [], linestyle="", marker="o", color=drawing.MUTED, markerfacecolor=face, label=label)
+            for label, face in (("equal tokens", drawing.MUTED), ("equal time", "white"))
+        ]
+        right.legend(handles=marks, loc="best")
+    for axis in (left, right):
         drawing.tidy(axis)
-    marks = [pyplot.Line2D([], [], color=color, marker="o", label=name) for name, color in colors.items()]
-    figure.legend(handles=marks, loc="outside lower center", ncols=4)
     drawing.write(figure, path)
 
 
