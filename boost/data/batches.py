@@ -20,7 +20,7 @@ from boost.config.architecture import IGNORED
 from boost.config.context import chunks_of
 from boost.data.mixture import AnySplit, Proportions, parts_of
 from boost.data.store import Split
-from boost.data.windows import Piece, Windows, windows_of
+from boost.data.windows import Segment, Windows, windows_of
 from boost.errors import ConfigError, DataError
 
 # The index permutation of grain works on 32-bit integers.
@@ -190,26 +190,26 @@ class EvaluationBatches:
             first = (step * self._dp + self._dp_rank) * self._batch
             numbers = range(first, first + self._batch)
             chosen = [i * len(self._windows) // self._selected if i < self._selected else None for i in numbers]
-            yield _stack([_row(self._split, self._pieces(index), self._seq_len) for index in chosen])
+            yield _stack([_row(self._split, self._segments(index), self._seq_len) for index in chosen])
 
-    def _pieces(self, index: int | None) -> tuple[Piece, ...]:
+    def _segments(self, index: int | None) -> tuple[Segment, ...]:
         return () if index is None else self._windows[index]
 
 
-def _row(split: Split, pieces: Sequence[Piece], seq_len: int) -> Batch:
+def _row(split: Split, segments: Sequence[Segment], seq_len: int) -> Batch:
     """The row [S] of a sample, padded with a separate document."""
     tokens = np.full(seq_len, split.eos, dtype=np.int64)
     targets = np.full(seq_len, IGNORED, dtype=np.int64)
     ids = np.zeros(seq_len, dtype=np.int32)
     at, document = 0, 0
-    for number, piece in enumerate(pieces, start=1):
-        found, end = split.window(piece.start, piece.n_inputs + 1), at + piece.n_inputs
+    for number, segment in enumerate(segments, start=1):
+        found, end = split.window(segment.start, segment.n_inputs + 1), at + segment.n_inputs
         tokens[at:end], targets[at:end] = found[:-1], found[1:]
         if split.targets is not None:
-            targets[at:end][~split.targets.counted(piece.start + 1, piece.n_inputs)] = IGNORED
-        ids[at:end] = document + split.document_ids(piece.start, piece.n_inputs)
+            targets[at:end][~split.targets.counted(segment.start + 1, segment.n_inputs)] = IGNORED
+        ids[at:end] = document + split.document_ids(segment.start, segment.n_inputs)
         document = ids[end - 1] + 1
-        if number < len(pieces):
+        if number < len(segments):
             tokens[end], ids[end] = found[-1], ids[end - 1]
             end += 1
         at = end

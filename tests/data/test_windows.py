@@ -10,7 +10,7 @@ from boost.config.architecture import IGNORED
 from boost.data.batches import Batches, EvaluationBatches
 from boost.data.spans import Spans, boundaries_of
 from boost.data.store import Split
-from boost.data.windows import EqualWindows, PackedWindows, Piece
+from boost.data.windows import EqualWindows, PackedWindows, Segment
 
 
 def masked_split(lengths: list[int], mask: np.ndarray) -> Split:
@@ -29,17 +29,17 @@ def test_packed_windows(lengths: list[int], seq_len: int, seed: int) -> None:
     mask[-1] = True  # one at least
     split = masked_split(lengths, mask)
     windows, targets, first = PackedWindows(split, seq_len), list[int](), -1
-    for pieces in (windows[i] for i in range(len(windows))):
-        assert sum(piece.n_inputs + 1 for piece in pieces) <= seq_len + 1
-        assert [*pieces] == sorted(pieces, key=lambda piece: piece.start) and pieces[0].start > first
-        first = pieces[0].start
-        for piece in pieces:
-            inside = np.arange(piece.start + 1, piece.start + 1 + piece.n_inputs)
-            assert mask[inside].any(), "a piece without a target teaches nothing"
+    for segments in (windows[i] for i in range(len(windows))):
+        assert sum(segment.n_inputs + 1 for segment in segments) <= seq_len + 1
+        assert [*segments] == sorted(segments, key=lambda segment: segment.start) and segments[0].start > first
+        first = segments[0].start
+        for segment in segments:
+            inside = np.arange(segment.start + 1, segment.start + 1 + segment.n_inputs)
+            assert mask[inside].any(), "a segment without a target teaches nothing"
             targets += inside[mask[inside]].tolist()
-            document = int(np.searchsorted(split.documents, piece.start, side="right")) - 1
+            document = int(np.searchsorted(split.documents, segment.start, side="right")) - 1
             begin, end = (int(split.documents[document + i]) for i in (0, 1))
-            is_whole = piece.start == begin and piece.start + piece.n_inputs + 1 == end
+            is_whole = segment.start == begin and segment.start + segment.n_inputs + 1 == end
             assert is_whole or end - begin > seq_len + 1, "only a document that fits in no sequence is cut"
     assert sorted(targets) == np.flatnonzero(mask).tolist(), "every counted token is a target once"
 
@@ -48,7 +48,7 @@ def test_the_fullest_sequence_with_enough_room_takes_a_document() -> None:
     lengths = [4, 7, 3, 6, 2, 11]
     split = masked_split(lengths, np.ones(sum(lengths), dtype=bool))
     windows = PackedWindows(split, 10)
-    starts = [[piece.start for piece in windows[i]] for i in range(len(windows))]
+    starts = [[segment.start for segment in windows[i]] for i in range(len(windows))]
     # 11, then 7 + 4, then 6 + 3 + 2: eleven positions each.
     assert starts == [[0, 4], [11, 14, 20], [22]]
 
@@ -78,5 +78,9 @@ def test_short_documents_share_a_sequence_and_the_rest_is_padded() -> None:
 
 def test_equal_windows_are_full_in_training_and_reach_the_end_in_evaluation() -> None:
     full, all_of_them = (EqualWindows(24, 10, partial) for partial in (False, True))
-    assert [full[i] for i in range(len(full))] == [(Piece(0, 10),), (Piece(10, 10),)]
-    assert [all_of_them[i] for i in range(len(all_of_them))] == [(Piece(0, 10),), (Piece(10, 10),), (Piece(20, 3),)]
+    assert [full[i] for i in range(len(full))] == [(Segment(0, 10),), (Segment(10, 10),)]
+    assert [all_of_them[i] for i in range(len(all_of_them))] == [
+        (Segment(0, 10),),
+        (Segment(10, 10),),
+        (Segment(20, 3),),
+    ]
