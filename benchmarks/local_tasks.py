@@ -4,8 +4,8 @@
     boost eval RUN --tasks local_cloze,local_continuation,local_order --task-folder DIR
 
     local_cloze          the next word, which the context contains (as in LAMBADA): log-likelihood, exact by greedy decoding
-    local_continuation   the true next words among three runs of words from elsewhere (as in HellaSwag); chance: 25 %
-    local_order          the true next words against the same words shuffled; chance: 50 %
+    local_continuation   the true next words among three runs of words from elsewhere (as in HellaSwag); chance: 25%
+    local_order          the true next words against the same words shuffled; chance: 50%
 
 A model that was trained on the store's training split has not seen this text. Questions are a function of the text and the seed:
 the same store and options write the same bytes. They compare models of one corpus; they are no standard benchmark.

@@ -75,7 +75,7 @@ def shape_words(facts: Facts) -> str:
 def turns_words(facts: Facts) -> str:
     """A description of the number of rounds."""
     return (
-        f"measured: medians of {rounds_words(facts)}, with quartiles of times and 95 % bootstrap intervals of "
+        f"measured: medians of {rounds_words(facts)}, with quartiles of times and 95% bootstrap intervals of "
         "ratios in parentheses"
     )
 

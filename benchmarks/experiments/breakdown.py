@@ -1,7 +1,7 @@
 """Where the time of a step goes: GEMMs, other computation, exposed communication, and the rest, by layout.
 
 Measured over the wire, from the steps that the main set of the wire experiment records; and modeled for the paper's 7B at TP 4 on
-its A100s. The talk on the paper says that vanilla is 40 % slower than the dense model there.
+its A100s. The talk on the paper says that vanilla is 40% slower than the dense model there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -148,7 +148,7 @@ def compare(old: Path, new: Path) -> str:
     return "\n\n".join(lines) + "\n"
 
 
-_HEADINGS = ("what", "old ms (quartiles):", "new ms (quartiles):", "rounds:", "new / old (95 % interval):", "verdict")
+_HEADINGS = ("what", "old ms (quartiles):", "new ms (quartiles):", "rounds:", "new / old (95% interval):", "verdict")
 
 
 def _cells(pair: Pair) -> list[str]:

@@ -35,7 +35,7 @@ def section(facts: Facts) -> Section:
     intro = (
         "Whole optimizer steps (forward, backward, gradient reduction, clipping, AdamW) on random tokens. Contenders are "
         f"timed in {rounds_words(facts)}. Times are medians with quartiles. Ratios are medians of the ratio "
-        "within a round, with 95 % bootstrap intervals; above 1, the row's contender is faster. Bytes sent by one process are "
+        "within a round, with 95% bootstrap intervals; above 1, the row's contender is faster. Bytes sent by one process are "
         "counted at the dispatcher. Peak memory counts tensors, without allocator rounding. MB = 10^6 bytes. Models have fewer "
         "blocks and proportionally smaller vocabularies than the paper's. The paper's steps have 16,384 tokens; with fewer, "
         "once-per-step communication weighs more (under btp-sp, the gradient all-reduce of the outer factors, which is the "
@@ -44,9 +44,7 @@ def section(facts: Facts) -> Section:
     left_out = [f"Not measured: {'; '.join(facts['left_out'])}."] if facts["left_out"] else []
     figures = (
         Figure("steps", "Step time by contender; whiskers are quartiles, hatched parts modeled", _drawn(_bars, facts)),
-        Figure(
-            "steps-speedups", "Speed-ups next to the paper's; whiskers are 95 % intervals", _drawn(_speedups, facts)
-        ),
+        Figure("steps-speedups", "Speed-ups next to the paper's; whiskers are 95% intervals", _drawn(_speedups, facts)),
     )
     return Section(
         "End-to-end step time",
@@ -276,7 +274,7 @@ def _speedups(facts: Facts, pyplot: Any) -> None:
     for number, (y, found, _) in enumerate(shown):
         axis.errorbar(
             found.value, y, xerr=[[max(found.value - found.low, 0)], [max(found.high - found.value, 0)]], fmt="o",
-            color=drawing.SERIES[0], markersize=4.5, elinewidth=1.4, label=None if number else "ours, 95 % interval",
+            color=drawing.SERIES[0], markersize=4.5, elinewidth=1.4, label=None if number else "ours, 95% interval",
         )  # fmt: skip
     papers = [(paper_ratio, y) for y, _, paper_ratio in shown if paper_ratio]
     if papers:

@@ -209,7 +209,7 @@ def section(facts: Facts) -> Section:
             facts["modeled"],
         )
     )
-    caption = "GEMM utilization of one process, forward, in percent of the ceiling, with 95 % intervals (measured)"
+    caption = "GEMM utilization of one process, forward, in percent of the ceiling, with 95% intervals (measured)"
     parts.append(Figure("gemms", caption, lambda path: draw_bars(path, _panels(facts), "% of the ceiling")))
     return Section("GEMMs: time and utilization by layout", tuple(parts))
 
@@ -228,7 +228,7 @@ def _halves_table(facts: Facts, phase: str) -> Table:
             if peak:
                 cell.append(f"{100 * row['flops'] / middle(seconds[row['name']]) / peak:.0f}")
         cells.append(tuple(cell))
-    of_peak = [f"{half} % of peak:" for half in ("attention", "MLP")] if peak else ["", ""]
+    of_peak = [f"{half}% of peak:" for half in ("attention", "MLP")] if peak else ["", ""]
     headings = ["TP:", "layout"]
     for half, more in zip(("attention", "MLP"), of_peak, strict=True):
         headings += [f"{half} GFLOP:", f"{half} ms:", f"{half} utilization %:", *([more] if more else [])]

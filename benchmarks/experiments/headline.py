@@ -133,7 +133,7 @@ def measured_words(results: Sequence[Facts]) -> str:
         return NOT_MEASURED
     where = machine(facts["environment"])
     gloo = ", gloo over a wire whose speed is limited" if facts["experiment"] == "wire" else ""
-    return f"whole training steps on {where}{gloo}: two processes, TP 2, fp32; ratios have 95 % intervals"
+    return f"whole training steps on {where}{gloo}: two processes, TP 2, fp32; ratios have 95% intervals"
 
 
 def modeled_words(results: Sequence[Facts]) -> str:

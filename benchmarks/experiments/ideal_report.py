@@ -24,7 +24,7 @@ def section(facts: Facts) -> Section:
         (
             f"The ideal is the single-process step time divided by {facts['tp']}, plus the step's collectives in isolation. "
             f"Whole training steps: {_where(facts)}. Medians of {rounds_words(facts)}, with quartiles in "
-            "parentheses. The ratio to the ideal is the median of the ratio within a round, with its 95 % bootstrap interval.",
+            "parentheses. The ratio to the ideal is the median of the ratio within a round, with its 95% bootstrap interval.",
             _table(facts),
             Figure("ideal-parts", f"Where the time of a TP={facts['tp']} step goes", lambda path: draw(facts, path)),
         ),

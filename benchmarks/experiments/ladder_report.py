@@ -23,7 +23,7 @@ def section(facts: Facts) -> Section:
     """A figure, and a table for each wire."""
     lead = (
         f"Whole steps of the main set of the wire experiment ({facts['shape']}). Every step changes one thing, except that "
-        "`vanilla` to `btp` also ungroups. Steps are interleaved in the same launches; ratios pair the same rounds, and 95 % "
+        "`vanilla` to `btp` also ungroups. Steps are interleaved in the same launches; ratios pair the same rounds, and 95% "
         "intervals resample launches, then rounds. Above 1, the step is faster than the one before."
     )
     measured = {step["name"] for step in facts["steps"]}

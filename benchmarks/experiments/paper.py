@@ -22,7 +22,7 @@ def _steps() -> str:
 
 def _gemms() -> str:
     times = {way: sum(GEMM_MS[way]) for way in ("full-rank", "vanilla", "BOOST")}
-    shares = {way: " and ".join(f"{100 * share:.0f} %" for share in found) for way, found in UTILIZATION.items()}
+    shares = {way: " and ".join(f"{100 * share:.0f}%" for share in found) for way, found in UTILIZATION.items()}
     return (
         f"For its 7B at TP 4, the GEMMs of a block take {times['full-rank']:.2f} ms (full rank), {times['vanilla']:.2f} ms "
         f"(vanilla) and {times['BOOST']:.2f} ms (BOOST). Attention and MLP reach {shares['vanilla']} of an A100's peak under "

@@ -131,7 +131,7 @@ def section(facts: Facts) -> Section:
     intro = (
         "Whole optimizer steps. Every row adds one optimization to the previous row; the rows of a table are interleaved: "
         f"{rounds_words(facts)}. Times are medians with quartiles. Ratios are medians of the ratio within a round, with "
-        "95 % bootstrap intervals; above 1, the row is faster. Recomputation trades time for memory. MB = 10^6 bytes."
+        "95% bootstrap intervals; above 1, the row is faster. Recomputation trades time for memory. MB = 10^6 bytes."
     )
     left_out = [f"Not measured: {'; '.join(facts['left_out'])}."] if facts["left_out"] else []
     shown: list[Table | Figure] = []

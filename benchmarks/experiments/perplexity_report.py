@@ -246,7 +246,7 @@ def _verdict(held: Iterator[bool]) -> str:
 
 
 def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.2g} %"
+    return f"{100 * fraction:.2g}%"
 
 
 def draw(facts: Facts, path: Path) -> None:

@@ -241,7 +241,7 @@ def section(facts: Facts) -> Section:
         f"{model['layers']} blocks, d {model['dim']}, f {model['ffn_dim']}, r {model['rank']}, {train['seq_len']} tokens per "
         f"sequence, {train['compute_dtype']}, TP {config['parallel']['tp']}; low-rank and dense models have the same d and f. "
         f"Forward and backward pass of a micro-batch: medians of {rounds_words(facts)}, with quartiles in "
-        "parentheses; ratios have 95 % bootstrap intervals. Bytes are per process (MB = 10^6). Added time is relative "
+        "parentheses; ratios have 95% bootstrap intervals. Bytes are per process (MB = 10^6). Added time is relative "
         "to policy `none` in the same round."
     )
     headings: tuple[str, ...] = (

@@ -27,7 +27,7 @@ SCORES = {
 """Accuracies by "task metric", with their headings."""
 EXPLAINED = (
     "Cloze: the next word, which the context contains, by greedy decoding. Continuation: the next eight words among three runs of "
-    "words from elsewhere (chance: 25 %). Order: the next eight words against the same words shuffled (chance: 50 %)."
+    "words from elsewhere (chance: 25%). Order: the next eight words against the same words shuffled (chance: 50%)."
 )
 BATCH = 32
 """Requests per forward pass."""

@@ -22,7 +22,7 @@ def section(facts: Facts) -> Section:
         "One process: low-rank against dense, and ours against plain PyTorch modules",
         (
             f"Whole training steps: forward and backward pass, clipping, AdamW. Times are medians of {rounds_words(facts)}, "
-            "with quartiles in parentheses. Ratios are medians of the ratio within a round, with 95 % bootstrap intervals. "
+            "with quartiles in parentheses. Ratios are medians of the ratio within a round, with 95% bootstrap intervals. "
             "Times are measured; FLOPs per token (6 per weight plus attention, without the embedding) are computed by formula.",
             *(_families(size) for size in facts["sizes"]),
             _overhead(facts),
@@ -67,7 +67,7 @@ def goals(facts: Facts) -> list[Goal]:
 
 
 def _mfu_goal(facts: Facts) -> Goal:
-    what, figure = "low-rank MFU, 1B, bf16, one GPU", ">= 50 % of the measured GEMM ceiling"
+    what, figure = "low-rank MFU, 1B, bf16, one GPU", ">= 50% of the measured GEMM ceiling"
     judged = [s for s in facts["sizes"] if s["device"] == "cuda" and s["gemm"]["dtype"] == "bfloat16"]
     if not judged:
         found = "; ".join(f"{s['size']} {_percent(ceiling(s, 'cola'))}" for s in facts["sizes"])
@@ -174,7 +174,7 @@ def _list(found: dict[str, Ratio]) -> str:
 
 
 def _percent(found: Ratio) -> str:
-    return f"{100 * found.value:.0f} % ({100 * found.low:.0f} to {100 * found.high:.0f})"
+    return f"{100 * found.value:.0f}% ({100 * found.low:.0f} to {100 * found.high:.0f})"
 
 
 def draw(facts: Facts, path: Path) -> None:

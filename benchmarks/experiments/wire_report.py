@@ -141,8 +141,8 @@ def section(facts: Facts) -> Section:
     groups, name = groups_of(facts), set_of(facts)
     lead = (
         "Emulated hosts (network namespaces) with one process each, on the cores of one machine. Whole steps: medians and "
-        f"quartiles over {facts['rounds']} interleaved rounds of each launch. Ratios pair steps of the same round; 95 % intervals "
-        "resample launches, then rounds. On the share-matched wire, communication takes 17 % of a btp step without overlap, as in "
+        f"quartiles over {facts['rounds']} interleaved rounds of each launch. Ratios pair steps of the same round; 95% intervals "
+        "resample launches, then rounds. On the share-matched wire, communication takes 17% of a btp step without overlap, as in "
         "the paper's 7B row; on the slow wire, half."
     )
     parts: list[str | Table | Figure] = [lead]
@@ -271,7 +271,7 @@ def _draw_timelines(found: Mapping[str, Sequence[ProcessStep]], path: Path) -> N
 BASELINES = (PUBLISHED, name_of(VANILLA, "halves"), name_of(MEGATRON_SP, "halves"), DENSE)
 """Baselines of the small sets, each in its faster form on the marked wires."""
 
-_GAINS_CAPTION = "Speed-up of the best low-rank layout over the baselines (measured); whiskers are 95 % intervals."
+_GAINS_CAPTION = "Speed-up of the best low-rank layout over the baselines (measured); whiskers are 95% intervals."
 
 
 def gains(facts: Facts) -> Iterator[tuple[str, str, str, str, Ratio]]:

@@ -57,7 +57,7 @@ class Point:
 class Probe:
     """A small fixed workload of GEMMs and sums, timed before and after a measurement.
 
-    The speed of shared cores varies over time, by up to 50 %; the probe shows by how much.
+    The speed of shared cores varies over time, by up to 50%; the probe shows by how much.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -123,7 +123,7 @@ def verdicts(facts: Facts) -> Iterator[Verdict]:
 
 
 def measured_verdicts(section: str, rows: Sequence[dict[str, Any]]) -> Iterator[Verdict]:
-    """Verdicts on measured steps: seconds within 10 %, memory within 5 %, bytes exact; on CPUs, for at least 12 configurations."""
+    """Verdicts on measured steps: seconds within 10%, memory within 5%, bytes exact; on CPUs, for at least 12 configurations."""
     least = CONFIGURATIONS if section == MACHINE else 1
     for what, limit in (("time", TIME_LIMIT), ("memory", PEAK_LIMIT), ("bytes sent", BYTES_LIMIT)):
         yield Verdict(section, what, len(rows), _worst([off(row)[what] for row in rows]), limit, least)

@@ -18,7 +18,7 @@ from boost.plan.published import STEPS, WAYS
 
 def section(facts: Facts) -> Section:
     """Builds the report: verdicts, figure, the paper's numbers, and measurements on CPUs and on a GPU."""
-    caption = "Predicted over measured; the band is +-10 %."
+    caption = "Predicted over measured; the band is +-10%."
     parts: list[str | Table | Figure] = [
         _verdict_table("All verdicts, with the worst prediction of each.", facts["verdicts"])
     ]
@@ -258,7 +258,7 @@ def _number(value: float) -> str:
 
 
 def draw(facts: Facts, path: Path) -> None:
-    """Plots predicted over measured, with a +-10 % band: the paper's ratios and seconds, then measured steps."""
+    """Plots predicted over measured, with a +-10% band: the paper's ratios and seconds, then measured steps."""
     compared = facts["published"]["compared"]
     ratios, steps = ([each for each in compared if key(each)] for key in (_is_ratio, _is_step))
     panels = [

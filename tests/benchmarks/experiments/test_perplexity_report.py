@@ -67,7 +67,7 @@ def test_verdicts_and_columns() -> None:
     assert not holds(facts) and holds(made_up(0.1))
     summary, family = (part for part in section(facts).parts if isinstance(part, Table))
     assert [row[-1] for row in summary.rows] == ["holds", "does not hold"]
-    assert [row[-1] for row in family.rows] == ["", "does not hold"] and family.rows[1][5] == "1.1 %, 66 %"
+    assert [row[-1] for row in family.rows] == ["", "does not hold"] and family.rows[1][5] == "1.1%, 66%"
     assert family.rows[1][-3:-1] == ("40.0 / 40.0 / 40.0", "0.2")
     for table in (summary, family):
         assert len(table.headings) <= 9 and {len(row) for row in table.rows} == {len(table.headings)}
