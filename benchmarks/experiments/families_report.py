@@ -95,12 +95,6 @@ def section(facts: Facts) -> Section:
         "perplexity:",
     )
     headings += (f"against {first['contender']}:", "ms per step:")
-    if facts.get("equal_steps"):
-        headings += ("steps at equal time:", "held-out loss at equal time:")
-        caption += (
-            f" At equal time: trained for as many steps as take the time of {first['contender']}'s, by the median step, on a "
-            "schedule of that length."
-        )
     below = (
         "Left: training loss by step at equal tokens; bands span the seeds. Right: held-out loss, mean and standard deviation over "
         f"seeds{', also at equal time (hollow)' if facts.get('equal_steps') else ''}."
@@ -110,10 +104,31 @@ def section(facts: Facts) -> Section:
         (
             words,
             Table(caption, headings, tuple(_cells(row, first) for row in found)),
+            *_equal_time_table(found),
             *_score_table(facts),
             Figure("families", below, lambda path: draw(facts, path)),
         ),
     )
+
+
+def _equal_time_table(found: Sequence[Facts]) -> Iterator[Table]:
+    """The runs of equal time, if there are any."""
+    if not any(row["equal_steps"] for row in found):
+        return
+    cells = tuple(
+        (
+            row["contender"],
+            str(row["equal_steps"]),
+            _plus_minus(row["equal_loss"], ".4f") or "diverged",
+            _plus_minus(row["loss"], ".4f"),
+        )
+        for row in found
+    )
+    caption = (
+        f"Measured at equal time: each model is trained for as many steps as take the time of {found[0]['contender']}'s, by the "
+        "median step, on a schedule of that length."
+    )
+    yield Table(caption, ("model", "steps:", "held-out loss at equal time:", "at equal tokens:"), cells)
 
 
 def _score_table(facts: Facts) -> Iterator[Table]:
@@ -151,7 +166,6 @@ def _cells(row: Facts, first: Facts) -> tuple[str, ...]:
         f"{row['lr']:g}{' *' if row['at_edge'] else ''}",
         _plus_minus(row["loss"], ".4f") or diverged, _plus_minus(row["perplexity"], ".2f") or diverged,
         _plus_minus(row["paired"], "+.4f"), f"{middle:.0f} ({low:.0f} - {high:.0f})",
-        *((str(row["equal_steps"]), _plus_minus(row["equal_loss"], ".4f") or "diverged") if row["equal_steps"] else ()),
     )  # fmt: skip
 
 
