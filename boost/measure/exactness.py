@@ -109,7 +109,7 @@ class TrainedModel:
             self.model.register_forward_pre_hook(enter("forward")),
             self.model.register_forward_hook(enter("backward")),
         ]
-        # Compiled blocks cannot run while a dispatch mode counts (an error since torch 2.13), and they issue the same collectives.
+        # Compiled blocks cannot run while a dispatch mode counts (an error in torch 2.13), and they issue the same collectives.
         with torch.compiler.set_stance("force_eager"), counter:
             self.passes(0, enter("step"))
         for hook in hooks:
