@@ -26,7 +26,6 @@ from boost.errors import BoostError, ConfigError, StoppedError, TrainingError
 from boost.parallel.members import join_members, open_replica, replica_of_rank, replica_size, waiting_mesh
 from boost.parallel.membership import (
     DEAD,
-    SILENT,
     SLOW,
     STATUS_TEXT,
     Coordinator,
@@ -44,6 +43,7 @@ from boost.parallel.replicas import digest
 from boost.train.failures import is_lost_connection
 from boost.train.heartbeat import Beat, Board, FolderBoard, StoreBoard, apply_timeout
 from boost.train.hooks import MembershipChange
+from boost.train.member_beats import WAITS_S, WATCH_S, MemberBeats
 from boost.train.recovery_messages import decode, encode, state_of, take_state
 from boost.train.store_guard import StoreGuard
 from boost.train.worker import leave
@@ -58,10 +58,6 @@ INCARNATION = "BOOST_INCARNATION"
 REPLICA, COORDINATOR = "BOOST_REPLICA", "BOOST_COORDINATOR"
 """Environment variables of a replica started by torchrun or a similar launcher: its number; host:port of `boost coordinate`."""
 
-WATCH_S = 0.25
-"""Interval at which the store is polled for changes of the membership, seconds."""
-WAITS_S = 2.0
-"""Time that a process waits in a collective before it checks whether the other replicas respond, seconds."""
 PATIENCE = 2
 """A remote store may be silent for this multiple of run.heartbeat_timeout_s while this process waits for others."""
 EXCLUDED_GRACE_S = 5.0
@@ -94,16 +90,13 @@ class Recovery:
         """Micro-batches of the current step whose gradients this process holds."""
         self._depth, self._repeats, self._admits, self._closed = 0, False, False, threading.Event()
         self.trainer: Trainer | None = None
-        self._beats = _Beats(self.board(), self.slots, replica_size(parallel), run.heartbeat_timeout_s)
+        self._beats = MemberBeats(self.board(), self.slots, replica_size(parallel), run.heartbeat_timeout_s)
         self._coordinator = Coordinator(self._store, parallel.dp, replica_size(parallel), self._beats.status)
         self.membership = Membership(-1)
         self._agrees_since: float | None = None
 
-        def stop() -> None:
-            if name := stopped():
-                raise StoppedError(name)
-
-        founded = self._coordinator.form_first(self.member, process, run.startup_timeout_s, stop)
+        self._stopped = stopped
+        founded = self._coordinator.form_first(self.member, process, run.startup_timeout_s, self._require_not_stopped)
         self.is_restart = founded is None
         self.decision = self._connected = founded or self._latest()
         self._lost_reasons: dict[str, str] = {}
@@ -126,6 +119,11 @@ class Recovery:
     def beats(self) -> list[Beat]:
         """The latest heartbeat of each process."""
         return self._beats.board.read(self.slots)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a process has completed the last operation of the run."""
+        return self._store.check(["done"])
 
     def exclude_slow(self, member: Member, text: str) -> None:
         """Excludes a slow member; the others continue without it."""
@@ -202,7 +200,7 @@ class Recovery:
 
     def _join_next(self, begun: float) -> Any:
         while True:
-            if self._store.check(["done"]):  # another process has completed the last operation of the run
+            if self.is_over:
                 return None
             report = Report(self.operation, self._last, tuple(self.held), admits=self._admits)
             try:
@@ -282,15 +280,19 @@ class Recovery:
     def enter(self, trainer: "Trainer") -> None:
         """Waits until the others admit this replica, then receives weights, moments and position from one of them.
 
-        Raises ExcludedError if that fails, so that the replica is restarted; StoppedError if the run ends first.
+        Raises ExcludedError if that fails, so that the replica is restarted; StoppedError if the run ends first, or on a stop
+        signal to a process of this replica.
         """
         since, current = self.decision.number, self.decision
         _barrier_of_replica(self.replica.size)
         if self.replica.process == 0:
             self._coordinator.announce(self.member)
         while (decision := self._coordinator.admitted(self.member, since)) is None:
-            if self._store.check(["done"]):
+            if self.is_over:
                 raise StoppedError("the end of the run")
+            self._require_not_stopped()
+            if why := self._coordinator.lost_reason(self.member.incarnation):
+                raise ExcludedError(f"the others did not admit this replica ({why})")
             if (latest := self._coordinator.latest(since)) is not None:
                 since, current = latest.number, latest
             if current.refused or all(self._is_lost(each) for each in current.members):
@@ -307,6 +309,15 @@ class Recovery:
         self.trainer, self.operation, self._connected = trainer, decision.operation, decision
         self._complete(None)
         trainer.check_replicas(again=True)
+
+    def _require_not_stopped(self) -> None:
+        """Raises StoppedError after a stop signal to this process, or to another one of a replica that waits to join."""
+        key = f"stopped/{self.member.incarnation}"
+        if name := self._stopped():
+            self._store.set(key, name)
+            raise StoppedError(name)
+        if self._store.check([key]):
+            raise StoppedError(self._store.get(key).decode())
 
     def _is_lost(self, member: Member) -> bool:
         """Whether a member is gone, or does not answer. Under torchrun nobody reports a loss if no member is left to notice it."""
@@ -460,31 +471,3 @@ def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int,
 def _barrier_of_replica(size: int) -> None:
     if size > 1:
         dist.barrier()
-
-
-class _Beats:
-    """Which members respond, judged by the heartbeats of their processes."""
-
-    def __init__(self, board: Board, slots: int, processes: int, timeout_s: float) -> None:
-        self.board, self._slots, self._processes, self._timeout_s = board, slots, processes, timeout_s
-        self._seen: dict[int, tuple[str, int, float]] = {}
-        self._read_at = 0.0
-        self._lock = threading.Lock()
-
-    def status(self, member: Member) -> str:
-        """DEAD if a newer incarnation of the replica sends heartbeats: launchers end one before they start the next. SILENT if a
-        process has sent none for run.heartbeat_timeout_s since this process began to watch. Else ''."""
-        with self._lock:
-            now = time.monotonic()
-            if now - self._read_at > 2 * WAITS_S:
-                self._seen = {}  # not watched in between: an old entry does not mean silence
-            if now - self._read_at > WATCH_S:
-                self._read_at = now
-                for beat in self.board.read(self._slots):
-                    if self._seen.get(beat.rank, ("", -1))[:2] != (beat.incarnation, beat.count):
-                        self._seen[beat.rank] = beat.incarnation, beat.count, now
-            slots = range(member.replica * self._processes, (member.replica + 1) * self._processes)
-            found = [self._seen[slot] for slot in slots if slot in self._seen]
-            if any(name != member.incarnation for name, _, _ in found):
-                return DEAD
-            return SILENT if any(now - since > self._timeout_s for _, _, since in found) else ""

@@ -95,8 +95,10 @@ def train(
         with lock, _heartbeat(mesh, config, recovery) as heartbeat:
             try:
                 result = _train(config, resume, start_from, [*hooks, *_faults(faults)], restart, mesh, recovery)
-            except StoppedError:  # the run ended while this replica was rejoining
-                return None, 0
+            except StoppedError as stop:
+                print(f"stopped by {stop} before this replica had rejoined; nothing was lost")
+                ended = request.requested or (recovery is not None and recovery.is_over)
+                return None, 0 if ended else _stopped_elsewhere()
             except Exception as error:
                 if recovery is not None:
                     recovery.failed(error)

@@ -4,25 +4,26 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from boost.config import Config
-from boost.errors import BoostError, ConfigError, StorageError, TrainingError
+from boost.errors import BoostError, ConfigError, StoppedError, StorageError, TrainingError
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.members import replica_of_rank
-from boost.parallel.membership import DEAD, SILENT, Member
+from boost.parallel.membership import SILENT, Coordinator, Decision, ExcludedError, Member
 from boost.parallel.recoverable import PeersLostError
 from boost.parallel.replicas import Mismatch, ReplicaReport
 from boost.train.checkpoint import SavedCheckpoint
 from boost.train.evaluate import Evaluation
 from boost.train.faults import Fault
-from boost.train.heartbeat import Beat
 from boost.train.launch import Replicas, launch
 from boost.train.loop import Trainer
 from boost.train.metrics import read_metrics
-from boost.train.recovery import Recovery, _Beats
+from boost.train.recovery import Recovery
 from boost.train.recovery_messages import decode, encode
 from boost.train.rollback import Rollbacks
 from boost.train.run import train_process
@@ -410,34 +411,32 @@ def test_one_that_dies_while_state_is_handed_over_is_one_more_loss(store: Path, 
     assert sum(len(line["lost"]) for line in of("membership", found)) >= 2
 
 
-def test_heartbeats_tell_a_silent_replica_from_a_restarted_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Board:
-        def __init__(self) -> None:
-            self.beats = [Beat(0, 1, incarnation="0.0"), Beat(1, 1, incarnation="0.0")]
+def waiting_replica(stopped: str | None = None) -> Recovery:
+    """A restarted replica 1 of 2 that has not joined yet, without its processes."""
+    found, first = Recovery.__new__(Recovery), (Member(0, "0.0"), Member(1, "1.0"))
+    found._store, found.member, found.decision = dist.HashStore(), Member(1, "1.1"), Decision(0, first)
+    found.replica, found._beats = SimpleNamespace(size=1, process=0), SimpleNamespace(status=lambda member: "")  # type: ignore[assignment]
+    found._coordinator, found._stopped = Coordinator(found._store, 2, 1), lambda: stopped
+    return found
 
-        def post(self, rank: int, text: str) -> None: ...
 
-        def read(self, size: int) -> list[Beat]:
-            return self.beats
+@pytest.mark.parametrize("place", ["this process", "another one of the replica"])
+def test_a_stop_signal_ends_a_replica_that_waits_to_join(place: str) -> None:
+    waits = waiting_replica("SIGTERM" if place == "this process" else None)
+    if place != "this process":
+        other = waiting_replica("SIGTERM")
+        other._store = waits._store
+        with pytest.raises(StoppedError, match="SIGTERM"):
+            other._require_not_stopped()
+    with pytest.raises(StoppedError, match="SIGTERM"):
+        waits.enter(None)  # type: ignore[arg-type]
 
-    board, clock = Board(), [100.0]
-    monkeypatch.setattr("boost.train.recovery.time.monotonic", lambda: clock[0])
-    beats = _Beats(board, 2, 2, timeout_s=10)
 
-    def status_after(seconds: float) -> str:
-        while seconds > 0:
-            clock[0] += min(seconds, 1.0)
-            seconds -= 1.0
-            found = beats.status(Member(0, "0.0"))
-        return found
-
-    assert status_after(9) == ""
-    board.beats[0] = Beat(0, 2, incarnation="0.0")
-    assert status_after(5) == SILENT, "one of its processes sends nothing"
-    board.beats[1] = Beat(1, 2, incarnation="0.0")
-    assert status_after(1) == ""
-    board.beats[0] = Beat(0, 1, incarnation="0.1")
-    assert status_after(1) == DEAD
+def test_a_replica_that_the_others_take_for_lost_does_not_wait_to_join_for_ever() -> None:
+    waits = waiting_replica()
+    waits._coordinator.exclude("1.1", SILENT, "does not answer")
+    with pytest.raises(ExcludedError, match="does not answer"):
+        waits.enter(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
