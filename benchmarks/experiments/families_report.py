@@ -6,10 +6,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.experiments.intervals import t_interval
 from benchmarks.experiments.scores import EXPLAINED, SCORES
 from boost.measure import drawing
 from boost.measure.document import Figure, Goal, Section, Table
 from boost.measure.results import Facts
+
+VARIES = {
+    "loro": "svd",
+    "svd-spectral": "svd",
+    "svd-dlr": "svd",
+    "svd-spectron": "svd",
+    "lax-svd": "svd",
+    "lax": "cola",
+    "cola-dlr": "cola",
+    "cola-spectron": "cola",
+    "cola-kv": "cola",
+    "lax-tensor": "lax",
+    "lax-dense": "lax",
+}
+"""What each variant is compared with, if that is not the first contender."""
 
 
 def rows(facts: Facts) -> list[Facts]:
@@ -105,6 +121,7 @@ def section(facts: Facts) -> Section:
             words,
             Table(caption, headings, tuple(_cells(row, first) for row in found)),
             *_equal_time_table(found),
+            *_difference_table(facts),
             *_score_table(facts),
             Figure("families", below, lambda path: draw(facts, path)),
         ),
@@ -129,6 +146,44 @@ def _equal_time_table(found: Sequence[Facts]) -> Iterator[Table]:
         "median step, on a schedule of that length."
     )
     yield Table(caption, ("model", "steps:", "held-out loss at equal time:", "at equal tokens:"), cells)
+
+
+def differences(facts: Facts) -> dict[tuple[str, str], list[tuple[float, float, float] | None]]:
+    """(mean, lower, upper) of the differences in held-out loss between contenders, paired by seed, with 95% t intervals: at equal
+    tokens and, if there are such runs, at equal time. By (contender, what it is compared with). None if a run diverged."""
+    first, pairs = next(iter(facts["contenders"])), {}
+    for name in facts["contenders"]:
+        base = VARIES.get(name, first)
+        if name == first:
+            continue
+        pair = name, base if base in facts["contenders"] else first
+        found = [_paired([list(_losses(facts, each).values()) for each in pair])]
+        if facts.get("equal_steps"):
+            found.append(_paired([_equal_time(facts, each) for each in pair]))
+        pairs[pair] = found
+    return pairs
+
+
+def _paired(losses: Sequence[Sequence[float | None]]) -> tuple[float, float, float] | None:
+    sound = [a - b for a, b in zip(*losses, strict=False) if a is not None and b is not None]
+    return t_interval(sound) if len(sound) == max(map(len, losses)) else None
+
+
+def _difference_table(facts: Facts) -> Iterator[Table]:
+    """Every variant against what it varies; nothing for a single seed."""
+    if len(facts["seeds"]) < 2:
+        return
+
+    def cell(found: tuple[float, float, float] | None) -> str:
+        if found is None:
+            return "diverged"
+        mean, low, high = found
+        return f"{mean:+.3f} ({low:+.3f} to {high:+.3f}){'' if low * high > 0 else ', none shown'}"
+
+    pairs = differences(facts)
+    headings = ("models", "equal tokens:", *(("equal time:",) if facts.get("equal_steps") else ()))
+    cells = tuple((f"{a} - {b}", *(cell(each) for each in found)) for (a, b), found in pairs.items())
+    yield Table("Measured. Differences in held-out loss, paired by seed, with 95% t intervals.", headings, cells)
 
 
 def _score_table(facts: Facts) -> Iterator[Table]:

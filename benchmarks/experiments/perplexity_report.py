@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.experiments.curves import shape_words
 from benchmarks.experiments.families_report import smooth
+from benchmarks.experiments.intervals import CONFIDENCE, t_interval
 from benchmarks.experiments.scores import EXPLAINED, SCORES
 from boost.measure import drawing
 from boost.measure.document import Figure, Goal, Section, Table
@@ -16,8 +17,6 @@ from boost.measure.results import Facts
 
 SINGLE = "single"
 """Name of the layout of one process."""
-
-CONFIDENCE = 0.95
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 STYLES = ("-", "--")
@@ -62,10 +61,8 @@ class LayoutResult:
 
 def bound(differences: Sequence[float]) -> float:
     """The end of the t interval of the mean difference that is farther from 0: with CONFIDENCE, the mean is closer to 0."""
-    from scipy.stats import t
-
-    quantile = float(t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1))
-    return abs(statistics.fmean(differences)) + quantile * statistics.stdev(differences) / math.sqrt(len(differences))
+    _, low, high = t_interval(differences)
+    return max(abs(low), abs(high))
 
 
 def rows(facts: Facts) -> list[LayoutResult]:

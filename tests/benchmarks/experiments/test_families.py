@@ -134,7 +134,8 @@ def test_the_numbers_of_the_table(config: Config, made: list[Task], tmp_path: Pa
     assert rows["lax"]["step_s"] == pytest.approx((0.25, 0.175, 0.325))
     assert rows["lax"]["at_edge"] and rows["dense"]["at_edge"]
     table = (tmp_path / "f.md").read_text()
-    assert table.count("\n| ") == 1 + len(FOUR)
+    assert table.count("\n| ") == (1 + len(FOUR)) + (1 + len(FOUR) - 1), "the models, and their differences"
+    assert "| lax - cola |" in table
     assert "| 4.4625 ± 0.0884 |" in table and "| -0.5900 ± 0.0000 |" in table and "| 0.01 * |" in table
 
 
@@ -147,6 +148,26 @@ def test_a_run_that_diverged_is_said_and_not_averaged_away(config: Config, made:
     assert "diverged, 2 of 2" in (tmp_path / "f.md").read_text()
     with pytest.raises(TrainingError, match="dense diverged at every learning rate"):
         families.compare(hot, dataclasses.replace(PLAN, sweep=(1e-2,)), tmp_path / "g")
+
+
+def facts_of_losses(losses: dict[str, list[float | None]]) -> dict[str, Any]:
+    runs = [
+        {"contender": name, "seed": seed, "lr": 1.0, "loss": loss}
+        for name, each in losses.items()
+        for seed, loss in enumerate(each)
+    ]
+    seeds = list(range(len(next(iter(losses.values())))))
+    return {"contenders": {name: {"lr": 1.0} for name in losses}, "seeds": seeds, "runs": runs}
+
+
+def test_variants_are_compared_with_what_they_vary_by_seed() -> None:
+    losses = {"dense": [5.0, 7.0, 6.0], "cola": [4.0, 6.5, 5.5], "cola-kv": [4.1, 6.6, 5.6], "loro": [5.0, None, 6.0]}
+    found = families_report.differences(facts_of_losses(losses))
+    assert list(found) == [("cola", "dense"), ("cola-kv", "cola"), ("loro", "dense")], "no svd here"
+    half = 4.302653 * 0.288675 / math.sqrt(3)
+    assert found["cola", "dense"] == [pytest.approx((-2 / 3, -2 / 3 - half, -2 / 3 + half), abs=1e-5)]
+    assert found["cola-kv", "cola"] == [pytest.approx((0.1, 0.1, 0.1))]
+    assert found["loro", "dense"] == [None]
 
 
 def test_what_is_finished_is_kept_and_other_settings_are_refused(
