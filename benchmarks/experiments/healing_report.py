@@ -16,7 +16,8 @@ STARTS = {
     "inputs": "weighted by calibration inputs (SVD-LLM)",
     "gradients": "and by output gradients",
     "ranks": "and ranks by cost",
-    "all": "calibrated and sequential (`boost import --calibrate`)",
+    "fully": "and block by block, fully corrected",
+    "all": "and corrected as far as the text supports it (`boost import --calibrate`)",
     "cola": "the same with SiLU on the latents (cola)",
 }
 RISE_GOAL = 1 / 5

@@ -69,11 +69,14 @@ class ObservedLayout(Single):
 
 @dataclass
 class GroupMoments:
-    """Moments of one group of linears, fp64: means over tokens of x x^T, and per slot of g g^T."""
+    """Moments of one group of linears, fp64: means over tokens of s x x^T, and per slot of g g^T."""
 
     inputs: Tensor
     outputs: dict[str, Tensor] = field(default_factory=dict)
     """By slot, such as attn.q. g is the gradient of the summed loss of a batch with respect to one token's output."""
+    importance: list[Tensor] = field(default_factory=list)
+    """s, one [T] fp32 per batch: |g|^2 of all slots together, relative to its mean over tokens. Errors at tokens with large inputs
+    and small gradients, such as the first of a sequence in many trained models, hardly matter."""
 
 
 def observers_of(decoder: Decoder) -> list[Observer]:
@@ -102,24 +105,23 @@ def read_batches(store: TokenStore, tokens: int, seq_len: int, device: torch.dev
     return [Batch(*(torch.from_numpy(x).to(device) for x in (each.tokens, each.targets))) for each in found]
 
 
-def collect(decoder: Decoder, batches: Sequence[Batch], seed: int = 0) -> dict[str, GroupMoments]:
+def collect(
+    decoder: Decoder, batches: Sequence[Batch], seed: int = 0, weighted: bool = True
+) -> dict[str, GroupMoments]:
     """Moments of every group, by `group_name`, from one forward and backward pass over the batches.
 
     Gradients are those of targets sampled from the model itself (seed `seed`), not of the text: their second moment is
     the Fisher matrix, the curvature of the divergence from this model, also where the model has not converged.
+
+    Not `weighted`: all tokens have importance 1.
     """
     names, device = named_groups(decoder), decoder.device
     moments = _empty(decoder.model, device)
     generator = torch.Generator(device).manual_seed(seed)
 
     def observe(group: LinearGroup, x_TI: Tensor, outputs: Sequence[Tensor]) -> None:
-        found = moments[names[group]]
-        if not x_TI.requires_grad:
-            return  # the pass that samples targets
-        add_moment(found.inputs, x_TI.detach())
-        for slot, y_TO in zip(group.shape.slots, outputs, strict=True):
-            into = found.outputs[slot.name]
-            y_TO.register_hook(lambda g_TO, into=into: add_moment(into, g_TO))
+        if x_TI.requires_grad:  # not in the pass that samples targets
+            _Gradients(moments[names[group]], x_TI.detach(), weighted).watch(group, outputs)
 
     trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
     for parameter in trained:
@@ -137,10 +139,42 @@ def collect(decoder: Decoder, batches: Sequence[Batch], seed: int = 0) -> dict[s
             parameter.requires_grad_(True)
     total = sum(batch.tokens.numel() for batch in batches)
     for each in moments.values():
-        each.inputs /= total
+        mean = float(sum(s_T.double().sum() for s_T in each.importance)) / total
+        each.importance = [s_T / mean for s_T in each.importance]
+        each.inputs /= total * mean
         for moment in each.outputs.values():
             moment /= total
     return moments
+
+
+class _Gradients:
+    """Adds one batch to the moments of a group, as the gradients of its outputs arrive."""
+
+    def __init__(self, into: GroupMoments, x_TI: Tensor, weighted: bool) -> None:
+        self._into, self._x_TI, self._weighted = into, x_TI, weighted
+        self._squares_T = torch.zeros(len(x_TI), device=x_TI.device)
+        self._missing = 0
+
+    def watch(self, group: LinearGroup, outputs: Sequence[Tensor]) -> None:
+        self._missing = len(outputs)
+        for slot, y_TO in zip(group.shape.slots, outputs, strict=True):
+            y_TO.register_hook(lambda g_TO, moment=self._into.outputs[slot.name]: self._arrived(g_TO, moment))
+
+    def _arrived(self, g_TO: Tensor, moment_OO: Tensor) -> None:
+        add_moment(moment_OO, g_TO)
+        self._squares_T += g_TO.double().square().sum(1).float()
+        self._missing -= 1
+        if self._missing == 0:
+            # Gradients that never arrive, of a model with weights of zero, say nothing about tokens.
+            weighted = self._weighted and bool(self._squares_T.any())
+            s_T = self._squares_T if weighted else torch.ones_like(self._squares_T)
+            add_moment(self._into.inputs, weigh(self._x_TI, s_T))
+            self._into.importance.append(s_T)
+
+
+def weigh(x_TN: Tensor, s_T: Tensor) -> Tensor:
+    """sqrt(s) x: the product of two such tensors weighs tokens by s."""
+    return x_TN * s_T.to(x_TN.dtype).sqrt()[:, None]
 
 
 def add_moment(into_NN: Tensor, x_TN: Tensor, y_TN: Tensor | None = None) -> None:

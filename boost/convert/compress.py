@@ -4,7 +4,7 @@
    (`boost.convert.calibration`).
 2. Ranks of all linears under one budget, by what each direction costs the loss (`boost.convert.allotment`).
 3. Block by block, group by group (`boost.convert.twins`): truncated SVD in the norm of these moments, with the inputs that the
-   factorized blocks before it produce, towards the outputs of the dense model.
+   factorized blocks before it produce, towards the outputs of the dense model as far as the text supports it (`corrected`).
 """
 
 import math
@@ -22,7 +22,6 @@ from boost.config.schema import ModelConfig, ParallelConfig
 from boost.convert.allotment import Candidate, allot
 from boost.convert.calibration import (
     BATCH_TOKENS,
-    Batch,
     ObservedLayout,
     collect,
     group_name,
@@ -30,7 +29,7 @@ from boost.convert.calibration import (
     read_batches,
 )
 from boost.convert.spectrum import FactoredLinear, Truncation, low_rank_table, summaries
-from boost.convert.twins import Twins
+from boost.convert.twins import InputMoments, Twins
 from boost.data.store import TokenStore
 from boost.errors import ConfigError
 from boost.format import format_bytes
@@ -175,11 +174,13 @@ class Method:
     """Parts of the method, which the experiment `python -m benchmarks healing` removes one at a time."""
 
     gradients: bool = True
-    """Weight output errors by the moment of their gradients. False: all alike, as SVD-LLM (arXiv 2403.07378)."""
+    """Weight output errors and tokens by the moments of gradients. False: all alike, as SVD-LLM (arXiv 2403.07378)."""
     allot: bool = True
     """Ranks by cost. False: the same fraction of parameters in every linear."""
     sequential: bool = True
     """Inputs of the factorized model, towards outputs of the dense one. False: inputs of the dense model."""
+    shrink: bool = True
+    """Correct weights as far as the text supports it. False: fully, as if it were all text that the model will see."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ def compress(
     """Factorizes a dense decoder (with an `ObservedLayout`) as `compression` says; it is not changed. Raises BoostError."""
     dense, device = decoder.model, decoder.device
     batches = read_batches(store, compression.tokens, seq_len, device)
-    moments, weights = collect(decoder, batches), dense_weights(decoder)
+    moments, weights = collect(decoder, batches, weighted=method.gradients), dense_weights(decoder)
     where = {
         f"layers.{n}.{s.name}": group_name(n, g.name)
         for n in range(dense.layers)
@@ -227,6 +228,7 @@ def compress(
         else moment_root(torch.eye(len(weights[name]), device=device))
         for name, group in where.items()
     }
+    importance = {name: each.importance for name, each in moments.items()}
     del moments
     values = {
         name: weighted_values(w_OI, outputs[name], inputs[where[name]])
@@ -241,7 +243,7 @@ def compress(
     default = max(set(ranks.values()), key=list(ranks.values()).count)
     model = from_tree({"model": low_rank_table(dense, compression.family, default, ranks)}).model
     low = new_decoder(model, decoder.compute_dtype, device)
-    rows = _fill(decoder, low, batches, outputs, ranks, method.sequential)
+    rows = _fill(Twins(decoder, low, batches), outputs, importance, ranks, method)
     report = {
         "asked": {
             name: list(value) if isinstance(value, tuple) else value
@@ -263,54 +265,76 @@ def compress(
 
 @torch.no_grad()
 def _fill(
-    dense: Decoder,
-    low: Decoder,
-    batches: Sequence[Batch],
+    twins: Twins,
     outputs: Mapping[str, MomentRoot],
+    importance: Mapping[str, Sequence[Tensor]],
     ranks: Mapping[str, int],
-    sequential: bool,
+    method: Method,
 ) -> list[FactoredLinear]:
     """Fills the factorized model and returns what was done to every linear, in forward order."""
+    dense, low = twins.dense, twins.low
     weights, slices = dense_weights(dense), _slices(low)
     for name, tensor in _slices(dense).items():
         if name in slices:  # embedding, norms, head
             slices[name].copy_(tensor)
-    twins, rows = Twins(dense, low, batches), list[FactoredLinear]()
+    rows = list[FactoredLinear]()
     for layer in progress(range(dense.model.layers), "factorize"):
         for index, group in enumerate(groups(dense.model, layer)):
-            low_II, cross_II = twins.moments(index, sequential)
-            # W x is closest to (W E[x x'^T] E[x' x'^T]^-1) x' in the least-squares sense.
-            change_II, root = solve_right(cross_II, low_II), moment_root(low_II)
+            s = importance[group_name(layer, group.name)]
+            halves = twins.moments(index, s, method.sequential)
+            root = moment_root((halves[0] + halves[1]).low)
             found = {}
             for slot in group.slots:
                 name = f"layers.{layer}.{slot.name}"
-                found[name] = factorize_weighted(weights[name] @ change_II, ranks[name], outputs[name], root)
-            for name, factors in found.items():
+                target_OI, share = corrected(weights[name], halves, outputs[name], method.shrink)
+                found[name] = target_OI, share, factorize_weighted(target_OI, ranks[name], outputs[name], root)
+            for name, (target_OI, share, factors) in found.items():
                 a_RI, b_OR = factors.a_RI, factors.b_OR
-                rows.append(_row(name, weights[name], factors))
+                rows.append(_row(name, weights[name], factors, share))
                 if low.model.latent_act == "silu":
-                    a_RI, b_OR = _bent(twins, index, weights[name], a_RI, low_II)
+                    a_RI = a_RI * (LATENT_RMS / ((a_RI @ root.root).square().sum(1).sqrt()))[:, None]
+                    latents_RR, cross_IR = twins.latent_moments(index, a_RI, s, method.sequential)
+                    # B is the least-squares solution for the latents after SiLU, which is nearly linear at this scale.
+                    b_OR = solve_right(target_OI @ cross_IR, latents_RR)
                 slices[f"{name}.A"].copy_(a_RI)
                 slices[f"{name}.B"].copy_(b_OR)
         twins.advance()
     return rows
 
 
-def _bent(twins: Twins, index: int, w_OI: Tensor, a_RI: Tensor, low_II: Tensor) -> tuple[Tensor, Tensor]:
-    """(A, B) with B silu(A x') close to W x: latents are scaled to a root mean square of `LATENT_RMS`, where SiLU is nearly linear,
-    and B is the least-squares solution for the latents after SiLU."""
-    rms_R = ((a_RI @ low_II) * a_RI).sum(1).sqrt()
-    a_RI = a_RI * (LATENT_RMS / rms_R)[:, None]
-    latents_RR, cross_IR = twins.latent_moments(index, a_RI)
-    return a_RI, solve_right(w_OI @ cross_IR, latents_RR)
+def corrected(
+    w_OI: Tensor, halves: Sequence[InputMoments], output: MomentRoot, shrink: bool = True
+) -> tuple[Tensor, float]:
+    """The weight whose outputs for inputs x' of the factorized model come close to W x, and the share of the correction in it.
+
+    W E[x x'^T] E[x' x'^T]^-1 is closest on the calibration text, but most of what it adds to W may be noise, which builds up over
+    the blocks. Hence only a share of it is added: the share with which a correction fitted on one half of the text is closest on
+    the other half, in the norm of the outputs' gradients, both ways. The correction of the whole text has half the noise of that
+    of a half, so share a of the latter becomes 2 a / (1 + a) of the former. Not `shrink`: all of it.
+    """
+
+    def correction(of: InputMoments) -> Tensor:
+        return solve_right(w_OI @ (of.cross - of.low), of.low)
+
+    whole_OI = correction(halves[0] + halves[1])
+    if not shrink:
+        return w_OI + whole_OI, 1.0
+    gained = possible = 0.0
+    for fitted, held in (halves, halves[::-1]):
+        error_OI = output.root.T @ correction(fitted)
+        gained += float(((output.root.T @ (w_OI @ (held.cross - held.low))) * error_OI).sum())
+        possible += float(((error_OI @ held.low) * error_OI).sum())
+    half = min(max(gained / possible, 0.0), 1.0) if possible > 0 else 0.0
+    share = 2 * half / (1 + half)
+    return w_OI + share * whole_OI, share
 
 
-def _row(name: str, w_OI: Tensor, found: Factorization) -> FactoredLinear:
+def _row(name: str, w_OI: Tensor, found: Factorization, correction: float) -> FactoredLinear:
     squares, rank = found.values.square(), found.rank
     lost = float(squares[rank:].sum())
     energy = 1 - lost / float(squares.sum().clamp_min(torch.finfo(squares.dtype).tiny))
     error = float((w_OI - found.b_OR @ found.a_RI).norm() / w_OI.norm())
-    return FactoredLinear(name, w_OI.shape[0], w_OI.shape[1], rank, energy, error, lost / 2)
+    return FactoredLinear(name, w_OI.shape[0], w_OI.shape[1], rank, energy, error, lost / 2, correction)
 
 
 def _sampled_spectrum(values: Tensor) -> dict[str, Any]:
@@ -352,10 +376,12 @@ def new_decoder(model: ModelConfig, dtype: torch.dtype, device: torch.device) ->
 
 def _require_memory(dense: ModelConfig, compression: Compression) -> None:
     """Raises ConfigError if both models and all moments exceed the memory of the device."""
-    needed = 2 * moment_bytes(dense) + 8 * 2 * parameter_count(dense)
+    streams = 4 * compression.tokens * (2 * dense.dim + sum(len(groups(dense, n)) for n in range(dense.layers)))
+    needed = 2 * moment_bytes(dense) + 8 * 2 * parameter_count(dense) + streams
     available = total_memory(torch.device(compression.device))
     if needed > available:
         raise ConfigError(
-            f"--calibrate needs about {format_bytes(needed)} for both models and the second moments of all linears, but the device "
-            f"has {format_bytes(available)}; use a device with more memory (--device cpu), or --energy without calibration"
+            f"--calibrate needs about {format_bytes(needed)} for both models, the second moments of all linears and the residual "
+            f"streams of {compression.tokens} tokens, but the device has {format_bytes(available)}; use a device with more memory "
+            "(--device cpu), fewer --calibrate-tokens, or --energy without calibration"
         )

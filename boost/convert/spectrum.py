@@ -75,6 +75,8 @@ class FactoredLinear:
     """||W - B A|| / ||W||, Frobenius."""
     cost: float | None = None
     """Expected rise of the loss from this linear alone, nats per token; None without calibration."""
+    correction: float | None = None
+    """Share of the correction towards the dense model's outputs (`boost.convert.compress.corrected`); None without calibration."""
 
 
 class Factorizer:

@@ -1,19 +1,34 @@
 """Calibration text through a dense model and through its factorized copy, one block after the other.
 
-Legend: x input of a group in the dense model, x' in the factorized one, [T, I]; h = silu(A x') its activated latents, [T, r].
+Legend: x input of a group in the dense model, x' in the factorized one, [T, I]; h = silu(A x') its activated latents, [T, r];
+s importance of a token (`GroupMoments`).
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from boost.convert.calibration import Batch, add_moment, observers_of
+from boost.convert.calibration import Batch, add_moment, observers_of, weigh
 from boost.models.attention import make_context
 from boost.models.decoder import Decoder, TransformerBlock
 from boost.models.group import LinearGroup
 from boost.models.interface import Stream
+
+
+@dataclass(frozen=True)
+class InputMoments:
+    """Moments of the inputs of a group, [I, I] fp64; divided by the number of all tokens, so that those of parts add up."""
+
+    low: Tensor
+    """E[s x' x'^T]."""
+    cross: Tensor
+    """E[s x x'^T]."""
+
+    def __add__(self, other: "InputMoments") -> "InputMoments":
+        return InputMoments(self.low + other.low, self.cross + other.cross)
 
 
 class Twins:
@@ -21,6 +36,7 @@ class Twins:
 
     def __init__(self, dense: Decoder, low: Decoder, batches: Sequence[Batch]) -> None:
         """Both models have an `ObservedLayout` and the same embedding."""
+        self.dense, self.low = dense, low
         self._models, self._batches = (dense, low), batches
         self._layer = 0
         self._tokens = sum(batch.tokens.numel() for batch in batches)
@@ -28,27 +44,38 @@ class Twins:
             embedded = [dense.layout.embed(b.tokens.reshape(-1), dense.embed, dense.compute_dtype) for b in batches]
             self._streams = [(x, x) for x in (each.wait() for each in embedded) if isinstance(x, Tensor)]
 
-    def moments(self, index: int, sequential: bool = True) -> tuple[Tensor, Tensor]:
-        """E[x' x'^T] and E[x x'^T] of group `index` of the current block, [I, I] fp64. Not `sequential`: of x in place of x'."""
-        dense, _ = self._models
+    def moments(self, index: int, importance: Sequence[Tensor], sequential: bool = True) -> list[InputMoments]:
+        """Of group `index` of the current block, over each half of the tokens of every batch.
+
+        `importance`: s of every token, one [T] per batch. Not `sequential`: of x in place of x'.
+        """
         width = self._blocks()[0].groups[index].shape.slots[0].d_in
-        low, cross = (torch.zeros(width, width, dtype=torch.double, device=dense.device) for _ in range(2))
-        for x_TI, low_TI in self._inputs(index):
-            used_TI = low_TI if sequential else x_TI
-            add_moment(low, used_TI)
-            add_moment(cross, x_TI, used_TI)
+        halves = [InputMoments(*(self._zeros(width, width) for _ in range(2))) for _ in range(2)]
+        for (x_TI, low_TI), s_T in zip(self._inputs(index), importance, strict=True):
+            weighted = weigh(x_TI, s_T), weigh(low_TI if sequential else x_TI, s_T)
+            for half, x, used in zip(halves, *(each.tensor_split(2) for each in weighted), strict=True):
+                add_moment(half.low, used)
+                add_moment(half.cross, x, used)
+        for half in halves:
+            half.low.div_(self._tokens)
+            half.cross.div_(self._tokens)
+        return halves
+
+    def latent_moments(
+        self, index: int, a_RI: Tensor, importance: Sequence[Tensor], sequential: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """E[s h h^T] [r, r] and E[s x' h^T] [I, r] of h = silu(A x'), fp64; see `moments`."""
+        rank, width = a_RI.shape
+        low, cross = self._zeros(rank, rank), self._zeros(width, rank)
+        for (x_TI, low_TI), s_T in zip(self._inputs(index), importance, strict=True):
+            used_TI = (low_TI if sequential else x_TI).double()
+            h_TR = weigh(F.silu(used_TI @ a_RI.T), s_T)
+            add_moment(low, h_TR)
+            add_moment(cross, weigh(used_TI, s_T), h_TR)
         return low / self._tokens, cross / self._tokens
 
-    def latent_moments(self, index: int, a_RI: Tensor) -> tuple[Tensor, Tensor]:
-        """E[h h^T] [r, r] and E[x h^T] [I, r] of h = silu(A x'), fp64."""
-        rank, width = a_RI.shape
-        low = torch.zeros(rank, rank, dtype=torch.double, device=a_RI.device)
-        cross = torch.zeros(width, rank, dtype=torch.double, device=a_RI.device)
-        for x_TI, low_TI in self._inputs(index):
-            h_TR = F.silu(low_TI.double() @ a_RI.T)
-            add_moment(low, h_TR)
-            add_moment(cross, x_TI, h_TR)
-        return low / self._tokens, cross / self._tokens
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.double, device=self._models[0].device)
 
     def advance(self) -> None:
         """Moves both streams to the next block."""

@@ -32,14 +32,20 @@ def weights(decoder: Decoder) -> dict[str, Tensor]:
 
 def test_inputs_are_those_of_the_linears(decoder: Decoder) -> None:
     batches = [batch(2, 8), batch(3, 8)]
-    moments = collect(decoder, batches)
+    moments = collect(decoder, batches, weighted=False)
     x = torch.cat([decoder.embed[each.tokens.reshape(-1)] for each in batches]).detach()
     x = (
         x
         * (x.square().mean(-1, keepdim=True) + decoder.model.norm_eps).rsqrt()
         * weights(decoder)["layers.0.attn_norm"]
     )
-    torch.testing.assert_close(moments["layers.0.qkv"].inputs, (x.T @ x / len(x)).detach())
+    x = x.detach()
+    torch.testing.assert_close(moments["layers.0.qkv"].inputs, x.T @ x / len(x))
+    weighted = collect(decoder, batches)["layers.0.qkv"]
+    s = torch.cat(weighted.importance)
+    assert [len(each) for each in weighted.importance] == [16, 24] and float(s.mean()) == pytest.approx(1)
+    assert float(s.std()) > 0.1
+    torch.testing.assert_close(weighted.inputs, x.T @ (x * s[:, None]) / len(x), rtol=1e-6, atol=1e-6)
     assert moments.keys() == {f"layers.{n}.{g}" for n in range(2) for g in ("qkv", "o", "gate_up", "down")}
     assert all(p.grad is None and p.requires_grad for p in decoder.parameters())
 
@@ -57,6 +63,35 @@ def test_gradients_are_those_of_targets_drawn_from_the_model(decoder: Decoder) -
         assert fused.parameter.grad is not None
         dw = view.view(fused.parameter.grad)
         torch.testing.assert_close(found.outputs[name], dw @ dw.T / found.inputs.trace())
+
+
+def test_importance_is_the_squared_gradient_of_all_slots(decoder: Decoder) -> None:
+    """Of a single token, |g|^2 = |dW|^2 / |x|^2."""
+    ones = [batch(1, 1), Batch(batch(2, 1).tokens[1:], batch(2, 1).tokens[1:])]
+    moments, generator, squares = collect(decoder, ones, seed=7), torch.Generator().manual_seed(7), []
+    for one in ones:
+        targets = _sampled(decoder, one, generator)
+        decoder(one.tokens, targets).backward()
+        dw = torch.cat([
+            s.view(f.parameter.grad).reshape(-1)
+            for f in fused_params(decoder)
+            for s in f.slices
+            if s.parameter.name in [f"layers.1.mlp.{name}.W" for name in ("gate", "up")] and f.parameter.grad is not None
+        ])  # fmt: skip
+        squares.append(
+            float(dw.square().sum()) / float(collect(decoder, [one], weighted=False)["layers.1.gate_up"].inputs.trace())
+        )
+        decoder.zero_grad()
+    found = [float(each) for each in moments["layers.1.gate_up"].importance]
+    assert found == pytest.approx([each / (sum(squares) / 2) for each in squares])
+
+
+def test_a_model_without_gradients_has_tokens_of_equal_importance(decoder: Decoder) -> None:
+    with torch.no_grad():
+        weights(decoder)["layers.1.mlp.down.W"].zero_()
+    found = collect(decoder, [batch(2, 8)])["layers.1.gate_up"]
+    assert float(found.outputs["mlp.up"].abs().max()) == 0
+    assert found.importance[0].tolist() == [1.0] * 16 and bool(found.inputs.diagonal().gt(0).all())
 
 
 def test_targets_follow_the_predictions(decoder: Decoder) -> None:

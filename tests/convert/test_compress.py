@@ -10,9 +10,11 @@ from torch import Tensor
 
 from boost.config.architecture import parameter_count
 from boost.config.load import from_tree
-from boost.convert.compress import Compression, linear_parameters
+from boost.convert.compress import Compression, corrected, linear_parameters
 from boost.convert.importing import Imported, import_weights
+from boost.convert.twins import InputMoments
 from boost.errors import BoostError, ConfigError
+from boost.models.factorize import moment_root
 from tests import toy
 from tests.convert.toys import LLAMA, all_logits, llama_folder, loaded, write_folder
 
@@ -120,3 +122,46 @@ def test_calibration_text_needs_the_models_tokenizer(tmp_path: Path, store: Path
     llama_folder(tmp_path / "small", **{**config, "vocab_size": 64})
     with pytest.raises(ConfigError, match=r"--calibrate = .* has token ids up to \d+, but the model has 64"):
         compressed(tmp_path / "small", tmp_path / "out", store, 0.5)
+
+
+def moments(x_TI: Tensor, low_TI: Tensor) -> list[InputMoments]:
+    """Of two halves of the tokens."""
+    pairs = zip(x_TI.tensor_split(2), low_TI.tensor_split(2), strict=True)
+    return [InputMoments(low.T @ low / len(x_TI), x.T @ low / len(x_TI)) for x, low in pairs]
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.double, generator=torch.Generator().manual_seed(seed))
+
+
+def test_equal_inputs_need_no_correction() -> None:
+    w, x = random(6, 8, seed=0), random(40, 8, seed=1)
+    found, share = corrected(w, moments(x, x), moment_root(torch.eye(6)))
+    assert share == 0 and torch.equal(found, w)
+
+
+def test_what_the_factorized_model_distorts_is_undone() -> None:
+    w, x, distort = random(6, 8, seed=0), random(400, 8, seed=1), torch.eye(8) + 0.3 * random(8, 8, seed=2)
+    found, share = corrected(w, moments(x, x @ distort.T), moment_root(torch.eye(6)))
+    assert share == pytest.approx(1, abs=1e-4)
+    torch.testing.assert_close(found @ distort, w, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_is_not_taken_for_a_correction(seed: int) -> None:
+    """x' lacks something of x that it says nothing about."""
+    w, low, missing = random(6, 32, seed=0), random(128, 32, seed=10 + seed), random(128, 32, seed=20 + seed)
+    halves = moments(low + missing, low)
+    found, share = corrected(w, halves, moment_root(torch.eye(6)))
+    fully, all_of_it = corrected(w, halves, moment_root(torch.eye(6)), shrink=False)
+    assert all_of_it == 1 and share < 0.2
+    assert (found - w).norm() < 0.2 * (fully - w).norm()
+
+
+def test_the_share_grows_with_the_text() -> None:
+    w, distort = random(6, 32, seed=0), torch.eye(32) + 0.05 * random(32, 32, seed=2)
+    shares = []
+    for tokens in (128, 1024, 8192):
+        low, missing = random(tokens, 32, seed=3), 0.5 * random(tokens, 32, seed=4)
+        shares.append(corrected(w, moments(low @ distort.T + missing, low), moment_root(torch.eye(6)))[1])
+    assert 0.05 < shares[0] < shares[1] < shares[2] and shares[2] > 0.95, shares
