@@ -70,7 +70,7 @@ test: setup
 	$(PYTEST)
 
 verify: setup
-	$(BIN)/boost verify --nproc 2 --compile none --out build/verify.json
+	$(BIN)/boost verify --nproc 2 --out build/verify.json
 
 quick: WORKERS = 2
 quick: setup
