@@ -138,7 +138,7 @@ families: setup
 
 healing: setup
 	$(BIN)/boost prepare --stdlib --tokenizer train:1024 --out data/stdlib-1k
-	$(BIN)/python -m benchmarks healing benchmarks/healing.toml --budgets 0.765 0.53 --calibrate-tokens 131072 --heal-lrs 3e-4 --seeds 0 1 2 3 4
+	$(BIN)/python -m benchmarks healing benchmarks/healing.toml --budgets 0.765 0.53 --heal-lrs 3e-4 --seeds 0 1 2 3 4
 
 validate: setup
 	$(BIN)/boost plan calibrate --device cpu --nproc 2 --out runs/local.toml

@@ -17,8 +17,8 @@ STARTS = {
     "gradients": "and by output gradients",
     "ranks": "and ranks by cost",
     "fully": "and block by block, fully corrected",
-    "all": "and corrected as far as the text supports it (`boost import --calibrate`)",
-    "cola": "the same with SiLU on the latents (cola)",
+    "all": "the whole method, corrected as far as the text supports it (`boost import --calibrate`)",
+    "cola": "the whole method with SiLU on the latents (cola)",
 }
 RISE_GOAL = 1 / 5
 """Largest rise of perplexity before training, as a fraction of plain SVD's."""
