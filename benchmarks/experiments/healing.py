@@ -40,8 +40,8 @@ INGREDIENTS = {
     "ranks": Method(sequential=False),
     "fully": Method(shrink=False),
 }
-"""Each one adds to the one before it: weights of the inputs, of the outputs' gradients, ranks by cost, corrections that undo what the
-blocks before have changed. The whole method makes only a share of these corrections."""
+"""Each one adds to the one before it: weights of the inputs, of the outputs' gradients, ranks by cost, corrections that undo what
+the blocks before have changed. The whole method makes only a share of these corrections."""
 STARTS = ("plain", "all")
 """How the model is factorized, for every seed: by plain SVD with the same fraction in every linear, and by the whole method."""
 STARTS_OF_ONE_SEED = ("cola", *INGREDIENTS)
