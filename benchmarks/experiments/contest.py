@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.experiments.intervals import CONFIDENCE
 from boost.errors import MeasurementError
 from boost.measure.speed import Probe, synchronize
 from boost.parallel.mesh import Mesh
@@ -32,8 +33,7 @@ WARM_UP = 2
 """Untimed warm-up rounds, for kernel selection, buffers and caches. The last one sets the number of repetitions."""
 
 RESAMPLES = 10_000
-CONFIDENCE = 0.95
-"""Number of bootstrap resamples, and confidence level of the intervals."""
+"""Number of bootstrap resamples."""
 
 LEAST_LAUNCHES = 3
 """With fewer launches, the skewness of the interval (its acceleration) comes from rounds instead of launches."""

@@ -166,7 +166,7 @@ def differences(facts: Facts) -> dict[tuple[str, str], list[tuple[float, float, 
 
 def _paired(losses: Sequence[Sequence[float | None]]) -> tuple[float, float, float] | None:
     sound = [a - b for a, b in zip(*losses, strict=False) if a is not None and b is not None]
-    return t_interval(sound) if len(sound) == max(map(len, losses)) else None
+    return t_interval(sound) if sound and len(sound) == max(map(len, losses)) else None
 
 
 def _difference_table(facts: Facts) -> Iterator[Table]:
@@ -178,7 +178,7 @@ def _difference_table(facts: Facts) -> Iterator[Table]:
         if found is None:
             return "diverged"
         mean, low, high = found
-        return f"{mean:+.3f} ({low:+.3f} to {high:+.3f}){'' if low * high > 0 else ', none shown'}"
+        return f"{mean:+.3f} ({low:+.3f} to {high:+.3f}){'' if low * high > 0 else ', no difference shown'}"
 
     pairs = differences(facts)
     headings = ("models", "equal tokens:", *(("equal time:",) if facts.get("equal_steps") else ()))

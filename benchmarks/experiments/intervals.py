@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Sequence
 
 CONFIDENCE = 0.95
+"""Of every interval of the evaluation."""
 
 
 def t_interval(numbers: Sequence[float]) -> tuple[float, float, float]:

@@ -168,6 +168,8 @@ def test_variants_are_compared_with_what_they_vary_by_seed() -> None:
     assert found["cola", "dense"] == [pytest.approx((-2 / 3, -2 / 3 - half, -2 / 3 + half), abs=1e-5)]
     assert found["cola-kv", "cola"] == [pytest.approx((0.1, 0.1, 0.1))]
     assert found["loro", "dense"] == [None]
+    losses = {"dense": [None, None], "cola": [None, None]}
+    assert families_report.differences(facts_of_losses(losses)) == {("cola", "dense"): [None]}, "all runs diverged"
 
 
 def test_what_is_finished_is_kept_and_other_settings_are_refused(
