@@ -29,6 +29,9 @@ LIMITS = {"float64": 1e-8, "float32": 1e-3}
 ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24}
 """Unit roundoff by dtype; smaller differences are drawn at this value."""
 
+BIN = 5
+"""Steps whose largest difference is one point of the figure."""
+
 
 @dataclass(frozen=True)
 class LayoutVariant:
@@ -219,9 +222,11 @@ def draw(facts: Facts, path: Path) -> None:
             for number, (name, curve) in enumerate(by_family[family].items()):
                 if name != ALONE:
                     apart = [max(abs(a - b) / abs(b), ROUNDING[dtype]) for a, b in zip(curve, alone, strict=True)]
-                    below.semilogy(apart, color=drawing.color_of(name, number), linewidth=0.9)
+                    at = range(0, len(apart), BIN)
+                    largest = [max(apart[begin : begin + BIN]) for begin in at]
+                    below.semilogy(at, largest, color=drawing.color_of(name, number), linewidth=0.9)
             below.axhline(limits[dtype], color=drawing.INK, linestyle="--", linewidth=1)
-            below.set_title(f"relative difference, {dtype}", fontsize=9.5)
+            below.set_title(f"relative difference, largest of {BIN} steps ({dtype})", fontsize=9.5)
         axes[-1][column].set_xlabel("step")
     for axis in axes.flat:
         drawing.tidy(axis)

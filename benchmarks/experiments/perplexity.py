@@ -97,7 +97,7 @@ class ConvergenceRun:
     losses: list[float]
     """Loss of the steps `kept_steps`, nats per token."""
     heldout_loss: float
-    """Loss on all held-out text after the last step, nats per token."""
+    """Loss on held-out text (`train.eval_tokens`) after the last step, nats per token."""
     perplexity: float
     scores: dict[str, float] | None
     """Accuracy by task; None: not asked for."""
@@ -219,7 +219,7 @@ def trained(task: Task, mesh: Mesh, folder: Path | None) -> ConvergenceRun:
     """Trains, evaluates and scores one run on all processes of the mesh. Raises TrainingError if a loss is not finite."""
     begun = time.perf_counter()
     trainer = at_start(task.config, mesh)
-    curve, found = losses(trainer), heldout(trainer)
+    curve, found = losses(trainer), heldout(trainer, task.config.train.eval_tokens or None)
     if not all(map(math.isfinite, (*curve, found.loss))):
         raise TrainingError(
             f"{task.family}, {task.layout}, {task.dtype}, seed {task.seed}: the loss is not finite; use a lower --optim.lr"

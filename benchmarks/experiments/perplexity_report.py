@@ -179,7 +179,7 @@ def _summary(facts: Facts, found: Sequence[LayoutResult]) -> Table:
             shares = _percent(last.share), _percent(last.limit)
             cells.append((family, dtype, spread, worst, f"{last.bound:.1e}", last.layout, *shares, verdict))
     caption = (
-        "Measured: perplexity on all held-out text of one process (mean ± standard deviation over seeds), and how far layouts are "
+        "Measured: held-out perplexity of one process (mean ± standard deviation over seeds), and how far layouts are "
         "from it, paired by seed: the largest difference of all runs, and the largest bound of all layouts. Bound: the mean "
         f"difference over seeds is smaller, with {CONFIDENCE:.0%} confidence (t interval, the end farther from 0). It is judged "
         f"relative to the standard deviation over seeds ({SHORT[facts['dtypes'][0]]})."

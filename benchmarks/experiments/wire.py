@@ -96,11 +96,12 @@ def wire(
 
 def schedule(plan: WireSet, rates: Sequence[float]) -> Iterator[WireLaunch]:
     """All launches in order: first those without a limit, which mark the rates, then the wires interleaved launch by launch, so
-    that a change of the machine's speed affects all wires alike."""
+    that a change of the machine's speed affects all wires alike. `rates` have one launch."""
     for number in range(max(plan.launches, plan.free_launches)):
         for group in plan.groups:
             if number < plan.free_launches:
                 yield WireLaunch(group, NO_LIMIT, number)
+            if number == 0:
                 for rate in sorted(rates, reverse=True):
                     yield WireLaunch(group, wire_name(rate), number)
             if number < plan.launches:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.experiments.contest import take_turns
+from benchmarks.experiments.contest import LEAST_ROUNDS, take_turns
 from benchmarks.experiments.side_by_side import TimingGroup, measure_steppers
 from benchmarks.experiments.wire import collective_calls
 from boost.config.load import from_tree
@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
     for row in found["rows"]:
         row["loss"] = losses[row["name"]]
     if asked["collectives"]:
-        turns = take_turns(collective_calls(mesh), mesh, asked["rounds"], least_s=LEAST_S, words="collectives")
+        turns = take_turns(collective_calls(mesh), mesh, LEAST_ROUNDS, least_s=LEAST_S, words="collectives")
         found["collectives"] = turns.seconds
     found["steps"] = {}
     for name in asked["recorded"]:

@@ -38,7 +38,7 @@ from boost.plan.work import ATTENTION, GEMM
 from boost.train.console import progress
 from boost.train.rundir import cpu_model, storage_errors
 
-PROCESSES = "run_recoverable"
+PROCESSES = "together"
 ALONE = "alone"
 
 

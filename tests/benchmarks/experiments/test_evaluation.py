@@ -156,4 +156,4 @@ def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["evaluation", "--launches", "0"]) == 2
     assert "--launches = 0 is not positive; smallest valid value: 1" in capsys.readouterr().err
     assert main(["evaluation", "--list", "--only", "gemms", "--work", os.devnull + "x"]) == 0
-    assert "gemms        0 of 5 done, about 4:30 to go" in capsys.readouterr().out
+    assert "gemms        0 of 5 done, about 3:00 to go" in capsys.readouterr().out

@@ -33,7 +33,7 @@ def make_config(store: Path, run: Path, steps: int = 3) -> Config:
         model={"vocab_size": 300, "layers": 1},
         optim={"lr": 3e-3, "warmup_steps": 1},
         parallel={"tp": 2},
-        train={"steps": steps, "seq_len": 32, "micro_batch": 4, "global_batch": 4},
+        train={"steps": steps, "seq_len": 32, "micro_batch": 4, "global_batch": 4, "eval_tokens": 256},
         data={"store": str(store)},
         run={"dir": str(run), "device": "cpu"},
     )
@@ -51,8 +51,9 @@ def run_experiment(
         list[Any](),
     )
 
-    def some(trainer: Trainer) -> Evaluation:
-        found = usual(trainer, 256)
+    def some(trainer: Trainer, tokens: int | None) -> Evaluation:
+        found = usual(trainer, tokens)
+        assert found.tokens == 256, "of about train.eval_tokens"
         if "drifting" not in out.name or trainer.config.parallel.layout != "btp-cp" or trainer.mesh.tp.size == 1:
             return found
         return Evaluation(found.tokens, found.loss, 1.5 * found.perplexity, found.bits_per_byte)
