@@ -225,9 +225,11 @@ def _shares(found: np.ndarray, value: float, left_out: Sequence[np.ndarray]) -> 
     below = float(np.mean(found < value) + np.mean(found == value) / 2)
     bias = normal.inv_cdf(min(max(below, 1 / RESAMPLES), 1 - 1 / RESAMPLES))
     # Efron and Tibshirani (1993), equation 14.15; of several independent samples, with influences scaled by their sizes.
-    influences = [(each.mean() - each) * (len(each) - 1) / len(each) for each in left_out]
-    cubes, squares = (sum(float((each**power).sum()) for each in influences) for power in (3, 2))
-    acceleration = cubes / (6 * squares**1.5) if 0 < squares < math.inf else 0.0
+    cubes = squares = 0.0
+    if all(np.isfinite(each).all() for each in left_out):
+        influences = [(each.mean() - each) * (len(each) - 1) / len(each) for each in left_out]
+        cubes, squares = (sum(float((each**power).sum()) for each in influences) for power in (3, 2))
+    acceleration = cubes / (6 * squares**1.5) if squares > 0 else 0.0
     ends = []
     for share in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2):
         shifted = bias + normal.inv_cdf(share)

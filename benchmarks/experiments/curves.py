@@ -175,8 +175,8 @@ def section(facts: Facts) -> Section:
             ),
             Figure(
                 "curves",
-                "Loss of every layout (each curve thinner than the one below it) and its difference from one process; dashed: "
-                "the limit.",
+                "Loss of every layout (each curve thinner than the one below it) and its difference from one process, the "
+                f"largest of {BIN} steps; dashed: the limit.",
                 lambda path: draw(facts, path),
             ),
         ),
@@ -226,7 +226,7 @@ def draw(facts: Facts, path: Path) -> None:
                     largest = [max(apart[begin : begin + BIN]) for begin in at]
                     below.semilogy(at, largest, color=drawing.color_of(name, number), linewidth=0.9)
             below.axhline(limits[dtype], color=drawing.INK, linestyle="--", linewidth=1)
-            below.set_title(f"relative difference, largest of {BIN} steps ({dtype})", fontsize=9.5)
+            below.set_title(f"relative difference, {dtype}", fontsize=9.5)
         axes[-1][column].set_xlabel("step")
     for axis in axes.flat:
         drawing.tidy(axis)

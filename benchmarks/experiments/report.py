@@ -22,6 +22,7 @@ from markupsafe import Markup, escape
 from benchmarks.experiments import headline, origins, paper, sections
 from benchmarks.experiments.goal_table import VERDICTS, goal_rows
 from benchmarks.experiments.inline import inline_svg
+from benchmarks.wire import SETS
 from boost.config.schema import DType
 from boost.errors import ConfigError
 from boost.measure import drawing
@@ -103,7 +104,13 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
             except ConfigError as error:
                 raise ConfigError(f"{path}: {error}") from None
             found.append(Result(path, facts, sections.section(facts), tuple(sections.goals(facts))))
-    return sorted(found, key=lambda result: sections.place(result.experiment))  # stable: folders in their order
+    return sorted(found, key=_place)  # stable: folders in their order
+
+
+def _place(result: Result) -> tuple[int, int]:
+    """Position in the report: by experiment; the sets of the wire in the order in which they are measured."""
+    of_wire = result.facts.get("set", "main") if result.experiment == "wire" else ""
+    return sections.place(result.experiment), SETS.index(of_wire) if of_wire in SETS else 0
 
 
 def make(results: Sequence[Result], out: Path, png: bool = True) -> BenchReport:

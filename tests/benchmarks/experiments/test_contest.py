@@ -188,3 +188,15 @@ def test_launches_must_have_the_same_rounds() -> None:
 def test_no_difference_is_said() -> None:
     assert contest.verdict_words(contest.Ratio(1.1, 0.98, 1.2)) == "1.10 (0.98 to 1.20), no difference shown"
     assert contest.verdict_words(contest.Ratio(1.1, 1.01, 1.2)) == "1.10 (1.01 to 1.20)"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_statistic_may_be_infinite_without_one_launch() -> None:
+    """As memory saved per added time is, if nothing was added: the interval is then not corrected for skewness."""
+
+    def per_time(added: np.ndarray) -> np.ndarray:
+        time = np.maximum(np.mean(added, axis=-1) - 0.5, 0)
+        return np.divide(1.0, time, out=np.full_like(time, np.inf), where=time > 0)
+
+    found = contest.bootstrap(per_time, [[1.0] * 7, [1.0] * 7, [0.0] * 7])
+    assert (found.low, found.value, found.high) == (2.0, pytest.approx(6.0), np.inf)

@@ -10,10 +10,12 @@ import pytest
 
 from benchmarks.experiments import report, sections
 from benchmarks.experiments.goals import TARGETS
+from benchmarks.experiments.wire_plan import BTPS, MEGATRONS, VANILLAS
 from boost.cli.main import main
 from boost.errors import ConfigError, MeasurementError
 from boost.measure.document import Goal
 from tests.benchmarks.experiments.pages import page_of, results
+from tests.benchmarks.experiments.wires import made_up
 
 __all__ = ["results"]
 
@@ -118,6 +120,14 @@ def test_without_a_result_a_number_says_so(results: Path) -> None:
     html = page_of(results)
     first = html[html.index('<header class="top"') : html.index("</header>")]
     assert first.count('<b class="none">not measured</b>') == 5 and "<svg" not in first
+
+
+def test_sets_of_the_wire_are_in_the_order_of_measurement(tmp_path: Path) -> None:
+    for name in ("families", "main", "many", "meshes"):
+        facts = made_up(dict.fromkeys([each.name for each in (*MEGATRONS, *VANILLAS, *BTPS)], 1.0), name=name)
+        (tmp_path / f"wire-{name}.json").write_text(json.dumps(facts))
+    found = [result.path.stem for result in report.read_results([tmp_path])]
+    assert found == ["wire-main", "wire-meshes", "wire-families", "wire-many"]
 
 
 def test_what_is_no_result_is_refused(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
