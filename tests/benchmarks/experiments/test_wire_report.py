@@ -30,7 +30,7 @@ def test_goals_are_read_at_the_worse_end(facts: Facts) -> None:
     assert all(target_of(what).experiment == "wire" for what in found)
     hidden = found["communication of TP hidden"]  # the slow wire adds a third of a step of btp, and less of the others
     assert hidden.met is None and hidden.found.startswith(
-        "on no wire 40% to 60% of a step: megatron, megatron-sp, vanilla"
+        "on no wire 40% to 60% of a step: megatron, megatron-sp, btp, online"
     )
     matched = found["share-matched wire: best low-rank layout against published vanilla"]
     assert matched.found == "1.56 (1.56 to 1.56) x (btp, online, halves)" and matched.met is False
