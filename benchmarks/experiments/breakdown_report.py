@@ -18,8 +18,6 @@ TALK = 0.40
 """How much slower than the dense model vanilla is in the talk on the paper ("TP = 4 runtime breakdown")."""
 
 COLORS = {"gemms": SERIES[0], "other": SERIES[2], "waiting": SERIES[1], "rest": PEER}
-LEAST_LABEL = 0.07
-"""Minimum width of a part with a label in it, as a fraction of the longest bar."""
 
 
 def goals(facts: Facts) -> list[Goal]:
@@ -129,9 +127,7 @@ def _stack(axis: Any, rows: Sequence[Facts]) -> None:
     lefts = [0.0] * len(rows)
     for part, name in PARTS.items():
         widths = [1e3 * row["parts_s"][part] for row in rows]
-        bars = axis.barh(range(len(rows)), widths, 0.62, left=lefts, color=COLORS[part], label=name)
-        fits = [f"{width:.0f}" if width >= 1e3 * LEAST_LABEL * longest else "" for width in widths]
-        axis.bar_label(bars, fits, label_type="center", fontsize=8, color="white")
+        axis.barh(range(len(rows)), widths, 0.62, left=lefts, color=COLORS[part], label=name)
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     for place, left in enumerate(lefts):
         axis.annotate(f"{left:.0f}", (left, place), (5, 0), textcoords="offset points", va="center", fontsize=8)

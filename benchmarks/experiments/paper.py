@@ -1,5 +1,7 @@
-"""What the paper reports, by chapter of the report: one sentence each, from the published numbers in `boost.plan.published`."""
+"""What the paper reports, by chapter of the report: one sentence each, from the published numbers in `boost.plan.published`; and how
+the code that its authors published differs from this one."""
 
+from boost.measure.document import Table
 from boost.plan.published import COMMUNICATION, GEMM_MS, GROUPING_US, NORM_MS, SAVED_PER_ADDED, STEPS, UTILIZATION
 
 
@@ -65,3 +67,51 @@ _SENTENCES = {
     "Recomputation": _recomputation,
     "Convergence": lambda: "The paper has no loss curves and no perplexities; its reviewers asked for them.",
 }
+
+
+CODE = Table(
+    "Differences from the code that the paper's authors published, read from its source. No number on this page comes from running "
+    "it: the paper's numbers are those that it prints, and all others are of this implementation, baselines included.",
+    ("what", "the paper's code", "here"),
+    (
+        (
+            "RMSNorm under TP",
+            "by default, every process normalizes its part of a row by itself, which is another function",
+            "the function of one process, under every layout and norm; loss and every gradient are tested in float64",
+        ),
+        (
+            "online RMSNorm",
+            "the statistic has an all-reduce of its own",
+            "the statistic is sent with the latents: one collective per group of linears",
+        ),
+        (
+            "low-rank checkpointing",
+            "none: whole layers are recomputed, with their collectives",
+            "latents are saved; recomputation sends nothing",
+        ),
+        (
+            "full-rank baseline",
+            "five all-reduces in the backward pass of a block",
+            "two (`megatron`); or sequence-parallel (`megatron-sp`)",
+        ),
+        (
+            "vanilla baseline",
+            "attention, RoPE and the gated product of all heads on every process",
+            "the same (`vanilla, published`), and with heads and channels shared out (`vanilla`)",
+        ),
+        ("embedding under BTP", "two all-reduces of the full width", "no collective"),
+        ("grouping", "always", "an option, and so measured"),
+        (
+            "families",
+            "CoLA, always with an activation between its factors, never with that of SwiGLU",
+            "`svd`, `cola`, `lax`; both activations are options; LORO",
+        ),
+        ("grouped-query attention", "fails in the full-rank model", "every layout and family"),
+        (
+            "more",
+            "",
+            "sequence parallelism, overlap, torch.compile and CPUs, which the paper's code does not support",
+        ),
+    ),
+)
+"""How this implementation differs from the paper's code."""

@@ -46,7 +46,7 @@ FEW_COLUMNS = 6
 """Tables with at most so many columns have intervals next to their numbers, not below them."""
 
 MOST_ROWS = 100
-"""Tables with more rows are folded."""
+"""Tables with more rows are not on the page, only in the Markdown files."""
 
 FIRST_FIGURE = (
     "Seconds per training step over wire speed (measured; medians and quartiles). Each layout in its faster form, with or without "
@@ -146,6 +146,7 @@ def make(results: Sequence[Result], out: Path, png: bool = True) -> BenchReport:
         first=first,
         goals=goals,
         tally=[(words, sum(goal["status"] == words for goal in goals)) for words in VERDICTS],
+        code=_table(paper.CODE),
         chapters=chapters,
         modeled=[section for section in found if "modeled" in section["kinds"]],
         origins=[block for of_name in blocks.values() for block in of_name if block["kinds"] != ["modeled"]],

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from boost.cli.main import main
 from tests import toy
 from tests.convert.toys import save
 
@@ -107,19 +108,30 @@ def test_the_folder_is_uploaded_as_it_is(
     assert "hf_secret" not in done.stdout + done.stderr
 
 
-def test_mistakes_are_one_line(tmp_path: Path, store: Path, hub: tuple[type[Hub], str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--private"], "--private requires --push USER/NAME"),
+        (["--push", "toy"], "--push = 'toy' is not a repository name; expected USER/NAME"),
+        (["--push", "a b/c"], "--push = 'a b/c' is not a repository name"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
     path, out = save(tmp_path / "c", toy.toy_config("float32"), store / "tokenizer.json"), tmp_path / "out"
-    for token, words, expected in (
-        ("t", ["--private"], "--private requires --push USER/NAME"),
-        ("t", ["--push", "toy"], "--push = 'toy' is not a repository name; expected USER/NAME"),
-        ("t", ["--push", "a b/c"], "--push = 'a b/c' is not a repository name"),
-        (None, ["--push", "me/toy"], "--push = 'me/toy' requires a Hugging Face Hub login; run 'hf auth login'"),
-    ):
-        done = export(path, out, hub[1], token, *words)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-        assert expected in done.stderr
-        assert not out.exists()
-    assert hub[0].tokens == set()
+    assert main(["export", str(path), "--out", str(out), *words]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1) and expected in printed.err
+    assert not out.exists()
+
+
+def test_without_a_login_nothing_is_sent(tmp_path: Path, store: Path, hub: tuple[type[Hub], str]) -> None:
+    path, out = save(tmp_path / "c", toy.toy_config("float32"), store / "tokenizer.json"), tmp_path / "out"
+    done = export(path, out, hub[1], None, "--push", "me/toy")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert "--push = 'me/toy' requires a Hugging Face Hub login; run 'hf auth login'" in done.stderr
+    assert not out.exists() and hub[0].tokens == set()
 
 
 def test_without_a_network_the_folder_stays(tmp_path: Path, store: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,17 +78,29 @@ def test_the_planner_accepts_a_calibrated_profile(tmp_path: Path) -> None:
 def test_a_useless_profile_is_refused(tmp_path: Path) -> None:
     """A link with near-zero bandwidth: nothing is written, and every process exits with 1."""
     out = tmp_path / "local.toml"
-    assert run_distributed(2, run_slow_calibration, out, False) == [1, 1] and not out.exists()
-    assert run_distributed(2, run_slow_calibration, out, True) == [0, 0]
+    found = run_distributed(2, run_slow_calibrations, out)
+    assert [codes for codes, _ in found] == [(1, 0)] * 2, "refused, and then written by force"
+    assert not found[0][1], "written although it was refused"
     sources = load_hardware(str(out)).sources
     assert any(source.startswith("warning: ") and "sends 0.001 GB/s" in source for source in sources)
 
 
-def run_slow_calibration(out: Path, force: bool) -> int:
+def run_slow_calibrations(out: Path) -> tuple[tuple[int, int], bool]:
+    """Exit codes of a calibration and of a forced one, which does not measure again; and whether the first left a profile."""
+    usual, swept = calibrate._sweep, dict[str, Any]()
+
+    def sweep_once(watch: Any, dtypes: Any, quick: bool, words: str) -> Any:
+        if words not in swept:
+            swept[words] = usual(watch, dtypes, quick, words)
+        return swept[words]
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "_sweep", sweep_once)
         patch.setattr(calibrate, "open_mesh", lambda *_: toy.mesh(tp=1, dp=2))
         patch.setattr(calibrate, "world_size", lambda: 2)
         patch.setattr(calibrate, "close_mesh", lambda: None)
         link = calibrate._link
         patch.setattr(calibrate, "_link", lambda *words: link(*words) | {"gb_s": 0.001})
-        return calibrate_process(["float32"], "cpu", True, out, force)
+        refused = calibrate_process(["float32"], "cpu", True, out, False)
+        left = out.exists()
+        return (refused, calibrate_process(["float32"], "cpu", True, out, True)), left

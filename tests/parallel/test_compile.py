@@ -137,7 +137,7 @@ def compare_halves_of_one_sequence(config: Config) -> tuple[float, float, int]:
     return abs(compiled_loss / loss - 1), toy.worst_error(compiled_gradients, gradients), graphs
 
 
-@pytest.mark.parametrize("layout", ["btp", "btp-sp"])
+@pytest.mark.parametrize("layout", [pytest.param("btp", marks=pytest.mark.nightly), "btp-sp"])
 def test_blocks_with_halves_of_one_sequence_are_one_graph(layout: str) -> None:
     """The keys and values passed from the first half to the second stay inside the graph."""
     parallel, train = {"tp": 2, "layout": layout, "overlap": "halves"}, {"micro_batch": 1, "global_batch": 1}
@@ -162,7 +162,7 @@ def graphs_of_twelve_blocks(config: Config) -> tuple[float, int]:
     return abs(compiled.item() / loss - 1), torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize(("recompute_every", "graphs"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("recompute_every", "graphs"), [pytest.param(1, 1, marks=pytest.mark.nightly), (2, 2)])
 def test_twelve_blocks_share_their_graphs(recompute_every: int, graphs: int) -> None:
     """Blocks share graphs: otherwise a model of 80 blocks would compile for an hour and hit torch's limit."""
     train = {"recompute": "low-rank", "recompute_every": recompute_every}

@@ -317,7 +317,7 @@ def test_a_signal_before_the_processes_have_started_is_one_line(tmp_path: Path) 
         "    return start(*args)\n"
         "launcher._run = run_after_signal\n"
         "try:\n"
-        "    launcher.launch(t.train_until_told, (Path(sys.argv[1]),), 2, None)\n"
+        "    launcher.launch(t.train_until_told, (Path(sys.argv[1]),), 2, None, forks=t.can_fork())\n"
         "except TrainingError as error:\n"
         "    print(error)\n"
         "    sys.exit(error.exit_code)\n"

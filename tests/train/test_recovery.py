@@ -118,15 +118,13 @@ def test_a_replica_is_lost_and_comes_back(store: Path, tmp_path: Path, mesh: str
     assert "Traceback" not in out + err and not list((tmp_path / "killed" / "run").glob("*.lock"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # test_recovery_nodes.py hands over sharded moments on every commit
 @pytest.mark.parametrize(
     "words",
     [
         ("--parallel.dp", "4", "--parallel.shard", "optimizer"),
-        pytest.param(("--optim.name", "muon"), marks=pytest.mark.nightly),
-        pytest.param(
-            ("--model.family", "svd", "--optim.name", "loro", "--optim.exact_every", "9"), marks=pytest.mark.nightly
-        ),
+        ("--optim.name", "muon"),
+        ("--model.family", "svd", "--optim.name", "loro", "--optim.exact_every", "9"),
     ],
     ids=["zero-1", "muon", "loro"],
 )
@@ -286,15 +284,6 @@ def test_a_rollback_that_loses_a_replica_is_a_rollback(store: Path, tmp_path: Pa
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["dp2", pytest.param("dp2-tp2", marks=pytest.mark.nightly)])
-def test_without_a_fault_it_is_the_same_run_to_the_last_bit(store: Path, tmp_path: Path, mesh: str) -> None:
-    words = (*MESHES[mesh], *QUIET, "--train.steps", "20")
-    plain = trained(tmp_path / "restart", store, *words)[-1]
-    found = trained(tmp_path / "in-step", store, *words, "--run.recovery", "in-step")[-1]
-    assert [line["loss"] for line in of("step", found)] == [line["loss"] for line in of("step", plain)]
-
-
 def counts_collectives(folder: str, config: Config, *rest: Any) -> int:
     """Trains; writes how many collectives of which kind and size this process issued."""
     counter, usual = CollectiveCounter(), Trainer.fit
@@ -311,18 +300,25 @@ def counts_collectives(folder: str, config: Config, *rest: Any) -> int:
 
 
 @pytest.mark.slow
-def test_without_a_fault_it_issues_no_other_collectives(store: Path, tmp_path: Path) -> None:
-    seen = {}
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_without_a_fault_it_is_the_same_run_to_the_last_bit(store: Path, tmp_path: Path, tp: int) -> None:
+    """With the same collectives."""
+    losses, sent, processes = [], [], 2 * tp
     for recovery in ("restart", "in-step"):
         folder = tmp_path / recovery
         folder.mkdir()
-        config = make_config(store, folder / "run", parallel={"dp": 2}, train={"steps": 4, "global_batch": 4})
+        train = {"steps": 10, "global_batch": 4}
+        config = make_config(store, folder / "run", tp=tp, parallel={"dp": 2}, train=train)
         config = config.model_copy(update={"run": config.run.model_copy(update={"recovery": recovery})})
-        replicas = Replicas(((0,), (1,)), restarts=0) if recovery == "in-step" else None
+        ranks = tuple(tuple(range(first, first + tp)) for first in range(0, processes, tp))
+        replicas = Replicas(ranks, restarts=0) if recovery == "in-step" else None
         work = (str(folder), config, None)
-        assert launch(counts_collectives, work, 2, tmp_path / "logs", holds_signals=True, replicas=replicas) == 0
-        seen[recovery] = [json.loads((folder / f"collectives{rank}.json").read_text()) for rank in range(2)]
-    assert seen["in-step"] == seen["restart"] and len(seen["restart"][0]) >= 8, "gradients and statistics of 4 steps"
+        code = launch(counts_collectives, work, processes, tmp_path / "logs", holds_signals=True, replicas=replicas)
+        assert code == 0
+        losses.append([line["loss"] for line in of("step", read_metrics(folder / "run" / "metrics.jsonl"))])
+        sent.append([json.loads((folder / f"collectives{rank}.json").read_text()) for rank in range(processes)])
+    assert losses[0] == losses[1] and len(losses[0]) == 10
+    assert sent[0] == sent[1] and len(sent[0][0]) >= 20, "gradients and statistics of 10 steps"
 
 
 @pytest.mark.slow
@@ -388,8 +384,8 @@ def dies_handing_over(marker: str, victim: str, config: Config, *rest: Any) -> i
     return train_process(config, *rest)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["donor", pytest.param("newcomer", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", ["donor", "newcomer"])
 def test_one_that_dies_while_state_is_handed_over_is_one_more_loss(store: Path, tmp_path: Path, victim: str) -> None:
     def config_of(name: str, recovery: str, **parallel: Any) -> Config:
         train = {"steps": 24, "global_batch": 6, "micro_batch": 1}

@@ -117,6 +117,7 @@ def test_of_a_split_network_no_part_goes_on_without_a_majority(nodes: tuple[Node
     assert not memberships(config)
 
 
+@pytest.mark.nightly
 def test_when_no_replica_with_weights_is_left_all_torchruns_end(nodes: tuple[Node, Node], config: Path) -> None:
     agents = start(nodes, config, "ab", max_restarts=1)
     wait_for_step(agents, config.parent / "run", 5)

@@ -35,11 +35,11 @@ LOOK = """
 document.body.dataset.seen = JSON.stringify({
   page: document.documentElement.scrollWidth, window: innerWidth, title: document.title,
   dark: matchMedia("(prefers-color-scheme: dark)").matches,
-  aligned: getComputedStyle(document.querySelector(".data td:not(.t)")).textAlign,
-  apart: getComputedStyle(document.querySelector("td.p")).backgroundColor
-    !== getComputedStyle(document.querySelector(".data td:not(.p):not(.t)")).backgroundColor,
+  aligned: getComputedStyle(document.querySelector(".chapter .data td:not(.t)")).textAlign,
+  apart: getComputedStyle(document.querySelector(".chapter td.p")).backgroundColor
+    !== getComputedStyle(document.querySelector(".chapter .data td:not(.p):not(.t)")).backgroundColor,
   copy: !document.querySelector("button.copy").hidden,
-  of: document.querySelector("table.data tbody tr").cells[1].dataset.of,
+  of: document.querySelector(".chapter table.data tbody tr").cells[1].dataset.of,
   drawn: Math.min(...[...document.querySelectorAll("svg")].map(each => each.getBoundingClientRect().height)),
 });
 """
@@ -116,7 +116,7 @@ def test_the_page_of_two_results(results: Path, tmp_path: Path) -> None:
     assert seen["page"] <= seen["window"] < 600, "wider than a phone"
     assert seen["title"].startswith("BOOST") and seen["copy"] and seen["dark"] and seen["apart"]
     assert seen["of"] == "step s" and seen["drawn"] > 100
-    assert "Steps &lt;script&gt;" in dom and dom.count("<h2>") == 4 and "2.06" in dom and "not measured" in dom
+    assert "Steps &lt;script&gt;" in dom and dom.count("<h2>") == 5 and "2.06" in dom and "not measured" in dom
 
     for name, width, flag, darkness in (("wide", 1280, 1, (200, 256)), ("phone", 412, 0, (0, 60))):
         shot = tmp_path / f"{name}.png"
