@@ -1,5 +1,5 @@
-"""What the paper reports, by chapter of the report: one sentence each, from the published numbers in `boost.plan.published`; and how
-the code that its authors published differs from this one."""
+"""What the paper reports, by chapter of the report: one sentence each, from the published numbers in `boost.plan.published`; and
+how the code that its authors published differs from this one."""
 
 from boost.measure.document import Table
 from boost.plan.published import COMMUNICATION, GEMM_MS, GROUPING_US, NORM_MS, SAVED_PER_ADDED, STEPS, UTILIZATION
