@@ -87,6 +87,8 @@ def train_until_told(folder: Path) -> int:
             if stop.item() > 0:
                 break
             time.sleep(0.01)
+        # As long as a save takes: the launcher's signal to this process may come after the other process has told it to stop.
+        wait_for(lambda: request.requested, "the launcher signals every process")
     (folder / f"stopped{rank()}").write_text(f"{request.name}")
     dist.destroy_process_group()
     return 0
