@@ -107,11 +107,7 @@ CODE = Table(
             "`svd`, `cola`, `lax`; both activations are options; LORO",
         ),
         ("grouped-query attention", "fails in the full-rank model", "every layout and family"),
-        (
-            "more",
-            "",
-            "sequence parallelism, overlap, torch.compile and CPUs, which the paper's code does not support",
-        ),
+        ("not supported", "sequence parallelism, overlap, torch.compile, CPUs", "all four are supported"),
     ),
 )
 """How this implementation differs from the paper's code."""

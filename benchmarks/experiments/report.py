@@ -46,7 +46,7 @@ FEW_COLUMNS = 6
 """Tables with at most so many columns have intervals next to their numbers, not below them."""
 
 MOST_ROWS = 100
-"""Tables with more rows are not on the page, only in the Markdown files."""
+"""Tables with more rows are not on the page, which links to the Markdown file that has them."""
 
 FIRST_FIGURE = (
     "Seconds per training step over wire speed (measured; medians and quartiles). Each layout in its faster form, with or without "
@@ -347,7 +347,7 @@ def _table(table: Table) -> dict[str, Any]:
         "columns": columns,
         "rows": [list(zip(row, columns, strict=True)) for row in table.rows],
         "kinds": _kinds([table.caption, *table.headings]),
-        "folded": len(table.rows) > MOST_ROWS,
+        "is_long": len(table.rows) > MOST_ROWS,
         "roomy": len(columns) <= FEW_COLUMNS,
     }
 
