@@ -48,8 +48,8 @@ class Part:
     words: str
     """Arguments; {device}, {work}, {results} and {out} (path of the result without suffix) are replaced."""
     minutes: float
-    """Of one launch on two cores of an AMD EPYC, measured at 42f91c7; for `wire` and `perplexity`, whose plans were longer then (106
-    and 40), in proportion. What is measured here replaces it."""
+    """Of one launch on two cores of an AMD EPYC, measured at 42f91c7; for `wire` and `perplexity`, whose plans were longer then
+    (106 and 40), in proportion. What is measured here replaces it."""
     launches: int = 1
     needs_hosts: bool = False
     """Whether it creates network namespaces."""
