@@ -48,6 +48,10 @@ class HangError(TrainingError):
     """A process of the run is not responding, or does not reach the collective that the others wait in."""
 
 
+class ExcludedError(TrainingError):
+    """The other replicas continue without this process's replica, or none is left for it to join (run.recovery = "in-step")."""
+
+
 class StoppedError(BoostError):
     """A stop signal arrived before the first step, so no work is lost. The message is the name of the signal."""
 

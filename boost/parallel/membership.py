@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from boost.errors import TrainingError
+from boost.errors import ExcludedError, TrainingError
 from boost.parallel.recoverable import PeersLostError
 
 DEAD, SILENT, SLOW = "dead", "silent", "slow"
@@ -29,10 +29,6 @@ STATUS_TEXT = {DEAD: "was restarted", SILENT: "does not answer"}
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
 """Polling interval of the store, seconds: the first one, and the limit that it backs off to."""
-
-
-class ExcludedError(TrainingError):
-    """The other replicas continue without this process's replica."""
 
 
 @dataclass(frozen=True, order=True)

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from boost import errors
-from boost.errors import BoostError, HangError, StorageError, TrainingError
+from boost.errors import BoostError, ExcludedError, HangError, StorageError, TrainingError
 from boost.format import format_bytes
 
 _LOST_GLOO = re.compile(
@@ -87,8 +87,8 @@ class FailureReport:
 
     rank: int
     kind: str
-    """boost: an error that the user can fix; hung: a process that is not responding, reported by another one; lost: a broken
-    connection to another process; defect: anything else, that is, a bug."""
+    """boost: an error that the user can fix; hung: a process that is not responding, reported by another one; excluded: a replica
+    that the others continue without; lost: a broken connection to another process; defect: anything else, that is, a bug."""
     message: str
     """One line; for a defect, the traceback."""
     error: str
@@ -112,6 +112,8 @@ def failure_report(error: BaseException, rank: int) -> FailureReport:
     kind, name, code = "boost", type(error).__name__, BoostError.exit_code
     if isinstance(error, HangError):
         kind, message, code = "hung", str(error), error.exit_code
+    elif isinstance(error, ExcludedError):
+        kind, message, code = "excluded", str(error), error.exit_code
     elif is_lost_connection(error) or (isinstance(error, BoostError) and is_lost_connection(error.__cause__)):
         kind, message, name, code = "lost", first_sentence(error), TrainingError.__name__, TrainingError.exit_code
     elif isinstance(error, BoostError):
@@ -136,10 +138,11 @@ def root_cause(failed: Mapping[int, int], reports: list[FailureReport]) -> Failu
     """The report of the root cause, or the rank of a process that died without a report.
 
     `failed`: exit codes by rank of the processes that failed on their own. Precedence: a user error; a process that died
-    without a report (the others then report only broken collectives); a bug; a hung process; a lost connection.
+    without a report (the others then report only broken collectives); a bug; a hung process; a replica excluded because of any of
+    these; a lost connection.
     """
     silent = sorted(failed.keys() - {report.rank for report in reports})
-    by_kind = {kind: [r for r in reports if r.kind == kind] for kind in ("boost", "defect", "hung", "lost")}
+    by_kind = {kind: [r for r in reports if r.kind == kind] for kind in ("boost", "defect", "hung", "excluded", "lost")}
     if by_kind["boost"]:
         return by_kind["boost"][0]
     if silent:

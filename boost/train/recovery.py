@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from boost.config import Config
-from boost.errors import BoostError, ConfigError, StoppedError, TrainingError
+from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, TrainingError
 from boost.parallel.members import join_members, open_replica, replica_of_rank, replica_size, waiting_mesh
 from boost.parallel.membership import (
     DEAD,
@@ -30,7 +30,6 @@ from boost.parallel.membership import (
     STATUS_TEXT,
     Coordinator,
     Decision,
-    ExcludedError,
     Member,
     Report,
     deal,
@@ -296,7 +295,7 @@ class Recovery:
             if (latest := self._coordinator.latest(since)) is not None:
                 since, current = latest.number, latest
             if current.refused or all(self._is_lost(each) for each in current.members):
-                raise ExcludedError("no replica with weights is left; resume with --resume auto")
+                raise ExcludedError(current.refused or "no replica with weights is left; resume with --resume auto")
             time.sleep(0.02)
         try:
             self._connect(decision)

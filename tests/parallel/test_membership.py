@@ -10,13 +10,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from boost.errors import StoppedError, TrainingError
+from boost.errors import ExcludedError, StoppedError, TrainingError
 from boost.parallel.membership import (
     DEAD,
     SILENT,
     Coordinator,
     Decision,
-    ExcludedError,
     Member,
     Report,
     deal,

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from boost.errors import BoostError, ConfigError, StorageError, TrainingError
+from boost.errors import BoostError, ConfigError, ExcludedError, StorageError, TrainingError
 from boost.parallel.rendezvous import meet
 from boost.train import launch as launcher
 from boost.train.failures import FailureReport, failure_report, read_reports, root_cause
@@ -361,6 +361,15 @@ def test_the_root_cause_is_not_what_follows_from_it() -> None:
     assert root_cause({0: 1}, [lost, hung, defect]) is defect
     assert root_cause({0: 3}, [lost, hung]) is hung
     assert root_cause({0: 3}, [lost]) is lost
+
+
+def test_an_excluded_replica_is_never_the_cause_of_what_excluded_it() -> None:
+    excluded, lost = failure_report(ExcludedError("no replica with weights is left"), rank=0), report("lost", 1.0)
+    assert (excluded.kind, excluded.error, excluded.exit_code) == ("excluded", "ExcludedError", 3)
+    for kind in ("boost", "defect", "hung"):
+        assert root_cause({0: 3, 1: 3}, [excluded, cause := report(kind, 9e9, rank=1)]) is cause
+    assert root_cause({0: 3, 1: -9}, [excluded]) == 1
+    assert root_cause({0: 3, 1: 3}, [lost, excluded]) is excluded
 
 
 def test_a_process_without_a_report_explains_what_others_say_but_not_errors_for_the_user() -> None:

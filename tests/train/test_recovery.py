@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from boost.config import Config
-from boost.errors import BoostError, ConfigError, StoppedError, StorageError, TrainingError
+from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, StorageError, TrainingError
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.members import replica_of_rank
-from boost.parallel.membership import SILENT, Coordinator, Decision, ExcludedError, Member
+from boost.parallel.membership import SILENT, Coordinator, Decision, Member
 from boost.parallel.recoverable import PeersLostError
 from boost.parallel.replicas import Mismatch, ReplicaReport
 from boost.train.checkpoint import SavedCheckpoint
@@ -432,6 +432,14 @@ def test_a_replica_that_the_others_take_for_lost_does_not_wait_to_join_for_ever(
     waits = waiting_replica()
     waits._coordinator.exclude("1.1", SILENT, "does not answer")
     with pytest.raises(ExcludedError, match="does not answer"):
+        waits.enter(None)  # type: ignore[arg-type]
+
+
+def test_a_replica_that_waits_says_why_the_others_could_not_continue() -> None:
+    waits = waiting_replica()
+    for decision in (waits.decision, Decision(1, (), refused="2 of 4 parts of the moments are lost")):
+        waits._coordinator._decide(decision)
+    with pytest.raises(ExcludedError, match="2 of 4 parts"):
         waits.enter(None)  # type: ignore[arg-type]
 
 
