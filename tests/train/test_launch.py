@@ -364,7 +364,10 @@ def test_the_root_cause_is_not_what_follows_from_it() -> None:
 
 
 def test_an_excluded_replica_is_never_the_cause_of_what_excluded_it() -> None:
-    excluded, lost = failure_report(ExcludedError("no replica with weights is left"), rank=0), report("lost", 1.0)
+    excluded, lost = (
+        failure_report(ExcludedError("no replica with weights is left"), rank=0),
+        report("lost", 1.0, rank=1),
+    )
     assert (excluded.kind, excluded.error, excluded.exit_code) == ("excluded", "ExcludedError", 3)
     for kind in ("boost", "defect", "hung"):
         assert root_cause({0: 3, 1: 3}, [excluded, cause := report(kind, 9e9, rank=1)]) is cause
