@@ -44,7 +44,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         "--launches",
         type=int,
         metavar="N",
-        help="launches per marked rate (default 5 in the main set, 3 in the others)",
+        help="launches per marked rate (default 5 in the main set, 3 in many, 2 in the others)",
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds per launch, at least 7 (default 15 and 7)")
     parser.add_argument("--restart", action="store_true", help="discard launches and results of the set first")

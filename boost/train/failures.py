@@ -88,7 +88,8 @@ class FailureReport:
     rank: int
     kind: str
     """boost: an error that the user can fix; hung: a process that is not responding, reported by another one; excluded: a replica
-    that the others continue without; lost: a broken connection to another process; defect: anything else, that is, a bug."""
+    that the others continue without, or that finds none to join; lost: a broken connection to another process; defect: anything
+    else, that is, a bug."""
     message: str
     """One line; for a defect, the traceback."""
     error: str
