@@ -8,7 +8,8 @@ one decision per number, so a run cannot split into two histories.
 Survivors need a majority of the votes. Every member of the previous membership has one vote unless it is known to be dead, and
 the store breaks ties. If one replica of two dies, the other one continues. If a network partition splits the replicas in half,
 the half that reaches the store continues and the other half stops. A minority that reaches the store while the majority is
-silent also stops.
+silent also stops. If members take each other for silent, the first accusation counts: whoever is accused cannot accuse others, so
+some member always remains.
 """
 
 import json
@@ -123,6 +124,31 @@ class Coordinator:
         if known is None or (why == DEAD and not known.startswith(DEAD)):
             self.store.set(key, f"{why}: {text}")
 
+    def exclude_lost(self, members: Iterable[Member], accuser: Member) -> None:
+        """Marks those of `members` as lost that heartbeats say are restarted or silent.
+
+        A member that is itself accused of silence accuses nobody else. Otherwise members that lost sight of each other, for
+        example because the store stalled, would exclude each other until none is left.
+        """
+        found = {member.incarnation: why for member in members if (why := self._status(member))}
+        silent = {name for name, why in found.items() if why == SILENT}
+        if accuser.incarnation in silent:  # another process of its own replica
+            silent = {accuser.incarnation}
+        for name, why in found.items():
+            if why == DEAD or (name in silent and self._may_accuse(silent, accuser)):
+                self.exclude(name, why, STATUS_TEXT[why])
+
+    def _may_accuse(self, silent: set[str], accuser: Member) -> bool:
+        """Enters incarnations into the list of the accused. Returns whether they are on it and the accuser was not before them."""
+        while True:
+            text = self.store.get("accused").decode() if self.store.check(["accused"]) else ""
+            accused = set(json.loads(text)) if text else set[str]()
+            if accuser.incarnation in accused:
+                return accuser.incarnation in silent
+            if silent <= accused:
+                return True
+            self.store.compare_set("accused", text, json.dumps(sorted(accused | silent)))
+
     def lost_reason(self, incarnation: str) -> str | None:
         """The reason recorded by `exclude`; None if the member is not marked as lost."""
         key = f"gone/{incarnation}"
@@ -201,7 +227,7 @@ class Coordinator:
         while not self.store.check([f"decision/{number}"]):
             if why := self.lost_reason(member.incarnation):
                 raise ExcludedError(f"the other replicas continue without this one ({why})")
-            if proposal := self._proposal(before):
+            if proposal := self._proposal(before, member):
                 self._decide(proposal)
             else:
                 time.sleep(next(pauses))
@@ -224,8 +250,10 @@ class Coordinator:
         ]
         pauses = _pauses()
         while waiting := [(other, key) for other, key in waiting if not self.store.check([key])]:
-            for other in {other for other, _ in waiting}:
-                if self._is_gone(other):
+            missing = {other for other, _ in waiting}
+            self.exclude_lost(missing, member)
+            for other in missing:
+                if self.lost_reason(other.incarnation):
                     self.end_membership(decision.number, f"replica {other.replica} is lost")
             if self.is_over(decision.number):
                 raise PeersLostError(f"membership {decision.number} ended before it began")
@@ -235,20 +263,13 @@ class Coordinator:
         """Writes a decision. The first one with a given number wins."""
         self.store.compare_set(f"decision/{decision.number}", "", json.dumps(asdict(decision)))
 
-    def _is_gone(self, member: Member) -> bool:
-        known = self.lost_reason(member.incarnation)
-        if known is not None and known.startswith(DEAD):
-            return True
-        if why := self._status(member):
-            self.exclude(member.incarnation, why, STATUS_TEXT[why])
-        return bool(known or why)
-
-    def _proposal(self, before: Decision) -> Decision | None:
+    def _proposal(self, before: Decision, proposer: Member) -> Decision | None:
         """The decision that follows from all reports; None while a member that may be alive has not reported."""
         number, reports = before.number + 1, dict[Member, list[Report]]()
+        self.exclude_lost(before.members, proposer)
         for member in before.members:
             keys = [_report_key(number, member, process) for process in range(self._processes)]
-            if self._is_gone(member):
+            if self.lost_reason(member.incarnation):
                 continue
             if not self.store.check(keys):
                 return None
@@ -264,7 +285,7 @@ class Coordinator:
         every = [report for each in with_state.values() for report in each]
         newest = max(every, key=lambda report: report.operation)
         admits = all(report.admits for report in every)
-        joining, seen = self._waiting(before.seen, set(with_state)) if admits else ([], before.seen)
+        joining, seen = self._waiting(before.seen, set(with_state), proposer) if admits else ([], before.seen)
         return Decision(
             number,
             (*with_state, *joining),
@@ -276,13 +297,14 @@ class Coordinator:
             seen,
         )
 
-    def _waiting(self, seen: int, inside: set[Member]) -> tuple[list[Member], int]:
+    def _waiting(self, seen: int, inside: set[Member], proposer: Member) -> tuple[list[Member], int]:
         """The announced replicas, once each, and the number of the last announcement."""
         found: dict[int, Member] = {}
         while self.store.check([f"join/{seen + 1}"]):
             seen += 1
             member = Member(**json.loads(self.store.get(f"join/{seen}")))
-            if not self._is_gone(member) and member.replica not in {each.replica for each in inside}:
+            self.exclude_lost([member], proposer)
+            if not self.lost_reason(member.incarnation) and member.replica not in {each.replica for each in inside}:
                 found[member.replica] = member
         return list(found.values()), seen
 

@@ -27,7 +27,6 @@ from boost.parallel.members import join_members, open_replica, replica_of_rank, 
 from boost.parallel.membership import (
     DEAD,
     SLOW,
-    STATUS_TEXT,
     Coordinator,
     Decision,
     Member,
@@ -396,16 +395,13 @@ class Recovery:
             if time.monotonic() - excluded_at > EXCLUDED_GRACE_S:  # the main thread hangs
                 log.error("the other replicas continue without this one (%s)", why)
                 leave(BoostError.exit_code)
+        since = membership.waiting_since
+        if since is not None and time.monotonic() - since > WAITS_S and not membership.over.is_set():
+            coordinator.exclude_lost([member for member in decision.members if member != self.member], self.member)
         if not membership.over.is_set():
             for member in decision.members:
                 if why := coordinator.lost_reason(member.incarnation):
                     membership.lost(f"replica {member.replica} is lost ({why})")
-        since = membership.waiting_since
-        if since is not None and time.monotonic() - since > WAITS_S and not membership.over.is_set():
-            for member in decision.members:
-                if member != self.member and (why := self._beats.status(member)):
-                    coordinator.exclude(member.incarnation, why, STATUS_TEXT[why])
-                    membership.lost(f"replica {member.replica} {STATUS_TEXT[why]}")
         return excluded_at
 
     def failed(self, error: BaseException) -> None:

@@ -166,6 +166,32 @@ def test_there_is_one_history_no_matter_who_decides_first(store: dist.Store) -> 
     assert all(isinstance(each, ExcludedError) for each in outcomes if not isinstance(each, Decision))
 
 
+def test_of_two_that_take_each_other_for_silent_one_goes_on(store: dist.Store) -> None:
+    """Marks are in the store before anybody decides: without an order of accusations both would be out."""
+    here = threading.Barrier(2)
+
+    def accuse(replica: int) -> None:
+        here.wait(60)
+        coordinator = Coordinator(store, 4, 1, lambda member: SILENT if member.replica != replica else "")
+        coordinator.exclude_lost(MEMBERS, MEMBERS[replica])
+
+    everyone(accuse, (0, 1))
+    lost = [member.replica for member in MEMBERS if Coordinator(store, 4, 1).lost_reason(member.incarnation)]
+    assert lost in ([0, 2, 3], [1, 2, 3])
+
+
+def test_an_accused_member_still_reports_restarts_and_its_own_silence(store: dist.Store) -> None:
+    status = {0: SILENT, 1: SILENT}
+    coordinator = Coordinator(store, 4, 1, lambda member: status.get(member.replica, ""))
+    coordinator.exclude_lost(MEMBERS, MEMBERS[0])
+    assert coordinator.lost_reason("0.0") == "silent: does not answer"
+    assert coordinator.lost_reason("1.0") is None, "a replica that hangs itself does not judge the others"
+    status.update({0: "", 2: DEAD, 3: SILENT})
+    coordinator.exclude_lost(MEMBERS, MEMBERS[0])
+    reasons = [coordinator.lost_reason(member.incarnation) for member in MEMBERS[1:]]
+    assert reasons == [None, "dead: was restarted", None]
+
+
 def test_a_silent_member_that_wakes_up_is_out(store: dist.Store) -> None:
     agree(store, {0: Report(5), 1: Report(5), 2: Report(5)}, silent=(3,))
     with pytest.raises(ExcludedError, match="silent: does not answer"):
