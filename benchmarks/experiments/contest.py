@@ -30,7 +30,7 @@ LEAST_ROUNDS = 7
 """Minimum number of timed rounds."""
 
 WARM_UP = 2
-"""Untimed warm-up rounds, for kernel selection, buffers and caches. The last one sets the number of repetitions."""
+"""Untimed warm-up rounds by default, for kernel selection, buffers and caches. The last one sets the number of repetitions."""
 
 RESAMPLES = 10_000
 """Number of bootstrap resamples."""
@@ -81,12 +81,14 @@ def take_turns(
     rounds: int,
     *,
     least_s: float = 0.0,
+    warm_up: int = WARM_UP,
     words: str = "rounds",
 ) -> InterleavedTimings:
     """Times every contender once per round, on all processes of `mesh` at once.
 
     A sample starts when every process is ready and ends when the last one, including its device, is done. A contender
-    shorter than `least_s` is repeated within its sample. Raises MeasurementError if a contender computes only zeros or
+    shorter than `least_s` is repeated within its sample. `warm_up`: untimed rounds, at least 1; contenders that have run before
+    need no more. Raises MeasurementError if a contender computes only zeros or
     non-finite numbers or takes no measurable time, and ValueError below LEAST_ROUNDS.
     """
     if rounds < LEAST_ROUNDS:
@@ -94,18 +96,19 @@ def take_turns(
     names = list(calls)
     repeats = {}
     for name in progress(names, f"{words}: warm-up", enabled=mesh.is_main):
-        for _ in range(WARM_UP - 1):
-            computed = calls[name]()
+        for _ in range(warm_up - 1):
+            calls[name]()
+        once, computed = _sample(calls[name], 1, mesh)
         refuse_zeros(name, computed)
         del computed
-        repeats[name] = _repeats(_sample(calls[name], 1, mesh), least_s, mesh)
+        repeats[name] = _repeats(once, least_s, mesh)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     probe, probed = Probe(mesh.device), []
     for number in progress(range(rounds), words, enabled=mesh.is_main):
         probed.append(probe.seconds())
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            taken = _sample(calls[name], repeats[name], mesh)
+            taken = _sample(calls[name], repeats[name], mesh)[0]
             if not taken > 0:
                 raise MeasurementError(f"{name} took {taken} s: too short to time; measure something longer")
             seconds[name].append(taken)
@@ -245,14 +248,15 @@ def _repeats(once: float, least_s: float, mesh: Mesh) -> int:
     return int(wanted)
 
 
-def _sample(call: Call, repeats: int, mesh: Mesh) -> float:
-    """Seconds per repetition, from when all processes are ready until all are done."""
+def _sample(call: Call, repeats: int, mesh: Mesh) -> tuple[float, Iterable[Tensor]]:
+    """(seconds per repetition, from when all processes are ready until all are done; results of the last repetition)."""
     _all_here(mesh)
     begun = time.perf_counter()
-    for _ in range(repeats):
+    for _ in range(repeats - 1):
         call()
+    computed = call()
     _all_here(mesh)
-    return (time.perf_counter() - begun) / repeats
+    return (time.perf_counter() - begun) / repeats, computed
 
 
 def _all_here(mesh: Mesh) -> None:

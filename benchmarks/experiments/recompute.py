@@ -123,7 +123,7 @@ def time_variant(name: str, config: Config, mesh: Mesh, rounds: int) -> list[Tim
         _choose(decoder, policy)
         kept[policy] = sum(measure_step(decoder, config, batch, mesh).activations.values())
     calls: dict[str, Call] = {policy: functools.partial(_pass, decoder, policy, batch) for policy in kept}
-    turns = take_turns(calls, mesh, rounds, words=f"{name}, batch {config.train.micro_batch}")
+    turns = take_turns(calls, mesh, rounds, warm_up=1, words=f"{name}, batch {config.train.micro_batch}")
     return [
         Timed(
             layout=name,

@@ -113,18 +113,19 @@ def _measure(group: TimingGroup, rounds: int, threads: int, hardware: Hardware |
 
 def measure_group(group: TimingGroup, mesh: Mesh, rounds: int) -> Facts:
     """Measures a group on this process; see `measure_steppers`."""
-    return measure_steppers(group, {name: Stepper(each, mesh) for name, each in group.contenders.items()}, mesh, rounds)
+    steppers = {name: Stepper(each, mesh) for name, each in group.contenders.items()}
+    for stepper in steppers.values():
+        stepper.step()
+    return measure_steppers(group, steppers, mesh, rounds)
 
 
 def measure_steppers(group: TimingGroup, steppers: Mapping[str, Stepper], mesh: Mesh, rounds: int) -> Facts:
-    """Measures a group, given its models. Sizes and bytes are maxima over processes; times run until all processes are done."""
-    rows = {}
-    for name, stepper in steppers.items():
-        stepper.step()  # allocate one-time buffers before measuring memory
-        rows[name] = _row(name, stepper)
+    """Measures a group, given its models, each of which has taken a step: one-time buffers must exist before memory is measured.
+    Sizes and bytes are maxima over processes; times run until all processes are done."""
+    rows = {name: _row(name, stepper) for name, stepper in steppers.items()}
     calls: dict[str, Call] = {name: stepper.step for name, stepper in steppers.items()}
     others, skipped = _peers(group, mesh)
-    turns = take_turns(calls | others, mesh, rounds, words=group.name)
+    turns = take_turns(calls | others, mesh, rounds, warm_up=1, words=group.name)
     rows |= {name: {"name": name, "peer": True} for name in others}
     config = next(iter(group.contenders.values()))
     return {

@@ -39,7 +39,7 @@ MARKED = {"share-matched": 0.17, "slow": 0.5}
 """Fraction of a btp step that communication takes on each marked wire. The first matches the paper's 7B row on A100s."""
 
 WARM_UP = 3
-"""Steps of each contender per launch that are not timed: the one whose loss is compared, and those of `contest`."""
+"""Steps of each contender per launch that are not timed: one whose loss is compared, one whose memory is, and a warm-up."""
 
 START_S = 15.0
 """Seconds that the processes of a launch take to start and to initialize every model, and for everything that is not a round."""

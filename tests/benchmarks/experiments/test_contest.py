@@ -37,6 +37,14 @@ def test_every_round_times_each_once_and_begins_with_another_one() -> None:
     assert len(turns.probe_s) == LEAST_ROUNDS and min(turns.probe_s) > 0
 
 
+def test_one_warm_up_is_enough_for_contenders_that_have_run() -> None:
+    log: list[str] = []
+    take_turns({"a": note(log, "a")}, ONE, LEAST_ROUNDS, warm_up=1)
+    assert len(log) == 1 + LEAST_ROUNDS
+    with pytest.raises(MeasurementError, match="only zeros"):
+        take_turns({"a": lambda: [torch.zeros(1)]}, ONE, LEAST_ROUNDS, warm_up=1)
+
+
 def test_what_is_short_is_repeated_within_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     now, log = 0.0, []
 
