@@ -108,26 +108,27 @@ def _cell(row: Facts, part: str) -> str:
 def _draw(groups: Mapping[str, Sequence[Facts]], path: Path) -> None:
     groups = {title: rows for title, rows in groups.items() if rows}
     heights = [len(rows) for rows in groups.values()]
+    parts = [part for part in PARTS if any(row["parts_s"][part] for rows in groups.values() for row in rows)]
     figure, axes = pyplot().subplots(
         len(groups), 1, figsize=(9, 0.9 * len(groups) + 0.42 * sum(heights)), layout="constrained", squeeze=False,
         gridspec_kw={"height_ratios": heights},
     )  # fmt: skip
     for axis, (title, rows) in zip(axes[:, 0], groups.items(), strict=True):
-        _stack(axis, rows)
+        _stack(axis, rows, parts)
         axis.set_title(title, loc="left", fontsize=10)
         tidy(axis)
     axes[-1, 0].set_xlabel("ms per step")
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, ncols=len(PARTS), loc="outside upper right", frameon=False)
+    figure.legend(handles, labels, ncols=len(parts), loc="outside upper right", frameon=False)
     write(figure, path)
 
 
-def _stack(axis: Any, rows: Sequence[Facts]) -> None:
+def _stack(axis: Any, rows: Sequence[Facts], parts: Sequence[str]) -> None:
     longest = max(map(total, rows))
     lefts = [0.0] * len(rows)
-    for part, name in PARTS.items():
+    for part in parts:
         widths = [1e3 * row["parts_s"][part] for row in rows]
-        axis.barh(range(len(rows)), widths, 0.62, left=lefts, color=COLORS[part], label=name)
+        axis.barh(range(len(rows)), widths, 0.62, left=lefts, color=COLORS[part], label=PARTS[part])
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     for place, left in enumerate(lefts):
         axis.annotate(f"{left:.0f}", (left, place), (5, 0), textcoords="offset points", va="center", fontsize=8)

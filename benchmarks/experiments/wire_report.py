@@ -251,7 +251,7 @@ def _draw(facts: Facts, group: str, path: Path) -> None:
     axis.set(xscale="log", xlabel="wire, Mbit/s", ylabel="seconds per step", ylim=(0, None))
     axis.set_xticks([*limited.values()], [f"{rate:,g}" for rate in limited.values()])
     axis.minorticks_off()
-    axis.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+    axis.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), handlelength=3.2)
     tidy(axis)
     write(figure, path)
 

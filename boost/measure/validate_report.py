@@ -265,11 +265,12 @@ def draw(facts: Facts, path: Path) -> None:
         ("the paper's speed-ups", "published", _groups(ratios, lambda what: " ".join(what.split()[-2:])), "linear")
     ]
     panels.append(
-        ("the paper's step times (not checked)", "published", _groups(steps, lambda what: what.split()[1]), "log")
+        ("the paper's step times, seconds (not checked)", "published", _groups(steps, lambda what: what.split()[1]), "log")
     )
     for name in (MACHINE, GPU):
         if facts[name]:
-            panels.append((f"{TITLES[name]}, seconds", "measured", _by_processes(facts[name]["rows"]), "log"))
+            title = f"{TITLES[name][0].lower()}{TITLES[name][1:]}, seconds"
+            panels.append((title, "measured", _by_processes(facts[name]["rows"]), "log"))
     high = (len(panels) + 1) // 2
     figure, axes = drawing.pyplot().subplots(high, 2, figsize=(7.4, 3.5 * high), squeeze=False, layout="constrained")
     for axis, panel in zip_longest(axes.flat, panels):
