@@ -12,7 +12,7 @@
 #                 resumes after an interruption)
 #   make recompute, make fit   memory saved and time added by recomputation; largest sizes that fit in 80 GB (15 minutes each)
 #   make validate the performance model against steps measured on this machine, into benchmarks/results/ (ten minutes; keep the machine idle)
-#   make bench    the paper's evaluation on this machine, and the report of all results, benchmarks/report.html (about 3.2 hours;
+#   make bench    the paper's evaluation on this machine, and the report of all results, benchmarks/report.html (about 2.7 hours;
 #                 keep the machine idle; resumes after an interruption, and `python -m benchmarks evaluation --list` says what is left)
 #   make report   rebuild the report from existing results
 #   make healing  dense models factorized and healed, three seeds (an hour on one core; resumes after an interruption)

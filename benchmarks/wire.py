@@ -22,8 +22,8 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         "time of steps and bare collectives over a rate-limited wire",
         "Creates network namespaces joined by a rate-limited wire (root, iproute2), runs one CPU process in each, and times\n"
         "whole steps of every layout, all interleaved. Measures without a limit and at two rates: those at which communication\n"
-        "takes 17% of a btp step, as in the paper's 7B row on A100s, and half of it. The main set takes 63 minutes, all\n"
-        "sets 96; keep the machine idle. Every launch is kept: the same command resumes.\n\n"
+        "takes 17% of a btp step, as in the paper's 7B row on A100s, and half of it. The main set takes 51 minutes, all\n"
+        "sets 77; keep the machine idle. Every launch is kept: the same command resumes.\n\n"
         "  main      TP 2, d 1024, cola: every layout, with and without overlap; bare collectives; timelines\n"
         "  meshes    TP 2 x PP 2, TP 2 x DP 2, DP 2\n"
         "  sizes     d 512, 2048\n"

@@ -1,6 +1,6 @@
 """What `python -m benchmarks wire` measures: its sets, as data.
 
-Steps are short (0.2 to 0.8 s without a limit), because all sets together must fit into 96 minutes on two cores: two blocks, few
+Steps are short (0.2 to 0.8 s without a limit), because all sets together must fit into 77 minutes on two cores: two blocks, few
 tokens, and a small vocabulary, so that the head stays a small fraction of a step. What a comparison of layouts needs is the ratio
 of communication to computation of a block, and the rates of the wire are derived from that. With few tokens, the gradient sums of
 replicated weights (`btp-sp`, `btp-cp`, `ulysses`), once per step, weigh more than in the paper's steps; the set of many tokens
@@ -156,7 +156,7 @@ rates."""
 _SMALL: dict[str, Any] = {"size": (512, 2, 1376, 8)}
 _SHORT: dict[str, Any] = {"batch": {"vocab_size": 512, "seq_len": 512, "micro_batch": 2, "global_batch": 2}}
 
-# A step takes 0.7 s for the dense model and 0.4 s for btp, without a limit. 13 launches on two cores: 63 minutes, of which the slow
+# A step takes 0.7 s for the dense model and 0.4 s for btp, without a limit. 13 launches on two cores: 51 minutes, of which the slow
 # wire takes half.
 MAIN = WireSet(
     "main",
@@ -183,7 +183,7 @@ MAIN = WireSet(
     free_launches=2,
 )
 
-# Four processes share two cores, so a step takes twice as long as its process computes. 9 minutes.
+# Four processes share two cores, so a step takes twice as long as its process computes. 7 minutes.
 MESHES = WireSet(
     "meshes",
     (
@@ -217,7 +217,7 @@ MESHES = WireSet(
     rounds=7,
 )
 
-# d 1024 is in the main set. 7 minutes.
+# d 1024 is in the main set. 6 minutes.
 SIZES = WireSet(
     "sizes",
     (
@@ -240,7 +240,7 @@ SIZES = WireSet(
     rounds=7,
 )
 
-# cola at d 512 is in the set of sizes. 6 minutes.
+# cola at d 512 is in the set of sizes. 5 minutes.
 FAMILIES = WireSet(
     "families",
     tuple(
@@ -251,7 +251,7 @@ FAMILIES = WireSet(
 )
 
 # As many tokens per step, relative to d, as 131k tokens at d 4096; so that gradient sums of replicated weights are a small
-# fraction of communication, as they are there. 12 minutes.
+# fraction of communication, as they are there. 9 minutes.
 MANY = WireSet(
     "many",
     (
