@@ -246,6 +246,7 @@ def draw_on(axis: Any, steps: Sequence[ProcessStep]) -> None:
             drawn.set_rasterized(len(bars) > MOST_SHAPES)
     axis.set_yticks([place + 0.4 for place in range(len(steps))], [f"rank {each.rank}" for each in steps])
     axis.invert_yaxis()
+    axis.update_datalim([(0.0, 0.05)])  # the first bar may begin a little later
     axis.margins(x=0)
     tidy(axis)
 
