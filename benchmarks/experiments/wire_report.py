@@ -51,6 +51,9 @@ HIDDEN = 0.65
 
 COMMUNICATION = (0.4, 0.6)
 
+LEAST_ADDED = 0.05
+"""Smallest fraction of a step added by the wire of which the hidden fraction is shown; that of less is a ratio of noise."""
+
 BEST = tuple(each.name for each in plain_and_halved(BTP, BTP_SP))
 """Candidates for the best low-rank layout; the fastest is compared with the baselines."""
 
@@ -208,14 +211,17 @@ def _title(wire: str, mbit: float | None) -> str:
 
 
 def _hidden_table(facts: Facts, group: str) -> Table:
-    cells = tuple(
-        (_title(wire, mbit), form, in_words(hidden(facts, group, wire, form)))
-        for wire, mbit in wires(facts, group).items()
-        if mbit
-        for form in _with_both(facts, group)
+    cells = []
+    for wire, mbit in wires(facts, group).items():
+        for form in _with_both(facts, group) if mbit else ():
+            added = communication(facts, group, wire, form)
+            found = in_words(hidden(facts, group, wire, form)) if added >= LEAST_ADDED else "-"
+            cells.append((_title(wire, mbit), form, f"{max(added, 0):.0%}", found))
+    caption = (
+        "How much of a step without overlap the wire adds (without a limit communication takes time too), and the fraction of what "
+        f"it adds that overlap hides (measured). Less than {LEAST_ADDED:.0%} of a step is within noise."
     )
-    caption = "Fraction of the time added by the wire that overlap hides (measured)."
-    return Table(caption, ("wire", "layout", "hidden:"), cells)
+    return Table(caption, ("wire", "layout", "added:", "hidden:"), tuple(cells))
 
 
 def _collective_table(facts: Facts, group: str) -> Table:

@@ -49,6 +49,14 @@ def test_hidden_communication_counts_where_it_is_half_of_the_step() -> None:
     assert by_layout[2] == "on no wire 40% to 60% of a step: megatron, megatron-sp, btp-sp, vanilla"
 
 
+def test_a_fraction_of_what_the_wire_hardly_adds_is_not_shown() -> None:
+    seconds = SECONDS | dict.fromkeys([BTP, f"{BTP}, halves"], 15.0)
+    _, hidden = (part for part in wire_report.section(made_up(seconds)).parts if isinstance(part, Table))
+    of_btp = [row[2:] for row in hidden.rows if row[1] == BTP]
+    assert [added for added, _ in of_btp] == ["3%", "6%"]
+    assert of_btp[0][1] == "-" and of_btp[1][1].startswith("0.5")
+
+
 def test_launches_stay_apart(facts: Facts) -> None:
     group = facts["groups"][0].get("group", "")
     seconds = seconds_of(facts, group, "slow", BTP)
@@ -67,7 +75,7 @@ def test_a_comparison_that_shows_nothing_says_so(facts: Facts) -> None:
     assert steps.headings[-2:] == ("100 Mbit/s, slow, ms:", "slow, time / btp, online:")
     assert [against for _, against in slow] == ["1", "1.00 (1.00 to 1.00), no difference shown", "1.33 (1.33 to 1.33)"]
     assert slow[2][0] == "4016 (4008 to 4024)" and "slow 3." in steps.caption
-    assert ("100 Mbit/s, slow", MEGATRON_SP) in [row[:2] for row in hidden.rows]
+    assert ("100 Mbit/s, slow", MEGATRON_SP, "25%", "0.50 (0.50 to 0.50)") in hidden.rows
     assert [figure.name for figure in figures(section)] == ["wire"]
 
 
