@@ -127,32 +127,36 @@ class Coordinator:
     def exclude_lost(self, members: Iterable[Member], accuser: Member) -> None:
         """Marks those of `members` as lost that heartbeats say are restarted or silent.
 
-        A member that is itself accused of silence accuses nobody else. Otherwise members that lost sight of each other, for
-        example because the store stalled, would exclude each other until none is left.
+        A member that is itself marked as silent marks nobody else so. Otherwise members that lost sight of each other, for example
+        because the store stalled, would exclude each other until none is left.
         """
         found = {member.incarnation: why for member in members if (why := self._status(member))}
-        silent = {name for name, why in found.items() if why == SILENT}
-        if accuser.incarnation in silent:  # another process of its own replica
-            silent = {accuser.incarnation}
         for name, why in found.items():
-            if why == DEAD or (name in silent and self._may_accuse(silent, accuser)):
-                self.exclude(name, why, STATUS_TEXT[why])
+            if why == DEAD:
+                self.exclude(name, DEAD, STATUS_TEXT[DEAD])
+        silent = {name for name, why in found.items() if why == SILENT}
+        # If another process of its own replica is silent, the accuser does not judge the others.
+        self._accuse({accuser.incarnation} if accuser.incarnation in silent else silent, accuser.incarnation)
 
-    def _may_accuse(self, silent: set[str], accuser: Member) -> bool:
-        """Enters incarnations into the list of the accused. Returns whether they are on it and the accuser was not before them."""
-        while True:
-            text = self.store.get("accused").decode() if self.store.check(["accused"]) else ""
-            accused = set(json.loads(text)) if text else set[str]()
-            if accuser.incarnation in accused:
-                return accuser.incarnation in silent
-            if silent <= accused:
-                return True
-            self.store.compare_set("accused", text, json.dumps(sorted(accused | silent)))
+    def _accuse(self, silent: set[str], accuser: str) -> None:
+        """Adds incarnations to the list of the silent ones: all at once, and only if the accuser is not on it."""
+        while silent:
+            text, known = self._silent()
+            if accuser in known or silent <= known:
+                return
+            self.store.compare_set("silent", text, json.dumps(sorted(known | silent)))
+
+    def _silent(self) -> tuple[str, set[str]]:
+        """The list of silent incarnations, as it is stored and as a set."""
+        text = self.store.get("silent").decode() if self.store.check(["silent"]) else ""
+        return text, set(json.loads(text)) if text else set()
 
     def lost_reason(self, incarnation: str) -> str | None:
-        """The reason recorded by `exclude`; None if the member is not marked as lost."""
+        """Why a member is marked as lost; None if it is not."""
         key = f"gone/{incarnation}"
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        if self.store.check([key]):
+            return self.store.get(key).decode()
+        return f"{SILENT}: {STATUS_TEXT[SILENT]}" if incarnation in self._silent()[1] else None
 
     def announce(self, member: Member) -> None:
         """Announces that this replica is ready to join. One of its processes calls this once all are ready."""
