@@ -266,7 +266,7 @@ def draw(facts: Facts, path: Path) -> None:
     ]
     panels.append(
         (
-            "the paper's step times, seconds (not checked)",
+            "the paper's step times (not checked)",
             "published",
             _groups(steps, lambda what: what.split()[1]),
             "log",

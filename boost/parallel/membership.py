@@ -8,8 +8,8 @@ one decision per number, so a run cannot split into two histories.
 Survivors need a majority of the votes. Every member of the previous membership has one vote unless it is known to be dead, and
 the store breaks ties. If one replica of two dies, the other one continues. If a network partition splits the replicas in half,
 the half that reaches the store continues and the other half stops. A minority that reaches the store while the majority is
-silent also stops. If members take each other for silent, the first accusation counts: whoever is accused cannot accuse others, so
-some member always remains.
+silent also stops. If members take each other for silent, the first one to say so counts: whoever is on the list of the silent ones
+cannot add others to it.
 """
 
 import json
@@ -127,20 +127,20 @@ class Coordinator:
     def exclude_lost(self, members: Iterable[Member], accuser: Member) -> None:
         """Marks those of `members` as lost that heartbeats say are restarted or silent.
 
-        A member that is itself marked as silent marks nobody else so. Otherwise members that lost sight of each other, for example
-        because the store stalled, would exclude each other until none is left.
+        A member that is itself marked as lost marks nobody as silent. Otherwise members that lost sight of each other would exclude
+        each other until none is left. A replica marks itself if one of its other processes is silent.
         """
-        found = {member.incarnation: why for member in members if (why := self._status(member))}
+        judged = [member for member in members if member != accuser or self._processes > 1]
+        found = {member.incarnation: why for member in judged if (why := self._status(member))}
         for name, why in found.items():
             if why == DEAD:
                 self.exclude(name, DEAD, STATUS_TEXT[DEAD])
         silent = {name for name, why in found.items() if why == SILENT}
-        # If another process of its own replica is silent, the accuser does not judge the others.
         self._accuse({accuser.incarnation} if accuser.incarnation in silent else silent, accuser.incarnation)
 
     def _accuse(self, silent: set[str], accuser: str) -> None:
-        """Adds incarnations to the list of the silent ones: all at once, and only if the accuser is not on it."""
-        while silent:
+        """Adds incarnations to the list of the silent ones: all at once, and only if the accuser is not lost itself."""
+        while silent and not self.store.check([f"gone/{accuser}"]):
             text, known = self._silent()
             if accuser in known or silent <= known:
                 return
@@ -256,7 +256,7 @@ class Coordinator:
         while waiting := [(other, key) for other, key in waiting if not self.store.check([key])]:
             missing = {other for other, _ in waiting}
             self.exclude_lost(missing, member)
-            for other in missing:
+            for other in missing | {member}:
                 if self.lost_reason(other.incarnation):
                     self.end_membership(decision.number, f"replica {other.replica} is lost")
             if self.is_over(decision.number):

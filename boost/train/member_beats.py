@@ -24,7 +24,7 @@ class MemberBeats:
 
     def status(self, member: Member) -> str:
         """DEAD if a newer incarnation of the replica sends heartbeats: launchers end one before they start the next. SILENT if a
-        process has sent none for run.heartbeat_timeout_s since this process began to watch. Else ''."""
+        process has sent none for run.heartbeat_timeout_s during which this process watched. Else ''."""
         with self._lock:
             if time.monotonic() - self._read_at > WATCH_S:
                 self._read()
@@ -36,11 +36,11 @@ class MemberBeats:
             return SILENT if time.monotonic() - oldest > self._timeout_s else ""
 
     def _read(self) -> None:
-        now = time.monotonic()
+        beats, now = self.board.read(self._slots), time.monotonic()
         if now - self._read_at > 2 * WAITS_S:
-            self._seen = {}  # not watched in between: an old entry does not mean silence
+            self._seen = {}  # not watched in between, or the store stalled: an old entry does not mean silence
         self._read_at = now
-        for beat in self.board.read(self._slots):
+        for beat in beats:
             if self._seen.get(beat.rank, ("", -1))[:2] != (beat.incarnation, beat.count):
                 self._seen[beat.rank] = beat.incarnation, beat.count, now
 

@@ -294,6 +294,7 @@ class Recovery:
             if (latest := self._coordinator.latest(since)) is not None:
                 since, current = latest.number, latest
             if current.refused or all(self._is_lost(each) for each in current.members):
+                self._coordinator.exclude_lost(current.members, self.member)  # so that launchers end what hangs
                 raise ExcludedError(current.refused or "no replica with weights is left; resume with --resume auto")
             time.sleep(0.02)
         try:

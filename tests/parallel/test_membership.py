@@ -14,6 +14,7 @@ from boost.errors import ExcludedError, StoppedError, TrainingError
 from boost.parallel.membership import (
     DEAD,
     SILENT,
+    SLOW,
     Coordinator,
     Decision,
     Member,
@@ -180,16 +181,22 @@ def test_of_two_that_take_each_other_for_silent_one_goes_on(store: dist.Store) -
     assert lost in ([0, 2, 3], [1, 2, 3])
 
 
-def test_an_accused_member_still_reports_restarts_and_its_own_silence(store: dist.Store) -> None:
-    status = {0: SILENT, 1: SILENT}
-    coordinator = Coordinator(store, 4, 1, lambda member: status.get(member.replica, ""))
+@pytest.mark.parametrize("why", [SILENT, SLOW])
+def test_a_member_that_is_lost_itself_reports_restarts_only(store: dist.Store, why: str) -> None:
+    coordinator = Coordinator(store, 4, 1, lambda member: {1: SILENT, 2: DEAD}.get(member.replica, ""))
+    Coordinator(store, 4, 1).exclude("0.0", why, "slow or silent")
     coordinator.exclude_lost(MEMBERS, MEMBERS[0])
-    assert coordinator.lost_reason("0.0") == "silent: does not answer"
-    assert coordinator.lost_reason("1.0") is None, "a replica that hangs itself does not judge the others"
-    status.update({0: "", 2: DEAD, 3: SILENT})
+    reasons = [coordinator.lost_reason(member.incarnation) for member in MEMBERS]
+    assert reasons == [f"{why}: slow or silent", None, "dead: was restarted", None]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_replica_judges_itself_by_its_other_processes(store: dist.Store, processes: int) -> None:
+    """What is silent of a replica of one process is not the process that judges."""
+    coordinator = Coordinator(store, 4, processes, lambda member: SILENT if member.replica < 2 else "")
     coordinator.exclude_lost(MEMBERS, MEMBERS[0])
-    reasons = [coordinator.lost_reason(member.incarnation) for member in MEMBERS[1:]]
-    assert reasons == [None, "dead: was restarted", None]
+    lost = [member.replica for member in MEMBERS if coordinator.lost_reason(member.incarnation)]
+    assert lost == ([1] if processes == 1 else [0])
 
 
 def test_a_silent_member_that_wakes_up_is_out(store: dist.Store) -> None:

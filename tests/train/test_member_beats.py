@@ -44,6 +44,25 @@ def test_a_silent_replica_is_told_from_a_restarted_one(clock: list[float]) -> No
     assert status_after(1) == DEAD
 
 
+def test_what_was_not_seen_while_the_store_stalled_is_not_silence(clock: list[float]) -> None:
+    board = Board(Beat(0, 1, incarnation="0.0"), Beat(1, 1, incarnation="1.0"))
+    beats, read = MemberBeats(board, 2, 1, timeout_s=10), board.read
+
+    def stalls(size: int) -> list[Beat]:
+        clock[0] += 20
+        return read(size)
+
+    assert beats.status(Member(1, "1.0")) == ""
+    clock[0] += 1
+    board.read = stalls  # type: ignore[method-assign]
+    assert beats.status(Member(1, "1.0")) == ""
+    board.read = read  # type: ignore[method-assign]
+    for _ in range(11):
+        clock[0] += 1
+        found = beats.status(Member(1, "1.0"))
+    assert found == SILENT
+
+
 def test_a_replica_that_has_just_started_is_not_taken_for_its_predecessor(clock: list[float]) -> None:
     board = Board(Beat(0, 7, incarnation="0.0"))
     beats = MemberBeats(board, 1, 1, timeout_s=10)
