@@ -214,8 +214,8 @@ def _signs(text: str) -> str:
     text = re.sub(r"([\d)]) ?x(?![\w-])", lambda m: m[0].replace("x", TIMES), text)
     text = re.sub(r"(?<=\d) %", "%", text)
     text = re.sub(r"\b10\^(\d+)", lambda m: f"10{m[1].translate(_RAISED)}", text)
-    text = re.sub(r"(?<![\w.])-(?=\d)", MINUS, text)
-    return text.replace(">=", "≥").replace("<=", "≤").replace("+-", "±")
+    text = text.replace(">=", "≥").replace("<=", "≤").replace("+-", "±")
+    return re.sub(r"(?<![\w.])-(?=\d)", MINUS, text)
 
 
 def _template(name: str) -> str:

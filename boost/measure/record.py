@@ -5,6 +5,7 @@ For each source and GPU, a random half of the rows (seed `SEED`) is used to fit 
 of each held-out row of `boost/plan/record.json` and take the mean of |predicted / measured - 1|.
 """
 
+import operator
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -122,6 +123,9 @@ def _gpus(row: Facts) -> str:
     return next((f"up to {most}" for most in (8, 64, 512) if row["gpus"] <= most), "more")
 
 
+SIZES = {"tokens per sequence": "seq", "GPUs": "gpus"}
+"""Groups that are ranges of a number, and its field."""
+
 GROUPS: dict[str, Callable[[Facts], str]] = {
     "source": lambda row: str(row["source"]),
     "GPU": lambda row: str(row["gpu"]),
@@ -200,8 +204,9 @@ def error_table(facts: Facts) -> Table:
     """Errors of the held-out half and of all rows, by group."""
     rows = []
     for by, key in {"all": lambda row: "", **GROUPS}.items():
-        for name in dict.fromkeys(map(key, facts["rows"])):
-            members = [row for row in facts["rows"] if key(row) == name]
+        every = sorted(facts["rows"], key=operator.itemgetter(SIZES[by])) if by in SIZES else facts["rows"]
+        for name in dict.fromkeys(map(key, every)):
+            members = [row for row in every if key(row) == name]
             held = [row for row in members if row["half"] == HELD]
             rows.append((by, name, *_cells(held), *_cells(members)))
     headings = ("by", "", *(f"{half} {what}:" for half in (HELD, "all") for what in ("rows", "median", "MAPE", "bias")))

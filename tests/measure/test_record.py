@@ -71,6 +71,8 @@ def test_the_report(facts: measured.Facts, tmp_path: Path) -> None:
     assert len(tables[-1].rows) == len(facts["rows"])
     for table in tables:
         assert {len(row) for row in table.rows} == {len(table.headings)}
+    sizes = [row[1] for row in tables[0].rows if row[0] in ("tokens per sequence", "GPUs")]
+    assert sizes == ["up to 2,048", "up to 4,096", "up to 8,192", "longer", "up to 8", "up to 64", "up to 512", "more"]
     error, interval = measured.goals(facts)
     assert {target_of(goal.what).experiment for goal in (error, interval)} == {"record"} and "MAPE" in error.found
     (figure,) = figures(shown)

@@ -151,8 +151,8 @@ def test_dtypes_are_those_of_the_numbers() -> None:
 
 def test_a_word_is_escaped_and_signs_are_printed_as_such() -> None:
     shown: Callable[[str], str] = report.prose
-    assert shown("a < b, `x >= 1 <i>`, >= 2.3x, 4 x 8, -0.5, low-rank, 2x") == (
-        "a &lt; b, <code>x &gt;= 1 &lt;i&gt;</code>, ≥ 2.3×, 4 × 8, −0.5, low-rank, 2×"  # noqa: RUF001
+    assert shown("a < b, `x >= 1 <i>`, >= 2.3x, 4 x 8, -0.5, +-10%, low-rank, 2x") == (
+        "a &lt; b, <code>x &gt;= 1 &lt;i&gt;</code>, ≥ 2.3×, 4 × 8, −0.5, ±10%, low-rank, 2×"  # noqa: RUF001
     )
     assert shown("one ` alone <") == "one ` alone &lt;"
     assert report.cell("-") == report.DASH and report.cell("2.0") == "2.0"
