@@ -88,8 +88,8 @@ def take_turns(
 
     A sample starts when every process is ready and ends when the last one, including its device, is done. A contender
     shorter than `least_s` is repeated within its sample. `warm_up`: untimed rounds, at least 1; contenders that have run before
-    need no more. Raises MeasurementError if a contender computes only zeros or
-    non-finite numbers or takes no measurable time, and ValueError below LEAST_ROUNDS.
+    need no more. Raises MeasurementError if a contender computes only zeros or non-finite numbers or takes no measurable time, and
+    ValueError below LEAST_ROUNDS.
     """
     if rounds < LEAST_ROUNDS:
         raise ValueError(f"{rounds} rounds; a result needs at least {LEAST_ROUNDS}")

@@ -49,8 +49,8 @@ class Part:
     """Arguments; {device}, {work}, {results} and {out} (path of the result without suffix) are replaced."""
     minutes: float
     """Of one launch on two cores of an AMD EPYC, measured at 42f91c7 or, for `wire`, `steps`, `recompute`, `gemms`, `grouping` and
-    `perplexity`, at 53126ef: one launch of each set of `wire` and two seeds of `perplexity`, in proportion. What is measured here
-    replaces it."""
+    `perplexity`, at 53126ef: one launch of each set of `wire` and two seeds of `perplexity`, in proportion. What is measured
+    here replaces it."""
     launches: int = 1
     needs_hosts: bool = False
     """Whether it creates network namespaces."""
