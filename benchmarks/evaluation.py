@@ -41,7 +41,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         type=Path,
         default=Path("benchmarks/results"),
         metavar="DIR",
-        help="where results are written (default benchmarks/results)",
+        help="where results are written (default benchmarks/results); with another DIR, the page is DIR/report.html",
     )
     parser.add_argument("--list", action="store_true", help="list the parts and exit")
     return parser

@@ -24,6 +24,9 @@ from boost.train.rundir import git_state, storage_errors
 ROOT = Path(__file__).parents[2]
 """The commands import `benchmarks` from here."""
 
+RESULTS = Path("benchmarks/results")
+"""The project's own results."""
+
 BENCH, BOOST = ("-m", "benchmarks"), ("-m", "boost.cli.main")
 
 RECOMPUTE = (
@@ -71,6 +74,11 @@ class Place:
     work: Path
     results: Path
     device: str
+
+    @property
+    def page(self) -> Path:
+        """The report of the results: the project's own page only for its own results."""
+        return Path("benchmarks/report.html") if self.results == RESULTS else self.results / "report.html"
 
 
 PARTS = (
@@ -128,7 +136,8 @@ def evaluate(parts: Sequence[Part], place: Place, launches: int | None = None) -
     for part in parts:
         if part.in_work and not _skipped(part, place):
             _publish(place, part, _count(part, launches))
-    return _run(["-m", "benchmarks", "report", "--results", str(place.results)], place.work / "report.log")
+    words = ["-m", "benchmarks", "report", "--results", str(place.results), "--out", str(place.page)]
+    return _run(words, place.work / "report.log")
 
 
 def listed(parts: Sequence[Part], place: Place, launches: int | None = None) -> str:

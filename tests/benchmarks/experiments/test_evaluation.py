@@ -80,7 +80,9 @@ def test_launches_run_once_resume_and_are_merged(
     assert facts["launches"] == 3
     assert facts["turns"]["seconds"] == {"a": [[0.0] * 7, [1.0] * 7, [2.0] * 7], "b": [[1.0] * 7] * 3}
     assert "3 launches" in (place.results / "ideal.md").read_text()
-    assert reports == [["-m", "benchmarks", "report", "--results", str(place.results)]]
+    page = place.results / "report.html"
+    assert reports == [["-m", "benchmarks", "report", "--results", str(place.results), "--out", str(page)]]
+    assert replace(place, results=Path("benchmarks/results")).page == Path("benchmarks/report.html")
     said = capsys.readouterr().out
     assert "[1/3] ideal, launch 1 of 3; about 3:00 to go" in said and "[1/1] ideal, launch 3 of 3" in said
     evaluation.evaluate([part(place)], place)
