@@ -8,6 +8,9 @@ from typing import Any
 from boost.config import Config, load
 from boost.errors import ConfigError
 
+RESULTS, PAGE = Path("benchmarks/results"), Path("benchmarks/report.html")
+"""The project's own results and their page."""
+
 LEAST_ROUNDS = 7
 """Same as benchmarks.experiments.contest.LEAST_ROUNDS; repeated here to avoid importing torch."""
 
@@ -31,7 +34,7 @@ def experiment_parser(
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("benchmarks/results", name),
+        default=RESULTS / name,
         metavar="PATH",
         help=f"write PATH.json, PATH.md and figures (default benchmarks/results/{name})",
     )

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import require_least
+from benchmarks.arguments import RESULTS, require_least
 from benchmarks.commands import main
 from boost.errors import ConfigError
 from boost.measure.drawing import needs_matplotlib
@@ -39,7 +39,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--results",
         type=Path,
-        default=Path("benchmarks/results"),
+        default=RESULTS,
         metavar="DIR",
         help="where results are written (default benchmarks/results); with another DIR, the page is DIR/report.html",
     )

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import RESULTS
 from benchmarks.commands import main
 from boost.measure.drawing import needs_matplotlib
 
@@ -26,14 +27,14 @@ def add_paths(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(
         "--wire",
         type=Path,
-        default=Path("benchmarks/results/wire.json"),
+        default=RESULTS / "wire.json",
         metavar="PATH",
         help="result of 'wire --set main' (default benchmarks/results/wire.json)",
     )
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("benchmarks/results", name),
+        default=RESULTS / name,
         metavar="PATH",
         help=f"write PATH.json, PATH.md and figures (default benchmarks/results/{name})",
     )

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import PAGE, RESULTS
 from benchmarks.commands import main
 from boost.errors import ConfigError
 from boost.measure.drawing import needs_matplotlib
@@ -35,7 +36,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("benchmarks/report.html"),
+        default=PAGE,
         metavar="FILE",
         help="output page (default benchmarks/report.html)",
     )
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
     from benchmarks.experiments import report
 
-    results = report.read_results(args.results or [Path("benchmarks/results")])
+    results = report.read_results(args.results or [RESULTS])
     made = report.make(results, args.out, png=not args.check)
     if args.check:
         outdated = report.stale(made, args.out)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.arguments import PAGE, RESULTS
 from benchmarks.experiments import sections
 from benchmarks.experiments.hosts import why_no_hosts
 from benchmarks.experiments.launches import merged
@@ -23,9 +24,6 @@ from boost.train.rundir import git_state, storage_errors
 
 ROOT = Path(__file__).parents[2]
 """The commands import `benchmarks` from here."""
-
-RESULTS = Path("benchmarks/results")
-"""The project's own results."""
 
 BENCH, BOOST = ("-m", "benchmarks"), ("-m", "boost.cli.main")
 
@@ -78,7 +76,7 @@ class Place:
     @property
     def page(self) -> Path:
         """The report of the results: the project's own page only for its own results."""
-        return Path("benchmarks/report.html") if self.results == RESULTS else self.results / "report.html"
+        return PAGE if self.results.resolve() == RESULTS.resolve() else self.results / "report.html"
 
 
 PARTS = (

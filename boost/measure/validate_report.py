@@ -265,12 +265,7 @@ def draw(facts: Facts, path: Path) -> None:
         ("the paper's speed-ups", "published", _groups(ratios, lambda what: " ".join(what.split()[-2:])), "linear")
     ]
     panels.append(
-        (
-            "the paper's step times (not checked)",
-            "published",
-            _groups(steps, lambda what: what.split()[1]),
-            "log",
-        )
+        ("the paper's step times (not checked)", "published", _groups(steps, lambda what: what.split()[1]), "log")
     )
     for name in (MACHINE, GPU):
         if facts[name]:

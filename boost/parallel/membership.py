@@ -14,7 +14,7 @@ cannot add others to it.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -117,7 +117,7 @@ class Coordinator:
     def exclude(self, incarnation: str, why: str, text: str) -> None:
         """Marks a member as lost. It can only rejoin as a new incarnation.
 
-        `why`: DEAD, SILENT or SLOW. The first mark stays, except that DEAD replaces SILENT and SLOW.
+        `why`: DEAD or SLOW; `exclude_lost` marks silent ones. The first mark stays, except that DEAD replaces the others.
         """
         key = f"gone/{incarnation}"
         known = self.lost_reason(incarnation)
@@ -153,10 +153,17 @@ class Coordinator:
 
     def lost_reason(self, incarnation: str) -> str | None:
         """Why a member is marked as lost; None if it is not."""
-        key = f"gone/{incarnation}"
-        if self.store.check([key]):
-            return self.store.get(key).decode()
-        return f"{SILENT}: {STATUS_TEXT[SILENT]}" if incarnation in self._silent()[1] else None
+        return self._lost([incarnation]).get(incarnation)
+
+    def lost_among(self, members: Iterable[Member]) -> dict[Member, str]:
+        """Those of `members` that are marked as lost, and why. Reads the list of silent ones once."""
+        by_name = {member.incarnation: member for member in members}
+        return {by_name[name]: why for name, why in self._lost(by_name).items()}
+
+    def _lost(self, incarnations: Collection[str]) -> dict[str, str]:
+        found = dict.fromkeys(self._silent()[1].intersection(incarnations), f"{SILENT}: {STATUS_TEXT[SILENT]}")
+        gone = [name for name in incarnations if self.store.check([f"gone/{name}"])]
+        return found | {name: self.store.get(f"gone/{name}").decode() for name in gone}
 
     def announce(self, member: Member) -> None:
         """Announces that this replica is ready to join. One of its processes calls this once all are ready."""
@@ -256,9 +263,8 @@ class Coordinator:
         while waiting := [(other, key) for other, key in waiting if not self.store.check([key])]:
             missing = {other for other, _ in waiting}
             self.exclude_lost(missing, member)
-            for other in missing | {member}:
-                if self.lost_reason(other.incarnation):
-                    self.end_membership(decision.number, f"replica {other.replica} is lost")
+            for other in self.lost_among(missing | {member}):
+                self.end_membership(decision.number, f"replica {other.replica} is lost")
             if self.is_over(decision.number):
                 raise PeersLostError(f"membership {decision.number} ended before it began")
             time.sleep(next(pauses))
@@ -271,16 +277,17 @@ class Coordinator:
         """The decision that follows from all reports; None while a member that may be alive has not reported."""
         number, reports = before.number + 1, dict[Member, list[Report]]()
         self.exclude_lost(before.members, proposer)
+        gone = self.lost_among(before.members)
         for member in before.members:
-            keys = [_report_key(number, member, process) for process in range(self._processes)]
-            if self.lost_reason(member.incarnation):
+            if member in gone:
                 continue
+            keys = [_report_key(number, member, process) for process in range(self._processes)]
             if not self.store.check(keys):
                 return None
             reports[member] = [_parse_report(self.store.get(key)) for key in keys]
         with_state = {member: each for member, each in reports.items() if all(report.has_state for report in each)}
         lost = {
-            member.incarnation: self.lost_reason(member.incarnation) or "did not receive the state"
+            member.incarnation: gone.get(member, "did not receive the state")
             for member in before.members
             if member not in with_state
         }

@@ -400,9 +400,8 @@ class Recovery:
         if since is not None and time.monotonic() - since > WAITS_S and not membership.over.is_set():
             coordinator.exclude_lost([member for member in decision.members if member != self.member], self.member)
         if not membership.over.is_set():
-            for member in decision.members:
-                if why := coordinator.lost_reason(member.incarnation):
-                    membership.lost(f"replica {member.replica} is lost ({why})")
+            for member, why in coordinator.lost_among(decision.members).items():
+                membership.lost(f"replica {member.replica} is lost ({why})")
         return excluded_at
 
     def failed(self, error: BaseException) -> None:

@@ -134,7 +134,7 @@ class Supervisor:
         latest = self._coordinator.latest()
         if latest is None or latest.refused:  # the failure was during startup, or training cannot continue
             return True
-        return all(self._coordinator.lost_reason(member.incarnation) for member in latest.members)
+        return len(self._coordinator.lost_among(latest.members)) == len(latest.members)
 
     def _collect_failures(self) -> None:
         """Waits briefly for the other processes to exit and adds their failures: one of their reports may name the cause."""

@@ -143,8 +143,7 @@ def test_a_minority_stops_but_the_dead_do_not_vote(
 
 
 def test_a_silent_member_has_no_vote_once_it_is_restarted(store: dist.Store) -> None:
-    for replica in (1, 2, 3):
-        Coordinator(store, 4, 1).exclude(f"{replica}.0", SILENT, "does not answer")
+    Coordinator(store, 4, 1, lambda member: SILENT).exclude_lost(MEMBERS, MEMBERS[0])
     decision = agree(store, {0: Report(5)}, restarted=(1, 2))[0]
     assert decision.members == MEMBERS[:1]
     assert decision.lost == {
@@ -184,10 +183,13 @@ def test_of_two_that_take_each_other_for_silent_one_goes_on(store: dist.Store) -
 @pytest.mark.parametrize("why", [SILENT, SLOW])
 def test_a_member_that_is_lost_itself_reports_restarts_only(store: dist.Store, why: str) -> None:
     coordinator = Coordinator(store, 4, 1, lambda member: {1: SILENT, 2: DEAD}.get(member.replica, ""))
-    Coordinator(store, 4, 1).exclude("0.0", why, "slow or silent")
+    if why == SILENT:
+        Coordinator(store, 4, 1, lambda member: SILENT).exclude_lost(MEMBERS[:1], MEMBERS[3])
+    else:
+        Coordinator(store, 4, 1).exclude("0.0", why, "x")
     coordinator.exclude_lost(MEMBERS, MEMBERS[0])
-    reasons = [coordinator.lost_reason(member.incarnation) for member in MEMBERS]
-    assert reasons == [f"{why}: slow or silent", None, "dead: was restarted", None]
+    reason = {SILENT: "silent: does not answer", SLOW: "slow: x"}[why]
+    assert coordinator.lost_among(MEMBERS) == {MEMBERS[0]: reason, MEMBERS[2]: "dead: was restarted"}
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -236,6 +238,12 @@ def test_a_membership_ends_if_a_member_dies_before_connecting(store: dist.Store)
     with pytest.raises(PeersLostError):
         coordinator.wait_until_ready(FOUNDED, MEMBERS[0], 0)
     assert coordinator.is_over(0)
+
+
+def test_a_member_that_is_lost_itself_does_not_wait_for_the_others(store: dist.Store) -> None:
+    Coordinator(store, 4, 1, lambda member: SILENT).exclude_lost(MEMBERS[:1], MEMBERS[3])
+    with pytest.raises(PeersLostError):
+        Coordinator(store, 4, 1).wait_until_ready(FOUNDED, MEMBERS[0], 0)
 
 
 def test_a_decision_round_trips_through_the_store(store: dist.Store) -> None:

@@ -14,7 +14,7 @@ from boost.config import Config
 from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, StorageError, TrainingError
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.members import replica_of_rank
-from boost.parallel.membership import SILENT, Coordinator, Decision, Member
+from boost.parallel.membership import DEAD, SILENT, Coordinator, Decision, Member
 from boost.parallel.recoverable import PeersLostError
 from boost.parallel.replicas import Mismatch, ReplicaReport
 from boost.train.checkpoint import SavedCheckpoint
@@ -430,9 +430,20 @@ def test_a_stop_signal_ends_a_replica_that_waits_to_join(place: str) -> None:
 
 def test_a_replica_that_the_others_take_for_lost_does_not_wait_to_join_for_ever() -> None:
     waits = waiting_replica()
-    waits._coordinator.exclude("1.1", SILENT, "does not answer")
+    Coordinator(waits._store, 2, 1, lambda member: SILENT).exclude_lost([waits.member], Member(0, "0.0"))
     with pytest.raises(ExcludedError, match="does not answer"):
         waits.enter(None)  # type: ignore[arg-type]
+
+
+def test_a_replica_that_finds_no_member_that_answers_marks_them_for_their_launchers() -> None:
+    waits, status = waiting_replica(), lambda member: SILENT if member.replica == 0 else DEAD
+    waits._beats = SimpleNamespace(status=status)  # type: ignore[assignment]
+    waits._coordinator = Coordinator(waits._store, 2, 1, status)
+    waits._coordinator._decide(waits.decision)
+    with pytest.raises(ExcludedError, match="no replica with weights is left"):
+        waits.enter(None)  # type: ignore[arg-type]
+    reasons = Coordinator(waits._store, 2, 1).lost_among(waits.decision.members)
+    assert list(reasons.values()) == ["silent: does not answer", "dead: was restarted"]
 
 
 def test_a_replica_that_waits_says_why_the_others_could_not_continue() -> None:
