@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from boost.config import architecture
+from boost.config.layouts import local_shape
 from boost.config.schema import ModelConfig
 from boost.models.fused import FusedModule
 from boost.models.interface import Layout
@@ -40,9 +41,11 @@ class LatentGate(FusedModule):
         """Whether the gate mixes latents, and so needs whole ones."""
         self.whole_ranks = shape.ranks
         self._names = [slot.name.partition(".")[2] for slot in shape.slots]
-        for name, parameters in architecture.latent_gate_parameters(model, shape, prefix).items():
+        stored = architecture.latent_gate_parameters(model, shape, prefix)
+        for name, parameters in stored.items():
             self.add_fused_param(name, parameters, layout)
-        self.ranks = tuple(param_slice.rows for param_slice in self.slices["norm_weight"])
+        norms = stored["norm_weight"]
+        self.ranks = tuple(local_shape(norm, layout.placement(norm.role), layout.size)[0] for norm in norms)
 
     def forward(self, latents: Sequence[Tensor], prev_latents: Sequence[Tensor]) -> list[Tensor]:
         """LayerNorm(u + G(h)) for each tensor, if this process holds whole latents."""
