@@ -3,7 +3,8 @@
 A step is in trouble if
 
 - its loss or gradient norm is not finite (no weight changed, `BadStep`);
-- it has diverged: its loss is above DIVERGED x ln(vocabulary), where ln(vocabulary) is the loss of a uniform guess;
+- it has diverged: its cross-entropy (not the loss of a distillation, which may have any scale) is above DIVERGED x ln(vocabulary),
+  where ln(vocabulary) is that of a uniform guess;
 - it is a spike: its loss or gradient norm is more than train.spike_sigma standard deviations above the mean of the last WINDOW
   healthy steps, as in OLMo-core's SkipStepOptimizer (6 deviations, 128 steps). This needs at least MIN_HEALTHY healthy steps.
 
@@ -31,7 +32,7 @@ FLOOR = 0.02
 RECOVERED = 8
 """Consecutive steps without trouble after which training has recovered."""
 DIVERGED = 1.5
-"""A loss above this many times ln(vocabulary) is worse than that of an untrained model."""
+"""A cross-entropy above this many times ln(vocabulary) is worse than that of an untrained model."""
 
 Trouble = Literal["not finite", "diverged", "spike"]
 
@@ -54,12 +55,16 @@ class SpikeDetector:
             values.clear()
             values.extend(state[name])
 
-    def judge(self, metrics: StepMetrics, skipped: bool) -> tuple[Trouble, str] | None:
-        """Returns (kind, one-line description) for a step in trouble. Returns None for a healthy step and adds it to the window."""
+    def judge(
+        self, metrics: StepMetrics, skipped: bool, cross_entropy: float | None = None
+    ) -> tuple[Trouble, str] | None:
+        """Returns (kind, one-line description) for a step in trouble. Returns None for a healthy step and adds it to the window.
+        `cross_entropy`: as of `StepEnd`."""
         if skipped:
             return "not finite", f"loss {metrics.loss}, gradient norm {metrics.gradient_norm}"
-        if metrics.loss > self._ceiling:
-            return "diverged", f"loss {metrics.loss:.4g} is above {self._ceiling:.4g}, {DIVERGED} x ln(vocabulary)"
+        name, value = ("loss", metrics.loss) if cross_entropy is None else ("cross-entropy", cross_entropy)
+        if value > self._ceiling:
+            return "diverged", f"{name} {value:.4g} is above {self._ceiling:.4g}, {DIVERGED} x ln(vocabulary)"
         if found := self._spike(metrics):
             return "spike", found
         for name, values in self._recent.items():
@@ -91,7 +96,7 @@ class HealthMonitor(Hook):
         self._refused = False
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
-        step, found = event.metrics.step, self._detector.judge(event.metrics, event.skipped)
+        step, found = event.metrics.step, self._detector.judge(event.metrics, event.skipped, event.cross_entropy)
         if found is None:
             self._recover(trainer, step)
             return

@@ -214,7 +214,8 @@ class Trainer:
             self.recent = [metrics]
             stop = stats.flags & (StepFlags.SIGNAL | StepFlags.STOP) if not last else StepFlags.NONE
             save = StepFlags.SAVE in stats.flags
-            self.notify(Hook.after_step, StepEnd(metrics, self.bad_steps > 0, last, bool(stop), save))
+            event = StepEnd(metrics, self.bad_steps > 0, last, bool(stop), save, stats.cross_entropy)
+            self.notify(Hook.after_step, event)
             if stop:
                 return stop
             if self._rollback:

@@ -46,6 +46,8 @@ class Passes:
     """Loss of this process, fp64 scalar, as returned by `run_passes`."""
     targets: int
     """Number of targets of this process."""
+    cross_entropy: Tensor | None = None
+    """With a teacher: the part of `loss` that is comparable between runs, before weighting."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,12 @@ class Stepper:
         versions = self._versions()
         self.reducer.begin(data.micro_batches)
         with self.copies.in_use():
+            if self.teacher is not None:
+                self.teacher.cross_entropy.zero_()
             loss = run_passes(self.model, data.batches, self.config, self.tokens, self.teacher)
         self.reducer.finish()
-        return Passes(position, versions, lr, loss, data.targets)
+        text = None if self.teacher is None else self.teacher.cross_entropy / self.tokens
+        return Passes(position, versions, lr, loss, data.targets, text)
 
     def is_current(self, passes: Passes, position: Position) -> bool:
         """Whether `passes` are those of the step after `position` and no weight has changed since they were launched."""
@@ -115,7 +120,8 @@ class Stepper:
         """Launches the update from the gradients of `passes`; weights do not change if the loss or the gradient norm is not finite.
         Reduces `flags` together with the statistics."""
         optimizer, clip = self.optimizer, self.config.optim.clip
-        stats = launch_step_stats(self.fused_params, passes.loss, passes.targets, self.tokens, self.mesh, flags)
+        local = passes.loss, passes.targets, self.tokens
+        stats = launch_step_stats(self.fused_params, *local, self.mesh, flags, passes.cross_entropy)
         if self.from_tensors:
             optimizer.launch(passes.lr, *stats.for_update(clip))
         else:
