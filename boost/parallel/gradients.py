@@ -50,11 +50,18 @@ class StepStats:
     """Factor still to be applied to the gradients: the backward pass divides by all positions instead of those with a target."""
     cross_entropy: float | None = None
     """Mean cross-entropy of a distillation, nats per token; None: `loss`."""
+    targets: int = 1
+    """Targets of the global batch. If there are none, loss and gradient norm are 0."""
 
     @property
     def is_finite(self) -> bool:
-        """Whether both loss and gradient norm are finite. If not, the step changes nothing."""
+        """Whether both loss and gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
+
+    @property
+    def updates(self) -> bool:
+        """Whether the step changes weights and moments. Without targets it would only decay them."""
+        return self.is_finite and self.targets > 0
 
 
 class GradientReducer:
@@ -290,14 +297,15 @@ class LaunchedStats:
         loss_sum, square_sum, count, flag_sum, *text = self.numbers()
         scale = self._tokens / max(count, 1)
         cross_entropy = text[0] * scale if text else None
-        return StepStats(loss_sum * scale, square_sum**0.5 * scale, _decode(flag_sum), scale, cross_entropy)
+        mean = loss_sum * scale, square_sum**0.5 * scale
+        return StepStats(*mean, _decode(flag_sum), scale, cross_entropy, int(count))
 
     @torch.no_grad()
     def for_update(self, max_norm: float) -> tuple[Tensor, Tensor]:
         """Returns (divisor, skip), fp32 scalars on the device, for `Optimizer.launch`.
 
         Gradients divided by the divisor match those of `clip_gradients` up to rounding; the divisor is exactly 1 if there is
-        nothing to scale. skip: 1 if loss or norm is not finite, else 0.
+        nothing to scale. skip: 0 if the step `updates`, else 1.
         """
         loss_sum, square_sum, count = self._sums[:3]
         scale = self._tokens / count.clamp(min=1)
@@ -305,7 +313,7 @@ class LaunchedStats:
         divisor = 1 / scale
         if max_norm:
             divisor = divisor * (norm / max_norm).clamp(min=1)
-        sound = (loss_sum * scale).isfinite() & norm.isfinite()
+        sound = (loss_sum * scale).isfinite() & norm.isfinite() & (count > 0)
         return divisor.float(), (~sound).float()
 
 

@@ -96,6 +96,8 @@ class HealthMonitor(Hook):
         self._refused = False
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+        if event.empty:  # its loss says nothing about the weights
+            return
         step, found = event.metrics.step, self._detector.judge(event.metrics, event.skipped, event.cross_entropy)
         if found is None:
             self._recover(trainer, step)

@@ -124,6 +124,7 @@ class Trainer:
         """What is currently wrong with the run (`boost.train.health`)."""
         self.proven_step = -1
         """The last step whose weights the loss of the next step has proven healthy, with no trouble since."""
+        self._said_empty = False
         self._rollback: str | None = None
         self.rollbacks = Rollbacks()
         # Read once: the store on disk may be replaced or deleted while the run trains.
@@ -214,7 +215,8 @@ class Trainer:
             self.recent = [metrics]
             stop = stats.flags & (StepFlags.SIGNAL | StepFlags.STOP) if not last else StepFlags.NONE
             save = StepFlags.SAVE in stats.flags
-            event = StepEnd(metrics, self.bad_steps > 0, last, bool(stop), save, stats.cross_entropy)
+            empty = stats.is_finite and not stats.updates
+            event = StepEnd(metrics, self.bad_steps > 0, last, bool(stop), save, stats.cross_entropy, empty)
             self.notify(Hook.after_step, event)
             if stop:
                 return stop
@@ -236,7 +238,8 @@ class Trainer:
         return self._passes(lr)
 
     def step(self, lr: float) -> StepStats:
-        """Runs one optimizer step on one global batch. Updates nothing if the loss or the gradient norm is not finite.
+        """Runs one optimizer step on one global batch. Updates nothing if the loss or the gradient norm is not finite, or if no
+        token counts in the loss.
 
         Raises TrainingError after too many consecutive bad steps (`BadStepLimit`).
         """
@@ -259,6 +262,10 @@ class Trainer:
         stats = self._stepper.read(update)
         if stats.is_finite:
             self.bad_steps = 0
+            if not stats.updates:
+                say = log.info if self._said_empty else self.warn
+                say(f"step {self.position.step} changed nothing: no token of its batch counts in the loss (loss masks)")
+                self._said_empty = True
         else:
             self.bad_steps += 1
             event = BadStep(self.position.step, stats.loss, stats.gradient_norm, self.bad_steps)

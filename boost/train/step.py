@@ -117,7 +117,7 @@ class Stepper:
         return passes.position == position and passes.versions == self._versions()
 
     def update(self, passes: Passes, flags: StepFlags) -> Update:
-        """Launches the update from the gradients of `passes`; weights do not change if the loss or the gradient norm is not finite.
+        """Launches the update from the gradients of `passes`, which changes nothing unless the statistics say that it `updates`.
         Reduces `flags` together with the statistics."""
         optimizer, clip = self.optimizer, self.config.optim.clip
         local = passes.loss, passes.targets, self.tokens
@@ -126,7 +126,7 @@ class Stepper:
             optimizer.launch(passes.lr, *stats.for_update(clip))
         else:
             found = stats.read()
-            if found.is_finite:
+            if found.updates:
                 clip_gradients((s.tensor for s in self.fused_params), found, clip)
                 optimizer.step(passes.position.step, passes.lr)
         forget_gathered(self.model)  # weights that hooks have gathered since the passes
@@ -135,7 +135,7 @@ class Stepper:
     def read(self, update: Update) -> StepStats:
         """Waits for the statistics of a step and returns them. Does not wait for work launched later."""
         stats = update.stats.read()
-        if self.from_tensors and not stats.is_finite:
+        if self.from_tensors and not stats.updates:
             self.optimizer.take_back()
         return stats
 
