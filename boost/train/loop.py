@@ -147,7 +147,7 @@ class Trainer:
         """Loads weights, optimizer state, RNG states and position of a checkpoint. Collective. Raises CheckpointError."""
         position = ckpt.load_training_state(found, self.model, self.optimizer, self.mesh)
         forget_gathered(self.model)
-        self.position = replace(position, trouble="")
+        self.position = replace(position, trouble="", doubt="")
 
     @property
     def checkpoint_folders(self) -> list[Path]:
@@ -352,8 +352,10 @@ class Trainer:
             self.warn(f"{error}; training continues and earlier checkpoints are intact")
 
     def _saved_position(self) -> Position:
-        ruined = self.trouble is not None and self.trouble.ruined
-        return replace(self.position, trouble=self.trouble.text if self.trouble and ruined else "")
+        if self.trouble is None:
+            return self.position
+        ruined, text = self.trouble.ruined, self.trouble.text
+        return replace(self.position, trouble=text if ruined else "", doubt="" if ruined else text)
 
     def _may_save(self, last: bool = False) -> bool:
         """Waits for the save in flight. Returns whether a new save may start, that is, no hook refuses it."""
@@ -421,9 +423,12 @@ class Trainer:
 
     def proven_checkpoint(self) -> Path | None:
         """The newest checkpoint that a later step has proven healthy; None if there is none."""
-        found = [path for folder in self.checkpoint_folders for path in ckpt.complete_checkpoints(folder)]
-        steps = sorted(((ckpt.step_of(path) or 0, path) for path in found), reverse=True)
-        return next((path for step, path in steps if step <= self.proven_step and not ckpt.trouble_of(path)), None)
+        steps = sorted(((ckpt.step_of(path) or 0, path) for path in self.checkpoints()), reverse=True)
+        return next((path for step, path in steps if step <= self.proven_step and not any(ckpt.marks_of(path))), None)
+
+    def checkpoints(self) -> list[Path]:
+        """The complete checkpoints of this run."""
+        return [path for folder in self.checkpoint_folders for path in ckpt.complete_checkpoints(folder)]
 
     def request_rollback(self, reason: str) -> None:
         """Requests a rollback to the newest proven checkpoint after this step. Call it on all processes, in `after_step`."""
