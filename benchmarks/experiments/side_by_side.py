@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from benchmarks.experiments.contest import Call, Ratio, Spread, launches, ratio, spread, take_turns
+from benchmarks.experiments.results import Facts
 from boost.config import Config
 from boost.config.architecture import groups as linears
 from boost.config.architecture import parameter_count
 from boost.config.schema import ParallelConfig
 from boost.config.traffic import Collective
 from boost.errors import MeasurementError
-from boost.measure.results import Facts
 from boost.measure.shares import without_the_others
 from boost.measure.steps import Stepper, largest, look_at
 from boost.parallel.mesh import Mesh, choose_device, close_mesh, open_mesh, world_size

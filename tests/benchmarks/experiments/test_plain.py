@@ -30,15 +30,14 @@ def gradients(module: PlainDecoder) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("merged", [True, False])
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: "-".join(str(value) for value in model.values()))
-def test_loss_and_gradients_are_ours(model: dict[str, Any], merged: bool) -> None:
+def test_loss_and_gradients_are_ours(model: dict[str, Any]) -> None:
     config = toy.toy_config(model=model)
     tokens, targets = toy.toy_tokens(config)
     ours, _ = toy.toy_decoder(config)
     expected = ours(tokens, targets) / targets.numel()
     expected.backward()
-    module = build_plain(config, toy.CPU, merged)
+    module = build_plain(config, toy.CPU)
     loss = mean_loss(module(tokens), targets)
     loss.backward()
     assert abs(loss.item() / expected.item() - 1) < 1e-10
