@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from boost.api.sharding import fill, spec_of
 from boost.config import Config, load
@@ -92,10 +94,11 @@ class Model(nn.Module):
             self._tokenizer = parse_tokenizer(self._tokenizer_json)
         return self._tokenizer
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
-        """Logits [B, S, V] of tokens [B, S], or with targets the mean loss in nats per token (`boost.nn.Decoder.forward`)."""
-        found: Tensor = self.decoder(tokens, targets, document_ids)
-        return found
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, *rest: Any, **options: Any) -> Tensor:
+        """Logits [B, S, V] of tokens [B, S], or with targets the mean loss in nats per token: `boost.nn.Decoder.forward`, with its
+        further arguments."""
+        result: Tensor = self.decoder(tokens, targets, *rest, **options)
+        return result
 
     def generate(
         self,
@@ -135,7 +138,7 @@ class Model(nn.Module):
         """Writes a checkpoint of weights and tokenizer, which `boost train --start-from`, `eval`, `generate`, `export` and
         `from_pretrained` take. Collective under TP; rank 0 writes. Raises ConfigError if the folder exists, StorageError.
         """
-        path, is_writer = Path(path), self.decoder.spec.tp.rank == 0
+        path, is_writer = Path(path), self._is_writer
         require_free(path, "path")  # on all ranks: none must wait for one that was refused
         self._barrier()
         if is_writer:
@@ -162,7 +165,7 @@ class Model(nn.Module):
 
         Collective under TP; rank 0 writes. Raises ConfigError if the folder exists, StorageError.
         """
-        path, is_writer = Path(path), self.decoder.spec.tp.rank == 0
+        path, is_writer = Path(path), self._is_writer
         scratch = path.resolve().with_name(f".{path.resolve().name}.weights")
         require_free(path, "path")
         if is_writer:
@@ -177,10 +180,21 @@ class Model(nn.Module):
         self._barrier()
         return path
 
+    @property
+    def _mesh(self) -> DeviceMesh | None:
+        """The mesh over which weights are sharded: TP, and dp under FSDP2."""
+        meshes = [weight.device_mesh for weight in self.decoder.parameters() if isinstance(weight, DTensor)]
+        return max(meshes, key=lambda mesh: mesh.ndim, default=None)
+
+    @property
+    def _is_writer(self) -> bool:
+        return self._mesh is None or not any(self._mesh.get_coordinate() or ())
+
     def _barrier(self) -> None:
-        """Waits for the other TP ranks: nobody reads what rank 0 has not written."""
-        if (group := self.decoder.spec.tp.group) is not None:
-            dist.barrier(group=group)
+        """Waits for the other ranks: nobody reads what the first one has not written."""
+        if (mesh := self._mesh) is not None:
+            for dim in range(mesh.ndim):
+                dist.barrier(group=mesh.get_group(dim))
 
     def _saved_config(self) -> Config:
         context = int(self._data.get("context") or self.config.train.seq_len)

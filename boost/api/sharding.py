@@ -14,6 +14,7 @@ from boost.errors import ConfigError
 from boost.models.fused import fused_params
 from boost.models.interface import local_slice
 from boost.nn import Block, Decoder, LowRankAttention, LowRankMLP, Spec
+from boost.nn.weights import storage
 
 Sharded = TypeVar("Sharded", bound=nn.Module)
 
@@ -47,7 +48,7 @@ def parallelize(
     given = {"layout": layout, "mesh": mesh, "device": first.device, "dtype": first.dtype}
     made = spec_of(spec.model, {**given, "compute_dtype": spec.compute_dtype, "seed": spec.seed, **options})
     sharded = _like(model, made)
-    whole = {each.parameter.name: each.view(fused.parameter) for fused in fused_params(model) for each in fused.slices}
+    whole = {only.parameter.name: fused.parameter for fused in fused_params(model) for only in fused.slices}
     fill(sharded, lambda parameter: whole[parameter.name])
     return sharded.train(model.training)
 
@@ -69,5 +70,5 @@ def spec_of(model: ModelConfig, options: Mapping[str, Any]) -> Spec:
 def fill(module: Any, read: Callable[[Parameter], Tensor]) -> None:
     """Copies whole parameters into this process's shards of a `boost.nn` module, one at a time."""
     for fused in fused_params(module):
-        for each in fused.slices:
-            each.view(fused.parameter).copy_(local_slice(each.parameter, module.layout, read(each.parameter)))
+        (only,) = fused.slices
+        storage(fused.parameter).copy_(local_slice(only.parameter, module.layout, read(only.parameter)))

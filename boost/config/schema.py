@@ -223,9 +223,9 @@ class TrainConfig(Section):
     """Minimum improvement over the lowest held-out loss so far, in nats per token."""
 
     spike_sigma: NonNegative = 6.0
-    """A loss or gradient norm more than this many standard deviations above the mean of the last 128 healthy steps is a spike. A
-    spike triggers a warning and pauses periodic checkpoints until it is over. 0: no spike detection. A loss above
-    1.5 ln(vocab_size) counts as diverged."""
+    """A loss more than this many standard deviations above the mean of the last 128 healthy steps is a spike; half as many if the
+    gradient norm is that far above its own mean. A spike triggers a warning, and checkpoints are marked as unproven until it is
+    over. 0: no spike detection. A loss above 1.5 ln(vocab_size) counts as diverged."""
 
     on_spike: Literal["warn", "rollback"] = "warn"
     """What to do on a spike or divergence. warn: continue. rollback: return to the newest checkpoint from before it and skip the

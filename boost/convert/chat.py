@@ -10,7 +10,9 @@ from typing import Any
 from boost.convert.formats import read_json
 from boost.data.chat import Message, load_chat_template
 from boost.errors import DataError
+from boost.paths import file_name
 from boost.train.checkpoint import Checkpoint
+from boost.train.checkpoint.folders import STATE_FILE
 from boost.train.checkpoint.state import HUB
 
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
@@ -60,6 +62,8 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         raise DataError(
             f"chat_template in '{folder}/tokenizer_config.json' is not a template; fix or remove it"
         ) from None
+    for name in templates:
+        file_name(name, folder / "tokenizer_config.json", "name of a chat_template")
     files = {file.stem: file for file in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
     if (folder / TEMPLATE_FILE).is_file():
         files["default"] = folder / TEMPLATE_FILE
@@ -71,10 +75,13 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     return templates
 
 
-def template_files(hub: dict[str, Any]) -> dict[str, str]:
-    """Returns file name -> content of the chat templates, as transformers 5 saves them."""
-    templates: dict[str, str] = hub.get("chat_templates", {})
-    return {TEMPLATE_FILE if n == "default" else f"{TEMPLATE_FOLDER}/{n}.jinja": text for n, text in templates.items()}
+def template_files(checkpoint: Checkpoint) -> dict[str, str]:
+    """Returns file name -> content of the chat templates, as transformers 5 saves them. Raises DataError for an unsafe name."""
+    files, templates = {}, (checkpoint.data.get(HUB) or {}).get("chat_templates", {})
+    for name, text in templates.items():
+        name = file_name(name, checkpoint.path / STATE_FILE, f"{HUB}.chat_templates")
+        files[TEMPLATE_FILE if name == "default" else f"{TEMPLATE_FOLDER}/{name}.jinja"] = text
+    return files
 
 
 def merged_tokenizer_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +90,8 @@ def merged_tokenizer_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[s
     Text that matches a special token is encoded as ordinary text, as in training. Models with a chat template are the exception,
     because templates write special tokens as text.
     """
-    kept = dict(hub.get("tokenizer", {}))
+    # Filtered again: auto_map in the state.json of a stranger would run their code.
+    kept = {key: value for key, value in hub.get("tokenizer", {}).items() if key in _TOKENIZER_KEYS}
     split = kept.pop("split_special_tokens", False)
     merged = {**ours, **kept}
     if hub.get("chat_templates"):
@@ -99,8 +107,8 @@ def load_template_of(checkpoint: Checkpoint) -> Callable[[list[Message]], str] |
     with tempfile.TemporaryDirectory(prefix="boost-chat-") as temporary:
         folder = Path(temporary)
         shutil.copy(checkpoint.tokenizer, folder / "tokenizer.json")
-        (folder / "tokenizer_config.json").write_text(json.dumps(hub.get("tokenizer", {})), encoding="utf-8")
-        for name, text in template_files(hub).items():
+        (folder / "tokenizer_config.json").write_text(json.dumps(merged_tokenizer_config({}, hub)), encoding="utf-8")
+        for name, text in template_files(checkpoint).items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
         return load_chat_template(folder)

@@ -114,7 +114,7 @@ def _texts(
         text, tokenizer_config = tokenizer_files(text, eos, bos, data.get("bos"), context, hub)
         yield "tokenizer.json", text
         yield "tokenizer_config.json", _json(tokenizer_config)
-        yield from template_files(hub).items()
+        yield from template_files(checkpoint).items()
     assert form == "merged" or writer.parameters == parameter_count(model)
     yield "README.md", card(checkpoint, form, writer.parameters, dtype, context)
 

@@ -385,9 +385,10 @@ class ColaModel(BoostModel):
 def _causal_mask(
     config: BoostConfig, x_BSD: Tensor, mask: Tensor | None, positions_S: Tensor, cache: Cache | None, positions: Tensor
 ) -> Any:
-    """The mask for the chosen attention implementation; transformers 4 and 5 name the arguments differently."""
+    """The mask for the chosen attention implementation; versions of transformers name the arguments differently."""
     supported = inspect.signature(create_causal_mask).parameters
-    arguments = {"attention_mask": mask, "past_key_values": cache, "position_ids": positions}
+    arguments = {"attention_mask": mask, "position_ids": positions}
+    arguments["cache" if "cache" in supported else "past_key_values"] = cache
     arguments["inputs_embeds" if "inputs_embeds" in supported else "input_embeds"] = x_BSD
     if "cache_position" in supported:
         arguments["cache_position"] = positions_S

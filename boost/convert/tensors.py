@@ -12,6 +12,7 @@ from torch import Tensor
 from boost.convert.formats import read_json
 from boost.convert.names import Entry
 from boost.errors import CheckpointError, StorageError
+from boost.paths import file_name
 
 INDEX = "model.safetensors.index.json"
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -45,14 +46,12 @@ class TensorFolder:
             weight_map = index.get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise CheckpointError(f"'{self.path / INDEX}' has no weight_map; fix it, or save the model again")
-            if invalid := [value for value in weight_map.values() if not isinstance(value, str)]:
-                raise CheckpointError(f"'{self.path / INDEX}' names {invalid[0]!r}, which is not a file name; fix it")
-            names = sorted(set(weight_map.values()))
+            names = {file_name(name, self.path / INDEX, "weight_map", CheckpointError) for name in weight_map.values()}
             present = {file.name for file in self.path.iterdir() if file.is_file()}
-            for name in names:
+            for name in sorted(names):
                 if name not in present:
                     raise CheckpointError(f"'{self.path / INDEX}' names {name!r}, which is missing; download it")
-            return [self.path / name for name in names]
+            return [self.path / name for name in sorted(names)]
         # Some folders contain a second copy of the weights under another name.
         single = self.path / "model.safetensors"
         if found := [single] if single.is_file() else sorted(self.path.glob("*.safetensors")):

@@ -137,6 +137,8 @@ class Teaching(NamedTuple):
     """K."""
     hidden_weight: float = 0.0
     """Weight of the mean squared difference between both models' inputs of the head."""
+    cross_entropy: Tensor | None = None
+    """Accumulates the cross-entropy alone, summed over targets (nats, fp64 scalar): the loss may mostly consist of other terms."""
 
     def split(self, sizes: Sequence[int]) -> "list[Teaching]":
         """The parts for consecutive tokens."""

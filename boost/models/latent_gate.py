@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from boost.config import architecture
+from boost.config.layouts import local_shape
 from boost.config.schema import ModelConfig
 from boost.models.fused import FusedModule
 from boost.models.interface import Layout
@@ -40,9 +41,11 @@ class LatentGate(FusedModule):
         """Whether the gate mixes latents, and so needs whole ones."""
         self.whole_ranks = shape.ranks
         self._names = [slot.name.partition(".")[2] for slot in shape.slots]
-        for name, parameters in architecture.latent_gate_parameters(model, shape, prefix).items():
+        stored = architecture.latent_gate_parameters(model, shape, prefix)
+        for name, parameters in stored.items():
             self.add_fused_param(name, parameters, layout)
-        self.ranks = tuple(param_slice.rows for param_slice in self.slices["norm_weight"])
+        norms = stored["norm_weight"]
+        self.ranks = tuple(local_shape(norm, layout.placement(norm.role), layout.size)[0] for norm in norms)
 
     def forward(self, latents: Sequence[Tensor], prev_latents: Sequence[Tensor]) -> list[Tensor]:
         """LayerNorm(u + G(h)) for each tensor, if this process holds whole latents."""
@@ -56,7 +59,7 @@ class LatentGate(FusedModule):
         return [u + (g[0] if len(g) == 1 else torch.cat(g, dim=-1)) for u, g in zip(latents, of_each, strict=True)]
 
     def norm_stats(self, mixed: Tensor, slots: range) -> Tensor:
-        """Sums over this process's shard of each latent and of its squares, [T, 2 slots], fp32 or wider."""
+        """Sums over this process's shard of each latent and of its squares, [T, 2 slots], fp64."""
         return _NormStats.apply(mixed, tuple(self.ranks[slot] for slot in slots))
 
     def apply_norm(self, mixed: Tensor, norm_stats: Tensor, slots: range) -> Tensor:
@@ -114,21 +117,31 @@ class LatentGate(FusedModule):
 
 
 class _NormStats(torch.autograd.Function):
-    """forward: v [T, R] -> s [T, 2k], the sums of v and of v^2 for each of k slots; dgrad: dv = ds_1 + 2 v ds_2. No collective."""
+    """forward: v [T, R] -> s [T, 2k], the sums of v and of v^2 for each of k slots, fp64; dgrad: dv = ds_1 + 2 v ds_2. No
+    collective.
+
+    The variance of a whole latent is s_2 / n - m^2, which cancels if the mean is much larger than the deviation. So only numbers
+    per token are combined like this, in fp64. Those per element are deviations from the mean of this process's shard.
+    """
 
     @staticmethod
     def forward(ctx: Any, v_TR: Tensor, ranks: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(v_TR)
         ctx.ranks = ranks
-        parts = _upcast(v_TR).split(ranks, dim=-1)
-        return torch.stack([sums for v in parts for sums in (v.sum(-1), v.square().sum(-1))], dim=-1)
+        sums = []
+        for mean_T1, deviation in _centered_parts(v_TR, ranks):
+            mean_T, n = mean_T1[:, 0].to(torch.float64), deviation.shape[-1]
+            sums += [mean_T * n, deviation.square().sum(-1).to(torch.float64) + mean_T.square() * n]
+        return torch.stack(sums, dim=-1)
 
     @staticmethod
     def backward(ctx: Any, ds_T2k: Tensor) -> tuple[Tensor, None]:
         (v_TR,) = ctx.saved_tensors
-        first_Tk, second_Tk = ds_T2k[:, ::2], ds_T2k[:, 1::2]
-        parts = _upcast(v_TR).split(ctx.ranks, dim=-1)
-        dv = [first_Tk[:, i, None] + 2 * v * second_Tk[:, i, None] for i, v in enumerate(parts)]
+        dv = []
+        for i, (mean_T1, deviation) in enumerate(_centered_parts(v_TR, ctx.ranks)):
+            first_T1, second_T1 = ds_T2k[:, 2 * i, None], ds_T2k[:, 2 * i + 1, None]
+            of_mean_T1 = first_T1 + 2 * mean_T1.to(torch.float64) * second_T1
+            dv.append(of_mean_T1.to(mean_T1.dtype) + 2 * deviation * second_T1.to(mean_T1.dtype))
         return torch.cat(dv, dim=-1).to(v_TR.dtype), None
 
 
@@ -145,22 +158,24 @@ class _ApplyNorm(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(v_TR, s_T2k, w_R)
         ctx.widths = widths
-        normed = [(v - m_T1) * c_T1 for v, m_T1, c_T1 in _standardized_parts(v_TR, s_T2k, widths)]
-        return torch.addcmul(b_R.to(s_T2k.dtype), torch.cat(normed, dim=-1), w_R.to(s_T2k.dtype)).to(v_TR.dtype)
+        parts = [(v - m_T1) * c_T1 for v, m_T1, c_T1 in _standardized_parts(v_TR, s_T2k, widths)]
+        normed = torch.cat(parts, dim=-1)
+        return torch.addcmul(b_R.to(normed.dtype), normed, w_R.to(normed.dtype)).to(v_TR.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy_TR: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         v_TR, s_T2k, w_R = ctx.saved_tensors
-        dy_TR = dy_TR.to(s_T2k.dtype)
+        dy_TR = _upcast(dy_TR)
         ranks = [rank for rank, _ in ctx.widths]
-        inner = (dy_TR * w_R.to(s_T2k.dtype)).split(ranks, dim=-1)
+        inner = (dy_TR * w_R.to(dy_TR.dtype)).split(ranks, dim=-1)
         dv, ds, normed = [], [], []
         for (v, m_T1, c_T1), g, (_, n) in zip(
             _standardized_parts(v_TR, s_T2k, ctx.widths), inner, ctx.widths, strict=True
         ):
             centered = v - m_T1
             dvar_T = -0.5 * (g * centered).sum(-1) * c_T1[:, 0] ** 3
-            dmean_T = -g.sum(-1) * c_T1[:, 0] - 2 * m_T1[:, 0] * dvar_T
+            dvar_T = dvar_T.to(torch.float64)
+            dmean_T = -(g.sum(-1) * c_T1[:, 0]).to(torch.float64) - 2 * m_T1[:, 0].to(torch.float64) * dvar_T
             ds += [dmean_T / n, dvar_T / n]
             dv.append(g * c_T1)
             normed.append(centered * c_T1)
@@ -173,6 +188,13 @@ def _upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _centered_parts(v_TR: Tensor, ranks: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """(mean of this process's shard, deviations from it) of each slot, fp32 or wider."""
+    for v in _upcast(v_TR).split(ranks, dim=-1):
+        mean_T1 = v.sum(-1)[:, None] / v.shape[-1]
+        yield mean_T1, v - mean_T1
+
+
 def _standardized_parts(
     v_TR: Tensor, s_T2k: Tensor, widths: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -181,4 +203,4 @@ def _standardized_parts(
     for i, (v, (_, n)) in enumerate(zip(parts, widths, strict=True)):
         m_T1 = s_T2k[:, 2 * i, None] / n
         variance_T1 = s_T2k[:, 2 * i + 1, None] / n - m_T1.square()  # may be negative after rounding
-        yield v, m_T1, torch.rsqrt(variance_T1.clamp_min(0) + EPS)
+        yield v, m_T1.to(v.dtype), torch.rsqrt(variance_T1.clamp_min(0) + EPS).to(v.dtype)

@@ -4,8 +4,8 @@ Legend: B sequences, S tokens of each, V vocabulary.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from boost.config import architecture
 from boost.config.architecture import IGNORED, Parameter
 from boost.config.stages import whole
+from boost.errors import ConfigError
 from boost.models import decoder
 from boost.models.fused import FusedModule, fused_params
 from boost.models.init import initialize
 from boost.models.interface import interleave
-from boost.nn.gradients import reduce_partial_gradients
-from boost.nn.spec import Spec
+from boost.nn.spec import Spec, autocast_resolved
 from boost.nn.sublayers import Block, Norm, add_norm, as_spec
-from boost.parallel import collectives
+from boost.nn.weights import local_weight, no_sync, shard_weights, whole_weight
 
 
 class Table(nn.Module):
@@ -63,7 +63,7 @@ class Decoder(decoder.Decoder):
             self._add_table("lm_head", architecture.head(spec.model))
         if initialized and spec.device.type != "meta":
             initialize(self, spec.seed)
-        self._partial = reduce_partial_gradients(self, spec.tp)
+        self._sums = shard_weights(self, spec)
 
     def _add_table(self, attribute: str, parameter: Parameter) -> None:
         self.add_module(attribute, Table(self.spec.local_shape(parameter)))
@@ -77,51 +77,67 @@ class Decoder(decoder.Decoder):
 
     @property
     def embed(self) -> Tensor:  # type: ignore[override]
-        return self.embedding.weight
+        return local_weight(self.embedding)
 
     @property
     def final_norm(self) -> Tensor:  # type: ignore[override]
-        return self.norm.weight
+        return local_weight(self.norm)
 
     @property
     def head(self) -> Tensor:  # type: ignore[override]
-        return self.lm_head.weight
+        return local_weight(self.lm_head)
 
     def forward(  # type: ignore[override]
-        self, tokens: Tensor, targets: Tensor | None = None, document_ids: Tensor | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
     ) -> Tensor:
-        """Logits, or the mean loss.
+        """Logits, or the loss.
 
         Args:
             tokens: [B, S] int64.
             targets: [B, S] int64, the token that follows each; -100 where there is no loss. None: returns logits.
             document_ids: [B, S] int; a token then attends to earlier tokens of its own document only.
+            reduction: "mean" over targets, or "sum". Micro-batches with unequal numbers of targets need the sum: divide each by the
+                number of targets, `(targets != -100).sum()`, of all micro-batches and replicas of the step.
 
         Returns:
-            Logits [B, S, V] in compute_dtype, or the mean cross-entropy over targets, a scalar in fp32 or wider, nats per token.
+            Logits [B, S, V] in compute_dtype, or the cross-entropy, a scalar in fp32 or wider, nats (per token). Under
+            `torch.autocast`, its dtype takes the place of compute_dtype.
+
+        Raises ConfigError if the layout shards tokens and TP does not divide their number.
         """
-        if targets is not None:
-            total: Tensor = super().forward(tokens, targets, document_ids)
-            return total / (targets != IGNORED).sum().clamp_min(1)
-        (part,) = self._parts(tokens, document_ids, (), False)
-        (stream,) = self._run_blocks(self.layout, [part])
-        (logits_TV,) = interleave([self.layout.all_logits(stream.x, self.final_norm, self.head)])
-        return logits_TV.view(*tokens.shape, -1)
+        if reduction not in ("mean", "sum"):
+            raise ConfigError(f"reduction = '{reduction}' is unknown; valid values: mean, sum")
+        with autocast_resolved(tokens.device, self.spec.compute_dtype) as self.compute_dtype:
+            if targets is not None:
+                total: Tensor = super().forward(tokens, targets, document_ids)
+                return total if reduction == "sum" else total / (targets != IGNORED).sum().clamp_min(1)
+            (part,) = self._parts(tokens, document_ids, (), False)
+            (stream,) = self._run_blocks(self.layout, [part])
+            (logits_TV,) = interleave([self.layout.all_logits(stream.x, self.final_norm, self.head)])
+            return logits_TV.view(*tokens.shape, -1)
+
+    def _parts(self, tokens_BS: Tensor, document_ids_BS: Tensor | None, received: Any, halves: bool) -> Any:
+        count, size = tokens_BS.numel(), self.spec.tp.size
+        if self.layout.spec.residual == "tokens" and count % size:
+            raise ConfigError(
+                f"tokens = {' x '.join(map(str, tokens_BS.shape))}: layout {self.spec.parallel.layout} shards {count} tokens over "
+                f"{size} TP ranks; nearest valid number: {max(round(count / size), 1) * size}"
+            )
+        return super()._parts(tokens_BS, document_ids_BS, received, halves)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes in this context do not sum partial gradients over TP; the next one outside of it does, for all of them.
-        For gradient accumulation: all micro-batches of a step but the last."""
-        return self._partial.deferred() if self._partial is not None else nullcontext()
+        """Backward passes in this context do not sum partial gradients over TP; its end does, once for all of them. For gradient
+        accumulation: all micro-batches of a step but the last. If the block raises, gradients are discarded."""
+        return no_sync(self, self._sums)
 
     @torch.no_grad()
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every parameter, unsharded, by its name in a checkpoint. Collective under TP: all ranks iterate."""
+        """(name, tensor) of every parameter, unsharded, by its name in a checkpoint. Collective under TP and FSDP2: all ranks
+        iterate."""
         for fused in fused_params(self):
-            dim = fused.placement.dim
-            for each in fused.slices:
-                own = each.view(fused.parameter).detach()
-                if dim is None or self.spec.tp.size == 1:
-                    yield each.parameter.name, own
-                    continue
-                gathered = collectives.all_gather(own, self.spec.tp)
-                yield each.parameter.name, torch.cat(gathered.chunk(self.spec.tp.size), dim=dim)
+            (only,) = fused.slices
+            yield only.parameter.name, whole_weight(fused.parameter.detach())

@@ -8,7 +8,8 @@ A residual stream is sharded along its width: each of p TP ranks holds [..., dim
     x = x + up_proj(down_proj(a, A_o, mesh=mesh), B_o)                 one all-reduce of r numbers per token
 
 The backward pass has the same all-reduces, of gradients of latents, and no other communication. Weights are shards: A [r, in / p],
-B [out / p, r], norm_weight [dim / p]. A replicated parameter that acts on latents, such as a bias, gets a partial gradient.
+B [out / p, r], norm_weight [dim / p]: plain tensors, or DTensors (Shard(1), Shard(0), Shard(0)), which clipping, FSDP2 and DCP
+then know as shards. A replicated parameter that acts on latents, such as a bias, gets a partial gradient.
 
 Legend: D = dim / p, width of the residual stream held here; r bottleneck rank; O output width held here.
 """
@@ -24,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from boost.errors import ConfigError
 from boost.models.kernels import inverse_rms
 from boost.models.linear import linear
-from boost.nn.spec import tp_axis
+from boost.nn.spec import autocast_resolved, tp_axis
+from boost.nn.weights import own_shard
 from boost.parallel import collectives
 from boost.parallel.norms import OnlineSum, project_and_measure, rms_norm, scale
 
@@ -46,24 +48,29 @@ def norm_down_proj(
     Returns:
         Latents [..., r_k], complete and equal on all TP ranks.
     """
-    axis, rows = tp_axis(mesh), x.reshape(-1, x.shape[-1])
-    weight = down_weights[0] if len(down_weights) == 1 else torch.cat(list(down_weights))
-    if axis.size == 1:
-        latents = linear(rms_norm(rows, norm_weight, eps), weight)
-    else:
-        width = axis.size * x.shape[-1]
-        measured = project_and_measure(rows, weight, norm_weight, axis)
-        u, s = OnlineSum(measured, [], axis, width, eps).wait()
-        latents = scale(u, inverse_rms(s, width, eps))
-    parts = latents.split([each.shape[0] for each in down_weights], dim=-1)
+    axis, gamma = tp_axis(mesh), own_shard(norm_weight)
+    weights = [own_shard(weight) for weight in down_weights]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    with autocast_resolved(x.device, x.dtype) as dtype:
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
+        if axis.size == 1:
+            latents = linear(rms_norm(rows, gamma, eps), weight)
+        else:
+            width = axis.size * x.shape[-1]
+            measured = project_and_measure(rows, weight, gamma, axis)
+            u, s = OnlineSum(measured, [], axis, width, eps).wait()
+            latents = scale(u, inverse_rms(s, width, eps))
+    parts = latents.split([weight.shape[0] for weight in down_weights], dim=-1)
     return [part.reshape(*x.shape[:-1], -1) for part in parts]
 
 
 def down_proj(x: Tensor, down_weight: Tensor, *, mesh: TP = None) -> Tensor:
     """A x of heads or channels: [..., in / p], [r, in / p] -> latents [..., r], complete on all TP ranks. One all-reduce in each
     direction."""
-    axis, u = tp_axis(mesh), linear(x, down_weight)
-    return u if axis.size == 1 else collectives.sum_both(u, axis)
+    axis = tp_axis(mesh)
+    with autocast_resolved(x.device, x.dtype) as dtype:
+        u = linear(x.to(dtype), own_shard(down_weight))
+        return u if axis.size == 1 else collectives.sum_both(u, axis)
 
 
 def up_proj(latents: Tensor, up_weight: Tensor, *, activation: str = "none") -> Tensor:
@@ -73,4 +80,6 @@ def up_proj(latents: Tensor, up_weight: Tensor, *, activation: str = "none") -> 
     """
     if activation not in ("none", "silu"):
         raise ConfigError(f"activation = '{activation}' is unknown; valid values: none, silu")
-    return linear(F.silu(latents) if activation == "silu" else latents, up_weight)
+    with autocast_resolved(latents.device, latents.dtype) as dtype:
+        h = latents.to(dtype)
+        return linear(F.silu(h) if activation == "silu" else h, own_shard(up_weight))

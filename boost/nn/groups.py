@@ -9,11 +9,31 @@ from torch import Tensor, nn
 from boost.config import architecture
 from boost.models.fused import FusedModule
 from boost.models.group import LinearGroup, own_head, residuals_of
-from boost.models.interface import Saved
+from boost.models.interface import Layout, Saved
 from boost.models.latent_gate import LatentGate
 from boost.models.linear import gemms
 from boost.nn.linear import LowRankLinear
 from boost.nn.spec import Spec
+from boost.nn.weights import local_weight
+
+
+class Gate(LatentGate):
+    """A latent gate with a tensor for each parameter. Sharded along dim 0, a tensor of several parameters would be a DTensor whose
+    rows are in an order of their own."""
+
+    def add_fused_param(self, attribute: str, parameters: Sequence[architecture.Parameter], layout: Layout) -> None:
+        if attribute.startswith("norm_"):
+            for name, parameter in zip(self._names, parameters, strict=True):
+                super().add_fused_param(f"{attribute}_{name}", (parameter,), layout)
+        else:
+            super().add_fused_param(attribute, parameters, layout)
+
+    def _slot_param(self, name: str, slot: int) -> Tensor:
+        return local_weight(self, f"{name}_{self._names[slot]}")
+
+    def _norm(self, slots: range) -> tuple[Tensor, Tensor]:
+        weight, bias = ([self._slot_param(name, slot) for slot in slots] for name in ("norm_weight", "norm_bias"))
+        return torch.cat(weight), torch.cat(bias)
 
 
 class SeparateLinears(LinearGroup):
@@ -75,7 +95,8 @@ class SeparateLinears(LinearGroup):
 
     @property
     def has_private_latents(self) -> bool:
-        return super().has_private_latents and self.is_plain
+        # torch.compile does not evaluate a property of super() (2.13 and 2.15 take it for true, without an error).
+        return self.latent_gate is None and not self.feeds_next and self.is_plain
 
     def down_proj(self, x_TI: Tensor, grouped: bool) -> list[Tensor]:
         if self.is_plain:
@@ -108,7 +129,7 @@ def _weight(module: nn.Module) -> Tensor:
         raise RuntimeError(
             f"a factor is a {type(module).__name__}, and layouts over several TP ranks need plain weights; merge adapters first"
         )
-    return module.weight
+    return local_weight(module)
 
 
 def make_linears(module: FusedModule, spec: Spec, layer: int, shape: architecture.GroupSpec) -> SeparateLinears:

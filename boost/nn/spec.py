@@ -30,7 +30,8 @@ class Spec:
         block = boost.nn.Block(spec)
 
     Attributes: `model` (the sizes, a ModelConfig), `parallel` (the layout, a ParallelConfig), `layout` (its runtime), `tp` (the TP
-    axis), `device`, `dtype` of the weights, and `compute_dtype` of activations and GEMMs.
+    axis), `tp_mesh` (its DeviceMesh; None with one rank), `device`, `dtype` of the weights, and `compute_dtype` of activations and
+    GEMMs.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Spec:
         Raises ConfigError: one line with the field, its value, and the nearest valid value.
         """
         self.tp = tp_axis(mesh)
+        self.tp_mesh = _tp_mesh(mesh, self.tp)
         self.seed = seed
         self.dtype = dtype or torch.get_default_dtype()
         self.compute_dtype = compute_dtype or self.dtype
@@ -91,10 +93,25 @@ class Spec:
         """Shape of this process's shard of a parameter."""
         return local_shape(parameter, self.layout.placement(parameter.role), self.tp.size)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Spec":
+        return self  # process groups cannot be copied, and copies of a module live on the same ranks
+
     def __repr__(self) -> str:
         model, tp = self.model, f", {self.parallel.layout} over {self.tp.size} TP ranks" if self.tp.size > 1 else ""
         rank = f", rank={model.rank}" if model.low_rank else ""
         return f"Spec({model.title}, dim={model.dim}, heads={model.heads}, ffn_dim={model.ffn_dim}{rank}{tp})"
+
+
+@contextmanager
+def autocast_resolved(device: torch.device, dtype: torch.dtype) -> Iterator[torch.dtype]:
+    """Yields the dtype in which activations are computed: `dtype`, or under `torch.autocast` the dtype of autocast.
+
+    Autocast itself is off inside: it knows no hand-written nodes, and each of them chooses its dtypes.
+    """
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    with torch.autocast(device.type, enabled=False):
+        yield dtype
 
 
 def tp_axis(mesh: DeviceMesh | dist.ProcessGroup | None) -> Axis:
@@ -110,6 +127,15 @@ def tp_axis(mesh: DeviceMesh | dist.ProcessGroup | None) -> Axis:
         mesh = mesh.get_group()
     size = dist.get_world_size(mesh)
     return Axis(dist.get_rank(mesh), size, mesh) if size > 1 else Axis()
+
+
+def _tp_mesh(mesh: DeviceMesh | dist.ProcessGroup | None, axis: Axis) -> DeviceMesh | None:
+    if axis.size == 1:
+        return None
+    if isinstance(mesh, DeviceMesh):
+        return mesh["tp"] if mesh.ndim > 1 else mesh
+    assert axis.group is not None
+    return DeviceMesh.from_group(axis.group, "cuda" if "nccl" in dist.get_backend(axis.group) else "cpu")
 
 
 def _device(mesh: DeviceMesh | dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:

@@ -18,11 +18,10 @@ from boost.models.fused import FusedModule
 from boost.models.group import LinearGroup
 from boost.models.init import initialize
 from boost.models.interface import NO_RECOMPUTE, Done, Layout, Pending, Stream, interleave
-from boost.models.latent_gate import LatentGate
 from boost.models.sublayers import MLP, Attention
-from boost.nn.gradients import reduce_partial_gradients
-from boost.nn.groups import SeparateLinears, make_linears
-from boost.nn.spec import Spec
+from boost.nn.groups import Gate, SeparateLinears, make_linears
+from boost.nn.spec import Spec, autocast_resolved
+from boost.nn.weights import local_weight, shard_weights
 from boost.parallel.recompute import POLICIES
 
 
@@ -58,7 +57,7 @@ class Sublayer(FusedModule):
         """Adds the linears of a group, and the latent gate that belongs to it."""
         group = make_linears(self, self.spec, self.layer, shape)
         if architecture.has_latent_gate(self.model, self.layer):
-            gate = LatentGate(self.model, shape, f"layers.{self.layer}", self.layout)
+            gate = Gate(self.model, shape, f"layers.{self.layer}", self.layout)
             self.add_module(f"{shape.name}_gate", gate)
             group.latent_gate = gate
         return group
@@ -93,18 +92,21 @@ def run_alone(
     layout, rows = spec.layout, x.reshape(-1, x.shape[-1])
     batch = batch or (x.shape[0] if x.dim() == 3 else 1)
     # A token-sharded stream has T / p rows.
-    length = rows.shape[0] * spec.tp.size // layout.residual_shape(spec.tp.size)[0] // batch
-    positions_S = torch.arange(length, device=x.device)
-    context = make_context(batch, positions_S, spec.model, x.dtype)
-    (after,) = interleave([start(layout, Stream(rows), context)])
-    return after.x.view_as(x)
+    tokens = rows.shape[0] * spec.tp.size // layout.residual_shape(spec.tp.size)[0]
+    if tokens % batch:
+        raise ConfigError(f"x has rows of {tokens} tokens, which batch = {batch} does not divide")
+    positions_S = torch.arange(tokens // batch, device=x.device)
+    with autocast_resolved(x.device, x.dtype) as dtype:
+        context = make_context(batch, positions_S, spec.model, dtype)
+        (after,) = interleave([start(layout, Stream(rows.to(dtype)), context)])
+    return after.x.view_as(x).to(x.dtype)
 
 
 def finish(module: "Sublayer | Block", alone: bool) -> None:
-    """Initializes a module that is not part of a larger one, and sums its partial gradients over TP in every backward pass."""
+    """Initializes and shards the weights of a module that is not part of a larger one."""
     if alone:
         initialize(module, module.spec.seed)  # type: ignore[arg-type]
-        reduce_partial_gradients(module, module.spec.tp)
+        shard_weights(module, module.spec)
 
 
 class LowRankAttention(Attention, Sublayer):
@@ -127,7 +129,7 @@ class LowRankAttention(Attention, Sublayer):
 
     @property
     def attn_norm(self) -> Tensor:  # type: ignore[override]
-        return self.norm.weight
+        return local_weight(self.norm)
 
     def forward(self, x: Tensor, batch: int | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]: the residual stream after attention, in the shape that the layout gives it (`spec.layout`).
@@ -156,7 +158,7 @@ class LowRankMLP(MLP, Sublayer):
 
     @property
     def mlp_norm(self) -> Tensor:  # type: ignore[override]
-        return self.norm.weight
+        return local_weight(self.norm)
 
     def forward(self, x: Tensor, batch: int | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]: the residual stream after the MLP, as `LowRankAttention.forward`."""

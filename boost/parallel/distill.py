@@ -42,12 +42,14 @@ class _DistillLoss(torch.autograd.Function):
             rows = slice(start, start + step)
             x_ND, h_NE, targets_N = x_TD[rows], teaching.hidden_TE[rows], targets_T[rows]
             s_NV, t_NV = gemm(x_ND, w_VD.t()).to(acc_dtype), gemm(h_NE, head_VE.t()).to(acc_dtype)
-            loss_N, d_NV = _chunk(s_NV, t_NV, targets_N, teaching, axis)
+            loss_N, cross_entropy_N, d_NV = _chunk(s_NV, t_NV, targets_N, teaching, axis)
             counted_N = (targets_N != IGNORED).to(acc_dtype)
             difference_ND = _difference(x_ND, h_NE, teaching, acc_dtype)
             if difference_ND is not None:
                 loss_N = loss_N + teaching.hidden_weight * difference_ND.square().mean(-1)
             total += (loss_N * counted_N).sum()
+            if teaching.cross_entropy is not None:
+                teaching.cross_entropy.add_((cross_entropy_N * counted_N).sum())
             if dx_TD is None or dw_VD is None:
                 continue
             d_NV = d_NV.mul_(counted_N[:, None]).to(x_TD.dtype)
@@ -82,8 +84,11 @@ def _difference(x_ND: Tensor, h_NE: Tensor, teaching: Teaching, dtype: torch.dty
     return x_ND.to(dtype) - h_NE.to(dtype) if teaching.hidden_weight else None
 
 
-def _chunk(s_NV: Tensor, t_NV: Tensor, targets_N: Tensor, teaching: Teaching, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Returns ((1 - w) CE + w K^2 KL of each token [N], its gradient with respect to the local student logits [N, V])."""
+def _chunk(
+    s_NV: Tensor, t_NV: Tensor, targets_N: Tensor, teaching: Teaching, axis: Axis
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns ((1 - w) CE + w K^2 KL of each token [N], CE [N], gradient of the former with respect to the local student logits
+    [N, V])."""
     w, k = teaching.weight, teaching.temperature
     first, width = axis.rank * s_NV.shape[1], s_NV.shape[1]
     local_N = (targets_N - first).clamp(0, width - 1)
@@ -100,7 +105,8 @@ def _chunk(s_NV: Tensor, t_NV: Tensor, targets_N: Tensor, teaching: Teaching, ax
     d_NV = (soft_s_NV - cold_N[:, None]).exp_().sub_(p_NV).mul_(w * k)
     d_NV += (s_NV - student_N[:, None]).exp_().mul_(1 - w)
     d_NV.scatter_add_(1, local_N[:, None], -(1 - w) * mine_N[:, None])
-    return (1 - w) * (student_N - target_N) + w * k**2 * divergence_N, d_NV
+    cross_entropy_N = student_N - target_N
+    return (1 - w) * cross_entropy_N + w * k**2 * divergence_N, cross_entropy_N, d_NV
 
 
 def _whole_vocabulary(local_5N: Tensor, axis: Axis) -> Tensor:

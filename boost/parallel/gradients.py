@@ -41,18 +41,27 @@ class StepStats:
     """Statistics of a step over the whole mesh, the same on all processes."""
 
     loss: float
-    """Mean cross-entropy over the targets of the global batch, nats per token."""
+    """Mean loss over the targets of the global batch, nats per token: cross-entropy, or the loss of a distillation."""
     gradient_norm: float
     """Global L2 norm of the gradient of that mean, before clipping."""
     flags: StepFlags = StepFlags.NONE
     """Flags that any process raised."""
     scale: float = 1.0
     """Factor still to be applied to the gradients: the backward pass divides by all positions instead of those with a target."""
+    cross_entropy: float | None = None
+    """Mean cross-entropy of a distillation, nats per token; None: `loss`."""
+    targets: int = 1
+    """Targets of the global batch. If there are none, loss and gradient norm are 0."""
 
     @property
     def is_finite(self) -> bool:
-        """Whether both loss and gradient norm are finite. If not, the step changes nothing."""
+        """Whether both loss and gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
+
+    @property
+    def updates(self) -> bool:
+        """Whether the step changes weights and moments. Without targets it would only decay them."""
+        return self.is_finite and self.targets > 0
 
 
 class GradientReducer:
@@ -263,8 +272,8 @@ class LaunchedStats:
     """Statistics of a step in flight: on a GPU, the host has not waited for them."""
 
     def __init__(self, sums: Tensor, tokens: int) -> None:
-        """`sums`: loss, squared gradient norm, number of targets and encoded flags, fp64 [4]. `tokens`: see
-        `reduce_step_stats`."""
+        """`sums`: loss, squared gradient norm, number of targets, encoded flags and, with a teacher, cross-entropy, fp64 [4 or 5].
+        `tokens`: see `reduce_step_stats`."""
         self._sums, self._tokens = sums, tokens
         self._host, self._arrived = sums, None
         if sums.device.type == "cuda":
@@ -278,23 +287,25 @@ class LaunchedStats:
         return cls(torch.tensor(numbers, dtype=torch.double), tokens)
 
     def numbers(self) -> list[float]:
-        """Returns the four sums on the host. Waits like `read`."""
+        """Returns the sums on the host. Waits like `read`."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return list(self._host.tolist())
 
     def read(self) -> StepStats:
         """Returns the statistics. Waits for work launched before them, not for work launched since."""
-        loss_sum, square_sum, count, flag_sum = self.numbers()
+        loss_sum, square_sum, count, flag_sum, *text = self.numbers()
         scale = self._tokens / max(count, 1)
-        return StepStats(loss_sum * scale, square_sum**0.5 * scale, _decode(flag_sum), scale)
+        cross_entropy = text[0] * scale if text else None
+        mean = loss_sum * scale, square_sum**0.5 * scale
+        return StepStats(*mean, _decode(flag_sum), scale, cross_entropy, int(count))
 
     @torch.no_grad()
     def for_update(self, max_norm: float) -> tuple[Tensor, Tensor]:
         """Returns (divisor, skip), fp32 scalars on the device, for `Optimizer.launch`.
 
         Gradients divided by the divisor match those of `clip_gradients` up to rounding; the divisor is exactly 1 if there is
-        nothing to scale. skip: 1 if loss or norm is not finite, else 0.
+        nothing to scale. skip: 0 if the step `updates`, else 1.
         """
         loss_sum, square_sum, count = self._sums[:3]
         scale = self._tokens / count.clamp(min=1)
@@ -302,7 +313,7 @@ class LaunchedStats:
         divisor = 1 / scale
         if max_norm:
             divisor = divisor * (norm / max_norm).clamp(min=1)
-        sound = (loss_sum * scale).isfinite() & norm.isfinite()
+        sound = (loss_sum * scale).isfinite() & norm.isfinite() & (count > 0)
         return divisor.float(), (~sound).float()
 
 
@@ -331,8 +342,9 @@ def launch_step_stats(
     tokens: int,
     mesh: Mesh,
     flags: StepFlags = StepFlags.NONE,
+    cross_entropy: Tensor | None = None,
 ) -> LaunchedStats:
-    """Like `reduce_step_stats`, but does not wait for the result."""
+    """Like `reduce_step_stats`, but does not wait for the result. `cross_entropy`: like `loss`, a fifth number to reduce."""
     squares = loss.new_zeros((), dtype=torch.double)
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for fused in fused_params:
@@ -343,7 +355,8 @@ def launch_step_stats(
     counted = targets if mesh.tp.rank == mesh.pp.rank == 0 else 0
     # Filled on the device: copying a number from the host would wait for all launched work.
     local = [loss.new_full((), x, dtype=torch.double) for x in (counted, _encode(flags))]
-    sums = torch.stack((loss.double() / mesh.tp.size, squares, *local))
+    text = () if cross_entropy is None else (cross_entropy / mesh.tp.size,)
+    sums = torch.stack((loss.double() / mesh.tp.size, squares, *local, *text))
     if mesh.size > 1:
         sums = all_reduce(sums, mesh.everyone)
     return LaunchedStats(sums, tokens)

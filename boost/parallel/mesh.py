@@ -35,6 +35,9 @@ class Axis:
     """Whether collectives on `group` can be abandoned (`boost.parallel.recoverable`). Such a group has no point-to-point
     messages."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Axis":
+        return self  # a copied module runs on the same processes
+
     @property
     def name(self) -> str:
         """torch's name of the group of this axis."""

@@ -94,14 +94,18 @@ class Tracer:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Intercepts torch functions and autograd functions."""
-        usual = torch.autograd.Function.__dict__["apply"], loss.chunks, documents.last_queries
-        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
-        loss.chunks, documents.last_queries = self._chunks, _virtual_mask
+        functions = list(_autograd_functions(torch.autograd.Function))
+        usual = loss.chunks, documents.last_queries
         try:
+            for function in functions:
+                function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
+            loss.chunks, documents.last_queries = self._chunks, _virtual_mask
             with _Rules(self.tape, self.device), kernels.using(self.backend):
                 yield
         finally:
-            torch.autograd.Function.apply, loss.chunks, documents.last_queries = usual  # type: ignore[method-assign]
+            for function in functions:
+                del function.apply  # the inherited one is back
+            loss.chunks, documents.last_queries = usual
 
     def _chunks(self, tokens: int, step: int) -> Iterator[int]:
         """Runs one of several identical chunks, and counts it that many times."""
@@ -177,10 +181,11 @@ class _Rules(TorchFunctionMode):
 
     def __init__(self, tape: Tape, device: torch.device) -> None:
         super().__init__()
-        self._makes = {torch.zeros: functools.partial(rules.zeros, (tape, device))}
+        zeros = functools.partial(rules.zeros, (tape, device))
+        self._without_tensors: dict[Any, Any] = {torch.zeros: zeros, torch._C._set_grad_enabled: tape.set_grad_enabled}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        rule = self._makes.get(function) or RULES.get(function)
+        rule = self._without_tensors.get(function) or RULES.get(function)
         if rule is None:
             if not any(issubclass(each, ShapeTensor) for each in types):
                 return function(*args, **(kwargs or {}))
@@ -203,14 +208,21 @@ class _Ctx:
         self.without_gradient = tensors
 
 
-_USUAL_APPLY = torch.autograd.Function.__dict__["apply"].__func__
+def _autograd_functions(base: type[torch.autograd.Function]) -> Iterator[type[torch.autograd.Function]]:
+    """The autograd functions that boost and its users have defined. Those that they derive from each other inherit `apply`."""
+    for cls in base.__subclasses__():
+        if cls.__module__.startswith("torch."):
+            yield from _autograd_functions(cls)
+        elif "apply" not in vars(cls):
+            yield cls
 
 
 def _apply(cls: Any, *inputs: Any) -> Any:
-    """Replaces torch.autograd.Function.apply: runs forward without autograd, then adds one node with the saved tensors."""
+    """The `apply` of autograd functions: runs forward without autograd, then adds one node with the saved tensors."""
     sized = [x for x in inputs if isinstance(x, ShapeTensor)]
     if not sized:
-        return _USUAL_APPLY(cls, *inputs)
+        usual: Any = vars(torch.autograd.Function)["apply"]
+        return usual.__get__(None, cls)(*inputs)
     tape, grad = sized[0].tape, records(*inputs)
     ctx, place = _Ctx(inputs), tape.place
     tape.place = getattr(cls, "place", place)

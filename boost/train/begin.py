@@ -33,6 +33,8 @@ def begin(trainer: "Trainer", resume_from: Sequence[Path], start_from: str | Non
             trainer.warnings.append(f"{error}; trying the previous checkpoint")
         else:
             trainer.resumed_from = found.path
+            if found.position.doubt:
+                trainer.begin_trouble(found.position.doubt, ruined=False)
             trainer.warnings += resume_warnings(found, list(resume_from), trainer.config)
             log.info("resumed from %s at step %d", found.path, trainer.position.step)
             break

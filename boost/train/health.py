@@ -1,22 +1,28 @@
-"""Training health: warns of spikes and divergence, avoids checkpoints of ruined weights, and optionally rolls back.
+"""Training health: warns of spikes and divergence, marks checkpoints saved meanwhile, and optionally rolls back.
 
 A step is in trouble if
 
 - its loss or gradient norm is not finite (no weight changed, `BadStep`);
-- it has diverged: its loss is above DIVERGED x ln(vocabulary), where ln(vocabulary) is the loss of a uniform guess;
-- it is a spike: its loss or gradient norm is more than train.spike_sigma standard deviations above the mean of the last WINDOW
-  healthy steps, as in OLMo-core's SkipStepOptimizer (6 deviations, 128 steps). This needs at least MIN_HEALTHY healthy steps.
+- it has diverged: its cross-entropy (not the loss of a distillation, which may have any scale) is above DIVERGED x ln(vocabulary),
+  where ln(vocabulary) is that of a uniform guess;
+- it is a spike: its loss is more than train.spike_sigma standard deviations above the mean of the last WINDOW healthy steps, or
+  half as many if its gradient norm is that far above its own mean. This needs MIN_HEALTHY healthy steps. (In OLMo-core's
+  SkipStepOptimizer, 6 deviations and 128 steps, a gradient norm alone is a spike. In young runs it often is that high.)
 
-Trouble ends after RECOVERED consecutive healthy steps; until then no periodic checkpoints are saved. The loss of a step is computed
-before its update, so a healthy step n + 1 proves that the checkpoint of step n is healthy. The newest proven checkpoint is never
-deleted. All processes see the same statistics and make the same decisions.
+Trouble ends after RECOVERED consecutive healthy steps. Until then checkpoints are marked: with `Position.trouble` if the last
+step was not finite or has diverged, else with `Position.doubt`, because the weights may be fine. Periodic ones of the first kind
+are saved only while there is no better one. The loss of a step is computed before its update, so a healthy step n + 1 proves that
+the checkpoint of step n is healthy. The newest proven checkpoint is never deleted. Checkpoints contain the recent healthy steps,
+so that a resumed run judges like one that was not interrupted. All processes see the same statistics and make the same decisions.
 """
 
 import math
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from boost.train.hooks import Hook, Rollback, SaveStart, StepEnd
+from boost.train import checkpoint as ckpt
+from boost.train.hooks import Hook, Rollback, SaveStart, StepEnd, TrainStart
 from boost.train.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -31,13 +37,13 @@ FLOOR = 0.02
 RECOVERED = 8
 """Consecutive steps without trouble after which training has recovered."""
 DIVERGED = 1.5
-"""A loss above this many times ln(vocabulary) is worse than that of an untrained model."""
+"""A cross-entropy above this many times ln(vocabulary) is worse than that of an untrained model."""
 
 Trouble = Literal["not finite", "diverged", "spike"]
 
 
 class SpikeDetector:
-    """Detects spikes from the mean and standard deviation of the loss and gradient norm of recent healthy steps."""
+    """Judges steps by the mean and standard deviation of the loss and gradient norm of recent healthy steps."""
 
     def __init__(self, sigma: float, vocab_size: int) -> None:
         """`sigma`: standard deviations above the mean beyond which a step is a spike; 0 disables spike detection."""
@@ -52,46 +58,60 @@ class SpikeDetector:
         """Inverse of `state`."""
         for name, values in self._recent.items():
             values.clear()
-            values.extend(state[name])
+            values.extend(state.get(name, ()))
 
-    def judge(self, metrics: StepMetrics, skipped: bool) -> tuple[Trouble, str] | None:
-        """Returns (kind, one-line description) for a step in trouble. Returns None for a healthy step and adds it to the window."""
+    def judge(
+        self, metrics: StepMetrics, skipped: bool, cross_entropy: float | None = None
+    ) -> tuple[Trouble, str] | None:
+        """Returns (kind, one-line description) for a step in trouble. Returns None for a healthy step and adds it to the window.
+        `cross_entropy`: as of `StepEnd`."""
         if skipped:
             return "not finite", f"loss {metrics.loss}, gradient norm {metrics.gradient_norm}"
-        if metrics.loss > self._ceiling:
-            return "diverged", f"loss {metrics.loss:.4g} is above {self._ceiling:.4g}, {DIVERGED} x ln(vocabulary)"
-        if found := self._spike(metrics):
-            return "spike", found
+        name, value = ("loss", metrics.loss) if cross_entropy is None else ("cross-entropy", cross_entropy)
+        if value > self._ceiling:
+            return "diverged", f"{name} {value:.4g} is above {self._ceiling:.4g}, {DIVERGED} x ln(vocabulary)"
+        if len(self._recent["loss"]) >= MIN_HEALTHY and self._sigma:
+            usual_norm, norm_limit = self._usual("gradient_norm", self._sigma)
+            is_steep = metrics.gradient_norm > norm_limit
+            sigma = self._sigma / 2 if is_steep else self._sigma
+            usual, limit = self._usual("loss", sigma)
+            if metrics.loss > limit:
+                norm = f", at a gradient norm of {metrics.gradient_norm:.4g} ({usual_norm:.4g})" if is_steep else ""
+                return "spike", (
+                    f"loss {metrics.loss:.4g} is more than {sigma:g} standard deviations above the mean of the last "
+                    f"{len(self._recent['loss'])} steps ({usual:.4g}; limit {limit:.4g}){norm}"
+                )
+            # One huge norm must not hide the next ones; a lasting rise becomes usual.
+            metrics = replace(metrics, gradient_norm=min(metrics.gradient_norm, norm_limit))
         for name, values in self._recent.items():
             values.append(getattr(metrics, name))
         return None
 
-    def _spike(self, metrics: StepMetrics) -> str | None:
-        for name, values in self._recent.items():
-            if not self._sigma or len(values) < MIN_HEALTHY:
-                continue
-            mean = sum(values) / len(values)
-            deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
-            limit, value = mean + self._sigma * max(deviation, FLOOR * mean), getattr(metrics, name)
-            if value > limit:
-                what = name.replace("_", " ")
-                return (
-                    f"{what} {value:.4g} is more than {self._sigma:g} standard deviations above the mean of the last "
-                    f"{len(values)} steps ({mean:.4g}; limit {limit:.4g})"
-                )
-        return None
+    def _usual(self, name: str, sigma: float) -> tuple[float, float]:
+        """(mean of the recent healthy steps, limit: `sigma` deviations above it)."""
+        values = self._recent[name]
+        mean = sum(values) / len(values)
+        deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+        return mean, mean + sigma * max(deviation, FLOOR * mean)
 
 
 class HealthMonitor(Hook):
-    """Warns of trouble, suspends periodic checkpoints while it lasts, and requests rollbacks if configured."""
+    """Warns of trouble, marks the checkpoints of that time, and requests rollbacks if configured."""
 
     def __init__(self, detector: SpikeDetector, rollback: bool) -> None:
         self._detector, self._rollback = detector, rollback
         self._healthy = 0
-        self._refused = False
+        self._owes_save = False
+        """Whether a checkpoint was due during this trouble, so that an unmarked one follows when it is over."""
+
+    def on_train_start(self, trainer: "Trainer", event: TrainStart) -> None:
+        if not any(self._detector.state().values()):  # a replica that rejoins has those of the others
+            self._detector.take_state(trainer.position.recent)
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
-        step, found = event.metrics.step, self._detector.judge(event.metrics, event.skipped)
+        if event.empty:  # its loss says nothing about the weights
+            return
+        step, found = event.metrics.step, self._detector.judge(event.metrics, event.skipped, event.cross_entropy)
         if found is None:
             self._recover(trainer, step)
             return
@@ -99,28 +119,30 @@ class HealthMonitor(Hook):
         self._healthy = 0
         if trainer.trouble is None:
             proven = trainer.proven_checkpoint()
-            saved = f"'{proven}' is kept" if proven is not None else "there is no earlier checkpoint"
-            trainer.warn(f"{text}; no periodic checkpoints until training has recovered, {saved}")
+            saved = f"'{proven}' is kept" if proven is not None else "there is no proven one yet"
+            trainer.warn(f"{text}; checkpoints are marked until training has recovered, {saved}")
         trainer.begin_trouble(text, ruined=kind != "spike")
         # A non-finite step changes no weight. Only a second one in a row means that the weights are ruined.
         if self._rollback and (kind != "not finite" or trainer.bad_steps > 1):
             trainer.request_rollback(text)
 
     def before_save(self, trainer: "Trainer", event: SaveStart) -> str | None:
+        trainer.position = replace(trainer.position, recent=self._detector.state())
         if event.last or trainer.trouble is None:
             return None
-        self._refused = True
-        return trainer.trouble.text
+        self._owes_save = True
+        has_better = any(not ckpt.marks_of(path)[0] for path in trainer.checkpoints())
+        return trainer.trouble.text if trainer.trouble.ruined and has_better else None
 
     def state(self) -> dict[str, Any]:
-        return {"healthy": self._healthy, "refused": self._refused, "recent": self._detector.state()}
+        return {"healthy": self._healthy, "owes_save": self._owes_save, "recent": self._detector.state()}
 
     def take_state(self, state: dict[str, Any]) -> None:
-        self._healthy, self._refused = state["healthy"], state["refused"]
+        self._healthy, self._owes_save = state["healthy"], state["owes_save"]
         self._detector.take_state(state["recent"])
 
     def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
-        self._healthy, self._refused = 0, False
+        self._healthy, self._owes_save = 0, False
 
     def _recover(self, trainer: "Trainer", step: int) -> None:
         self._healthy += 1
@@ -132,6 +154,6 @@ class HealthMonitor(Hook):
             return
         trainer.warn(f"training has recovered: {RECOVERED} steps without trouble up to step {step}")
         trainer.end_trouble()
-        if self._refused:
-            self._refused = False
+        if self._owes_save:
+            self._owes_save = False
             trainer.request_save()

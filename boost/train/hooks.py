@@ -106,6 +106,10 @@ class StepEnd:
     """Whether the run stops here, before its last step, because a signal or a hook requested it."""
     save_requested: bool
     """Whether a hook on any process, or SIGUSR2 to any process, requested a checkpoint of this step."""
+    cross_entropy: float | None = None
+    """Mean cross-entropy in nats per token if the run distills and the loss has other terms, else None."""
+    empty: bool = False
+    """Whether no token of the global batch counts in the loss, which is then 0, so that no weight was changed."""
 
 
 @dataclass(frozen=True)

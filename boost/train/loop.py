@@ -124,6 +124,7 @@ class Trainer:
         """What is currently wrong with the run (`boost.train.health`)."""
         self.proven_step = -1
         """The last step whose weights the loss of the next step has proven healthy, with no trouble since."""
+        self._said_empty = False
         self._rollback: str | None = None
         self.rollbacks = Rollbacks()
         # Read once: the store on disk may be replaced or deleted while the run trains.
@@ -146,7 +147,7 @@ class Trainer:
         """Loads weights, optimizer state, RNG states and position of a checkpoint. Collective. Raises CheckpointError."""
         position = ckpt.load_training_state(found, self.model, self.optimizer, self.mesh)
         forget_gathered(self.model)
-        self.position = replace(position, trouble="")
+        self.position = replace(position, trouble="", doubt="")
 
     @property
     def checkpoint_folders(self) -> list[Path]:
@@ -214,7 +215,9 @@ class Trainer:
             self.recent = [metrics]
             stop = stats.flags & (StepFlags.SIGNAL | StepFlags.STOP) if not last else StepFlags.NONE
             save = StepFlags.SAVE in stats.flags
-            self.notify(Hook.after_step, StepEnd(metrics, self.bad_steps > 0, last, bool(stop), save))
+            empty = stats.is_finite and not stats.updates
+            event = StepEnd(metrics, self.bad_steps > 0, last, bool(stop), save, stats.cross_entropy, empty)
+            self.notify(Hook.after_step, event)
             if stop:
                 return stop
             if self._rollback:
@@ -235,7 +238,8 @@ class Trainer:
         return self._passes(lr)
 
     def step(self, lr: float) -> StepStats:
-        """Runs one optimizer step on one global batch. Updates nothing if the loss or the gradient norm is not finite.
+        """Runs one optimizer step on one global batch. Updates nothing if the loss or the gradient norm is not finite, or if no
+        token counts in the loss.
 
         Raises TrainingError after too many consecutive bad steps (`BadStepLimit`).
         """
@@ -258,6 +262,10 @@ class Trainer:
         stats = self._stepper.read(update)
         if stats.is_finite:
             self.bad_steps = 0
+            if not stats.updates:
+                say = log.info if self._said_empty else self.warn
+                say(f"step {self.position.step} changed nothing: no token of its batch counts in the loss (loss masks)")
+                self._said_empty = True
         else:
             self.bad_steps += 1
             event = BadStep(self.position.step, stats.loss, stats.gradient_norm, self.bad_steps)
@@ -344,8 +352,10 @@ class Trainer:
             self.warn(f"{error}; training continues and earlier checkpoints are intact")
 
     def _saved_position(self) -> Position:
-        ruined = self.trouble is not None and self.trouble.ruined
-        return replace(self.position, trouble=self.trouble.text if self.trouble and ruined else "")
+        if self.trouble is None:
+            return self.position
+        ruined, text = self.trouble.ruined, self.trouble.text
+        return replace(self.position, trouble=text if ruined else "", doubt="" if ruined else text)
 
     def _may_save(self, last: bool = False) -> bool:
         """Waits for the save in flight. Returns whether a new save may start, that is, no hook refuses it."""
@@ -413,9 +423,12 @@ class Trainer:
 
     def proven_checkpoint(self) -> Path | None:
         """The newest checkpoint that a later step has proven healthy; None if there is none."""
-        found = [path for folder in self.checkpoint_folders for path in ckpt.complete_checkpoints(folder)]
-        steps = sorted(((ckpt.step_of(path) or 0, path) for path in found), reverse=True)
-        return next((path for step, path in steps if step <= self.proven_step and not ckpt.trouble_of(path)), None)
+        steps = sorted(((ckpt.step_of(path) or 0, path) for path in self.checkpoints()), reverse=True)
+        return next((path for step, path in steps if step <= self.proven_step and not any(ckpt.marks_of(path))), None)
+
+    def checkpoints(self) -> list[Path]:
+        """The complete checkpoints of this run."""
+        return [path for folder in self.checkpoint_folders for path in ckpt.complete_checkpoints(folder)]
 
     def request_rollback(self, reason: str) -> None:
         """Requests a rollback to the newest proven checkpoint after this step. Call it on all processes, in `after_step`."""

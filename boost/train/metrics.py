@@ -42,7 +42,7 @@ class StepMetrics:
     step: int
     """Steps done, including this one."""
     loss: float
-    """Mean cross-entropy over the tokens of the step, in nats per token."""
+    """Mean loss over the targets of the step, in nats per token: cross-entropy, or the loss of a distillation."""
     lr: float
     """Learning rate of this step."""
     gradient_norm: float

@@ -14,7 +14,7 @@ class RunTrouble:
 
     text: str
     ruined: bool
-    """Whether the weights are unusable. A checkpoint of them is marked, and only resumed if its path is given."""
+    """Whether the last step shows that the weights are unusable (`Position.trouble`). If not, they may be fine (`doubt`)."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class RecoverableStepper(Stepper):
 
         stats = LaunchedStats.of(self.mesh.run_recoverable(attempt), self.tokens)
         found = stats.read()
-        if found.is_finite:
+        if found.updates:
             clip_gradients((s.tensor for s in self.fused_params), found, self.config.optim.clip)
             self.optimizer.step(passes.position.step, passes.lr)
         return Update(passes.lr, stats, now(self.timed_on))

@@ -33,7 +33,7 @@ def resume_candidates(resume: str | None, run: RunDirectory, fallback: Path | No
     if resume == "auto":
         found = [path for folder in (run.checkpoints, fallback) if folder for path in ckpt.complete_checkpoints(folder)]
         newest_first = sorted(found, key=_step, reverse=True)
-        return sorted(newest_first, key=lambda path: bool(ckpt.trouble_of(path)))
+        return sorted(newest_first, key=lambda path: bool(ckpt.marks_of(path)[0]))
     return [ckpt.find_checkpoint(Path(resume))]
 
 
@@ -63,10 +63,14 @@ def resume_warnings(found: Checkpoint, candidates: list[Path], config: Config) -
     warnings = [
         f"'{path}' is newer but was skipped: {trouble}; --resume {path} uses it anyway"
         for path in candidates
-        if _step(path) > found.position.step and (trouble := ckpt.trouble_of(path))
+        if _step(path) > found.position.step and (trouble := ckpt.marks_of(path)[0])
     ]
     if found.position.trouble:
         warnings.append(f"'{found.path}' has ruined weights: {found.position.trouble}")
+    if found.position.doubt:
+        earlier = [path for path in candidates if _step(path) < found.position.step and not any(ckpt.marks_of(path))]
+        advice = f"; if training does not recover, use --resume {earlier[0]}" if earlier else ""
+        warnings.append(f"'{found.path}' is not proven: {found.position.doubt}{advice}")
     warnings += [f"changed since '{found.path.name}': {change}" for change in changes(found.config, config)]
     step = found.position.step
     before, now = (learning_rate(each.optim, step, each.train.steps) for each in (found.config, config))

@@ -27,6 +27,7 @@ from typing import Any
 from boost import __version__
 from boost.config import Config, to_toml
 from boost.errors import ConfigError, StorageError
+from boost.paths import file_name
 
 BEST = "@best"
 """At the end of a path: the checkpoint of that run with the lowest held-out loss (train.keep_best)."""
@@ -85,7 +86,7 @@ class RunDirectory:
     def tracker_id(self, tracker: str, proposed: str) -> str:
         """The id of this run at an experiment tracker: the recorded one, else `proposed`, which is then recorded.
 
-        Raises StorageError."""
+        Raises StorageError; DataError if the id is not a file name."""
         ids: dict[str, str] = {}
         with contextlib.suppress(OSError, ValueError, RecursionError):
             ids = json.loads(self.trackers.read_text(encoding="utf-8"))
@@ -97,7 +98,7 @@ class RunDirectory:
                 draft = self.trackers.with_name(f".{self.trackers.name}.tmp")
                 draft.write_text(json.dumps(ids) + "\n", encoding="utf-8")
                 draft.replace(self.trackers)
-        return ids[tracker]
+        return file_name(ids[tracker], self.trackers, tracker)  # W&B names a folder after it
 
     def set_aside_metrics(self) -> None:
         """Renames the metrics of an earlier run to metrics.1.jsonl, metrics.2.jsonl, ...: a run that starts over does not

@@ -46,6 +46,8 @@ class Passes:
     """Loss of this process, fp64 scalar, as returned by `run_passes`."""
     targets: int
     """Number of targets of this process."""
+    cross_entropy: Tensor | None = None
+    """With a teacher: the part of `loss` that is comparable between runs, before weighting."""
 
 
 @dataclass(frozen=True)
@@ -103,24 +105,28 @@ class Stepper:
         versions = self._versions()
         self.reducer.begin(data.micro_batches)
         with self.copies.in_use():
+            if self.teacher is not None:
+                self.teacher.cross_entropy.zero_()
             loss = run_passes(self.model, data.batches, self.config, self.tokens, self.teacher)
         self.reducer.finish()
-        return Passes(position, versions, lr, loss, data.targets)
+        text = None if self.teacher is None else self.teacher.cross_entropy / self.tokens
+        return Passes(position, versions, lr, loss, data.targets, text)
 
     def is_current(self, passes: Passes, position: Position) -> bool:
         """Whether `passes` are those of the step after `position` and no weight has changed since they were launched."""
         return passes.position == position and passes.versions == self._versions()
 
     def update(self, passes: Passes, flags: StepFlags) -> Update:
-        """Launches the update from the gradients of `passes`; weights do not change if the loss or the gradient norm is not finite.
+        """Launches the update from the gradients of `passes`, which changes nothing unless the statistics say that it `updates`.
         Reduces `flags` together with the statistics."""
         optimizer, clip = self.optimizer, self.config.optim.clip
-        stats = launch_step_stats(self.fused_params, passes.loss, passes.targets, self.tokens, self.mesh, flags)
+        local = passes.loss, passes.targets, self.tokens
+        stats = launch_step_stats(self.fused_params, *local, self.mesh, flags, passes.cross_entropy)
         if self.from_tensors:
             optimizer.launch(passes.lr, *stats.for_update(clip))
         else:
             found = stats.read()
-            if found.is_finite:
+            if found.updates:
                 clip_gradients((s.tensor for s in self.fused_params), found, clip)
                 optimizer.step(passes.position.step, passes.lr)
         forget_gathered(self.model)  # weights that hooks have gathered since the passes
@@ -129,7 +135,7 @@ class Stepper:
     def read(self, update: Update) -> StepStats:
         """Waits for the statistics of a step and returns them. Does not wait for work launched later."""
         stats = update.stats.read()
-        if self.from_tensors and not stats.is_finite:
+        if self.from_tensors and not stats.updates:
             self.optimizer.take_back()
         return stats
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from boost.config import Config
@@ -31,12 +32,15 @@ class Teacher:
         self.decoder: Decoder = build_decoder(self.config, mesh)
         self.decoder.requires_grad_(False)
         ckpt.load_weights(found, self.decoder, mesh)
+        self.cross_entropy = torch.zeros((), dtype=torch.double, device=mesh.device)
+        """The student's cross-entropy over the micro-batches since it was last set to 0, summed over this process's targets."""
 
     def __call__(self, tokens_BS: Tensor, document_ids_BS: Tensor | None) -> Teaching:
         """Runs the teacher's forward pass. Arguments as of `Decoder.forward`."""
         hidden_TE = self.decoder.head_inputs(tokens_BS, document_ids_BS)
         distill = self._distill
-        return Teaching(hidden_TE, self.decoder.head, distill.weight, distill.temperature, distill.hidden)
+        weights = distill.weight, distill.temperature, distill.hidden
+        return Teaching(hidden_TE, self.decoder.head, *weights, self.cross_entropy)
 
 
 def check_teacher(config: Config, store: TokenStore) -> Checkpoint | None:

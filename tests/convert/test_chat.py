@@ -1,18 +1,20 @@
 """A chat model's tokenizer settings survive import, training and export; so does a tokenizer re-saved by transformers."""
 
 import json
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import boost
-from boost.convert.chat import end_tokens
+from boost.convert.chat import end_tokens, load_template_of, merged_tokenizer_config
 from boost.convert.export import export
 from boost.convert.importing import import_weights
 from boost.convert.vocabulary import read_vocabulary
 from boost.data.tokenizer import load_tokenizer, tokenizer_fingerprint
-from boost.errors import BoostError
+from boost.errors import BoostError, DataError
 from boost.train.checkpoint import open_checkpoint
 from tests import toy
 from tests.cli.commands import say
@@ -193,6 +195,11 @@ def test_a_folder_where_only_the_model_was_saved_again(
         ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}', "is not a template"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"7": {"content": "<new>"}}}', "adds token 7 = '<new>'"),
         ("tokenizer_config.json", "[", "tokenizer_config.json' cannot be read"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [{"name": "../../PWNED", "template": "x"}]}',
+            r"tokenizer_config.json': name of a chat_template = '../../PWNED' is not a file name \(it contains a path sep",
+        ),
         ("chat_template.jinja", b"\xff\xfe\xff", "chat_template.jinja' cannot be read"),
     ],
 )
@@ -224,6 +231,35 @@ def test_generate_uses_the_imported_template(store: Path, tmp_path: Path, capsys
     assert end_tokens(open_checkpoint(tmp_path / "ends").data) == [301, 0, expected[1]]
     out = say(capsys, "generate", tmp_path / "ends", "--chat", "--prompt", "def main", *words)[1]
     assert json.loads(out)["tokens"] == expected[: expected.index(expected[1]) + 1]
+
+
+@pytest.mark.parametrize(
+    "name", ["../../PWNED", "/PWNED", "..\\..\\PWNED", "C:PWNED", "..", "", "a\0b", "\ud800", "n" * 250]
+)
+def test_a_template_of_a_checkpoint_writes_nothing_outside(
+    name: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """state.json of a checkpoint may come from a stranger, too."""
+    templates = {"default": TEMPLATE, name: "outside"}
+    config = toy.toy_config("float32", model={"vocab_size": 300})
+    path = save(tmp_path / "in" / "c", config, store / "tokenizer.json")
+    checkpoint = replace(open_checkpoint(path), data={"eos": 0, "hub": {"chat_templates": templates}})
+    (tmp_path / "in" / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "in" / "tmp"))
+    before = {file for file in tmp_path.rglob("*") if not file.is_relative_to(path)}
+    for write in (
+        lambda: export(checkpoint, tmp_path / "in" / "out", None, True, GB),
+        lambda: load_template_of(checkpoint),
+    ):
+        with pytest.raises(DataError, match=r"state\.json': hub\.chat_templates = .* is not a file name") as caught:
+            write()
+        assert "\n" not in str(caught.value)
+    assert {file for file in tmp_path.rglob("*") if not file.is_relative_to(path)} == before
+
+
+def test_settings_of_a_checkpoint_name_no_code() -> None:
+    hub = {"tokenizer": {"auto_map": {"AutoTokenizer": ["them/code--file.Class", None]}, "eos_token": "<e>"}}
+    assert merged_tokenizer_config({}, hub) == {"eos_token": "<e>"}
 
 
 def test_end_tokens_are_those_of_the_checkpoint_and_of_the_folder_it_comes_from() -> None:

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import boost
 from boost.config.layouts import layouts_of
@@ -19,7 +17,7 @@ from boost.models.decoder import Decoder as RunDecoder
 from boost.models.fused import fused_params
 from boost.models.init import initialize
 from boost.nn import Decoder, LowRankLinear
-from boost.parallel import collectives
+from boost.nn.weights import whole_weight
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.layouts import layout_for
 from boost.parallel.mesh import Mesh
@@ -53,16 +51,12 @@ def data(ignored: bool = True) -> tuple[Tensor, Tensor]:
 
 def gradients(model: Decoder) -> dict[str, Tensor]:
     """Whole gradients by mathematical name. Collective."""
-    found = {}
+    gradients = {}
     for fused in fused_params(model):
-        for each in fused.slices:
-            assert fused.parameter.grad is not None, each.parameter.name
-            own = each.view(fused.parameter.grad)
-            if fused.placement.dim is not None and model.spec.tp.size > 1:
-                parts = collectives.all_gather(own, model.spec.tp).chunk(model.spec.tp.size)
-                own = torch.cat(parts, dim=fused.placement.dim)
-            found[each.parameter.name] = own.clone()
-    return found
+        (only,) = fused.slices
+        assert fused.parameter.grad is not None, only.parameter.name
+        gradients[only.parameter.name] = whole_weight(fused.parameter.grad).clone()
+    return gradients
 
 
 def worst(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -271,29 +265,6 @@ def test_accumulation_sums_partial_gradients_once() -> None:
     for error, with_sums, without in run_distributed(2, accumulate, "btp-sp"):
         assert error <= 1e-10
         assert without < with_sums
-
-
-def shard_with_fsdp() -> float:
-    """dp 2 by torch's FSDP2 on each block, against one process with both batches."""
-    mesh = init_device_mesh("cpu", (2,))
-    single = Decoder(**sizes("cola"))
-    model = Decoder(**sizes("cola"))
-    for block in model.layers:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    tokens, targets = data(ignored=False)
-    own = slice(dist.get_rank(), dist.get_rank() + 1)
-    model(tokens[own], targets[own]).backward()
-    single(tokens, targets).backward()
-    named = dict(single.named_parameters())
-    return max(
-        float((p.grad.full_tensor() - named[n].grad).abs().max() / named[n].grad.abs().max())  # type: ignore
-        for n, p in model.named_parameters()
-    )
-
-
-def test_fsdp2_shards_it_over_replicas() -> None:
-    assert max(run_distributed(2, shard_with_fsdp)) <= 1e-10
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from boost.models.fused import fused_params
 from boost.models.interface import Teaching
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.distill import distill_loss
-from boost.parallel.gradients import GradientReducer, reduce_step_stats
+from boost.parallel.gradients import GradientReducer, StepFlags, launch_step_stats
 from boost.parallel.mesh import Axis, Mesh
 from boost.train.model import host_batch, run_passes
 from boost.train.teacher import Teacher
@@ -52,10 +52,12 @@ def test_chunks_are_the_whole(monkeypatch: pytest.MonkeyPatch, w: float, k: floa
     h, other_head = drawn(20, width), drawn(30, width)
     targets = torch.randint(0, 30, (20,), generator=generator)
     targets[3] = IGNORED
-    teaching = Teaching(h, other_head, w, k, hidden)
+    teaching = Teaching(h, other_head, w, k, hidden, torch.zeros((), dtype=torch.double))
     ours = distill_loss(x, head, targets, teaching, Axis())
     theirs = by_hand(x @ head.T, h @ other_head.T, x, h, targets, teaching)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    text = F.cross_entropy(x @ head.T, targets, ignore_index=IGNORED, reduction="sum").detach()
+    torch.testing.assert_close(teaching.cross_entropy, text, rtol=1e-12, atol=0)
     expected = torch.autograd.grad(theirs, (x, head), torch.tensor(0.5, dtype=torch.double))
     actual = torch.autograd.grad(ours, (x, head), torch.tensor(0.5, dtype=torch.double))
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-13)
@@ -119,7 +121,9 @@ def against_one_process(config: Config) -> dict[str, float]:
     loss = run_passes(model, batches, config, positions, teacher)
     reducer.finish()
     targets = sum(int((batch.targets != IGNORED).sum()) for batch in each)
-    found = reduce_step_stats(params, loss, targets, positions, mesh)
+    text = teacher.cross_entropy / positions
+    found = launch_step_stats(params, loss, targets, positions, mesh, StepFlags.NONE, text).read()
+    assert found.cross_entropy is not None
     alone = toy.single(config)
     reference, _ = toy.toy_decoder(
         alone.model_copy(update={"train": config.train.model_copy(update={"recompute": "none"})})
@@ -128,11 +132,10 @@ def against_one_process(config: Config) -> dict[str, float]:
     expected.backward()
     ours = {name: value.clone() for name, value in toy.gradients(model).items()}
     theirs = {name: value for name, value in toy.local_parts(model, toy.gradients(reference)).items() if name in ours}
-    mean = (
-        float(expected.detach())
-        * positions
-        / sum(int((batch.targets != IGNORED).sum()) for batch in made_up_batches(alone, 0, 0))
-    )
+    whole = [host_batch(batch) for batch in made_up_batches(alone, 0, 0)]
+    count = sum(int((batch.targets != IGNORED).sum()) for batch in whole)
+    mean = float(expected.detach()) * positions / count
+    text_mean = float(sum(reference(batch.tokens, batch.targets).detach() for batch in whole)) / count
     with CollectiveCounter() as plain:
         run_passes(model, batches[:1], config, positions)
     with CollectiveCounter() as of_teacher:
@@ -141,6 +144,7 @@ def against_one_process(config: Config) -> dict[str, float]:
         run_passes(model, batches[:1], config, positions, lambda *_: teaching)
     return {
         "loss": abs(found.loss - mean) / abs(mean),
+        "cross-entropy": abs(found.cross_entropy - text_mean) / text_mean,
         "gradients": toy.worst_error(ours, theirs),
         "missing": float(len(toy.weights(model)) - len(ours)),
         "more collectives": float(len(both.collectives) - len(plain.collectives)),
@@ -163,7 +167,7 @@ def test_every_layout_is_one_process(
 ) -> None:
     config = student_config(model, parallel, train, teacher)
     for errors in run_distributed(2, against_one_process, config):
-        assert errors["loss"] <= 1e-10, errors
+        assert max(errors["loss"], errors["cross-entropy"]) <= 1e-10, errors
         assert errors["gradients"] <= 1e-10, errors
         assert errors["missing"] == errors["more collectives"] == 0
         assert (errors["of the teacher"] > 0) == (config.parallel.tp * config.parallel.cp > 1)

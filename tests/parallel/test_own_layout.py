@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from boost.cli.inspect import as_json
 from boost.config import Config
@@ -14,6 +15,8 @@ from boost.config.layouts import layout_names, layout_spec, register_layout, unr
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
 from boost.measure.memory import measure
+from boost.parallel.capabilities import _Identity
+from boost.parallel.collectives import InFlight
 from boost.plan.candidates import Request
 from boost.plan.collectives import step_collectives
 from boost.plan.inspection import inspect
@@ -21,8 +24,10 @@ from boost.plan.memory import memory
 from boost.plan.peak import peak
 from boost.plan.pictures import block_rows
 from boost.plan.search import Search
+from boost.plan.shape_tensor import NoRuleError
 from boost.plan.timing import Predictor
 from boost.plan.trace import trace_block
+from boost.plan.tracer import Tracer
 from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import memory_config
@@ -86,6 +91,34 @@ def test_the_planner_counts_its_collectives() -> None:
     assert kinds == {"all-reduce", "reduce-scatter", "all-gather"}
     btp = config.model_copy(update={"parallel": config.parallel.model_copy(update={"layout": "btp"})})
     assert sum(c.sent_bytes for c in traced) == sum(c.sent_bytes for c in trace_block(btp, 1, "none").collectives)
+
+
+def test_an_autograd_function_that_the_planner_cannot_see_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from btp_rsag import runtime
+
+    def out_proj_comm(self: Any, stream: Any, partial: Any, group: Any) -> Any:
+        class Late(torch.autograd.Function):
+            forward, backward = runtime._Sum.forward, runtime._Sum.backward
+
+        return self.finish_out_proj(stream, InFlight(lambda: Late.apply(partial, self.axis)), group)
+
+    monkeypatch.setattr(runtime.RSAG, "out_proj_comm", out_proj_comm)
+    with pytest.raises(NoRuleError, match="autograd function that is defined where it is used"):
+        trace_block(memory_config("cola", {"layout": NAME}, "none", "bfloat16", layers=3), 1, "none")
+
+
+def test_the_planner_leaves_autograd_functions_as_they_were() -> None:
+    config = memory_config("cola", {"layout": NAME}, "none", "bfloat16", layers=4)
+    tracer, of_torch = Tracer(config, gathered=False, on_gpu=False), vars(torch.autograd.Function)["apply"]
+    from btp_rsag.runtime import _Sum
+
+    with tracer.running():
+        assert vars(torch.autograd.Function)["apply"] is of_torch
+        assert "apply" in vars(_Sum)
+        x = torch.ones(2, requires_grad=True)
+        _Identity.apply(x).sum().backward()  # real tensors take the usual path
+        assert x.grad is not None
+    assert not {"apply"} & {*vars(_Sum), *vars(_Identity)}
 
 
 def test_inspect_draws_and_counts_it() -> None:

@@ -68,6 +68,7 @@ def one_stays_away(path: Path) -> list[Any]:
         found.append(all_reduce(torch.ones(1000), Axis(rank // 2, 2, group, recoverable=True))[0].item())
         again.leave()
     dist.barrier()
+    membership.leave()
     return found
 
 
@@ -76,17 +77,17 @@ def test_a_wait_ends_with_the_membership(tmp_path: Path) -> None:
     assert left == right == [3.0, True, 2.0] and absent == [3.0]
 
 
-def gloo_threads() -> int:
-    """Number of gloo's event loops in this process."""
-    return sum(path.read_text().startswith("gloo_tcp_loop") for path in Path("/proc/self/task").glob("*/comm"))
+def threads() -> int:
+    """Number of threads of this process, gloo's event loops included."""
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def one_leaves(path: Path) -> tuple[int, int]:
     """Rank 0 waits for a sum that rank 1 never enters, and abandons it; then rank 1 leaves."""
     rank, membership = dist.get_rank(), Membership(0)
-    before = gloo_threads()
+    before = threads()
     group = group_of(path, rank, 2, membership)
-    connected = gloo_threads()
+    connected = threads()
     if rank == 0:
         threading.Timer(0.5, membership.end).start()
         nobody_waits = group.allreduce([torch.ones(1000)])
@@ -103,13 +104,14 @@ def one_leaves(path: Path) -> tuple[int, int]:
     assert not has_abandoned() and time.monotonic() - has_left_at < 50, "it did not wait for a timeout"
     with pytest.raises(PeersLostError):
         group.allreduce([torch.ones(1)]).wait()
-    return connected - before, gloo_threads() - before
+    return connected - before, threads() - before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_group_that_is_left_is_disconnected(tmp_path: Path) -> None:
     """An open connection would cost a thread that spins, and the others would wait for their timeout."""
-    assert run_distributed(2, one_leaves, tmp_path / "store") == [(1, 0)] * 2
+    for added, left in run_distributed(2, one_leaves, tmp_path / "store"):
+        assert added >= 1 and left == 0
 
 
 class CompletesLate:

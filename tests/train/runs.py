@@ -3,7 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from boost.config import Config
+from boost.config.architecture import IGNORED
+from boost.data.batches import Batch
 from boost.parallel.mesh import Mesh, mesh_of
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
@@ -34,3 +38,15 @@ def make_trainer(config: Config, *hooks: Hook, ahead: bool | None = None) -> Tra
     """Creates the trainer on the current process group. `ahead`: see `Trainer`."""
     mesh = mesh_of(config.parallel, toy.CPU) if config.parallel.world_size > 1 else Mesh(toy.CPU)
     return Trainer(config, mesh, RunDirectory(config.run.dir), hooks, ahead)
+
+
+def mask_step(trainer: Trainer, step: int) -> None:
+    """From now on, no token of this step's batch counts in the loss."""
+    usual = trainer.batches.numbered
+
+    def numbered(number: int, *rest: Any) -> Any:
+        for batch in usual(number, *rest):
+            masked = np.full_like(batch.targets, IGNORED)
+            yield Batch(batch.tokens, masked if number == step - 1 else batch.targets, batch.document_ids)
+
+    trainer.batches.numbered = numbered  # type: ignore[method-assign]

@@ -166,13 +166,13 @@ def test_json_that_breaks_parsers_is_damage(tmp_path: Path, sharded: Path, conte
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "tensors/../../x", "a//b", "nul\0"])
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "tensors/../../x", "a//b", "nul\0", "C:x"])
 def test_a_manifest_lists_files_of_its_checkpoint_only(tmp_path: Path, sharded: Path, name: str) -> None:
     path = copy(sharded, tmp_path)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest[name] = {"bytes": 1, "blake2b": "0" * 40}
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(DamagedCheckpointError, match="not a path inside the checkpoint"):
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json': a file = .* is not a file name"):
         ckpt.open_checkpoint(path)
 
 

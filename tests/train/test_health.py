@@ -1,5 +1,6 @@
 """Training trouble: detection, keeping healthy checkpoints, and rollback."""
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from boost.config import Config
 from boost.errors import TrainingError
@@ -14,8 +16,9 @@ from boost.train import checkpoint as ckpt
 from boost.train import loop
 from boost.train.builtin_hooks import PeriodicCheckpoint
 from boost.train.checkpoint.folders import rotated
+from boost.train.checkpoint.inspect import inspect
 from boost.train.health import MIN_HEALTHY, RECOVERED, SpikeDetector
-from boost.train.hooks import Hook, Rollback, StepStart
+from boost.train.hooks import Hook, Rollback, SaveEnd, StepEnd, StepStart
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, StepMetrics, read_metrics
 from boost.train.resume import resume_candidates
@@ -39,9 +42,17 @@ def detector(steps: int = MIN_HEALTHY, sigma: float = 6.0) -> SpikeDetector:
 
 @pytest.mark.parametrize(
     ("loss", "norm", "kind"),
-    [(2.59, 1.0, None), (2.61, 1.0, "spike"), (2.0, 1.59, None), (2.0, 1.61, "spike"), (9.0, 1.0, "diverged")],
+    [
+        (2.59, 1.0, None),
+        (2.61, 1.0, "spike"),
+        (2.31, 1.59, None),
+        (2.31, 1.61, "spike"),
+        (2.29, 50.0, None),
+        (9.0, 1.0, "diverged"),
+    ],
 )
 def test_what_is_far_above_the_recent_steps_is_a_spike(loss: float, norm: float, kind: str | None) -> None:
+    """A loss 6 deviations above; 3 if the gradient norm is 6 above; a gradient norm alone, as in young runs, is not."""
     found = detector().judge(metrics(loss, norm), skipped=False)
     assert (found[0] if found else None) == kind
 
@@ -51,6 +62,13 @@ def test_a_spike_is_not_remembered_as_usual() -> None:
     for _ in range(2 * MIN_HEALTHY):
         spike = found.judge(metrics(5.0), skipped=False)
         assert spike and spike[0] == "spike"
+
+
+def test_a_huge_gradient_norm_does_not_hide_the_next_one() -> None:
+    found = detector()
+    assert found.judge(metrics(2.0, 1e6), skipped=False) is None
+    spike = found.judge(metrics(2.4, 1e6), skipped=False)
+    assert spike and "3 standard deviations" in spike[1] and "at a gradient norm of 1e+06" in spike[1]
 
 
 def test_few_steps_and_sigma_zero_know_no_spike_but_every_divergence() -> None:
@@ -111,7 +129,7 @@ def test_ruined_weights_never_push_out_the_last_good_checkpoint(
         trainer.fit()
     assert 6 in saved(trainer) and max(saved(trainer)) == 7
     assert any(
-        "no periodic checkpoints until training has recovered" in text and "step-00000006" in text
+        "checkpoints are marked until training has recovered" in text and "step-00000006' is kept" in text
         for text in hook.warnings
     )
     for _ in range(2):
@@ -161,14 +179,109 @@ class Spike(Hook):
         loop.step_metrics = self.usual
 
 
-def test_a_periodic_checkpoint_waits_for_the_end_of_the_trouble(store: Path, tmp_path: Path) -> None:
+class Saves(Hook):
+    """Marks of every checkpoint when it was saved, and what was then left."""
+
+    def __init__(self) -> None:
+        self.marks: dict[int, tuple[str, str]] = {}
+        self.warnings: list[str] = []
+
+    def after_save(self, trainer: Trainer, event: SaveEnd) -> None:
+        self.marks[event.step] = ckpt.marks_of(event.path)
+
+    def on_warning(self, trainer: Trainer, text: str) -> None:
+        self.warnings.append(text)
+
+
+DIVERGED_4 = "diverged at step 4: loss 100 is above 8.556, 1.5 x ln(vocabulary)"
+
+
+def test_a_checkpoint_in_trouble_is_marked_and_repeated_at_its_end(store: Path, tmp_path: Path) -> None:
     config = every_step(store, tmp_path, steps=4 + RECOVERED + 3, save_every=5, keep=9)
-    trainer = make_trainer(config, Spike(4, 100.0))
+    saves = Saves()
+    trainer = make_trainer(config, Spike(4, 100.0), saves)
     trainer.start([])
     trainer.fit()
-    # 5 and 10 wait; asked for after step 12, the step after it saves; the last step saves.
+    # 5 and 10 are marked; asked for after step 12, the step after it saves; the last step saves.
+    assert saves.marks == {5: ("", DIVERGED_4), 10: ("", DIVERGED_4), 4 + RECOVERED + 1: ("", ""), 15: ("", "")}
     assert saved(trainer) == [4 + RECOVERED + 1, 15]
-    assert not any(ckpt.trouble_of(path) for path in ckpt.complete_checkpoints(trainer.run.checkpoints))
+
+
+class Scale(Hook):
+    """Multiplies the weights of the head before a step: the loss grows, but stays below 1.5 ln(vocabulary)."""
+
+    def __init__(self, step: int, factor: float, kill_after: int = 0) -> None:
+        self.step, self.factor, self.kill_after = step, factor, kill_after
+        self.losses: list[float] = []
+
+    def before_step(self, trainer: Trainer, event: StepStart) -> None:
+        if event.step == self.step:
+            with torch.no_grad():
+                trainer.model.head.mul_(self.factor)
+
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+        self.losses.append(event.metrics.loss)
+        if event.metrics.step == self.kill_after:
+            raise KeyboardInterrupt
+
+
+def run_until(config: Config, *hooks: Hook, resume: str | None = None) -> tuple[Trainer, Saves]:
+    """A run that may be killed, without a last save."""
+    saves = Saves()
+    trainer = make_trainer(config, *hooks, saves)
+    trainer.start(resume_candidates(resume, trainer.run))
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer.fit()
+    return trainer, saves
+
+
+def test_a_young_run_in_doubt_is_saved_and_can_be_killed(store: Path, tmp_path: Path) -> None:
+    """A spike right before the first checkpoint is due: it is saved and marked, a run that resumes from it is still in doubt and
+    recovers, and then saves an unmarked one."""
+    config = every_step(store, tmp_path, steps=60, save_every=40, keep=1)
+    _, saves = run_until(config, Scale(0, 1.0, kill_after=44), Spike(39, 8.0))
+    assert [text.partition(":")[0] for text in saves.warnings] == ["spike at step 39"]
+    assert "there is no proven one yet" in saves.warnings[0]
+    ((step, (trouble, doubt)),) = saves.marks.items()
+    assert (step, trouble) == (40, "") and doubt.startswith("spike at step 39")
+    listed = inspect(ckpt.checkpoint_path(tmp_path / "checkpoints", 40))
+    assert (listed.status, listed.problem) == ("complete", f"unproven: {doubt}")
+    again, saves = run_until(config, resume="auto")
+    assert any("step-00000040' is not proven: spike at step" in text for text in again.warnings)
+    recovered = next(text for text in saves.warnings if "training has recovered" in text)
+    assert saves.marks[60] == ("", "") and again.trouble is None and recovered
+    assert saved(again) == [60]
+
+
+@pytest.mark.parametrize("save_every", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_weights_that_are_finite_and_worse_never_push_out_the_last_good_checkpoint(
+    store: Path, tmp_path: Path, save_every: int
+) -> None:
+    """The weights become worse in step 42, below the limit of a divergence. The checkpoint before it outlives any number of saves,
+    kills and resumes: those after a resume compare with the healthy steps before it."""
+    config = every_step(store, tmp_path, steps=100, save_every=save_every, keep=1)
+    config = config.model_copy(update={"optim": config.optim.model_copy(update={"lr": 1e-9})})  # does not recover
+    hook = Scale(42, 16.0, kill_after=47)
+    trainer, _ = run_until(config, hook)
+    assert 1.2 * hook.losses[40] < hook.losses[41] < 1.5 * math.log(VOCABULARY)
+    good = 41 if save_every == 1 else 40
+    assert good in saved(trainer)
+    for kill_after in (52, 70, 90):
+        again, _ = run_until(config, Scale(0, 1.0, kill_after), resume="auto")
+        assert again.position.step == kill_after
+        assert good in saved(again) and len(saved(again)) <= 3
+        marks = {step: ckpt.marks_of(ckpt.checkpoint_path(again.run.checkpoints, step)) for step in saved(again)}
+        assert marks.pop(good) == ("", "") and any(doubt.startswith("spike") for _, doubt in marks.values())
+
+
+def test_ruined_weights_are_saved_and_marked_only_while_there_is_nothing_better(store: Path, tmp_path: Path) -> None:
+    """The first update ruins the weights, before any checkpoint."""
+    saves = Saves()
+    trainer = make_trainer(every_step(store, tmp_path, steps=8, save_every=3, keep=3), Rates({1: 50.0}), saves)
+    trainer.start([])
+    trainer.fit()
+    assert [step for step, (trouble, _) in saves.marks.items() if trouble.startswith("diverged")] == [3, 6, 8]
+    assert saved(trainer) == [8]
 
 
 def fit_with_rollback(config: Config) -> tuple[Any, list[Rollback], list[int], list[float]]:
@@ -232,7 +345,8 @@ def folders(path: Path, steps: list[int], ruined: set[int]) -> list[Path]:
     for step in steps:
         made.append(ckpt.checkpoint_path(path, step))
         made[-1].mkdir()
-        (made[-1] / "state.json").write_text(json.dumps({"trouble": "diverged" if step in ruined else ""}))
+        marks = {"trouble": "diverged"} if step in ruined else {"doubt": "spike"} if -step in ruined else {}
+        (made[-1] / "state.json").write_text(json.dumps(marks))
     return made
 
 
@@ -242,15 +356,20 @@ def folders(path: Path, steps: list[int], ruined: set[int]) -> list[Path]:
         (set(), 2, 0, set(), [10, 20, 30, 40]),
         (set(), 2, 20, set(), [10, 30]),
         (set(), 1, 0, {30}, [10, 20, 40, 50]),
-        ({60}, 2, 0, set(), [10, 20, 30]),
-        ({50, 60}, 1, 0, set(), [10, 20, 30]),
         ({40}, 2, 0, set(), [10, 20, 30, 40]),
-        ({10, 20, 30, 40, 50, 60}, 1, 0, set(), []),
+        ({-40}, 2, 0, set(), [10, 20, 30, 40]),
+        # In trouble: no unmarked one goes, and of the marked ones the newest of either kind stays.
+        ({60}, 2, 0, set(), []),
+        ({50, 60}, 1, 0, set(), [50]),
+        ({30, 50, -60}, 1, 0, set(), [30]),
+        ({-40, -50, 60}, 1, 0, set(), [40]),
+        ({10, 20, 30, 40, 50, 60}, 1, 0, {20}, [10, 30, 40, 50]),
     ],
 )
 def test_what_is_rotated_away(
     tmp_path: Path, ruined: set[int], keep: int, keep_every: int, protected: set[int], gone: list[int]
 ) -> None:
+    """`ruined`: negative numbers are in doubt."""
     made = folders(tmp_path, [10, 20, 30, 40, 50, 60], ruined)
     assert [ckpt.step_of(path) for path in rotated(made, keep, keep_every, protected)] == gone
 

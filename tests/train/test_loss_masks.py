@@ -10,6 +10,7 @@ import torch
 
 from boost.config import Config
 from boost.config.architecture import IGNORED
+from boost.config.optimizers import OptimConfig
 from boost.data.mixture import Corpus
 from boost.data.prepare import PrepareOptions, prepare
 from boost.train.begin import inherited_data
@@ -19,7 +20,7 @@ from tests import toy
 from tests.data.chats import CHATML, chat_tokenizer, write_conversations
 from tests.distributed import run_distributed
 from tests.matrices import LAYOUTS, family_of, ids
-from tests.train.runs import RATE, make_config, make_trainer
+from tests.train.runs import RATE, make_config, make_trainer, mask_step
 
 STEPS = 3
 
@@ -111,6 +112,74 @@ def test_every_layout_and_mesh_is_one_process(
     expected = numbers(alone)
     for found in run_distributed(2, numbers, config):
         assert_same(found, expected)
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"decay_on": "all"},
+    "frobenius": {"frobenius_decay": 0.1},
+    "loro": {"name": "loro", "exact_every": 2},
+    "muon": {"name": "muon"},
+    "spectron": {"name": "spectron"},
+}
+MASKED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    *((name, {}, {"tp": 1}) for name in OPTIMIZERS),
+    ("adamw", {}, {"layout": "btp", "tp": 2}),
+    ("muon", {}, {"layout": "btp-sp", "tp": 2}),
+    ("loro", {"family": "svd"}, {"layout": "vanilla", "tp": 2}),
+    ("adamw", {"family": "dense", "kv_heads": 4}, {"layout": "megatron", "tp": 2}),
+    ("adamw", {"layers": 2}, {"tp": 1, "pp": 2}),
+    ("adamw", {}, {"tp": 1, "dp": 2, "shard": "full"}),
+    ("spectron", {}, {"tp": 1, "dp": 2, "shard": "optimizer"}),
+    ("adamw", {}, {"tp": 1, "cp": 2}),
+]
+
+
+def a_masked_step(config: Config, ahead: bool) -> None:
+    trainer = make_trainer(config, ahead=ahead)
+    trainer.start([])
+    warnings: list[str] = []
+    trainer.warn = warnings.append  # type: ignore[method-assign]
+    mask_step(trainer, 3)
+    mask_step(trainer, 4)
+
+    def state() -> list[torch.Tensor]:
+        weights = [fused.tensor.detach() for fused in trainer.fused_params]
+        return [x.clone() for x in (*weights, *trainer.optimizer.state_tensors())]
+
+    states = []
+    for number in range(1, 6):
+        found = trainer.step(RATE)
+        assert (found.targets, found.loss, found.gradient_norm) == (0, 0, 0) if number in (3, 4) else found.loss > 0
+        states.append(state())
+    for before, after in zip(states[1], states[3], strict=True):
+        assert torch.equal(before, after), "neither weights nor moments change"
+    assert not all(map(torch.equal, states[3], states[4])) and trainer.optimizer.updates in (3, 1)
+    assert trainer.bad_steps == 0 and trainer.position.step == 5
+    assert warnings == ["step 3 changed nothing: no token of its batch counts in the loss (loss masks)"]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "model", "parallel"),
+    [
+        case
+        if max(case[2].values(), key=lambda n: n if isinstance(n, int) else 0) == 1
+        else pytest.param(*case, marks=pytest.mark.slow)
+        for case in MASKED
+    ],
+    ids=str,
+)
+def test_a_step_without_targets_changes_nothing(
+    store: Path, tmp_path: Path, optimizer: str, model: dict[str, Any], parallel: dict[str, Any]
+) -> None:
+    """Decoupled weight decay, momentum, and LORO's exact steps would move the weights although all gradients are 0."""
+    model = {"family": "cola" if optimizer != "loro" else "svd", **model}
+    rest = {key: value for key, value in parallel.items() if key != "tp"}
+    config = make_config(store, tmp_path, parallel["tp"], model=model, parallel=rest)
+    optim = OptimConfig.model_validate({"lr": RATE, "weight_decay": 0.1, **OPTIMIZERS[optimizer]})
+    config = config.model_copy(update={"optim": optim})
+    toy.skip_what_torch_cannot(config)
+    for ahead in (False, True) if config.parallel.world_size == 1 and optimizer == "adamw" else (False,):
+        run_distributed(config.parallel.world_size, a_masked_step, config, ahead)
 
 
 def evaluation(store: Path, config: Config, batch: int) -> Evaluation:

@@ -21,7 +21,7 @@ from boost.train.resume import resume_candidates
 from boost.train.step import StepClock, Update
 from tests import toy
 from tests.distributed import run_distributed
-from tests.train.runs import RATE, make_config, make_trainer
+from tests.train.runs import RATE, make_config, make_trainer, mask_step
 
 MODES = ("usual", "tensors", "ahead")
 """As on CPUs; updates launched from tensors; and the passes of the next step ahead of the numbers, as on GPUs."""
@@ -76,6 +76,10 @@ class Act(Hook):
 
     def __init__(self, what: str, step: int) -> None:
         self.what, self.step = what, step
+
+    def setup(self, trainer: Trainer) -> None:
+        if self.what == "mask":
+            mask_step(trainer, self.step)
 
     def before_step(self, trainer: Trainer, event: StepStart) -> None:
         if event.step == self.step and self.what in ("stop", "save"):
@@ -152,6 +156,8 @@ ACTIONS = [
     ("nan3", 4),
     ("nan", 8),
     ("ruin", 6),
+    ("mask", 1),
+    ("mask", 4),
 ]
 
 
@@ -192,7 +198,7 @@ def modes_agree(config: Config, what: str, step: int) -> bool:
     return found["ahead"][0] == found["tensors"][0] == found["usual"][0]
 
 
-@pytest.mark.parametrize(("what", "step"), [("", 0), ("nan2", 4), ("late stop", 4), ("ruin", 6)])
+@pytest.mark.parametrize(("what", "step"), [("", 0), ("nan2", 4), ("late stop", 4), ("ruin", 6), ("mask", 4)])
 @pytest.mark.slow
 def test_processes_see_the_same_run(store: Path, tmp_path: Path, what: str, step: int) -> None:
     train = {"on_spike": "rollback", "save_every": 1} if what == "ruin" else {}

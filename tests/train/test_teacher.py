@@ -1,21 +1,27 @@
 """Which layout a teacher gets, what is refused before a process starts, and a run that distills and is resumed."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from boost.config import Config
 from boost.data.store import TokenStore
 from boost.errors import BoostError, ConfigError
-from boost.train.checkpoint import open_checkpoint
+from boost.train.checkpoint import complete_checkpoints, open_checkpoint, step_of
+from boost.train.hooks import Hook, StepEnd, StepStart
+from boost.train.loop import Trainer
 from boost.train.metrics import read_metrics
 from boost.train.teacher import check_teacher, teacher_config
 from boost.train.weights import WeightReader
 from tests import toy
 from tests.cli.commands import say
 from tests.convert.toys import save
+from tests.distributed import run_distributed
+from tests.train.runs import make_config, make_trainer
 
 
 def student(**sections: Any) -> Config:
@@ -95,6 +101,48 @@ def test_a_teacher_needs_the_same_tokenizer(tmp_path: Path, dense: Path, store: 
     config = student(model={"vocab_size": 300}, distill={"teacher": str(tmp_path / "hub")})
     with pytest.raises(ConfigError, match=r"is a Hugging Face folder; convert it first: boost import"):
         check_teacher(config, TokenStore.open(store))
+
+
+class Ruin(Hook):
+    """Multiplies the weights of the model before a step; its loss stays finite."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.warnings, self.losses = step, list[str](), list[float]()
+
+    def before_step(self, trainer: Trainer, event: StepStart) -> None:
+        if event.step == self.step:
+            with torch.no_grad():
+                trainer.model.head.mul_(300)
+
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+        self.losses.append(event.metrics.loss)
+
+    def on_warning(self, trainer: Trainer, text: str) -> None:
+        self.warnings.append(text)
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_other_terms_of_a_distillation_are_no_divergence(tmp_path: Path, dense: Path, store: Path, tp: int) -> None:
+    """With a weight of 100 for hidden states the loss is far above 1.5 ln(vocabulary) from the first step on. Ruined weights are
+    still found, by the cross-entropy."""
+    run_distributed(tp, distill_and_ruin, tmp_path, dense, store, tp)
+
+
+def distill_and_ruin(tmp_path: Path, dense: Path, store: Path, tp: int) -> None:
+    distill = {"teacher": str(dense), "hidden": 100.0, "weight": 1.0}
+    train = {"steps": 4, "save_every": 1, "keep": 9, "async_save": False}
+    for step in (9, 3):
+        hook = Ruin(step)
+        model = {"family": "svd", "heads": 4, "kv_heads": 4}
+        config = make_config(store, tmp_path / f"run{step}", tp, "float32", model=model, train=train, distill=distill)
+        trainer = make_trainer(config, hook)
+        trainer.start([])
+        trainer.fit()
+        assert min(hook.losses) > 1.5 * math.log(300), hook.losses
+        steps = [step_of(path) for path in complete_checkpoints(trainer.run.checkpoints)]
+        assert steps == ([1, 2, 3, 4] if step == 9 else [1, 2, 4])
+        found = [text for text in hook.warnings if text.startswith("diverged at step 3: cross-entropy ")]
+        assert len(found) == (step == 3), hook.warnings
 
 
 @pytest.mark.slow

@@ -27,7 +27,6 @@ from boost.config.layouts.spec import (
 )
 from boost.config.numbers import nearest
 from boost.config.schema import Config, ModelConfig, ParallelConfig
-from boost.config.traffic import statistic_dtype
 
 
 class VanillaConfig(ParallelConfig):
@@ -104,7 +103,7 @@ class VanillaSpec(LayoutSpec):
             return
         if context.model.mixes:
             yield from context.merged(GATHER, list(context.group.ranks))
-        yield from context.merged(SUM_BOTH, [2] * len(context.group.slots), dtype=statistic_dtype(context.dtype))
+        yield from context.merged(SUM_BOTH, [2] * len(context.group.slots), dtype="float64")
 
     def variant(self, parallel: ParallelConfig) -> list[str]:
         return [parallel.vanilla]

@@ -33,11 +33,11 @@ from boost.train.checkpoint.folders import (
     find_checkpoint,
     incomplete_checkpoints,
     incomplete_warnings,
+    marks_of,
     read_best,
     rotate,
     step_of,
     supersede,
-    trouble_of,
     write_best,
 )
 from boost.train.checkpoint.last_save import save_with_retries
@@ -50,7 +50,7 @@ from boost.train.checkpoint.write import SavedCheckpoint, finalize
 __all__ = [
     "BestCheckpoint", "Checkpoint", "CheckpointSaver", "FORMAT", "HUB", "Position", "SavedCheckpoint", "Snapshot",
     "checkpoint_path", "complete_checkpoints", "fallback_folder", "finalize", "find_checkpoint", "incomplete_checkpoints",
-    "incomplete_warnings", "load_training_state", "load_weights", "open_checkpoint", "read_best", "require_fits",
-    "rotate", "run_on_all", "save_with_retries", "step_of", "supersede", "take_snapshot", "trouble_of",
+    "incomplete_warnings", "load_training_state", "load_weights", "marks_of", "open_checkpoint", "read_best",
+    "require_fits", "rotate", "run_on_all", "save_with_retries", "step_of", "supersede", "take_snapshot",
     "verify", "write_best",
 ]  # fmt: skip

@@ -150,11 +150,7 @@ def remove(path: Path) -> str | None:
 
 
 def rotate(folder: Path, keep: int, keep_every: int, protected: Collection[int], mesh: Mesh) -> None:
-    """Removes complete checkpoints except the newest `keep` healthy ones, those of every `keep_every` steps (0: none), and those of
-    the `protected` steps. A checkpoint with unusable weights is not counted, and is only removed once a healthy one is newer.
-
-    Raises StorageError on every process.
-    """
+    """Removes the complete checkpoints that `rotated` returns. Raises StorageError on every process."""
 
     def remove_oldest() -> None:
         for path in rotated(complete_checkpoints(folder), keep, keep_every, protected):
@@ -167,10 +163,18 @@ def rotate(folder: Path, keep: int, keep_every: int, protected: Collection[int],
 
 
 def rotated(complete: Sequence[Path], keep: int, keep_every: int, protected: Collection[int]) -> list[Path]:
-    """The checkpoints that `rotate` removes. `complete`: oldest first."""
-    healthy = [path for path in complete if not trouble_of(path)]
-    newest = set(healthy[-keep:])
-    newest |= set(complete[complete.index(healthy[-1]) :]) if healthy else set(complete)
+    """All checkpoints except the newest `keep` unmarked ones, those of every `keep_every` steps (0: none), and those of the
+    `protected` steps. `complete`: oldest first.
+
+    If the newest one is marked (`marks_of`), training is in trouble, and any unmarked one may be the last good one. Then only
+    marked ones are removed, except the newest of either kind.
+    """
+    marks = {path: marks_of(path) for path in complete}
+    unmarked = [path for path in complete if not any(marks[path])]
+    newest = set(unmarked[-keep:])
+    if complete and complete[-1] not in newest:
+        ruined, doubtful = ([path for path in complete if marks[path][kind]] for kind in range(2))
+        newest = {*unmarked, *ruined[-1:], *doubtful[-1:]}
     return [
         path
         for path in complete
@@ -180,12 +184,13 @@ def rotated(complete: Sequence[Path], keep: int, keep_every: int, protected: Col
     ]
 
 
-def trouble_of(path: Path) -> str:
-    """Why the weights of a checkpoint are unusable, as recorded in it; '' if they are usable, or if it cannot be read."""
+def marks_of(path: Path) -> tuple[str, str]:
+    """(trouble, doubt) of a checkpoint, see `Position`, as recorded in it; empty if there is none, or if it cannot be read."""
     try:
-        return str(json.loads((path / STATE_FILE).read_text(encoding="utf-8")).get("trouble", ""))
+        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        return str(state.get("trouble", "")), str(state.get("doubt", ""))
     except (OSError, ValueError, AttributeError, RecursionError):
-        return ""
+        return "", ""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class CheckpointInfo:
     bytes: int
     saved: datetime.datetime
     problem: str | None = None
-    """What is damaged or, for a rebuilt manifest, that its digests are not those of the save."""
+    """What is damaged; that it was saved in trouble; for a rebuilt manifest, that its digests are not those of the save."""
 
 
 def checkpoint_folders(path: Path) -> list[Path]:
@@ -60,11 +60,14 @@ def _status(path: Path) -> tuple[Status, str | None]:
     if not (path / MANIFEST_FILE).is_file():
         return "incomplete", f"no {MANIFEST_FILE}"
     try:
-        manifest = _open(path)[1]
+        checkpoint, manifest = _open(path)
     except BoostError as error:
         return "damaged", str(error)
-    note = f"digests are from the repair at {manifest.repaired}" if manifest.repaired else None
-    return ("superseded" if path.name.startswith("superseded-") else "complete"), note
+    position = checkpoint.position
+    notes = [f"unusable: {position.trouble}"] if position.trouble else []
+    notes += [f"unproven: {position.doubt}"] if position.doubt else []
+    notes += [f"digests are from the repair at {manifest.repaired}"] if manifest.repaired else []
+    return ("superseded" if path.name.startswith("superseded-") else "complete"), "; ".join(notes) or None
 
 
 def _open(path: Path) -> tuple[Checkpoint, Manifest]:

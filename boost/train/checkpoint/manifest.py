@@ -4,12 +4,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError, field_validator
 
 from boost.errors import DamagedCheckpointError
+from boost.paths import file_name
 from boost.train.checkpoint.folders import MANIFEST_FILE, STATE_FILE, TENSORS
 
 
@@ -34,11 +35,7 @@ class Manifest(RootModel[dict[str, FileEntry]]):
 
     @field_validator("root")
     @classmethod
-    def _inside(cls, root: dict[str, FileEntry]) -> dict[str, FileEntry]:
-        for name in root:
-            path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or path.as_posix() != name or "\0" in name:
-                raise ValueError(f"{name!r} is not a path inside the checkpoint")
+    def _lists_state(cls, root: dict[str, FileEntry]) -> dict[str, FileEntry]:
         if STATE_FILE not in root:
             raise ValueError(f"{STATE_FILE} is not in its manifest")
         return root
@@ -67,9 +64,12 @@ class Manifest(RootModel[dict[str, FileEntry]]):
 def read_manifest(path: Path) -> Manifest:
     """Reads the manifest of a checkpoint. Raises DamagedCheckpointError."""
     try:
-        return Manifest.model_validate(read_json(path / MANIFEST_FILE))
+        manifest = Manifest.model_validate(read_json(path / MANIFEST_FILE))
     except ValidationError as error:
         raise DamagedCheckpointError(f"'{path}' is damaged: {MANIFEST_FILE}: {first_problem(error)}") from None
+    for name in manifest.root:
+        file_name(name, path / MANIFEST_FILE, "a file", DamagedCheckpointError, nested=True)
+    return manifest
 
 
 def verify_file(path: Path, name: str, manifest: Manifest) -> None:

@@ -129,6 +129,8 @@ def take_snapshot(
         next_sample=(position.step + position.skipped) * config.train.global_batch,
         skipped_steps=position.skipped,
         trouble=position.trouble,
+        doubt=position.doubt,
+        recent=position.recent,
         best_heldout_loss=position.best_heldout_loss,
         stale_evaluations=position.stale_evaluations,
         processes=mesh.size,

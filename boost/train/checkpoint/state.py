@@ -32,7 +32,11 @@ class Position:
     skipped: int = 0
     """Steps of data that rollbacks have skipped: step n trains on the data of step n + skipped."""
     trouble: str = ""
-    """Why the weights are unusable; '' if they are usable. Such a checkpoint is only resumed if its path is given."""
+    """Why the weights are unusable; '' if they are usable. Such a checkpoint is resumed by its path, or if there is no other."""
+    doubt: str = ""
+    """Why it is unknown whether the weights are usable: training was in trouble. A run that resumes from them still is."""
+    recent: dict[str, list[float]] = field(default_factory=dict, compare=False, repr=False)
+    """Loss and gradient norm of recent healthy steps, with which the steps after a resume are compared (`boost.train.health`)."""
     # State of early stopping. Excluded from comparison, because it does not affect the weights.
     best_heldout_loss: float | None = field(default=None, compare=False)
     """Lowest held-out loss of periodic evaluations so far, nats per token; None before the first, and without early stopping."""
@@ -57,6 +61,8 @@ class CheckpointState(BaseModel):
     processes: Annotated[int, Field(ge=1, le=2**31)]
     skipped_steps: Counted = 0
     trouble: str = ""
+    doubt: str = ""
+    recent: dict[str, list[float]] = {}
     best_heldout_loss: float | None = None
     stale_evaluations: Counted = 0
     data: dict[str, Any]
@@ -98,8 +104,10 @@ class Checkpoint:
 
 
 def _position(state: CheckpointState) -> Position:
-    evaluations = state.best_heldout_loss, state.stale_evaluations
-    return Position(state.step, state.tokens, state.skipped_steps, state.trouble, *evaluations)
+    health = state.trouble, state.doubt, state.recent
+    return Position(
+        state.step, state.tokens, state.skipped_steps, *health, state.best_heldout_loss, state.stale_evaluations
+    )
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -1,0 +1,127 @@
+"""Weights of modules over several TP ranks: DTensors to whoever reads parameters, local shards to the mathematics.
+
+`clip_grad_norm_`, optimizers, FSDP2 and DCP have to know which shard of a weight a TP rank holds. With plain tensors they would be
+wrong without an error: each rank would clip by the norm of its own shards, and save only these.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from boost.errors import ConfigError
+from boost.models.fused import FusedModule
+from boost.nn.spec import Spec
+from boost.parallel import collectives
+from boost.parallel.mesh import Axis
+
+
+class _OwnGradient(torch.autograd.Function):
+    """forward: w -> w; wgrad: dw, in memory of its own. A gradient that is a part of a larger tensor's (of a concatenated weight's)
+    would be a DTensor with an offset, which `copy.deepcopy` refuses."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone() if torch.compiler.is_compiling() or gradient.storage_offset() else gradient
+
+
+class GradientSums:
+    """Sums over TP ranks the gradients of replicated weights of which each rank computes a part: norms and outer factors under
+    btp-sp, the final norm under btp, and others."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis, self.is_deferred = axis, False
+
+    def local_weight(self, weight: DTensor) -> Tensor:
+        """The weight on this rank. Its gradient is summed over TP ranks in the backward pass, by an all-reduce at each use.
+
+        The sum belongs to the use, not to the parameter: FSDP2, `load_state_dict(assign=True)` and `functional_call` replace
+        parameters, and hooks of the old ones would not run.
+        """
+        if self.is_deferred:
+            return weight.to_local(grad_placements=[Partial()])
+        return collectives.sum_backward(weight.to_local(grad_placements=[Replicate()]), self._axis)
+
+
+@contextlib.contextmanager
+def no_sync(module: nn.Module, sums: GradientSums | None) -> Iterator[None]:
+    """Backward passes in this block do not sum partial gradients; its end does, once for all of them. If the block raises, the
+    gradients of the module are discarded: other ranks may not get as far as a collective."""
+    before = sums is None or sums.is_deferred
+    if sums:
+        sums.is_deferred = True
+    try:
+        yield
+    except BaseException:
+        module.zero_grad()
+        raise
+    finally:
+        if sums:
+            sums.is_deferred = before
+    if not before:
+        for parameter in module.parameters():
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+                parameter.grad = gradient.redistribute(placements=parameter.placements)  # a no-op if nothing is partial
+
+
+def shard_weights(module: nn.Module, spec: Spec) -> GradientSums | None:
+    """Turns the weights of a module, each a shard, into DTensors over TP. Returns the sums of its gradients; None with one rank."""
+    if spec.tp_mesh is None:
+        return None
+    sums = GradientSums(spec.tp)
+    for fused in [child for child in module.modules() if isinstance(child, FusedModule)]:
+        for attribute, placement in fused.placements.items():
+            path, _, name = attribute.rpartition(".")
+            owner = fused.get_submodule(path)
+            on_mesh = Replicate() if placement.dim is None else Shard(placement.dim)
+            local = owner.get_parameter(name).detach()
+            weight = nn.Parameter(DTensor.from_local(local, spec.tp_mesh, [on_mesh], run_check=False))
+            setattr(owner, name, weight)
+            owner.__dict__.setdefault("gradient_sums", {})[name] = sums if placement.partial else None
+    return sums
+
+
+def local_weight(module: nn.Module, name: str = "weight") -> Tensor:
+    """A weight as the mathematics uses it: this TP rank's shard, differentiable with respect to the parameter.
+
+    Raises ConfigError if the parameter is no longer the DTensor that `shard_weights` made of it.
+    """
+    weight: Tensor = getattr(module, name)
+    if "gradient_sums" not in module.__dict__:
+        return weight
+    if not isinstance(weight, DTensor) or name not in module._parameters:
+        raise ConfigError(
+            f"{name} of a {type(module).__name__} is not a DTensor parameter; over TP ranks, use fully_shard(model, "
+            "mesh=mesh['dp']) for data parallelism (DistributedDataParallel takes no DTensors), and pass DTensors to "
+            "functional_call"
+        )
+    sums: GradientSums | None = module.__dict__["gradient_sums"][name]
+    return sums.local_weight(weight) if sums else own_shard(weight)
+
+
+def own_shard(weight: Tensor) -> Tensor:
+    """This rank's shard of a weight whose gradient is complete on each rank, differentiable; a plain tensor as it is."""
+    if not isinstance(weight, DTensor):
+        return weight
+    on_mesh: Any = weight
+    shard: Tensor = _OwnGradient.apply(on_mesh.to_local(grad_placements=on_mesh.placements))
+    return shard
+
+
+def whole_weight(weight: Tensor) -> Tensor:
+    """A parameter, or its gradient, unsharded. Collective for DTensors: all ranks of their mesh call it."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def storage(weight: Tensor) -> Tensor:
+    """This rank's shard of a parameter, without a graph, to be written to."""
+    weight = weight.detach()
+    return weight.to_local() if isinstance(weight, DTensor) else weight
