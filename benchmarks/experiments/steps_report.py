@@ -244,11 +244,11 @@ def _bars(facts: Facts, pyplot: Any) -> None:
             [1e3 * (s.median - s.low) for s in spreads],
             [1e3 * (s.high - s.median) for s in spreads],
         ]
-        colors = [colors.PEER if name in peers else colors.color_of(name, number) for number, name in enumerate(found)]
+        hues = [colors.PEER if name in peers else colors.color_of(name, number) for number, name in enumerate(found)]
         measured = [whole - wait for whole, wait in zip(middle, waits, strict=True)]
-        axis.barh(found, measured, 0.7, color=colors)
+        axis.barh(found, measured, 0.7, color=hues)
         if any(waits):
-            axis.barh(found, waits, 0.7, left=measured, color="white", edgecolor=colors, hatch="////", linewidth=0.8)
+            axis.barh(found, waits, 0.7, left=measured, color="white", edgecolor=hues, hatch="////", linewidth=0.8)
         axis.errorbar(middle, found, xerr=error, fmt="none", ecolor=drawing.INK, elinewidth=1)
         for place, value in enumerate(middle):
             axis.annotate(f"{value:,.0f}", (high[place], place), (5, 0), textcoords="offset points", va="center")

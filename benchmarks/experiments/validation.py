@@ -6,7 +6,7 @@
     python -m benchmarks validation --measure --hardware local.toml
 
 Measurements are stored with their profile, by device type. Predictions are recomputed every time, so that changes to the model
-show. A share is single-rank emulation of TP (`boost.measure.shares`). Exits with code 1 if an error exceeds its limit.
+show. A share is single-rank emulation of TP (`benchmarks.experiments.shares`). Exits with code 1 if an error exceeds its limit.
 """
 
 import argparse
@@ -21,8 +21,10 @@ from typing import Any
 import torch
 
 from benchmarks.commands import add_out
+from benchmarks.experiments.contest import largest
 from benchmarks.experiments.results import Facts, read
 from benchmarks.experiments.sections import save
+from benchmarks.experiments.shares import share_prediction, without_the_others
 from benchmarks.experiments.steps import SIZE_3B, SIZE_7B
 from boost.config import Config, load
 from boost.config.layouts import layout_spec
@@ -30,13 +32,12 @@ from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
 from boost.format import format_bytes
-from boost.measure.shares import without_the_others
 from boost.measure.speed import Probe
-from boost.measure.steps import SIZE_1B, SMALL, Stepper, flags, largest, look_at, shape
+from boost.measure.steps import SIZE_1B, SMALL, Stepper, flags, look_at, shape
 from boost.parallel.mesh import choose_device, close_mesh, mesh_of, open_mesh
 from boost.plan.categories import GRADIENTS, OPTIMIZER, WEIGHTS
 from boost.plan.hardware import Hardware, load_hardware
-from boost.plan.prediction import prediction
+from boost.plan.prediction import Prediction, prediction
 from boost.plan.search import max_peak
 from boost.train.console import progress
 from boost.train.launch import launch
@@ -88,8 +89,12 @@ def run(args: argparse.Namespace) -> int:
 def repredicted(section: Facts) -> Facts:
     """Recomputes the predictions of a section of measured steps."""
     hardware = Hardware.model_validate(section["hardware"])
-    rows = [row | asdict(prediction(from_tree(row["config"]), hardware, row["share"])) for row in section["rows"]]
+    rows = [row | asdict(_predict(from_tree(row["config"]), hardware, row["share"])) for row in section["rows"]]
     return section | {"rows": rows}
+
+
+def _predict(config: Config, hardware: Hardware, share: bool) -> Prediction:
+    return share_prediction(config, hardware) if share else prediction(config, hardware)
 
 
 @dataclass(frozen=True)
@@ -281,7 +286,7 @@ def _row(
         raw_s=statistics.median(seconds for seconds, _ in timed),
         measured_peak=measured_peak,
         counted_sent=counted,
-        **asdict(prediction(stepper.config, hardware, share)),
+        **asdict(_predict(stepper.config, hardware, share)),
     )
 
 

@@ -1,60 +1,68 @@
 """Runs optimizer steps as in training, on random tokens, and measures their time, memory and collectives."""
 
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from boost.config import Config
 from boost.config.traffic import Collective
-from boost.data.batches import Batch
+from boost.data.batches import Batch, Batches
 from boost.measure.memory import MemoryTracker
 from boost.measure.speed import synchronize
 from boost.models.fused import fused_params
 from boost.optim.build import build_optimizer
 from boost.parallel.counting import CollectiveCounter
-from boost.parallel.gradients import GradientReducer, clip_gradients, reduce_step_stats
+from boost.parallel.gradients import GradientReducer, StepFlags, StepStats
 from boost.parallel.mesh import Mesh
-from boost.parallel.working import WorkingCopies
 from boost.plan.categories import GRADIENTS, OPTIMIZER, WEIGHTS
-from boost.train.model import backward, build_model, choose_kernels, initialize_model
+from boost.train.checkpoint import Position
+from boost.train.model import build_model, choose_kernels, host_batch, initialize_model, run_passes
+from boost.train.step import Stepper as TrainingStepper
 
 SMALL, SIZE_1B = (512, 4, 1376, 8), (2048, 6, 5472, 32)
 """(d, blocks, f, heads) of steps that take about a second on a CPU core and on a GPU."""
 
 
+class RandomTokens(Batches):
+    """The same random micro-batches in every step and for every replica, in place of those of a store."""
+
+    def __init__(self, config: Config) -> None:
+        self.made = made_up_batches(config)
+
+    def numbered(self, step: int, numbers: Iterable[int], micro_batch: int) -> Iterator[Batch]:
+        """The micro-batches with these numbers."""
+        return (self.made[number % len(self.made)] for number in numbers)
+
+
 class Stepper:
-    """A model and its optimizer on one process of a mesh. Every step uses the same random tokens."""
+    """A model, its optimizer and the steps of `boost train` on one process of a mesh. Every step uses the same random tokens."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
-        self.model = build_model(config, mesh)
-        initialize_model(self.model, config.train.seed)
-        self.fused_params = list(fused_params(self.model))
-        self.reducer = GradientReducer(self.fused_params, mesh, getattr(torch, config.train.sum_dtype))
-        self.copies = WorkingCopies(self.model, config, self.reducer.accumulated)
+        model = build_model(config, mesh)
+        initialize_model(model, config.train.seed)
+        self.fused_params = list(fused_params(model))
         self.optimizer = build_optimizer(self.fused_params, config, mesh)
-        self.batches = [batch.share(mesh.cp.rank, mesh.cp.size) for batch in made_up_batches(config)]
+        reducer = GradientReducer(self.fused_params, mesh, getattr(torch, config.train.sum_dtype))
+        batches = RandomTokens(config)
+        self._training = TrainingStepper(config, mesh, model, self.fused_params, reducer, self.optimizer, batches)
+        self.stats: StepStats | None = None
+        """Of the last step."""
 
     def step(self) -> list[Tensor]:
-        """Runs one step, as in `train.loop`. Returns the loss, on a process that holds the head, and the local gradients."""
-        train = self.config.train
-        choose_kernels(train.compile, self.mesh.device)  # of this process: another model in it may have chosen others
-        tokens = train.global_batch * train.seq_len
-        self.reducer.begin(len(self.batches))
-        with self.copies.in_use():
-            loss = backward(self.model, self.batches, self.config, divisor=tokens)
-        self.reducer.finish()
-        targets = sum(batch.targets.size for batch in self.batches)
-        stats = reduce_step_stats(self.fused_params, loss, targets, tokens, self.mesh)
-        clip_gradients((s.tensor for s in self.fused_params), stats, self.config.optim.clip)
-        self.optimizer.step(0, self.config.optim.lr)
+        """Runs one step. Returns the loss, on a process that holds the head, and the local gradients."""
+        choose_kernels(
+            self.config.train.compile, self.mesh.device
+        )  # another model of this process may have chosen others
+        passes = self._training.passes(Position(0, 0), self.config.optim.lr)
+        self.stats = self._training.read(self._training.update(passes, StepFlags.NONE))
         has_head = self.mesh.pp.rank == self.mesh.pp.size - 1
-        return [loss] * has_head + [s.tensor.grad for s in self.fused_params if s.tensor.grad is not None]
+        return [passes.loss] * has_head + [s.tensor.grad for s in self.fused_params if s.tensor.grad is not None]
 
     def seconds(self) -> float:
         """Seconds of one step, from a common start until all processes are done."""
@@ -74,12 +82,12 @@ def time_passes(config: Config, device: torch.device, rounds: int) -> list[float
     mesh = Mesh(device)
     model = build_model(config, mesh)
     initialize_model(model, config.train.seed)
-    batches, result = made_up_batches(config), []
+    batches, result = [host_batch(made_up_batches(config)[0])], []
     for _ in range(rounds + 2):
         model.zero_grad(set_to_none=True)
         synchronize(device)
         begun = time.perf_counter()
-        backward(model, batches[:1], config, divisor=1)
+        run_passes(model, batches, config, divisor=1)
         synchronize(device)
         result.append(time.perf_counter() - begun)
     return result[2:]
@@ -117,14 +125,6 @@ def look_at(stepper: Stepper) -> ObservedStep:
     for hook in hooks:
         hook.remove()
     return ObservedStep(sum(tracker.peak.values()), counter.collectives)
-
-
-def largest(number: float, mesh: Mesh) -> float:
-    """Maximum of a number over all processes."""
-    found = torch.tensor(number, dtype=torch.double, device=mesh.device)
-    if mesh.size > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
 
 
 def made_up_batches(config: Config) -> list[Batch]:

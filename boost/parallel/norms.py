@@ -244,12 +244,6 @@ def project_and_measure(x_TD: Tensor, a_RD: Tensor, gamma_D: Tensor, axis: Axis)
     return Measured(*_ProjectAndMeasure.apply(x_TD, a_RD, gamma_D, axis))
 
 
-def measured(u_TR: Tensor, s_T: Tensor, axis: Axis) -> Measured:
-    """Packs latents and a statistic that were computed separately."""
-    with torch.no_grad():
-        return Measured(u_TR, s_T, torch.cat((u_TR.reshape(-1), _packed(s_T, u_TR.dtype, axis))))
-
-
 def _product_in_payload(x_TD: Tensor, weight_DR: Tensor, statistic: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (x W [T, R], flat payload). The payload holds the elements of x W, then the statistic; x W is a view of it."""
     if is_separate() or torch.compiler.is_compiling():  # compiled code writes the parts of a cat in place

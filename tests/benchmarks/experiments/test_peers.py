@@ -9,9 +9,7 @@ from benchmarks.experiments.peers import HF, peers
 from boost.config import Config
 from boost.config.load import change_family, from_tree
 from boost.measure.steps import Stepper
-from boost.parallel.gradients import reduce_step_stats
 from boost.parallel.mesh import Mesh
-from boost.train.model import backward
 from tests import toy
 from tests.distributed import run_distributed
 
@@ -19,13 +17,10 @@ from tests.distributed import run_distributed
 def ours(config: Config, steps: int) -> list[tuple[float, float]]:
     """(mean loss, gradient norm) before each step, on one process."""
     stepper, found = Stepper(toy.single(config), Mesh(toy.CPU)), []
-    tokens = config.train.global_batch * config.train.seq_len
     for _ in range(steps):
-        stepper.reducer.begin(len(stepper.batches))
-        loss = backward(stepper.model, stepper.batches, stepper.config, divisor=tokens)
-        stats = reduce_step_stats(stepper.fused_params, loss, tokens, tokens, stepper.mesh)
-        found.append((stats.loss, stats.gradient_norm))
         stepper.step()
+        assert stepper.stats is not None
+        found.append((stepper.stats.loss, stepper.stats.gradient_norm))
     return found
 
 

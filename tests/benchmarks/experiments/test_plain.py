@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from benchmarks.experiments.plain import PlainDecoder, build_plain, mean_loss, plain_step
@@ -53,16 +52,7 @@ def test_crossings_are_refused() -> None:
 def several_steps(config: Config) -> tuple[list[float], list[float]]:
     """Losses of the plain modules and of our model before each of three steps."""
     step, ours = plain_step(config, toy.CPU), Stepper(config, Mesh(toy.CPU))
-    theirs = [step()[0].item() for _ in range(3)]
-    expected = []
-    for _ in range(3):
-        with torch.no_grad():
-            total = sum(
-                ours.model(torch.from_numpy(b.tokens), torch.from_numpy(b.targets)).item() for b in ours.batches
-            )
-        expected.append(total / sum(b.targets.size for b in ours.batches))
-        ours.step()
-    return theirs, expected
+    return [step()[0].item() for _ in range(3)], [ours.step()[0].item() for _ in range(3)]
 
 
 @pytest.mark.parametrize(("decay_on", "clip"), [("all", 0.0), ("matrices", 0.01)])

@@ -8,19 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.experiments import side_by_side, steps
+from benchmarks.experiments import shares, side_by_side, steps
 from benchmarks.experiments.contest import LEAST_ROUNDS, in_words, refuse_zeros
 from benchmarks.experiments.document import Table
 from benchmarks.experiments.results import Facts, facts_of, figures
+from benchmarks.experiments.shares import exposed_collectives
 from benchmarks.experiments.side_by_side import TimingGroup
 from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PUBLISHED, VANILLA, Machine
 from benchmarks.experiments.steps_report import goals, section
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError, MeasurementError
-from boost.measure import shares
 from boost.measure.steps import Stepper
 from boost.plan.hardware import load_hardware
-from boost.plan.prediction import exposed_collectives
 from boost.plan.timing import predict
 from boost.train.launch import launch
 from tests import toy

@@ -7,15 +7,21 @@ realistic values instead of zeros or uninitialized memory.
 import contextlib
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from boost.config.schema import ParallelConfig
+from boost.config.schema import Config, ParallelConfig
 from boost.parallel import collectives
+from boost.parallel import mesh as meshes
 from boost.parallel.mesh import Mesh, mesh_of
+from boost.plan.hardware import Hardware
+from boost.plan.prediction import Prediction, prediction
+from boost.plan.step_time import CONTEXT, REPLICAS, TENSOR, StepTime
+from boost.plan.timing import predict
 
 
 @contextlib.contextmanager
@@ -26,14 +32,15 @@ def without_the_others(parallel: ParallelConfig, device: torch.device) -> Iterat
 
     dist.init_process_group("fake", rank=0, world_size=parallel.world_size, store=FakeStore())
     used: Any = collectives
-    usual = used._ops, used.receives_first
+    usual = used._ops, used.receives_first, meshes._backend
     try:
+        meshes._backend = lambda device: None
         used.receives_first = lambda _: False  # no other process sends messages
         if leaves_unwritten(parallel.world_size, device):
             used._ops = _LocalCollectives()
         yield mesh_of(parallel, device)
     finally:
-        used._ops, used.receives_first = usual
+        used._ops, used.receives_first, meshes._backend = usual
         dist.destroy_process_group()
 
 
@@ -47,6 +54,19 @@ def leaves_unwritten(size: int, device: torch.device) -> bool:
         dist.reduce_scatter_tensor(summed, whole)
     dist.all_to_all_single(exchanged, whole, [1] * size, [1] * size)
     return bool(torch.cat((gathered, summed, exchanged)).isnan().any())
+
+
+def share_prediction(config: Config, hardware: Hardware) -> Prediction:
+    """Predicts a step of an emulated rank, which waits for no collective and has the device to itself."""
+    alone = hardware.model_copy(update={"speeds": hardware.speeds_of(1)})
+    waits = exposed_collectives(predict(config, alone))
+    whole = prediction(config, alone)
+    return replace(whole, predicted_s=whole.predicted_s - waits)
+
+
+def exposed_collectives(step: StepTime) -> float:
+    """Seconds of a step in TP and DP collectives that do not overlap with computation."""
+    return sum(step.parts.get(part, 0.0) for part in (TENSOR, CONTEXT, REPLICAS))
 
 
 class _LocalCollectives:
