@@ -10,14 +10,11 @@
 #   make curves   loss curves of all layouts in one figure, into benchmarks/results/ (five to ten minutes)
 #   make perplexity  loss, perplexity and accuracy of all layouts and families, five seeds each, into benchmarks/results/ (40 minutes;
 #                 resumes after an interruption)
-#   make recompute, make fit   memory saved and time added by recomputation; largest sizes that fit in 80 GB (15 minutes each)
+#   make recompute memory saved and time added by recomputation, into benchmarks/results/ (15 minutes)
 #   make validate the performance model against steps measured on this machine, into benchmarks/results/ (ten minutes; keep the machine idle)
-#   make bench    the paper's evaluation on this machine, and the report of all results, benchmarks/report.html (about 2.7 hours;
+#   make bench    the paper's evaluation on this machine, and the report of all results, benchmarks/report.html (about 2.4 hours;
 #                 keep the machine idle; resumes after an interruption, and `python -m benchmarks evaluation --list` says what is left)
 #   make report   rebuild the report from existing results
-#   make healing  dense models factorized and healed, three seeds (an hour on one core; resumes after an interruption)
-#   make families dense, svd, cola, lax, loro, DLR, Spectron, smaller k/v ranks on the same tokens and in the same time, five seeds
-#                 each (four hours on two cores; resumes after an interruption)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -37,7 +34,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: setup train test quick nightly guards soak recovery check docs verify curves perplexity recompute fit families healing validate bench report clean
+.PHONY: setup train test quick nightly guards soak recovery check docs verify curves perplexity recompute validate bench report clean
 
 setup: $(READY)
 
@@ -125,24 +122,9 @@ perplexity: setup
 recompute: setup
 	$(BIN)/python -m benchmarks recompute demo --tp 2 $(RECOMPUTE)
 
-fit: setup
-	$(BIN)/python -m benchmarks fit boost-7b --tp 4 --memory-gb 80
-
-# 36 sweep runs, 45 comparison runs and up to 40 more of equal time, each on one core.
-FAMILIES := --contenders dense svd cola lax loro svd-dlr cola-dlr cola-spectron cola-kv --seeds 0 1 2 3 4 --equal-time --questions 400 --sweep 1e-3 3e-3 1e-2 3e-2 --sweep-steps 150 --model.dim 192 --model.ffn_dim 512 --model.rank 48 \
-	--train.seq_len 128 --train.global_batch 8 --train.micro_batch 8 --train.steps 400 --train.eval_every 100
-
-families: setup
-	$(BIN)/boost prepare --stdlib --out data/stdlib
-	$(BIN)/python -m benchmarks families demo $(FAMILIES)
-
-healing: setup
-	$(BIN)/boost prepare --stdlib --tokenizer train:1024 --out data/stdlib-1k
-	$(BIN)/python -m benchmarks healing benchmarks/healing.toml --budgets 0.765 0.53 --heal-lrs 3e-4 --seeds 0 1 2 3 4
-
 validate: setup
 	$(BIN)/boost plan calibrate --device cpu --nproc 2 --out runs/local.toml
-	$(BIN)/boost plan validate --measure --hardware runs/local.toml
+	$(BIN)/python -m benchmarks validation --measure --hardware runs/local.toml
 
 # One experiment at a time, because concurrent runs would slow each other down.
 bench: setup
@@ -150,6 +132,7 @@ bench: setup
 
 report: setup
 	$(BIN)/python -m benchmarks modeled
+	$(BIN)/python -m benchmarks record
 	$(BIN)/python -m benchmarks report
 
 clean:

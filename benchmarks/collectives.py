@@ -16,11 +16,10 @@ import time
 import torch
 
 from benchmarks.experiments.hosts import hosts
-from benchmarks.experiments.traffic import ISSUE
+from benchmarks.experiments.wire_report import ISSUE, MIB
 from boost.config import load
 from boost.parallel.mesh import close_mesh, open_mesh
 
-MIB = (1, 4, 16)
 REPEATS = 5
 
 

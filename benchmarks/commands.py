@@ -1,73 +1,112 @@
-"""Command line of the benchmarks: `python -m benchmarks EXPERIMENT` or `boost bench EXPERIMENT`."""
+"""Command line of the benchmarks: `python -m benchmarks EXPERIMENT`.
+
+An experiment is a module of `benchmarks.experiments` with `arguments(parser)` and `run(args) -> exit code`. Its docstring is its
+help.
+"""
 
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from boost.cli.main import run_command, split_overrides
+from boost.config import Config, load
+from boost.drawing import needs_matplotlib
+from boost.errors import ConfigError
 
-EXPERIMENTS = (
-    "steps",
-    "parts",
-    "single",
-    "ideal",
-    "gemms",
-    "traffic",
-    "wire",
-    "ladder",
-    "breakdown",
-    "grouping",
-    "norms",
-    "recompute",
-    "fit",
-    "curves",
-    "perplexity",
-    "families",
-    "healing",
-    "modeled",
-    "evaluation",
-    "report",
-    "compare",
-)
-"""In help order. Each has a file NAME.py that defines `add_parser` and `run`."""
+EXPERIMENTS = {
+    "steps": "optimizer step time under every layout and family, with width growing with TP",
+    "single": "one process: low-rank against dense, and BOOST against plain PyTorch modules",
+    "wire": "time of steps and bare collectives over a rate-limited wire",
+    "ladder": "gain of each change from published vanilla to the fastest layout, from the result of 'wire'",
+    "recompute": "memory saved and time added by each recomputation policy, under every layout",
+    "curves": "loss curves of all layouts in one figure",
+    "perplexity": "loss curves, held-out perplexity and accuracy of all layouts and families, over several seeds",
+    "validation": "the performance model against steps measured on this machine",
+    "record": "the performance model against training speeds published by others",
+    "modeled": "the performance model against the paper; step times of 1B to 40B on 4 to 512 GPUs",
+    "evaluation": "all of these for the report, several launches each, resumable",
+    "report": "all results as one page, benchmarks/report.html",
+    "timeline": "a step recorded by train.profile: computation and communication of each process",
+}
+
+RESULTS, PAGE = Path("benchmarks/results"), Path("benchmarks/report.html")
+"""The project's own results and their page."""
+
+LEAST_ROUNDS = 7
+"""Minimum number of timed rounds."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Builds the parser with one subcommand per experiment."""
+def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """Builds the parser of all experiments, with the arguments of the one that `words` begins with."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Runs an experiment and writes its results, with tables and figures, to benchmarks/results.",
-        epilog="examples:\n"
-        "  python -m benchmarks steps                    step time by layout, family and size\n"
-        "  python -m benchmarks parts                    ablation: one optimization added at a time\n"
-        "  python -m benchmarks gemms --tps 1 4          GEMMs of a block by layout; also traffic, grouping, norms\n"
-        "  python -m benchmarks recompute demo --batches 4 8 --train.seq_len 512\n"
-        "  python -m benchmarks fit boost-7b --tp 4 --memory-gb 80\n"
-        "  python -m benchmarks curves demo --tp 4 --train.steps 50 --out /tmp/curves\n"
-        "  python -m benchmarks perplexity demo --tp 2 --seeds 0 1 2   loss and perplexity of every layout and family\n"
-        "  python -m benchmarks families --sweep 1e-3 3e-3 1e-2        dense, svd, cola, lax, loro; three seeds each\n"
-        "  python -m benchmarks evaluation               all of these for the report, several launches each, resumable\n"
-        "  python -m benchmarks report                   all results as one page, benchmarks/report.html\n"
-        "  python -m benchmarks compare old/recompute.json benchmarks/results/recompute.json\n"
-        "python -m benchmarks.steps and (from a checkout) boost bench steps are equivalent.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     subparsers = parser.add_subparsers(dest="command", metavar="EXPERIMENT", required=True)
-    for name in EXPERIMENTS:
-        command = importlib.import_module(f"benchmarks.{name}")
-        subparser = command.add_parser(subparsers)
-        subparser.allow_abbrev = False
-        subparser.add_argument("--debug", action="store_true", help="show the full traceback of an error")
-        subparser.set_defaults(run=command.run)
+    for name, summary in EXPERIMENTS.items():
+        subparser = subparsers.add_parser(name, help=summary, allow_abbrev=False)
+        if words[:1] == [name]:
+            module = importlib.import_module(f"benchmarks.experiments.{name}")
+            subparser.description, subparser.formatter_class = module.__doc__, argparse.RawDescriptionHelpFormatter
+            subparser.add_argument("--debug", action="store_true", help="show the full traceback of an error")
+            module.arguments(subparser)
+            subparser.set_defaults(run=module.run)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one experiment and returns its exit code, like `boost.cli.main.main`. Without arguments, lists the experiments."""
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
-    parser = build_parser()
+    parser = build_parser(words)
     if not words:
         parser.print_help()
         return 0
+    needs_matplotlib()
     return run_command(parser, words, overrides)
+
+
+def add_config(parser: argparse.ArgumentParser, name: str, tp: bool = True, config: str = "demo") -> None:
+    """Adds CONFIG, --tp, --out and overrides."""
+    parser.epilog = "--section.key VALUE changes a field of the configuration."
+    parser.add_argument(
+        "config", nargs="?", default=config, metavar="CONFIG", help=f"preset or TOML file (default {config})"
+    )
+    if tp:
+        parser.add_argument("--tp", type=int, default=2, metavar="N", help="TP processes (default 2)")
+    parser.set_defaults(takes_overrides=True)
+    add_out(parser, name)
+
+
+def add_out(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds --out."""
+    words = f"write PATH.json, PATH.md and figures (default benchmarks/results/{name})"
+    parser.add_argument("--out", type=Path, default=RESULTS / name, metavar="PATH", help=words)
+
+
+def add_rounds(parser: argparse.ArgumentParser, default: int) -> None:
+    """Adds --rounds, for experiments that measure time."""
+    words = f"interleaved rounds, at least {LEAST_ROUNDS} (default {default})"
+    parser.add_argument("--rounds", type=int, default=default, metavar="N", help=words)
+
+
+def require_least(field: str, values: Sequence[int], least: int = 1) -> None:
+    """Raises ConfigError if any value is below `least`."""
+    if min(values) < least:
+        what = "is not positive" if least == 1 else "is too small"
+        raise ConfigError(f"{field} = {min(values)} {what}; smallest valid value: {least}")
+
+
+def tp_config(args: argparse.Namespace) -> Config:
+    """Loads CONFIG with parallel.tp = --tp and no other parallelism. Raises ConfigError."""
+    require_least("--tp", [args.tp])
+    return load(args.config, [*args.overrides, f"--parallel.tp={args.tp}", "--parallel.dp=1", "--parallel.pp=1"])
+
+
+def run_processes(function: Callable[..., int], arguments: tuple[Any, ...], processes: int) -> int:
+    """Runs `function(*arguments)` on each process: this one under torchrun, else new ones. Returns the exit code."""
+    from boost.train.launch import launch, under_torchrun
+
+    return function(*arguments) if under_torchrun() else launch(function, arguments, processes, log_dir=None)

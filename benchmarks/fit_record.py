@@ -1,5 +1,5 @@
-"""Fits the planner's software-stack efficiencies to the fitting half of the public record: the numbers in boost/plan/stacks.toml,
-and the FlashAttention-1 and straggler numbers in the hardware profiles.
+"""Fits the numbers of the software stacks (benchmarks/experiments/stacks.toml), and the straggling of the hardware profiles, to the
+fitting half of the public record.
 
     python -m benchmarks.fit_record
 
@@ -12,13 +12,22 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from boost.measure.record import FITTED, halves
-from boost.plan.hardware import Hardware
-from boost.plan.record import Row, configurations, hardware_of, record, stack_of
-from boost.plan.stack import Reached, with_reached
-from boost.plan.timing import Predictor
+from benchmarks.experiments.record import (
+    FITTED,
+    Row,
+    Stack,
+    StackPredictor,
+    configurations,
+    halves,
+    hardware_of,
+    record,
+    stack_name,
+    stack_of,
+)
+from boost.plan.hardware import AttentionSpeed, GemmSpeed, Hardware
 
 STEPS = (0.1, 0.03, 0.01)
+FIELDS = {"host": "host_us", "straggling": "straggling"}
 
 
 @dataclass(frozen=True)
@@ -30,33 +39,38 @@ class Fit:
     names: tuple[str, ...]
 
 
-def changed(hardware: Hardware, values: dict[str, float]) -> Hardware:
-    """The hardware with its stack efficiencies scaled by these multipliers."""
-    reached = Reached(gemm=values.get("gemm", 1.0), attention=values.get("attention", 1.0))
-    pipeline = hardware.pipeline.model_copy(
-        update={"blocking": hardware.pipeline.blocking * values.get("blocking", 1.0)}
+def changed(hardware: Hardware, stack: Stack, values: dict[str, float]) -> StackPredictor:
+    """A predictor with the speeds of the hardware and the stack scaled by these multipliers."""
+
+    def attention(speed: AttentionSpeed) -> AttentionSpeed:
+        factor = values.get("attention", 1.0)
+        return speed.model_copy(update={"forward": speed.forward * factor, "backward": speed.backward * factor})
+
+    def gemm(speed: GemmSpeed) -> GemmSpeed:
+        return speed.model_copy(update={"fraction": speed.fraction * values.get("gemm", 1.0)})
+
+    speeds = hardware.speeds.model_copy(
+        update={
+            "gemm": {dtype: gemm(speed) for dtype, speed in hardware.speeds.gemm.items()},
+            "attention": {dtype: tuple(map(attention, table)) for dtype, table in hardware.speeds.attention.items()},
+        }
     )
-    changes = {
-        "speeds": with_reached(hardware.speeds, reached),
-        "pipeline": pipeline,
-        "host_us": hardware.host_us * values.get("host", 1.0),
-        "straggling": hardware.straggling * values.get("straggling", 1.0),
-    }
-    return hardware.model_copy(update=changes)
+    factors = {name: getattr(hardware, field) * values.get(name, 1.0) for name, field in FIELDS.items()}
+    hardware = hardware.model_copy(update={"speeds": speeds} | {FIELDS[name]: value for name, value in factors.items()})
+    return StackPredictor(hardware, stack.model_copy(update={"blocking": stack.blocking * values.get("blocking", 1.0)}))
 
 
 def error(rows: Sequence[Row], values: dict[str, float]) -> float:
     """Mean |log(predicted / measured)|."""
-    known: dict[tuple[str, str], Predictor] = {}
-    found = []
+    known: dict[tuple[str, str], StackPredictor] = {}
+    errors = []
     for row in rows:
-        stack = stack_of(row)
-        key = row.gpu, stack
+        key = row.gpu, stack_name(row)
         if key not in known:
-            known[key] = Predictor(changed(hardware_of(row), values))
+            known[key] = changed(hardware_of(row), stack_of(row), values)
         seconds = min(known[key].predict(config).seconds for config in configurations(row))
-        found.append(abs(math.log(seconds / row.seconds)))
-    return statistics.fmean(found)
+        errors.append(abs(math.log(seconds / row.seconds)))
+    return statistics.fmean(errors)
 
 
 def descend(rows: Sequence[Row], names: Sequence[str]) -> tuple[dict[str, float], float]:
@@ -79,7 +93,7 @@ FITS = (
     Fit("llm-foundry, A100", lambda row: row.source == "llm-foundry" and row.gpu.startswith("a100"), ("gemm", "attention")),
     Fit("llm-foundry, H100", lambda row: row.source == "llm-foundry" and row.gpu.startswith("h100"), ("gemm", "attention")),
     Fit("stragglers", lambda row: row.source == "llm-foundry" and row.gpus > 8, ("straggling",)),
-    Fit("fused, H100", lambda row: stack_of(row) == "fused", ("gemm",)),
+    Fit("fused, H100", lambda row: stack_name(row) == "fused", ("gemm",)),
     Fit("nanotron", lambda row: row.source == "nanotron", ("blocking", "host")),
 )  # fmt: skip
 

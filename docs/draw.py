@@ -1,11 +1,10 @@
 """Draws the pictures of docs/concepts into docs/pictures: `python docs/draw.py`. The same code gives the same bytes.
 
-Everything is derived: rows, shards and collectives from the layouts (`boost.plan.picture`), bytes from the collective table and
+Everything is derived: rows, shards and collectives from the layouts (`boost.plan.pictures`), bytes from the collective table and
 from the planner's trace of the decoder.
 """
 
 import itertools
-import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +13,24 @@ from boost.config import Config, load
 from boost.plan.categories import LATENTS, RESIDUAL, WIDE
 from boost.plan.inspection import Inspection, inspect
 from boost.plan.memory import memory
-from boost.plan.picture import block_rows
-from boost.plan.svg import BAR, COLORS, INK, LINE, MARGIN, MUTED, PAPER, WIDTH, DiagramRow, DiagramText, Page
+from boost.plan.pictures import (
+    BAR,
+    COLORS,
+    FORWARD,
+    INK,
+    LINE,
+    MARGIN,
+    MUTED,
+    PAPER,
+    WIDTH,
+    Canvas,
+    DiagramRow,
+    block_rows,
+)  # fmt: skip
 from boost.plan.tape import Held
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
 GAIN = "\N{GREEK SMALL LETTER GAMMA}"
-DARK, LIGHT, LIGHT_INK = "#344054", "#dde3ec", "#344054"
 TP, RANK, TOKENS = 4, 1, 16384
 """TP size, the TP rank that is shown, tokens of one micro-batch (four sequences of 4,096)."""
 
@@ -39,26 +49,6 @@ def config_of(layout: str, family: str = "cola", **parallel: str) -> Config:
     return load("boost-7b", [f"--{key}={value}" for key, value in flags.items()])
 
 
-class Sheet(Page):
-    """A page with a title and drawing primitives."""
-
-    def __init__(self, title: str, after: str, subtitle: str, description: str) -> None:
-        super().__init__(DiagramText(title, after, subtitle, description, ""), TP)
-
-    def finish(self, name: str) -> None:
-        """Writes the picture, one element per line."""
-        self.svg.text = "\n"
-        for element in self.svg:
-            element.tail = "\n"
-        (PICTURES / name).write_text(ET.tostring(self.svg, encoding="unicode") + "\n", encoding="utf-8", newline="\n")
-
-    def box(self, x: float, y: float, width: float, height: float, fill: str, stroke: str = "none") -> None:
-        self._add("rect", x=x, y=y, width=width, height=height, rx=5, fill=fill, stroke=stroke)
-
-    def text(self, words: str, x: float, y: float, size: float = 11.5, fill: str = INK, **options: object) -> None:
-        self._text(words, x, y, size, fill, **options)  # type: ignore[arg-type]
-
-
 # One block under four layouts, side by side.
 
 COLUMN = (WIDTH - 2 * MARGIN) / 4
@@ -75,34 +65,24 @@ def layouts_picture() -> None:
     inspections = [inspect(config_of(layout, family)) for _, layout, family in SIDE_BY_SIDE]
     columns = [segments(rescaled(list(block_rows(inspection)))) for inspection in inspections]
     heights = [max(sum(row_height(row) + 8 for row in part) for part in parts) for parts in zip(*columns, strict=True)]
-    sheet = Sheet(
-        "one block", "under four layouts: what one of 4 TP ranks holds, and what it sends",
-        "7B shape: d = 4096, f = 11008, r = 1024; T = 16,384 tokens, bf16. "
-        "Filled: the shard of this rank. Outlined: the whole tensor.",
-        "One transformer block under megatron, vanilla, btp and btp-sp, side by side: weights, activations and collectives.",
-    )  # fmt: skip
     top = 120.0
     bottom = top + sum(heights)
-    sheet._paper(bottom + 172)
+    canvas = Canvas(
+        bottom + 172,
+        "One block under four layouts: what one of 4 TP ranks holds, and what it sends",
+        "7B shape: d = 4096, f = 11008, r = 1024; T = 16,384 tokens, bf16. "
+        "Filled: the shard of this rank. Outlined: the whole tensor.",
+    )
     for index, ((words, _, _), parts) in enumerate(zip(SIDE_BY_SIDE, columns, strict=True)):
         x, color = MARGIN + index * COLUMN, COLORS[index]
-        sheet._add(
-            "rect",
-            x=x + 3,
-            y=top - 34,
-            width=COLUMN - 6,
-            height=bottom - top + 40,
-            rx=8,
-            fill=color,
-            fill_opacity=0.055,
-        )
-        sheet._text(words, x + COLUMN / 2, top - 15, 13, color, "middle", bold=True)
+        canvas.box(x + 3, top - 34, COLUMN - 6, bottom - top + 40, color, radius=8, alpha=0.055)
+        canvas.text(words, x + COLUMN / 2, top - 15, 13, color, "center", bold=True)
         y = top
         for part, height in zip(parts, heights, strict=True):
-            column_part(sheet, part, x, y, height, color)
+            column_part(canvas, part, x, y, height, color)
             y += height
-    bytes_chart(sheet, inspections, bottom + 34)
-    sheet.finish("layouts.svg")
+    bytes_chart(canvas, inspections, bottom + 34)
+    canvas.write(PICTURES / "layouts.svg")
 
 
 def rescaled(rows: Sequence[DiagramRow], width: float = 50.0) -> list[DiagramRow]:
@@ -128,36 +108,20 @@ def row_height(row: DiagramRow) -> float:
     return words if row.boxes else words + 2 + row.size[1]
 
 
-def column_part(sheet: Sheet, rows: Sequence[DiagramRow], x: float, y: float, height: float, color: str) -> None:
+def column_part(canvas: Canvas, rows: Sequence[DiagramRow], x: float, y: float, height: float, color: str) -> None:
     """Rows of one column between two aligned rows; what the column does not need is space after the first of them."""
     middle = x + COLUMN / 2
     spare = (height - sum(row_height(row) + 8 for row in rows)) / max(len(rows), 1)
     for row in rows:
-        if row.bars:
-            for line, (side, words) in enumerate(row.lines):
-                top = y + line * (BAR + 3)
-                sheet.box(x + 9, top, COLUMN - 18, BAR, (DARK, LIGHT)[side])
-                says = f"{'↓↑'[side]} {words.partition(' · ')[0].replace(' + statistic', ' + stat.')}"
-                sheet.text(says, middle, top + 15, 11.5, (PAPER, LIGHT_INK)[side], anchor="middle", room=COLUMN - 26)
-        else:
-            sheet.text(row.title, middle, y + 11, 11.5, anchor="middle", bold=True)
+        for line, (side, words) in enumerate(row.lines):
+            says = f"{'↓↑'[side]} {words.partition(' · ')[0].replace(' + statistic', ' + stat.')}"
+            canvas.collective(side, says, x + 9, y + line * (BAR + 3), COLUMN - 18)
+        if not row.bars:
+            canvas.text(row.title, middle, y + 11, 11.5, align="center", bold=True)
             for line, detail in enumerate(row.details):
-                sheet.text(detail, middle, y + 24 + 13 * line, 10.5, MUTED, anchor="middle", room=COLUMN - 18)
-            if row.pieces:
-                pieces(sheet, row, middle, y + 17 + 13 * len(row.details), color)
+                canvas.text(detail, middle, y + 24 + 13 * line, 10.5, MUTED, "center", room=COLUMN - 18)
+            canvas.tensors(row, middle, y + 17 + 13 * len(row.details), color, RANK, TP)
         y += row_height(row) + 8 + spare
-
-
-def pieces(sheet: Sheet, row: DiagramRow, middle: float, y: float, color: str) -> None:
-    """The tensors of a row, centered in its column."""
-    left = middle - row.size[0] / 2
-    for piece in row.pieces:
-        x = middle - piece.width / 2 if row.stacked else left
-        sheet._piece(piece, x, y, color, RANK, TP)
-        if row.stacked:
-            y += piece.height + 3
-        else:
-            left += piece.width + 3
 
 
 def sent_per_token(inspection: Inspection) -> float:
@@ -166,18 +130,19 @@ def sent_per_token(inspection: Inspection) -> float:
     return sum(c.sent_bytes for c in issued if c.layer == inspection.layer) / inspection.tokens
 
 
-def bytes_chart(sheet: Sheet, inspections: Sequence[Inspection], y: float) -> None:
+def bytes_chart(canvas: Canvas, inspections: Sequence[Inspection], y: float) -> None:
     """Bytes per token as bars, and the legend."""
-    sheet.text("Sent by one TP rank per token and block, forward and backward:", MARGIN, y, 12.5, bold=True)
+    canvas.text("Sent by one TP rank per token and block, forward and backward:", MARGIN, y, 12.5, bold=True)
     sent = [sent_per_token(inspection) for inspection in inspections]
     for index, (number, (_, layout, _)) in enumerate(zip(sent, SIDE_BY_SIDE, strict=True)):
-        top = y + 12 + 19 * index
-        sheet.text(layout, MARGIN + 76, top + 11, 12, anchor="end")
-        width = 560 * number / max(sent)
-        sheet._add("rect", x=MARGIN + 86, y=top, width=width, height=13, rx=2, fill=COLORS[index])
-        sheet.text(f"{number / 1000:.1f} kB", MARGIN + 94 + width, top + 11, 12)
-    sheet.text("↓ collective of the forward pass · ↑ of the backward pass · hatched: replicated, gradient summed once per step",
-               MARGIN, y + 112, 11.5, MUTED)  # fmt: skip
+        top, width = y + 12 + 19 * index, 560 * number / max(sent)
+        canvas.text(layout, MARGIN + 76, top + 11, 12, align="right")
+        canvas.box(MARGIN + 86, top, width, 13, COLORS[index], radius=2)
+        canvas.text(f"{number / 1000:.1f} kB", MARGIN + 94 + width, top + 11, 12)
+    words = (
+        "↓ collective of the forward pass · ↑ of the backward pass · hatched: replicated, gradient summed once per step"
+    )
+    canvas.text(words, MARGIN, y + 112, 11.5, MUTED)
 
 
 # Online norm against sync.
@@ -185,14 +150,12 @@ def bytes_chart(sheet: Sheet, inspections: Sequence[Inspection], y: float) -> No
 
 def online_norm_picture() -> None:
     """The same group of linears with both norms, from left to right, forward."""
-    sheet = Sheet(
-        "RMSNorm", "of a hidden-sharded residual stream: sync and online",
+    canvas = Canvas(
+        330,
+        "RMSNorm of a hidden-sharded residual stream: sync and online",
         "Forward pass of q, k and v on one of p TP ranks; residual x: [T, d/p], A [3r, d/p], B [3d/p, r]. "
         "Dark: a collective, for which every rank waits.",
-        "Two chains of operations. Sync: all-reduce of the statistic, norm, GEMM with A, all-reduce of latents, activation, B. "
-        "Online: GEMM with A and local statistic, one all-reduce of both, scaling, activation, B.",
-    )  # fmt: skip
-    sheet._paper(330)
+    )
     counts = {norm: forward_collectives(norm) for norm in ("sync", "online")}
     rows = (
         ("sync", [("s = Σ x²", "[T, 1]", 0), ("all-reduce", "s: T numbers", 1), (f"x {GAIN} / rms", "[T, d/p]", 0),
@@ -203,14 +166,13 @@ def online_norm_picture() -> None:
     )  # fmt: skip
     for index, (norm, steps) in enumerate(rows):
         y = 108 + 100 * index
-        sheet.text(norm, MARGIN, y + 18, 14, COLORS[index * 2], bold=True)
-        sheet.text(f"{counts[norm]} collectives", MARGIN, y + 35, 11, MUTED)
-        sheet.text("a block, forward", MARGIN, y + 48, 11, MUTED)
-        chain(sheet, steps, y, COLORS[index * 2])
-    sheet.text("Both compute the same function: the norm scales a whole token by 1 / rms, so it commutes with A. "
-               f"The gain {GAIN} scales the columns of A.",
-               MARGIN, 300, 12, INK, room=WIDTH - 2 * MARGIN)  # fmt: skip
-    sheet.finish("online-norm.svg")
+        canvas.text(norm, MARGIN, y + 18, 14, COLORS[index * 2], bold=True)
+        canvas.text(f"{counts[norm]} collectives", MARGIN, y + 35, 11, MUTED)
+        canvas.text("a block, forward", MARGIN, y + 48, 11, MUTED)
+        chain(canvas, steps, y, COLORS[index * 2])
+    words = "Both compute the same function: the norm scales a whole token by 1 / rms, so it commutes with A. "
+    canvas.text(f"{words}The gain {GAIN} scales the columns of A.", MARGIN, 300, 12, room=WIDTH - 2 * MARGIN)
+    canvas.write(PICTURES / "online-norm.svg")
 
 
 def forward_collectives(norm: str) -> int:
@@ -220,7 +182,7 @@ def forward_collectives(norm: str) -> int:
     return sum(c.layer == inspection.layer and c.phase == "forward" for c in issued)
 
 
-def chain(sheet: Sheet, steps: Sequence[tuple[str, str, int]], y: float, color: str) -> None:
+def chain(canvas: Canvas, steps: Sequence[tuple[str, str, int]], y: float, color: str) -> None:
     """Operations from left to right; a collective is dark and wider."""
     left, gap = MARGIN + 104, 8.0
     total = sum(1.35 if collective else 1.0 for _, _, collective in steps)
@@ -228,11 +190,11 @@ def chain(sheet: Sheet, steps: Sequence[tuple[str, str, int]], y: float, color: 
     for index, (words, detail, collective) in enumerate(steps):
         width = unit * (1.35 if collective else 1.0)
         if index:
-            sheet._add("path", d=f"M{left - gap:g} {y + 28:g}h{gap:g}", stroke=LINE, stroke_width=1.5)
-        sheet.box(left, y, width, 56, DARK if collective else PAPER, "none" if collective else color)
-        ink, muted = (PAPER, "#d0d5dd") if collective else (INK, MUTED)
-        sheet.text(words, left + width / 2, y + 24, 12.5, ink, anchor="middle", bold=True, room=width - 8)
-        sheet.text(detail, left + width / 2, y + 42, 11, muted, anchor="middle", room=width - 8)
+            canvas.line([(left - gap, y + 28), (left, y + 28)], LINE)
+        fill, ink, muted, edge = (*FORWARD, "#d0d5dd", "none") if collective else (PAPER, INK, MUTED, color)
+        canvas.box(left, y, width, 56, fill, edge, radius=5)
+        canvas.text(words, left + width / 2, y + 24, 12.5, ink, "center", bold=True, room=width - 8)
+        canvas.text(detail, left + width / 2, y + 42, 11, muted, "center", room=width - 8)
         left += width + gap
 
 
@@ -247,39 +209,34 @@ def recomputation_picture() -> None:
     everything = [("residual stream", RESIDUAL), ("latents of q, k, v", LATENTS), ("q, k, v", WIDE), ("attention output", WIDE),
                   ("latents of o", LATENTS), ("residual stream, before the MLP", RESIDUAL), ("latents of gate, up", LATENTS),
                   ("gate, up, their product", WIDE), ("latents of down", LATENTS)]  # fmt: skip
-    sheet = Sheet(
-        "train.recompute", "what a block saves for its backward pass, under btp",
-        "Filled: saved. Striped: recomputed. Tensors from the block's input to its output; 7B shape, TP 4, 16,384 tokens, bf16.",
-        "A table of the tensors of a block by recomputation policy: saved or recomputed, and the bytes saved.",
-    )  # fmt: skip
     top, line, first, width = 128.0, 27.0, MARGIN + 236, 152.0
-    sheet._paper(top + line * len(everything) + 110)
+    canvas = Canvas(
+        top + line * len(everything) + 110,
+        "train.recompute: what a block saves for its backward pass, under btp",
+        "Filled: saved. Striped: recomputed. Tensors from the block's input to its output; 7B shape, TP 4, 16,384 tokens, bf16.",
+    )
+    color_of = {RESIDUAL: COLORS[0], LATENTS: COLORS[1], WIDE: COLORS[2]}
+    end = top + line * len(everything)
     for column, policy in enumerate(POLICIES):
         x = first + column * width
-        sheet.text(policy, x + width / 2, top - 12, 12.5, anchor="middle", bold=True, room=width - 8)
-        flags = present(saved[policy])
-        for row, (_, category) in enumerate(everything):
-            color = {RESIDUAL: COLORS[0], LATENTS: COLORS[1], WIDE: COLORS[2]}[category]
-            cell(sheet, x + 8, top + row * line, width - 16, color, flags[row])
-        y = top + line * len(everything) + 16
+        canvas.text(policy, x + width / 2, top - 12, 12.5, align="center", bold=True, room=width - 8)
+        for row, (is_saved, (_, category)) in enumerate(zip(present(saved[policy]), everything, strict=True)):
+            color = color_of[category]
+            canvas.box(
+                x + 8, top + row * line, width - 16, 20, color, radius=4, alpha=1.0 if is_saved else 0.14,
+                hatch="" if is_saved else color,
+            )  # fmt: skip
         total = sum(held.bytes for held in saved[policy])
-        sheet.text(f"{total / 1e6:,.0f} MB", x + width / 2, y, 13, anchor="middle", bold=True)
-        sheet.text(f"{recommunicated(policy)} collectives", x + width / 2, y + 24, 12, anchor="middle")
+        canvas.text(f"{total / 1e6:,.0f} MB", x + width / 2, end + 16, 13, align="center", bold=True)
+        canvas.text(f"{recommunicated(policy)} collectives", x + width / 2, end + 40, 12, align="center")
     for row, (words, _) in enumerate(everything):
-        sheet.text(words, MARGIN, top + row * line + 15, 12.5)
-    y = top + line * len(everything) + 16
-    sheet.text("saved by a block and rank", MARGIN, y, 12.5, bold=True)
-    sheet.text("re-communicated", MARGIN, y + 24, 12.5, bold=True)
-    key = MARGIN
-    for words, color in (
-        ("residual stream", COLORS[0]),
-        ("latents, width r", COLORS[1]),
-        ("wide activations, d or f", COLORS[2]),
-    ):
-        sheet._add("rect", x=key, y=y + 52, width=14, height=14, rx=2, fill=color)
-        sheet.text(words, key + 20, y + 63, 12)
-        key += 190
-    sheet.finish("recomputation.svg")
+        canvas.text(words, MARGIN, top + row * line + 15, 12.5)
+    canvas.text("saved by a block and rank", MARGIN, end + 16, 12.5, bold=True)
+    canvas.text("re-communicated", MARGIN, end + 40, 12.5, bold=True)
+    for column, words in enumerate(("residual stream", "latents, width r", "wide activations, d or f")):
+        canvas.box(MARGIN + 190 * column, end + 68, 14, 14, COLORS[column], radius=2)
+        canvas.text(words, MARGIN + 190 * column + 20, end + 79, 12)
+    canvas.write(PICTURES / "recomputation.svg")
 
 
 def recomputing(policy: str) -> Config:
@@ -313,16 +270,6 @@ def present(saved: Sequence[Held]) -> list[bool]:
     for row in {1: [3], 7: [2, 3, 7], 0: []}[len(wide)]:  # attention's output; q, k, v, output, gate, up, product
         flags[row] = True
     return list(flags.values())
-
-
-def cell(sheet: Sheet, x: float, y: float, width: float, color: str, saved: bool) -> None:
-    """Filled if saved, striped if recomputed."""
-    if saved:
-        sheet._add("rect", x=x, y=y, width=width, height=20, rx=4, fill=color)
-    else:
-        sheet._add("rect", x=x, y=y, width=width, height=20, rx=4, fill=color, fill_opacity=0.14)
-        for left in range(int(x) + 6, int(x + width) - 8, 12):
-            sheet._add("path", d=f"M{left} {y + 17:g}l8 -14", stroke=color, stroke_width=1, stroke_opacity=0.55)
 
 
 def draw() -> None:

@@ -5,15 +5,14 @@ All are for boost-7b in bf16 with 4,096-token sequences, the size that the goals
 
 from collections.abc import Iterator, Sequence
 
+from benchmarks.experiments.document import Goal, Table
+from benchmarks.experiments.published import STEPS, configuration
+from benchmarks.experiments.results import Facts
 from boost.config import load
 from boost.config.schema import Config
-from boost.measure.document import Goal, Table
-from boost.measure.results import Facts
 from boost.plan.collectives import step_collectives
 from boost.plan.hardware import load_hardware
 from boost.plan.memory import memory
-from boost.plan.published import STEPS, configuration
-from boost.plan.stack import with_stack
 from boost.plan.step import elementwise_bytes
 from boost.plan.timing import Predictor
 
@@ -44,7 +43,7 @@ def seven(*overrides: str) -> Config:
 
 def compute() -> Facts:
     """Computes all figures."""
-    predictor = Predictor(with_stack(load_hardware(MFU_HARDWARE)))
+    predictor = Predictor(load_hardware(MFU_HARDWARE))
     return {
         "crossings": list(_crossings()),
         "elementwise": {

@@ -75,6 +75,14 @@ class Ratio:
     high: float
 
 
+def largest(number: float, mesh: Mesh) -> float:
+    """Maximum of a number over all processes."""
+    found = torch.tensor(number, dtype=torch.double, device=mesh.device)
+    if mesh.size > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
 def take_turns(
     calls: Mapping[str, Call],
     mesh: Mesh,

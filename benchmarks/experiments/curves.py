@@ -1,20 +1,25 @@
 """Loss curves of every layout with the same model, seed and data; they must coincide.
 
 All layouts implement the same function and differ only in rounding. At every step, the relative difference of the loss must stay
-below 1e-8 in float64 and 1e-3 in float32.
+below 1e-8 in float64 and 1e-3 in float32. Exits with code 1 if a difference exceeds its limit.
 """
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.commands import add_config, require_least, run_processes, tp_config
+from benchmarks.experiments import colors
+from benchmarks.experiments.document import Figure, Section, Table
+from benchmarks.experiments.results import Facts, facts_of
+from benchmarks.experiments.sections import save
+from boost import drawing
 from boost.config import Config
 from boost.config.load import change_family, from_tree
-from boost.config.schema import Family
-from boost.measure import drawing
-from boost.measure.document import Figure, Goal, Section, Table
-from boost.measure.results import Facts, facts_of, save_section
+from boost.config.schema import Family, ModelConfig
+from boost.data.fit import open_fitting_store
 from boost.optim.schedule import learning_rate
 from boost.parallel.mesh import Mesh, close_mesh, open_mesh
 from boost.train.console import progress
@@ -136,20 +141,10 @@ def curves_process(config: Config, families: Sequence[Family], out: Path) -> int
         worst = {dtype: {f: worst_difference(c) for f, c in by_family.items()} for dtype, by_family in curves.items()}
         broken = any(not w <= LIMITS[dtype] for dtype, by in worst.items() for f in by.values() for w in f.values())
         facts = facts_of("curves", config, limits=LIMITS, worst_relative_difference=worst, losses=curves)
-        save_section(out, facts, section(facts))
-        report(worst)
+        save(out, facts)
     mesh.barrier()
     close_mesh()
     return int(broken)
-
-
-def report(worst: Mapping[str, Mapping[Family, Mapping[str, float]]]) -> None:
-    """Prints the maximum relative difference of every contender and flags any above its limit."""
-    for dtype, by_family in worst.items():
-        print(f"{dtype}: maximum relative difference from one process over all steps (limit {LIMITS[dtype]:.0e})")
-        for family, by_name in by_family.items():
-            for name, value in by_name.items():
-                print(f"  {family:6} {name:18} {value:.1e}{'' if value <= LIMITS[dtype] else '  ABOVE THE LIMIT'}")
 
 
 def section(facts: Facts) -> Section:
@@ -183,11 +178,6 @@ def section(facts: Facts) -> Section:
     )
 
 
-def goals(facts: Facts) -> list[Goal]:
-    """None: tests check these limits on every commit."""
-    return []
-
-
 def shape_words(config: Mapping[str, Any]) -> str:
     """A description of the model and batch."""
     model, train = config["model"], config["train"]
@@ -212,7 +202,7 @@ def draw(facts: Facts, path: Path) -> None:
         dtype, by_family = next(iter(curves.items()))
         for number, (name, curve) in enumerate(by_family[family].items()):
             # Each thinner than the one below it, so overlapping curves stay visible.
-            color = drawing.color_of(name, number)
+            color = colors.color_of(name, number)
             top.plot(curve, label=name, color=color, linewidth=0.8 * (len(by_family[family]) - number))
         top.set_title(f"{family}: loss, nats per token ({dtype})")
         top.legend(loc="lower left", fontsize=8.5, labelspacing=0.2)
@@ -224,10 +214,27 @@ def draw(facts: Facts, path: Path) -> None:
                     apart = [max(abs(a - b) / abs(b), ROUNDING[dtype]) for a, b in zip(curve, alone, strict=True)]
                     at = range(0, len(apart), BIN)
                     largest = [max(apart[begin : begin + BIN]) for begin in at]
-                    below.semilogy(at, largest, color=drawing.color_of(name, number), linewidth=0.9)
+                    below.semilogy(at, largest, color=colors.color_of(name, number), linewidth=0.9)
             below.axhline(limits[dtype], color=drawing.INK, linestyle="--", linewidth=1)
             below.set_title(f"relative difference, {dtype}", fontsize=9.5)
         axes[-1][column].set_xlabel("step")
     for axis in axes.flat:
         drawing.tidy(axis)
     drawing.write(figure, path)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser, "curves")
+    words = f"families to train, from {', '.join(ModelConfig.choices)} (default: CONFIG's family and dense)"
+    parser.add_argument("--families", nargs="+", choices=tuple(ModelConfig.choices), metavar="F", help=words)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = tp_config(args)
+    require_least("--tp", [args.tp], 2)
+    families = args.families or sorted({config.model.family, "dense"})
+    for family in families:  # validate before starting any process
+        for contender in every_layout(family):
+            configuration(config, family, next(iter(LIMITS)), {**contender.parallel, "tp": args.tp})
+    open_fitting_store(config)
+    return run_processes(curves_process, (config, families, args.out), args.tp)

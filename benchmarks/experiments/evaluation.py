@@ -5,6 +5,7 @@ Each launch is a process of its own that writes its result to the work folder. T
 without timing, are a single launch.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -13,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.arguments import PAGE, RESULTS
+from benchmarks.commands import PAGE, RESULTS, require_least
 from benchmarks.experiments import sections
 from benchmarks.experiments.hosts import why_no_hosts
 from benchmarks.experiments.launches import merged
+from benchmarks.experiments.results import read
 from boost.errors import ConfigError, MeasurementError
 from boost.format import format_duration
-from boost.measure.results import read, save_section
 from boost.train.rundir import git_state, storage_errors
 
 ROOT = Path(__file__).parents[2]
@@ -84,16 +85,10 @@ PARTS = (
     Part("data", BOOST, "prepare --stdlib --out data/stdlib", 0.1),
     Part("wire", BENCH, "wire --set all --out {out}", 77, needs_hosts=True, cpu_only=True),
     Part("ladder", BENCH, "ladder --wire {results}/wire.json --out {out}", 0.1, needs_hosts=True, cpu_only=True),
-    Part("breakdown", BENCH, "breakdown --wire {results}/wire.json --out {out}", 0.2, needs_hosts=True, cpu_only=True),
     Part("steps", BENCH, "steps --hardware {work}/hardware.toml --rounds 7 --run.device {device} --out {out}", 6.3),
     Part("single", BENCH, "single --rounds 15 --run.device {device} --out {out}", 4.2, 3),
-    Part("ideal", BENCH, "ideal --rounds 15 --run.device {device} --out {out}", 2.3, 3),
-    Part("gemms", BENCH, "gemms --rounds 15 --run.device {device} --out {out}", 1.7, 2),
-    Part("traffic", BENCH, "traffic --rounds 15 --run.device {device} --out {out}", 0.4, 3),
-    Part("grouping", BENCH, "grouping --rounds 15 --run.device {device} --out {out}", 1.0, 2),
-    Part("norms", BENCH, "norms --rounds 15 --run.device {device} --out {out}", 0.6, 3),
     Part("recompute", BENCH, f"recompute {RECOMPUTE} --run.device {{device}} --out {{out}}", 3.7, 2),
-    Part("validation", BOOST, "plan validate --measure --hardware {work}/hardware.toml --out {out}", 3.4),
+    Part("validation", BENCH, "validation --measure --hardware {work}/hardware.toml --out {out}", 3.4),
     Part("curves", BENCH, f"curves demo --tp 2 {SMALL} --train.steps 200 --out {{out}}", 5.6),
     # With two seeds in bfloat16, bounds on the differences are too wide to show anything.
     Part(
@@ -105,11 +100,10 @@ PARTS = (
         31,
         resumes=True,
     ),
-    Part("record", BOOST, "plan validate --record --write --out {out}", 0.2),
+    Part("record", BENCH, "record --out {out}", 0.2),
     Part("modeled", BENCH, "modeled --out {out}", 1.4),
 )
-"""All parts, in order: timed ones first, while nothing else runs. Not here: the experiments of `origins.SEPARATE`, and `parts`,
-whose comparison `ladder` makes over a wire."""
+"""All parts, in order: timed ones first, while nothing else runs."""
 
 
 def evaluate(parts: Sequence[Part], place: Place, launches: int | None = None) -> int:
@@ -222,4 +216,30 @@ def _publish(place: Place, part: Part, count: int) -> None:
     """Writes the result of all launches where the report reads it."""
     found = [read(_out(place, part, number).with_suffix(".json"), part.name) for number in range(count)]
     facts = merged(found) if part.launches > 1 else found[0]
-    save_section(place.results / part.name, facts, sections.section(facts))
+    sections.save(place.results / part.name, facts)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts (default: all)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="run.device (default cpu)")
+    words = "launches of every timed part (default: set by the part)"
+    parser.add_argument("--launches", type=int, metavar="N", help=words)
+    words = "finished launches (default runs/evaluation)"
+    parser.add_argument("--work", type=Path, default=Path("runs/evaluation"), metavar="DIR", help=words)
+    words = "where results are written (default benchmarks/results); with another DIR, the page is DIR/report.html"
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help=words)
+    parser.add_argument("--list", action="store_true", help="list the parts and exit")
+
+
+def run(args: argparse.Namespace) -> int:
+    known = [part.name for part in PARTS]
+    if unknown := [name for name in args.only if name not in known]:
+        raise ConfigError(f"--only = {unknown[0]} is unknown; valid parts: {', '.join(known)}")
+    if args.launches is not None:
+        require_least("--launches", [args.launches])
+    chosen = [part for part in PARTS if not args.only or part.name in args.only]
+    place = Place(args.work, args.results, args.device)
+    if args.list:
+        print(listed(chosen, place, args.launches))
+        return 0
+    return evaluate(chosen, place, args.launches)

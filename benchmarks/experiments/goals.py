@@ -3,10 +3,12 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from benchmarks.experiments.document import Goal
+from boost.config.text import read_toml
 from boost.errors import MeasurementError
-from boost.measure.document import Goal
 
 Status = Literal["met", "not met", "not measured"]
 
@@ -28,127 +30,7 @@ class Target:
     """Whether the goal is about the performance model itself; then a prediction decides it."""
 
 
-_MODEL = "wherever it can be measured"
-
-_WIRE = "CPU and gloo, fp32, TP 2, d 1024"
-_MANY = "CPU and gloo, fp32, TP 2, same tokens per step relative to d"
-_SEVEN = "7B, TP 4, from the collective table"
-
-TARGETS = (
-    Target(
-        "share-matched wire: best low-rank layout against published vanilla",
-        ">= 2.3x a training step, baseline without overlap (the paper: 2.27x)",
-        _WIRE,
-        "wire",
-    ),
-    Target("share-matched wire: best low-rank layout against strong vanilla", ">= 1.8x a training step", _WIRE, "wire"),
-    Target(
-        "slow wire: best low-rank layout against strong vanilla",
-        ">= 3x a training step, baseline overlapped too",
-        _WIRE,
-        "wire",
-    ),
-    Target(
-        "share-matched wire: best low-rank layout against megatron-sp",
-        ">= 1.95x a training step (the paper: 1.91x)",
-        _WIRE,
-        "wire",
-    ),
-    Target(
-        "slow wire: best low-rank layout against megatron-sp",
-        ">= 2x a training step, baseline overlapped too",
-        _WIRE,
-        "wire",
-    ),
-    Target(
-        "communication of TP hidden",
-        ">= 0.65 in every layout, where it is 40 to 60% of the step",
-        _WIRE,
-        "wire",
-    ),
-    Target("btp-sp against btp, time", ">= 1.0x", "CPU and gloo", "steps"),
-    Target("slow wire: btp-sp against btp", ">= 1.5x a training step", _WIRE, "wire"),
-    Target(
-        "many tokens, share-matched wire: btp-cp against btp-sp",
-        "never slower where a step has >= 131k tokens at d 4096",
-        _MANY,
-        "wire",
-    ),
-    Target(
-        "many tokens, slow wire: btp-cp against btp-sp",
-        ">= 1.25x where a step has >= 131k tokens at d 4096",
-        _MANY,
-        "wire",
-    ),
-    Target("btp-sp against btp, bytes", "0.50x", "counted", "steps"),
-    Target(
-        "btp-cp against btp-sp, bytes",
-        "0.60x (TP 4), 0.33x (TP 8), 0.40x (TP 4, 8 kv heads) at 262k tokens per step",
-        _SEVEN,
-        "modeled",
-    ),
-    Target("bytes of element-wise work, a block", "btp <= 5 GB, btp-sp <= 2.7 GB", _SEVEN, "modeled"),
-    Target("latents kept without recomputation", "once", _SEVEN, "modeled"),
-    Target(
-        "low-rank at TP=1 against dense, tokens/s",
-        ">= 0.90 x the ratio of FLOPs at d 1024, 0.85 x at d 512",
-        "CPU; H200",
-        "single",
-    ),
-    Target("layout machinery at TP=1 against plain PyTorch modules", "<= 1.00x the time", "CPU; H200", "single"),
-    Target(
-        "TP=2 against the ideal",
-        ">= 0.93 of the ideal: half the TP 1 compute plus communication time",
-        "CPU and gloo",
-        "ideal",
-    ),
-    Target(
-        "low-rank MFU on an H100, predicted",
-        "7B, TP 4: btp >= 36%, btp-sp >= 40%",
-        "arithmetic",
-        "modeled",
-        arithmetic=True,
-    ),
-    Target("low-rank MFU, 1B, bf16, one GPU", ">= 50% of the measured GEMM ceiling", "H200", "single", gpu=True),
-    Target(
-        "low-rank checkpointing, memory saved per added time",
-        ">= 1.7x that of full-block recomputation, interval above 1.4",
-        "CPU; H200",
-        "recompute",
-    ),
-    Target(
-        "online norm against sync, predicted",
-        "never slower, at every published size",
-        "arithmetic",
-        "modeled",
-        arithmetic=True,
-    ),
-    Target("online norm against sync, measured", "never slower", "CPU and gloo", "norms"),
-    Target("performance model: time", "within 10% of every measured step", _MODEL, "validation"),
-    Target("performance model: bytes", "equal to the counted bytes", _MODEL, "validation"),
-    Target("performance model: memory", "within 5% at the peak", _MODEL, "validation"),
-    Target(
-        "performance model: the public record",
-        "MAPE <= 10% on the held-out half",
-        "arithmetic",
-        "record",
-        arithmetic=True,
-    ),
-    Target(
-        "performance model: its interval",
-        "covers 80% of the held-out half",
-        "arithmetic",
-        "record",
-        arithmetic=True,
-    ),
-    Target(
-        "performance model: published ratios",
-        "every ratio within 15% for the paper's five sizes",
-        "arithmetic",
-        "validation",
-        arithmetic=True,
-    ),
-)
+TARGETS = tuple(Target(**goal) for goal in read_toml(Path(__file__).with_suffix(".toml"))["goal"])
 """All goals, in report order."""
 
 
@@ -163,7 +45,7 @@ def target_of(what: str) -> Target:
     found = exact or close
     if len(found) != 1:
         which = "is none of the project's goals" if not found else "could be " + " or ".join(t.what for t in found)
-        raise MeasurementError(f"goal '{what}' {which}; the names are in benchmarks/experiments/goals.py")
+        raise MeasurementError(f"goal '{what}' {which}; the names are in benchmarks/experiments/goals.toml")
     return found[0]
 
 

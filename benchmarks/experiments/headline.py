@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.experiments import colors, record
 from benchmarks.experiments.contest import Spread, pooled, spread
-from benchmarks.experiments.endtoend import BTP, BTP_SP, MEGATRON_SP, PUBLISHED, VANILLA
+from benchmarks.experiments.document import Goal
 from benchmarks.experiments.goals import TARGETS, target_of
-from boost.measure import drawing, record
-from boost.measure.document import Goal
-from boost.measure.results import Facts, machine
+from benchmarks.experiments.results import Facts, machine
+from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON_SP, PUBLISHED, VANILLA
+from boost import drawing
 
 INTERVAL = re.compile(r"(?P<value>\d[\d.]*) \((?P<low>[\d.]+) to (?P<high>[\d.]+)\)")
 """A ratio with its interval, as `contest.in_words` writes it."""
@@ -158,7 +159,7 @@ def draw(facts: Facts, path: Path, narrow: bool = False) -> None:
         found = [_fastest(facts, rate, contenders) for rate in ([None] if free else []) + rates]
         if not all(found):
             continue
-        color, middle = drawing.color_of(name), [each.median for each in found if each]
+        color, middle = colors.color_of(name), [each.median for each in found if each]
         error = [
             [each.median - each.low for each in found if each],
             [each.high - each.median for each in found if each],
@@ -200,7 +201,7 @@ def _labels(axis: Any, labels: Sequence[tuple[str, float, str]], x: float, narro
             (text.partition("  ")[0].replace("vanilla, published", "vanilla, pub."), y, color)
             for text, y, color in labels
         ]
-    drawing.label_ends(axis, labels, x)
+    colors.label_ends(axis, labels, x)
 
 
 def _launches(facts: Facts) -> list[Facts]:

@@ -1,13 +1,13 @@
 """Prepares SVG figures for embedding in a page: unique IDs, theme colors, no metadata, no background.
 
 A page is one document, so an ID used by two figures would resolve to the first. And black on white is unreadable on a dark
-page, so the colors of `boost.measure.drawing`, black, white and grays become variables of the page, which has two values of each.
+page, so the colors of `colors`, black, white and grays become variables of the page, which has two values of each.
 """
 
 import re
 import xml.etree.ElementTree as ET
 
-from boost.measure.drawing import TONES
+from benchmarks.experiments.colors import TONES
 
 SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 

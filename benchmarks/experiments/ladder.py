@@ -3,17 +3,20 @@
 Measures nothing: it reads the main set of the wire experiment, in which all steps of the ladder are interleaved.
 """
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks.commands import RESULTS, add_out
 from benchmarks.experiments.contest import Ratio, ratio
-from benchmarks.experiments.endtoend import BTP, BTP_SP, PUBLISHED, VANILLA
+from benchmarks.experiments.results import Facts, read
+from benchmarks.experiments.sections import save
 from benchmarks.experiments.side_by_side import shape_of
+from benchmarks.experiments.steps import BTP, BTP_SP, PUBLISHED, VANILLA
 from benchmarks.experiments.wire_facts import groups_of, launches_of, names_of, on_wire, seconds_of, set_of, wires
 from benchmarks.experiments.wire_plan import BTP_CP, BTP_SYNC, BTP_UNGROUPED, COMPILED, MARKED, name_of
 from boost.errors import ConfigError
-from boost.measure.results import Facts, read, save_section
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,14 @@ def measured_steps(names: Sequence[str]) -> list[LadderStep]:
     return found
 
 
-def ladder(wire: Path, out: Path) -> int:
-    """Writes `out`.json, .md and the figure from the result `wire`. Raises ConfigError if it is not of the main set."""
-    from benchmarks.experiments.ladder_report import section
+def arguments(parser: argparse.ArgumentParser, name: str = "ladder") -> None:
+    words = "result of 'wire --set main' (default benchmarks/results/wire.json)"
+    parser.add_argument("--wire", type=Path, default=RESULTS / "wire.json", metavar="PATH", help=words)
+    add_out(parser, name)
 
-    facts = facts_from(main_set(wire))
-    save_section(out, facts, section(facts))
-    print(out.with_suffix(".md").read_text(encoding="utf-8"))
+
+def run(args: argparse.Namespace) -> int:
+    save(args.out, facts_from(main_set(args.wire)))
     return 0
 
 

@@ -4,19 +4,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.experiments.colors import PEER
 from benchmarks.experiments.contest import in_words, spread, verdict_words
+from benchmarks.experiments.document import Figure, Section, Table
 from benchmarks.experiments.ladder import LADDER, ratios
+from benchmarks.experiments.results import Facts
 from benchmarks.experiments.side_by_side import in_ms
-from boost.measure.document import Figure, Goal, Section, Table
-from boost.measure.drawing import INK, PEER, SERIES, pyplot, tidy, write
-from boost.measure.results import Facts
+from boost.drawing import INK, SERIES, pyplot, tidy, write
 
 FASTER, SLOWER = SERIES[:2]
-
-
-def goals(facts: Facts) -> list[Goal]:
-    """None: the wire experiment answers the goals for whole steps."""
-    return []
 
 
 def section(facts: Facts) -> Section:

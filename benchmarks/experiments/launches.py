@@ -7,8 +7,8 @@ Processes, memory layout and kernel choices stay the same within a launch, so an
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.experiments.results import Facts, require_one_machine
 from boost.errors import MeasurementError
-from boost.measure.results import Facts, require_one_machine
 
 
 def merged(results: Sequence[Facts]) -> Facts:

@@ -1,26 +1,29 @@
 """The paper's evaluation, predicted by the performance model: GPU step times, and speed-ups of the best low-rank layout.
 
-Every number here is modeled. Runs are configured as in `boost.plan.published`: bf16 weights and activations, 4096-token
+Every number here is modeled. Runs are configured as in `benchmarks.experiments.published`: bf16 weights and activations, 4096-token
 sequences, no recomputation. In addition to the paper's three systems, there are stronger ones: `vanilla` with sharded heads and
 channels, `megatron-sp`, and `btp-sp`. Then the planner chooses the mesh, for 4 to 512 GPUs (`benchmarks.experiments.scaling`).
 """
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.experiments import computed, scaling
+from benchmarks.commands import add_out
+from benchmarks.experiments import colors, computed, scaling
+from benchmarks.experiments.document import Figure, Goal, Section, Table
+from benchmarks.experiments.published import SEQUENCES, STEPS, TOKENS, Comparison, PublishedRow, Way, configuration
+from benchmarks.experiments.published_report import PAPERS_HARDWARE, published_facts, published_parts, ratio_goal
+from benchmarks.experiments.results import Facts, facts_of
+from benchmarks.experiments.sections import save
+from boost import drawing
 from boost.config import load
 from boost.config.schema import Config
 from boost.format import format_count
-from boost.measure import drawing, record
-from boost.measure.document import Figure, Goal, Section, Table
-from boost.measure.results import Facts, facts_of, save_section
-from boost.measure.validate import PAPERS_HARDWARE
 from boost.plan.hardware import load_hardware
 from boost.plan.peak import peak
-from boost.plan.published import SEQUENCES, STEPS, TOKENS, Comparison, PublishedRow, Way, configuration
 from boost.plan.timing import Predictor
 
 HARDWARE = ("a100-80g-8", "h100-80g")
@@ -101,27 +104,9 @@ def model(hardware: Sequence[str], sizes: Sequence[str] = scaling.SIZES, counts:
         ],
         scaled=[asdict(each) for each in scaled],
         scaling=scaling.compute(hardware, sizes, counts),
-        record=_record(),
+        published=published_facts(),
         computed=computed.compute(),
     )
-
-
-def _record() -> Facts:
-    """The error of the performance model on published speeds of others."""
-    found = record.compare()
-    held = [row for row in found["rows"] if row["half"] == record.HELD]
-    inside = record.held_by_interval(found)
-    return {"rows": len(found["rows"]), **asdict(record.errors(held)), "inside": sum(inside) / len(inside)}
-
-
-def run(hardware: Sequence[str], out: Path) -> int:
-    """Runs the experiment. Writes `out`.json, .md and the figures."""
-    facts = model(hardware)
-    save_section(out, facts, section(facts))
-    for goal in goals(facts):
-        print(f"{goal.what}: {goal.found} ({goal.where}, {goal.kind}; {goal.figure})")
-    print(f"wrote {out}.json")
-    return 0
 
 
 def best(seconds: dict[str, float]) -> str:
@@ -135,8 +120,8 @@ def gain(seconds: dict[str, float], over: str) -> float:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """The goals that need no run."""
-    return computed.goals(facts["computed"])
+    """The paper's ratios, and the goals that need no run."""
+    return [ratio_goal(facts["published"]), *computed.goals(facts["computed"])]
 
 
 def section(facts: Facts) -> Section:
@@ -148,45 +133,17 @@ def section(facts: Facts) -> Section:
             f"weights and activations, {TOKENS}-token sequences, no recomputation. The published form of a layout has the "
             "extra collectives of the paper's code; plain `vanilla` is the strong form with sharded heads and channels. At TP 1, "
             "all layouts are the same.",
-            _paper_table(facts),
-            _strong_table(facts),
             Figure("modeled-steps", _STEPS_CAPTION, partial(_draw_steps, facts)),
-            _gains_table(facts),
+            *published_parts(facts["published"]),
+            _strong_table(facts),
             _scaled_table(facts),
             *scaling.parts(facts["scaling"], facts["titles"]),
-            _record_words(facts["record"]),
             computed.table(facts["computed"]),
         ),
     )
 
 
-def _record_words(found: Facts) -> str:
-    return (
-        f"The same model against the public record ({found['rows']} training speeds published by others, half of them used to fit "
-        f"the speeds of their software): on the {found['count']} held-out rows, the mean absolute error is {found['mape']:.1%}, "
-        f"the median of predicted / measured {found['median']:.3f}, and the stated interval covers {found['inside']:.0%}."
-    )
-
-
 _STEPS_CAPTION = "Step time of the paper's five sizes: bars are modeled, diamonds are published."
-
-
-def _paper_table(facts: Facts) -> Table:
-    rows = []
-    for row in facts["paper"]:
-        cells = [row["size"], f"{row['tp']} x {row['pp']}"]
-        for way in ("full-rank", "vanilla", "BOOST"):
-            cells += [f"{row['published'][way]:.2f}", f"{row['modeled'][way]:.2f}"]
-        rows.append(tuple(cells))
-    headings = ["size", "TP x PP"]
-    for way in ("full-rank", "vanilla", "BOOST"):
-        headings += [f"{way}, paper:", f"{way}, published form:"]
-    return Table(
-        f"Step time in seconds, modeled: {SEQUENCES} sequences in micro-batches of 1 on the paper's hardware "
-        f"({facts['titles'][PAPERS_HARDWARE]}).",
-        tuple(headings),
-        tuple(rows),
-    )
 
 
 def _strong_table(facts: Facts) -> Table:
@@ -201,36 +158,20 @@ def _strong_table(facts: Facts) -> Table:
                 "peak": [f"{held / 1e9:.0f}" for held in strong["peak_bytes"].values()],
                 "sent": [f"{sent / 1e9:.3g}" for sent in strong["sent_bytes"].values()],
             }
-            rows.append((row["size"], f"{row['tp']} x {row['pp']}", *map(" / ".join, each.values())))
+            gains = (f"{gain(strong['seconds'], over):.2f}" for over in AGAINST)
+            rows.append((row["size"], f"{row['tp']} x {row['pp']}", *map(" / ".join, each.values()), *gains))
     return Table(
-        f"The same steps with the strongest form of each layout, modeled. Cells: {' / '.join(STRONG)}. Peak memory, and bytes sent "
-        "in a step, are those of the GPU that has the most.",
-        ("size", "TP x PP", "step, s:", "tokens/s:", "MFU, %:", "peak, GB:", "sent, GB:"),
-        tuple(rows),
-    )
-
-
-def _gains_table(facts: Facts) -> Table:
-    rows = []
-    for row in facts["paper"]:
-        published, ours, strong = row["published"], row["modeled"], row["strong"] and row["strong"]["seconds"]
-        cells = [row["size"]]
-        for way in ("vanilla", "full-rank"):
-            cells += [f"{each[way] / each['BOOST']:.2f}" for each in (published, ours)]
-        of_best = [best(strong), *(f"{gain(strong, over):.2f}" for over in AGAINST)] if strong else ["-"] * 3
-        rows.append((*cells, *of_best))
-    return Table(
-        "Speed-ups of the same steps, modeled: published BOOST over the published baselines, then the best low-rank "
-        "layout over the strongest baselines.",
+        f"The paper's steps with the strongest form of each layout, modeled. Cells: {' / '.join(STRONG)}. Peak memory, and bytes "
+        "sent in a step, are those of the GPU that has the most. Gains are those of the faster of btp and btp-sp.",
         (
             "size",
-            "over vanilla, paper:",
-            "over vanilla, published form:",
-            "over full-rank, paper:",
-            "over full-rank, published form:",
-            "best low-rank layout",
-            "over strong vanilla:",
-            "over megatron-sp:",
+            "TP x PP",
+            "step, s:",
+            "tokens/s:",
+            "MFU, %:",
+            "peak, GB:",
+            "sent, GB:",
+            *(f"over {name}:" for name in AGAINST),
         ),
         tuple(rows),
     )
@@ -300,7 +241,7 @@ def _draw_steps(facts: Facts, path: Path) -> None:
         places = [place + (number - 1.5) * width for place in range(len(facts["paper"]))]
         ours = [_seconds(row, kind, way) for row in facts["paper"]]
         label = way if kind == "strong" else f"{way}, published form"
-        axis.bar(places, ours, 0.9 * width, label=label, color=drawing.color_of(layout))
+        axis.bar(places, ours, 0.9 * width, label=label, color=colors.color_of(layout))
         if kind == "modeled":
             theirs = [row["published"][way] for row in facts["paper"]]
             words = "published" if number == 0 else None
@@ -323,3 +264,14 @@ def _draw_steps(facts: Facts, path: Path) -> None:
     axis.grid(visible=False, axis="x")
     figure.legend(loc="outside upper left", ncols=3)
     drawing.write(figure, path)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    words = f"profiles of 8-GPU nodes (default {' '.join(HARDWARE)})"
+    parser.add_argument("--hardware", nargs="+", default=list(HARDWARE), metavar="PROFILE", help=words)
+    add_out(parser, "modeled")
+
+
+def run(args: argparse.Namespace) -> int:
+    save(args.out, model(args.hardware))
+    return 0

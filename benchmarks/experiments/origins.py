@@ -4,15 +4,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from boost.measure.results import Facts
+from benchmarks.experiments.results import Facts
 
 UNKNOWN = "unknown"
 """Commit of a result that was measured outside a git checkout."""
 
 
-SEPARATE = ("fit", "families", "healing")
-"""Experiments that `python -m benchmarks evaluation` does not run: they train for hours or only compute, and time nothing that is
-compared with other results. Each is of clean commits of its own."""
+COMPUTED = ("modeled", "record", "validation")
+"""Experiments whose predictions are recomputed whenever the performance model changes, and that time nothing that is compared with
+other results. Each is of a clean commit of its own."""
 
 
 def commits(facts: Facts) -> set[tuple[str, bool]]:
@@ -31,7 +31,7 @@ def in_words(results: Mapping[str, Facts]) -> str:
 
 
 def strays(results: Mapping[str, Facts]) -> list[str]:
-    """One line per result that has uncommitted changes, or that is of another commit than most and not SEPARATE; [] if there is
+    """One line per result that has uncommitted changes, or that is of another commit than most and not COMPUTED; [] if there is
     none."""
     of_evaluation = _split(results)[0]
     counted = Counter(commit for facts in of_evaluation.values() for commit, _ in commits(facts))
@@ -49,8 +49,8 @@ def strays(results: Mapping[str, Facts]) -> list[str]:
 
 
 def _split(results: Mapping[str, Facts]) -> tuple[dict[str, Facts], dict[str, Facts]]:
-    """Results of the evaluation, and the separate ones."""
-    separate = {name: facts for name, facts in results.items() if facts["experiment"] in SEPARATE}
+    """Results of the evaluation, and the computed ones."""
+    separate = {name: facts for name, facts in results.items() if facts["experiment"] in COMPUTED}
     return {name: facts for name, facts in results.items() if name not in separate}, separate
 
 

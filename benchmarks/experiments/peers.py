@@ -1,10 +1,4 @@
-"""Other tensor-parallel libraries: transformers' LLaMA with its own TP plan, and plain PyTorch modules under DTensor's
-`parallelize_module`. Each starts from our initial weights.
-
-The DTensor plans follow torchtitan's for LLaMA (github.com/pytorch/torchtitan, models/llama3/infra/parallelize.py): one
-redistribution per input that linears share, embedding and head sharded along the vocabulary, and a loss on sharded logits.
-Libraries that are not installed or cannot run are skipped with a reason.
-"""
+"""Another library: transformers' LLaMA with its own TP plan, from our initial weights. Skipped with a reason if it cannot run."""
 
 import json
 import shutil
@@ -17,20 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
 
 from benchmarks.experiments.contest import Call
-from benchmarks.experiments.plain import PlainDecoder, PlainStep, build_plain, mean_loss, whole
+from benchmarks.experiments.plain import PlainStep, whole
 from boost.config import Config
 from boost.config.load import change_family, from_tree
 from boost.convert.formats import config_json
@@ -41,39 +24,16 @@ from boost.models.init import initial_value
 from boost.parallel.mesh import Mesh
 
 HF = "transformers LLaMA"
-DENSE, DENSE_SP = "DTensor dense", "DTensor dense, sequence-parallel"
-LOW_RANK, LOW_RANK_CUT = "DTensor low-rank", "DTensor low-rank, heads cut"
 
 
 def peers(config: Config, mesh: Mesh) -> tuple[dict[str, Call], dict[str, str]]:
-    """Returns ({name: training step} of peers that can run on this mesh, {name: reason} of those that cannot).
+    """Returns ({HF: training step of the dense model of the same shape}, {}), or ({}, {HF: why it cannot run}).
 
-    For the dense model of the same shape: HF, DENSE, DENSE_SP. For a low-rank model also LOW_RANK, with the standard sharding of a
-    pair (A column-wise, B row-wise), and LOW_RANK_CUT, in which B produces sharded heads and channels instead of full sums.
     A step trains on train.global_batch sequences in micro-batches and returns the mean loss before it and the gradient norm.
-    Every process of the mesh must call this function and every step. Runs one step of each peer to check that it works.
+    Every process of the mesh must call this function and every step. Runs one step to check that it works.
     """
-    dense = _dense(config)
-    builders: dict[str, Callable[[], PlainStep]] = {HF: lambda: hugging_face(dense, mesh)}
-    if mesh.tp.size > 1:
-        builders |= {
-            DENSE: lambda: with_dtensor(dense, mesh, sequence=False),
-            DENSE_SP: lambda: with_dtensor(dense, mesh, sequence=True),
-        }
-        if config.model.low_rank:
-            builders |= {
-                LOW_RANK: lambda: with_dtensor(config, mesh),
-                LOW_RANK_CUT: lambda: with_dtensor(config, mesh, heads_cut=True),
-            }
-    calls: dict[str, Call] = {}
-    reasons: dict[str, str] = {}
-    for name, build in builders.items():
-        step, reason = _attempt(build, mesh)
-        if step is None:
-            reasons[name] = reason
-        else:
-            calls[name] = step
-    return calls, reasons
+    step, reason = _attempt(lambda: hugging_face(_dense(config), mesh), mesh)
+    return ({HF: step}, {}) if step is not None else ({}, {HF: reason})
 
 
 def _dense(config: Config) -> Config:
@@ -102,82 +62,6 @@ def _attempt(build: Callable[[], PlainStep], mesh: Mesh) -> tuple[PlainStep | No
         dist.all_gather_object(reasons, reason)
     reason = next(filter(None, reasons), "")
     return (None, reason) if reason else (step, "")
-
-
-def with_dtensor(config: Config, mesh: Mesh, sequence: bool = False, heads_cut: bool = False) -> PlainStep:
-    """Plain modules under `parallelize_module`. `sequence` shards norms and residual stream along the sequence (dense only)."""
-    assert mesh.device_mesh is not None
-    if (heads_cut or not config.model.low_rank) and config.model.kv_heads % mesh.tp.size:
-        raise ValueError(f"{config.model.kv_heads} key/value heads cannot be sharded over {mesh.tp.size} processes")
-    module = build_plain(config, mesh.device, merged=False)
-    tp = mesh.device_mesh["tp"]
-    if config.model.low_rank:
-        _cut_low_rank(module, tp, heads_cut)
-    else:
-        _cut_dense(module, tp, sequence)
-
-    def passes(tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        with loss_parallel():
-            loss = mean_loss(module(tokens_BS), targets_BS)
-            loss.backward()
-        return whole(loss.detach())
-
-    return PlainStep(module, passes, config, mesh.device)
-
-
-def _cut_dense(module: PlainDecoder, tp: DeviceMesh, sequence: bool) -> None:
-    """Column-wise, then row-wise linears, so heads and channels are sharded."""
-    residual = Shard(1) if sequence else Replicate()
-    _cut_ends(module, tp, residual, sequence)
-    for block in module.blocks:
-        plan: dict[str, ParallelStyle] = {
-            "qkv": _prepare(residual),
-            "gate_up": _prepare(residual),
-            "qkv.parts.*.W": ColwiseParallel(),
-            "gate_up.parts.*.W": ColwiseParallel(),
-            "o.parts.0.W": RowwiseParallel(output_layouts=residual),
-            "down.parts.0.W": RowwiseParallel(output_layouts=residual),
-        }
-        if sequence:
-            plan |= {"attn_norm": SequenceParallel(), "mlp_norm": SequenceParallel()}
-        parallelize_module(block, tp, plan)
-
-
-def _cut_low_rank(module: PlainDecoder, tp: DeviceMesh, heads_cut: bool) -> None:
-    """Every pair along the bottleneck rank, so latents are sharded and outputs are reduced at full width."""
-    wide = Shard(-1) if heads_cut else Replicate()
-    _cut_ends(module, tp, Replicate(), False)
-    for block in module.blocks:
-        plan: dict[str, ParallelStyle] = {
-            "qkv": _prepare(Replicate()),
-            "gate_up": _prepare(Replicate()),
-            "qkv.parts.*.A": ColwiseParallel(),
-            "gate_up.parts.*.A": ColwiseParallel(),
-            "qkv.parts.*.B.0": RowwiseParallel(output_layouts=wide),
-            "gate_up.parts.*.B.0": RowwiseParallel(output_layouts=wide),
-            "o.parts.0.A": ColwiseParallel(input_layouts=wide),
-            "down.parts.0.A": ColwiseParallel(input_layouts=wide),
-            "o.parts.0.B.0": RowwiseParallel(),
-            "down.parts.0.B.0": RowwiseParallel(),
-        }
-        parallelize_module(block, tp, plan)
-
-
-def _cut_ends(module: PlainDecoder, tp: DeviceMesh, residual: Any, sequence: bool) -> None:
-    """Shards embedding and head along the vocabulary; logits stay sharded."""
-    head = ColwiseParallel(input_layouts=residual, output_layouts=Shard(-1), use_local_output=False)
-    plan: dict[str, ParallelStyle] = {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=residual),
-        "head": head,
-    }
-    if sequence:
-        plan["final_norm"] = SequenceParallel()
-    parallelize_module(module, tp, plan)
-
-
-def _prepare(residual: Any) -> PrepareModuleInput:
-    """One collective for all linears that share an input, forward and backward."""
-    return PrepareModuleInput(input_layouts=(residual,), desired_input_layouts=(Replicate(),))
 
 
 def hugging_face(config: Config, mesh: Mesh) -> PlainStep:

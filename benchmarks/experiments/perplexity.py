@@ -2,44 +2,62 @@
 
 All layouts implement the same function, so all should train the same model. Runs differ only in [parallel]; the experiment measures
 what rounding changes over a whole run, paired by seed, relative to what another seed changes. LORO, an optimizer for low-rank
-factors, counts as a family. Finished runs are kept: the same command resumes.
+factors, counts as a family. Finished runs are kept in PATH.json: the same command resumes, and families, seeds and dtypes may be
+added. Exits with code 1 unless layouts differ far less than seeds do.
 """
 
+import argparse
 import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.experiments import families
+from benchmarks.commands import add_config, require_least, run_processes, tp_config
 from benchmarks.experiments.curves import LayoutVariant, at_start, every_layout, heldout, losses
-from benchmarks.experiments.perplexity_report import SINGLE, goals, holds, section
+from benchmarks.experiments.perplexity_report import SINGLE, holds
+from benchmarks.experiments.results import Facts, facts_of, machine
 from benchmarks.experiments.resumable import keep, resumed
-from benchmarks.experiments.scores import scored, task_folder
+from benchmarks.experiments.scores import require_harness, scored, task_folder
+from benchmarks.experiments.sections import save
 from boost.config import Config
-from boost.config.load import from_tree
+from boost.config.load import change_family, from_tree
+from boost.config.schema import Family
 from boost.data.fit import open_fitting_store
-from boost.errors import TrainingError
-from boost.measure.results import Facts, as_markdown, facts_of, machine, save_section
+from boost.errors import ConfigError, TrainingError
 from boost.parallel.mesh import Mesh, choose_device, close_mesh, open_mesh
 from boost.train.console import progress
 from boost.train.rundir import git_state
 
-__all__ = [
-    "ConvergenceExperiment",
-    "ConvergenceRun",
-    "Task",
-    "goals",
-    "perplexity_process",
-    "section",
-    "start",
-    "tasks_of",
-]
+
+@dataclass(frozen=True)
+class FamilyVariant:
+    """A family, as changes to a configuration."""
+
+    family: Family
+    model: dict[str, Any] = field(default_factory=dict)
+    optim: dict[str, Any] = field(default_factory=dict)
+
+
+EXACT_STEPS, RESTART_WARMUP = 8, 5
+"""Exact steps per LORO run, each of which clears Adam's moments, and warm-up steps after each."""
+
+FAMILIES = {
+    "dense": FamilyVariant("dense"),
+    "svd": FamilyVariant("svd"),
+    "cola": FamilyVariant("cola"),
+    "lax": FamilyVariant("lax", {"over": "cola", "gate": "identity"}),
+    # As published (ICLR 2025): its epsilon, no decay, no clipping, a cosine that dips after each exact step.
+    "loro": FamilyVariant(
+        "svd",
+        optim={"name": "loro", "eps": 1e-6, "weight_decay": 0.0, "clip": 0.0, "schedule": "cosine-restarts"},
+    ),
+}
 
 LIMITS = {"float32": 0.1, "bfloat16": 0.5}
 """Maximum bound of the perplexity difference from one process, over the standard deviation of seeds, by dtype. Rounding of bfloat16
@@ -56,7 +74,7 @@ class ConvergenceExperiment:
     """What to train."""
 
     families: tuple[str, ...]
-    """Names of `benchmarks.experiments.families.CONTENDERS`."""
+    """Names of FAMILIES."""
     seeds: tuple[int, ...]
     dtypes: tuple[str, ...]
     """Dtypes of GEMMs and activations; weights are float32."""
@@ -109,7 +127,7 @@ class ConvergenceRun:
 
 def layouts(family: str) -> list[LayoutVariant]:
     """One process, then every layout that supports the family, without ungrouped forms."""
-    variants = every_layout(families.CONTENDERS[family].family)
+    variants = every_layout(FAMILIES[family].family)
     return [ONE_PROCESS, *(each for each in variants if each.parallel.get("grouping", True))]
 
 
@@ -121,8 +139,26 @@ def kept_steps(steps: int) -> list[int]:
 
 def configuration(config: Config, family: str, layout: LayoutVariant, dtype: str, seed: int) -> Config:
     """The configuration of one run. Layouts differ only in `parallel`. Raises ConfigError if the configuration is invalid."""
-    tree = families.configuration(config, family, seed, config.optim.lr, config.train.steps).model_dump()
-    tree["train"] |= {"param_dtype": "float32", "compute_dtype": dtype}
+    if config.optim.name != "adamw":
+        raise ConfigError(
+            f"optim.name = '{config.optim.name}' is one of the families; use a configuration with 'adamw'"
+        )
+    tree, of_family = config.model_dump(), FAMILIES[family]
+    change_family(tree["model"], of_family.family)
+    if tree["model"].get("rank") is None:
+        tree["model"].pop("rank", None)
+    tree["model"] |= of_family.model
+    tree["optim"] |= of_family.optim
+    if of_family.optim:
+        every = max(config.train.steps // EXACT_STEPS, 1)
+        tree["optim"] |= {"exact_every": every, "restart_warmup_steps": min(RESTART_WARMUP, every)}
+    tree["train"] |= {
+        "seed": seed,
+        "param_dtype": "float32",
+        "compute_dtype": dtype,
+        "recompute": "none",
+        "recompute_every": 1,
+    }
     tree["parallel"] = {} if layout is ONE_PROCESS else {**layout.parallel, "tp": config.parallel.tp}
     return from_tree(tree)
 
@@ -153,7 +189,7 @@ def start(config: Config, plan: ConvergenceExperiment, out: Path) -> Facts:
         "device": choose_device(config.run.device).type,
         "torch": str(torch.__version__),
         "questions": plan.questions,
-        "families": {name: asdict(families.CONTENDERS[name]) for name in families.USUAL},
+        "families": {name: asdict(family) for name, family in FAMILIES.items()},
         "layouts": {each.name: each.parallel for name in ("dense", "cola") for each in layouts(name)},
     }
     numbers = {name: list(getattr(plan, name)) for name in ("families", "seeds", "dtypes", "few_seeds")}
@@ -181,8 +217,7 @@ def perplexity_process(config: Config, plan: ConvergenceExperiment, out: Path) -
     held = True
     if mesh.is_main:
         facts["complete"], held = True, holds(facts)
-        save_section(out, facts, section(facts))
-        print(as_markdown(facts, section(facts)))
+        save(out, facts)
     mesh.barrier()
     close_mesh()
     return int(not held)
@@ -246,3 +281,43 @@ def _gathered(run: ConvergenceRun | None, mesh: Mesh) -> list[Facts]:
     dist.all_gather(received, sent)
     found: Iterator[Any] = (json.loads(bytes(each.tolist())) for each in received)
     return [each for each in found if each is not None]
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser, "perplexity")
+    words = f"families to train (default {' '.join(FAMILIES)})"
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES, metavar="F", help=words)
+    words = "training seeds (default 0 1 2)"
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help=words)
+    words = "dtypes of GEMMs and activations; weights are float32 (default: float32 on CPUs, bfloat16 on GPUs)"
+    parser.add_argument("--dtypes", nargs="+", choices=tuple(LIMITS), metavar="D", help=words)
+    words = "seeds of all --dtypes but the first (default: --seeds)"
+    parser.add_argument("--few-seeds", type=int, nargs="+", metavar="N", help=words)
+    words = "also score each run of the first dtype on N questions per task made from held-out text (default 0: none)"
+    parser.add_argument("--questions", type=int, default=0, metavar="N", help=words)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = tp_config(args)
+    require_least("--tp", [args.tp], 2)
+    require_least("--questions", [args.questions], 0)
+    for name, seeds in (("--seeds", args.seeds), ("--few-seeds", args.few_seeds or args.seeds)):
+        require_least(name, seeds, 0)
+        if len(set(seeds)) < max(len(seeds), 2):
+            words = " ".join(map(str, seeds))
+            raise ConfigError(f"{name} = {words}: a spread needs at least two distinct seeds, such as 0 1 2")
+    if unknown := set(args.few_seeds or ()) - set(args.seeds):
+        raise ConfigError(f"--few-seeds: {min(unknown)} is not one of --seeds; choose some of those")
+    if args.questions:
+        require_harness()
+    usual = "bfloat16" if choose_device(config.run.device).type == "cuda" else "float32"
+    plan = ConvergenceExperiment(
+        families=tuple(dict.fromkeys(args.families)),
+        seeds=tuple(args.seeds),
+        dtypes=tuple(dict.fromkeys(args.dtypes or [usual])),
+        few_seeds=tuple(args.few_seeds or args.seeds),
+        questions=args.questions,
+    )
+    tasks_of(config, plan)  # validate before starting any process
+    start(config, plan, args.out)
+    return run_processes(perplexity_process, (config, plan, args.out), args.tp)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.experiments import colors
 from benchmarks.experiments.curves import shape_words
-from benchmarks.experiments.families_report import smooth
+from benchmarks.experiments.document import Figure, Section, Table
 from benchmarks.experiments.intervals import CONFIDENCE, t_interval
+from benchmarks.experiments.results import Facts
 from benchmarks.experiments.scores import EXPLAINED, SCORES
-from boost.measure import drawing
-from boost.measure.document import Figure, Goal, Section, Table
-from boost.measure.results import Facts
+from boost import drawing
 
 SINGLE = "single"
 """Name of the layout of one process."""
@@ -26,6 +26,11 @@ WINDOW = 10
 """Kept losses in a moving average of the figure: those of single steps are too noisy to tell families apart."""
 DRAWN = 50
 """Points of a line of the figure, about."""
+
+
+def smooth(losses: Sequence[float], window: int) -> list[float]:
+    """Moving averages over the last `window` steps, fewer at the start."""
+    return [statistics.fmean(losses[max(0, end - window) : end]) for end in range(1, len(losses) + 1)]
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,6 @@ def bound(differences: Sequence[float]) -> float:
 
 def rows(facts: Facts) -> list[LayoutResult]:
     """One row per family, layout and dtype, in order."""
-    facts = _as_now(facts)
     result = []
     for family in facts["families"]:
         # What another seed changes depends on no dtype; the first one has the most seeds.
@@ -99,22 +103,6 @@ def holds(facts: Facts) -> bool:
     return all(row.holds for row in rows(facts))
 
 
-def goals(facts: Facts) -> list[Goal]:
-    """None: no performance goal depends on this experiment."""
-    return []
-
-
-def _as_now(facts: Facts) -> Facts:
-    """A result with one dtype and without scores, as they were at first, in today's form."""
-    if "dtypes" in facts:
-        return facts
-    runs = [{**run, "dtype": facts["dtype"], "scores": None} for run in facts["runs"]]
-    names = list(dict.fromkeys(run["family"] for run in runs))
-    of_dtype = {"dtypes": [facts["dtype"]], "few_seeds": [], "limits": {facts["dtype"]: facts["limit"]}}
-    steps = list(range(1, facts["config"]["train"]["steps"] + 1))
-    return {**facts, **of_dtype, "families": names, "kept_steps": steps, "settings": {"questions": 0}, "runs": runs}
-
-
 def _runs(facts: Facts, family: str, dtype: str) -> dict[str, list[Facts]]:
     """Runs by layout, in the order of this comparison's seeds; the file may have runs of earlier ones."""
     seeds = facts["seeds"] if dtype == facts["dtypes"][0] else facts["few_seeds"]
@@ -136,7 +124,7 @@ def _mean_and_spread(numbers: Sequence[float]) -> tuple[float, float]:
 
 def section(facts: Facts) -> Section:
     """What layouts differ by at most, one table per family, and the figure."""
-    facts, found = _as_now(facts), rows(facts)
+    found = rows(facts)
     train, seeds = facts["config"]["train"], ", ".join(map(str, facts["seeds"]))
     words = (
         f"{shape_words(facts['config'])}, TP {facts['config']['parallel']['tp']}: {train['steps']} steps with each of the seeds "
@@ -249,7 +237,6 @@ def _percent(fraction: float) -> str:
 def draw(facts: Facts, path: Path) -> None:
     """Draws the loss of every family with a band over layouts and seeds, and below it the largest difference from one process."""
     pyplot = drawing.pyplot()
-    facts = _as_now(facts)
     figure, (top, below) = pyplot.subplots(
         2, 1, figsize=(7.4, 5.6), sharex=True, layout="constrained", gridspec_kw={"height_ratios": [1.4, 1]}
     )
@@ -257,7 +244,7 @@ def draw(facts: Facts, path: Path) -> None:
     every = max(len(steps) // DRAWN, 1)
     for number, family in enumerate(facts["families"]):
         for dtype, style in zip(facts["dtypes"], STYLES, strict=False):
-            of_layout, color = _runs(facts, family, dtype), drawing.color_of(family, number)
+            of_layout, color = _runs(facts, family, dtype), colors.color_of(family, number)
             if dtype == facts["dtypes"][0]:
                 curves = [smooth(run["losses"], WINDOW)[::every] for runs in of_layout.values() for run in runs]
                 _draw_losses(top, steps[::every], curves, family, color)

@@ -1,7 +1,7 @@
 """Dense and low-rank decoders in plain PyTorch modules for one process, without any layout machinery.
 
-Linears with the same input share a GEMM (`merged`), as in BOOST, or are separate modules, as `parallelize_module` requires. Does
-not implement latent crossing. Computes the same function as `boost.models` without using its code; tests check that they agree.
+Linears with the same input share a GEMM, as in BOOST. Does not implement latent crossing. Computes the same function as
+`boost.models` without using its code; tests check that they agree.
 
 Legend: B sequences, S tokens per sequence, D hidden width, R latent width, O output width, E head width, V vocabulary.
 """
@@ -95,27 +95,15 @@ class PlainLinears(nn.Module):
             yield b.weight, (parameter,)
 
 
-class PlainGroup(nn.Module):
-    """A group of linears with the same input, merged or separate."""
-
-    def __init__(self, model: ModelConfig, shape: architecture.GroupSpec, merged: bool) -> None:
-        super().__init__()
-        together = [shape.slots] if merged else [(slot,) for slot in shape.slots]
-        self.parts = nn.ModuleList(PlainLinears(model, slots) for slots in together)
-
-    def forward(self, x_BSD: Tensor) -> list[Tensor]:
-        return [y for part in self.parts for y in part(x_BSD)]
-
-
 class PlainBlock(nn.Module):
     """Attention and gated MLP."""
 
-    def __init__(self, model: ModelConfig, layer: int, merged: bool) -> None:
+    def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
         self.head_dim, self.mlp_silu = model.head_dim, model.mlp_silu
         self.attn_norm, self.mlp_norm = PlainRMSNorm(model.dim, model.norm_eps), PlainRMSNorm(model.dim, model.norm_eps)
         shapes = architecture.groups(model, layer)
-        self.qkv, self.o, self.gate_up, self.down = (PlainGroup(model, shape, merged) for shape in shapes)
+        self.qkv, self.o, self.gate_up, self.down = (PlainLinears(model, shape.slots) for shape in shapes)
 
     def forward(self, x_BSD: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
         q, k, v = (self._heads(y_BSO) for y_BSO in self.qkv(self.attn_norm(x_BSD)))
@@ -135,14 +123,14 @@ class PlainDecoder(nn.Module):
     cos_SE: Tensor
     sin_SE: Tensor
 
-    def __init__(self, model: ModelConfig, seq_len: int, dtype: torch.dtype, merged: bool = True) -> None:
+    def __init__(self, model: ModelConfig, seq_len: int, dtype: torch.dtype) -> None:
         """Computes in `dtype` on sequences of up to `seq_len` tokens. Raises ValueError for a family with latent gates."""
         super().__init__()
         if model.has_latent_gates:
             raise ValueError("latent crossing is not implemented in plain modules; use model.family dense, svd or cola")
         self.model, self.dtype = model, dtype
         self.embed = PlainEmbedding(model.vocab_size, model.dim)
-        self.blocks = nn.ModuleList(PlainBlock(model, layer, merged) for layer in range(model.layers))
+        self.blocks = nn.ModuleList(PlainBlock(model, layer) for layer in range(model.layers))
         self.final_norm = PlainRMSNorm(model.dim, model.norm_eps)
         self.head = PlainLinear(model.dim, model.vocab_size)
         half = torch.arange(0, model.head_dim, 2, dtype=torch.float64) / model.head_dim
@@ -167,21 +155,19 @@ class PlainDecoder(nn.Module):
                 parameter = Parameter(f"layers.{layer}.{name}", (self.model.dim,), "norm")
                 yield getattr(block, name).weight, (parameter,)
             for group in (block.qkv, block.o, block.gate_up, block.down):
-                for part in group.parts:
-                    assert isinstance(part, PlainLinears)
-                    yield from part.stored(f"layers.{layer}")
+                yield from group.stored(f"layers.{layer}")
         yield self.final_norm.weight, (architecture.final_norm(self.model),)
         yield self.head.weight, (architecture.head(self.model),)
 
 
-def build_plain(config: Config, device: torch.device, merged: bool = True) -> PlainDecoder:
+def build_plain(config: Config, device: torch.device) -> PlainDecoder:
     """A plain decoder with BOOST's initial weights in train.param_dtype, computing in train.compute_dtype."""
     train = config.train
     usual = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, train.param_dtype))
     try:
         with device:
-            module = PlainDecoder(config.model, train.seq_len, getattr(torch, train.compute_dtype), merged)
+            module = PlainDecoder(config.model, train.seq_len, getattr(torch, train.compute_dtype))
     finally:
         torch.set_default_dtype(usual)
     fill(module, train.seed)
@@ -238,7 +224,7 @@ class PlainStep:
 
 
 def plain_step(config: Config, device: torch.device) -> PlainStep:
-    """The training step of a plain decoder with merged linears on one process."""
+    """The training step of a plain decoder on one process."""
     module = build_plain(config, device)
 
     def passes(tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Uses one model per layout and batch and switches its policy between steps, so al
 with the same weights. Added time is relative to policy `none` in the same round.
 """
 
+import argparse
 import functools
 import itertools
 import math
@@ -16,22 +17,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.commands import LEAST_ROUNDS, add_config, add_rounds, require_least, run_processes, tp_config
+from benchmarks.experiments import colors
 from benchmarks.experiments.contest import Call, Ratio, Seconds, bootstrap, launches, rounds_words, spread, take_turns
 from benchmarks.experiments.curves import contenders
+from benchmarks.experiments.document import Figure, Goal, Section, Table
+from benchmarks.experiments.published import SAVED_PER_ADDED
+from benchmarks.experiments.results import Facts, facts_of, machine
+from benchmarks.experiments.sections import save
+from boost import drawing
 from boost.config import Config
 from boost.config.layouts import layout_spec
 from boost.config.load import change_family, from_tree
 from boost.config.schema import Family, RecomputeName
-from boost.measure import drawing
-from boost.measure.document import Figure, Goal, Section, Table
 from boost.measure.memory import measure_step
-from boost.measure.results import Facts, as_markdown, facts_of, machine, save_section
 from boost.models.decoder import Decoder, TransformerBlock
 from boost.models.init import initialize
 from boost.parallel.mesh import Mesh, close_mesh, open_mesh
 from boost.parallel.recompute import POLICIES
 from boost.plan.memory import memory
-from boost.plan.published import SAVED_PER_ADDED
 from boost.train.console import progress
 from boost.train.model import build_decoder
 
@@ -148,8 +152,7 @@ def recompute_process(config: Config, batches: Sequence[int], rounds: int, out: 
     ]
     if mesh.is_main:
         facts = facts_of("recompute", config, rounds=rounds, rows=[asdict(row) for row in rows])
-        save_section(out, facts, section(facts))
-        print(as_markdown(facts, section(facts)))
+        save(out, facts)
     mesh.barrier()
     close_mesh()
     return 0
@@ -369,7 +372,7 @@ def draw(facts: Facts, path: Path) -> None:
         sound = [row for row in of_batch if row.added_quartiles_s[0] > 0 and row.saved_per_added > 0]
         for row in sound:
             value, y = row.saved_per_added / 1e9, places[row.layout, row.policy]
-            axis.barh(y, value, 0.7, color=drawing.color_of(row.layout))
+            axis.barh(y, value, 0.7, color=colors.color_of(row.layout))
             axis.annotate(f"{value:.2f}", (value, y), (4, 0), textcoords="offset points", va="center")
         for row in of_batch:
             if row not in sound:
@@ -384,3 +387,18 @@ def draw(facts: Facts, path: Path) -> None:
     axes[0][0].set_yticks(range(len(labels)), labels)
     axes[0][0].invert_yaxis()
     drawing.write(figure, path)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser, "recompute")
+    words = "micro-batch sizes, in sequences (default 4 8)"
+    parser.add_argument("--batches", type=int, nargs="+", default=[4, 8], metavar="B", help=words)
+    add_rounds(parser, 15)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = tp_config(args)
+    require_least("--rounds", [args.rounds], LEAST_ROUNDS)
+    require_least("--batches", args.batches)
+    list(variants(config, args.batches))  # validate before starting any process
+    return run_processes(recompute_process, (config, args.batches, args.rounds, args.out), args.tp)

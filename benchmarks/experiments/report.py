@@ -4,11 +4,13 @@ The page is one self-contained file. It depends only on the results (it has no t
 bytes. Results of one experiment on several machines are listed one after another.
 """
 
+import argparse
 import base64
 import hashlib
 import os
 import re
 import shlex
+import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,15 +21,15 @@ from typing import Any, get_args
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from benchmarks.experiments import headline, origins, paper, sections
+from benchmarks.commands import PAGE, RESULTS
+from benchmarks.experiments import colors, headline, origins, sections
+from benchmarks.experiments.document import Figure, Goal, Section, Table
 from benchmarks.experiments.goal_table import VERDICTS, goal_rows
 from benchmarks.experiments.inline import inline_svg
-from benchmarks.wire import SETS
+from benchmarks.experiments.results import Facts, figures, machine, origin, read
+from benchmarks.experiments.wire_plan import SETS
 from boost.config.schema import DType
 from boost.errors import ConfigError
-from boost.measure import drawing
-from boost.measure.document import Figure, Goal, Section, Table
-from boost.measure.results import Facts, figures, machine, origin, read
 from boost.train.rundir import storage_errors
 
 DOTS_PER_INCH = 160
@@ -99,6 +101,8 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
             raise ConfigError(f"--results = '{folder}' contains no results; use a folder with results of experiments")
         for path in paths:
             facts = read(path)
+            if facts["experiment"] in sections.SETTLED:
+                continue
             try:
                 sections.place(facts["experiment"])
             except ConfigError as error:
@@ -110,7 +114,7 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
 def _place(result: Result) -> tuple[int, int]:
     """Position in the report: by experiment; the sets of the wire in the order in which they are measured."""
     of_wire = result.facts.get("set", "main") if result.experiment == "wire" else ""
-    return sections.place(result.experiment), SETS.index(of_wire) if of_wire in SETS else 0
+    return sections.place(result.experiment), list(SETS).index(of_wire) if of_wire in SETS else 0
 
 
 def make(results: Sequence[Result], out: Path, png: bool = True) -> BenchReport:
@@ -135,9 +139,9 @@ def make(results: Sequence[Result], out: Path, png: bool = True) -> BenchReport:
     found = [_section(name, of_name) for name, of_name in blocks.items()]
     goals = goal_rows([(result.facts, result.goals) for result in results])
     chapters = [
-        {"title": title, "id": title.lower().replace(" ", "-"), "paper": paper.sentence(title), "sections": held}
-        for title in sections.CHAPTERS
-        if (held := [each for each in found if sections.chapter(each["id"]) == title])
+        {"title": title, "id": title.lower().replace(" ", "-"), "sections": held}
+        for title, names in sections.CHAPTERS.items()
+        if (held := [section for section in found if section["id"] in names])
     ]
     html = environment.get_template("report.html.j2").render(
         style=Markup(f"{_colors()}\n{_template('report.css').strip()}"),
@@ -146,7 +150,7 @@ def make(results: Sequence[Result], out: Path, png: bool = True) -> BenchReport:
         first=first,
         goals=goals,
         tally=[(words, sum(goal["status"] == words for goal in goals)) for words in VERDICTS],
-        code=_table(paper.CODE),
+        settled=sections.SETTLED,
         chapters=chapters,
         modeled=[section for section in found if "modeled" in section["kinds"]],
         origins=[block for of_name in blocks.values() for block in of_name if block["kinds"] != ["modeled"]],
@@ -167,11 +171,6 @@ def stale(report: BenchReport, out: Path) -> list[Path]:
     """Paths of the page and SVG figures that are missing or out of date."""
     wanted = {out: report.html.encode()} | {p: content for p, content in report.pictures.items() if p.suffix == ".svg"}
     return [path for path, content in wanted.items() if not path.is_file() or path.read_bytes() != content]
-
-
-def strays(results: Sequence[Result]) -> list[str]:
-    """One line per result that does not belong to one clean commit with the others; see `origins.strays`."""
-    return origins.strays(_by_name(results))
 
 
 def _by_name(results: Sequence[Result]) -> dict[str, Facts]:
@@ -225,8 +224,7 @@ def _template(name: str) -> str:
 def _colors() -> str:
     """CSS variables of all colors of figures, on a white and on a dark page."""
     light, dark = (
-        "".join(f"--{name}:{getattr(tone, side)};" for name, tone in drawing.TONES.items())
-        for side in ("light", "dark")
+        "".join(f"--{name}:{getattr(tone, side)};" for name, tone in colors.TONES.items()) for side in ("light", "dark")
     )
     return f":root{{{light}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
@@ -391,3 +389,32 @@ def _beside(path: Path, out: Path) -> str:
     """Relative link from the page to a result; '' if the result is not below the page's folder."""
     relative = Path(os.path.relpath(path, out.parent))
     return "" if ".." in relative.parts else relative.as_posix()
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    words = "read results from DIR and its immediate subfolders; may be repeated (default benchmarks/results)"
+    parser.add_argument("--results", type=Path, action="append", metavar="DIR", help=words)
+    parser.add_argument(
+        "--out", type=Path, default=PAGE, metavar="FILE", help="output page (default benchmarks/report.html)"
+    )
+    words = "write nothing; exit with code 1 if the page or a figure is out of date"
+    parser.add_argument("--check", action="store_true", help=words)
+    words = "with --check: also exit with code 1 if results are of several commits, or have uncommitted changes"
+    parser.add_argument("--one-commit", action="store_true", help=words)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.one_commit and not args.check:
+        raise ConfigError("--one-commit is a check and needs --check; add it")
+    results = read_results(args.results or [RESULTS])
+    page = make(results, args.out, png=not args.check)
+    if not args.check:
+        write(page, args.out)
+        print(f"{args.out}: {len(results)} results; wrote {len(page.pictures)} figures next to them")
+        return 0
+    wrong = [f"{path} is out of date; run 'python -m benchmarks report'" for path in stale(page, args.out)]
+    if args.one_commit:
+        wrong += origins.strays(_by_name(results))
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return int(bool(wrong))

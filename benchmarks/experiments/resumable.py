@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.experiments.results import Facts
 from boost.errors import ConfigError
-from boost.measure.results import Facts
 from boost.train.rundir import storage_errors
 
 JSON = ".json"

@@ -10,17 +10,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.experiments.document import Figure, Table
+from benchmarks.experiments.results import Facts
+from boost import drawing
 from boost.config import load
 from boost.config.schema import Config
 from boost.format import format_count
-from boost.measure import drawing
-from boost.measure.document import Figure, Table
-from boost.measure.results import Facts
 from boost.plan.candidates import Request
 from boost.plan.collectives import step_collectives
 from boost.plan.hardware import load_hardware
 from boost.plan.search import Plan, Search
-from boost.plan.stack import with_stack
 from boost.train.rundir import available_cores
 
 SIZES = ("1B", "3B", "7B", "13B", "30B", "40B")
@@ -97,7 +96,7 @@ def configuration(size: str, gpus: int, system: str) -> Config:
 
 def planned(hardware: str, size: str, gpus: int, system: str) -> ScaledRun:
     """The fastest configuration that fits, or the smallest one if none does."""
-    profile, (_, fixed) = with_stack(load_hardware(hardware)), SYSTEMS[system]
+    profile, (_, fixed) = load_hardware(hardware), SYSTEMS[system]
     search = Search(Request(configuration(size, gpus, system), gpus, profile, frozenset((*FIXED, *fixed))))
     plan = search.fastest() or search.smallest()
     assert plan is not None, "some mesh with micro-batch 1 is always legal"

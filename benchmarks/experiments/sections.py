@@ -1,88 +1,75 @@
-"""The experiments by chapter of the report, and the modules that present them.
+"""The experiments by chapter of the report, and what presents them.
 
-`section` and `goals` are defined in the experiment's module or in `<module>_report`, which is imported only when needed.
+`section(facts)` and `goals(facts)` are defined in the experiment's module or in `<module>_report`.
 """
 
 import importlib
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
+from benchmarks.experiments.document import Goal, Section
+from benchmarks.experiments.results import Facts, as_markdown, save_section
 from boost.errors import ConfigError
-from boost.measure.document import Goal, Section
-from boost.measure.results import Facts
-
-MODULES = {
-    "steps": "benchmarks.experiments.endtoend",
-    "parts": "benchmarks.experiments.parts",
-    "single": "benchmarks.experiments.single",
-    "ideal": "benchmarks.experiments.ideal",
-    "gemms": "benchmarks.experiments.gemms",
-    "traffic": "benchmarks.experiments.traffic",
-    "wire": "benchmarks.experiments.wire",
-    "ladder": "benchmarks.experiments.ladder",
-    "breakdown": "benchmarks.experiments.breakdown",
-    "grouping": "benchmarks.experiments.grouping",
-    "norms": "benchmarks.experiments.norms",
-    "recompute": "benchmarks.experiments.recompute",
-    "fit": "benchmarks.experiments.fit",
-    "curves": "benchmarks.experiments.curves",
-    "perplexity": "benchmarks.experiments.perplexity",
-    "families": "benchmarks.experiments.families",
-    "healing": "benchmarks.experiments.healing",
-    "validation": "boost.measure.validate",
-    "record": "boost.measure.record",
-    "modeled": "benchmarks.experiments.modeled",
-}
-"""Modules by the 'experiment' field of a result."""
 
 CHAPTERS: dict[str, tuple[str, ...]] = {
     "End to end": ("wire", "steps", "single", "modeled"),
-    "Ablation": ("ladder", "breakdown", "parts", "ideal"),
-    "GEMMs": ("gemms",),
-    "Communication": ("traffic",),
-    "Grouping": ("grouping",),
-    "Norms": ("norms",),
+    "Ablation": ("ladder",),
     "Recomputation": ("recompute",),
-    "Memory": ("fit",),
-    "Convergence": ("curves", "perplexity", "families", "healing"),
+    "Convergence": ("curves", "perplexity"),
     "Performance model": ("validation", "record"),
 }
-"""Chapters of the report in the paper's order, with their experiments."""
+"""Chapters of the report, with their experiments."""
 
-
-def chapter(name: str) -> str:
-    """The chapter of an experiment. Raises ConfigError if it is unknown or in none."""
-    found = next((title for title, names in CHAPTERS.items() if name in names), None)
-    if found is None:
-        raise ConfigError(f"experiment = '{name}' is in no chapter; chapters: {', '.join(CHAPTERS)}")
-    return found
+SETTLED = {
+    "gemms": "time and utilization of a block's GEMMs, by layout and TP",
+    "traffic": "bytes and time of a block's collectives, by layout and batch",
+    "breakdown": "a step by part over the wire: GEMMs, other computation, exposed communication; modeled for the paper's 7B",
+    "ideal": "TP against half the computation plus the time of the collectives alone",
+    "grouping": "linears with the same input, grouped against ungrouped",
+    "norms": "RMSNorm across shards, sync against online",
+    "fit": "longest sequence and largest batch that fit in 80 GB",
+    "families": "dense, svd, cola, lax, loro, DLR and Spectron for the same tokens and the same time, five seeds each",
+    "healing": "dense models factorized and healed",
+}
+"""Experiments that are not run any more: their results are committed, and their code is in the commit that each result names."""
 
 
 def section(facts: Facts) -> Section:
     """The section of a result. Raises ConfigError if its experiment is unknown."""
-    return cast(Section, _function(facts, "section")(facts))
+    function = _function(facts, "section")
+    assert function is not None, f"{facts['experiment']} has no section"
+    return cast(Section, function(facts))
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """The goals that a result answers. Raises ConfigError if its experiment is unknown."""
-    return cast(list[Goal], _function(facts, "goals")(facts))
+    """The goals that a result answers; none if its experiment has no function for them. Raises ConfigError if it is unknown."""
+    function = _function(facts, "goals")
+    return cast(list[Goal], function(facts)) if function else []
+
+
+def save(out: Path, facts: Facts) -> None:
+    """Writes a result with its section and figures, and prints the section. Raises StorageError."""
+    shown = section(facts)
+    save_section(out, facts, shown)
+    print(as_markdown(facts, shown))
 
 
 def place(name: str) -> int:
-    """Position of an experiment in the report. Raises ConfigError if it is unknown."""
-    if name not in MODULES:
-        raise ConfigError(f"experiment = '{name}' is unknown; experiments: {', '.join(MODULES)}")
-    chapter(name)
-    return [each for names in CHAPTERS.values() for each in names].index(name)
+    """Position of an experiment in the report. Raises ConfigError if it is in no chapter."""
+    names = [each for names in CHAPTERS.values() for each in names]
+    if name not in names:
+        raise ConfigError(f"experiment = '{name}' is unknown; experiments: {', '.join(names)}")
+    return names.index(name)
 
 
-def _function(facts: Facts, name: str) -> Callable[[Facts], object]:
+def _function(facts: Facts, name: str) -> Callable[[Facts], object] | None:
     place(facts["experiment"])
-    module = MODULES[facts["experiment"]]
+    module = f"benchmarks.experiments.{facts['experiment']}"
     for spelled in (f"{module}_report", module):
         if importlib.util.find_spec(spelled) is not None:
-            found = getattr(importlib.import_module(spelled), name, None)
-            if found is not None:
-                return cast(Callable[[Facts], object], found)
-    raise ConfigError(f"experiment = '{facts['experiment']}': {module} has no `{name}`; define it or remove the result")
+            function: Callable[[Facts], object] | None = getattr(importlib.import_module(spelled), name, None)
+            if function is not None:
+                return function
+    return None

@@ -2,31 +2,31 @@
 
 Each comparison of whole training steps is one interleaved run: first the families and a large GEMM, the machine's ceiling;
 then, for each family, BOOST and the same model in plain PyTorch modules. Comparisons are separate because not all models fit
-on one GPU at once.
+on one GPU at once. CONFIG 'usual' is d 512 and d 1024 in fp32 on CPUs, boost-1b in bf16 on a GPU.
 """
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.commands import LEAST_ROUNDS, add_config, add_rounds, require_least
 from benchmarks.experiments.contest import Call, take_turns
 from benchmarks.experiments.peers import peers
 from benchmarks.experiments.plain import plain_step
-from benchmarks.experiments.single_report import GEMM, goals, section
+from benchmarks.experiments.results import Facts, facts_of
+from benchmarks.experiments.sections import save
+from benchmarks.experiments.single_report import GEMM
 from boost.config import Config, load
 from boost.config.architecture import flops_per_token, parameter_count
 from boost.config.load import change_family, from_tree
 from boost.config.schema import Family
-from boost.measure.results import Facts, facts_of, save_section
 from boost.measure.steps import Stepper
 from boost.parallel.mesh import Mesh, choose_device
 
-__all__ = ["goals", "section", "single"]
-
+USUAL = "usual"
 FAMILIES: tuple[Family, ...] = ("dense", "cola", "svd", "lax")
 PLAIN: tuple[Family, ...] = ("dense", "cola", "svd")
 """Families that have plain modules."""
@@ -89,11 +89,6 @@ def matrix_product(width: int, dtype: torch.dtype, device: torch.device) -> Call
     return lambda: [torch.mm(a, b)]
 
 
-def measure(configs: dict[str, Config], rounds: int) -> list[Facts]:
-    """Runs every comparison for every size on this process."""
-    return [_measure(name, config, rounds) for name, config in configs.items()]
-
-
 def _measure(name: str, config: Config, rounds: int) -> Facts:
     mesh = Mesh(choose_device(config.run.device))
     by_family = {family: of_family(config, family) for family in FAMILIES}
@@ -126,9 +121,17 @@ def _measure(name: str, config: Config, rounds: int) -> Facts:
     }
 
 
-def single(configs: dict[str, Config], rounds: int, out: Path) -> int:
-    """Runs the experiment in this process. Writes `out`.json, .md and the figures."""
-    measured: list[dict[str, Any]] = measure(configs, rounds)
-    facts = facts_of("single", next(iter(configs.values())), rounds=rounds, sizes=measured)
-    save_section(out, facts, section(facts))
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser, "single", tp=False, config=USUAL)
+    add_rounds(parser, 15)
+
+
+def run(args: argparse.Namespace) -> int:
+    require_least("--rounds", [args.rounds], LEAST_ROUNDS)
+    configs = sizes(None if args.config == USUAL else args.config, args.overrides)
+    for config in configs.values():  # validate before measuring anything
+        for family in FAMILIES:
+            of_family(config, family)
+    measured = [_measure(name, config, args.rounds) for name, config in configs.items()]
+    save(args.out, facts_of("single", next(iter(configs.values())), rounds=args.rounds, sizes=measured))
     return 0

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from benchmarks.experiments.contest import Ratio, in_words, launches, ratio, rounds_words, spread
-from boost.measure import drawing
-from boost.measure.document import Figure, Goal, Section, Table
-from boost.measure.results import Facts
+from benchmarks.experiments.document import Figure, Goal, Section, Table
+from benchmarks.experiments.results import Facts
+from boost import drawing
 
 LOW_RANK = ("cola", "svd", "lax")
 GEMM = "matrix product"

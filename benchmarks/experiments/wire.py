@@ -3,9 +3,17 @@
 On one machine, gloo communicates by copying memory with the same cores: cheap, and impossible to hide. Over a rate-limited wire,
 communication takes time in proportion to its bytes. Two rates of each group are derived from its run without a limit: on the
 *share-matched* wire, communication takes the same fraction of a btp step as in the paper's 7B row on A100s; on the *slow* wire,
-half of it. Every launch is kept when it ends: the same command resumes, at the same commit.
+half of it. Every launch is kept when it ends: the same command resumes, at the same commit. Needs root and iproute2; the main set
+takes 51 minutes, all sets 77. Keep the machine idle.
+
+  main      TP 2, d 1024, cola: every layout, with and without overlap; bare collectives; timelines
+  meshes    TP 2 x PP 2, TP 2 x DP 2, DP 2
+  sizes     d 512, 2048
+  families  svd, lax
+  many      as many tokens per step, relative to d, as 131k at d 4096
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -15,23 +23,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.commands import LEAST_ROUNDS, add_config, require_least
 from benchmarks.experiments.contest import spread
 from benchmarks.experiments.hosts import Host, hosts, why_no_hosts
+from benchmarks.experiments.results import MACHINE, Facts, facts_of
 from benchmarks.experiments.resumable import keep, resumed
-from benchmarks.experiments.traffic import ISSUE
+from benchmarks.experiments.sections import save
 from benchmarks.experiments.wire_facts import on_wire, row_of, wire_name
-from benchmarks.experiments.wire_plan import MARKED, NO_LIMIT, WireGroup, WireSet
-from benchmarks.experiments.wire_report import MIB, section
+from benchmarks.experiments.wire_plan import MARKED, NO_LIMIT, SETS, WireGroup, WireSet
+from benchmarks.experiments.wire_report import ISSUE, MIB
 from boost.config import Config
 from boost.errors import ConfigError, MeasurementError
 from boost.format import format_duration
-from boost.measure.results import MACHINE, Facts, facts_of, save_section
 from boost.parallel.mesh import Mesh
 
 ROOT = Path(__file__).parents[2]
@@ -88,9 +97,8 @@ def wire(
         facts["groups"].append({**ran, **measured, "wall_s": round(time.monotonic() - begun, 1)})
         facts["marked"] = _marked(facts, plan.groups[0])
         keep(out, facts, PARTIAL)
-    save_section(out, facts, section(facts))
+    save(out, facts)
     out.with_suffix(PARTIAL).unlink(missing_ok=True)
-    print(out.with_suffix(".md").read_text(encoding="utf-8"))
     return 0
 
 
@@ -150,9 +158,7 @@ def _begin(plan: WireSet, configs: Mapping[str, Mapping[str, Config]], rates: Se
         "torch": environment["torch"],
         "commit": (environment["git"] or {}).get("commit"),
         "configs": described,
-        "recorded": {
-            group.name: [asdict(each) for each in (*group.recorded, *group.broken_down)] for group in plan.groups
-        },
+        "recorded": {group.name: [asdict(each) for each in group.recorded] for group in plan.groups},
     }
     empty: Facts = {"marked": {}, "groups": []}
     if not out.with_suffix(PARTIAL).exists():
@@ -198,14 +204,13 @@ def measure(
         host.limit(mbit)
     group = launch.group
     recorded = [each.name for each in group.recorded if draws and launch.wire == "slow"]
-    broken_down = [each.name for each in group.broken_down if launch.wire in MARKED]
     with tempfile.TemporaryDirectory(prefix="boost-wire-") as folder:
         asked = {
             "rounds": rounds,
             "words": _words(launch),
             "contenders": {name: config.model_dump() for name, config in configs.items()},
             "collectives": group.collectives,
-            "recorded": [*dict.fromkeys([*recorded, *broken_down])],
+            "recorded": recorded,
         }
         Path(folder, "group.json").write_text(json.dumps(asked), encoding="utf-8")
         _run(found, folder)
@@ -215,14 +220,7 @@ def measure(
     return {
         "mbit": mbit,
         **parts[0],
-        "timelines": {
-            name: [steps[name]["timeline"], *(part["steps"][name]["timeline"] for part in parts[1:])]
-            for name in recorded
-        },
-        "broken_down": {
-            name: [steps[name]["parts_s"], *(part["steps"][name]["parts_s"] for part in parts[1:])]
-            for name in broken_down
-        },
+        "timelines": {name: [steps[name], *(part["steps"][name] for part in parts[1:])] for name in recorded},
     }
 
 
@@ -266,3 +264,40 @@ def collective_calls(mesh: Mesh) -> dict[str, Any]:
             sent = own if kind == "all-gather" else whole
             calls[f"{kind}, {mib} MiB"] = lambda issue=issue, sent=sent: [issue(sent, mesh.tp)]
     return calls
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser, "wire", tp=False)
+    parser.add_argument("--set", choices=(*SETS, "all"), default="main", help="what to measure (default main)")
+    words = "additional rates of the main set, Mbit/s (default 1000)"
+    parser.add_argument("--rates", type=float, nargs="*", default=[1000.0], metavar="MBIT", help=words)
+    words = "launches per marked rate (default 5 in the main set, 3 in many, 2 in the others)"
+    parser.add_argument("--launches", type=int, metavar="N", help=words)
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds per launch, at least 7 (default 15 and 7)")
+    parser.add_argument("--restart", action="store_true", help="discard launches and results of the set first")
+
+
+def path_of(out: Path, name: str) -> Path:
+    """Path of the result of a set: `out` for the main set, `out`-NAME for another."""
+    return out if name == "main" else out.with_name(f"{out.name}-{name}")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.rounds is not None:
+        require_least("--rounds", [args.rounds], LEAST_ROUNDS)
+    if args.launches is not None:
+        require_least("--launches", [args.launches])
+    if any(not rate >= 1 for rate in args.rates):
+        raise ConfigError(f"--rates = {min(args.rates):g} is too slow; smallest valid value: 1 (Mbit/s)")
+    for name in SETS if args.set == "all" else (args.set,):
+        plan, out = SETS[name], path_of(args.out, name)
+        launches = args.launches or plan.launches
+        plan = replace(
+            plan, launches=launches, free_launches=min(launches, plan.free_launches), rounds=args.rounds or plan.rounds
+        )
+        if args.restart:
+            for suffix in (".json", ".partial"):
+                out.with_suffix(suffix).unlink(missing_ok=True)
+        if code := wire(plan, args.config, args.overrides, args.rates if name == "main" else [], out):
+            return code
+    return 0

@@ -7,9 +7,9 @@ have one group without a name.
 from collections.abc import Sequence
 
 from benchmarks.experiments.contest import Ratio, ratio, spread
+from benchmarks.experiments.results import Facts
 from benchmarks.experiments.wire_plan import BTP_CP, NO_LIMIT
 from boost.errors import MeasurementError
-from boost.measure.results import Facts
 
 
 def set_of(facts: Facts) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.experiments.endtoend import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PARALLEL, PUBLISHED, VANILLA
+from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PARALLEL, PUBLISHED, VANILLA
 from boost.config import Config, load
 from boost.measure.steps import flags, shape
 
@@ -94,8 +94,6 @@ class WireGroup:
     """The contender whose step marks the rates, and that others are compared with."""
     recorded: tuple[WireContender, ...] = ()
     """Contenders with a timeline of one step on the slow wire."""
-    broken_down: tuple[WireContender, ...] = ()
-    """Contenders with one step per launch recorded by part, on every marked wire."""
     collectives: bool = False
     """Whether to time bare collectives too."""
 
@@ -174,7 +172,6 @@ MAIN = WireSet(
                 WireContender(VANILLA, "halves"),
                 WireContender(MEGATRON_SP, "halves"),
             ),
-            broken_down=tuple(map(WireContender, (MEGATRON, MEGATRON_SP, PUBLISHED, VANILLA, BTP, BTP_SP))),
             collectives=True,
         ),
     ),

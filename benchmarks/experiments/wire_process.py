@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from benchmarks.experiments.contest import LEAST_ROUNDS, take_turns
 from benchmarks.experiments.side_by_side import TimingGroup, measure_steppers
+from benchmarks.experiments.timeline import as_numbers, record
 from benchmarks.experiments.wire import collective_calls
 from boost.config.load import from_tree
 from boost.errors import MeasurementError
 from boost.measure.steps import Stepper
-from boost.measure.timeline import record
 from boost.parallel.mesh import close_mesh, open_mesh
 
 TOLERANCE = 1e-3
@@ -45,8 +45,7 @@ def main(folder: Path) -> None:
         found["collectives"] = turns.seconds
     found["steps"] = {}
     for name in asked["recorded"]:
-        step = record(steppers[name].step, mesh)
-        found["steps"][name] = {"timeline": step.as_numbers(), "parts_s": step.seconds()}
+        found["steps"][name] = as_numbers(record(steppers[name].step, mesh))
     (folder / f"measured{mesh.rank}.json").write_text(json.dumps(found), encoding="utf-8")
     close_mesh()
 

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.experiments.colors import color_of
 from benchmarks.experiments.contest import Ratio, bootstrap, in_words, spread, verdict_words
-from benchmarks.experiments.endtoend import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PUBLISHED, VANILLA
+from benchmarks.experiments.document import Figure, Goal, Section, Table
+from benchmarks.experiments.results import Facts
 from benchmarks.experiments.side_by_side import in_ms, shape_of
-from benchmarks.experiments.traffic import ISSUE
+from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PUBLISHED, VANILLA
+from benchmarks.experiments.timeline import draw_on, from_numbers, rows
 from benchmarks.experiments.wire_facts import (
     collective_seconds,
     faster,
@@ -38,10 +41,17 @@ from benchmarks.experiments.wire_plan import (
     name_of,
     plain_and_halved,
 )
-from boost.measure.document import Figure, Goal, Section, Table
-from boost.measure.drawing import MUTED, SERIES, color_of, pyplot, tidy, write
-from boost.measure.results import Facts
-from boost.measure.timeline import ProcessStep, draw_on, rows
+from boost.drawing import MUTED, SERIES, pyplot, tidy, write
+from boost.measure.timeline import ProcessStep
+from boost.parallel import collectives
+
+ISSUE = {
+    "all-reduce": collectives.all_reduce,
+    "all-gather": collectives.all_gather,
+    "reduce-scatter": collectives.reduce_scatter,
+    "all-to-all": collectives.all_to_all,
+}
+"""The runtime function that issues each kind of collective."""
 
 MIB = (1, 4, 16)
 """Payloads of bare collectives: MiB of the gathered or reduced tensor."""
@@ -265,7 +275,7 @@ def _draw(facts: Facts, group: str, path: Path) -> None:
 def _timelines(facts: Facts, name: str) -> Iterator[Table | Figure]:
     """Recorded steps, if any."""
     found = {
-        contender: [ProcessStep.from_numbers(each) for each in steps]
+        contender: [from_numbers(each) for each in steps]
         for launch in facts["groups"]
         for contender, steps in launch.get("timelines", {}).items()
     }

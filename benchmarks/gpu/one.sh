@@ -29,6 +29,6 @@ piece 07-single $PYTHON -m benchmarks single "${model[@]}" "${on[@]}" --rounds "
 piece 08-recompute $PYTHON -m benchmarks recompute "${model[@]}" "${on[@]}" --rounds "$rounds" --out "$OUT/recompute"
 piece 09-calibrate $BOOST plan calibrate --device "$DEVICE" --nproc 1 --out "$OUT/profile.toml" ${quick[@]+"${quick[@]}"}
 if [ ${#steps[@]} -gt 0 ]; then
-    piece 10-validate $BOOST plan validate --measure --hardware "$OUT/profile.toml" --out "$OUT/validation"
+    piece 10-validate $PYTHON -m benchmarks validation --measure --hardware "$OUT/profile.toml" --out "$OUT/validation"
 fi
 finish

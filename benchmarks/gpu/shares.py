@@ -1,6 +1,6 @@
 """One TP process of four, by itself: seconds and MFU of a step of 7B-shaped blocks, with a profiler trace.
 
-Nothing is sent (`boost.measure.shares`): what this times is the work between collectives, eager or compiled.
+Nothing is sent (`benchmarks.experiments.shares`): what this times is the work between collectives, eager or compiled.
 """
 
 import argparse
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.experiments.shares import without_the_others
 from boost.config import load
 from boost.config.architecture import flops_per_token
 from boost.config.layouts import layout_spec
-from boost.measure.shares import without_the_others
 from boost.measure.steps import Stepper, synchronize
 from boost.train.hardware import peak_flops
 

@@ -7,11 +7,10 @@ from typing import Any
 
 COMMAND_GROUPS = {
     "data": ("prepare",),
-    "training": ("recipe", "train", "config", "eval", "generate", "timeline"),
+    "training": ("recipe", "train", "config", "eval", "generate"),
     "models": ("runs", "checkpoint", "export", "import"),
-    "planning": ("plan", "plan calibrate", "plan validate", "inspect", "bench"),
+    "planning": ("plan", "plan calibrate", "inspect"),
     "clusters": ("verify", "coordinate"),
-    "shell": ("completion",),
 }
 """Commands by heading, in the order that `boost --help` shows."""
 

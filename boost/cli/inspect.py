@@ -11,6 +11,7 @@ from boost.config import Config, load
 from boost.config.context import context_notes
 from boost.config.layouts import spec_of
 from boost.config.stages import Stage, stages
+from boost.config.text import printable
 from boost.config.traffic import Collective
 from boost.errors import ConfigError
 from boost.format import format_bytes, format_count
@@ -53,7 +54,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         action="store_true",
         help="show memory by category, between the passes and at the peak, predicted and measured",
     )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw one block as SVG")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw one block (.svg, .png or .pdf)")
     parser.set_defaults(takes_overrides=True)
     return parser
 
@@ -67,12 +68,13 @@ def run(args: argparse.Namespace) -> int:
     _check(config, args)
 
     from boost.plan.inspection import inspect
-    from boost.plan.picture import block_picture, printable
 
     inspection = inspect(config, args.pp_rank)
     name, notes = printable(Path(args.config).name.removesuffix(".toml")), list(_notes(config))
     if args.svg is not None:
-        args.svg.write_text(block_picture(inspection, name), encoding="utf-8", newline="\n")
+        from boost.plan.pictures import draw_block
+
+        draw_block(inspection, name, args.svg)
     held = _memory(config, args.pp_rank) if args.memory else None
     if args.json:
         memory = {"memory": memory_as_json(*held)} if held else {}

@@ -6,8 +6,7 @@ Commands import torch, tokenizers and other slow modules inside `run`, so that `
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from boost import __version__
 from boost.cli import COMMAND_GROUPS, COMMANDS, SubcommandGroup, joined, load_command
@@ -36,11 +35,8 @@ class CommandParser(argparse.ArgumentParser):
         return formatter.format_help()
 
 
-def build_parser(group: Callable[[Any, str], Any] = SubcommandGroup) -> argparse.ArgumentParser:
-    """Builds the parser of all commands. The file of each command defines its arguments and help.
-
-    `group(subparsers, first_word)` returns the object on which a two-word command is registered.
-    """
+def build_parser() -> argparse.ArgumentParser:
+    """Builds the parser of all commands. The file of each command defines its arguments and help."""
     parser = CommandParser(
         prog="boost",
         usage="boost COMMAND ...",
@@ -58,7 +54,7 @@ def build_parser(group: Callable[[Any, str], Any] = SubcommandGroup) -> argparse
     for name in COMMANDS:
         command = load_command(name)
         first, _, _ = name.rpartition(" ")
-        subparser = command.add_parser(group(subparsers, first) if first else subparsers)
+        subparser = command.add_parser(SubcommandGroup(subparsers, first) if first else subparsers)
         subparser.allow_abbrev = False
         subparser.add_argument("--debug", action="store_true", help="show the full traceback if there is an error")
         subparser.set_defaults(run=command.run)
@@ -85,7 +81,7 @@ def run_command(parser: argparse.ArgumentParser, words: Sequence[str], overrides
                     f"unrecognized arguments: {' '.join(overrides + unknown)} (see {parser.prog} {args.command} --help)"
                 )
             )
-        args.overrides = unknown + overrides  # `boost bench` forwards them; the experiment's name must come first
+        args.overrides = unknown + overrides
         return args.run(args) or 0
     except BoostError as error:
         if args.debug:

@@ -16,6 +16,7 @@ from boost.config.architecture import parameter_count
 from boost.config.load import change, parse_overrides, validated
 from boost.config.rules import check
 from boost.config.schema import ParallelConfig
+from boost.drawing import needs_matplotlib
 from boost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         usage="boost plan --model M --gpus N --gpu PROFILE [--global-batch B] [--seq L] [--explain] [--write run.toml]\n"
         "       boost plan CONFIG --gpu PROFILE [--section.key value ...]      explain one configuration",
         description="Searches all valid configurations of a model on N GPUs for the fastest one that fits in memory, and\n"
-        "explains why the others lose. Predicts only: starts no processes and takes seconds.",
+        "explains why the others lose. Plans for 'boost train': other frameworks differ in time, memory and what is legal.\n"
+        "Predicts only: starts no processes and takes seconds.",
         epilog="examples:\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --global-batch 1M-tokens --seq 4096\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --global-batch 256 --price 1.8      with the cost per 1B tokens\n"
@@ -56,7 +58,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--model takes a size (1b, 3b, 7b, 13b, 30b), a preset (llama3-8b, ...; see 'boost config'), a TOML file (its\n"
         "[parallel] and searched fields are ignored), or the config.json or folder of a Hugging Face model.\n"
         "--parallel.KEY, --train.micro_batch and --train.recompute restrict the search to a value.\n"
-        "'boost plan calibrate' profiles this machine; 'boost plan validate' measures the accuracy of predictions.\n"
+        "'boost plan calibrate' profiles this machine.\n"
         "A global batch is in sequences (256) or tokens (1M-tokens, 500k-tokens). Units are decimal: 1 GB = 10^9 bytes.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -66,12 +68,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs")
     parser.add_argument(
         "--gpu", metavar="PROFILE", help="hardware profile: h100, a100-80g-8, a .toml file, or a datasheet line"
-    )
-    parser.add_argument(
-        "--stack",
-        choices=("boost", "eager", "compiled", "fused"),
-        default="boost",
-        help="software to predict: boost train (default), eager or compiled PyTorch, or fused as in Megatron-LM (dense models)",
     )
     parser.add_argument("--per-node", type=int, metavar="N", help="GPUs per node (default: from the profile)")
     parser.add_argument("--global-batch", metavar="B", help="sequences or tokens per step (default: from the model)")
@@ -100,7 +96,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--explain", action="store_true", help="break down time and memory of the best plan")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the breakdown as SVG")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the breakdown (.svg, .png or .pdf)")
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write the best plan as a configuration for 'boost train'"
     )
@@ -153,11 +149,10 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from boost.plan.hardware import load_hardware, names
-    from boost.plan.stack import with_stack
 
     if args.gpu is None:
         raise ConfigError(f"--gpu is missing; pass one of {', '.join(names())}, or a .toml file")
-    hardware = with_stack(load_hardware(args.gpu), args.stack)
+    hardware = load_hardware(args.gpu)
     for name in ("per_node", "gpus", "seq", "steps", "top"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} = {value} is too small; smallest valid value: 1")
@@ -168,6 +163,8 @@ def run(args: argparse.Namespace) -> int:
     if args.per_node is not None:
         hardware = hardware.model_copy(update={"per_node": args.per_node})
     _require_files(args)
+    if args.svg is not None:
+        needs_matplotlib()
     if args.config is not None:
         return _explain_config(args, hardware)
     if args.largest_model and args.model is None:
@@ -285,7 +282,7 @@ def _explained(args: argparse.Namespace, plan: "Plan", hardware: "Hardware") -> 
         plan_explain.print_explanation(plan, hardware)
     if args.svg is not None:
         name = Path(args.config or args.model).name.removesuffix(".toml")
-        args.svg.write_text(plan_explain.picture(plan, name, args.gpu), encoding="utf-8", newline="\n")
+        plan_explain.draw(plan, name, args.gpu, args.svg)
         if not args.json:
             print(f"\n{args.svg} written")
 
@@ -345,8 +342,6 @@ def request_of(args: argparse.Namespace, hardware: "Hardware") -> "Request":
 
 def base_of(args: argparse.Namespace) -> tuple[Config, frozenset[str]]:
     """Returns (base configuration, fixed keys)."""
-    from boost.plan.stack import stacks
-
     changes = dict(parse_overrides(args.overrides))
     for key, value in (
         ("model.family", args.family), ("train.compute_dtype", args.compute_dtype), ("train.steps", args.steps),
@@ -354,11 +349,6 @@ def base_of(args: argparse.Namespace) -> tuple[Config, frozenset[str]]:
     ):  # fmt: skip
         if value is not None:
             changes[key] = value
-    if args.stack != "boost":
-        stack = stacks()[args.stack]
-        changes.setdefault("train.compile", stack.compile)
-        if stack.overlap == "none":
-            changes.setdefault("parallel.overlap", "none")
     tree = tree_of_model(args.model)
     tree.pop("parallel", None)
     train = tree.setdefault("train", {})

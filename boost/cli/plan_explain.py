@@ -1,15 +1,16 @@
 """`boost plan --explain`: breaks down time and memory of one configuration, as tables and bars."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from boost.cli.terminal import print_table
 from boost.format import format_bytes, format_rate, format_seconds
-from boost.plan.bars import StackedBar, bars_picture
 from boost.plan.categories import CATEGORIES
 from boost.plan.compare import choices, mesh
 from boost.plan.explain import busiest, elementwise, products, rows_that_matter, sent
 from boost.plan.hardware import Hardware
+from boost.plan.pictures import StackedBar, draw_bars
 from boost.plan.search import Plan
 from boost.plan.step_time import PARTS
 from boost.plan.timing import Predictor
@@ -145,8 +146,8 @@ def _print_sent(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> No
     print_table(out, table)
 
 
-def picture(plan: Plan, name: str, gpu: str) -> str:
-    """Draws both bars as SVG."""
+def draw(plan: Plan, name: str, gpu: str, path: Path) -> None:
+    """Draws both bars."""
     time, held = plan.time, _in_order(plan)
     left = max(-plan.shortfall, 0)
     bars = [
@@ -165,4 +166,4 @@ def picture(plan: Plan, name: str, gpu: str) -> str:
     ]
     parallel = plan.config.parallel
     title = f"{name} on {parallel.world_size} x {gpu.removesuffix('.toml')}"
-    return bars_picture(title, f"{mesh(parallel)}; {choices(plan.config)}", bars)
+    draw_bars(title, f"{mesh(parallel)}; {choices(plan.config)}", bars, path)

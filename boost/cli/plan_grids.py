@@ -18,6 +18,7 @@ from boost.plan.candidates import Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 
 def by_tokens(args: argparse.Namespace, request: Request) -> int:
@@ -31,7 +32,7 @@ def by_tokens(args: argparse.Namespace, request: Request) -> int:
     print_by_tokens(args, request, rows)
     subtitle = f"On {args.gpus} x {args.gpu}: the fastest configuration per cell, and its time relative to the fastest in the row"
     title = f"Layout by tokens per step and TP size: {args.model}, {request.base.model.title}"
-    _draw(args, lambda: tokens_grid.picture(title, subtitle, rows))
+    _draw(args, lambda path: tokens_grid.draw(title, subtitle, rows, path))
     return 0
 
 
@@ -46,13 +47,13 @@ def by_gpus(args: argparse.Namespace, request: Request) -> int:
     print_by_gpus(args, request, rows)
     title = f"Layout by tokens per step and number of GPUs: {args.model}, {request.base.model.title}"
     subtitle = f"{args.gpu}, sequences of {request.base.train.seq_len:,}: the fastest configuration without a pipeline"
-    _draw(args, lambda: gpus_grid.picture(title, subtitle, rows))
+    _draw(args, lambda path: gpus_grid.draw(title, subtitle, rows, path))
     return 0
 
 
-def _draw(args: argparse.Namespace, picture: "Callable[[], str]") -> None:
+def _draw(args: argparse.Namespace, draw: "Callable[[Path], None]") -> None:
     if args.svg is not None:
-        args.svg.write_text(picture(), encoding="utf-8", newline="\n")
+        draw(args.svg)
         if not args.json:
             print(f"\n{args.svg} written")
 

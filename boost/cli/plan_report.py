@@ -20,10 +20,13 @@ from boost.plan.hardware import Hardware
 from boost.plan.interval import fit_probability, interval
 from boost.plan.questions import Answer
 from boost.plan.search import Plan, Search
-from boost.plan.stack import stacks
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+SOFTWARE = "boost train: kernels compiled, torch's own attention"
+"""What is predicted."""
 
 
 @dataclass(frozen=True)
@@ -114,17 +117,18 @@ def _wrapped(first: str, words: Sequence[str], width: int = 96) -> list[str]:
 def asked_words(args: argparse.Namespace) -> list[str]:
     """Returns the request as arguments of `boost`."""
     words = ["plan"] + ([args.config] if args.config else [])
-    names = ("model", "family", "gpus", "gpu", "stack", "per_node", "global_batch", "seq", "steps", "compute_dtype")
+    names = ("model", "family", "gpus", "gpu", "per_node", "global_batch", "seq", "steps", "compute_dtype")
     for name in names:
-        if (value := getattr(args, name)) is not None and (name, value) != ("stack", "boost"):
+        if (value := getattr(args, name)) is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
     return [*words, *args.overrides]
 
 
 # JSON.
 
-SCHEMA = 2
-"""Version of the --json output; incremented if a key changes its meaning or is removed. 2: intervals, probabilities, both MFUs."""
+SCHEMA = 3
+"""Version of the --json output; incremented if a key changes its meaning or is removed. 2: intervals, probabilities, both MFUs.
+3: without the software stack."""
 
 
 def as_json(plan: Plan, price: float | None, hardware: Hardware) -> dict[str, Any]:
@@ -158,7 +162,6 @@ def print_json(report: PlanReport) -> None:
     result = {
         "schema": SCHEMA,
         "argv": asked_words(args),
-        "stack": args.stack,
         "model": args.model,
         "gpu": args.gpu,
         "gpus": args.gpus,
@@ -244,7 +247,7 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: H
     facts = {
         "mesh": mesh(parallel),
         "choices": choices(plan.config),
-        "step": f"{format_seconds(time.seconds)} (eight of ten runs take {low} to {high}), as {stacks()[args.stack].title}",
+        "step": f"{format_seconds(time.seconds)} (eight of ten runs take {low} to {high}), as {SOFTWARE}",
         "speed": f"{format_rate(time.tokens_per_second)}, MFU {time.mfu:.1%} ({time.mfu_of_all_scores:.1%} with masked scores)",
         "memory": f"{format_bytes(plan.memory)} of {format_bytes(plan.usable)} usable per GPU ({room}{process}; "
         f"{plan.margin:.0%} stay free); {chance}",

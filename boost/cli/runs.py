@@ -146,7 +146,7 @@ def _metrics(given: list[str] | None) -> Sequence[str]:
 def _check_out(out: str | None) -> None:
     if out is None:
         return
-    from boost.measure.drawing import needs_matplotlib
+    from boost.drawing import needs_matplotlib
 
     suffix = Path(out).suffix
     if suffix not in (".png", ".svg", ".pdf", ".html"):

@@ -171,7 +171,7 @@ class CompressedWeights:
 
 @dataclass(frozen=True)
 class Method:
-    """Parts of the method, which the experiment `python -m benchmarks healing` removes one at a time."""
+    """Parts of the method, each of which may be left out."""
 
     gradients: bool = True
     """Weight output errors and tokens by the moments of gradients. False: all alike, as SVD-LLM (arXiv 2403.07378)."""

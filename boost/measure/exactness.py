@@ -15,16 +15,17 @@ from torch import Tensor
 from boost.config import Config
 from boost.config.architecture import IGNORED
 from boost.config.traffic import Collective
-from boost.data.batches import Batch
+from boost.data.batches import Batch, join
 from boost.models.fused import fused_params
 from boost.models.interface import local_slice
 from boost.optim.build import build_optimizer
 from boost.parallel.counting import CollectiveCounter
-from boost.parallel.gradients import GradientReducer, StepStats, clip_gradients, reduce_step_stats
+from boost.parallel.gradients import GradientReducer, StepStats, clip_gradients, launch_step_stats
 from boost.parallel.mesh import Mesh
+from boost.parallel.pipeline import Pipeline
 from boost.parallel.working import WorkingCopies
 from boost.plan.collectives import step_collectives
-from boost.train.model import Model, backward, build_model, initialize_model
+from boost.train.model import Model, build_model, host_batch, initialize_model, run_passes
 
 DOCUMENT = 7
 """Length of a synthetic document in tokens."""
@@ -88,14 +89,15 @@ class TrainedModel:
         """Runs a step without the update. `before_sums` is called after the passes, before the remaining gradient reductions."""
         cp = self.mesh.cp
         batches = [each.share(cp.rank, cp.size) for each in made_up_batches(self.config, step, self.mesh.dp.rank)]
+        whole = [join(batches)] if isinstance(self.model, Pipeline) else batches
         positions = self.config.train.global_batch * self.config.train.seq_len
         self.reducer.begin(len(batches))
         with self.copies.in_use():
-            loss = backward(self.model, batches, self.config, positions)
+            loss = run_passes(self.model, [host_batch(batch) for batch in whole], self.config, positions)
         before_sums()
         self.reducer.finish()
         targets = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
-        return reduce_step_stats(self.fused_params, loss, targets, positions, self.mesh)
+        return launch_step_stats(self.fused_params, loss, targets, positions, self.mesh).read()
 
     def collectives(self) -> list[Collective]:
         """Returns the collectives of a step without its update. Without PP, each one has its phase set."""

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from boost.drawing import pyplot, tidy, write
 from boost.format import format_count
-from boost.measure.drawing import pyplot, tidy, write
 from boost.measure.run_record import RunRecord
 
 LETTERS = "ABCDEFGHIJ"

@@ -1,4 +1,4 @@
-"""Draws a timeline of a recorded step: when each process computes, and when its collectives are in flight.
+"""Reads a recorded step: when each process computes, and when its collectives are in flight.
 
 Reads the Chrome traces of `train.profile`, one per process. On CPUs a collective is in flight from its start to the end of its
 wait, as recorded by `boost.parallel.exchange`; on GPUs, while its kernel runs.
@@ -6,30 +6,15 @@ wait, as recorded by `boost.parallel.exchange`; on GPUs, while its kernel runs.
 
 import json
 import re
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from boost.errors import ConfigError, DataError
 
-if TYPE_CHECKING:
-    from boost.parallel.mesh import Mesh
-
 NOTED = re.compile(r"(start|wait for) (\w+ #\d+ of .*), (\d+) bytes")
 STEP = re.compile(r"step (\d+)")
-GEMM_OPERATORS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
-GEMM_KERNELS = re.compile(r"gemm|cutlass|xmma|nvjet", re.IGNORECASE)
-FUSED_ATTENTION = re.compile(r"flash|fmha|attention", re.IGNORECASE)
-"""Kernels whose names may mention the GEMM library that they are built with."""
-COMPUTES, WAITS, FLIES = "computing", "waiting for communication", "collective in flight"
-COLORS = {COMPUTES: "#5c7cfa", WAITS: "#e0a08a", FLIES: "#0e9aa0"}
-GAP_S = 2e-4
-"""Gaps shorter than this many seconds are not drawn."""
-
-MOST_SHAPES = 40
-"""Maximum number of intervals per row to draw as vector shapes; more are rasterized."""
 
 
 class Interval(NamedTuple):
@@ -54,59 +39,11 @@ class ProcessStep:
     """When an operator (CPU) or kernel (GPU) runs that is neither a collective nor a wait for one."""
     flying: tuple[Interval, ...]
     """When at least one collective is in flight."""
-    gemms: tuple[Interval, ...] = ()
-    """Part of `computing` in which a GEMM runs; empty in recordings of older versions."""
 
     @property
     def waiting(self) -> tuple[Interval, ...]:
         """When a collective is in flight and nothing is computed: exposed communication."""
         return without(self.flying, self.computing)
-
-    @property
-    def hidden(self) -> float:
-        """Fraction of communication time that overlaps with computation; 1 if nothing is sent."""
-        flying = total(self.flying)
-        return 1 - total(self.waiting) / flying if flying else 1.0
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds by part, which sum to the step: GEMMs, other computation, waiting for collectives, and the rest, in which no
-        operator runs (Python and gaps between operators)."""
-        gemms, computing, waiting = total(self.gemms), total(self.computing), total(self.waiting)
-        rest = self.step.seconds - computing - waiting
-        return {"gemms": gemms, "other": computing - gemms, "waiting": waiting, "rest": rest}
-
-    def as_numbers(self) -> dict[str, Any]:
-        """Serializes for a result file: intervals in seconds, rounded to 10 us, without invisible gaps."""
-        found = {
-            name: [[round(t, 5) for t in each] for each in union(getattr(self, name), GAP_S / 4)]
-            for name in ("computing", "flying")
-        }
-        return {"rank": self.rank, "step": [round(t, 5) for t in self.step], **found}
-
-    @classmethod
-    def from_numbers(cls, numbers: Mapping[str, Any]) -> "ProcessStep":
-        """Inverse of `as_numbers`."""
-        computing, flying = (tuple(Interval(*each) for each in numbers[name]) for name in ("computing", "flying"))
-        return cls(numbers["rank"], Interval(*numbers["step"]), computing, flying)
-
-
-def record(step: Callable[[], object], mesh: "Mesh") -> ProcessStep:
-    """Records one step of this process; recording slows it down. All processes must call it together."""
-    from torch.profiler import ProfilerActivity, profile, record_function
-
-    from boost.measure.speed import synchronize
-
-    step()
-    with tempfile.TemporaryDirectory(prefix="boost-timeline-") as folder:
-        path = Path(folder, "rank0.json")
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if mesh.device.type == "cuda" else [])]
-        mesh.barrier()
-        with profile(activities=activities) as recorder:
-            with record_function("step 0"):
-                step()
-            synchronize(mesh.device)
-        recorder.export_chrome_trace(str(path))
-        return read_step(path, mesh.rank)[1]
 
 
 def total(intervals: Iterable[Interval]) -> float:
@@ -146,16 +83,6 @@ def within(intervals: Iterable[Interval], step: Interval) -> tuple[Interval, ...
     return tuple(each for each in cut if each.begin < each.end)
 
 
-def recorded(run: Path) -> dict[int, Path]:
-    """Returns the traces of a run by rank. Raises ConfigError if there are none."""
-    found = {int(path.stem[4:]): path for path in (run / "profile").glob("rank*.json") if path.stem[4:].isdecimal()}
-    if not found:
-        raise ConfigError(
-            f"{run} has no recorded steps (profile/rank0.json); record some with boost train ... --train.profile '[10, 12]'"
-        )
-    return dict(sorted(found.items()))
-
-
 def read_step(path: Path, rank: int, number: int | None = None) -> tuple[int, ProcessStep]:
     """Reads step `number` of a trace (None: the middle one of those recorded). Returns (number, step).
 
@@ -179,20 +106,12 @@ def read_step(path: Path, rank: int, number: int | None = None) -> tuple[int, Pr
     kernels = [event for event in events if event.get("cat") == "kernel"]
     computing, flying = _on_gpu(kernels, since) if kernels else _on_cpu(events, since)
     computing, flying = within(computing, step), within(flying, step)
-    multiplying = union(_interval(event, since) for event in kernels or events if _is_gemm(event))
-    return number, ProcessStep(rank, step, computing, flying, without(computing, without(computing, multiplying)))
+    return number, ProcessStep(rank, step, computing, flying)
 
 
 def _interval(event: dict[str, Any], since: float) -> Interval:
     begin = since + float(event["ts"]) * 1e-6
     return Interval(begin, begin + float(event["dur"]) * 1e-6)
-
-
-def _is_gemm(event: dict[str, Any]) -> bool:
-    name = event["name"]
-    if event.get("cat") == "kernel":
-        return bool(GEMM_KERNELS.search(name)) and not FUSED_ATTENTION.search(name)
-    return event.get("cat") == "cpu_op" and name in GEMM_OPERATORS
 
 
 def _on_gpu(kernels: Sequence[dict[str, Any]], since: float) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
@@ -216,43 +135,3 @@ def _on_cpu(events: Sequence[dict[str, Any]], since: float) -> tuple[tuple[Inter
             flights.append(Interval(begins.pop(found[2], where.begin), where.end))
     operators = union(_interval(event, since) for event in events if event.get("cat") == "cpu_op")
     return without(operators, union(waits)), union(flights)
-
-
-def draw(number: int, steps: Sequence[ProcessStep], path: Path) -> None:
-    """Draws one step of all processes to a file."""
-    from boost.measure.drawing import pyplot, write
-
-    figure, axis = pyplot().subplots(figsize=(12, 1.2 + 0.7 * len(steps)), layout="constrained")
-    draw_on(axis, steps)
-    axis.set_xlabel(f"milliseconds of step {number}")
-    axis.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
-    write(figure, path)
-
-
-def draw_on(axis: Any, steps: Sequence[ProcessStep]) -> None:
-    """Draws two rows per process: computation, and collectives in flight. Time 0 is the start of the first process's step."""
-    from boost.measure.drawing import tidy
-
-    begin = min(each.step.begin for each in steps)
-    for place, each in enumerate(steps):
-        for name, intervals, low, height in (
-            (COMPUTES, each.computing, 0.05, 0.45),
-            (WAITS, each.waiting, 0.05, 0.45),
-            (FLIES, each.flying, 0.55, 0.25),
-        ):
-            bars = [((b - begin) * 1e3, (e - b) * 1e3) for b, e in union(intervals, GAP_S)]
-            label = name if not place else None
-            drawn = axis.broken_barh(bars, (place + low, height), color=COLORS[name], linewidth=0, label=label)
-            drawn.set_rasterized(len(bars) > MOST_SHAPES)
-    axis.set_yticks([place + 0.4 for place in range(len(steps))], [f"rank {each.rank}" for each in steps])
-    axis.invert_yaxis()
-    axis.update_datalim([(0.0, 0.05)])  # the first bar may begin a little later
-    axis.margins(x=0)
-    tidy(axis)
-
-
-def rows(steps: Sequence[ProcessStep]) -> Iterator[tuple[str, ...]]:
-    """Yields (rank, step in ms, computing, in flight, waiting, overlapped fraction) as text."""
-    for each in steps:
-        parts = each.step.seconds, total(each.computing), total(each.flying), total(each.waiting)
-        yield str(each.rank), *(f"{seconds * 1e3:.1f}" for seconds in parts), f"{each.hidden:.0%}"

@@ -106,26 +106,6 @@ def using(backend: Backend) -> Iterator[None]:
         _backend = usual
 
 
-_separate = False
-
-
-@contextmanager
-def separate_operations() -> Iterator[None]:
-    """Context in which element-wise operations run as published code writes them: each one separate, with its own gradient and
-    saved inputs. For predictions of published measurements."""
-    global _separate
-    before, _separate = _separate, True
-    try:
-        yield
-    finally:
-        _separate = before
-
-
-def is_separate() -> bool:
-    """Whether `separate_operations` is active."""
-    return _separate
-
-
 # Building blocks of kernels.
 
 
@@ -149,15 +129,13 @@ def scaled(x: Tensor, c_T1: Tensor) -> Tensor:
     """x c, rounded to x's dtype once, in one pass; without a gradient."""
     if x.dtype == c_T1.dtype:
         return x * c_T1
-    if _separate or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return (x * c_T1).to(x.dtype)
     return torch.mul(x, c_T1, out=torch.empty_like(x))
 
 
 def row_dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     """<x, y> of each row, [T]: products in the operands' dtype, their sum in `dtype`."""
-    if _separate:
-        return (x * y.to(dtype)).sum(-1)
     return (x * y).sum(-1, dtype=dtype)
 
 

@@ -4,7 +4,6 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from boost.models import kernels
@@ -46,8 +45,6 @@ def gated_product(gate_TO: Tensor, up_TO: Tensor, silu: bool) -> Tensor:
     """Differentiable silu(gate) up (SwiGLU, arXiv 2002.05202), or gate up."""
     if not silu:
         return gate_TO * up_TO
-    if kernels.is_separate():
-        return F.silu(gate_TO) * up_TO
     if not torch.is_grad_enabled():
         y_TO: Tensor = kernels.gated(gate_TO, up_TO)
         return y_TO
@@ -56,10 +53,6 @@ def gated_product(gate_TO: Tensor, up_TO: Tensor, silu: bool) -> Tensor:
 
 def rotary(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
     """Differentiable rotary embedding (arXiv 2104.09864) in the rotate-half form, which pairs the two halves of a head."""
-    if kernels.is_separate():
-        x_BHSE = x_BSHE.transpose(1, 2)
-        first, second = x_BHSE.chunk(2, dim=-1)
-        return (x_BHSE * cos_SE + torch.cat((-second, first), dim=-1) * sin_SE).transpose(1, 2)
     if not torch.is_grad_enabled():
         y_BSHE: Tensor = kernels.rotated(x_BSHE, cos_SE, sin_SE)
         return y_BSHE

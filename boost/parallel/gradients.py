@@ -273,7 +273,7 @@ class LaunchedStats:
 
     def __init__(self, sums: Tensor, tokens: int) -> None:
         """`sums`: loss, squared gradient norm, number of targets, encoded flags and, with a teacher, cross-entropy, fp64 [4 or 5].
-        `tokens`: see `reduce_step_stats`."""
+        `tokens`: see `launch_step_stats`."""
         self._sums, self._tokens = sums, tokens
         self._host, self._arrived = sums, None
         if sums.device.type == "cuda":
@@ -317,23 +317,6 @@ class LaunchedStats:
         return divisor.float(), (~sound).float()
 
 
-def reduce_step_stats(
-    fused_params: Sequence[FusedParam],
-    loss: Tensor,
-    targets: int,
-    tokens: int,
-    mesh: Mesh,
-    flags: StepFlags = StepFlags.NONE,
-) -> StepStats:
-    """Reduces loss, gradient norm, number of targets and flags over the whole mesh, in one all-reduce of four fp64 numbers.
-
-    `loss`: this replica's sum over its targets divided by `tokens`; equal on its TP ranks, 0 on pipeline ranks without the
-    head. Gradients are those of the same quotient. `targets`: positions of this replica that have a target. `tokens`: all
-    positions of the global batch. The two differ only if some positions have no target.
-    """
-    return launch_step_stats(fused_params, loss, targets, tokens, mesh, flags).read()
-
-
 @torch.no_grad()
 def launch_step_stats(
     fused_params: Sequence[FusedParam],
@@ -344,7 +327,14 @@ def launch_step_stats(
     flags: StepFlags = StepFlags.NONE,
     cross_entropy: Tensor | None = None,
 ) -> LaunchedStats:
-    """Like `reduce_step_stats`, but does not wait for the result. `cross_entropy`: like `loss`, a fifth number to reduce."""
+    """Reduces loss, gradient norm, number of targets and flags over the whole mesh, in one all-reduce of four fp64 numbers. Does
+    not wait for the result.
+
+    `loss`: this replica's sum over its targets divided by `tokens`; equal on its TP ranks, 0 on pipeline ranks without the
+    head. Gradients are those of the same quotient. `targets`: positions of this replica that have a target. `tokens`: all
+    positions of the global batch. The two differ only if some positions have no target. `cross_entropy`: like `loss`, a fifth
+    number to reduce.
+    """
     squares = loss.new_zeros((), dtype=torch.double)
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for fused in fused_params:

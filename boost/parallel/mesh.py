@@ -240,8 +240,7 @@ def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600
 def _backend(device: torch.device) -> str | None:
     """Backend of the mesh's groups: NCCL alone on GPUs. By default each group would also have gloo, which needs two sockets per
     pair of processes. CPU tensors use the group of the whole run. None: the backend of the whole run."""
-    single_rank = dist.get_backend() == "fake"  # emulation of one TP rank (boost.measure.shares)
-    return "nccl" if device.type == "cuda" and not single_rank else None
+    return "nccl" if device.type == "cuda" else None
 
 
 def _own_group(groups: list[list[int]], name: str, timeout_s: int, backend: str | None) -> Axis:

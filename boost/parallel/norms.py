@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from boost.config.traffic import STATISTIC_TERMS
 from boost.models.kernels import (
     activated,
     inverse_rms,
-    is_separate,
     normed,
     normed_backward,
     row_product,
@@ -49,16 +47,13 @@ def scale(x: Tensor, c_T1: Tensor) -> Tensor:
     return _Scale.apply(x, c_T1)
 
 
-class _RMSNorm(torch.autograd.Function):
+class RMSNorm(torch.autograd.Function):
     """forward: x [T, D], gamma [D] -> y = gamma x c, c = 1 / sqrt(mean_j x_j^2 + eps) [T, 1] (arXiv 1910.07467).
     dgrad: dx = c (g - x c^2 mean_j(g_j x_j)), g = gamma dy.
     wgrad: dgamma = sum over T of dy x c. No collective.
 
     Saves x and c. Unlike torch's GPU kernel, it does not round the gains to x's dtype.
     """
-
-    place = "norm"
-    """Category that predictions attribute its work to, wherever it is called."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, gamma_D: Tensor, eps: float) -> Tensor:
@@ -221,12 +216,10 @@ class OnlineSum:
 
 def rms_norm(x_TD: Tensor, gamma_D: Tensor, eps: float) -> Tensor:
     """Differentiable RMSNorm of whole rows, in x's dtype."""
-    if is_separate():
-        return F.rms_norm(x_TD, (x_TD.shape[-1],), gamma_D.to(x_TD.dtype), eps)
     if not torch.is_grad_enabled():  # a node costs more than the norm of one token
         y_TD: Tensor = normed(x_TD, gamma_D, eps)[0]
         return y_TD
-    return _RMSNorm.apply(x_TD, gamma_D, eps)
+    return RMSNorm.apply(x_TD, gamma_D, eps)
 
 
 def sum_of_squares(x_TD: Tensor) -> Tensor:
@@ -244,15 +237,9 @@ def project_and_measure(x_TD: Tensor, a_RD: Tensor, gamma_D: Tensor, axis: Axis)
     return Measured(*_ProjectAndMeasure.apply(x_TD, a_RD, gamma_D, axis))
 
 
-def measured(u_TR: Tensor, s_T: Tensor, axis: Axis) -> Measured:
-    """Packs latents and a statistic that were computed separately."""
-    with torch.no_grad():
-        return Measured(u_TR, s_T, torch.cat((u_TR.reshape(-1), _packed(s_T, u_TR.dtype, axis))))
-
-
 def _product_in_payload(x_TD: Tensor, weight_DR: Tensor, statistic: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (x W [T, R], flat payload). The payload holds the elements of x W, then the statistic; x W is a view of it."""
-    if is_separate() or torch.compiler.is_compiling():  # compiled code writes the parts of a cat in place
+    if torch.compiler.is_compiling():  # compiled code writes the parts of a cat in place
         u_TR = gemm(x_TD, weight_DR)
         return u_TR, torch.cat((u_TR.reshape(-1), statistic))
     tokens, width = x_TD.shape[0], weight_DR.shape[1]

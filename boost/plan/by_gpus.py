@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from boost.plan.candidates import Request, powers_of_two
-from boost.plan.grid import GridCell, grid
+from boost.plan.pictures import GridCell, draw_grid
 from boost.plan.search import Plan, Search, Tick
 
 MOST_TOKENS = 1 << 22
@@ -68,7 +69,7 @@ def by_gpus(request: Request, tick: Tick | None = None) -> list[list[GpusCell]]:
     return rows
 
 
-def picture(title: str, subtitle: str, rows: Sequence[Sequence[GpusCell]]) -> str:
-    """Draws the grid as SVG, with one color per layout."""
+def draw(title: str, subtitle: str, rows: Sequence[Sequence[GpusCell]], path: Path) -> None:
+    """Draws the grid, with one color per layout."""
     cells = [(f"{row[0].tokens:,}", [GridCell(cell.label or cell.why_none, cell.kind) for cell in row]) for row in rows]
-    return grid(title, subtitle, "tokens per step", [f"{cell.gpus} GPUs" for cell in rows[0]], cells)
+    draw_grid(title, subtitle, "tokens per step", [f"{cell.gpus} GPUs" for cell in rows[0]], cells, path)

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from boost.plan.candidates import Request, powers_of_two
-from boost.plan.grid import GridCell, grid
+from boost.plan.pictures import GridCell, draw_grid
 from boost.plan.search import Plan, Search, Tick
 
 MOST_TOKENS = 1 << 22
@@ -80,12 +81,12 @@ def _seconds(cell: Cell) -> float:
     return cell.plan.time.seconds
 
 
-def picture(title: str, subtitle: str, rows: Sequence[Sequence[Cell]]) -> str:
-    """Draws the grid as SVG, with one color per layout and a frame around the fastest cell of each row."""
+def draw(title: str, subtitle: str, rows: Sequence[Sequence[Cell]], path: Path) -> None:
+    """Draws the grid, with one color per layout and a frame around the fastest cell of each row."""
     cells = []
     for row in rows:
         best = fastest(row)
         words = [cell.why_none if cell.plan is None else f"{cell.layout}, {slower(cell, row):.2f} x" for cell in row]
         drawn = [GridCell(each, cell.layout, cell is best) for each, cell in zip(words, row, strict=True)]
         cells.append((f"{row[0].tokens:,}", drawn))
-    return grid(title, subtitle, "tokens per step", [f"TP {cell.tp}" for cell in rows[0]], cells)
+    draw_grid(title, subtitle, "tokens per step", [f"TP {cell.tp}" for cell in rows[0]], cells, path)

@@ -1,7 +1,7 @@
 """Enumerates every legal way to train a model on N GPUs: meshes, layouts, sharding, schedules, micro-batches, recomputation.
 
-TP stays within a node, as in every published run (`boost.plan.record`): its cost across nodes has never been validated against
-measurements. Set --parallel.tp for a larger size.
+TP stays within a node, as in every published run that we compare with (docs/record.md): its cost across nodes has never been
+validated against measurements. Set --parallel.tp for a larger size.
 
 A configuration is legal if it passes the rules of `boost train` (`boost.config.rules`). Choices that are never better than another
 one are skipped:
@@ -59,7 +59,7 @@ class Request:
     gpus: int
     """Number of GPUs, one process each."""
     hardware: Hardware
-    """The hardware profile with its software stack applied (`boost.plan.stack`)."""
+    """The hardware profile."""
     fixed: frozenset[str] = frozenset()
     """Dotted keys that the user fixed, such as 'parallel.tp'."""
     margin: float = 0.0

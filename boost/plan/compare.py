@@ -43,7 +43,7 @@ MOST = 0.8
 """Lists the largest differences until they cover this fraction of the total."""
 
 CLOSE = 0.05
-"""Time differences below this fraction are within the prediction error ('boost plan validate')."""
+"""Time differences below this fraction are within the prediction error (docs/record.md)."""
 
 TIGHT, ROOM, WORTH = 0.85, 0.1, 0.05
 """Above TIGHT of the usable memory, look for a plan with ROOM more of it free that costs at most WORTH of the step time."""

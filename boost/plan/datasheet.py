@@ -67,7 +67,7 @@ def tree_of(line: str, base: dict[str, Any]) -> dict[str, Any]:
         provenance={"": "estimate"} | dict.fromkeys(("memory_gb", "speeds.memory_gb_s"), "datasheet"),
     )  # fmt: skip
     speeds = tree["speeds"]
-    speeds.update(memory_gb_s=bandwidth, memory_fraction=MEMORY_SHARE, other_attention={})
+    speeds.update(memory_gb_s=bandwidth, memory_fraction=MEMORY_SHARE)
     speeds["gemm"]["bfloat16"].update(tflops=tflops, fraction=GEMM_SHARE)
     for dtype in ("float32", "float64"):
         speeds["gemm"][dtype].update(tflops=fp32)

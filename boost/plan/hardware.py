@@ -88,9 +88,6 @@ class Speeds(Section):
     """Peak memory bandwidth in GB/s, from the datasheet."""
     memory_fraction: Positive
     """Fraction of `memory_gb_s` that element-wise operations on large tensors reach."""
-    fusion: Positive = 1.0
-    """Factor by which the element-wise work of a pass moves fewer bytes than in boost; above 1 for software that fuses more
-    (`boost.plan.stack`)."""
     probe_us: Amount = 0.0
     """Microseconds of a small fixed workload during calibration (`boost.measure.speed.Probe`), a reference for how fast the machine
     was at that time; 0: unknown."""
@@ -100,10 +97,6 @@ class Speeds(Section):
     """GEMM speed by dtype."""
     attention: dict[str, Annotated[tuple[AttentionSpeed, ...], Field(strict=False)]]
     """Attention speeds by dtype; the entry with the nearest head dimension applies."""
-    other_attention: dict[str, dict[str, Annotated[tuple[AttentionSpeed, ...], Field(strict=False)]]] = Field(
-        default_factory=dict
-    )
-    """Attention speeds by kernel and dtype, for kernels that other software calls (`boost.plan.stack`)."""
     kernels: dict[str, Points] = Field(default_factory=dict)
     """Measured (bytes, microseconds) points by kernel kind or 'kind dtype'. Kernels without points run at memory bandwidth."""
 
@@ -129,7 +122,7 @@ class Speeds(Section):
         for name in (f"{work.kernel} {work.dtype}", work.kernel):
             if name in self.kernels:
                 return seconds_at(self.kernels[name], work.bytes)
-        return (moving if work.phase == "step" else moving / self.fusion) + self.kernel_us * _MICRO
+        return moving + self.kernel_us * _MICRO
 
 
 _T = TypeVar("_T")
@@ -197,23 +190,13 @@ def _rounds(kind: str, processes: int) -> float:
     return (2 if kind == "all-reduce" else 1) * (processes - 1) / processes
 
 
-class PipelineHabit(Section):
-    """How a software stack sends between pipeline stages."""
-
-    hides_sends: bool = False
-    """Whether sends overlap with the computation of another micro-batch."""
-    blocking: Amount = 0.0
-    """Fraction of a pass that a stage with two neighbors waits for blocking sends; stages with one neighbor do not wait."""
-
-
 class Hardware(Section):
     """A cluster of identical nodes."""
 
     title: str
     """Human-readable name."""
     architecture: str = ""
-    """Device generation, such as a100. '' in a calibrated profile, whose speeds already include the software stack
-    (`boost.plan.stack`)."""
+    """Device generation, such as a100; '' in a calibrated profile."""
     device: Literal["cuda", "cpu"]
     """Device type. On CUDA the host launches kernels asynchronously; on CPU it runs them itself."""
     per_node: Annotated[int, Field(ge=1)]
@@ -230,8 +213,6 @@ class Hardware(Section):
     """Fraction of compute time that asynchronous communication can overlap."""
     straggling: Amount = 0.0
     """Fraction of the step time that each doubling of nodes adds, because all wait for the slowest node."""
-    pipeline: PipelineHabit = PipelineHabit()
-    """How the software stack runs pipelines (`boost.plan.stack`)."""
     speeds: Speeds
     """Speeds while all devices of a node are busy."""
     alone: Speeds | None = None

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 Origin = Literal["calibrated", "yours", "published", "fitted", "datasheet", "estimate"]
 """calibrated: measured by 'boost plan calibrate'; yours: from your own profile; published: measured by others, cited in `sources`;
-fitted: to the public record (`boost.plan.record`); datasheet: from the vendor; estimate: our own."""
+fitted: to published speeds (docs/record.md); datasheet: from the vendor; estimate: our own."""
 
 QUANTITIES = {
     "memory_gb": "memory size",

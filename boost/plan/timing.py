@@ -115,9 +115,7 @@ class Predictor:
 
     def _cached_pass(self, config: Config, held: tuple[Stage, ...]) -> PassTime:
         train = config.train
-        # Waiting for blocking sends depends on how many stages have two neighbors, which `held` does not tell.
-        ranks = config.parallel.pp if self.hardware.pipeline.blocking else 0
-        key = "pass", held, train.recompute, train.recompute_every, ranks
+        key = "pass", held, train.recompute, train.recompute_every
         found: PassTime = self._per_micro_batch(config, key, self._pass, config, held)
         return found
 
@@ -174,7 +172,6 @@ class Predictor:
     def _pass(self, config: Config, held: Sequence[Stage]) -> PassTime:
         """One micro-batch through all stages of one pipeline rank."""
         policies, result = config.train.recompute_by_layer(config.model.layers), PassTime()
-        habit = self.hardware.pipeline
         for stage in held:
             kinds = Counter((first_alike(config.model, layer), policies[layer]) for layer in stage.numbers)
             for (layer, policy), count in kinds.items():
@@ -182,10 +179,7 @@ class Predictor:
             result.add(
                 self._per_micro_batch(config, (stage.has_embedding, stage.has_head), self._ends, config, stage), 1
             )
-            if stage.count > 1 and not habit.hides_sends:
-                result.add(self._sends(config, stage), 1)
-        inner = habit.blocking * max(config.parallel.pp - 2, 0) / config.parallel.pp
-        result.add(_blocked(result, inner), 1)
+        self._add_sends(config, held, result)
         # On a GPU, the host launches kernels ahead of time; the device waits if the host is slower.
         issuing = self.hardware.host_us * 1e-6 * result.calls
         computing = result.total - sum(result.parts[part] for part in (TENSOR, CONTEXT, PIPELINE))
@@ -201,8 +195,14 @@ class Predictor:
         runs += [trace_loss(stored, self.on_gpu)] if stage.has_head else []
         return self._pass_time(config, runs)
 
+    def _add_sends(self, config: Config, held: Sequence[Stage], result: PassTime) -> None:
+        """Adds sends to and from neighboring stages."""
+        for stage in held:
+            if stage.count > 1:
+                result.add(self._sends(config, stage), 1)
+
     def _sends(self, config: Config, stage: Stage) -> PassTime:
-        """Sends to and from neighboring stages, before the first and after the last block."""
+        """Sends before the first and after the last block of a stage."""
         result = PassTime()
         first, last = stage.numbers[0], stage.numbers[-1]
         key = (
@@ -373,14 +373,6 @@ def busy(work: Counted, speeds: Speeds) -> Seconds:
         seconds = times * speeds.seconds(each)
         result[each.phase] += seconds
         result[f"{each.phase} {_part(each.kernel)}"] += seconds
-    return result
-
-
-def _blocked(one: PassTime, share: float) -> PassTime:
-    """Time that stages wait for blocking sends of their neighbors: the fraction `share` of a pass."""
-    waits = share * one.forward, share * one.backward
-    result = PassTime(forward=waits[0], backward=waits[1], waits=waits)
-    result.parts[PIPELINE] = result.total
     return result
 
 

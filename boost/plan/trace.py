@@ -15,10 +15,10 @@ import torch
 from boost.config.architecture import first_alike
 from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName, TrainConfig
 from boost.config.stages import Stage
+from boost.models import kernels
 from boost.models.attention import Context
 from boost.models.decoder import Decoder, TransformerBlock
 from boost.models.interface import NO_RECOMPUTE, Stream, interleave
-from boost.models.kernels import is_separate
 from boost.parallel.recompute import policies
 from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
 from boost.plan.scaling import scaled_pass
@@ -158,7 +158,7 @@ def cached_trace(config: Config, key: Any) -> Callable[[Callable[[Config, bool],
     whole = (
         id(model),
         gathered,
-        is_separate(),
+        kernels.BACKENDS["eager"],  # experiments replace it
         config.parallel.splits_backward,
         *traced_values(config.parallel, "parallel"),
         *traced_values(config.train, "train"),

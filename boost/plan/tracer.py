@@ -20,6 +20,7 @@ from boost.models.kernels import Kernel
 from boost.parallel import loss
 from boost.parallel.layouts import layout_for
 from boost.parallel.mesh import Axis, Mesh
+from boost.parallel.norms import RMSNorm
 from boost.plan import comm_rules as _comm_rules  # noqa: F401  registers the rules of collectives
 from boost.plan import rules
 from boost.plan.categories import RESIDUAL, short_role
@@ -49,7 +50,7 @@ class Tracer:
         self.dtype, self.stored = getattr(torch, train.compute_dtype), getattr(torch, train.param_dtype)
         self.device = torch.device("cuda" if on_gpu else "cpu")
         part = compiled_part(train.compile, self.device.type)
-        self.backend = kernels.BACKENDS["eager"] if part == "none" or kernels.is_separate() else one_pass
+        self.backend = kernels.BACKENDS["eager"] if part == "none" else one_pass
         """Kernel backend: eager operations, or one operation per kernel."""
         self.parts = 2 if self.parallel.overlap == "halves" and p * self.parallel.cp > 1 else 1
         """Number of interleaved parts of a micro-batch."""
@@ -225,7 +226,7 @@ def _apply(cls: Any, *inputs: Any) -> Any:
         return usual.__get__(None, cls)(*inputs)
     tape, grad = sized[0].tape, records(*inputs)
     ctx, place = _Ctx(inputs), tape.place
-    tape.place = getattr(cls, "place", place)
+    tape.place = "norm" if cls is RMSNorm else place
     with torch.no_grad():
         results = cls.forward(ctx, *[x.without_graph() if isinstance(x, ShapeTensor) else x for x in inputs])
     tape.place = place if not grad else tape.place

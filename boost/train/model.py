@@ -15,7 +15,7 @@ from boost.config.architecture import parameter_count
 from boost.config.compiling import CompiledPart, CompileName, compiled_part
 from boost.config.rules import out_of_proportion
 from boost.config.stages import Stage, stages_of
-from boost.data.batches import Batch, join
+from boost.data.batches import Batch
 from boost.errors import ConfigError
 from boost.format import format_bytes
 from boost.models import kernels
@@ -164,12 +164,6 @@ def to_device(batch: Batch | HostBatch, isolate: bool, device: torch.device) -> 
     host = batch if isinstance(batch, HostBatch) else host_batch(batch)
     tokens, targets = (x.to(device, non_blocking=True) for x in (host.tokens, host.targets))
     return tokens, targets, host.document_ids if isolate else None
-
-
-def backward(model: Model, batches: Iterable[Batch], config: Config, divisor: int) -> Tensor:
-    """`run_passes` for NumPy batches."""
-    whole = [join(batches)] if isinstance(model, Pipeline) else batches
-    return run_passes(model, [host_batch(batch) for batch in whole], config, divisor)
 
 
 def run_passes(

@@ -18,8 +18,8 @@ log = logging.getLogger("boost")
 class ProfileHook(Hook):
     """Profiles steps `first` to `last` of every process into run.dir/profile/rank<R>.json (train.profile).
 
-    The files are in Chrome's trace format, with CPU operators and collectives, GPU kernels, and a range per step. `boost timeline`
-    draws them. Profiled steps are slower.
+    The files are in Chrome's trace format, with CPU operators and collectives, GPU kernels, and a range per step; they open in
+    ui.perfetto.dev. Profiled steps are slower.
     """
 
     def __init__(self, first: int, last: int) -> None:
@@ -66,4 +66,4 @@ class ProfileHook(Hook):
         with best_effort(f"write the timeline of steps {self.first} to {self.last}", trainer.warn):
             folder.mkdir(parents=True, exist_ok=True)
             found.export_chrome_trace(str(file))
-            log.info("timeline of steps %d to %d: %s (ui.perfetto.dev, or boost timeline)", self.first, self.last, file)
+            log.info("timeline of steps %d to %d: %s (ui.perfetto.dev)", self.first, self.last, file)

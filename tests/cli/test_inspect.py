@@ -228,7 +228,8 @@ def test_a_file_is_inspected_and_drawn(tmp_path: Path, capsys: pytest.CaptureFix
     assert code == 0
     assert out.startswith("model       mine: cola, 4 blocks") and f"{picture} written" in out
     text = picture.read_text(encoding="utf-8")
-    assert text.startswith("<svg") and "· mine · TP 2" in text
+    assert text.startswith("<?xml") and "btp-sp · mine · TP 2" in text
+    assert say(capsys, "demo", "--svg", str(tmp_path / "x.bmp"))[0] == 2
     assert say(capsys, "demo", "--svg", str(tmp_path / "no" / "x.svg"))[0] != 0
 
 

@@ -176,7 +176,7 @@ def test_commands_of_two_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert joined(["plan", "calibrate", "--out", "x"], commands) == ["plan calibrate", "--out", "x"]
     assert joined(["plan", "run.toml"], commands) == ["plan", "run.toml"]
     assert joined(["plan"], commands) == ["plan"] and joined([], commands) == []
-    for second in ("calibrate", "validate"):
+    for second in ("calibrate",):
         with pytest.raises(SystemExit) as left:
             main(["plan", second, "--help"])
         assert left.value.code == 0 and f"usage: boost plan {second}" in capsys.readouterr().out
@@ -188,7 +188,13 @@ def test_by_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypat
     code, out, err = say(capsys, *words)
     assert code == 0 and not err
     assert "TP 1" in out and "fastest: " in out and " tokens" in out
-    assert (tmp_path / "x.svg").read_text().startswith("<svg")
+    assert (tmp_path / "x.svg").read_text().startswith("<?xml")
     found = facts(capsys, *words[:-2])
     assert {each["tp"] for each in found["answers"]} == {1, 2}
     assert any("config" in each for each in found["answers"])
+
+
+def test_a_picture_needs_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("boost.drawing.importlib.util.find_spec", lambda name: None)
+    code, _, err = say(capsys, *SMALL, "--svg", "x.svg")
+    assert code == 2 and "pip install 'boost-llm[plots]'" in err and len(err.splitlines()) == 1

@@ -23,23 +23,11 @@ def facts(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 def test_json_says_what_was_asked_and_how_sure_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     found = facts(capsys, *SMALL)
-    assert found["schema"] == 2 and found["argv"][:3] == ["plan", "--model", "cola-60m"] and found["stack"] == "boost"
+    assert found["schema"] == 3 and found["argv"][:3] == ["plan", "--model", "cola-60m"]
     best = found["best"]
     low, high = best["step_seconds_interval"]
     assert low < best["step_seconds"] < high and 0.5 < best["fits_probability"] <= 1.0
     assert best["mfu"] < best["mfu_of_all_scores"] < 2 * best["mfu"]
-
-
-def test_stacks_differ(capsys: pytest.CaptureFixture[str]) -> None:
-    """Running operations sequentially is slower, and the configuration passes this to the runtime."""
-    best, eager = (facts(capsys, *SMALL, *more)["best"] for more in ([], ["--stack", "eager"]))
-    assert eager["step_seconds"] > best["step_seconds"]
-    assert eager["config"]["train"]["compile"] == "none" != best["config"]["train"]["compile"]
-    assert eager["config"]["parallel"]["overlap"] == "none"
-    assert (
-        facts(capsys, *SMALL, "--stack", "eager", "--train.compile", "blocks")["best"]["config"]["train"]["compile"]
-        == "blocks"
-    )
 
 
 def test_both_conventions_of_mfu(capsys: pytest.CaptureFixture[str]) -> None:

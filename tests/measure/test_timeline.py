@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from boost.errors import ConfigError, DataError
-from boost.measure.timeline import Interval, ProcessStep, draw, read_step, recorded, rows, total, union, without
+from boost.measure.timeline import Interval, read_step, total, union, without
 
 
 def event(name: str, begin: float, end: float, category: str = "cpu_op") -> dict[str, Any]:
@@ -48,14 +48,6 @@ def test_a_collective_of_a_cpu_is_on_the_wire_from_its_start_to_the_end_of_its_w
     assert milliseconds(step.computing) == [(0, 30), (55, 80), (95, 100)]
     assert milliseconds(step.flying) == [(20, 90)], "the second starts while the first is in flight"
     assert milliseconds(step.waiting) == [(30, 55), (80, 90)]
-    assert step.hidden == pytest.approx(1 - 35 / 70)
-    assert list(rows([step])) == [("0", "100.0", "60.0", "70.0", "35.0", "50%")]
-    assert milliseconds(step.gemms) == [(0, 30), (95, 100)]
-    assert {part: round(1e3 * each, 6) for part, each in step.seconds().items()} == {
-        "gemms": 35, "other": 25, "waiting": 35, "rest": 5,
-    }  # fmt: skip
-    again = ProcessStep.from_numbers(json.loads(json.dumps(step.as_numbers())))
-    assert list(rows([again])) == list(rows([step]))
 
 
 def test_kernels_of_a_gpu_are_one_or_the_other(tmp_path: Path) -> None:
@@ -68,13 +60,11 @@ def test_kernels_of_a_gpu_are_one_or_the_other(tmp_path: Path) -> None:
     _, step = read_step(trace(tmp_path, *events), 0)
     assert milliseconds(step.computing) == [(10, 50)], "host activity is not drawn"
     assert milliseconds(step.waiting) == [(50, 60)]
-    assert milliseconds(step.gemms) == [(10, 50)], "not the host's aten::mm"
-    assert step.hidden == pytest.approx(0.5)
 
 
-def test_a_step_that_sends_nothing_hides_all_of_it(tmp_path: Path) -> None:
+def test_a_step_that_sends_nothing_waits_for_nothing(tmp_path: Path) -> None:
     _, step = read_step(trace(tmp_path, STEP, event("aten::mm", 0, 9)), 0)
-    assert step.flying == () and step.hidden == 1
+    assert step.flying == () and step.waiting == ()
 
 
 def test_the_middle_step_unless_asked(tmp_path: Path) -> None:
@@ -86,10 +76,7 @@ def test_the_middle_step_unless_asked(tmp_path: Path) -> None:
 
 
 def test_invalid_traces_give_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no recorded steps .*--train.profile"):
-        recorded(tmp_path)
     path = trace(tmp_path, event("aten::mm", 0, 9))
-    assert recorded(tmp_path) == {0: path}
     with pytest.raises(DataError, match=r"rank0.json has no step"):
         read_step(path, 0)
     for text in ("", "[1]", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": [{"ph": "X", "name": "step 1"}]}'):
@@ -113,13 +100,3 @@ def test_intervals_are_sets_of_points(some: list[tuple[int, int]], others: list[
     difference = without(left, right)
     assert covered(difference) == covered(left) - covered(right)
     assert total(difference) == len(covered(difference))
-
-
-@pytest.mark.slow
-def test_the_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    steps = [read_step(trace(tmp_path, *ON_CPU, rank=rank), rank)[1] for rank in range(2)]
-    draw(7, steps, tmp_path / "step.svg")
-    text = (tmp_path / "step.svg").read_text()
-    for words in ("rank 0", "rank 1", "waiting for communication", "milliseconds of step 7"):
-        assert words in text

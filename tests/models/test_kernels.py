@@ -39,13 +39,12 @@ FORMS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("separate", [False, True])
-def test_it_is_the_plain_function(form: str, separate: bool) -> None:
+def test_it_is_the_plain_function(form: str) -> None:
     ours, plain, shapes = FORMS[form]
     inputs = [numbers(*shape).requires_grad_() for shape in shapes]
     results = []
     for function in (ours, plain):
-        with kernels.separate_operations() if separate else using(EAGER):
+        with using(EAGER):
             y = function(*inputs)
             results.append([y, *torch.autograd.grad((y * numbers(*y.shape)).sum(), inputs)])
     for got, expected in zip(*results, strict=True):

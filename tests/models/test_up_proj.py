@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from boost.config import load
-from boost.models.kernels import is_separate, scaled, separate_operations
+from boost.models.kernels import scaled
 from boost.models.up_proj import up_project
 from boost.plan.memory import memory
 
@@ -76,6 +76,3 @@ def test_a_scaled_row_is_rounded_once() -> None:
     c = torch.rand(64, 1)
     expected = (x.float() * c).to(torch.bfloat16)
     assert torch.equal(scaled(x, c), expected)
-    with separate_operations():
-        assert is_separate() and torch.equal(scaled(x, c), expected)
-    assert not is_separate()

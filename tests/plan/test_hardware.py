@@ -123,7 +123,7 @@ def test_gemms_meet_measured_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "least", "most"), [("a100-80g", 0.80, 0.85), ("h100-80g", 0.73, 0.77), ("b200-180g", 0.69, 0.72)]
+    ("name", "least", "most"), [("a100-80g", 0.80, 0.85), ("h100-80g", 0.57, 0.62), ("b200-180g", 0.69, 0.72)]
 )
 def test_large_gemms_sustain_what_training_does(name: str, least: float, most: float) -> None:
     speeds = load_hardware(name).speeds

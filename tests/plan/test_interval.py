@@ -4,24 +4,20 @@ import pytest
 
 from boost.config.schema import ParallelConfig
 from boost.plan.hardware import load_hardware
-from boost.plan.interval import fit_probability, interval, kind_of, spreads
-from boost.plan.stack import with_stack
+from boost.plan.interval import SPREADS, fit_probability, interval, kind_of
 
 
 def test_meshes_have_their_own_spread() -> None:
-    known, hardware = spreads(), load_hardware("h100-80g")
+    known, hardware = SPREADS, load_hardware("h100-80g")
     assert [kind_of(1, 1), kind_of(2, 1), kind_of(1, 4), kind_of(1, 1, 2)] == [
         "replicas",
         "sharded",
         "sharded",
         "sharded",
     ]
-    assert kind_of(1, 4, blocking=True) == "blocking" and kind_of(4, 1, blocking=True) == "sharded"
     low, high = interval(10.0, ParallelConfig(layout="single", dp=8), hardware)
     assert (low, high) == pytest.approx((10 * known["replicas"].low, 10 * known["replicas"].high)) and low < 10 < high
     assert interval(10.0, ParallelConfig(tp=2), hardware)[1] > high  # fewer rows with a wider spread
-    blocked = interval(1.0, ParallelConfig(layout="single", pp=2), with_stack(hardware, "nanotron"))
-    assert blocked[1] == known["blocking"].high
     calibrated = hardware.model_copy(update={"architecture": ""})
     assert interval(1.0, ParallelConfig(tp=2), calibrated) == (known["calibrated"].low, known["calibrated"].high)
 

@@ -4,7 +4,7 @@ import pytest
 
 from boost.config.load import from_tree, load
 from boost.config.schema import Config
-from boost.plan.hardware import PipelineHabit, load_hardware
+from boost.plan.hardware import load_hardware
 from boost.plan.step_time import PassTime
 from boost.plan.timing import Predictor, _bubble, predict
 
@@ -62,24 +62,3 @@ def test_more_nodes_wait_for_the_slowest() -> None:
     for dp, doublings in ((16, 1), (512, 6)):
         others = times[dp].seconds - times[dp].parts["stragglers"] - times[dp].parts.get("rest", 0.0)
         assert times[dp].parts["stragglers"] == pytest.approx(hardware.straggling * doublings * others)
-
-
-def test_sends_hide_wait_or_block() -> None:
-    """Depending on the stack, sends are hidden, take their own time, or block stages with two neighbors for part of a pass."""
-    config = seven(
-        "parallel.layout=single", "parallel.tp=1", "parallel.pp=4", "train.global_batch=32", "train.micro_batch=1"
-    )
-    hardware = load_hardware("h100-80g")
-    waiting, hidden, blocking = (
-        Predictor(hardware.model_copy(update={"pipeline": habit})).predict(config).parts.get("pipeline sends", 0.0)
-        for habit in (PipelineHabit(), PipelineHabit(hides_sends=True), PipelineHabit(blocking=1.0))
-    )
-    assert hidden == 0.0 < waiting < blocking
-    two = seven(
-        "parallel.layout=single", "parallel.tp=1", "parallel.pp=2", "train.global_batch=32", "train.micro_batch=1"
-    )
-    ends = [
-        Predictor(hardware.model_copy(update={"pipeline": habit})).predict(two).seconds
-        for habit in (PipelineHabit(), PipelineHabit(blocking=1.0))
-    ]
-    assert ends[0] == ends[1]

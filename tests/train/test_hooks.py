@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from boost.errors import BoostError, StorageError, TrainingError
-from boost.parallel.gradients import StepFlags, reduce_step_stats
+from boost.parallel.gradients import StepFlags, launch_step_stats
 from boost.train import hooks, run
 from boost.train.builtin_hooks import BadStepLimit, PeriodicCheckpoint, PeriodicEvaluation, ReplicaCheck, StoreCheck
 from boost.train.console import ConsoleHook
@@ -377,7 +377,7 @@ def flags_of(raised: list[int]) -> list[int]:
     """The union of the flags that each process sets, one after another."""
     mesh = toy.mesh(tp=len(raised))
     loss = torch.zeros((), dtype=torch.double)
-    stats = reduce_step_stats([], loss, 1, 1, mesh, StepFlags(raised[mesh.rank]))
+    stats = launch_step_stats([], loss, 1, 1, mesh, StepFlags(raised[mesh.rank])).read()
     return [stats.flags.value]
 
 

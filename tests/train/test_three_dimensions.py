@@ -11,7 +11,7 @@ from boost.config.architecture import parameter_count
 from boost.data.batches import Batch
 from boost.models.fused import fused_params
 from boost.parallel.gradients import GradientReducer
-from boost.train.model import backward, to_device
+from boost.train.model import host_batch, run_passes, to_device
 from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import one_in
@@ -142,7 +142,7 @@ def gradient_error_in_bf16(config: Config) -> dict[str, float]:
         share = slice(mesh.dp.rank * 2, mesh.dp.rank * 2 + 2) if mesh.dp.size > 1 else slice(0, 4)
         arrays = (x[share].numpy() for x in (often, targets, torch.zeros_like(tokens)))
         reducer.begin()
-        backward(model, [Batch(*arrays)], each, tokens.numel())
+        run_passes(model, [host_batch(Batch(*arrays))], each, tokens.numel())
         reducer.finish()
         made.append((model, toy.gradients(model)))
     (_, expected), (model, actual) = made

@@ -25,7 +25,6 @@ from boost.config.schema import ModelConfig, ParallelConfig
 from boost.models.attention import Context
 from boost.models.group import LinearGroup
 from boost.models.interface import NO_RECOMPUTE, Latents, Pending, RecomputePolicy, Stream, Teaching, call
-from boost.models.kernels import is_separate
 from boost.models.linear import Weight, linear
 from boost.models.sequence_share import SequenceShare
 from boost.models.up_proj import StartCollective
@@ -174,7 +173,7 @@ class BaseLayout:
         """Whether a custom autograd node may own weights. False if a whole block is recomputed: recomputation stops before the
         last GEMM only if that GEMM is a node of its own. Also false under zero bubble: a custom node computes all of its
         gradients in both backward passes, and would communicate twice."""
-        return self.policy.block is call and not self.parallel.splits_backward and not is_separate()
+        return self.policy.block is call and not self.parallel.splits_backward
 
     def up_segment(
         self,

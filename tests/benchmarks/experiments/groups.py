@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.experiments import side_by_side
 from benchmarks.experiments.contest import LEAST_ROUNDS
+from benchmarks.experiments.results import Facts
 from benchmarks.experiments.side_by_side import TimingGroup
 from boost.config import Config
-from boost.measure.results import Facts
 from tests import toy
 from tests.distributed import run_distributed
 

@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks.commands import EXPERIMENTS, build_parser, main
 from benchmarks.experiments import evaluation
+from benchmarks.experiments.document import Section
 from benchmarks.experiments.evaluation import BENCH, Part, Place
+from benchmarks.experiments.results import facts_of
 from boost.errors import ConfigError, MeasurementError
-from boost.measure.document import Section
-from boost.measure.results import facts_of
 from tests import toy
 
 CLEAN = {"commit": "a" * 40, "dirty": False}
@@ -34,13 +34,13 @@ sys.exit(sys.argv[4:] == ["finds"])
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    facts = facts_of("ideal", toy.toy_config(), rounds=7, turns={"seconds": {"a": [], "b": [1.0] * 7}})
+    facts = facts_of("steps", toy.toy_config(), rounds=7, turns={"seconds": {"a": [], "b": [1.0] * 7}})
     (tmp_path / "facts.json").write_text(json.dumps(facts))
     (tmp_path / "log").write_text("")
     (tmp_path / "results").mkdir()
     monkeypatch.setattr(evaluation, "git_state", lambda: dict(CLEAN))
     monkeypatch.setattr(
-        evaluation.sections, "section", lambda facts: Section("Ideal", (f"{facts.get('launches', 1)} launches",))
+        evaluation.sections, "section", lambda facts: Section("Steps", (f"{facts.get('launches', 1)} launches",))
     )
     return Place(tmp_path / "work", tmp_path / "results", "cpu")
 
@@ -48,7 +48,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 def part(place: Place, more: str = "", **fields: Any) -> Part:
     folder = place.work.parent
     words = f"{folder}/facts.json {{out}} {folder}/log {more}"
-    return Part("ideal", ("-c", WRITES), words, 1, launches=3, **fields)
+    return Part("steps", ("-c", WRITES), words, 1, launches=3, **fields)
 
 
 def without_report(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
@@ -70,25 +70,25 @@ def test_launches_run_once_resume_and_are_merged(
     place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reports, log = without_report(monkeypatch), place.work.parent / "log"
-    with pytest.raises(MeasurementError, match=r"ideal failed with exit code 3; .*; the same command resumes"):
+    with pytest.raises(MeasurementError, match=r"steps failed with exit code 3; .*; the same command resumes"):
         evaluation.evaluate([part(place, "fail")], place)
-    assert len(log.read_text().split()) == 3 and not (place.results / "ideal.json").exists() and not reports
-    assert "ideal        2 of 3 done" in evaluation.listed([part(place)], place)
+    assert len(log.read_text().split()) == 3 and not (place.results / "steps.json").exists() and not reports
+    assert "steps        2 of 3 done" in evaluation.listed([part(place)], place)
     assert evaluation.evaluate([part(place)], place) == 0
-    assert [Path(line).name for line in log.read_text().split()] == ["ideal-0", "ideal-1", "ideal-2", "ideal-2"]
-    facts = json.loads((place.results / "ideal.json").read_text())
+    assert [Path(line).name for line in log.read_text().split()] == ["steps-0", "steps-1", "steps-2", "steps-2"]
+    facts = json.loads((place.results / "steps.json").read_text())
     assert facts["launches"] == 3
     assert facts["turns"]["seconds"] == {"a": [[0.0] * 7, [1.0] * 7, [2.0] * 7], "b": [[1.0] * 7] * 3}
-    assert "3 launches" in (place.results / "ideal.md").read_text()
+    assert "3 launches" in (place.results / "steps.md").read_text()
     page = place.results / "report.html"
     assert reports == [["-m", "benchmarks", "report", "--results", str(place.results), "--out", str(page)]]
     assert replace(place, results=Path("benchmarks/results")).page == Path("benchmarks/report.html")
     said = capsys.readouterr().out
-    assert "[1/3] ideal, launch 1 of 3; about 3:00 to go" in said and "[1/1] ideal, launch 3 of 3" in said
+    assert "[1/3] steps, launch 1 of 3; about 3:00 to go" in said and "[1/1] steps, launch 3 of 3" in said
     evaluation.evaluate([part(place)], place)
     assert len(log.read_text().split()) == 4, "nothing runs twice"
     evaluation.evaluate([part(place)], place, launches=4)
-    assert json.loads((place.results / "ideal.json").read_text())["launches"] == 4
+    assert json.loads((place.results / "steps.json").read_text())["launches"] == 4
 
 
 def test_a_check_that_does_not_hold_is_a_result(
@@ -97,7 +97,7 @@ def test_a_check_that_does_not_hold_is_a_result(
     without_report(monkeypatch)
     once = replace(part(place, "finds"), launches=1, resumes=True)
     assert evaluation.evaluate([once], place) == 0
-    assert "ideal: a check does not hold; its result and" in capsys.readouterr().out
+    assert "steps: a check does not hold; its result and" in capsys.readouterr().out
     assert evaluation.listed([once], place).endswith("1 of 1 done, finished")
     crashing = replace(once, name="other", words="nothing")
     with pytest.raises(MeasurementError, match="other failed with exit code 1"):
@@ -108,11 +108,11 @@ def test_one_that_resumes_does_not_find_the_result_of_another_commit(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_report(monkeypatch)
-    (place.results / "ideal.json").write_text("of another commit")
+    (place.results / "steps.json").write_text("of another commit")
     resuming = replace(part(place), launches=1, resumes=True)
     assert evaluation.evaluate([resuming], place) == 0
-    assert (place.work.parent / "log").read_text().split() == [str(place.work / "ideal-0")]
-    assert json.loads((place.results / "ideal.json").read_text())["turns"]["seconds"]["a"] == [0.0] * 7
+    assert (place.work.parent / "log").read_text().split() == [str(place.work / "steps-0")]
+    assert json.loads((place.results / "steps.json").read_text())["turns"]["seconds"]["a"] == [0.0] * 7
 
 
 def test_another_commit_or_changes_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,19 +133,18 @@ def test_what_cannot_run_here_is_said(
     without_report(monkeypatch)
     monkeypatch.setattr(evaluation, "why_no_hosts", lambda limited: "needs `ip`")
     assert evaluation.evaluate([part(place, needs_hosts=True)], place) == 0
-    assert "ideal: skipped: needs `ip`" in capsys.readouterr().out
+    assert "steps: skipped: needs `ip`" in capsys.readouterr().out
     on_gpu = Place(place.work, place.results, "cuda")
     assert "skipped: it runs on CPUs only" in evaluation.listed([part(place, cpu_only=True)], on_gpu)
 
 
 def test_every_part_is_a_command_that_exists() -> None:
     place = Place(Path("work"), Path("results"), "cpu")
-    parser = build_parser()
     for each in evaluation.PARTS:
         words = each.words.format(device="cpu", work=place.work, results=place.results, out="results/x").split()
         if each.module == BENCH:
             assert words[0] in EXPERIMENTS
-            known, overrides = parser.parse_known_args(words)
+            known, overrides = build_parser(words).parse_known_args(words)
             assert known.command == words[0]
             assert all(word.startswith("--") for word in overrides[::2]), each.name
         assert each.launches == 1 or "{out}" in each.words
@@ -160,5 +159,5 @@ def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--only = gemm is unknown; valid parts: hardware, data, wire" in capsys.readouterr().err
     assert main(["evaluation", "--launches", "0"]) == 2
     assert "--launches = 0 is not positive; smallest valid value: 1" in capsys.readouterr().err
-    assert main(["evaluation", "--list", "--only", "gemms", "--work", os.devnull + "x"]) == 0
-    assert "gemms        0 of 2 done, about 3:24 to go" in capsys.readouterr().out
+    assert main(["evaluation", "--list", "--only", "recompute", "--work", os.devnull + "x"]) == 0
+    assert "recompute    0 of 2 done, about 7:24 to go" in capsys.readouterr().out

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from benchmarks.experiments import headline
-from benchmarks.experiments.endtoend import BTP, BTP_SP, MEGATRON_SP, PUBLISHED, VANILLA
-from boost.measure.document import Goal
-from boost.measure.results import Facts
+from benchmarks.experiments.document import Goal
+from benchmarks.experiments.results import Facts
+from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON_SP, PUBLISHED, VANILLA
 
 ENVIRONMENT = {"gpus": [], "cpu": "Slow CPU", "cores": 2}
 FOUND = "2.21 (2.15 to 2.25) x (btp-sp, halves)"

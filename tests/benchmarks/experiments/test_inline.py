@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.experiments import colors
 from benchmarks.experiments.inline import inline_svg
-from boost.measure import drawing
 
 DRAWING = """<?xml version="1.0" encoding="utf-8" standalone="no"?>
 <!DOCTYPE svg PUBLIC "-//W3C//DTD SVG 1.1//EN" "http://www.w3.org/Graphics/SVG/1.1/DTD/svg11.dtd">
@@ -21,7 +21,7 @@ def test_names_colors_and_what_is_left_out() -> None:
     made = inline_svg(DRAWING, "mine-", 'A "picture" <of> it')
     assert 'id="mine-a"' in made and 'href="#mine-a"' in made and "url(#mine-p1)" in made and 'id="mine-p1"' in made
     assert "var(--paper)" in made and "var(--ink)" in made and "#1f77b4; stroke: var(--line)" in made
-    assert "var(--btp)" in made and drawing.TONES["btp"].light not in made
+    assert "var(--btp)" in made and colors.TONES["btp"].light not in made
     assert "--width:460.8pt" in made and 'viewBox="0 0 460.8 345.6"' in made
     assert "&lt;of&gt;" in made and "&quot;picture&quot;" in made
     for absent in ("http:", "<style", "<script", "metadata", "xlink", "DOCTYPE", "height="):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.experiments.origins import SEPARATE, UNKNOWN, commits, in_words, strays
+from benchmarks.experiments.origins import COMPUTED, UNKNOWN, commits, in_words, strays
 
 A, B = "a" * 40, "b" * 40
 
@@ -37,11 +37,11 @@ def test_a_result_without_a_commit_is_astray() -> None:
     assert len(strays({"x.json": facts(None)})) == 1
 
 
-def test_experiments_of_their_own_have_commits_of_their_own() -> None:
-    families = {"experiment": SEPARATE[1], "environment": {"git": {"commit": B, "dirty": False}}}
-    results = {"x.json": facts(A), "families.json": families}
-    assert strays(results) == [] and in_words(results) == f"commit {A[:10]}; families of commit {B[:10]}"
-    assert strays({"families.json": families}) == [] and in_words({"families.json": families}) == f"commit {B[:10]}"
-    families["environment"] = {"git": {"commit": B, "dirty": True}}
+def test_computed_experiments_have_commits_of_their_own() -> None:
+    record = {"experiment": COMPUTED[1], "environment": {"git": {"commit": B, "dirty": False}}}
+    results = {"x.json": facts(A), "record.json": record}
+    assert strays(results) == [] and in_words(results) == f"commit {A[:10]}; record of commit {B[:10]}"
+    assert strays({"record.json": record}) == [] and in_words({"record.json": record}) == f"commit {B[:10]}"
+    record["environment"] = {"git": {"commit": B, "dirty": True}}
     (line,) = strays(results)
-    assert line.startswith(f"families.json: of commit {B[:10]} with uncommitted changes")
+    assert line.startswith(f"record.json: of commit {B[:10]} with uncommitted changes")

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import perplexity as command
-from benchmarks.experiments import families, perplexity, perplexity_report
+from benchmarks.experiments import perplexity
 from benchmarks.experiments.perplexity import ConvergenceExperiment, ConvergenceRun, Task, kept_steps, tasks_of, turns
 from benchmarks.experiments.perplexity_report import rows
 from benchmarks.experiments.scores import SCORES, Scored
 from boost.config import Config
 from boost.errors import ConfigError, TrainingError
-from boost.measure.document import Table
 from boost.parallel.mesh import Mesh
 from boost.train.evaluate import Evaluation
 from boost.train.loop import Trainer
@@ -145,14 +143,14 @@ def test_every_family_and_answers_and_a_layout_that_matters_as_much_as_a_seed(st
 
 def test_runs_differ_in_their_cut_dtype_and_seed_and_nothing_else(store: Path, tmp_path: Path) -> None:
     config = make_config(store, tmp_path)
-    plan = ConvergenceExperiment(families.USUAL, (0, 1, 2), ("float32", "bfloat16"), (2,), 0)
+    plan = ConvergenceExperiment(tuple(perplexity.FAMILIES), (0, 1, 2), ("float32", "bfloat16"), (2,), 0)
     tasks = tasks_of(config, plan)
     assert len({task.key for task in tasks}) == len(tasks) == (3 + 1) * (4 + 4 * 8)
     for task in tasks:
         run = task.config
-        alone = families.configuration(config, task.family, task.seed, 3e-3, 3)
-        assert (run.optim, run.data, run.model) == (alone.optim, alone.data, alone.model), task.key
-        assert run.train == alone.train.model_copy(update={"param_dtype": "float32", "compute_dtype": task.dtype})
+        alone = perplexity.configuration(config, task.family, perplexity.ONE_PROCESS, task.dtype, task.seed)
+        assert run.model_copy(update={"parallel": alone.parallel}) == alone, task.key
+        assert (run.train.compute_dtype, run.train.param_dtype) == (task.dtype, "float32")
         assert run.parallel.tp == (1 if task.layout == "single" else 2) and run.train.seed == task.seed
     assert {task.config.optim.name for task in tasks if task.family == "loro"} == {"loro"}
     assert {task.seed for task in tasks if task.dtype == "bfloat16"} == {2}
@@ -186,7 +184,6 @@ def test_a_loss_that_is_not_finite_is_an_error(store: Path, tmp_path: Path, monk
     [
         (["--seeds", "1"], "--seeds = 1: a spread needs at least two distinct seeds"),
         (["--seeds", "0", "1", "--few-seeds", "1", "2"], "--few-seeds: 2 is not one of --seeds"),
-        (["--families", "svd", "svd"], "--families = svd svd has a duplicate"),
         (["--tp", "1"], "--tp = 1"),
     ],
 )
@@ -197,26 +194,3 @@ def test_arguments_that_make_no_experiment_are_refused(
 
     assert main(["perplexity", *words]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_the_command_line_knows_the_families() -> None:
-    assert command.FAMILIES == families.USUAL and set(command.DTYPES) == set(perplexity.LIMITS)
-
-
-def test_a_result_of_one_dtype_is_shown_as_one_of_several() -> None:
-    runs = [
-        {
-            "family": "cola",
-            "layout": layout,
-            "seed": seed,
-            "losses": [3.0, 2.0],
-            "heldout_loss": 2.0,
-            "perplexity": value,
-        }
-        for layout, values in (("single", (10.0, 14.0)), ("btp", (10.1, 13.8)))
-        for seed, value in enumerate(values)
-    ]
-    config = toy.toy_config(train={"steps": 2}).model_dump()
-    facts = {"dtype": "float32", "seeds": [0, 1], "limit": 0.1, "config": config, "runs": runs}
-    tables = [part for part in perplexity_report.section(facts).parts if isinstance(part, Table)]
-    assert [len(table.rows) for table in tables] == [1, 2]

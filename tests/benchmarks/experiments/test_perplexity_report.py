@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from benchmarks.experiments import perplexity_report
+from benchmarks.experiments.document import Table
 from benchmarks.experiments.perplexity_report import bound, holds, rows, section
 from benchmarks.experiments.scores import SCORES
-from boost.measure.document import Table
 from tests import toy
 
 SEEDS = [0, 1, 2, 3, 4]

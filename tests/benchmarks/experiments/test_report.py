@@ -8,12 +8,12 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
+from benchmarks.commands import main
 from benchmarks.experiments import report, sections
+from benchmarks.experiments.document import Goal
 from benchmarks.experiments.goals import TARGETS
 from benchmarks.experiments.wire_plan import BTPS, MEGATRONS, VANILLAS
-from boost.cli.main import main
 from boost.errors import ConfigError, MeasurementError
-from boost.measure.document import Goal
 from tests.benchmarks.experiments.pages import page_of, results
 from tests.benchmarks.experiments.wires import made_up
 
@@ -23,7 +23,7 @@ __all__ = ["results"]
 def test_everything_is_on_the_page_beside_its_command_and_machine(results: Path) -> None:
     html = page_of(results)
     words = re.sub(r"<[^>]+>", "", html)
-    assert "boost bench steps --train.param_dtype float32 --out 'a b'" in words.replace("&#39;", "'")
+    assert "python -m benchmarks steps --train.param_dtype float32 --out 'a b'" in words.replace("&#39;", "'")
     assert 'href="results/steps.json"' in html and 'href="results/gpu/steps.json"' in html
     assert '<td>2.06<td class="p">0.72' in html
     assert '<span class="badge met">met</span>' in html and f"2{report.TIMES} each, in <code>one run</code>" in html
@@ -71,7 +71,7 @@ def test_the_same_results_give_the_same_bytes_and_a_change_is_seen(
     results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = results.parent / "report.html"
-    command = ["bench", "report", "--results", str(results), "--out", str(out)]
+    command = ["report", "--results", str(results), "--out", str(out)]
     assert main([*command, "--check"]) == 1 and not out.exists()
     assert main(command) == 0
     for folder in (results, results / "gpu"):
@@ -91,7 +91,7 @@ def test_results_of_several_commits_or_with_changes_are_named(
     results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = results.parent / "report.html"
-    command = ["bench", "report", "--results", str(results), "--out", str(out)]
+    command = ["report", "--results", str(results), "--out", str(out)]
     commit_as(results / "steps.json", "a" * 40)
     commit_as(results / "gpu" / "steps.json", "a" * 40)
     assert main(command) == 0 and main([*command, "--check", "--one-commit"]) == 0

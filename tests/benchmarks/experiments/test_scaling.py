@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.experiments import scaling
+from benchmarks.experiments.document import Figure, Table
+from benchmarks.experiments.results import Facts
 from benchmarks.experiments.scaling import DENSE, LOW_RANK, SYSTEMS, VANILLA, by_place, gain
-from boost.measure.document import Figure, Table
-from boost.measure.results import Facts
 from boost.plan.collectives import step_collectives
 from boost.plan.hardware import load_hardware
 

@@ -1,42 +1,37 @@
 """The current code can present every committed result and its goals."""
 
-import importlib
 from pathlib import Path
 
 import pytest
 
-from benchmarks.experiments import sections
+from benchmarks.commands import EXPERIMENTS
+from benchmarks.experiments import recompute, results, sections
+from benchmarks.experiments.document import Table
 from boost.errors import ConfigError
-from boost.measure import results
-from boost.measure.document import Goal, Table
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-MODULES = {
-    "curves": "benchmarks.experiments.curves",
-    "recompute": "benchmarks.experiments.recompute",
-    "fit": "benchmarks.experiments.fit",
-    "perplexity": "benchmarks.experiments.perplexity_report",
-    "families": "benchmarks.experiments.families",
-    "validation": "boost.measure.validate_report",
-}
+NAMES = ("curves", "recompute", "perplexity", "validation", "single", "steps", "record", "ladder")
 
 
 def test_every_experiment_is_in_one_chapter() -> None:
     names = [name for of_chapter in sections.CHAPTERS.values() for name in of_chapter]
-    assert sorted(names) == sorted(sections.MODULES)
-    assert sections.chapter("gemms") == "GEMMs" and sections.place("wire") < sections.place("gemms")
-    with pytest.raises(ConfigError, match="'odd' is in no chapter"):
-        sections.chapter("odd")
+    assert len(names) == len(set(names)) and not set(names) & sections.SETTLED.keys()
+    assert set(names) | {"evaluation", "report", "timeline"} == EXPERIMENTS.keys()
+    assert sections.place("wire") < sections.place("ladder")
+    with pytest.raises(ConfigError, match="'odd' is unknown"):
+        sections.place("odd")
+    for name in sections.SETTLED:
+        assert (RESULTS / f"{name}.md").is_file() and results.read(RESULTS / f"{name}.json", name)
 
 
-def module_and_facts(name: str) -> tuple[object, results.Facts]:
-    return importlib.import_module(MODULES[name]), results.read(RESULTS / f"{name}.json", name)
+def facts_of(name: str) -> results.Facts:
+    return results.read(RESULTS / f"{name}.json", name)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_committed_result_is_shown(name: str, tmp_path: Path) -> None:
-    module, facts = module_and_facts(name)
-    section = module.section(facts)  # type: ignore[attr-defined]
+    facts = facts_of(name)
+    section = sections.section(facts)
     results.save_section(tmp_path / name, facts, section)
     tables = [part for part in section.parts if isinstance(part, Table)]
     assert tables and all(table.rows for table in tables)
@@ -44,14 +39,7 @@ def test_a_committed_result_is_shown(name: str, tmp_path: Path) -> None:
         assert {len(row) for row in table.rows} == {len(table.headings)}, table.caption
     text = (tmp_path / f"{name}.md").read_text(encoding="utf-8")
     assert text.count("\n| ") == sum(1 + len(table.rows) for table in tables)
-    drawn = [] if name == "fit" else [f"{name}.svg"]
-    assert sorted(path.name for path in tmp_path.glob("*.svg")) == drawn
-
-
-def goals_of(name: str) -> list[Goal]:
-    module, facts = module_and_facts(name)
-    found: list[Goal] = module.goals(facts)  # type: ignore[attr-defined]
-    return found
+    assert len(list(tmp_path.glob("*.svg"))) == len(results.figures(section)) > 0
 
 
 BTP_LOW_RANK = ("btp, online", "low-rank")
@@ -71,9 +59,9 @@ def rows_with(rows: list[results.Facts], ratios: dict[int, list[float]]) -> list
 
 
 def test_goals_say_what_was_found_and_whether_it_is_enough() -> None:
-    module, facts = module_and_facts("recompute")
-    (checkpointing,) = goals_of("recompute")
-    found = [each for each in module.added_times(facts["rows"]) if (each.layout, each.policy) == BTP_LOW_RANK]  # type: ignore[attr-defined]
+    facts = facts_of("recompute")
+    (checkpointing,) = sections.goals(facts)
+    found = [each for each in recompute.added_times(facts["rows"]) if (each.layout, each.policy) == BTP_LOW_RANK]
     assert len(found) == 2
     for each in found:
         assert f"batch {each.batch}: {each.against_full_block:.2f}" in checkpointing.found
@@ -83,25 +71,24 @@ def test_goals_say_what_was_found_and_whether_it_is_enough() -> None:
         ({4: [1.3, 1.7, 2.1], 8: [1.7]}, False, False),  # the interval reaches below 1.4
         ({4: [1.69], 8: [1.7]}, False, True),
     ):
-        (goal,) = module.goals({**facts, "rows": rows_with(facts["rows"], ratios)})  # type: ignore[attr-defined]
+        (goal,) = sections.goals({**facts, "rows": rows_with(facts["rows"], ratios)})
         assert goal.met is met and ("Below it at batch 4" in goal.remark) is remark
-    assert [goals_of(name) for name in ("curves", "fit", "families")] == [[], [], []]
+    assert sections.goals(facts_of("curves")) == []
 
 
 def test_goals_of_the_performance_model_name_what_is_beyond_them() -> None:
-    report = importlib.import_module("boost.measure.validate_report")
-    _, facts = module_and_facts("validation")
+    facts = facts_of("validation")
     rows = facts["machine"]["rows"]
     rows[:] = [row | {"measured_s": row["predicted_s"]} for row in rows]
-    goals = {goal.what: goal for goal in report.goals(facts)}
-    assert list(goals) == [f"performance model: {what}" for what in ("time", "bytes", "memory", "published ratios")]
+    goals = {goal.what: goal for goal in sections.goals(facts)}
+    assert list(goals) == [f"performance model: {what}" for what in ("time", "bytes", "memory")]
     assert all(goal.met for goal in goals.values())
     rows[2]["measured_s"] = rows[2]["predicted_s"] / 1.2
     rows[3]["counted_sent"] = 2 * rows[3]["predicted_sent"] + 1
-    goals = {goal.what: goal for goal in report.goals(facts)}
+    goals = {goal.what: goal for goal in sections.goals(facts)}
     time, sent = goals["performance model: time"], goals["performance model: bytes"]
     assert not time.met and "18 of 19" in time.found and "+20.0%" in time.found and rows[2]["name"] in time.remark
     assert not sent.met and rows[3]["name"] in sent.remark
     assert goals["performance model: memory"].met
-    unmeasured = {goal.what: goal for goal in report.goals(facts | {"machine": None})}
-    assert unmeasured["performance model: time"].met is None and unmeasured["performance model: published ratios"].met
+    unmeasured = {goal.what: goal for goal in sections.goals(facts | {"machine": None})}
+    assert unmeasured["performance model: time"].met is None

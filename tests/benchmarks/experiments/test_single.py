@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.commands import main
+from benchmarks.experiments import results
 from benchmarks.experiments import single as bench
 from benchmarks.experiments.contest import LEAST_ROUNDS
+from benchmarks.experiments.results import Facts
 from benchmarks.experiments.single_report import GEMM, ceiling, flop_ratio, goals, overhead, section, share
 from boost.config.architecture import flops_per_token
-from boost.measure import results
-from boost.measure.results import Facts
 from tests import toy
 
 FLOPS = {"dense": 400, "cola": 200, "svd": 200, "lax": 200}
@@ -60,7 +61,8 @@ def test_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     pytest.importorskip("transformers")
     monkeypatch.setattr(bench, "GEMM_WIDTH", {"cpu": 64})
     config = toy.toy_config("float32", run={"device": "cpu"})
-    assert bench.single({"toy": config}, LEAST_ROUNDS, tmp_path / "single") == 0
+    monkeypatch.setattr(bench, "sizes", lambda *_: {"toy": config})
+    assert main(["single", "--rounds", str(LEAST_ROUNDS), "--out", str(tmp_path / "single")]) == 0
     facts = results.read(tmp_path / "single.json", "single")
     (found,) = facts["sizes"]
     assert found["flops_per_token"]["dense"] == flops_per_token(bench.of_family(config, "dense").model, 16)

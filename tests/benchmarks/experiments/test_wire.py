@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.commands import main
 from benchmarks.experiments import wire, wire_report
-from benchmarks.experiments.endtoend import BTP, BTP_SP, MEGATRON_SP, PUBLISHED
+from benchmarks.experiments.document import Table
 from benchmarks.experiments.hosts import Host, hosts, why_no_hosts
+from benchmarks.experiments.results import figures, read
+from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON_SP, PUBLISHED
 from benchmarks.experiments.wire import WireLaunch, schedule
 from benchmarks.experiments.wire_plan import BTP_CP, MAIN, MANY, MESHES, NO_LIMIT, WireContender, WireGroup, WireSet
-from boost.cli.main import main
 from boost.errors import ConfigError, MeasurementError
-from boost.measure.document import Table
-from boost.measure.results import figures, read
 from boost.measure.steps import Stepper
 from boost.parallel.mesh import Mesh
 
@@ -30,7 +30,6 @@ TINY = WireGroup(
     (WireContender(MEGATRON_SP), WireContender(BTP), HALVED),
     round_s=0.1,
     recorded=(HALVED,),
-    broken_down=(WireContender(BTP),),
     collectives=True,
 )
 PLAN = WireSet("main", (TINY,), launches=2, rounds=7)
@@ -59,8 +58,6 @@ def test_the_experiment(joined: None, tmp_path: Path, monkeypatch: pytest.Monkey
             assert min(slow["collectives"][f"{name}, 1 MiB"]) > 0.8 * 2**19 * 8 / 200e6, "half crosses, at 200 Mbit/s"
         assert min(slow["collectives"]["all-reduce, 1 MiB"]) > 0.8 * 2**20 * 8 / 200e6
         assert {row["name"] for row in slow["rows"]} == {MEGATRON_SP, BTP, HALVED.name}
-        for step in slow["broken_down"][BTP]:
-            assert step["gemms"] > 0 and step["waiting"] > 0 and step["other"] > 0
     section = wire_report.section(facts)
     tables = [part for part in section.parts if isinstance(part, Table)]
     assert len(tables[0].rows) == 9 and [row[:2] for row in tables[1].rows] == [
@@ -76,9 +73,7 @@ def test_the_experiment(joined: None, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_four_hosts_compute_the_loss_of_one_process(joined: None) -> None:
     contenders = (WireContender(PUBLISHED), HALVED, WireContender(BTP_SP, "halves"))
-    group = replace(
-        TINY, contenders=contenders, mesh={"tp": 2, "pp": 2}, collectives=False, recorded=(), broken_down=()
-    )
+    group = replace(TINY, contenders=contenders, mesh={"tp": 2, "pp": 2}, collectives=False, recorded=())
     configs = group.configs("demo", [])
     with hosts(group.processes) as found:
         measured = wire.measure(found, 1000.0, WireLaunch(group, "slow", 0), configs, 7)
@@ -213,9 +208,9 @@ def test_a_failed_process_is_an_error(joined: None) -> None:
 
 
 def test_arguments_are_checked_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "wire", "--rounds", "3"]) == 2
+    assert main(["wire", "--rounds", "3"]) == 2
     assert "--rounds = 3 is too small; smallest valid value: 7" in capsys.readouterr().err
-    assert main(["bench", "wire", "--rates", "0.5"]) == 2
+    assert main(["wire", "--rates", "0.5"]) == 2
     assert "--rates = 0.5 is too slow" in capsys.readouterr().err
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.experiments import wire_report
-from benchmarks.experiments.endtoend import BTP, BTP_SP, MEGATRON_SP, PUBLISHED, VANILLA
+from benchmarks.experiments.document import Table
 from benchmarks.experiments.goals import target_of
+from benchmarks.experiments.results import Facts, figures
+from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON_SP, PUBLISHED, VANILLA
 from benchmarks.experiments.wire_facts import seconds_of, set_of, wires
 from benchmarks.experiments.wire_plan import BTP_CP, BTPS, MEGATRONS, VANILLAS
 from boost.errors import MeasurementError
-from boost.measure.document import Table
-from boost.measure.results import Facts, figures
 from tests.benchmarks.experiments.wires import made_up, of_older_version
 
 NAMES = [each.name for each in (*MEGATRONS, *VANILLAS, *BTPS)]

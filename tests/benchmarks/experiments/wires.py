@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.experiments.results import Facts
 from benchmarks.experiments.wire_plan import MARKED, NO_LIMIT
-from boost.measure.results import Facts
 
 ADDED = {NO_LIMIT: 0.0, "share-matched": 0.5, "slow": 1.0}
 """Seconds that each wire adds to a step without overlap; half as much with it."""

@@ -1,0 +1,404 @@
+"""The public record: training speeds measured and published by others, as data, with a prediction of each.
+
+`record.json` holds facts only: shape, mesh, batch, GPU and software of each run, its tokens per second or FLOP/s per GPU, and where
+they were published. A row becomes a configuration by the same rules for every source:
+
+- An ungated MLP of width 4 d has the parameters and FLOPs of a gated MLP of width 8/3 d, which we use instead.
+- Activation checkpointing of whole blocks is `full-block`. Selective checkpointing of single operations is modeled as `full-block`
+  in every second block, which recomputes as many GEMMs.
+- An unpublished micro-batch or degree of interleaving is set to the fastest one according to the performance model.
+- The software stack of the source determines what is compiled, the attention kernel, what overlaps, and how fast GEMMs are
+  (`stacks.toml`).
+
+For each source and GPU, a random half of the rows (seed `SEED`) is used to fit the stacks; the other half is held out and gives the
+result. To score another planner, predict the seconds per step of each held-out row: its error is the mean of
+|predicted / measured - 1|.
+
+Exits with code 1 if the held-out half misses a limit: its error, the bias of a group, or the fraction of rows within intervals.
+"""
+
+import argparse
+import contextlib
+import functools
+import math
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from benchmarks.commands import add_out
+from benchmarks.experiments.published import MICRO_BATCHES, SEQUENCES, STEPS, TOKENS, Comparison, Way, configuration
+from benchmarks.experiments.results import Facts, facts_of
+from benchmarks.experiments.sections import goals, save
+from boost.config.load import load
+from boost.config.schema import CompileName, Config, Section
+from boost.config.stages import Stage
+from boost.config.text import read_toml
+from boost.errors import ConfigError
+from boost.plan.hardware import AttentionSpeed, Hardware, Speeds, load_hardware
+from boost.plan.interval import SPREADS, Spread, kind_of
+from boost.plan.peak import peak
+from boost.plan.step_time import PIPELINE, PassTime
+from boost.plan.timing import Predictor
+from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Work
+from boost.train.console import progress
+
+HERE = Path(__file__).parent
+
+INTERLEAVED = (1, 2, 3, 4, 6)
+"""Stages per process to try if none was published, like MICRO_BATCHES. The runtime rejects some of them."""
+
+SEED = 20261123
+FITTED, HELD = "fitted", "held out"
+
+INTERVALS = SPREADS | {"blocking": Spread(0.916, 2.991, 6)}
+"""Those of `boost plan`, and that of a stack whose pipeline sends block, which `boost train`'s do not."""
+
+
+class Stack(Section):
+    """A software stack."""
+
+    title: str
+    compile: CompileName
+    """What it compiles, as in train.compile."""
+    overlap: Literal["none", "halves"] = "none"
+    """Whether TP communication overlaps with computation, as in parallel.overlap."""
+    attention: str = ""
+    """Attention kernel; '': that of the profile."""
+    gemm: dict[str, float] = Field(default_factory=dict)
+    """Speed of GEMMs as a multiple of the profile's, by `Hardware.architecture`."""
+    hides_sends: bool = False
+    """Whether sends between pipeline stages overlap with the computation of another micro-batch."""
+    blocking: float = 0.0
+    """Fraction of a pass that a stage with two neighbors waits for blocking sends; stages with one neighbor do not wait."""
+
+
+class StackSpeeds(Speeds):
+    """Speeds of a device under a software stack."""
+
+    fusion: float = 1.0
+    """As in `Source`."""
+
+    def seconds(self, work: Work) -> float:
+        if work.kernel not in (GEMM, ATTENTION, ATTENTION_BACKWARD) and work.phase != "step":
+            work = replace(work, bytes=round(work.bytes / self.fusion))
+        return super().seconds(work)
+
+
+class StackPredictor(Predictor):
+    """Predicts steps of a software stack."""
+
+    def __init__(self, hardware: Hardware, stack: Stack) -> None:
+        super().__init__(hardware)
+        self.stack = stack
+
+    def _cached_pass(self, config: Config, held: tuple[Stage, ...]) -> PassTime:
+        # The time that a stage is blocked also depends on how many stages have two neighbors.
+        return self._pass(config, held) if self.stack.blocking else super()._cached_pass(config, held)
+
+    def _add_sends(self, config: Config, held: Sequence[Stage], result: PassTime) -> None:
+        if not self.stack.hides_sends:
+            super()._add_sends(config, held, result)
+        share = self.stack.blocking * max(config.parallel.pp - 2, 0) / config.parallel.pp
+        waits = share * result.forward, share * result.backward
+        result.add(PassTime(defaultdict(float, {PIPELINE: sum(waits)}), *waits, waits=waits), 1)
+
+
+class Source(Section):
+    """A publication with training speeds."""
+
+    title: str
+    url: str
+    stack: str
+    """Software stack of its rows, unless a row overrides it."""
+    layout: str
+    """TP layout of its rows."""
+    shard: Literal["none", "optimizer", "full"]
+    param_dtype: Literal["float32", "bfloat16"]
+    attention: str = ""
+    """Attention kernel, if it differs from the stack's."""
+    fusion: float = 1.0
+    """Factor by which the element-wise work of its blocks moves fewer bytes than in boost, under its stack."""
+    note: str = ""
+
+
+class Row(Section):
+    """A published run."""
+
+    source: str
+    model: str
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int | None = None
+    """Number of key/value heads; None: as many as `heads`."""
+    ffn: int | None = None
+    """Width of a gated MLP; None: an ungated MLP of width 4 d."""
+    vocab: int
+    seq: int
+    gpu: str
+    """Name of a hardware profile."""
+    gpus: int
+    tp: int = 1
+    pp: int = 1
+    micro_batch: int | None = None
+    """Micro-batch in sequences; None: not published."""
+    global_batch: int
+    recompute: Literal["none", "selective", "full"] = "none"
+    stack: str | None = None
+    """Software stack; None: that of the source."""
+    tokens_per_s: float | None = None
+    """Tokens per second per GPU."""
+    tflops: float | None = None
+    """Model TFLOP/s per GPU, as the source counts FLOPs. Ungated MLP: 72 B s l d^2 (1 + s/6d + V/12dl), which counts all attention
+    scores. Gated MLP: 6 per weight and token, plus the causal half of the scores."""
+    way: Way | None = None
+    """Method of a BOOST paper row (`benchmarks.experiments.published`); None for all other rows, which are dense."""
+    peak_gib: float | None = None
+    """Peak memory of the GPU that uses the most, in GiB, as reported by torch's allocator."""
+
+    @property
+    def dp(self) -> int:
+        """Replicas."""
+        return self.gpus // (self.tp * self.pp)
+
+    @property
+    def seconds(self) -> float:
+        """Measured seconds per step."""
+        tokens = self.global_batch * self.seq
+        if self.tokens_per_s is not None:
+            return tokens / (self.tokens_per_s * self.gpus)
+        assert self.tflops is not None
+        d, layers = self.dim, self.layers
+        if self.ffn is None:
+            flops = 72 * tokens * layers * d * d * (1 + self.seq / (6 * d) + self.vocab / (12 * d * layers))
+        else:
+            heads = 2 + 2 * (self.kv_heads or self.heads) / self.heads
+            flops = 6 * tokens * (layers * (heads * d * d + 3 * d * self.ffn + d * self.seq) + self.vocab * d)
+        return flops / (self.tflops * 1e12 * self.gpus)
+
+
+class Record(Section):
+    """All sources and rows."""
+
+    sources: dict[str, Source]
+    rows: tuple[Row, ...]
+
+
+@functools.cache
+def record() -> Record:
+    """Returns the record plus the BOOST paper's steps."""
+    record = Record.model_validate_json((HERE / "record.json").read_text(encoding="utf-8"), strict=False)
+    return record.model_copy(update={"rows": (*record.rows, *_paper_rows())})
+
+
+@functools.cache
+def _stack_file() -> dict[str, Any]:
+    return read_toml(HERE / "stacks.toml")
+
+
+@functools.cache
+def stacks() -> dict[str, Stack]:
+    """Returns all stacks by name."""
+    return {name: Stack.model_validate(tree) for name, tree in _stack_file().items() if "title" in tree}
+
+
+def _paper_rows() -> Iterator[Row]:
+    for published in STEPS:
+        for way, seconds in published.seconds.items():
+            model = configuration(way, published).model
+            gpus = published.tp * published.pp
+            yield Row(
+                source="boost", model=f"{published.size} {way}", dim=model.dim, layers=model.layers, heads=model.heads,
+                ffn=model.ffn_dim, vocab=model.vocab_size, seq=TOKENS, gpu="a100-80g", gpus=gpus, tp=published.tp,
+                pp=published.pp, global_batch=SEQUENCES, way=way, tokens_per_s=SEQUENCES * TOKENS / (seconds * gpus),
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A row with its prediction."""
+
+    row: Row
+    predicted_s: float
+    predicted_gib: float | None
+    """Predicted peak memory in GiB, if the row has a published one."""
+
+
+def stack_name(row: Row) -> str:
+    """Name of the software stack of a row."""
+    return row.stack or record().sources[row.source].stack
+
+
+def stack_of(row: Row) -> Stack:
+    """Software stack of a row."""
+    return stacks()[stack_name(row)]
+
+
+def score(rows: Sequence[Row]) -> Iterator[Scored]:
+    """Yields a prediction for each row, in order."""
+    machines: dict[tuple[str, str, str], tuple[StackPredictor, Comparison]] = {}
+    for row in rows:
+        key = row.source, row.gpu, stack_name(row)
+        if key not in machines:
+            hardware = hardware_of(row)
+            machines[key] = StackPredictor(hardware, stack_of(row)), Comparison(hardware)
+        predictor, paper = machines[key]
+        seconds, config = min(
+            (
+                (paper.seconds(row.way, config) if row.way else predictor.predict(config).seconds, config)
+                for config in configurations(row)
+            ),
+            key=lambda pair: pair[0],
+        )
+        yield Scored(row, seconds, _peak_gib(config, predictor.hardware) if row.peak_gib else None)
+
+
+def hardware_of(row: Row) -> Hardware:
+    """Hardware profile of a row's GPUs, at the speeds of its software stack."""
+    source, stack, hardware = record().sources[row.source], stack_of(row), load_hardware(row.gpu)
+    own, architecture = hardware.speeds, hardware.architecture
+    gemm = {
+        dtype: speed.model_copy(update={"fraction": speed.fraction * stack.gemm.get(architecture, 1.0)})
+        for dtype, speed in own.gemm.items()
+    }
+    kernel = _stack_file().get(source.attention or stack.attention, {}).get(architecture, {})
+    table = tuple(AttentionSpeed(head_dim=int(dim), forward=f, backward=b) for dim, (f, b) in kernel.items())
+    attention = own.attention | ({"bfloat16": table} if table else {})
+    fields = {name: getattr(own, name) for name in Speeds.model_fields}
+    speeds = StackSpeeds(**fields | {"gemm": gemm, "attention": attention, "fusion": source.fusion})
+    return hardware.model_copy(update={"speeds": speeds})
+
+
+def _peak_gib(config: Config, hardware: Hardware) -> float:
+    return max(peak(config, rank, hardware.is_gpu).total for rank in range(config.parallel.pp)) / 2**30
+
+
+def configurations(row: Row) -> Iterator[Config]:
+    """Yields the possible configurations of a row: one, or one per candidate if micro-batch or interleaving are unpublished."""
+    if row.way is not None:
+        published = next(step for step in STEPS if row.model == f"{step.size} {row.way}")
+        yield from (configuration(row.way, published, micro_batch) for micro_batch in MICRO_BATCHES)
+        return
+    per_replica = row.global_batch // row.dp
+    for micro_batch in [row.micro_batch] if row.micro_batch else [n for n in MICRO_BATCHES if per_replica % n == 0]:
+        interleaved = row.pp > 1 and row.micro_batch is None and (per_replica // micro_batch) % row.pp == 0
+        for virtual in INTERLEAVED if interleaved else INTERLEAVED[:1]:
+            with contextlib.suppress(ConfigError):  # more stages than the runtime supports
+                yield _configuration(row, micro_batch, virtual)
+
+
+def _configuration(row: Row, micro_batch: int, virtual: int) -> Config:
+    source, stack = record().sources[row.source], stack_of(row)
+    unit = 8 * row.tp
+    words = {
+        "model.family": "dense", "model.dim": row.dim, "model.layers": row.layers, "model.heads": row.heads,
+        "model.kv_heads": row.kv_heads or row.heads, "model.ffn_dim": row.ffn or unit * round(8 * row.dim / (3 * unit)),
+        "model.vocab_size": unit * math.ceil(row.vocab / unit),
+        "parallel.layout": source.layout if row.tp > 1 else "single", "parallel.tp": row.tp, "parallel.pp": row.pp,
+        "parallel.dp": row.dp, "parallel.shard": source.shard if row.dp > 1 else "none",
+        "train.seq_len": row.seq, "train.micro_batch": micro_batch, "train.global_batch": row.global_batch,
+        "train.param_dtype": source.param_dtype, "train.compute_dtype": "bfloat16",
+        "train.recompute": "none" if row.recompute == "none" else "full-block",
+        "train.compile": stack.compile,
+        "parallel.overlap": stack.overlap if row.tp > 1 else "none",
+        "train.recompute_every": 2 if row.recompute == "selective" else 1,
+    }  # fmt: skip
+    if virtual > 1:
+        words |= {"parallel.schedule": "interleaved-1f1b", "parallel.virtual": virtual}
+    return load(None, [f"--{key}={value}" for key, value in words.items()])
+
+
+def halves(rows: Sequence[Row]) -> list[str]:
+    """Assigns FITTED or HELD to each row: half of each source and GPU."""
+    assigned = [""] * len(rows)
+    groups: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        groups.setdefault(f"{row.source} {row.gpu}", []).append(place)
+    for name, members in groups.items():
+        # One seed per group, so that new sources do not change the halves of existing ones.
+        random.Random(f"{SEED} {name}").shuffle(members)
+        for number, place in enumerate(members):
+            assigned[place] = HELD if number % 2 else FITTED
+    return assigned
+
+
+def compare(show: bool = False) -> Facts:
+    """Predicts every row and returns the result. `show`: displays a progress bar."""
+    rows, predicted = record().rows, []
+    for scored, half in zip(progress(score(rows), "rows", enabled=show), halves(rows), strict=True):
+        row = scored.row
+        predicted.append(
+            row.model_dump()
+            | {"stack": stack_name(row), "half": half, "measured_s": row.seconds, "predicted_s": scored.predicted_s}
+            | ({"predicted_gib": scored.predicted_gib} if scored.predicted_gib is not None else {})
+        )
+    sources = {name: source.model_dump() for name, source in record().sources.items()}
+    return facts_of("record", load(None), seed=SEED, sources=sources, rows=predicted)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Prediction errors over some rows."""
+
+    count: int
+    median: float
+    """Median of predicted / measured."""
+    mape: float
+    """Mean of |predicted / measured - 1|."""
+    bias: float
+    """Mean of predicted / measured - 1."""
+
+
+def errors(rows: Iterable[Facts]) -> Errors:
+    """Computes the errors of one or more rows."""
+    ratios = [row["predicted_s"] / row["measured_s"] for row in rows]
+    off = [ratio - 1 for ratio in ratios]
+    return Errors(len(ratios), statistics.median(ratios), statistics.fmean(map(abs, off)), statistics.fmean(off))
+
+
+def spreads(facts: Facts, half: str = FITTED) -> dict[str, Spread]:
+    """Computes the spreads of one half, which the package ships."""
+    ratios: dict[str, list[float]] = {}
+    for row in facts["rows"]:
+        if row["half"] == half:
+            ratios.setdefault(mesh_kind(row), []).append(row["measured_s"] / row["predicted_s"])
+    return {kind: spread_of(of_kind) for kind, of_kind in ratios.items()}
+
+
+def spread_of(ratios: Sequence[float]) -> Spread:
+    """10th and 90th percentiles; for few ratios, minimum and maximum."""
+    deciles = statistics.quantiles(ratios, n=10, method="exclusive")
+    low, high = max(deciles[0], min(ratios)), min(deciles[-1], max(ratios))
+    return Spread(round(low, 3), round(high, 3), len(ratios))
+
+
+def mesh_kind(row: Facts) -> str:
+    """The key of a row's interval in INTERVALS."""
+    blocks = row["pp"] > 1 and stacks()[row["stack"]].blocking > 0
+    return "blocking" if blocks else kind_of(row["tp"], row["pp"])
+
+
+def held_by_interval(facts: Facts) -> list[bool]:
+    """For each held-out row, whether it lies inside the interval that the package ships."""
+    return [
+        INTERVALS[mesh_kind(row)].low <= row["measured_s"] / row["predicted_s"] <= INTERVALS[mesh_kind(row)].high
+        for row in facts["rows"]
+        if row["half"] == HELD
+    ]
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add_out(parser, "record")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 1 if the held-out half misses a limit: its error, the bias of a group, or the fraction of rows within intervals."""
+    facts = compare(show=True)
+    save(args.out, facts)
+    return int(not all(goal.met for goal in goals(facts)))

@@ -1,0 +1,76 @@
+"""Kernels as published code and autograd run them, for predictions of published measurements: one operation after another, each of
+which saves its inputs. The planner traces them instead of its eager kernels inside `separate_operations`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+from boost.models import kernels
+from boost.models.kernels import Kernel
+from boost.plan.shape_tensor import make
+from boost.plan.tracer import one_pass
+
+
+@contextmanager
+def separate_operations() -> Iterator[None]:
+    """Context in which the planner prices kernels that are not compiled as those of published code."""
+    with mock.patch.dict(kernels.BACKENDS, eager=_run):
+        yield
+
+
+def _run(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
+    if kernel.name in ("normed", "normed_backward"):  # torch has fused kernels
+        return one_pass(kernel, arguments)
+    return getattr(_Operations, kernel.name, kernel.function)(*arguments)
+
+
+def _saved(x: Any) -> Any:
+    """A tensor like x that the forward pass has saved."""
+    return make(x, x.shape, "saved")
+
+
+class _Operations:
+    """The operations of each kernel, by its name. See `boost.models.kernels` for the arguments."""
+
+    @staticmethod
+    def activated(u: Any, c: Any, silu: bool) -> Any:
+        z = u if c is None else (u * c).to(u.dtype)
+        return F.silu(z) if silu else z
+
+    @staticmethod
+    def activated_backward(dh: Any, u: Any, c: Any, silu: bool) -> Any:
+        dz = torch.ops.aten.silu_backward(dh, _saved(u)) if silu else dh
+        return (dz if c is None else (dz * c).to(u.dtype)), _saved(u)
+
+    @staticmethod
+    def gated(gate: Any, up: Any) -> Any:
+        return F.silu(gate) * up
+
+    @staticmethod
+    def gated_backward(dy: Any, gate: Any, up: Any) -> Any:
+        return torch.ops.aten.silu_backward(dy * up, gate), dy * _saved(gate)
+
+    @staticmethod
+    def rotated(x: Any, cos: Any, sin: Any) -> Any:
+        x = x.transpose(1, 2)
+        first, second = x.chunk(2, dim=-1)
+        return (x * cos + torch.cat((-second, first), dim=-1) * sin).transpose(1, 2)
+
+    @staticmethod
+    def rotated_backward(dy: Any, cos: Any, sin: Any) -> Any:
+        dy = dy.transpose(1, 2)
+        first, second = (dy * sin).chunk(2, dim=-1)
+        return (dy * cos + torch.cat((second, -first), dim=-1)).transpose(1, 2)
+
+    @staticmethod
+    def scaled_backward(dy: Any, x: Any, c: Any) -> Any:
+        return (dy * c).to(x.dtype), (dy * x.to(c.dtype)).sum(-1).unsqueeze(-1)
+
+    @staticmethod
+    def row_product(x: Any, y: Any, dtype: torch.dtype) -> Any:
+        return (x * y.to(dtype)).sum(-1)

@@ -1,0 +1,93 @@
+"""Single-rank emulation of TP: the work of one TP process, with torch's fake process group in place of the others.
+
+Nothing is sent. Collectives return the process's own data (a gather repeats its shard, a reduction has one term), so that GEMMs see
+realistic values instead of zeros or uninitialized memory.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from boost.config.schema import Config, ParallelConfig
+from boost.parallel import collectives
+from boost.parallel import mesh as meshes
+from boost.parallel.mesh import Mesh, mesh_of
+from boost.plan.hardware import Hardware
+from boost.plan.prediction import Prediction, prediction
+from boost.plan.step_time import CONTEXT, REPLICAS, TENSOR, StepTime
+from boost.plan.timing import predict
+
+
+@contextlib.contextmanager
+def without_the_others(parallel: ParallelConfig, device: torch.device) -> Iterator[Mesh]:
+    """Context with the mesh of rank 0 of `parallel`, in a process without a process group."""
+    # Imported here because torch's fake process group is part of its testing internals.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=parallel.world_size, store=FakeStore())
+    used: Any = collectives
+    usual = used._ops, used.receives_first, meshes._backend
+    try:
+        meshes._backend = lambda device: None
+        used.receives_first = lambda _: False  # no other process sends messages
+        if leaves_unwritten(parallel.world_size, device):
+            used._ops = _LocalCollectives()
+        yield mesh_of(parallel, device)
+    finally:
+        used._ops, used.receives_first, meshes._backend = usual
+        dist.destroy_process_group()
+
+
+def leaves_unwritten(size: int, device: torch.device) -> bool:
+    """Whether this torch's fake process group leaves results unwritten; that of torch 2.13 copies the process's own data."""
+    part, whole = torch.ones(1, device=device), torch.ones(size, device=device)
+    gathered, summed, exchanged = (torch.full_like(x, torch.nan) for x in (whole, part, whole))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the new names do not exist in torch 2.11
+        dist.all_gather_into_tensor(gathered, part)
+        dist.reduce_scatter_tensor(summed, whole)
+    dist.all_to_all_single(exchanged, whole, [1] * size, [1] * size)
+    return bool(torch.cat((gathered, summed, exchanged)).isnan().any())
+
+
+def share_prediction(config: Config, hardware: Hardware) -> Prediction:
+    """Predicts a step of an emulated rank, which waits for no collective and has the device to itself."""
+    alone = hardware.model_copy(update={"speeds": hardware.speeds_of(1)})
+    waits = exposed_collectives(predict(config, alone))
+    whole = prediction(config, alone)
+    return replace(whole, predicted_s=whole.predicted_s - waits)
+
+
+def exposed_collectives(step: StepTime) -> float:
+    """Seconds of a step in TP and DP collectives that do not overlap with computation."""
+    return sum(step.parts.get(part, 0.0) for part in (TENSOR, CONTEXT, REPLICAS))
+
+
+class _LocalCollectives:
+    """Replaces torch's functional collectives: calls them, then fills their results with the process's own data."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.ops._c10d_functional, name)
+
+    def all_gather_into_tensor(self, x: Tensor, size: int, group: str) -> Tensor:
+        """[n, ...] -> [p n, ...]: repeats x p times."""
+        gathered: Tensor = torch.ops._c10d_functional.all_gather_into_tensor(x, size, group)
+        gathered.view(size, *x.shape).copy_(x)
+        return gathered
+
+    def reduce_scatter_tensor(self, x: Tensor, op: str, size: int, group: str) -> Tensor:
+        """[p n, ...] -> [n, ...]: the first n rows, which belong to process 0."""
+        summed: Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(x, op, size, group)
+        return summed.copy_(x.narrow(0, 0, summed.shape[0]))
+
+    def all_to_all_single(self, x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
+        """[p n, ...] -> [p n, ...]: repeats the first n rows p times. Counts are equal, as in `collectives.all_to_all`."""
+        exchanged: Tensor = torch.ops._c10d_functional.all_to_all_single(x, received, sent, group)
+        exchanged.view(len(sent), sent[0], *x.shape[1:]).copy_(x[: sent[0]])
+        return exchanged

@@ -1,0 +1,82 @@
+"""matplotlib, which is an optional extra: imported when something is drawn, with one style and reproducible files."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from boost.errors import ConfigError
+
+INK, MUTED, LINE, PAPER = "#1b212c", "#5c6573", "#dfe2e7", "#ffffff"
+SERIES = ("#5c7cfa", "#d97706", "#0e9aa0", "#e64980", "#7a9a12", "#9775fa", "#b08400", "#7d8794", "#b5557f", "#2f9e6b")
+"""Colors of lines and bars, in order; visible on white and on dark pages."""
+
+SUFFIXES = (".svg", ".png", ".pdf")
+
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "boost",
+    "svg.fonttype": "none",  # text stays text
+    "path.simplify_threshold": 0.2,
+    "font.size": 9.5,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9.5,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": MUTED,
+    "axes.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "axes.grid": False,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": LINE,
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.6,
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "hatch.linewidth": 0.8,
+}
+"""matplotlib settings of every figure."""
+
+
+def needs_matplotlib() -> None:
+    """Raises ConfigError if matplotlib is missing; call it before anything slow."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("pictures need matplotlib, which is not installed: pip install 'boost-llm[plots]'")
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot, without a display. Raises ConfigError if it is missing."""
+    needs_matplotlib()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update({**STYLE, "axes.prop_cycle": pyplot.cycler(color=SERIES)})
+    return pyplot
+
+
+def tidy(axis: Any) -> None:
+    """Removes the frame of an axes and adds a light grid."""
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(visible=True)
+
+
+def write(figure: Any, path: Path) -> None:
+    """Writes a figure in the format of the suffix of `path`, and closes it. Equal figures give equal SVG files."""
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"--out = '{path}' must end with one of {', '.join(SUFFIXES)}")
+    figure.savefig(path, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)
+    pyplot().close(figure)

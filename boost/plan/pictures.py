@@ -1,0 +1,552 @@
+"""Pictures, drawn with matplotlib: a block under a layout, bars of the time and memory of a step, and grids of the fastest layout.
+
+Placements of a block come from the layout, collectives from the collective table. A layout that communicates at the bottleneck has
+its collectives between A and B. Any other layout gathers (forward) and reduces (backward) at a group's input, and vice versa at its
+output.
+
+Legend: T tokens of one micro-batch, p TP processes; d, f, r widths of the residual stream, the MLP and the bottleneck. Lengths are
+in pixels; y runs downward.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from boost import drawing
+from boost.config.architecture import GroupSpec, groups
+from boost.config.layouts import Placement, local_shape, num_shards, placement_of
+from boost.config.traffic import ALL_TO_ALL, Collective, statistic_columns
+from boost.drawing import PAPER
+from boost.format import format_bytes
+from boost.plan.inspection import Inspection
+
+COLORS = ("#3b6cb3", "#23877a", "#a8690f", "#a44f80")
+HUES = (*COLORS, "#6b7a2c", "#7a5fb0", "#b5533c", "#4c8fb8", "#8a7a5c", "#5c6470", "#9aa3b2")
+INK, MUTED, LINE = "#1f2937", "#667085", "#c3cad5"
+FORWARD, BACKWARD = ("#344054", PAPER), ("#dde3ec", "#344054")
+"""(fill, text) of a collective."""
+
+WIDTH, MARGIN, GUTTER, ROW_GAP, PIECE_GAP, ELLIPSIS = 900.0, 26.0, 208.0, 9.0, 3.0, 26.0
+BAR, MAX_PANELS = 22.0, 4
+
+UNIT = 70.0
+"""Maximum width of d."""
+
+
+@dataclass(frozen=True)
+class DiagramTensor:
+    """A tensor drawn as a rectangle, with the process's shard."""
+
+    width: float
+    height: float
+    axis: str = ""
+    """The sharded axis, 'x' or 'y'; '' if replicated."""
+    partial: bool = False
+    activation: bool = False
+
+
+@dataclass(frozen=True)
+class DiagramRow:
+    """One line of the picture of a block, across all processes."""
+
+    title: str
+    details: tuple[str, ...] = ()
+    pieces: tuple[DiagramTensor, ...] = ()
+    stacked: bool = False
+    """Whether pieces are stacked vertically, like the factors A of a group, instead of side by side."""
+    boxes: tuple[str, ...] = ()
+    """One label per process, instead of pieces."""
+    bars: tuple[tuple[str, str], ...] = ()
+    """(forward, backward) collectives across all processes, instead of pieces; '' for none."""
+    residual: bool = False
+
+    @property
+    def lines(self) -> tuple[tuple[int, str], ...]:
+        """The bars from top to bottom, as (0 for forward or 1 for backward, text)."""
+        return tuple((side, text) for sides in self.bars for side, text in enumerate(sides) if text)
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Width and height of the drawing of one process."""
+        if self.boxes:
+            return 0.0, 24.0
+        widths, heights = [piece.width for piece in self.pieces], [piece.height for piece in self.pieces]
+        gaps = PIECE_GAP * (len(self.pieces) - 1)
+        return (max(widths), sum(heights) + gaps) if self.stacked else (sum(widths) + gaps, max(heights))
+
+    @property
+    def height(self) -> float:
+        """Height of the row, including text."""
+        if self.bars:
+            return BAR * len(self.lines) + PIECE_GAP * (len(self.lines) - 1)
+        return max(self.size[1], 16.0 + 14.0 * len(self.details))
+
+
+class Canvas:
+    """A page in pixels: boxes, lines and words."""
+
+    def __init__(self, height: float, title: str, subtitle: str) -> None:
+        self.figure = drawing.pyplot().figure(figsize=(WIDTH / 100, height / 100), facecolor=PAPER)
+        self.axes = self.figure.add_axes((0, 0, 1, 1))
+        self.axes.set(xlim=(0, WIDTH), ylim=(height, 0))
+        self.axes.axis("off")
+        self.text(title, MARGIN, 42, 20, bold=True, room=WIDTH - 2 * MARGIN)
+        self.text(subtitle, MARGIN, 65, 13, MUTED, room=WIDTH - 2 * MARGIN)
+
+    def box(
+        self, x: float, y: float, width: float, height: float, fill: str, edge: str = "none", *, radius: float = 0.0,
+        alpha: float = 1.0, line: float = 1.0, hatch: str = "",
+    ) -> None:  # fmt: skip
+        """A rectangle. `alpha` is the opacity of its fill; `hatch`: its color, if it is hatched."""
+        from matplotlib.colors import to_rgba
+        from matplotlib.patches import FancyBboxPatch
+
+        style = f"round,pad=0,rounding_size={radius}" if radius else "square,pad=0"
+        face = "none" if fill == "none" else to_rgba(fill, alpha)
+        self.axes.add_patch(
+            FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=face, edgecolor=edge, linewidth=0.72 * line)
+        )
+        if hatch:
+            self.axes.add_patch(
+                FancyBboxPatch(
+                    (x, y), width, height, boxstyle=style, facecolor="none", edgecolor=hatch, hatch="////", linewidth=0
+                )
+            )
+
+    def line(
+        self, points: Sequence[tuple[float, float]], color: str, *, arrow: bool = False, alpha: float = 1.0
+    ) -> None:
+        """A line through points, perhaps with a tip at its end."""
+        style = {"color": color, "alpha": alpha, "zorder": 1}  # that of boxes: what is drawn later is above
+        self.axes.plot(*zip(*points, strict=True), linewidth=1.1, solid_joinstyle="miter", **style)
+        if arrow:
+            self.axes.plot(*points[-1], marker="<", markersize=5, markeredgewidth=0, **style)
+
+    def text(
+        self, words: str, x: float, y: float, size: float = 12.0, color: str = INK, align: str = "left", *,
+        bold: bool = False, room: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Words at a baseline, smaller if they would not fit in `room`. Assumes letters 0.56 em wide."""
+        words = words.replace(" x ", " \u00d7 ").replace("$", r"\$")
+        if room:
+            size = min(size, room / ((0.62 if bold else 0.56) * len(words)))
+        weight = "bold" if bold else "normal"
+        self.axes.text(x, y, words, fontsize=0.72 * size, color=color, ha=align, va="baseline", fontweight=weight)
+
+    def tensor(self, piece: DiagramTensor, x: float, y: float, color: str, rank: int, parts: int) -> None:
+        """The whole tensor as an outline, with shard `rank` of `parts` filled, and hatched if its gradient is a partial sum."""
+        self.box(x, y, piece.width, piece.height, PAPER)
+        at, size = [x, y], [piece.width, piece.height]
+        if piece.axis:
+            side = "xy".index(piece.axis)
+            # Shards that are too thin to see are drawn thicker.
+            whole, size[side] = size[side], max(size[side] / parts, 3.0)
+            at[side] += min(rank * whole / parts, whole - size[side])
+        hatch = PAPER if piece.partial else ""
+        self.box(at[0], at[1], size[0], size[1], color, alpha=0.5 if piece.activation else 1.0, hatch=hatch)
+        self.box(x, y, piece.width, piece.height, "none", color)
+
+    def tensors(self, row: DiagramRow, middle: float, y: float, color: str, rank: int, parts: int) -> None:
+        """The tensors of a row, centered at `middle`."""
+        left = middle - row.size[0] / 2
+        for piece in row.pieces:
+            self.tensor(piece, middle - piece.width / 2 if row.stacked else left, y, color, rank, parts)
+            y, left = (y + piece.height + PIECE_GAP, left) if row.stacked else (y, left + piece.width + PIECE_GAP)
+
+    def collective(self, side: int, words: str, x: float, y: float, width: float) -> None:
+        """A collective: dark for forward (side 0), light for backward (1)."""
+        fill, ink = (FORWARD, BACKWARD)[side]
+        self.box(x, y, width, BAR, fill, radius=5)
+        self.text(words, x + width / 2, y + 15, 12, ink, "center", room=width - 12)
+
+    def write(self, path: Path) -> None:
+        """Writes the picture in the format of the suffix of `path`."""
+        drawing.write(self.figure, path)
+
+
+# One block.
+
+
+def draw_block(inspection: Inspection, name: str, path: Path) -> None:
+    """Draws one block: the shard of every tensor on each TP process, and the collectives between them. `name`: of the model."""
+    config = inspection.config
+    model, processes = config.model, config.parallel.tp
+    label = name if len(name) <= 30 else f"{name[:29]}…"
+    title = [inspection.layout, label, f"TP {processes}"]
+    if processes > 1:
+        title += inspection.spec.variant(config.parallel)
+        title += ["ungrouped"] * (not config.parallel.grouping)
+    bottleneck = "B A x" if model.latent_act == "none" else f"B {model.latent_act}(A x)"
+    if model.has_latent_gates:
+        bottleneck += ", latents gated with those of the previous block"
+    subtitle = (
+        f"One of {model.layers} blocks, every linear y = {bottleneck if model.low_rank else 'W x'}; d = {model.dim}, "
+        f"f = {model.ffn_dim}{f', r = {model.rank}' if model.low_rank else ''}; T = {inspection.tokens} tokens per "
+        f"micro-batch; {config.train.compute_dtype}"
+    )
+    rows, top = list(block_rows(inspection)), 128.0
+    tops = list(itertools.accumulate((row.height + ROW_GAP for row in rows[:-1]), initial=top))
+    bottom = tops[-1] + rows[-1].height
+    canvas = Canvas(bottom + 94, " · ".join(title), subtitle)
+    last = [processes - 1] if processes > MAX_PANELS else []
+    panels, width = [*range(min(processes, MAX_PANELS) - len(last)), *last], panel_width(processes)
+    middles = [
+        MARGIN + GUTTER + (index + 0.5) * width + (ELLIPSIS if last and index == len(panels) - 1 else 0.0)
+        for index in range(len(panels))
+    ]
+    for rank, middle, color in zip(panels, middles, COLORS, strict=False):
+        canvas.box(middle - width / 2 + 3, top - 36, width - 6, bottom - top + 46, color, radius=8, alpha=0.055)
+        canvas.text(f"process {rank}", middle, top - 17, 13, color, "center", bold=True)
+        _paths(canvas, middle, width, color, rows, tops)
+    if last:
+        canvas.text("…", middles[-1] - width / 2 - ELLIPSIS / 2, top - 17, 16, MUTED, "center")
+    for row, y in zip(rows, tops, strict=True):
+        if row.bars:
+            for position, (side, words) in enumerate(row.lines):
+                says = f"{('forward', 'backward')[side]}: {words}"
+                canvas.collective(
+                    side, says, MARGIN + GUTTER, y + position * (BAR + PIECE_GAP), WIDTH - 2 * MARGIN - GUTTER
+                )
+            continue
+        words_y = y + (row.height - 16 - 14 * len(row.details)) / 2
+        canvas.text(row.title, MARGIN, words_y + 12, 13, bold=True)
+        for line, detail in enumerate(row.details):
+            canvas.text(detail, MARGIN, words_y + 27 + 14 * line, 11.5, MUTED, room=GUTTER - 8)
+        drawn_y = y + (row.height - row.size[1]) / 2
+        for rank, middle, color in zip(panels, middles, COLORS, strict=False):
+            if row.boxes:
+                wide = min(width - 36, 160.0)
+                canvas.box(middle - wide / 2, drawn_y, wide, 24, PAPER, color, radius=12, line=1.2)
+                # The longest label of the row sets the size of all.
+                size = min(11.5, (wide - 14) / (0.58 * max(map(len, row.boxes))))
+                canvas.text(row.boxes[rank], middle, drawn_y + 16, size, color, "center")
+            else:
+                canvas.tensors(row, middle, drawn_y, color, rank, processes)
+    legend = {
+        "weight: shard of this process": DiagramTensor(22, 12, "x"),
+        "activation: shard of this process": DiagramTensor(22, 12, "x", activation=True),
+    }
+    if any(piece.partial for row in rows for piece in row.pieces):
+        legend["replicated: gradient summed once per step"] = DiagramTensor(22, 12, partial=True)
+    for position, (words, piece) in enumerate(legend.items()):
+        canvas.tensor(piece, MARGIN + 284 * position, bottom + 34, COLORS[0], 0, 3)
+        canvas.text(words, MARGIN + 284 * position + 30, bottom + 44.5, 12)
+    canvas.text(_summary(inspection), MARGIN, bottom + 74, 12.5, room=WIDTH - 2 * MARGIN)
+    canvas.write(path)
+
+
+def panel_width(processes: int) -> float:
+    """Width of one process's panel. Up to 4 panels are drawn: all processes, or the first three and the last."""
+    gap = ELLIPSIS if processes > MAX_PANELS else 0.0
+    return (WIDTH - 2 * MARGIN - GUTTER - gap) / min(processes, MAX_PANELS)
+
+
+def _paths(
+    canvas: Canvas, middle: float, width: float, color: str, rows: Sequence[DiagramRow], tops: Sequence[float]
+) -> None:
+    """Lines of a process from row to row, and the residual stream around each half of the block."""
+    sizes = [row.height if row.bars else row.size[1] for row in rows]
+    ends = [
+        (y + (row.height - size) / 2, y + (row.height + size) / 2)
+        for row, y, size in zip(rows, tops, sizes, strict=True)
+    ]
+    for (_, start), (stop, _) in itertools.pairwise(ends):
+        canvas.line([(middle, start), (middle, stop)], LINE)
+    edge = middle + min(width / 2 - 11, 145)
+    stops = [(row, y) for row, y in zip(rows, tops, strict=True) if row.residual]
+    for (row, y), (_, end) in itertools.pairwise(stops):
+        side = middle + row.size[0] / 2
+        start, stop = y + row.height / 2 + 6, end + row.height / 2 - 6
+        canvas.line([(side, start), (edge, start), (edge, stop), (side + 5, stop)], color, arrow=True, alpha=0.5)
+
+
+def _summary(inspection: Inspection) -> str:
+    sent = dict.fromkeys(("forward", "recompute", "backward"), 0)
+    for issued in inspection.issued:
+        if issued.micro_batch == 0 and issued.collective.layer == inspection.layer:
+            sent[issued.collective.phase] += issued.collective.sent_bytes
+    total = sum(sent.values())
+    if not total:
+        return "One process, no collectives."
+    parts = " + ".join(f"{format_bytes(number)} {phase}" for phase, number in sent.items() if number)
+    return f"Bytes sent by one process per block and micro-batch: {parts} = {format_bytes(total)}"
+
+
+def block_rows(inspection: Inspection) -> Iterator[DiagramRow]:
+    """Yields the rows of the picture, from the block's input to its output."""
+    config = inspection.config
+    yield _residual(inspection, "Residual stream")
+    for group in groups(config.model, inspection.layer):
+        if group.side == "enter":
+            yield _norm(inspection, group)
+            yield from _group(inspection, group)
+            yield _wide(inspection, group)
+        else:
+            yield from _group(inspection, group)
+            yield _residual(inspection, "Residual + update")
+
+
+def _length(n: int, inspection: Inspection) -> float:
+    """Width in pixels: proportional up to d, compressed beyond, and never too thin to show shards."""
+    model, p = inspection.config.model, inspection.config.parallel.tp
+    panel = panel_width(p)
+    relative = [_relative(slot.rank or slot.d_in, model.dim) for slot in groups(model, inspection.layer)[0].slots]
+    unit = min(UNIT if p > 2 else UNIT * 1.15, (panel - 40) / sum(relative))
+    return round(unit * _relative(n, model.dim), 2)
+
+
+def _relative(n: int, dim: int) -> float:
+    share = n / dim
+    return max(share, 0.16) if share <= 1 else 1 + min(0.2 * (share - 1), 0.5)
+
+
+def _share(word: str, parts: int) -> str:
+    return word if parts == 1 else f"{word}/{parts}"
+
+
+def _residual(inspection: Inspection, title: str) -> DiagramRow:
+    p, kind = inspection.config.parallel.tp, inspection.spec.residual
+    detail = {
+        "hidden": f"T x {_share('d', p)}: sharded along hidden",
+        "tokens": f"{_share('T', p)} x d: sharded along tokens",
+        "replicated": "T x d" if p == 1 else "T x d on every process",
+    }[kind]
+    axis = {"hidden": "x", "tokens": "y", "replicated": ""}[kind]
+    width = _length(inspection.config.model.dim, inspection)
+    return DiagramRow(title, (detail,), (DiagramTensor(width, 28.0, axis, activation=True),), residual=True)
+
+
+def _norm(inspection: Inspection, group: GroupSpec) -> DiagramRow:
+    model, parallel = inspection.config.model, inspection.config.parallel
+    placement = placement_of("norm", model, parallel)
+    piece = DiagramTensor(_length(model.dim, inspection), 8.0, "x" if placement.dim == 0 else "", placement.partial)
+    return DiagramRow("RMSNorm", (inspection.spec.norm_note(parallel),), (piece,))
+
+
+def _wide(inspection: Inspection, group: GroupSpec) -> DiagramRow:
+    """Attention or the gated product, with the heads or channels of each process."""
+    model, parts = inspection.config.model, num_shards(inspection.config.parallel)
+    p = inspection.config.parallel.tp
+    word, n, title, width = "heads", model.heads, "Attention", "d"
+    if group.name == "gate_up":
+        word, n, title, width = "channels", model.ffn_dim, "silu(gate) x up" if model.mlp_silu else "gate x up", "f"
+        if inspection.spec.mlp_token_local:
+            return DiagramRow(title, (f"{_share('T', p)} x f",), boxes=("all channels",) * p)
+    share = n // parts
+    boxes = []
+    for rank in range(p):
+        first = rank * share if parts > 1 else 0
+        boxes.append(f"{word} {first}-{first + share - 1}" if share > 1 else f"{word[:-1]} {first}")
+    same = " on every process" if parts == 1 < p else ""
+    return DiagramRow(title, (f"T x {_share(width, parts)}{same}",), boxes=tuple(boxes))
+
+
+def _group(inspection: Inspection, group: GroupSpec) -> Iterator[DiagramRow]:
+    """Yields the weights, latents and collectives of one group, in forward order."""
+    model, parallel = inspection.config.model, inspection.config.parallel
+    bars = _bars(inspection, group)
+    yield from bars["norm"]
+    yield from bars["entry"]
+    if not model.low_rank:
+        yield _weights(inspection, group, "W")
+        yield from bars["exit"]
+        return
+    placement_a = placement_of(group.parameters("", "A")[0].role, model, parallel)
+    axis = "x" if placement_a.dim == 0 else "y" if inspection.spec.residual == "tokens" else ""
+    pieces = tuple(DiagramTensor(_length(r, inspection), 20.0, axis, activation=True) for r in group.ranks)
+    k, p = len(group.ranks), parallel.tp
+    width = "r" if k == 1 else f"{k}r"
+    rows, columns = _share("T", p if axis == "y" else 1), _share(width, p if axis == "x" else 1)
+    whole = " on every process" if not axis and p > 1 else ""
+    title = "Latents" if model.latent_act == "none" else f"{model.latent_act} on the latents"
+    details = [f"{rows} x {columns}{whole}"]
+    if inspection.has_latent_gate:
+        title = "Gated latents"
+        act = "" if model.latent_act == "none" else f"{model.latent_act} "
+        gate = "h" if model.gate == "identity" else f"{model.gate} gate(h)"
+        details.append(f"{act}LayerNorm(u + {gate})")
+    latents = DiagramRow(title, tuple(details), pieces)
+    yield _weights(inspection, group, "A")
+    # A factor sharded along its input gives partial sums, so the latents follow the collective. Gating latents that are sharded
+    # along the rank takes collectives of its own.
+    latents_last = placement_a.dim == 1 or (inspection.has_latent_gate and axis == "x")
+    yield from [*bars["between"], latents] if latents_last else [latents, *bars["between"]]
+    yield _weights(inspection, group, "B")
+    yield from bars["exit"]
+
+
+def _weights(inspection: Inspection, group: GroupSpec, factor: str) -> DiagramRow:
+    model, parallel = inspection.config.model, inspection.config.parallel
+    pieces, shapes = [], []
+    for slot, parameter in zip(group.slots, group.parameters("", factor), strict=True):
+        placement = placement_of(parameter.role, model, parallel)
+        rows, columns = parameter.shape
+        axis = {None: "", 0: "y", 1: "x"}[placement.dim]
+        pieces.append(DiagramTensor(_length(columns, inspection), _length(rows, inspection), axis, placement.partial))
+        shapes.append(
+            (_sizes(parameter.shape, local_shape(parameter, placement, parallel.tp), placement, parallel.tp), slot.name)
+        )
+    details = []
+    for text, same in itertools.groupby(shapes, key=lambda item: item[0]):
+        names = ", ".join(name.partition(".")[2] for _, name in same)
+        details.append(text if text == shapes[0][0] == shapes[-1][0] else f"{names}: {text}")
+    names = ", ".join(slot.name.partition(".")[2] for slot in group.slots)
+    return DiagramRow(f"{factor} of {names}", tuple(details), tuple(pieces), stacked=factor == "A")
+
+
+def _sizes(shape: tuple[int, ...], local: tuple[int, ...], placement: Placement, processes: int) -> str:
+    whole = " x ".join(str(n) for n in shape)
+    if placement.dim is None:
+        return whole if processes == 1 else f"{whole}, replicated"
+    return f"{whole}, here {' x '.join(str(n) for n in local)}"
+
+
+def _bars(inspection: Inspection, group: GroupSpec) -> dict[str, list[DiagramRow]]:
+    """Collectives of a group by position: before the norm, at its input, between the factors, at its output."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for issued in inspection.issued:
+        c = issued.collective
+        if issued.micro_batch == 0 and c.layer == inspection.layer and c.place == group.name:
+            found.setdefault((_position(inspection, group, c), c.phase), []).append(_label(inspection, group, c))
+    bars: dict[str, list[DiagramRow]] = {}
+    for position in ("norm", "entry", "between", "exit"):
+        # The backward pass issues collectives in reverse order.
+        sides = found.get((position, "forward"), []), found.get((position, "backward"), [])[::-1]
+        pairs = tuple(itertools.zip_longest(*sides, fillvalue=""))
+        bars[position] = [DiagramRow("", bars=pairs)] if pairs else []
+    return bars
+
+
+def _at_bottleneck(inspection: Inspection) -> bool:
+    """Whether the layout communicates only latents, apart from attention heads."""
+    spec = inspection.spec
+    return inspection.config.model.low_rank and (spec.communicates_at_bottleneck or spec.mlp_token_local)
+
+
+def _position(inspection: Inspection, group: GroupSpec, c: Collective) -> str:
+    if _is_statistic(inspection, group, c.shape[-1]):
+        return "norm"
+    if c.kind == ALL_TO_ALL:  # of heads
+        return "exit" if group.side == "enter" else "entry"
+    if _at_bottleneck(inspection) or _is_for_latent_gate(inspection, group, c.shape[-1]):
+        return "between"
+    leaves = ("all-reduce", "reduce-scatter") if c.phase == "forward" else ("all-gather",)
+    return "exit" if c.kind in leaves else "entry"
+
+
+def _is_for_latent_gate(inspection: Inspection, group: GroupSpec, width: int) -> bool:
+    """Whether a collective belongs to gated latents that are sharded along the bottleneck rank."""
+    if not inspection.has_latent_gate or not inspection.spec.shards_rank:
+        return False
+    return width in (2, 2 * len(group.slots), sum(group.ranks), *group.ranks)
+
+
+def _is_statistic(inspection: Inspection, group: GroupSpec, width: int) -> bool:
+    """Whether a collective sends only the RMSNorm statistic."""
+    return width == 1 and group.side == "enter" and inspection.config.parallel.norm == "sync"
+
+
+def _label(inspection: Inspection, group: GroupSpec, c: Collective) -> str:
+    """Label such as 'all-reduce T x (3r + statistic) · 152 MB', with the bytes sent by one process."""
+    return f"{c.kind} T x {_symbol(inspection, group, c.shape[-1])} · {format_bytes(c.sent_bytes)}"
+
+
+def _symbol(inspection: Inspection, group: GroupSpec, width: int) -> str:
+    """Expresses a width as a multiple of r, d or f, plus the statistic of online RMSNorm if included."""
+    config = inspection.config
+    model, parallel = config.model, config.parallel
+    units = {"d": model.dim, "f": model.ffn_dim}
+    if group.name in ("gate_up", "down"):
+        units = {"f": model.ffn_dim, "d": model.dim}
+    crossing = _is_for_latent_gate(inspection, group, width)
+    if crossing and width in (2, 2 * len(group.slots)):
+        return "sums"
+    if crossing or _at_bottleneck(inspection):
+        units = {"r": model.rank or 0}
+    if _is_statistic(inspection, group, width):
+        return "statistic"
+    for word, unit in units.items():
+        for factor in (1, len(group.slots)):
+            symbol = word if factor == 1 else f"{factor}{word}"
+            if width == factor * unit:
+                return symbol
+            if word == "r" and width == factor * unit + statistic_columns(config.train.compute_dtype, parallel.tp):
+                return f"({symbol} + statistic)"
+    return str(width)
+
+
+# Where the time and memory of a step go.
+
+
+@dataclass(frozen=True)
+class StackedBar:
+    """One bar: its parts, then free space."""
+
+    title: str
+    parts: Mapping[str, float]
+    words: Mapping[str, str]
+    """The label of each part, such as '12 ms'."""
+    room: float = 0.0
+    """Free space, drawn as an empty segment after the parts."""
+    room_words: str = ""
+
+
+def draw_bars(title: str, subtitle: str, bars: Sequence[StackedBar], path: Path) -> None:
+    """Draws stacked bars, each with its legend below."""
+    columns, line, width = 3, 22.0, WIDTH - 2 * MARGIN
+    heights = [80 + line * (-(-len(bar.parts) // columns) + bool(bar.room_words)) for bar in bars]
+    canvas, y = Canvas(92 + sum(heights), title, subtitle), 94.0
+    for bar, height in zip(bars, heights, strict=True):
+        canvas.text(bar.title, MARGIN, y, 14, bold=True)
+        x, whole = MARGIN, sum(bar.parts.values()) + max(bar.room, 0.0)
+        for index, (hue, (part, size)) in enumerate(zip(HUES, bar.parts.items(), strict=False)):
+            canvas.box(x, y + 12, width * size / whole, 30, hue)
+            x += width * size / whole
+            left, top = MARGIN + index % columns * width / columns, y + 64 + index // columns * line
+            canvas.box(left, top - 10, 11, 11, hue, radius=2)
+            canvas.text(f"{part}: {bar.words[part]}", left + 17, top, 13)
+        canvas.box(MARGIN, y + 12, width, 30, "none", LINE)
+        canvas.text(bar.room_words, MARGIN, y + 64 - (-len(bar.parts) // columns) * line, 13, MUTED)
+        y += height
+    canvas.write(path)
+
+
+# The best choice as a function of two quantities.
+
+
+@dataclass(frozen=True)
+class GridCell:
+    """One cell of a grid."""
+
+    words: str
+    kind: str = ""
+    """Selects the color; '' leaves the cell uncolored."""
+    framed: bool = False
+
+
+def draw_grid(
+    title: str,
+    subtitle: str,
+    corner: str,
+    columns: Sequence[str],
+    rows: Sequence[tuple[str, Sequence[GridCell]]],
+    path: Path,
+) -> None:
+    """Draws a grid of cells, one color per kind. `corner`: heading of the row labels."""
+    left, top, line = 150.0, 128.0, 40.0
+    width = (WIDTH - left - MARGIN) / len(columns)
+    canvas = Canvas(top + len(rows) * line + MARGIN, title, subtitle)
+    kinds = sorted({cell.kind for _, cells in rows for cell in cells if cell.kind})
+    hue = dict(zip(kinds, HUES, strict=False))
+    for x, words in ((MARGIN, corner), *((left + i * width + 12, column) for i, column in enumerate(columns))):
+        canvas.text(words, x, top - 12, 13, MUTED)
+    for number, (label, cells) in enumerate(rows):
+        y = top + number * line
+        canvas.text(label, MARGIN, y + 25, 13)
+        for column, cell in enumerate(cells):
+            fill, ink = (hue[cell.kind], PAPER) if cell.kind else (PAPER, MUTED)
+            edge, thick = (INK, 3.0) if cell.framed else (LINE, 1.0)
+            canvas.box(left + column * width + 3, y + 3, width - 6, line - 6, fill, edge, radius=4, line=thick)
+            canvas.text(cell.words, left + column * width + 12, y + 25, 13, ink, bold=cell.framed, room=width - 20)
+    canvas.write(path)

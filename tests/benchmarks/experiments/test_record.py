@@ -1,0 +1,213 @@
+"""The public record: consistency of its rows, predictions of held-out ones, errors by group, and the report."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.commands import main
+from benchmarks.experiments import record as module
+from benchmarks.experiments.document import Table
+from benchmarks.experiments.goals import target_of
+from benchmarks.experiments.record import (
+    FITTED,
+    HELD,
+    Row,
+    StackPredictor,
+    compare,
+    configurations,
+    errors,
+    halves,
+    hardware_of,
+    record,
+    score,
+    stack_name,
+    stacks,
+)
+from benchmarks.experiments.record_report import LIMIT, goals, section
+from benchmarks.experiments.results import Facts, figures
+from boost.config import load
+from boost.plan.hardware import load_hardware
+from boost.plan.interval import SHARE, SPREADS
+from boost.plan.step_time import PIPELINE
+from boost.plan.work import Work
+
+
+def test_rows_are_consistent() -> None:
+    """Every row has a source, a hardware profile, a batch that replicas divide, and one speed."""
+    rows = record().rows
+    assert len(rows) > 200
+    for row in rows:
+        assert row.source in record().sources and load_hardware(row.gpu).is_gpu
+        assert row.dp * row.tp * row.pp == row.gpus and row.global_batch % row.dp == 0
+        assert (row.tokens_per_s is None) != (row.tflops is None)
+        assert 0.005 < row.seconds < 1000
+    facts = [row.model_dump_json() for row in rows]
+    assert len(set(facts)) == len(facts)
+
+
+def test_flops_are_counted_as_the_source_counts_them() -> None:
+    """Megatron-LM's 177B on 2,304 GPUs: 432.8 TFLOP/s per GPU are 15.6 s for 1,152 sequences of 4,096 tokens."""
+    (row,) = (row for row in record().rows if row.model == "GPT-177B")
+    flops = 72 * 1152 * 4096 * 96 * 12288**2 * (1 + 4096 / (6 * 12288) + 131072 / (12 * 12288 * 96))
+    assert row.seconds == pytest.approx(flops / (432.8e12 * 2304))
+
+
+def test_unpublished_choices_are_tried() -> None:
+    (row,) = (row for row in record().rows if row.model == "GPT-177B")
+    tried = [(c.train.micro_batch, c.parallel.virtual) for c in configurations(row)]
+    assert len(tried) == len(set(tried)) > 1
+    (row,) = (row for row in record().rows if row.model == "MPT-70b" and row.gpus == 512)
+    (config,) = configurations(row)
+    assert (config.train.recompute, config.parallel.shard, config.train.compile) == ("full-block", "full", "none")
+    assert config.model.ffn_dim == pytest.approx(8 / 3 * row.dim, rel=0.01)
+
+
+def of_model(model: str, stack: str) -> Row:
+    return next(row for row in record().rows if row.model == model and stack_name(row) == stack)
+
+
+def test_a_stack_has_speeds_of_its_own() -> None:
+    hardware, fused = load_hardware("h100-80g"), hardware_of(of_model("GPT-177B", "fused"))
+    assert list(stacks()) == ["boost", "eager", "compiled", "nanotron", "fused"]
+    ratio = fused.speeds.gemm["bfloat16"].fraction / hardware.speeds.gemm["bfloat16"].fraction
+    assert ratio == pytest.approx(stacks()["fused"].gemm["h100"])
+    assert fused.speeds.attention == hardware.speeds.attention
+    nanotron = next(row for row in record().rows if row.source == "nanotron")
+    assert [a.forward for a in hardware_of(nanotron).speeds.attention["bfloat16"]] == [284.0, 319.0]
+    paper = hardware_of(next(row for row in record().rows if row.source == "boost")).speeds
+    assert paper.gemm == load_hardware("a100-80g").speeds.gemm  # this profile has the speeds of the BOOST paper
+
+
+def test_sends_between_stages_wait_overlap_or_block() -> None:
+    config = next(configurations(of_model("GPT-177B", "fused")))
+    hardware = load_hardware("h100-80g")
+    waits = {
+        name: StackPredictor(hardware, stacks()[name]).predict(config).parts.get(PIPELINE, 0.0)
+        for name in ("boost", "fused", "nanotron")
+    }
+    assert waits["fused"] == 0 < waits["boost"] < waits["nanotron"]
+    two = load(
+        "boost-7b", ["--parallel.layout=single", "--parallel.tp=1", "--parallel.pp=2", "--train.global_batch=32"]
+    )
+    seconds = [StackPredictor(hardware, stacks()[name]).predict(two).seconds for name in ("boost", "nanotron")]
+    assert seconds[0] == seconds[1]  # no stage has two neighbors
+
+
+def test_fusion_applies_to_passes_only() -> None:
+    """Other software moves fewer bytes in a block, but not in its optimizer and GEMMs."""
+    row = next(row for row in record().rows if row.source == "llm-foundry")
+    fused = hardware_of(row).speeds
+    speeds = fused.model_copy(update={"fusion": 1.0})
+    shape, fusion = (2**28,), record().sources[row.source].fusion
+    passing, stepping = (Work.of("elementwise", shape, "bfloat16", 2, phase=phase) for phase in ("forward", "step"))
+    product = Work.of("gemm", (1, 16, 2**20, 16), "bfloat16")
+    launch = speeds.kernel_us * 1e-6
+    assert fused.seconds(passing) - launch == pytest.approx((speeds.seconds(passing) - launch) / fusion)
+    assert fused.seconds(stepping) == speeds.seconds(stepping) and fused.seconds(product) == speeds.seconds(product)
+
+
+def test_the_paper_is_part_of_it() -> None:
+    rows = [row for row in record().rows if row.source == "boost"]
+    assert len(rows) == 15 and {row.gpus for row in rows} == {1, 2, 4, 8, 16}
+    (row,) = (row for row in rows if row.model == "7B BOOST")
+    assert row.seconds == pytest.approx(0.72)
+    assert [c.train.micro_batch for c in configurations(row)] == [1, 2, 4]
+    assert {c.model.family for c in configurations(row)} != {"dense"}
+
+
+def test_llama_3_on_16_384_gpus() -> None:
+    """The largest published run: 405B on 2,048 nodes at 400 TFLOP/s per GPU, predicted within 20 %."""
+    (row,) = (row for row in record().rows if row.gpus == 16384)
+    assert row.seconds == pytest.approx(6.46, rel=0.01)
+    (scored,) = score([row])
+    assert scored.predicted_s == pytest.approx(row.seconds, rel=0.2)
+
+
+def test_a_long_sequence_takes_longer_than_its_tokens() -> None:
+    """MPT-7b on eight A100s at 2,048 and 65,536 tokens: measured 4.6 times the time per token, predicted within 10 %."""
+    rows = [
+        row for row in record().rows if (row.model, row.gpu) == ("MPT-7b", "a100-80g-8") and row.seq in (2048, 65536)
+    ]
+    short, long = ((each.predicted_s, each.row.seconds) for each in sorted(score(rows), key=lambda each: each.row.seq))
+    per_token = [long[i] * 96 * 2048 / (short[i] * 16 * 65536) for i in (0, 1)]
+    assert per_token[0] == pytest.approx(per_token[1], rel=0.1)
+
+
+@pytest.fixture(scope="module")
+def facts() -> Facts:
+    return compare()
+
+
+@pytest.mark.slow
+def test_half_of_each_source_and_gpu_is_held_out_always_the_same() -> None:
+    rows = record().rows
+    found = halves(rows)
+    assert found == halves(rows)
+    for kind in {(row.source, row.gpu) for row in rows}:
+        of_kind = [half for row, half in zip(rows, found, strict=True) if (row.source, row.gpu) == kind]
+        assert of_kind.count(FITTED) - of_kind.count(HELD) in (0, 1)
+
+
+@pytest.mark.slow
+def test_the_held_out_half_is_predicted(facts: Facts) -> None:
+    held = [row for row in facts["rows"] if row["half"] == HELD]
+    assert errors(held).mape <= LIMIT and all(goal.met for goal in goals(facts))
+    wrong = facts | {"rows": [row | {"predicted_s": 1.2 * row["measured_s"]} for row in facts["rows"]]}
+    assert not any(goal.met for goal in goals(wrong))
+
+
+@pytest.mark.slow
+def test_what_is_shipped_is_what_the_fitted_half_says(facts: Facts) -> None:
+    """The intervals of `boost plan` match these spreads, and 80 % of held-out rows lie inside."""
+    shipped = {kind: spread for kind, spread in module.INTERVALS.items() if kind not in ("calibrated", "unmeasured")}
+    assert module.spreads(facts) == shipped
+    assert sum(module.held_by_interval(facts)) >= SHARE * len(module.held_by_interval(facts))
+    steps = json.loads(Path("benchmarks/results/validation.json").read_text())["machine"]["rows"]
+    assert module.spread_of([row["measured_s"] / row["predicted_s"] for row in steps]) == SPREADS["calibrated"]
+
+
+@pytest.mark.slow
+def test_a_biased_group_fails(facts: Facts) -> None:
+    """If only the A100s are 10 % too slow, the mean error stays within its limit, but the bias of that group does not."""
+    wrong = [
+        row | {"predicted_s": row["predicted_s"] * (1.12 if row["gpu"] == "a100-40g-8" else 1.0)}
+        for row in facts["rows"]
+    ]
+    error, _ = goals(facts | {"rows": wrong})
+    assert not error.met and "a100-40g-8" in error.remark and errors(wrong).mape < LIMIT
+
+
+@pytest.mark.slow
+def test_errors_of_some_rows() -> None:
+    rows = [{"measured_s": 1.0, "predicted_s": s} for s in (0.9, 1.0, 1.3)]
+    found = errors(rows)
+    assert (found.count, found.median) == (3, 1.0)
+    assert found.mape == pytest.approx(0.4 / 3) and found.bias == pytest.approx(0.2 / 3)
+
+
+@pytest.mark.slow
+def test_the_report(facts: Facts, tmp_path: Path) -> None:
+    shown = section(facts)
+    tables = [part for part in shown.parts if isinstance(part, Table)]
+    assert len(tables[-1].rows) == len(facts["rows"])
+    for table in tables:
+        assert {len(row) for row in table.rows} == {len(table.headings)}
+    sizes = [row[1] for row in tables[0].rows if row[0] in ("tokens per sequence", "GPUs")]
+    assert sizes == ["up to 2,048", "up to 4,096", "up to 8,192", "longer", "up to 8", "up to 64", "up to 512", "more"]
+    error, interval = goals(facts)
+    assert {target_of(goal.what).experiment for goal in (error, interval)} == {"record"} and "MAPE" in error.found
+    (figure,) = figures(shown)
+    figure.draw(tmp_path / "record.svg")
+    assert (tmp_path / "record.svg").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_command(
+    facts: Facts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "compare", lambda show: facts)
+    out = tmp_path / "record"
+    assert main(["record", "--out", str(out)]) == 0
+    assert "llm-foundry" in capsys.readouterr().out
+    assert json.loads(out.with_suffix(".json").read_text())["seed"] == module.SEED and out.with_suffix(".svg").exists()

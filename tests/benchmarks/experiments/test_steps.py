@@ -1,0 +1,171 @@
+"""Whole steps under every layout are timed in one run, counted, and shown next to the paper's."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.experiments import shares, side_by_side, steps
+from benchmarks.experiments.contest import LEAST_ROUNDS, in_words, refuse_zeros
+from benchmarks.experiments.document import Table
+from benchmarks.experiments.results import Facts, facts_of, figures
+from benchmarks.experiments.shares import exposed_collectives
+from benchmarks.experiments.side_by_side import TimingGroup
+from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PUBLISHED, VANILLA, Machine
+from benchmarks.experiments.steps_report import goals, section
+from boost.config.schema import ParallelConfig
+from boost.errors import ConfigError, MeasurementError
+from boost.measure.steps import Stepper
+from boost.plan.hardware import load_hardware
+from boost.plan.timing import predict
+from boost.train.launch import launch
+from tests import toy
+from tests.benchmarks.experiments.groups import measured, tiny
+
+LAYOUTS = {name: steps.PARALLEL[name] for name in (MEGATRON, MEGATRON_SP, VANILLA, PUBLISHED, BTP, BTP_SP)}
+
+
+def layout(name: str, family: str = "cola", **more: Any) -> Any:
+    return tiny(LAYOUTS[name], "dense" if name.startswith("megatron") else family, **more)
+
+
+@cache
+def results() -> Facts:
+    families = {f"{f}: {name}": layout(name, f) for f in ("svd", "cola", "lax") for name in (PUBLISHED, BTP)}
+    found = [
+        TimingGroup("cut", steps.WEAK_SCALING, {name: layout(name) for name in LAYOUTS}),
+        TimingGroup("families", steps.FAMILIES, {MEGATRON: layout(MEGATRON), **families}),
+    ]
+    groups = measured(found)
+    groups.append(groups[0] | {"name": "bound", "purpose": steps.BOUND})
+    config = layout(BTP)
+    return facts_of("steps", config, rounds=7, groups=groups, left_out=["shares: no profile"])
+
+
+def rows(group: Facts) -> dict[str, Facts]:
+    return {row["name"]: row for row in group["rows"]}
+
+
+def test_every_contender_is_timed_in_every_round_and_counted() -> None:
+    cut, *_ = results()["groups"]
+    found = rows(cut)
+    assert list(found) == list(LAYOUTS)
+    for row in found.values():
+        assert len(row["seconds"]) == LEAST_ROUNDS and min(row["seconds"]) > 0
+        assert row["sent_bytes"] > row["sent_in_blocks"] > 0 < row["peak_bytes"]
+        assert row["config"]["train"]["compute_dtype"] == "float32"
+    assert found[BTP]["parameters"] < found[MEGATRON]["parameters"]
+    # 14r of btp-sp over 28r of btp, whose statistic adds two numbers a token, all-reduced once.
+    assert found[BTP_SP]["sent_in_blocks"] / found[BTP]["sent_in_blocks"] == pytest.approx(14 * 8 / (28 * 8 + 4))
+
+
+def test_bytes_that_are_not_in_the_table_are_not_accounted_for() -> None:
+    with pytest.raises(MeasurementError, match="collectives that differ from the collective table"):
+        side_by_side.sent_in_blocks(layout(BTP), [])
+
+
+def test_the_section_has_a_table_a_group_and_the_papers_numbers(tmp_path: Path) -> None:
+    shown = section(results())
+    tables = [part for part in shown.parts if isinstance(part, Table)]
+    assert len(tables) == 3 + 2
+    for table in tables:
+        assert table.rows and all(len(row) == len(table.headings) for row in table.rows)
+    speedups = next(table for table in tables if "what" in table.headings)
+    ours = next(row for row in speedups.rows if row[:2] == ("cut", f"{BTP} against {PUBLISHED}"))
+    assert ours[-1] == "1.81 (3B, TP 2)"
+    cut = results()["groups"][0]
+    assert ours[2] == in_words(side_by_side.times(cut, PUBLISHED, BTP))
+    families = next(table for table in tables if table.headings[0] == "family")
+    assert [(row[0], row[2], row[4]) for row in families.rows] == [
+        ("svd", "2.24", "1.51"), ("cola", "2.28", "1.47"), ("lax", "2.29", "1.41"),
+    ]  # fmt: skip
+    assert "shares: no profile" in str(shown.parts[-1])
+    for figure in figures(shown):
+        figure.draw(tmp_path / "a.svg")
+        figure.draw(tmp_path / "b.svg")
+        assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_goals_are_met_where_the_numbers_say_so() -> None:
+    """Synthetic seconds: btp-sp takes 1 and btp 1.2; then both take the same."""
+    taken = {BTP_SP: 1.0, BTP: 1.2, VANILLA: 2.2, MEGATRON_SP: 2.0}
+    facts = {key: value for key, value in results().items() if key != "groups"}
+    groups = []
+    for number, dtype in enumerate(("float32", "bfloat16")):
+        group = results()["groups"][0]
+        changed = [
+            row
+            | {"seconds": [taken.get(row["name"], 3.0)] * 7}
+            | {"config": row["config"] | {"model": row["config"]["model"] | {"dim": 1024}}}
+            for row in group["rows"]
+        ]
+        groups.append(group | {"name": str(number), "dtype": dtype, "rows": changed})
+    groups.append(results()["groups"][2] | {"rows": groups[0]["rows"]})
+    met = [(goal.kind, goal.figure, goal.met) for goal in goals({**facts, "groups": groups})]
+    assert met == [("counted", "0.50x", True), ("measured", "never slower", True)]
+    slower = groups[1] | {"rows": [row | {"seconds": [1.0, 1.0, 1.3, 1.0, 1.0, 1.3, 1.3]} for row in groups[1]["rows"]]}
+    for row in slower["rows"]:
+        if row["name"] == BTP:
+            row["seconds"] = [1.1, 0.9, 1.2, 1.1, 1.0, 1.2, 1.2]  # faster and slower: not shown
+    assert [goal.met for goal in goals({**facts, "groups": [slower]})] == [True, False]
+    assert [goal.kind for goal in goals(results())] == ["measured"]
+
+
+def test_a_share_computes_on_numbers_and_is_priced(tmp_path: Path) -> None:
+    """Runs in a separate process, because the fake process group must be the only one."""
+    found = {name: layout(name, tp=4) for name in (MEGATRON_SP, VANILLA, BTP, BTP_SP)}
+    group, out = TimingGroup("share", steps.SHARES, found, share=True), tmp_path / "group.json"
+    hardware = load_hardware("a100-80g")
+    assert launch(share_of_its_own, (group, hardware, out), 1, log_dir=None) == 0
+    facts = side_by_side.json.loads(out.read_text())
+    assert facts["tp"] == 4 and facts["processes"] == 1 and "A100" in facts["priced_by"]
+    assert facts["waits_s"] == {name: exposed_collectives(predict(config, hardware)) for name, config in found.items()}
+    assert all(waits > 0 for waits in facts["waits_s"].values())
+    seconds = side_by_side.seconds_of(facts, BTP)[0].tolist()
+    assert seconds == [taken + facts["waits_s"][BTP] for taken in rows(facts)[BTP]["seconds"]]
+    table = next(p for p in section({**results(), "groups": [facts]}).parts if isinstance(p, Table))
+    assert "modeled" in " ".join(table.headings) and facts["priced_by"] in table.caption
+
+
+def share_of_its_own(group: TimingGroup, hardware: Any, out: Path) -> int:
+    assert side_by_side._measure_into(group, LEAST_ROUNDS, 1, hardware, out) == 0
+    # Where torch's fake group leaves results as they were, ours make the same of them.
+    losses = []
+    for written in (False, True):
+        shares.leaves_unwritten = lambda *_, written=written: written  # type: ignore[assignment]
+        with shares.without_the_others(ParallelConfig(tp=4), toy.CPU) as mesh:
+            computed = Stepper(layout(BTP_SP, tp=4), mesh).step()
+            refuse_zeros("share", computed)
+            losses.append(computed[0])
+    assert torch.equal(*losses)
+    assert not dist.is_initialized()
+    return 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_groups_are_legal_and_wider_with_tp(device: str) -> None:
+    hardware = load_hardware("h200-141g")
+    found = steps.groups(Machine(device, 2, hardware))
+    assert len({group.name for group in found}) == len(found)
+    assert {group.parallel.tp for group in found if group.share} == ({4, 8} if device == "cpu" else {2, 4, 8})
+    dims = {
+        group.parallel.tp: config.model.dim
+        for group in found
+        if group.purpose == steps.WEAK_SCALING
+        for config in group.contenders.values()
+    }
+    assert dims == ({1: 512, 2: 1024} if device == "cpu" else {1: 2048, 2: 3072})
+    if device == "cpu":
+        cut = [group.name for group in found if group.parallel.tp == 2 and group.peers]
+        assert cut == ["weak scaling, TP 2, float32"]
+
+
+def test_without_a_profile_of_this_machine_shares_are_left_out() -> None:
+    machine = steps.machine_of("cpu", 2, None)
+    assert machine.hardware is None and "boost plan calibrate" in machine.why_no_shares
+    assert not any(group.share for group in steps.groups(machine))
+    with pytest.raises(ConfigError, match=r"--hardware = 'h100-80g' is a cuda profile"):
+        steps.machine_of("cpu", 2, "h100-80g")

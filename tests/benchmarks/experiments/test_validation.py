@@ -1,0 +1,214 @@
+"""The validation stores measurements, recomputes predictions, and finds errors beyond their limits."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.commands import main
+from benchmarks.experiments import validation
+from benchmarks.experiments.document import Table
+from benchmarks.experiments.validation import GPU, MACHINE, MeasuredStep
+from benchmarks.experiments.validation_report import draw, section
+from boost.config.load import from_tree
+from boost.plan.hardware import Hardware, load_hardware
+from boost.plan.prediction import prediction
+from boost.train.launch import launch
+from tests import toy
+from tests.distributed import run_distributed
+
+A100 = load_hardware("a100-80g")
+CPU = A100.model_copy(update={"device": "cpu", "title": "two cores"})
+
+
+def measured(hardware: Hardware, count: int = 12, slower: float = 1.05) -> list[MeasuredStep]:
+    """Steps that take slightly longer than predicted, and use slightly more memory."""
+    result = []
+    for number in range(count):
+        tp = 1 + number % 2
+        config = toy.toy_config("float32", parallel={"tp": tp, "layout": "btp"}, model={"layers": 1 + number // 2})
+        ours = prediction(from_tree(config.model_dump()), hardware)
+        seconds = slower * ours.predicted_s
+        result.append(
+            MeasuredStep(
+                name=f"btp, {1 + number // 2} blocks",
+                processes=tp,
+                config=config.model_dump(),
+                share=False,
+                measured_s=seconds,
+                raw_s=1.1 * seconds,
+                quartiles_s=(0.99 * seconds, 1.02 * seconds),
+                measured_peak=int(1.02 * ours.predicted_peak),
+                counted_sent=ours.predicted_sent,
+                **asdict(ours),
+            )
+        )
+    return result
+
+
+def rows(hardware: Hardware = CPU, **kwargs: Any) -> list[dict[str, Any]]:
+    return [asdict(step) for step in measured(hardware, **kwargs)]
+
+
+def measure_with(monkeypatch: pytest.MonkeyPatch, out: Path, hardware: Hardware, **kwargs: Any) -> dict[str, Any]:
+    monkeypatch.setattr(validation, "measure", lambda _: measured(hardware, **kwargs))
+    monkeypatch.setattr(validation, "load_hardware", lambda _: hardware)
+    assert main(["validation", "--measure", "--hardware", "local.toml", "--out", str(out)]) == 0
+    facts: dict[str, Any] = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
+    return facts
+
+
+def test_measurements_on_other_devices_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "validation"
+    first = measure_with(monkeypatch, out, CPU)
+    assert first[GPU] is None and "Steps measured on a GPU.\n\nNot measured." in out.with_suffix(".md").read_text()
+    second = measure_with(monkeypatch, out, A100, count=2)
+    assert len(second[MACHINE]["rows"]) == 12 and len(second[GPU]["rows"]) == 2
+    verdicts = list(validation.verdicts(second))
+    assert [v.what for v in verdicts] == ["time", "memory", "bytes sent"] * 2 and all(v.holds for v in verdicts)
+    text = out.with_suffix(".md").read_text(encoding="utf-8")
+    assert "| btp, 6 blocks | 2 |" in text and "Not measured" not in text
+
+
+def test_predictions_are_made_again_from_the_stored_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "validation"
+    measure_with(monkeypatch, out, CPU)
+    path = out.with_suffix(".json")
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    for row in kept[MACHINE]["rows"]:
+        row |= {"predicted_s": 1e9, "predicted_peak": 1, "predicted_sent": 1}
+    path.write_text(json.dumps(kept), encoding="utf-8")
+    assert main(["validation", "--out", str(out)]) == 0
+    kept[MACHINE]["hardware"]["host_us"] *= 3  # another profile changes the prediction, not the measurement
+    path.write_text(json.dumps(kept), encoding="utf-8")
+    assert main(["validation", "--out", str(out)]) == 1
+    wrong = {v.what: v.holds for v in validation.verdicts(json.loads(path.read_text()))}
+    assert wrong == {"time": False, "memory": True, "bytes sent": True}
+
+
+def of(found: list[dict[str, Any]], name: str = MACHINE) -> list[validation.Verdict]:
+    return list(validation.verdicts({MACHINE: None, GPU: None, name: {"rows": found}}))
+
+
+@pytest.mark.parametrize(
+    ("key", "factor", "what"),
+    [("measured_s", 1.2, "time"), ("measured_peak", 1.15, "memory"), ("counted_sent", 1.001, "bytes sent")],
+)
+def test_one_error_beyond_its_limit_is_found(key: str, factor: float, what: str) -> None:
+    found = rows()
+    found[3][key] = found[3][key] * factor
+    assert {v.what for v in of(found) if not v.holds} == {what}
+
+
+def test_bytes_that_were_not_predicted_are_found() -> None:
+    found = rows()
+    assert found[0]["counted_sent"] == 0
+    found[0]["predicted_sent"] = 8
+    assert [v.holds for v in of(found)] == [True, True, False]
+
+
+def test_a_dozen_configurations_are_asked_for_on_cpus() -> None:
+    few = rows(count=11)
+    assert not any(v.holds for v in of(few))
+    assert all(v.holds for v in of(few, GPU))
+    assert any("fewer than 12" in row[-1] for row in verdict_table({MACHINE: section_of(few), GPU: None}).rows)
+
+
+def section_of(found: list[dict[str, Any]], hardware: Hardware = CPU) -> dict[str, Any]:
+    versions = {"torch": "2", "python": "3", "started": "today"}
+    environment = {"command": ["x"], "git": None, "gpus": [], "cpu": "CPU", "cores": 2} | versions
+    return {"rows": found, "hardware": hardware.model_dump(), "environment": environment}
+
+
+def verdict_table(facts: dict[str, Any]) -> Table:
+    table = section(facts).parts[0]
+    assert isinstance(table, Table)
+    return table
+
+
+def test_failed_verdicts_are_reported() -> None:
+    found = rows()
+    assert not any("does not hold" in row[-1] for row in verdict_table({MACHINE: section_of(found), GPU: None}).rows)
+    found[2]["measured_s"] = found[2]["predicted_s"] / 1.2
+    time = verdict_table({MACHINE: section_of(found), GPU: None}).rows[0]
+    assert time[-3:] == ("+20.0%", "10%", "does not hold")
+
+
+def test_the_picture_has_a_panel_for_each_section(tmp_path: Path) -> None:
+    facts = {MACHINE: section_of(rows()), GPU: None}
+    draw(facts, tmp_path / "one.svg")
+    draw(facts | {GPU: section_of(rows(A100), A100)}, tmp_path / "two.svg")
+    panels = [(tmp_path / f"{name}.svg").read_text(encoding="utf-8").count(">predicted<") for name in ("one", "two")]
+    assert panels == [1, 2]
+
+
+def measured_cases(cases: list[dict[str, Any]]) -> list[validation.MeasuredStep]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validation, "open_mesh", lambda *_: toy.mesh(tp=1, dp=2))
+        patch.setattr(validation, "close_mesh", lambda: None)
+        work = [(str(case), toy.toy_config("float32", **case)) for case in cases]
+        return validation.measure_process(work, load_hardware("a100-80g"), rounds=2)
+
+
+@pytest.mark.slow
+def test_bytes_are_exact_and_the_peak_is_near() -> None:
+    model = {"vocab_size": 512, "dim": 64, "ffn_dim": 128, "layers": 2, "rank": 16}
+    train = {"seq_len": 128, "micro_batch": 2, "global_batch": 4}
+    cases = [
+        {"model": model, "train": train, "parallel": parallel}
+        for parallel in ({"tp": 2, "layout": "btp-sp"}, {"dp": 2, "layout": "single"}, {"pp": 2, "layout": "single"})
+    ]
+    rows = run_distributed(2, measured_cases, cases)[0]
+    for row in rows:
+        assert row.counted_sent == row.predicted_sent > 0, row.name
+        assert row.predicted_peak == pytest.approx(row.measured_peak, rel=0.1), row.name
+        low, high = row.quartiles_s
+        assert low <= row.measured_s <= high
+        assert row.processes == 2
+
+
+SHARE = {
+    "model": {"vocab_size": 512, "dim": 64, "ffn_dim": 128, "layers": 2, "rank": 16},
+    "train": {"seq_len": 128, "micro_batch": 2, "global_batch": 2},
+    "parallel": {"tp": 4, "layout": "btp"},
+    "run": {"device": "cpu"},
+}
+
+
+@pytest.mark.slow
+def test_the_share_of_a_process_is_measured_without_the_others(tmp_path: Path) -> None:
+    """Runs in a separate process, because the fake process group must be its only one."""
+    out = tmp_path / "steps.json"
+    work = [("share", toy.toy_config("float32", **SHARE))]
+    assert launch(validation._measure_into, (work, load_hardware("a100-80g"), True, out), 1, log_dir=None) == 0
+    (row,) = json.loads(out.read_text())
+    assert (row["share"], row["processes"]) == (True, 4)
+    assert row["counted_sent"] == row["predicted_sent"] > 0
+    assert row["predicted_peak"] == pytest.approx(row["measured_peak"], rel=0.1)
+    assert 0 < row["predicted_s"] < prediction(work[0][1], load_hardware("a100-80g")).predicted_s
+
+
+def test_steps_that_do_not_fit_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """All models of a group are in memory together."""
+    names = [name for name in validation.cases("cuda") if not name.startswith("share")]
+    work = [(name, validation.case(name, "cuda")) for name in names]
+    hardware = load_hardware("h100-80g")
+    kept = dict(validation.fitting(work, hardware))
+    states, peaks = zip(*(validation._memory(config, hardware) for config in kept.values()), strict=True)
+    assert max(sum(states) - own + peak for own, peak in zip(states, peaks, strict=True)) <= hardware.usable_bytes
+    small = hardware.model_copy(update={"memory_gb": 24.0})
+    fewer = dict(validation.fitting(work, small))
+    assert "cola 1B" in fewer and "dense 7B" not in fewer and len(fewer) < len(kept)
+    assert "dense 7B: skipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_configurations_are_legal_and_of_many_kinds(device: str) -> None:
+    configs = [validation.case(name, device) for name in validation.cases(device)]
+    assert len(configs) >= 12
+    assert {"btp", "btp-sp", "vanilla", "megatron-sp"} <= {config.parallel.layout for config in configs}
+    assert sorted(name for _, _, names in validation._groups(device) for name in names) == sorted(
+        validation.cases(device)
+    )

@@ -1,0 +1,221 @@
+"""The picture of a block matches the placements and the collective table; words fit, and committed pictures are up to date."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from boost.config import load
+from boost.config.traffic import Collective
+from boost.plan import pictures
+from boost.plan.inspection import Inspection, inspect
+from boost.plan.pictures import COLORS, GridCell, StackedBar, block_rows, draw_bars, draw_block, draw_grid
+from tests.plan.toys import LAYOUTS, inspected
+
+PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs a drawing function, and returns its figure instead of writing it."""
+    figures: list[Any] = []
+    monkeypatch.setattr(pictures.drawing, "write", lambda figure, path: figures.append(figure))
+
+    def draw(function: Callable[..., None], *arguments: Any) -> Any:
+        function(*arguments, Path("none.svg"))
+        figure = figures.pop()
+        figure.canvas.draw()
+        pictures.drawing.pyplot().close(figure)
+        return figure
+
+    return draw
+
+
+def bars(inspection: Inspection) -> list[tuple[str, str]]:
+    """(forward, backward) of every bar, without their bytes."""
+    return [
+        (forward.partition(" · ")[0], backward.partition(" · ")[0])
+        for row in block_rows(inspection)
+        for forward, backward in row.bars
+    ]
+
+
+def titles(inspection: Inspection) -> list[str]:
+    """Row titles from top to bottom; '=' stands for a bar."""
+    return ["=" if row.bars else row.title.partition(" on the")[0] for row in block_rows(inspection)]
+
+
+def test_bars_of_btp() -> None:
+    assert bars(inspected("btp")) == [
+        ("all-reduce T x (3r + statistic)", "all-reduce T x 3r"),
+        ("all-reduce T x r", "all-reduce T x r"),
+        ("all-reduce T x (2r + statistic)", "all-reduce T x 2r"),
+        ("all-reduce T x r", "all-reduce T x r"),
+    ]
+    ungrouped = bars(inspected("btp, ungrouped"))
+    assert ungrouped[:3] == [("all-reduce T x (r + statistic)", "all-reduce T x r"), *[("all-reduce T x r",) * 2] * 2]
+    assert bars(inspected("btp, sync"))[0] == ("all-reduce T x statistic", "all-reduce T x statistic")
+
+
+def test_bars_of_other_layouts() -> None:
+    assert bars(inspected("btp-sp"))[:2] == [
+        ("all-gather T x 3r", "reduce-scatter T x 3r"),
+        ("reduce-scatter T x r", "all-gather T x r"),
+    ]
+    assert bars(inspected("vanilla"))[-4:] == [
+        ("", "all-reduce T x d"),
+        ("reduce-scatter T x 2f", "all-gather T x 2f"),
+        ("all-gather T x f", "reduce-scatter T x f"),
+        ("all-reduce T x d", ""),
+    ]
+    assert bars(inspected("vanilla, published"))[:4] == [("", "all-reduce T x d"), *[("all-reduce T x d", "")] * 3]
+    assert bars(inspected("megatron"))[:2] == [("", "all-reduce T x d"), ("all-reduce T x d", "")]
+
+
+def test_collectives_stand_where_they_are_issued() -> None:
+    down = ["A of down", "=", "silu", "B of down", "Residual + update"]
+    assert titles(inspected("btp"))[-5:] == down
+    assert titles(inspected("btp"))[2:6] == ["A of q, k, v", "=", "silu", "B of q, k, v"]
+    assert titles(inspected("btp, sync"))[1:4] == ["RMSNorm", "=", "A of q, k, v"]
+    assert titles(inspected("btp-sp"))[-5:] == down
+    assert titles(inspected("btp-sp"))[2:6] == ["A of q, k, v", "silu", "=", "B of q, k, v"]
+    vanilla = [
+        "RMSNorm",
+        "=",
+        "A of q, k, v",
+        "silu",
+        "B of q, k, v",
+        "=",
+        "Attention",
+        "=",
+        "A of o",
+        "silu",
+        "B of o",
+        "=",
+    ]
+    assert titles(inspected("vanilla"))[1:13] == vanilla
+    assert titles(inspected("megatron"))[1:7] == ["RMSNorm", "=", "W of q, k, v", "Attention", "W of o", "="]
+
+
+LAX = ("--model.family", "lax", "--model.gate", "tensor")
+
+
+def test_gated_latents() -> None:
+    """vanilla shards latents, so gate and LayerNorm have collectives; the other layouts have none."""
+    cross = ["A of q, k, v", "=", "Gated latents", "B of q, k, v"]
+    assert titles(inspected("vanilla", *LAX))[3:7] == titles(inspected("btp", *LAX))[2:6] == cross
+    assert titles(inspected("btp-sp", *LAX))[2:6] == ["A of q, k, v", "Gated latents", "=", "B of q, k, v"]
+    between = [bar for bar in bars(inspected("vanilla", *LAX)) if "sums" in bar[0] or "r " in bar[0]]
+    assert [bar[0].partition(" ·")[0] for bar in between[:2]] == ["all-gather T x 3r", "all-reduce T x sums"]
+    assert [bar[0] for bar in bars(inspected("btp", *LAX))] == [bar[0] for bar in bars(inspected("btp"))]
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, "vanilla, lax"])
+def test_every_collective_of_a_block_is_drawn_once(name: str) -> None:
+    inspection = inspected("vanilla", *LAX) if name == "vanilla, lax" else inspected(name)
+    block = [issued.collective for issued in inspection.issued if issued.collective.layer == inspection.layer]
+
+    def kinds(collectives: list[Collective], phase: str) -> list[str]:
+        return sorted(c.kind for c in collectives if c.phase == phase)
+
+    drawn = bars(inspection)
+    for side, phase in enumerate(("forward", "backward")):
+        assert sorted(bar[side].split()[0] for bar in drawn if bar[side]) == kinds(block, phase)
+
+
+def texts(figure: Any) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+def require_words_apart(figure: Any) -> None:
+    """No words overlap, none leave the page, none are too small to read."""
+    page = figure.bbox
+    boxes = []
+    for text in figure.axes[0].texts:
+        if text.get_text():
+            assert text.get_fontsize() >= 5.7, text.get_text()
+            boxes.append((text.get_window_extent(), text.get_text()))
+    for box, words in boxes:
+        assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1, words
+    for (a, words), (b, others) in itertools.combinations(boxes, 2):
+        apart = a.x1 <= b.x0 or b.x1 <= a.x0 or a.y1 <= b.y0 + 3 or b.y1 <= a.y0 + 3  # descenders may touch
+        assert apart, (words, others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("tp", [1, 4, 8])
+def test_words_do_not_overlap_and_nothing_leaves_the_page(drawn: Callable[..., Any], name: str, tp: int) -> None:
+    inspection = inspected(name, f"--parallel.tp={tp}", "--model.kv_heads=4")
+    figure = drawn(draw_block, inspection, "boost-7b")
+    assert texts(figure)[0].startswith(f"{inspection.layout} · boost-7b · TP {tp}")
+    require_words_apart(figure)
+    assert all(figure.bbox.x0 <= patch.get_window_extent().x0 for patch in figure.axes[0].patches)
+    assert all(patch.get_window_extent().x1 <= figure.bbox.x1 for patch in figure.axes[0].patches)
+
+
+def held(inspection: Inspection, title: str) -> list[tuple[str, bool]]:
+    (row,) = {row for row in block_rows(inspection) if row.title == title}
+    return [(piece.axis, piece.partial) for piece in row.pieces]
+
+
+def test_pieces_show_the_sharding() -> None:
+    assert held(inspected("btp"), "A of q, k, v") == [("x", False)] * 3
+    assert held(inspected("btp"), "B of gate, up") == [("y", False)] * 2
+    assert held(inspected("btp", "--model.kv_heads=2"), "B of q, k, v") == [("y", False), ("", True), ("", True)]
+    assert held(inspected("btp-sp"), "A of q, k, v") == [("", True)] * 3
+    assert held(inspected("btp-sp"), "A of down") == [("x", False)]
+    assert held(inspected("vanilla"), "A of down") == [("y", False)]
+    assert held(inspected("vanilla"), "B of down") == [("x", False)]
+    assert held(inspected("megatron"), "W of down") == [("x", False)]
+    residuals = {"btp": "x", "btp-sp": "y", "vanilla": "", "megatron-sp": "y"}
+    assert {name: held(inspected(name), "Residual stream")[0][0] for name in residuals} == residuals
+
+
+def test_each_process_shows_its_own_shard(drawn: Callable[..., Any]) -> None:
+    """A of o under btp: four outlines, each with the next quarter filled."""
+    from matplotlib.colors import to_hex
+
+    figure = drawn(draw_block, inspected("btp"), "boost-7b")
+    filled: dict[str, list[tuple[float, float]]] = {color: [] for color in COLORS}
+    outlines: dict[str, list[tuple[float, float]]] = {color: [] for color in COLORS}
+    for patch in figure.axes[0].patches:
+        span, face, edge = (patch.get_x(), patch.get_width()), patch.get_facecolor(), patch.get_edgecolor()
+        if face[3] == 1 and to_hex(face) in filled:
+            filled[to_hex(face)].append(span)
+        if face[3] == 0 and to_hex(edge) in outlines:
+            outlines[to_hex(edge)].append(span)
+    for rank, color in enumerate(COLORS):
+        x, width = min(span for span in outlines[color] if span[1] == 70)
+        assert any(part == pytest.approx((x + rank * width / 4, width / 4), abs=0.02) for part in filled[color])
+
+
+def test_long_names_and_markup_are_words(drawn: Callable[..., Any]) -> None:
+    title = texts(drawn(draw_block, inspected(), "<b>&$x$" + "long" * 30))[0]
+    assert "<b>&" in title and "…" in title
+
+
+def test_bars_and_grids(drawn: Callable[..., Any]) -> None:
+    """Segments are in proportion to their parts; each cell has its words, and equal kinds have equal colors."""
+    bar = StackedBar("time", {"a": 3.0, "b": 1.0}, {"a": "3 s", "b": "1 s"}, 4.0, "4 s free")
+    figure = drawn(draw_bars, "title", "below", [bar, bar])
+    assert {"title", "time", "a: 3 s", "b: 1 s", "4 s free"} <= set(texts(figure))
+    wide = [patch.get_width() for patch in figure.axes[0].patches if patch.get_height() == 30]
+    assert wide == pytest.approx([wide[2] * 3 / 8, wide[2] / 8, wide[2]] * 2)
+    require_words_apart(figure)
+    cells = [GridCell("DP", "DP", framed=True), GridCell("btp TP 8 CP 4", "btp"), GridCell("too few tokens")]
+    figure = drawn(draw_grid, "title", "below", "tokens", ["1", "2", "3"], [("4", cells), ("5", cells)])
+    assert texts(figure).count("btp TP 8 CP 4") == 2 and {"4", "5", "tokens"} <= set(texts(figure))
+    faces = [patch.get_facecolor() for patch in figure.axes[0].patches]
+    assert faces[:3] == faces[3:] and len(set(faces)) == 3
+    require_words_apart(figure)
+
+
+@pytest.mark.parametrize("layout", ["btp", "btp-sp", "vanilla"])
+def test_committed_pictures_are_up_to_date(layout: str, tmp_path: Path) -> None:
+    inspection = inspect(load("boost-7b", [f"--parallel.layout={layout}"]))
+    draw_block(inspection, "boost-7b", tmp_path / "block.svg")
+    committed = (PICTURES / f"{layout}.svg").read_text(encoding="utf-8")
+    assert committed == (tmp_path / "block.svg").read_text(encoding="utf-8"), "regenerate them: see docs/layouts.md"
