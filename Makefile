@@ -16,8 +16,8 @@
 #                 keep the machine idle; resumes after an interruption, and `python -m benchmarks evaluation --list` says what is left)
 #   make report   rebuild the report from existing results
 #   make healing  dense models factorized and healed, three seeds (an hour on one core; resumes after an interruption)
-#   make families dense, svd, cola, lax, loro, DLR, Spectron, smaller k/v ranks on the same tokens and in the same time, five seeds
-#                 each (four hours on two cores; resumes after an interruption)
+#   make families dense, svd, cola, lax, loro, smaller k/v ranks on the same tokens and in the same time, five seeds
+#                 each (under three hours on two cores; resumes after an interruption)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -128,8 +128,8 @@ recompute: setup
 fit: setup
 	$(BIN)/python -m benchmarks fit boost-7b --tp 4 --memory-gb 80
 
-# 36 sweep runs, 45 comparison runs and up to 40 more of equal time, each on one core.
-FAMILIES := --contenders dense svd cola lax loro svd-dlr cola-dlr cola-spectron cola-kv --seeds 0 1 2 3 4 --equal-time --questions 400 --sweep 1e-3 3e-3 1e-2 3e-2 --sweep-steps 150 --model.dim 192 --model.ffn_dim 512 --model.rank 48 \
+# 24 sweep runs, 30 comparison runs and up to 25 more of equal time, each on one core.
+FAMILIES := --contenders dense svd cola lax loro cola-kv --seeds 0 1 2 3 4 --equal-time --questions 400 --sweep 1e-3 3e-3 1e-2 3e-2 --sweep-steps 150 --model.dim 192 --model.ffn_dim 512 --model.rank 48 \
 	--train.seq_len 128 --train.global_batch 8 --train.micro_batch 8 --train.steps 400 --train.eval_every 100
 
 families: setup

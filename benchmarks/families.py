@@ -26,8 +26,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         nargs="+",
         default=["dense", "svd", "cola", "lax", "loro"],
         metavar="C",
-        help="of these, and svd-spectral, lax-svd, lax-tensor, lax-dense, svd-dlr, cola-dlr, svd-spectron, cola-spectron, cola-kv "
-        "(default dense svd cola lax loro)",
+        help="of these, and svd-spectral, lax-svd, lax-tensor, lax-dense, cola-kv (default dense svd cola lax loro)",
     )
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="training seeds (default 0 1 2)"

@@ -77,9 +77,6 @@ cannot match both, and each exact step clears Adam's moments, which then need te
 RESTART_WARMUP = 5
 """Warm-up steps after each exact step, as published."""
 
-# Its rate is a bound of the spectral norm of a product's update, about ten times what suits AdamW here.
-SPECTRON: dict[str, Any] = {"optim": {"name": "spectron"}, "rate": "spectron_lr", "rate_scale": 10.0}
-
 CONTENDERS = {
     "dense": FamilyVariant("W x", "dense"),
     "svd": FamilyVariant("B (A x)", "svd"),
@@ -90,10 +87,6 @@ CONTENDERS = {
     "lax-svd": FamilyVariant("B LN(A x + h before)", "lax", {"over": "svd", "gate": "identity"}),
     "lax-tensor": FamilyVariant("B silu(LN(A x + R h C))", "lax", {"over": "cola", "gate": "tensor"}),
     "lax-dense": FamilyVariant("B silu(LN(A x + G h + g))", "lax", {"over": "cola", "gate": "dense"}),
-    "svd-dlr": FamilyVariant("B (A x), DLR", "svd", {"dlr_alpha": 1.0}),
-    "cola-dlr": FamilyVariant("B silu(A x), DLR", "cola", {"dlr_alpha": 1.0}),
-    "svd-spectron": FamilyVariant("B (A x), Spectron", "svd", **SPECTRON),
-    "cola-spectron": FamilyVariant("B silu(A x), Spectron", "cola", **SPECTRON),
     "cola-kv": FamilyVariant("B silu(A x), half the rank for k, v", "cola", kv_rank=0.5),
 }
 USUAL = ("dense", "svd", "cola", "lax", "loro")

@@ -122,12 +122,6 @@ class Decoder(FusedModule):
         """Device of the weights."""
         return next(self.parameters()).device
 
-    def fold_residuals(self) -> None:
-        """Adds DLR's residuals to the weights, for inference only: they must not be trained or saved afterwards."""
-        for group in self.modules():
-            if isinstance(group, LinearGroup):
-                group.fold_residuals()
-
     def forward(
         self,
         tokens_BS: Tensor,
@@ -245,7 +239,6 @@ class Decoder(FusedModule):
         pass would cast them; vectors (gains, biases) keep theirs, because they multiply in a wider one. On a CPU, weights of
         linears are packed, or, for single tokens in fp32, stored by columns where this is faster.
         """
-        self.fold_residuals()
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 parameter.data = parameter.data.to(self.compute_dtype)

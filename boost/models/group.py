@@ -17,7 +17,6 @@ from boost.config.schema import ModelConfig
 from boost.models.fused import FusedModule
 from boost.models.interface import Latents, Layout, Saved, Stream
 from boost.models.latent_gate import LatentGate
-from boost.models.latent_residual import LatentResidual, latent_residual, with_residual
 from boost.models.linear import PackedWeight, Weight, by_columns, linear
 from boost.models.up_proj import StartCollective, up_project
 
@@ -39,8 +38,6 @@ class LinearGroup:
     """Factors A of all slots, [R, I]."""
     own_heads: Sequence[tuple[int, int] | None]
     """For each slot, the (first row, rows) of a replicated weight that this process uses; None: all rows."""
-    residuals: Sequence[LatentResidual | None] = ()
-    """For each slot, what is added to its B where it is used (DLR); () if nothing is."""
 
     @property
     def ranks_here(self) -> Sequence[int]:
@@ -83,7 +80,7 @@ class LinearGroup:
     def project(self, h: Sequence[Tensor]) -> list[Tensor]:
         """B h of activated latents, one [T, O] per slot, in one autograd node that writes the slots' gradients side by side."""
         if len(h) == 1:
-            return up_project(h[0], None, False, self.stored_weights(), residuals=self.residuals)
+            return up_project(h[0], None, False, self.stored_weights())
         return self.up_proj(h)
 
     def activate_and_project(
@@ -104,9 +101,9 @@ class LinearGroup:
         """B act(c u) of private latents, one [T, O] per slot. Saves only u (`boost.models.up_proj`)."""
         weights, silu = self.stored_weights(), self.latent_act == "silu"
         if len(latents) == 1:
-            return up_project(latents[0], scale_T1, silu, weights, start_grad_sum, self.residuals)
-        each = zip(latents, weights, self.residuals or (None,) * len(weights), strict=True)
-        return [y for u, b, own in each for y in up_project(u, scale_T1, silu, [b], start_grad_sum, [own])]
+            return up_project(latents[0], scale_T1, silu, weights, start_grad_sum)
+        each = zip(latents, weights, strict=True)
+        return [y for u, b in each for y in up_project(u, scale_T1, silu, [b], start_grad_sum)]
 
     def take_latents(self, stream: Stream, grouped: bool) -> tuple[Latents, Stream]:
         """Takes the previous block's latents for this group from the stream. Returns (latents, remaining stream)."""
@@ -138,27 +135,11 @@ class LinearGroup:
         return y_TO
 
     def outer_weights(self, dtype: torch.dtype) -> list[Weight]:
-        """The weights that produce this process's heads or channels (B with its residual, or W of a dense group), one per slot, in
-        `dtype`."""
-        weights = self.stored_weights()
-        residuals = self.residuals or (None,) * len(weights)
-        each = zip(weights, residuals, strict=True)
-        return [
-            w.to(dtype) if residual is None else with_residual(cast(Tensor, w), residual, dtype) for w, residual in each
-        ]
-
-    @torch.no_grad()
-    def fold_residuals(self) -> None:
-        """Adds the residuals to the stored weights once and for all, for inference: a step of few tokens would spend more on adding
-        them than on its GEMMs."""
-        for weight, residual in zip(self.stored_weights(), self.residuals, strict=bool(self.residuals)):
-            if residual is not None:
-                assert isinstance(weight, Tensor), "residuals are folded before weights are packed"
-                residual.add_to(weight)
-        self.residuals = ()
+        """The weights that produce this process's heads or channels (B, or W of a dense group), one per slot, in `dtype`."""
+        return [w.to(dtype) for w in self.stored_weights()]
 
     def stored_weights(self) -> list[Weight]:
-        """The same as they are stored, without residuals."""
+        """The same as they are stored."""
         each = zip(self.stored_outer(), self.own_heads, strict=True)
         return [w if own is None or isinstance(w, PackedWeight) else w.narrow(0, *own) for w, own in each]
 
@@ -186,7 +167,6 @@ class FusedLinearGroup(LinearGroup, FusedModule):
             self._outer = [self._store_outer("W", tuple(parameters), layout) for _, parameters in alike]
         whole = [self.placements[name].dim is None for name in self._outer for _ in self.slices[name]]
         self.own_heads = [own_head(model, layout, *each) for each in zip(shape.slots, whole, strict=True)]
-        self.residuals = residuals_of(model, layout, shape, self.own_heads)
         has_latent_gate = architecture.has_latent_gate(model, layer)
         self.latent_gate = LatentGate(model, shape, prefix, layout) if has_latent_gate else None
         self.feeds_next = model.has_latent_gates and layer + 1 < model.layers
@@ -248,19 +228,3 @@ def own_head(model: ModelConfig, layout: Layout, slot: architecture.Slot, replic
     if not (slot.kv and replicated) or layout.crosses_as_heads(slot) or model.kv_heads >= layout.num_shards:
         return None
     return layout.rank * model.kv_heads // layout.num_shards * model.head_dim, model.head_dim
-
-
-def residuals_of(
-    model: ModelConfig, layout: Layout, shape: architecture.GroupSpec, own_heads: Sequence[tuple[int, int] | None]
-) -> Sequence[LatentResidual | None]:
-    """The residuals (DLR) of a group's linears for the part of each B that this process uses; () without any."""
-    if not model.dlr_alpha or not model.low_rank:
-        return ()
-    found = []
-    for slot, parameter, own in zip(shape.slots, shape.parameters("", "B"), own_heads, strict=True):
-        first = [own[0] if own else 0, 0]
-        dim = layout.placement(parameter.role).dim
-        if dim is not None:
-            first[dim] += layout.rank * (parameter.shape[dim] // layout.size)
-        found.append(latent_residual(model, slot, *first))
-    return found

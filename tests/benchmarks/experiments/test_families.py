@@ -103,16 +103,13 @@ def test_contenders_differ_in_what_they_say_and_nothing_else(config: Config) -> 
         "lax-svd": ("lax", "svd", "identity", "none", "xavier"),
         "lax-tensor": ("lax", "cola", "tensor", "silu", "cola"),
         "lax-dense": ("lax", "cola", "dense", "silu", "cola"),
-        "svd-dlr": ("svd", "none", "none", "none", "xavier"),
-        "cola-dlr": ("cola", "none", "none", "silu", "cola"),
         "cola-kv": ("cola", "none", "none", "silu", "cola"),
     }
-    assert {name for name, one in each.items() if one.model.dlr_alpha} == {"svd-dlr", "cola-dlr"}
     assert {name: one.model.ranks for name, one in each.items() if one.model.ranks} == {
         "cola-kv": {"attn.k": 4, "attn.v": 4}
     }
     counts = {name: parameter_count(one.model) for name, one in each.items()}
-    assert counts["svd-dlr"] == counts["cola-dlr"] == counts["cola"] > counts["cola-kv"]
+    assert counts["cola"] > counts["cola-kv"]
     assert counts["svd"] == counts["cola"] < counts["lax"] < counts["lax-tensor"] < counts["lax-dense"]
 
 
@@ -295,12 +292,6 @@ def test_every_contender_is_timed_in_every_round(config: Config) -> None:
     counts = {name: (len(s["usual"]), len(s["exact"])) for name, s in seconds.items()}
     assert counts == {**dict.fromkeys(FOUR, (7, 0)), "loro": (4, 3)}
     assert all(0 < s < 60 for each in seconds.values() for s in each["usual"] + each["exact"])
-
-
-def test_spectron_is_swept_by_its_own_rate(config: Config) -> None:
-    spectron, cola = (families.configuration(config, name, 1, 0.5, 4) for name in ("cola-spectron", "cola"))
-    assert (spectron.model, spectron.train) == (cola.model, cola.train)
-    assert (spectron.optim.name, spectron.optim.spectron_lr, spectron.optim.lr) == ("spectron", 5.0, config.optim.lr)
 
 
 def test_runs_of_equal_time(config: Config, made: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
