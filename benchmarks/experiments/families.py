@@ -29,6 +29,7 @@ from benchmarks.experiments.scores import scores, task_folder
 from boost.config import Config
 from boost.config.architecture import flops_per_token, parameter_count
 from boost.config.load import change_family, from_tree
+from boost.config.optimizers import OptimConfig
 from boost.config.schema import Family
 from boost.data.fit import open_fitting_store
 from boost.errors import ConfigError, TrainingError
@@ -163,6 +164,7 @@ def configuration(config: Config, name: str, seed: int, lr: float, steps: int) -
         rank = config.model.rank or config.model.dim // 4
         tree["model"]["ranks"] = {**config.model.ranks, "kv": max(round(rank * contender.kv_rank), 1)}
     warmup = round(config.optim.warmup_steps * steps / config.train.steps)
+    OptimConfig.switch(tree["optim"], contender.optim)
     tree["optim"] |= {**contender.optim, contender.rate: lr * contender.rate_scale, "warmup_steps": warmup}
     if contender.optim.get("name") == "loro":
         every = max(steps // EXACT_STEPS, 1)
