@@ -5,7 +5,6 @@ Legend: T tokens; I input width, O output width, R latent width of the group, al
 
 import itertools
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from boost.config.schema import ModelConfig
 from boost.models.fused import FusedModule
 from boost.models.interface import Latents, Layout, Saved, Stream
 from boost.models.latent_gate import LatentGate
-from boost.models.linear import PackedWeight, Weight, by_columns, linear
+from boost.models.linear import linear
 from boost.models.up_proj import StartCollective, up_project
 
 
@@ -44,7 +43,7 @@ class LinearGroup:
         """Local latent width of each slot."""
         raise NotImplementedError
 
-    def stored_outer(self) -> Sequence[Weight]:
+    def stored_outer(self) -> Sequence[Tensor]:
         """Local B (or W of a dense group), one per slot."""
         raise NotImplementedError
 
@@ -125,23 +124,21 @@ class LinearGroup:
             inputs = saved.tensors if len(saved.tensors) > 1 else [x_TI] * len(self.shape.slots)
             return [linear(x, w_OI) for x, w_OI in zip(inputs, self.outer_weights(x_TI.dtype), strict=True)]
         weights = self.outer_weights(x_TI.dtype)
-        return list(
-            linear(x_TI, torch.cat(cast(list[Tensor], weights))).split([w_OI.shape[0] for w_OI in weights], dim=-1)
-        )
+        return list(linear(x_TI, torch.cat(weights)).split([w_OI.shape[0] for w_OI in weights], dim=-1))
 
     def dense_out(self, hidden: Tensor) -> Tensor:
         """W x of a group with one slot."""
         (y_TO,) = self.dense(Saved((hidden,)), grouped=True)
         return y_TO
 
-    def outer_weights(self, dtype: torch.dtype) -> list[Weight]:
+    def outer_weights(self, dtype: torch.dtype) -> list[Tensor]:
         """The weights that produce this process's heads or channels (B, or W of a dense group), one per slot, in `dtype`."""
         return [w.to(dtype) for w in self.stored_weights()]
 
-    def stored_weights(self) -> list[Weight]:
+    def stored_weights(self) -> list[Tensor]:
         """The same as they are stored."""
         each = zip(self.stored_outer(), self.own_heads, strict=True)
-        return [w if own is None or isinstance(w, PackedWeight) else w.narrow(0, *own) for w, own in each]
+        return [w if own is None else w.narrow(0, *own) for w, own in each]
 
 
 class FusedLinearGroup(LinearGroup, FusedModule):
@@ -158,7 +155,6 @@ class FusedLinearGroup(LinearGroup, FusedModule):
         prefix = f"layers.{layer}"
         self.low_rank = model.low_rank
         self.latent_act = model.latent_act
-        self._packed: dict[str, PackedWeight] = {}
         if self.low_rank:
             self.add_fused_param("A", shape.parameters(prefix, "A"), layout)
             self._outer = [self._store_outer("B", (parameter,), layout) for parameter in shape.parameters(prefix, "B")]
@@ -175,41 +171,19 @@ class FusedLinearGroup(LinearGroup, FusedModule):
     def ranks_here(self) -> Sequence[int]:
         return [param_slice.rows for param_slice in self.slices["A"]]
 
-    def stored_outer(self) -> Sequence[Weight]:
+    def stored_outer(self) -> Sequence[Tensor]:
         return [
-            param_slice.view(getattr(self, name)) if len(self.slices[name]) > 1 else self._weight(name)
+            param_slice.view(getattr(self, name)) if len(self.slices[name]) > 1 else getattr(self, name)
             for name in self._outer
             for param_slice in self.slices[name]
         ]
-
-    def down_proj(self, x_TI: Tensor, grouped: bool) -> list[Tensor]:
-        """Same as in `LinearGroup`, also with a packed A."""
-        return [linear(x_TI, self._packed["A"])] if "A" in self._packed else super().down_proj(x_TI, grouped)
-
-    def pack(self) -> None:
-        """Packs the weights for inference (`PackedWeight`). Parameters become empty."""
-        assert self.low_rank or len(self._outer) == 1, "on one process, a dense group is one tensor"
-        for name in ("A", *self._outer) if self.low_rank else self._outer:
-            parameter = getattr(self, name)
-            self._packed[name] = PackedWeight(parameter)
-            parameter.data = parameter.data.new_empty(0)
-
-    def store_by_columns(self) -> None:
-        """Stores the factors B of a low-rank group `by_columns`."""
-        for name in self._outer if self.low_rank else ():
-            parameter = getattr(self, name)
-            parameter.data = by_columns(parameter.data)
-
-    def _weight(self, name: str) -> Weight:
-        packed = self._packed.get(name)
-        return getattr(self, name) if packed is None else packed
 
     def dense(self, saved: Saved, grouped: bool) -> list[Tensor]:
         """Same as in `LinearGroup`, but avoids a copy if the group is stored as one tensor."""
         if not grouped or len(self._outer) > 1 or any(self.own_heads):
             return super().dense(saved, grouped)
         rows = [param_slice.rows for param_slice in self.slices[self._outer[0]]]
-        y_TO = linear(saved.tensors[0], self._weight(self._outer[0]))
+        y_TO = linear(saved.tensors[0], getattr(self, self._outer[0]))
         # Splitting into a single part would copy its gradient.
         return [y_TO] if len(rows) == 1 else list(y_TO.split(rows, dim=-1))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from boost.models.kernels import activated, activated_backward
-from boost.models.linear import Weight, gemm, gemms, linear
+from boost.models.linear import gemm, gemms, linear
 
 StartCollective = Callable[[Tensor], Tensor]
 """Starts a collective whose result has the shape of its operand. Call `wait` before using the result."""
@@ -61,7 +61,7 @@ def up_project(
     u_TR: Tensor,
     c_T1: Tensor | None,
     silu: bool,
-    weights: Sequence[Weight],
+    weights: Sequence[Tensor],
     start_grad_sum: StartCollective | None = None,
 ) -> list[Tensor]:
     """Differentiable B_k act(c u)_k, one [T, O_k] for each B_k [O_k, r_k] of `weights`. Ranks add up to R; act is SiLU or the
@@ -76,7 +76,7 @@ def up_project(
     return list(_UpProject.apply(u_TR, c_T1, silu, start_grad_sum, *weights))
 
 
-def _slots(h_TR: Tensor, weights: Sequence[Weight]) -> Sequence[Tensor]:
+def _slots(h_TR: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     if len(weights) == 1:
         return [h_TR]
     return h_TR.split([b_Or.shape[1] for b_Or in weights], dim=-1)
