@@ -97,9 +97,7 @@ def from_tree(tree: dict[str, Any]) -> Config:
 def validated(tree: dict[str, Any]) -> Config:
     """Validates each field of a document, but not the rules between fields. Raises ConfigError."""
     model = tree.get("model")
-    if (
-        isinstance(model, dict) and model.get("dlr_alpha") == 0
-    ):  # checkpoints from before its removal say that they have none
+    if isinstance(model, dict) and model.get("dlr_alpha") == 0:  # written by checkpoints from before its removal
         tree = {**tree, "model": {name: value for name, value in model.items() if name != "dlr_alpha"}}
     try:
         return Config.model_validate(_integers_to_floats(tree))
@@ -233,9 +231,8 @@ def _explain(error: ValidationError) -> str:
         case "literal_error":
             choices = [str(choice) for choice in get_args(known[key].annotation)]
             near = _suggest(str(value), choices, "value")
-            return f"{key} = {shown} is not one of {', '.join(choices)}" + f"; {near}" * near.startswith(
-                ("did you mean", "it was")
-            )
+            says_more = near.startswith(("did you mean", "it was"))
+            return f"{key} = {shown} is not one of {', '.join(choices)}" + f"; {near}" * says_more
         case "greater_than_equal":
             return f"{key} = {shown} is too small; smallest valid value: {context['ge']}"
         case "greater_than":

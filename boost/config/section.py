@@ -197,7 +197,8 @@ class Tagged(Section):
 
 
 def _own(cls: type[Tagged], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of one choice from a flat table, with its parts nested. Refuses keys of other choices."""
+    """The fields of one choice from a flat table, with its parts nested. Refuses keys of other choices, unless they are None, which
+    TOML cannot say: the value of fields that do not apply."""
     own = dict(values)
     for part, root in cls.parts.items():
         if part in own and not isinstance(own[part], root):
@@ -205,7 +206,7 @@ def _own(cls: type[Tagged], values: Mapping[str, Any]) -> dict[str, Any]:
         inner = {name: own.pop(name) for name in values if name in root.model_fields or root.owners(name)}
         own.setdefault(part, inner)
     for name, value in own.items():
-        if name not in cls.model_fields and cls.owners(name):
+        if name not in cls.model_fields and value is not None and cls.owners(name):
             raise _misplaced(cls, values.get(cls.tag(), cls.model_fields[cls.tag()].default), name, value)
     return cls.derived(own) | own
 
