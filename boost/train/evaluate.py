@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from boost.config.architecture import IGNORED
-from boost.data.batches import Batch, EvaluationBatches
-from boost.data.document_batches import DocumentBatches
+from boost.data.batches import Batch, DocumentBatches, EvaluationBatches
 from boost.data.mixture import AnySplit, MixedSplit
 from boost.data.store import Split
 from boost.errors import DataError
