@@ -56,11 +56,6 @@ def shuffled_order(n_samples: int, seed: int) -> Any:
 
     Random access takes constant time, and no permutation is held in memory.
     """
-    grain = _import_grain()
-    return grain.MapDataset.range(n_samples).seed(seed).shuffle().repeat()
-
-
-def _import_grain() -> Any:
     # On import, grain warns through absl that jax is missing, which is irrelevant here.
     from absl import logging as absl_logging
 
@@ -73,7 +68,7 @@ def _import_grain() -> Any:
         import grain
     finally:
         logger.removeFilter(is_relevant)
-    return grain
+    return grain.MapDataset.range(n_samples).seed(seed).shuffle().repeat()
 
 
 @dataclass(frozen=True)
@@ -209,10 +204,11 @@ class Batches:
         DP ranks take contiguous slices, so the samples of a step do not depend on `dp` and `micro_batch`. Raises
         `ConfigError` if these do not divide the global batch.
         """
-        if dp < 1 or micro_batch < 1 or self.global_batch % (dp * micro_batch):
+        rows = dp * micro_batch
+        if dp < 1 or micro_batch < 1 or self.global_batch % rows:
             raise ConfigError(
                 f"global batch {self.global_batch} is not a multiple of {dp} data-parallel ranks times "
-                f"micro-batch {micro_batch}; set it to {_next_multiple(self.global_batch, dp * micro_batch)}"
+                f"micro-batch {micro_batch}; set it to {-(-self.global_batch // max(rows, 1)) * max(rows, 1)}"
             )
         per_rank = self.global_batch // (dp * micro_batch)
         return self.numbered(step, range(dp_rank * per_rank, (dp_rank + 1) * per_rank), micro_batch)
@@ -354,7 +350,3 @@ def _stack(rows: list[Batch]) -> Batch:
         np.stack([row.targets for row in rows]),
         np.stack([row.document_ids for row in rows]),
     )
-
-
-def _next_multiple(value: int, of: int) -> int:
-    return max(-(-value // max(of, 1)), 1) * max(of, 1)

@@ -32,7 +32,7 @@ from boost.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
-from boost.data.writer import TokenWriter, discard_progress, locked, new_store, read_progress, save_progress, store_meta
+from boost.data.writer import TokenWriter, locked, new_store, read_progress, remove, save_progress, sibling, store_meta
 from boost.errors import DataError
 from boost.format import format_count
 
@@ -46,6 +46,8 @@ TRAINING_CHARS = 1 << 30
 
 COMMIT_S = 30.0
 """Seconds between commits: how much work a kill can cost."""
+COMMIT_PAUSE = 20.0
+"""At least this many times as long as a commit took: commits take at most a twentieth of the time."""
 
 
 # Options that conversations do not have. An error, so that none is silently ignored.
@@ -185,7 +187,7 @@ def _progress_of(options: PrepareOptions, fingerprint: str) -> dict[str, Any] | 
             f"{options.out}: an interrupted 'boost prepare' of other input or options has written {format_count(tokens)} tokens; "
             f"repeat its command to continue, add --overwrite to discard them, or choose another --out"
         )
-    discard_progress(options.out)
+    remove(sibling(options.out, "tmp"))
     return None
 
 
@@ -242,8 +244,7 @@ def _is_current(options: PrepareOptions, fingerprint: str) -> bool:
         # Never replaced, not even with --overwrite: it may be a user's folder of texts.
         raise DataError(f"{out}: exists and is not a token store; choose another --out")
     try:
-        same = read_meta(out)["input_fingerprint"] == fingerprint
-        if same:
+        if read_meta(out)["input_fingerprint"] == fingerprint:
             TokenStore.open(out)
             return True
     except DataError:
@@ -272,13 +273,16 @@ def _build(
             {name: limit for name, limit in limits.items() if limit is not None},
         )
         encoder.unknown = saved["unknown"] if saved else 0
-        commits = _Commits(folder, {**plan.as_dict(), "fingerprint": fingerprint})
+        next_commit = time.monotonic() + COMMIT_S
         phase = "encoding" if saved is None else "encoding, continued"
         for document in reading.documents(phase, encoder.is_full, saved["position"] if saved else ()):
             for name, text in plan.rule.parts(document):
                 encoder.add(document.entry, name, text)
-            if encoder.is_empty and commits.due():
-                commits.save(written=writer.commit(), position=reading.position(), unknown=encoder.unknown)
+            if encoder.is_empty and (begun := time.monotonic()) >= next_commit:
+                committed = {"written": writer.commit(), "position": reading.position(), "unknown": encoder.unknown}
+                save_progress(folder, {**plan.as_dict(), "fingerprint": fingerprint, **committed})
+                now = time.monotonic()
+                next_commit = now + max(COMMIT_S, COMMIT_PAUSE * (now - begun))
         encoder.flush()
         report = reading.report
         if not any(sizes["documents"] for sizes in writer.sizes.values()):
@@ -328,23 +332,6 @@ def _begin(options: PrepareOptions, reading: Reading) -> _Plan:
         tokenizer = train_tokenizer(_train_pieces(reading, rule), vocab_size, options.eos or END_OF_TEXT)
         eos = find_eos(tokenizer, options.eos or END_OF_TEXT)
     return _Plan(rule, tokenizer, eos)
-
-
-class _Commits:
-    """Commits what is written, at most every `COMMIT_S` seconds and in at most a twentieth of the time."""
-
-    def __init__(self, folder: Path, constant: dict[str, Any]) -> None:
-        self._folder, self._constant = folder, constant
-        self._next = time.monotonic() + COMMIT_S
-
-    def due(self) -> bool:
-        return time.monotonic() >= self._next
-
-    def save(self, **progress: Any) -> None:
-        begun = time.monotonic()
-        save_progress(self._folder, {**self._constant, **progress})
-        now = time.monotonic()
-        self._next = now + max(COMMIT_S, 20 * (now - begun))
 
 
 def _empty(report: PrepareReport) -> DataError:

@@ -184,11 +184,6 @@ def find_text_column(wanted: str | None, columns: dict[str, bool], entry: FileRe
 # ---- Bytes: decompressed by suffix, transcoded from UTF-16 and UTF-32
 
 
-def is_compressed(path: Path) -> bool:
-    """Whether the suffix is one of a compressed file."""
-    return path.suffix.lower() in _COMPRESSION
-
-
 @contextmanager
 def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[io.BufferedReader]:
     """Opens a file for reading; a UTF-8 byte order mark remains. Notes in `entry` if it was transcoded.
@@ -312,7 +307,8 @@ def json_records(path: Path, entry: FileReport, report: PrepareReport) -> Iterat
     with open_utf8(path, entry, report) as file:
         head = bytes(file.peek(CHUNK)).removeprefix(codecs.BOM_UTF8).lstrip()
         is_whole = head.startswith(b"[") or head.partition(b"\n")[0].strip() == b"{"
-        if is_whole and "json" in path.name.lower().split(".")[-2:]:
+        name = path.stem if path.suffix.lower() in _COMPRESSION else path.name
+        if is_whole and name.lower().endswith(".json"):
             for number, value in enumerate(_json_values(file), start=1):
                 yield number, f"record {number}", value
             return

@@ -114,16 +114,13 @@ class Reading:
         sizes = [source.size for source in (*heldout, *sources)]
         self._total = None if None in sizes else sum(size for size in sizes if size is not None)
         self._sources, self._heldout, self._limit, self._progress = sources, heldout, limit, progress
+        self.separate = bool(heldout)
+        """Whether held-out documents come from sources of their own."""
         self.report = PrepareReport()
         self.taken = 0
         """Documents of this pass, without those of sources for the held-out split."""
         self._passes = ConsistentPasses()
         self._begun: list[_Begun] = []
-
-    @property
-    def separate(self) -> bool:
-        """Whether held-out documents come from sources of their own."""
-        return bool(self._heldout)
 
     def documents(
         self, phase: str, is_full: Callable[[str], bool] = lambda split: False, saved: Sequence[dict[str, Any]] = ()

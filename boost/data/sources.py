@@ -1,7 +1,9 @@
 """Inputs of `boost prepare`: files and folders, the standard library, a Hugging Face dataset.
 
 A source lists its files when it is created, so a missing file fails before any work. It can be read more than once:
-`documents(report)` yields its documents in a fixed order and records what it read and skipped in the report.
+`documents(report)` yields its documents in a fixed order and records what it read and skipped in the report. `fingerprint()`
+identifies it without reading it, as JSON values: names, sizes and modification times of files. `size` is bytes on disk, None if
+it is streamed.
 """
 
 import os
@@ -9,9 +11,10 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from boost.data.conversations import read_conversations
+from boost.data.hub import HubSource
 from boost.data.readers import Document, Unreadable, read_file
 from boost.data.report import PrepareReport, SourceReport
 from boost.data.store import STORE_FILE
@@ -21,21 +24,6 @@ from boost.errors import DataError
 # Of folders that `datasets` writes with save_to_disk: one with the splits as folders, and one with the shards of a split.
 DATASET_DICT = "dataset_dict.json"
 DATASET_METADATA = {"dataset_info.json", "state.json"}
-
-
-class Source(Protocol):
-    """One input. `size` is bytes on disk, or None if it is streamed."""
-
-    name: str
-    size: int | None
-
-    def documents(self, report: PrepareReport) -> Iterator[Document]:
-        """Yields the documents in a fixed order, each recorded in the report. Raises `DataError`."""
-        ...
-
-    def fingerprint(self) -> list[Any]:
-        """Identifies the input without reading it, as JSON values: names, sizes and modification times of files."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -56,14 +44,6 @@ class SeenInputs:
 
     paths: set[str] = field(default_factory=set)
     keys: set[str] = field(default_factory=set)
-
-    def unique_key(self, key: str) -> str:
-        """The key, numbered if another input already uses it: documents with the same key would share a split."""
-        number, candidate = 2, key
-        while candidate in self.keys:
-            number, candidate = number + 1, f"{key}#{number}"
-        self.keys.add(candidate)
-        return candidate
 
 
 AGAIN = "nothing was written; run it again when nothing else writes to the input"
@@ -148,7 +128,12 @@ class FilesSource:
         if real in self._seen.paths:
             return InputFile(path, key, False, refused="already read under another name")
         self._seen.paths.add(real)
-        return InputFile(path, self._seen.unique_key(key), explicit, about.st_size, about.st_mtime_ns)
+        # Documents with the same key would share a split.
+        number, name = 2, key
+        while key in self._seen.keys:
+            number, key = number + 1, f"{name}#{number}"
+        self._seen.keys.add(key)
+        return InputFile(path, key, explicit, about.st_size, about.st_mtime_ns)
 
     def documents(self, report: PrepareReport) -> Iterator[Document]:
         section = report.source(self.name)
@@ -181,3 +166,7 @@ class FilesSource:
 
     def fingerprint(self) -> list[Any]:
         return [[file.key, file.size, file.mtime_ns] for file in self.files]
+
+
+Source = FilesSource | HubSource
+"""One input; the standard library is a `FilesSource`."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 MASKED_FORMAT = 2
-"""Format of stores with a loss mask: releases that would ignore the mask refuse them."""
+"""Format of stores with a loss mask."""
 SPLITS = ("train", "heldout")
 STORE_FILE, REPORT_FILE, TOKENIZER_FILE = "store.json", "report.json", "tokenizer.json"
 OFFSET_DTYPE = np.dtype("<i8")

@@ -81,7 +81,7 @@ def _recover(store: Path) -> None:
     between two renames."""
     old, temporary = sibling(store, "old"), sibling(store, "tmp")
     if read_progress(store) is None:
-        _remove(temporary)
+        remove(temporary)
     (store / RESUME_FILE).unlink(missing_ok=True)  # of a run that was killed just after it had published the store
     if not old.exists():
         return
@@ -90,7 +90,7 @@ def _recover(store: Path) -> None:
     elif not store.exists():
         os.rename(old, store)
     elif (store / STORE_FILE).exists() and _opens(old):
-        _remove(temporary)
+        remove(temporary)
         os.rename(store, temporary)
         os.rename(old, store)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -141,7 +141,7 @@ def new_store(store: Path) -> Iterator[Path]:
             ) from error
         raise
     for leftover in (folder, sibling(store, "old")):
-        _remove(leftover)
+        remove(leftover)
 
 
 def save_progress(folder: Path, progress: dict[str, Any]) -> None:
@@ -163,12 +163,7 @@ def read_progress(store: Path) -> dict[str, Any] | None:
         return None
 
 
-def discard_progress(store: Path) -> None:
-    """Removes an unfinished store. The caller must hold `locked`."""
-    _remove(sibling(store, "tmp"))
-
-
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Removes a folder, or a symbolic link."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
@@ -179,7 +174,7 @@ def _publish(folder: Path, store: Path) -> None:
     """Moves a complete store to its final path. The previous one is then in `STORE.boost-old`."""
     old = sibling(store, "old")
     if store.exists():
-        _remove(old)  # of an earlier replacement, and damaged: `_recover` would have restored it
+        remove(old)  # of an earlier replacement, and damaged: `_recover` would have restored it
         os.rename(store, old)
     try:
         os.rename(folder, store)

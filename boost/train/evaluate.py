@@ -60,7 +60,7 @@ def evaluate(
     The stores of a mixture are evaluated one after the other. They share `max_tokens` by weight; each has one sequence at least.
     `stopped` is called every few batches and must return the same value on all processes. Raises EvaluationStopped if it returns
     True, and DataError if no evaluated token counts in the loss. `by_document`: on the first `seq_len` tokens of each document, as
-    in publications (`boost.data.document_batches`).
+    in publications (`DocumentBatches`).
     """
 
     def of_store(part: Split, limit: int | None, label: str) -> Evaluation:
