@@ -61,7 +61,7 @@ LAYOUTS = (
 )
 """Each step adds one optimization; 'vanilla, published' is the paper's form, so the next step fixes two things."""
 
-COMPILED = AblationStep("btp-sp, compiled", "torch.compile of every block", {"layout": "btp-sp"}, {"compile": True})
+COMPILED = AblationStep("btp-sp, compiled", "torch.compile of every block", {"layout": "btp-sp"}, {"compile": "blocks"})
 
 RECOMPUTED = (
     AblationStep(
