@@ -38,7 +38,7 @@ def test_compiled_blocks_train_and_evaluate_alike(
     sections: dict[str, Any] = {"model": {"layers": 1}, "train": {"global_batch": 2}}
     losses, evaluation = losses_and_evaluation(make_config(store, tmp_path, 1, "float32", **sections))
     torch._dynamo.utils.counters.clear()
-    sections["train"]["compile"] = True
+    sections["train"]["compile"] = "blocks"
     compiled, compiled_evaluation = losses_and_evaluation(make_config(store, tmp_path, 1, "float32", **sections))
     assert compiled == pytest.approx(losses, rel=1e-5)
     assert compiled_evaluation == pytest.approx(evaluation, rel=1e-5)
