@@ -9,8 +9,8 @@ from boost.config.numbers import nearest
 from boost.config.schema import Config, ModelConfig
 from boost.errors import ConfigError
 
-_SOUND_MODELS: "weakref.WeakValueDictionary[int, ModelConfig]" = weakref.WeakValueDictionary()
-"""Cache by id of models that passed all checks (models are frozen). A plan checks thousands of configurations of one model."""
+_SOUND_MODELS: "weakref.WeakSet[ModelConfig]" = weakref.WeakSet()
+"""Models that passed all checks. A plan checks thousands of configurations of one model."""
 
 
 def check(config: Config) -> None:
@@ -20,9 +20,9 @@ def check(config: Config) -> None:
 
 
 def _problems(config: Config) -> Iterator[str]:
-    if _SOUND_MODELS.get(id(config.model)) is not config.model:
+    if config.model not in _SOUND_MODELS:
         yield from _model_problems(config)
-        _SOUND_MODELS[id(config.model)] = config.model
+        _SOUND_MODELS.add(config.model)
     yield from _context_problems(config)
     yield from _parallel_problems(config)
     yield from _sharding_problems(config)

@@ -29,11 +29,27 @@ Place = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 
 
 class Section(BaseModel):
-    """A table of the configuration file. Frozen; unknown keys and wrong types are errors."""
+    """A table of the configuration file. Frozen; unknown keys and wrong types are errors. Sections are hashed by value, once each,
+    so that the planner's caches can be keyed by them."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    __slots__ = ("_hash",)  # copies start without a value
+
+    def __hash__(self) -> int:
+        own: int
+        try:
+            own = object.__getattribute__(self, "_hash")
+        except AttributeError:
+            own = hash((type(self), *(_hashable(self.__dict__[name]) for name in type(self).model_fields)))
+            object.__setattr__(self, "_hash", own)
+        return own
+
+
+def _hashable(value: Any) -> Any:
+    return frozenset((key, _hashable(item)) for key, item in value.items()) if isinstance(value, dict) else value
 
 
 PLUGINS = "boost.plugins"

@@ -53,9 +53,8 @@ def stages(config: Config) -> tuple[Stage, ...]:
     parallel = config.parallel
     if parallel.stages == 1:
         return (whole(config.model),)
-    key = id(config.model), id(config.train), parallel.stages, tuple(parallel.split)
-    found = _STAGES.get(key)
-    if found is None:
+    key = config.model, config.train, parallel.stages, tuple(parallel.split)
+    if key not in _STAGES:
         if len(_STAGES) >= _MAX_STAGES:
             _STAGES.clear()
         lengths = parallel.split or balanced(costs(config), parallel.stages)
@@ -63,11 +62,11 @@ def stages(config: Config) -> tuple[Stage, ...]:
         listed = tuple(
             Stage(i, len(lengths), start, length) for i, (start, length) in enumerate(zip(starts, lengths, strict=True))
         )
-        found = _STAGES[key] = config.model, config.train, listed
-    return found[2]
+        _STAGES[key] = listed
+    return _STAGES[key]
 
 
-_STAGES: dict[tuple[int, int, int, tuple[int, ...]], tuple[ModelConfig, TrainConfig, tuple[Stage, ...]]] = {}
+_STAGES: dict[tuple[ModelConfig, TrainConfig, int, tuple[int, ...]], tuple[Stage, ...]] = {}
 _MAX_STAGES = 4096
 
 

@@ -210,7 +210,7 @@ def policies(request: Request, parallel: ParallelConfig) -> Iterator[tuple[Recom
 
 
 class Variants:
-    """Builds variants of one configuration. All share its model object, because predictions are cached by model identity."""
+    """Builds variants of one configuration. All share its model object, which caches find fastest by identity."""
 
     def __init__(self, request: Request) -> None:
         self.base = request.base

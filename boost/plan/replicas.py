@@ -76,15 +76,15 @@ def stored_tensor(
 def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | None = None) -> Sequence[StoredTensor]:
     """Every stored tensor of one process, in forward order. Cached by the fields that they depend on."""
     of_tp = (getattr(parallel, field) for field in _fields_of_tp(type(parallel)))
-    key = id(model), type(parallel), *of_tp, stage
-    if key not in _known or _known[key][0] is not model:
+    key = model, type(parallel), *of_tp, stage
+    if key not in _known:
         if len(_known) > 10_000:
             _known.clear()
-        _known[key] = model, tuple(_stored_tensors(model, parallel, stage or whole(model)))
-    return _known[key][1]
+        _known[key] = tuple(_stored_tensors(model, parallel, stage or whole(model)))
+    return _known[key]
 
 
-_known: dict[Any, tuple[ModelConfig, Sequence[StoredTensor]]] = {}
+_known: dict[Any, Sequence[StoredTensor]] = {}
 _NOT_OF_TP = ("pp", "dp", "cp", "shard", "shard_outer", "schedule", "virtual", "split", "overlap")
 """Fields of [parallel] that do not affect the tensors of a TP rank."""
 

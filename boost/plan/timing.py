@@ -60,12 +60,10 @@ class Predictor:
         self.hardware = hardware
         self.on_gpu = hardware.is_gpu
         self._cache: dict[tuple[Any, ...], Any] = {}
-        self._seconds: dict[int, tuple[Speeds, dict[Operation, float]]] = {}
-        """Seconds of operations, by id of the speeds, which are kept alive."""
-        self._models: dict[int, ModelConfig] = {}
-        """Models by id, kept alive so that no id is reused."""
-        self._flops: dict[tuple[int, int], int] = {}
-        """FLOPs per token, by model id and sequence length."""
+        self._seconds: dict[Speeds, dict[Operation, float]] = defaultdict(dict)
+        """Seconds of operations."""
+        self._flops: dict[tuple[ModelConfig, int], int] = {}
+        """FLOPs per token, by model and sequence length."""
         self._links: dict[tuple[Any, ...], float] = {}
         """Seconds of collectives, by payload and mesh."""
 
@@ -102,8 +100,7 @@ class Predictor:
         return self.hardware.straggling * math.log2(nodes)
 
     def _flops_per_token(self, model: ModelConfig, seq_len: int) -> int:
-        self._models.setdefault(id(model), model)
-        key = id(model), seq_len
+        key = model, seq_len
         if key not in self._flops:
             self._flops[key] = flops_per_token(model, seq_len)
         return self._flops[key]
@@ -252,7 +249,7 @@ class Predictor:
     def _priced(self, config: Config, log: Sequence[Operation]) -> dict[Operation, float]:
         """Device seconds of these operations, and of all others priced before, multiplied by how often each runs."""
         speeds = self._speeds(config)
-        _, known = self._seconds.setdefault(id(speeds), (speeds, {}))
+        known = self._seconds[speeds]
         for each in log:
             if each not in known:
                 known[each] = sum(n * speeds.seconds(work) for work, n in work_of([each]).items())
@@ -359,8 +356,7 @@ class Predictor:
 
     def _lookup(self, config: Config, key: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         model, p, train = config.model, config.parallel, config.train
-        self._models.setdefault(id(model), model)
-        whole = (id(model), p.layout, p.tp, train.compute_dtype, train.param_dtype, key)
+        whole = (model, p.layout, p.tp, train.compute_dtype, train.param_dtype, key)
         if whole not in self._cache:
             self._cache[whole] = function(*arguments)
         return self._cache[whole]

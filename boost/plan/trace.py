@@ -142,21 +142,16 @@ def with_micro_batch(config: Config, micro_batch: int) -> Config:
 # Cache.
 
 _TRACES: dict[Any, Any] = {}
-_MODELS: dict[int, ModelConfig] = {}
-"""Keeps models alive, so that no id is reused."""
 _MODULES: dict[Any, Any] = {}
 """Modules on the meta device, by model, [parallel] and module."""
-_TRACED_VALUES: dict[int, tuple[Any, tuple[Any, ...]]] = {}
-"""Results of `traced_values` by id of the section, which is kept alive so that no id is reused."""
 _MAX_TRACES = 20_000
 
 
 def cached_trace(config: Config, key: Any) -> Callable[[Callable[[Config, bool], Any]], Any]:
     """Caches a computation on a configuration. Configurations that differ only in IGNORED_FIELDS share the result."""
     model, gathered = config.model, config.parallel.sharded
-    _MODELS.setdefault(id(model), model)
     whole = (
-        id(model),
+        model,
         gathered,
         kernels.BACKENDS["eager"],  # experiments replace it
         config.parallel.splits_backward,
@@ -169,10 +164,7 @@ def cached_trace(config: Config, key: Any) -> Callable[[Callable[[Config, bool],
         if whole not in _TRACES:
             if len(_TRACES) > _MAX_TRACES:
                 _TRACES.clear()
-                _MODELS.clear()
                 _MODULES.clear()
-                _TRACED_VALUES.clear()
-                _MODELS[id(model)] = model
             _TRACES[whole] = compute(without_ignored(config), gathered)
         return _TRACES[whole]
 
@@ -184,15 +176,10 @@ def _traced_fields(section: type[ParallelConfig] | type[TrainConfig], name: str)
     return tuple(field for field in section.model_fields if field not in IGNORED_FIELDS[name])
 
 
+@functools.lru_cache(_MAX_TRACES)
 def traced_values(section: ParallelConfig | TrainConfig, name: str) -> tuple[Any, ...]:
     """All values of [parallel] or [train] that affect a micro-batch on one TP group."""
-    known = _TRACED_VALUES.get(id(section))
-    if known is None or known[0] is not section:
-        known = _TRACED_VALUES[id(section)] = (
-            section,
-            tuple(getattr(section, field) for field in _traced_fields(type(section), name)),
-        )
-    return known[1]
+    return tuple(getattr(section, field) for field in _traced_fields(type(section), name))
 
 
 def without_ignored(config: Config) -> Config:
@@ -209,7 +196,7 @@ def without_ignored(config: Config) -> Config:
 
 def _module(tracer: Tracer, name: Any, make: Callable[[], Any]) -> Any:
     """Returns a module of the decoder with the weights of this trace."""
-    key = id(tracer.model), *traced_values(tracer.parallel, "parallel"), name
+    key = tracer.model, *traced_values(tracer.parallel, "parallel"), name
     if key not in _MODULES:
         with torch.device("meta"):
             _MODULES[key] = make()

@@ -218,3 +218,12 @@ def test_the_modules_of_installed_packages_are_imported_for_an_unknown_name(
     finally:
         ModelConfig.choices.pop("narrow", None)
         load_plugins.cache_clear()
+
+
+def test_sections_are_keys_by_value() -> None:
+    """Also with tables among their fields; a copy does not keep the hash of its original."""
+    one, same = (load("demo", ["--model.ranks={ attn = 16, mlp = 32 }"]) for _ in range(2))
+    assert one is not same and {one: 1}[same] == 1 and len({one.model, same.model}) == 1
+    changed = one.train.model_copy(update={"seq_len": 2 * one.train.seq_len})
+    assert {one.train, changed} == {same.train, changed} and hash(changed) != hash(one.train)
+    assert hash(pickle.loads(pickle.dumps(one))) == hash(one) and pickle.loads(pickle.dumps(one)) == one
