@@ -4,7 +4,8 @@
 #   make train    prepare the default corpus and train the demo under btp on 2 processes
 #   make test     the test suite, on every commit (about 20 minutes on two cores)
 #   make quick    quick tests during development: every layout once, no subprocesses (two and a half minutes)
-#   make nightly  tests that are too slow to run on every commit
+#   make nightly  tests that are too slow to run on every commit, then make versions
+#   make versions the test suite on the oldest and on the newest supported torch, in build/venv-oldest and build/venv-newest
 #   make check    lint, format and types
 #   make docs     the documentation site, into build/site (strict: a broken link is an error)
 #   make curves   loss curves of all layouts in one figure, into benchmarks/results/ (five to ten minutes)
@@ -19,22 +20,26 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
+OLDEST ?= 2.11.0
+NEWEST ?= 2.15.0
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
-READY := $(VENV)/.ready
+READY := $(VENV)/.ready-$(TORCH)
 
-# Machines with a GPU use the default build; Linux without a GPU uses the CPU build, which is not on the default index.
+# Machines with a GPU use the default build; Linux without a GPU uses the CPU build, which is a tenth of its size but not on the
+# default index.
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 SYSTEM := $(shell uname -s)
 ifeq ($(SYSTEM)$(HAS_GPU),Linux)
-TORCH_INSTALL = $(PIP) "torch==$(TORCH)+cpu" --extra-index-url $(CPU_INDEX) --retries 1
+TORCH_INSTALL = $(PIP) "torch==$(TORCH)+cpu" --extra-index-url $(CPU_INDEX) --retries 1 2>/dev/null \
+	|| { echo "no CPU build of torch $(TORCH) at $(CPU_INDEX): installing the default build"; $(PIP) "torch==$(TORCH)"; }
 else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: setup train test quick nightly guards soak recovery check docs verify curves perplexity recompute validate bench report clean
+.PHONY: setup train test quick nightly versions test-oldest test-newest guards soak recovery check docs verify curves perplexity recompute validate bench report clean
 
 setup: $(READY)
 
@@ -48,7 +53,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(TORCH_INSTALL) || { echo "torch $(TORCH) could not be installed; is the network up?" >&2; exit 1; }
 	@echo "installing boost and its pinned dependencies"
 	@$(PIP) --constraint constraints.txt --editable '.[dev]'
-	@touch $@
+	@rm -f $(VENV)/.ready-* && touch $@
 
 # The demo runs on two processes. With one GPU each: make train DEVICE=cuda.
 DEVICE ?= cpu
@@ -75,6 +80,15 @@ quick: setup
 
 nightly: setup
 	$(PYTEST) -m nightly
+	$(MAKE) --keep-going versions
+
+versions: test-oldest test-newest
+
+test-oldest:
+	$(MAKE) test VENV=build/venv-oldest TORCH=$(OLDEST)
+
+test-newest:
+	$(MAKE) test VENV=build/venv-newest TORCH=$(NEWEST)
 
 # Removes each guard of docs/reliability.md in turn and runs the tests that must then fail.
 guards: setup

@@ -34,6 +34,7 @@ from boost.convert.export import export
 from boost.errors import MeasurementError
 from boost.format import format_bytes, format_seconds
 from boost.models.decoder import Decoder
+from boost.models.inference import prepare_inference
 from boost.parallel.mesh import Mesh
 from boost.train.checkpoint import load_weights, open_checkpoint
 from boost.train.generate import Sampling, generate_batch
@@ -147,7 +148,7 @@ class Models:
         checkpoint, mesh = self._checkpoints[family], Mesh(torch.device("cpu"))
         decoder = build_decoder(checkpoint.config, mesh)
         load_weights(checkpoint, decoder, mesh)
-        decoder.prepare_inference(batch)
+        prepare_inference(decoder, batch)
         return in_boost(decoder)
 
     def equal(self, batch: int) -> dict[str, float]:

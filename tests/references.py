@@ -1,7 +1,7 @@
 """Hand-written references of every family from the papers, in plain PyTorch, which boost's decoder must match. They share no code
 with it, shard nothing, and write out each linear, head and latent. Weights are passed by mathematical name.
 
-    dense, svd, cola, lax(over, gate), dlr(act, alpha):  (weights, shape, tokens, documents) -> logits
+    dense, svd, cola, lax(over, gate):  (weights, shape, tokens, documents) -> logits
 
 Legend: B sequences, S tokens, d residual width, H query heads, K key/value heads, E width of a head, r rank of one linear,
 a x b its most balanced factors, V vocabulary.
@@ -101,30 +101,9 @@ def cola(w: Weights, shape: Shape, tokens_BS: Tensor, documents_BS: Tensor | Non
     return llama(w, shape, tokens_BS, documents_BS, linear)
 
 
-def dlr(act: str, alpha: float) -> Reference:
-    """h = act(A x), y = B h + alpha / sqrt(K) Expand_K(h) (DLR, arXiv 2606.28932); act: none or silu."""
-
-    def run(w: Weights, shape: Shape, tokens_BS: Tensor, documents_BS: Tensor | None = None) -> Tensor:
-        def linear(layer: int, name: str, x: Tensor) -> Tensor:
-            u = x @ w[f"layers.{layer}.{name}.A"].T
-            return projected(silu(u) if act == "silu" else u, w[f"layers.{layer}.{name}.B"], alpha)
-
-        return llama(w, shape, tokens_BS, documents_BS, linear)
-
-    return run
-
-
-def projected(h: Tensor, b: Tensor, alpha: float) -> Tensor:
-    """B h, and alpha / sqrt(K) times each latent K = ceil(d_out / r) times in a row, cut off at d_out."""
-    outputs, rank = b.shape
-    times = math.ceil(outputs / rank)
-    expanded = torch.stack([h[..., output // times] for output in range(outputs)], dim=-1)
-    return h @ b.T + alpha / math.sqrt(times) * expanded
-
-
-def lax(over: str, gate: str, alpha: float = 0.0) -> Reference:
+def lax(over: str, gate: str) -> Reference:
     """u = A x; after the first block, u = LayerNorm(u + G(h of the same linear in the previous block)); h = act(u), y = B h
-    (LaX, arXiv 2505.21732). over: svd (act is the identity) or cola (silu); gate: identity, tensor or dense; alpha: DLR's."""
+    (LaX, arXiv 2505.21732). over: svd (act is the identity) or cola (silu); gate: identity, tensor or dense."""
 
     def run(w: Weights, shape: Shape, tokens_BS: Tensor, documents_BS: Tensor | None = None) -> Tensor:
         before: dict[str, Tensor] = {}
@@ -135,7 +114,7 @@ def lax(over: str, gate: str, alpha: float = 0.0) -> Reference:
             if layer > 0:
                 u = layer_norm(u + passed(before[name], gate, own), own["norm_weight"], own["norm_bias"])
             before[name] = silu(u) if over == "cola" else u
-            return projected(before[name], own["B"], alpha)
+            return before[name] @ own["B"].T
 
         return llama(w, shape, tokens_BS, documents_BS, linear)
 

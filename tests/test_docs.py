@@ -90,6 +90,19 @@ def test_every_page_is_in_the_navigation_once(docs_modules: types.SimpleNamespac
     assert {page for page in listed if not page.startswith("repo/")} == written
 
 
+def test_numbers_of_negative_results_are_those_of_the_experiment() -> None:
+    """Its tables of losses have fewer columns than those of the experiment's page: each number is looked up in that page's rows."""
+    results = (ROOT / "benchmarks/results/families.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/negative-results.md").read_text(encoding="utf-8")
+    rows = [
+        row.strip("| ").split(" | ") for row in page.splitlines() if row[:1] == "|" and (" ± " in row or " to " in row)
+    ]
+    assert len(rows) == 8
+    for name, *numbers in rows:
+        of_model = " ".join(row for row in results.splitlines() if row.startswith(f"| {name.strip('`')} |"))
+        assert all(number in of_model for number in numbers), name
+
+
 def test_reference_has_every_key_command_and_name(docs_modules: types.SimpleNamespace) -> None:
     pages = docs_modules.gen_reference.pages()
     configuration, commands, python = (

@@ -136,10 +136,11 @@ class Generation:
     def __init__(self, args: argparse.Namespace) -> None:
         from boost.convert.chat import end_tokens, load_template_of
         from boost.data.tokenizer import load_tokenizer
+        from boost.models.inference import prepare_inference
 
         checkpoint, self._config, self.mesh, self._model = open_model(args)
         if self.mesh.size == 1:  # other layouts round products of weights, not weights
-            self._model.prepare_inference(1 if args.dialog else min(args.batch_size, len(args.given) * args.samples))
+            prepare_inference(self._model, 1 if args.dialog else min(args.batch_size, len(args.given) * args.samples))
         checkpoint.require_tokenizer()
         self._args, self._eos, self._ends = args, checkpoint.data["eos"], end_tokens(checkpoint.data)
         # Imported weights may have a bos. In our own token stores, a document starts after the eos of the previous one.

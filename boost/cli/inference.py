@@ -89,7 +89,6 @@ def open_model(args: argparse.Namespace) -> "OpenModel":
     mesh = open_mesh(config.parallel, config.run.device, config.run.timeout_s)
     decoder = build_decoder(config, mesh)
     load_weights(checkpoint, decoder, mesh)
-    decoder.fold_residuals()
     return checkpoint, config, mesh, decoder
 
 

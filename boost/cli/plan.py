@@ -417,9 +417,7 @@ def _dense(request: "Request") -> "Plan | None":
     base = request.base
     if not base.model.low_rank or request.fixed & {"parallel.layout", "train.recompute"} or base.optim.for_factors:
         return None
-    model = base.model.model_dump(
-        exclude={"rank", "ranks", "latent_act", "factor_init", "over", "gate", "mlp_silu", "dlr_alpha"}
-    )
+    model = base.model.model_dump(exclude={"rank", "ranks", "latent_act", "factor_init", "over", "gate", "mlp_silu"})
     tree = base.model_dump(exclude_none=True) | {"model": {**model, "family": "dense"}}
     other = Search(replace(request, base=validated(tree)))
     return other.fastest() or other.smallest()

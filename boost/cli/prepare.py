@@ -1,6 +1,7 @@
 """`boost prepare`: tokenizes text into a token store, with progress on stderr and a report on stdout."""
 
 import argparse
+import dataclasses
 import json
 import re
 import sys
@@ -12,7 +13,6 @@ from boost.format import format_bytes
 
 if TYPE_CHECKING:
     from boost.data.prepare import PrepareResult, Progress
-    from boost.data.store import TokenStore
 
 EPILOG = """\
 examples:
@@ -36,7 +36,7 @@ decompressed. UTF-16 is converted, CRLF line breaks become LF, and documents of 
 folders, unreadable files are skipped and reported; a file that you name must be readable. Pickles and other formats that
 can contain code are rejected.
 
---from-tokens reads what another tool tokenized: Megatron .bin/.idx, nanoGPT and llm.c .bin, datasets with input_ids.
+--from-tokens reads what another tool tokenized: Megatron .bin/.idx and nanoGPT .bin.
 
 A fraction of the documents is held out, chosen by the hash of their names. If there is only one document, its last part is
 held out. With --heldout-split or --heldout-from, the held-out text comes from there and all other documents are for training.
@@ -68,7 +68,24 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="REV",
         help="branch, tag or commit of the dataset (default: its main branch); the store names the commit that was read",
     )
-    _add_other_inputs(parser)
+    parser.add_argument(
+        "--from-tokens",
+        metavar="PATH",
+        help="read token ids that another tool wrote; --tokenizer names their tokenizer",
+    )
+    parser.add_argument(
+        "--token-dtype",
+        choices=("uint16", "uint32"),
+        default="uint16",
+        help="type of the ids in a .bin file without a header (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="the inputs are conversations (messages, ShareGPT or Alpaca, as .jsonl, .json or .parquet files, folders of them, or "
+        "an --hf dataset); formats them by the chat "
+        "template in the folder --tokenizer, with a mask so that only what the assistant says counts in the loss",
+    )
     parser.add_argument(
         "--out", metavar="STORE", help="folder of the token store (default: data/NAME, after the first input)"
     )
@@ -85,17 +102,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--text-field",
         metavar="FIELD",
-        help="field or column with the text (default: 'text', 'content', or the only one with strings; with --from-tokens, "
-        "'input_ids')",
+        help="field or column with the text (default: 'text', 'content', or the only one with strings)",
     )
-    _add_split_arguments(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace a store that was made from different input")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON and show no progress")
-    return parser
-
-
-def _add_split_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what is held out, and how much is read."""
     parser.add_argument(
         "--heldout",
         type=float,
@@ -122,57 +130,19 @@ def _add_split_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-heldout-tokens", type=int, metavar="N", help="hold out no more documents once they have N tokens"
     )
-
-
-def _add_other_inputs(parser: argparse.ArgumentParser) -> None:
-    """Adds the inputs that are not plain text: token ids and conversations."""
-    parser.add_argument(
-        "--from-tokens",
-        metavar="PATH",
-        help="read token ids that another tool wrote; --tokenizer names their tokenizer",
-    )
-    parser.add_argument(
-        "--token-dtype",
-        choices=("uint16", "uint32"),
-        default="uint16",
-        help="type of the ids in a .bin file without a header (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="the inputs are conversations (messages, ShareGPT or Alpaca, as .jsonl, .json or .parquet files, folders of them, or "
-        "an --hf dataset); formats them by the chat "
-        "template in the folder --tokenizer, with a mask so that only what the assistant says counts in the loss",
-    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a store that was made from different input")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON and show no progress")
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Prepares the store and prints the report."""
     from boost.data.prepare import PrepareOptions, prepare
 
-    options = PrepareOptions(
-        out=Path(
-            args.out or default_out(args.inputs or [args.from_tokens] * bool(args.from_tokens), args.hf, args.stdlib)
-        ),
-        inputs=tuple(args.inputs),
-        stdlib=args.stdlib,
-        hf=args.hf,
-        hf_split=args.hf_split,
-        hf_revision=args.hf_revision,
-        from_tokens=args.from_tokens,
-        token_dtype=args.token_dtype,
-        tokenizer=args.tokenizer,
-        eos=args.eos,
-        text_field=args.text_field,
-        heldout=args.heldout,
-        heldout_split=args.heldout_split,
-        heldout_from=tuple(args.heldout_from),
-        max_documents=args.max_documents,
-        max_tokens=args.max_tokens,
-        max_heldout_tokens=args.max_heldout_tokens,
-        chat=args.chat,
-        overwrite=args.overwrite,
-    )
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(PrepareOptions)}
+    first = args.inputs or [args.from_tokens] * bool(args.from_tokens)
+    given |= {key: tuple(given[key]) for key in ("inputs", "heldout_from")}
+    options = PrepareOptions(**given | {"out": Path(args.out or default_out(first, args.hf, args.stdlib))})
     result = prepare(options, None if args.json else progress_display())
     if args.json:
         print(json.dumps(as_json(result), indent=2))
@@ -197,7 +167,11 @@ def default_out(inputs: list[str], hf: str | None, stdlib: bool) -> str:
 def as_json(result: "PrepareResult") -> dict[str, Any]:
     """Converts the report to JSON values: entropy in nats per token, the rest in tokens, documents and bytes."""
     store = result.store
-    splits = {name: {**sizes, **_density(store, name)} for name, sizes in store.meta["splits"].items()}
+    splits = {}
+    for name, sizes in store.meta["splits"].items():
+        split = store.split(name)
+        density = split.n_bytes / split.n_tokens
+        splits[name] = {**sizes, "bytes_per_token": density, "unigram_entropy": split.unigram_entropy()}
     return {
         "store": str(store.path),
         "up_to_date": result.up_to_date,
@@ -208,11 +182,6 @@ def as_json(result: "PrepareResult") -> dict[str, Any]:
         "splits": splits,
         **store.report,
     }
-
-
-def _density(store: "TokenStore", name: str) -> dict[str, float]:
-    split = store.split(name)
-    return {"bytes_per_token": split.n_bytes / split.n_tokens, "unigram_entropy": split.unigram_entropy()}
 
 
 def print_report(result: "PrepareResult") -> None:
@@ -259,14 +228,14 @@ def print_report(result: "PrepareResult") -> None:
 
 
 def _print_reasons(console: Any, sources: list[dict[str, Any]], what: str) -> None:
-    """Prints the `notes` or what was `skipped`. Stores of earlier releases have no notes."""
+    """Prints the `notes` or what was `skipped`."""
     from rich.text import Text
 
-    if not any(source.get(what) for source in sources):
+    if not any(source[what] for source in sources):
         return
     console.print(f"\n{what}")
     for source in sources:
-        for reason, skip in source.get(what, {}).items():
+        for reason, skip in source[what].items():
             console.print(Text(f"  {skip['count']:,} {reason}, in {source['name']}"), soft_wrap=True)
             for example in skip["examples"]:
                 console.print(Text(f"      {example}"), soft_wrap=True)
@@ -276,10 +245,6 @@ def _print_reasons(console: Any, sources: list[dict[str, Any]], what: str) -> No
 
 def progress_display() -> "Progress":
     """Returns a progress bar if stderr is a terminal, otherwise a line every 10 seconds."""
-    return _bar() if sys.stderr.isatty() else _lines()
-
-
-def _bar() -> "Progress":
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as RichProgress
@@ -305,22 +270,16 @@ def _bar() -> "Progress":
         def close(self) -> None:
             self.display.stop()
 
-    return Bar()
-
-
-def _lines(seconds_between: float = 10.0) -> "Progress":
-    from boost.data.prepare import Progress
-
     class Lines(Progress):
         def phase(self, name: str, total: int | None) -> None:
             self.name, self.total, self.shown = name, total, time.monotonic()
             print(f"prepare: {name}", file=sys.stderr, flush=True)
 
         def update(self, consumed: int, documents: int) -> None:
-            if time.monotonic() - self.shown >= seconds_between:
+            if time.monotonic() - self.shown >= 10:
                 self.shown = time.monotonic()
                 share = f" ({min(consumed / self.total, 1):.0%})" if self.total else ""
                 text = f"prepare: {self.name}: {documents:,} documents, {format_bytes(consumed)}{share}"
                 print(text, file=sys.stderr, flush=True)
 
-    return Lines()
+    return Bar() if sys.stderr.isatty() else Lines()

@@ -31,6 +31,7 @@ def final_evaluation(config: Config) -> dict[str, Any] | None:
 def compare(recipe: Recipe, config: Config) -> None:
     """Evaluates as the publication does, prints both perplexities, and writes recipe.json to the run directory."""
     from boost.cli.terminal import print_fact, result_console
+    from boost.train.best_effort import best_effort
 
     path = Path(config.run.dir) / RESULT_FILE
     whole = final_evaluation(config)
@@ -50,7 +51,8 @@ def compare(recipe: Recipe, config: Config) -> None:
             "source": recipe.source,
             "complete": complete,
         }
-        path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        with best_effort(f"write {path}"):
+            path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     out = result_console(140)
     rows = {
         "perplexity": f"{facts['perplexity']:.2f} on the first {config.train.seq_len} tokens of each held-out document, as "

@@ -104,17 +104,6 @@ def slot_of(model: ModelConfig, name: str) -> Slot:
     return next(slot for group in groups(model, int(layer)) for slot in group.slots if slot.name == linear)
 
 
-def residual_scale(model: ModelConfig, slot: Slot) -> tuple[float, int] | None:
-    """(alpha / sqrt(K), K) of a linear's duplicated latent residual (DLR), K = ceil(d_out / rank); None without one.
-
-    It adds alpha / sqrt(K) to entry (o, o // K) of B, for each output o: no parameter, and no FLOPs of `flops_per_token`.
-    """
-    if not model.dlr_alpha or slot.rank is None:
-        return None
-    repeats = -(-slot.d_out // slot.rank)
-    return model.dlr_alpha / math.sqrt(repeats), repeats
-
-
 def first_alike(model: ModelConfig, layer: int) -> int:
     """The first block with the same shapes as block `layer`, and with latent gates if that block has them."""
     if model.has_latent_gates:  # ranks are then the same in all blocks

@@ -1,6 +1,6 @@
 """Which parts of the model torch.compile compiles (train.compile)."""
 
-from typing import Any, Literal
+from typing import Literal
 
 CompileName = Literal["auto", "none", "kernels", "blocks"]
 CompiledPart = Literal["none", "kernels", "blocks"]
@@ -12,9 +12,3 @@ def compiled_part(name: CompileName, device: str) -> CompiledPart:
     if name == "auto":
         return "kernels" if device == "cuda" else "none"
     return name
-
-
-def from_boolean(value: Any) -> Any:
-    """Converts the boolean of earlier releases, which said whether blocks are compiled."""
-    names = {"true": "blocks", "false": "none"}
-    return names.get(str(value).lower(), value) if isinstance(value, bool | str) else value

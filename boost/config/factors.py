@@ -12,7 +12,7 @@ from typing import Literal
 
 from boost.config.architecture import Parameter
 from boost.config.layouts import Placement
-from boost.config.optimizers import OptimConfig, OrthogonalizedConfig
+from boost.config.optimizers import OptimConfig
 from boost.config.traffic import ALL_GATHER, ALL_REDUCE, BUCKET_BYTES, bucket_lengths
 
 
@@ -131,11 +131,9 @@ def deal(costs: Sequence[int], sizes: Sequence[int], processes: int) -> Deal:
     return Deal(tuple(owners), tuple(sizes), tuple(starts), total, total, ALL_REDUCE)
 
 
-def deal_grams(factors: Sequence[FactorShape], optim: OrthogonalizedConfig, processes: int) -> Deal:
-    """Assigns the iterations on the Gram matrices [r, r] of `factors`, which cost r^3 each. A solution is a matrix and, for an
-    optimizer that uses it, the factor's spectral norm."""
-    norm = int(optim.norm_iterations > 0)
-    return deal([f.rank**3 for f in factors], [f.rank**2 + norm for f in factors], processes)
+def deal_grams(factors: Sequence[FactorShape], processes: int) -> Deal:
+    """Assigns the iterations on the Gram matrices [r, r] of `factors`, which cost r^3 each."""
+    return deal([f.rank**3 for f in factors], [f.rank**2 for f in factors], processes)
 
 
 def deal_pairs(sides: Sequence[tuple[int, int, int]], processes: int) -> Deal:

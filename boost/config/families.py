@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from boost.config.section import Count, NonNegative, Positive, Tagged, Width
+from boost.config.section import Count, Positive, Tagged, Width
 
 if TYPE_CHECKING:
     from boost.config.schema import Config
@@ -26,7 +26,6 @@ class ModelConfig(Tagged):
     key: ClassVar[str] = "model.family"
     absent: ClassVar[Mapping[str, Any]] = {
         "over": "none", "gate": "none", "rank": None, "ranks": {}, "latent_act": "none", "factor_init": "none",
-        "dlr_alpha": 0.0,
     }  # fmt: skip
     if TYPE_CHECKING:  # readable for every family: its own field, or the value in `absent`
         over: str = "none"
@@ -35,7 +34,6 @@ class ModelConfig(Tagged):
         ranks: dict[str, int] = Field(default={})
         latent_act: str = "none"
         factor_init: str = "none"
-        dlr_alpha: float = 0.0
 
     low_rank: ClassVar[bool] = False
     """Whether the linears are pairs of factors."""
@@ -182,16 +180,6 @@ class LowRankConfig(ModelConfig):
     """Initialization of the factors. cola: normal with std (rank)^(-1/4) (d_in + d_out)^(-1/4); xavier: per factor; spectral: the
     truncated SVD of the dense linear's initial weight. Default: cola for cola, xavier for svd."""
 
-    dlr_alpha: NonNegative = 0.0
-    """alpha of the duplicated latent residual (DLR, arXiv 2606.28932): y = B h + alpha / sqrt(K) Expand_K(h), where Expand_K
-    repeats each latent K = ceil(d_out / r) times. No parameters and no communication; export folds it into B. 0: none; the paper's
-    reference code uses 1."""
-
-    @property
-    def title(self) -> str:
-        """The family, and DLR if it is on."""
-        return f"{self.family}, DLR" if self.dlr_alpha else self.family
-
     @classmethod
     def derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """rank is dim / 4 by default; the other defaults are the recipe's."""
@@ -213,11 +201,6 @@ class LowRankConfig(ModelConfig):
     def problems(self, config: "Config") -> Iterator[str]:
         """Ranks larger than their linears, and ranks for unknown linears."""
         narrow = min(self.dim, self.ffn_dim)
-        if self.dlr_alpha and self.factor_init == "spectral":
-            yield (
-                f"model.dlr_alpha = {self.dlr_alpha} adds to B, and model.factor_init = 'spectral' makes B A the truncated SVD of "
-                "the dense weight; use model.factor_init = 'cola' or 'xavier', or model.dlr_alpha = 0"
-            )
         if self.rank > narrow:
             yield f"model.rank = {self.rank} is larger than the linears it factors; largest valid value: {narrow}"
         numbers = {str(number) for number in range(self.layers)} if self.ranks else set()
@@ -270,7 +253,7 @@ class LaXConfig(LowRankConfig):
     @property
     def title(self) -> str:
         """The family with its main choices."""
-        return f"lax over {self.over}, {self.gate} gate" + (", DLR" if self.dlr_alpha else "")
+        return f"lax over {self.over}, {self.gate} gate"
 
     def problems(self, config: "Config") -> Iterator[str]:
         """A linear's latents feed the same linear of the next block, so it has one rank in all blocks."""

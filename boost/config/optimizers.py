@@ -161,38 +161,13 @@ class LOROConfig(OptimConfig):
                 f"optim.name = 'loro' changes the basis of latents, and {what} is not invariant to that; use "
                 "model.family = 'svd' or optim.refresh_only = true"
             )
-        elif not self.refresh_only and model.dlr_alpha:
-            yield (
-                f"optim.name = 'loro' changes the basis of latents, and model.dlr_alpha = {model.dlr_alpha} is not invariant "
-                "to that; use model.dlr_alpha = 0 or optim.refresh_only = true"
-            )
 
 
-class OrthogonalizedConfig(OptimConfig):
-    """Base of the optimizers that orthogonalize the momentum of whole factors, by Newton-Schulz iterations; AdamW for the rest."""
+class MuonConfig(OptimConfig):
+    """Orthogonalized momentum for the factors, AdamW for the rest."""
 
     for_factors: ClassVar[bool] = True
     factor_bucket: ClassVar[int] = 4  # enough Gram matrices to keep most processes busy
-
-    @property
-    def iterations(self) -> int:
-        """Number of Newton-Schulz iterations."""
-        raise NotImplementedError(type(self).__name__)
-
-    @property
-    def norm_iterations(self) -> int:
-        """Number of power iterations for the spectral norm of each factor; 0: it is not used."""
-        return 0
-
-    @property
-    def whole_factors(self) -> bool:
-        """Always: orthogonalizing each shard of a factor separately would be a different update."""
-        return True
-
-
-class MuonConfig(OrthogonalizedConfig):
-    """Orthogonalized momentum for the factors, AdamW for the rest."""
-
     name: Literal["muon"] = "muon"
 
     muon_lr: NonNegative = 0.0
@@ -217,42 +192,6 @@ class MuonConfig(OrthogonalizedConfig):
         return "boost.optim.muon:Muon"
 
     @property
-    def iterations(self) -> int:
-        """muon_steps."""
-        return self.muon_steps
-
-
-class SpectronConfig(OrthogonalizedConfig):
-    """Orthogonalized momentum for the factors, at a rate that bounds the update of each product B A (Spectron, arXiv 2602.12429);
-    AdamW for the rest."""
-
-    factor_copies: ClassVar[int] = 2  # momentum and factors
-    name: Literal["spectron"] = "spectron"
-
-    spectron_lr: NonNegative = 0.0
-    """eta, peak bound of the spectral norm of a product's update, on the same schedule as lr: both factors move at
-    eta / (|A| + |B| + 1). 0: same as lr."""
-
-    spectron_momentum: Decay = 0.95
-    """Momentum coefficient."""
-
-    spectron_steps: Annotated[int, Field(ge=1, le=99)] = 5
-    """Number of Newton-Schulz iterations."""
-
-    spectron_power_steps: Annotated[int, Field(ge=1, le=999)] = 20
-    """Number of power iterations for the spectral norms |A| and |B|. They start afresh in every step, from the same vector."""
-
-    @property
-    def builder(self) -> str:
-        """Spectron's steps."""
-        return "boost.optim.spectron:Spectron"
-
-    @property
-    def iterations(self) -> int:
-        """spectron_steps."""
-        return self.spectron_steps
-
-    @property
-    def norm_iterations(self) -> int:
-        """spectron_power_steps."""
-        return self.spectron_power_steps
+    def whole_factors(self) -> bool:
+        """Always: orthogonalizing each shard of a factor separately would be a different update."""
+        return True

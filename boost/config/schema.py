@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, SerializeAsAny
+from pydantic import Field, SerializeAsAny
 
-from boost.config.compiling import CompileName, from_boolean
+from boost.config.compiling import CompileName
 from boost.config.distill import DistillConfig
 from boost.config.families import Family, ModelConfig
 from boost.config.optimizers import OptimConfig
@@ -165,7 +165,7 @@ class TrainConfig(Section):
     """True: use only deterministic kernels, which makes resuming bitwise exact on GPUs too (on CPUs it always is), at some cost
     in speed."""
 
-    compile: Annotated[CompileName, BeforeValidator(from_boolean)] = "auto"
+    compile: CompileName = "auto"
     """What torch.compile compiles. none: nothing. kernels: element-wise operations, each group fused into one kernel. blocks: each
     block as one graph; takes about a minute at startup and cannot overlap communication between blocks. auto: kernels on GPUs,
     none on CPUs. kernels and blocks need g++ on CPUs."""

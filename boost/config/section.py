@@ -76,8 +76,7 @@ class Tagged(Section):
     """Dotted key of the tag in the file, such as optim.name."""
 
     absent: ClassVar[Mapping[str, Any]] = {}
-    """Values of fields that are readable for every choice, for choices that do not have them. Earlier releases wrote these values,
-    and defaults, for the fields of all other choices."""
+    """Values of fields that are readable for every choice, for choices that do not have them."""
 
     choices: ClassVar[dict[str, Any]] = {}
     """Classes by tag value. A root and all of its subclasses share one dictionary."""
@@ -214,18 +213,17 @@ class Tagged(Section):
 
 
 def _own(cls: type[Tagged], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of one choice from a flat table: nests its parts and drops keys of other choices that hold default values."""
+    """The fields of one choice from a flat table, with its parts nested. Refuses keys of other choices, unless they are None, which
+    TOML cannot say: the value of fields that do not apply."""
     own = dict(values)
     for part, root in cls.parts.items():
         if part in own and not isinstance(own[part], root):
             raise _invalid(cls, "extra_forbidden", part, own[part])
         inner = {name: own.pop(name) for name in values if name in root.model_fields or root.owners(name)}
         own.setdefault(part, inner)
-    for name in [name for name in own if name not in cls.model_fields]:
-        if owners := cls.owners(name):
-            value, defaults = own.pop(name), [cls.choices[owner].model_fields[name].default for owner in owners]
-            if value not in ([cls.absent[name]] if name in cls.absent else defaults):
-                raise _misplaced(cls, values.get(cls.tag(), cls.model_fields[cls.tag()].default), name, value)
+    for name, value in own.items():
+        if name not in cls.model_fields and value is not None and cls.owners(name):
+            raise _misplaced(cls, values.get(cls.tag(), cls.model_fields[cls.tag()].default), name, value)
     return cls.derived(own) | own
 
 

@@ -27,8 +27,6 @@ def card(checkpoint: Checkpoint, form: Form, parameters: int, dtype: str, contex
     }
     if model.low_rank:
         rows["rank"] = f"{model.rank}" + (f", with {len(model.ranks)} exceptions in config.json" if model.ranks else "")
-    if model.dlr_alpha:
-        rows["latent residual"] = f"DLR, alpha = {model.dlr_alpha:g}, folded into B"
     if not model.mlp_silu:
         rows["gated product"] = "down(gate(x) * up(x)), without silu"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())

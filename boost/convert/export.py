@@ -19,7 +19,6 @@ from boost.convert.names import Entry, Form, entries, form_of
 from boost.convert.tensors import INDEX, TensorWriter, dtype_name
 from boost.convert.vocabulary import generation_config, tokenizer_files
 from boost.errors import ConfigError, StorageError
-from boost.models.latent_residual import folded
 from boost.train.checkpoint import HUB, Checkpoint
 from boost.train.console import progress
 from boost.train.weights import WeightReader
@@ -43,7 +42,7 @@ def export(
 ) -> Exported:
     """Writes `out`, which must be empty or not exist. `dtype`: None keeps the stored one. `merge`, `official`: see `form_of`.
 
-    DLR's residuals are folded into B. Writes to a temporary folder and renames it once complete.
+    Writes to a temporary folder and renames it once complete.
     Raises ConfigError, CheckpointError, StorageError.
     """
     require_free(out, "--out")
@@ -57,7 +56,7 @@ def export(
         temporary.mkdir(parents=True)
         writer = TensorWriter(temporary, "model", file_bytes)
         for entry in progress(list(entries(model, form)), "exporting"):
-            read = [folded(model, parameter.name, reader.read(parameter.name)) for parameter in entry.parameters]
+            read = [reader.read(parameter.name) for parameter in entry.parameters]
             tensor = _tensor(entry, read)
             converted = tensor.to(target or reader.dtype(entry.parameters[0].name))
             if converted.dtype == torch.float16 and converted.isinf().any():

@@ -213,7 +213,11 @@ def _cola(content: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _boost(content: dict[str, Any], where: str) -> dict[str, Any]:
-    return {field: content[field] for field in _OWN} | {field: content[field] for field in _ROPE if field in content}
+    own = {field: content[field] for field in _OWN}
+    for field in ("over", "gate"):  # "none" in folders of families that have no such field
+        if own[field] == "none":
+            del own[field]
+    return own | {field: content[field] for field in _ROPE if field in content}
 
 
 def _eos_and_bos(path: Path, content: dict[str, Any]) -> tuple[int | None, int | None]:

@@ -5,7 +5,6 @@ cola    the official CoLA class (github.com/alvin-zyl/CoLA): factors transposed,
 cola-m  the official CoLA-M class: same function and shapes, but each factor is in the part of a block that it is checkpointed with,
         so B of down is in the next block. Read only
 boost   our own modeling file: factors (A.weight, B.weight) and latent gates unchanged, inside LLaMA's module names
-boost-bare  boost as written by earlier releases: factors are parameters (A, B), not linears. Read only
 """
 
 from collections.abc import Collection, Iterator
@@ -15,7 +14,7 @@ from typing import Literal
 from boost.config.architecture import SLOTS, Parameter, embedding, final_norm, groups, head, parameters
 from boost.config.schema import ModelConfig
 
-Form = Literal["llama", "merged", "cola", "cola-m", "boost", "boost-bare"]
+Form = Literal["llama", "merged", "cola", "cola-m", "boost"]
 
 _ENDS = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
 _NORMS = {"attn_norm": "input_layernorm.weight", "mlp_norm": "post_attention_layernorm.weight"}
@@ -70,9 +69,7 @@ def form_of(model: ModelConfig, merge: bool, official: bool = True) -> Form:
 def stored_form(form: Form, names: Collection[str]) -> Form:
     """Returns the form that matches the tensor names of a folder. config.json alone does not determine it: transformers and peft
     may save the factors of a CoLA model under the names of its modules."""
-    by_factor: dict[str, Form] = {"q_proj.A": "boost-bare", "q_proj.A.weight": "boost"}
-    found = (of for end, of in by_factor.items() if f"model.layers.0.self_attn.{end}" in names)
-    return next(found, form)
+    return "boost" if "model.layers.0.self_attn.q_proj.A.weight" in names else form
 
 
 def entries(model: ModelConfig, form: Form) -> Iterator[Entry]:
@@ -124,5 +121,5 @@ def _name(name: str, form: Form) -> str:
     if rest in _NORMS:
         return f"model.layers.{layer}.{_NORMS[rest]}"
     slot, _, kind = rest.rpartition(".")
-    kinds = {"llama": _LLAMA, "cola": _COLA, "boost": _BOOST}.get(form, {})
+    kinds = {"llama": _LLAMA, "cola": _COLA, "boost": _BOOST}[form]
     return f"model.layers.{layer}.{_MODULES[slot]}.{kinds.get(kind, kind)}"

@@ -18,11 +18,7 @@ DIGEST_BYTES = 16
 
 def block_digest(data: bytes | bytearray | memoryview) -> str:
     """Digest of one block: the first 32 hex digits of its sha256, which current CPUs compute in hardware."""
-    return _truncated(hashlib.sha256(data))
-
-
-def _truncated(digest: Any) -> str:
-    return str(digest.hexdigest()[: 2 * DIGEST_BYTES])
+    return hashlib.sha256(data).hexdigest()[: 2 * DIGEST_BYTES]
 
 
 class BlockDigests:
@@ -42,21 +38,12 @@ class BlockDigests:
             self._filled += len(part)
             view = view[len(part) :]
             if self._filled == BLOCK_BYTES:
-                self._finish_block()
+                self._done.append(self._current.hexdigest()[: 2 * DIGEST_BYTES])
+                self._current, self._filled = hashlib.sha256(), 0
 
     def so_far(self) -> str:
         """All digests, concatenated, as if the file ended here."""
-        return "".join(self._done) + (_truncated(self._current.copy()) if self._filled else "")
-
-    def finish(self) -> str:
-        """All digests, concatenated."""
-        if self._filled:
-            self._finish_block()
-        return "".join(self._done)
-
-    def _finish_block(self) -> None:
-        self._done.append(_truncated(self._current))
-        self._current, self._filled = hashlib.sha256(), 0
+        return "".join(self._done) + (self._current.hexdigest()[: 2 * DIGEST_BYTES] if self._filled else "")
 
 
 class FileArray:

@@ -117,11 +117,11 @@ class ChatTemplate:
         return documents
 
     def _by_markers(self, messages: Sequence[dict[str, Any]]) -> Encoded:
-        found = self._tokenizer.apply_chat_template(
+        encoded = self._tokenizer.apply_chat_template(
             list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        ids = np.array(found["input_ids"], dtype=np.int64)
-        return Encoded(ids, np.array(found["assistant_masks"], dtype=np.bool_), self._render(messages))
+        ids = np.array(encoded["input_ids"], dtype=np.int64)
+        return Encoded(ids, np.array(encoded["assistant_masks"], dtype=np.bool_), self._render(messages))
 
     def _by_prefixes(self, messages: Sequence[dict[str, Any]]) -> list[Encoded]:
         whole, spans, stable = self._render(messages), list[tuple[str, int]](), True
@@ -144,13 +144,13 @@ class ChatTemplate:
 
     def _tokenized(self, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
         """Counts the tokens that begin in one of the spans of characters."""
-        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        offsets = np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         mask = np.zeros(len(offsets), dtype=np.bool_)
         for start, end in spans:
             mask |= (offsets[:, 0] >= start) & (offsets[:, 0] < end)
             self.straddling += bool(((offsets[:, 0] < start) & (offsets[:, 1] > start)).any())
-        return Encoded(np.array(found["input_ids"], dtype=np.int64), mask, text)
+        return Encoded(np.array(encoded["input_ids"], dtype=np.int64), mask, text)
 
     def text_of(self, ids: npt.NDArray[np.int64]) -> str:
         """The text of tokens, special tokens included."""

@@ -9,19 +9,22 @@ one per line, in a JSON array, or per row of a Parquet file. Text may be compres
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from boost.data.byte_streams import CHUNK, is_compressed, open_utf8
-from boost.data.documents import SURROGATE, Document, Unreadable
-from boost.data.json_text import json_values
-from boost.data.readers import require_unchanged
+from boost.data.readers import (
+    JSON_SUFFIXES,
+    PARQUET_SUFFIXES,
+    SURROGATE,
+    Document,
+    Unreadable,
+    damage,
+    json_records,
+    open_parquet,
+)  # fmt: skip
 from boost.data.report import FileReport, PrepareReport
-from boost.data.tables import PARQUET_SUFFIXES, damage, open_parquet
-from boost.errors import DataError
 
-LINES = (".jsonl", ".ndjson", ".json")
 _ROLES = {
     "human": "user", "user": "user", "prompter": "user",
     "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
@@ -50,13 +53,12 @@ def messages_of(record: Any) -> list[dict[str, Any]]:
 
 def _by_form(record: dict[str, Any]) -> list[dict[str, Any]]:
     if isinstance(record.get("messages"), list):
-        return [_message(each, "role", "content") for each in record["messages"]]
+        return [_message(message, "role", "content") for message in record["messages"]]
     if isinstance(record.get("conversations"), list):
-        messages = [
-            _message(each, *(("from", "value") if isinstance(each, dict) and "from" in each else ("role", "content")))
-            for each in record["conversations"]
-        ]
-        return _with_system(record, messages)
+        shared = [isinstance(message, dict) and "from" in message for message in record["conversations"]]
+        keys = [("from", "value") if is_shared else ("role", "content") for is_shared in shared]
+        turns = zip(record["conversations"], keys, strict=True)
+        return _with_system(record, [_message(message, role, content) for message, (role, content) in turns])
     if "instruction" in record and "output" in record:
         asked = _text(record["instruction"], "instruction")
         if more := _text(record.get("input") or "", "input"):
@@ -65,7 +67,7 @@ def _by_form(record: dict[str, Any]) -> list[dict[str, Any]]:
     if "prompt" in record and "completion" in record:
         prompt, completion = record["prompt"], record["completion"]
         if isinstance(prompt, list) and isinstance(completion, list):
-            return [_message(each, "role", "content") for each in (*prompt, *completion)]
+            return [_message(message, "role", "content") for message in (*prompt, *completion)]
         return _exchange(_text(prompt, "prompt"), _text(completion, "completion"))
     raise Malformed("neither messages, conversations, instruction and output, nor prompt and completion")
 
@@ -123,96 +125,19 @@ def document_of(record: Any, key: str, where: str, entry: FileReport) -> Documen
     return Document(key, text, entry)
 
 
-def format_of(path: Path) -> str | None:
-    """'parquet' or 'json', by the name of a file of conversations; None for another file."""
-    if path.name.lower().endswith(PARQUET_SUFFIXES):
-        return "parquet"
-    name = path.stem if is_compressed(path) else path.name
-    return "json" if name.lower().endswith(LINES) else None
-
-
-class ConversationFile:
-    """A file of conversations as a source of `boost prepare`. The text of a document is the JSON of its messages."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.path, self.name = Path(path), str(path)
-        if not self.path.is_file():
-            raise DataError(f"{path}: no such file; --chat reads .jsonl, .json and .parquet files of conversations")
-        if format_of(self.path) is None:
-            raise DataError(
-                f"{path}: not a file of conversations; --chat reads .jsonl, .json (also compressed) and .parquet"
-            )
-        found = self.path.stat()
-        self.size: int | None = found.st_size
-        self._size, self._mtime_ns = found.st_size, found.st_mtime_ns
-
-    def fingerprint(self) -> list[Any]:
-        """What changes if the content does: name, size and modification time."""
-        return [self.path.name, self._size, self._mtime_ns]
-
-    def documents(self, report: PrepareReport) -> Iterator[Document]:
-        """The conversations, in order. Records in the report what was skipped. Raises `DataError` if the file cannot be read, or
-        has changed since it was listed."""
-        entry = report.source(self.name).file(self.path.name)
-        try:
-            for number, record in self._records(entry):
-                document = document_of(record, f"{self.path.name}:{number}", f"record {number}", entry)
-                if document is not None:
+def read_conversations(path: Path, key: str, entry: FileReport, report: PrepareReport) -> Iterator[Document]:
+    """The conversations of one file, in order. Records in the report what was skipped. Raises `Unreadable`."""
+    name = path.name.lower()
+    if name.endswith(JSON_SUFFIXES):
+        for number, where, record in json_records(path, entry, report):
+            if document := document_of(record, f"{key}:{number}", where, entry):
+                yield document
+    elif name.endswith(PARQUET_SUFFIXES):
+        with open_parquet(path) as file, damage("damaged Parquet file"):
+            rows = (row for batch in file.iter_batches(256) for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                if document := document_of(row, f"{key}:{number}", f"record {number}", entry):
                     yield document
-        except Unreadable as problem:
-            raise problem.as_error(self.path) from problem
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read ({error.strerror or error}); copy it again") from error
-        require_unchanged(self.path, self._size, self._mtime_ns)
-        report.consumed += self._size
-
-    def _records(self, entry: FileReport) -> Iterator[tuple[int, Any]]:
-        if format_of(self.path) == "parquet":
-            yield from enumerate(self._rows(), start=1)
-            return
-        with open_utf8(self.path, entry) as file:
-            if _is_array(file):
-                yield from enumerate(json_values(file), start=1)
-                return
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    entry.skip("blank line", f"line {number}")
-                    continue
-                try:
-                    record = json.loads(line.decode("utf-8").removeprefix("\ufeff"))
-                except (ValueError, RecursionError):
-                    entry.skip("not a line of JSON", f"line {number}")
-                    continue
-                yield number, record
-
-    def _rows(self) -> Iterator[Any]:
-        with open_parquet(self.path) as file, damage("damaged Parquet file"):
-            for batch in file.iter_batches(256):
-                yield from batch.to_pylist()
-
-
-def _is_array(file: Any) -> bool:
-    """Whether the file is one JSON array. Does not move the position in it."""
-    return bool(file.peek(CHUNK).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["))
-
-
-def open_conversations(paths: Sequence[str]) -> list[ConversationFile]:
-    """Files of conversations; of a folder, all those below it, in sorted order, except hidden ones.
-
-    Raises `DataError` if a named file is no file of conversations, or a folder has none.
-    """
-    found: dict[str, Path] = {}
-    for path in paths:
-        inside = _files_below(Path(path)) if Path(path).is_dir() else [Path(path)]
-        if not inside:
-            raise DataError(f"{path}: has no .jsonl, .json or .parquet file; --chat reads files of conversations")
-        found.update({str(each): each for each in inside})
-    return [ConversationFile(path) for path in found.values()]
-
-
-def _files_below(folder: Path) -> list[Path]:
-    return [
-        each
-        for each in sorted(folder.rglob("*"))
-        if each.is_file() and format_of(each) and not any(p.startswith(".") for p in each.relative_to(folder).parts)
-    ]
+        report.consumed += path.stat().st_size
+    else:
+        raise Unreadable("not a file of conversations", fix="--chat reads .jsonl, .json (also compressed) and .parquet")

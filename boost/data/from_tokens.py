@@ -1,23 +1,29 @@
-"""`boost prepare --from-tokens`: turns the token ids that another tool wrote into a token store.
+"""`boost prepare --from-tokens`: turns the token ids of Megatron-LM or nanoGPT into a token store.
+
+- Megatron-LM (`IndexedDataset`): PREFIX.bin holds the ids. PREFIX.idx is little-endian: `MMIDIDX\\0\\0`, version 1 (uint64), a code
+  for the type of the ids (uint8), the numbers of sequences and of document indices (2 uint64), the length of each sequence (int32)
+  and its byte offset (int64), and the document indices (int64): document i is the sequences from index i up to index i + 1.
+- nanoGPT: ids without a header, uint16. A folder has train.bin and, held out, val.bin.
 
 The ids are copied, not linked: a store has offsets of documents and ends each of them with eos, and its digests would no longer
 match files that another tool writes again.
 """
 
 import json
+import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from boost.data.readers import require_unchanged
+from boost.data.blocks import FileArray
 from boost.data.report import FileReport, PrepareReport
+from boost.data.sources import require_unchanged
 from boost.data.split import SplitRule, rule_for_keys
 from boost.data.store import FORMAT, token_dtype
-from boost.data.token_files import TokenFile, open_token_files
 from boost.data.tokenizer import find_eos, load_tokenizer, parse_training, vocabulary_size
 from boost.data.writer import TokenWriter, store_meta
 from boost.errors import DataError
@@ -27,79 +33,131 @@ if TYPE_CHECKING:
 
     from boost.data.prepare import PrepareOptions, Progress
 
-# A document whose bytes are counted by decoding is decoded this many ids at a time.
+_BLOCK = 1 << 20
+"""Ids to read at a time."""
 _DECODED_IDS = 1 << 16
+"""A document whose bytes are counted by decoding is decoded this many ids at a time."""
+_MEGATRON_MAGIC = b"MMIDIDX\0\0"
+_MEGATRON_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_MEGATRON_HEADER = struct.Struct("<9sQBQQ")
+_LLM_C_HEADERS = {struct.pack("<2i", 20240520, 1), struct.pack("<2i", 20240801, 7)}
 
 
-class TokenInput:
-    """The files of `--from-tokens`. They are listed and their headers checked when it is created. Raises `DataError`."""
+@dataclass(frozen=True)
+class TokenFile:
+    """A .bin file of ids. `ends` [n_documents]: the number of ids up to the end of each document; None: documents end at eos."""
 
-    def __init__(self, options: "PrepareOptions") -> None:
-        assert options.from_tokens is not None
-        if options.inputs or options.stdlib or options.hf is not None or options.heldout_split is not None:
-            raise DataError(f"--from-tokens {options.from_tokens}: cannot be combined with text; prepare two stores")
-        if parse_training(options.tokenizer) is not None:
-            raise DataError(
-                f"--from-tokens {options.from_tokens}: needs the tokenizer that made the ids; name it with --tokenizer, "
-                f"such as gpt2 or its tokenizer.json"
-            )
-        if options.max_tokens is not None or options.max_heldout_tokens is not None:
-            raise DataError(f"--from-tokens {options.from_tokens}: takes no --max-tokens; use --max-documents")
-        self.name, self._dtype, self._column = options.from_tokens, options.token_dtype, options.text_field
-        self.files = open_token_files(
-            Path(options.from_tokens), self._column, self._dtype, "train" if options.heldout_from else None
+    path: Path
+    dtype: np.dtype[Any]
+    split: str | None = None
+    """The split that it is for; None if its documents are divided by their hash."""
+    index: Path | None = None
+    ends: npt.NDArray[np.int64] | None = None
+
+    def paths(self) -> list[Path]:
+        """The files that it consists of."""
+        return [self.path] if self.index is None else [self.path, self.index]
+
+    def chunks(self, eos: int) -> Iterator[tuple[npt.NDArray[Any], bool]]:
+        """Consecutive ids of one document, not validated, and whether the document ends with them."""
+        ids, start = FileArray(self.path, self.dtype), 0
+        if self.ends is None:
+            yield from split_at_eos((ids[at : at + _BLOCK] for at in range(0, len(ids), _BLOCK)), eos)
+            return
+        for end in map(int, self.ends):
+            for at in range(start, end, _BLOCK):
+                yield ids[at : min(at + _BLOCK, end)], at + _BLOCK >= end
+            if start == end:
+                yield ids[end:end], True
+            start = end
+
+
+def split_at_eos(blocks: Iterator[npt.NDArray[Any]], eos: int) -> Iterator[tuple[npt.NDArray[Any], bool]]:
+    """Divides a stream of ids after every eos; what follows the last one is a document, too."""
+    is_open = False
+    for block in blocks:
+        start = 0
+        for end in np.flatnonzero(block == eos) + 1:
+            yield block[start:end], True
+            start, is_open = int(end), False
+        if start < len(block):
+            yield block[start:], False
+            is_open = True
+    if is_open:
+        yield np.empty(0, dtype=np.int64), True
+
+
+def open_token_files(path: Path, dtype: str, split: str | None = None) -> list[TokenFile]:
+    """The token files at a path, checked as far as that is possible without reading the ids. Raises `DataError`.
+
+    `dtype`: `uint16` or `uint32`, of a .bin without an index. `split`: the split that they are for; None: a folder of nanoGPT has
+    both, and the documents of others are divided.
+    """
+    if path.is_dir():
+        if not (path / "train.bin").is_file():
+            raise DataError(f"--from-tokens {path}: contains no train.bin; name a .bin or .idx file in it")
+        if split is None and (path / "val.bin").is_file():
+            return [_open_raw(path / "train.bin", dtype, "train"), _open_raw(path / "val.bin", dtype, "heldout")]
+        return [_open_raw(path / "train.bin", dtype, split)]
+    is_tokens = path.suffix.lower() in (".bin", ".idx")
+    index = path.with_suffix(".idx") if is_tokens else path.with_name(f"{path.name}.idx")
+    if path.suffix.lower() == ".idx" or index.is_file():
+        return [_open_megatron(_existing(index), split)]
+    if not is_tokens:
+        _existing(path)
+        raise DataError(f"--from-tokens {path}: expected .bin or .idx of Megatron-LM, or .bin or a folder of nanoGPT")
+    return [_open_raw(_existing(path), dtype, split)]
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise DataError(f"--from-tokens {path}: no such file; check the spelling")
+    return path
+
+
+def _open_raw(path: Path, dtype: str, split: str | None) -> TokenFile:
+    kind, size = np.dtype(dtype).newbyteorder("<"), path.stat().st_size
+    if size % kind.itemsize:
+        raise DataError(
+            f"{path}: {size} bytes are not a whole number of {dtype} ids; check --token-dtype, or copy it again"
         )
-        for path in options.heldout_from:
-            self.files += open_token_files(Path(path), self._column, self._dtype, "heldout")
-        self._stats = {path: path.stat() for file in self.files for path in file.paths()}
-        self.size = sum(found.st_size for found in self._stats.values())
-
-    def fingerprint(self) -> list[Any]:
-        """Identifies the input without reading it (see `Source`)."""
-        files = [[path.name, found.st_size, found.st_mtime_ns] for path, found in self._stats.items()]
-        return [files, self._dtype, self._column]
-
-    def require_unchanged(self, file: TokenFile) -> None:
-        """Raises `DataError` if a file has changed since it was listed."""
-        for path in file.paths():
-            require_unchanged(path, self._stats[path].st_size, self._stats[path].st_mtime_ns)
+    with path.open("rb") as file:
+        if file.read(8) in _LLM_C_HEADERS:  # which would become tokens
+            raise DataError(f"{path}: has the header of llm.c; remove it: tail -c +1025 {path.name} > ids.bin")
+    return TokenFile(path, kind, split)
 
 
-def build_from_tokens(
-    options: "PrepareOptions", tokens: TokenInput, fingerprint: str, folder: Path, progress: "Progress"
-) -> None:
-    """Fills the folder of a new store. Raises `DataError` for ids outside the vocabulary, and if a split is empty."""
-    tokenizer = load_tokenizer(options.tokenizer)
-    spec = Path(options.tokenizer)
-    eos = find_eos(tokenizer, options.eos, spec if spec.is_dir() else spec.parent if spec.is_file() else None)
-    size, report = vocabulary_size(tokenizer), PrepareReport()
-    reading = _Reading(tokens, size, eos[1], options.max_documents, progress)
-    rule = _choose_rule(reading, options.heldout)
-    count_bytes = ByteCounter(tokenizer)
-    with TokenWriter(folder, token_dtype(size), eos[1]) as writer:
-        for part in _placed(reading.parts("copying the ids", report), rule, reading.ids):
-            n_bytes = count_bytes(part.ids)
-            writer.append(part.split or "train", part.ids, n_bytes, part.end)
-            part.entry.documents += part.end
-            part.entry.bytes += n_bytes
-            part.entry.tokens += len(part.ids) + part.end
-        for name, sizes in writer.sizes.items():
-            if not sizes["documents"]:
-                raise DataError(
-                    f"--from-tokens {tokens.name}: no ids for the {name} split; {report.skipped_in_words()}"
-                )
-        report.notes += _notes(rule, reading.documents == options.max_documents, reading.documents)
-        meta = store_meta(FORMAT, tokenizer, eos, fingerprint, options, report)
-        writer.finish(tokenizer.to_str(), meta, report.details())
-
-
-def _notes(rule: SplitRule | None, limited: bool, documents: int) -> list[str]:
-    notes = []
-    if rule is not None and rule.single:
-        notes.append("the ids are one document: its last part is held out (--eos names the token that ends documents)")
-    if limited:
-        notes.append(f"only the first {documents} documents were read (--max-documents)")
-    return notes
+def _open_megatron(index: Path, split: str | None) -> TokenFile:
+    """PREFIX.bin and PREFIX.idx. Raises `DataError` if the two do not match."""
+    path = _existing(index.with_suffix(".bin"))
+    with index.open("rb") as file:
+        head = file.read(_MEGATRON_HEADER.size)
+        if not head.startswith(_MEGATRON_MAGIC) or len(head) < _MEGATRON_HEADER.size:
+            raise DataError(f"{index}: not an index of Megatron-LM (it begins with other bytes)")
+        _, version, code, n_sequences, n_indices = _MEGATRON_HEADER.unpack(head)
+        if version != 1:
+            raise DataError(f"{index}: version {version} of Megatron-LM's index; only version 1 is known")
+        if code not in _MEGATRON_TYPES:
+            known = [*_MEGATRON_TYPES]
+            raise DataError(f"{index}: code {code} for the type of the ids; expected an integer type: {known}")
+        dtype = np.dtype(_MEGATRON_TYPES[code])
+        expected, size = 12 * n_sequences + 8 * n_indices, index.stat().st_size - len(head)
+        if size not in (expected, expected + n_sequences):  # a multimodal dataset has another byte per sequence
+            raise DataError(
+                f"{index}: {size} bytes after the header, but {expected} for {n_sequences} sequences; copy it again"
+            )
+        lengths = np.fromfile(file, "<i4", n_sequences).astype(np.int64)
+        offsets = np.fromfile(file, "<i8", n_sequences)
+        indices = np.fromfile(file, "<i8", n_indices)
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    if (lengths < 0).any() or (offsets != ends[:-1] * dtype.itemsize).any():
+        raise DataError(f"{index}: sequences that do not follow one another in the .bin file")
+    if len(indices) < 1 or indices[0] != 0 or indices[-1] != len(lengths) or (np.diff(indices) < 0).any():
+        raise DataError(f"{index}: document indices that do not divide the {len(lengths)} sequences")
+    size, expected = path.stat().st_size, int(ends[-1]) * dtype.itemsize
+    if size != expected:
+        raise DataError(f"{path}: has {size} bytes, but {index.name} says {expected}; copy it again")
+    return TokenFile(path, dtype, split, index, ends[indices[1:]])
 
 
 @dataclass(frozen=True)
@@ -113,37 +171,63 @@ class _Part:
     entry: FileReport
 
 
-class _Reading:
-    """Reads the files any number of times and checks the ids."""
+class TokenInput:
+    """The files of `--from-tokens`. They are listed and their headers checked when it is created. Raises `DataError`."""
 
-    def __init__(self, tokens: TokenInput, vocab_size: int, eos: int, limit: int | None, progress: "Progress") -> None:
-        self._tokens, self._vocab_size, self._eos, self._limit = tokens, vocab_size, eos, limit
-        self._progress = progress
-        self.ids = 0
-        """Ids of this pass so far, without eos at the ends of documents."""
+    def __init__(self, options: "PrepareOptions") -> None:
+        assert options.from_tokens is not None
+        self.name, self._limit = options.from_tokens, options.max_documents
+        flag = f"--from-tokens {self.name}"
+        if options.inputs or options.stdlib or options.hf is not None or options.heldout_split is not None:
+            raise DataError(f"{flag}: cannot be combined with text; prepare two stores")
+        if parse_training(options.tokenizer) is not None:
+            raise DataError(
+                f"{flag}: needs the tokenizer that made the ids; name it with --tokenizer, such as gpt2 or its tokenizer.json"
+            )
+        if options.max_tokens is not None or options.max_heldout_tokens is not None:
+            raise DataError(f"{flag}: takes no --max-tokens; use --max-documents")
+        if options.text_field is not None:
+            raise DataError(f"{flag}: has no columns; remove --text-field")
+        self._dtype = options.token_dtype
+        self.files = open_token_files(Path(self.name), self._dtype, "train" if options.heldout_from else None)
+        for path in options.heldout_from:
+            self.files += open_token_files(Path(path), self._dtype, "heldout")
+        self._stats = {path: path.stat() for file in self.files for path in file.paths()}
+        self.size = sum(about.st_size for about in self._stats.values())
+        self.n_ids = 0
+        """Ids of the latest pass so far, without eos at the ends of documents."""
         self.documents = 0
-        """Documents of this pass so far, of which there are at most `limit`; without those of files for the held-out split."""
+        """Its documents, of which there are at most `max_documents`; without those of files for the held-out split."""
 
-    def parts(self, phase: str, report: PrepareReport) -> Iterator[_Part]:
-        """The documents in order, recorded in the report if they are empty. Raises `DataError`."""
-        self._progress.phase(phase, self._tokens.size)
-        section = report.source(self._tokens.name)
-        self.ids, self.documents, consumed = 0, 0, 0
-        for file in self._tokens.files:
+    def fingerprint(self) -> list[Any]:
+        """Identifies the input without reading it (see `Source`)."""
+        return [[[path.name, a.st_size, a.st_mtime_ns] for path, a in self._stats.items()], self._dtype, None]
+
+    def parts(self, eos: int, vocab_size: int, report: PrepareReport, progress: "Progress") -> Iterator[_Part]:
+        """One pass over the documents, recorded in the report if they are empty. Raises `DataError` for ids outside the
+        vocabulary."""
+        section = report.source(self.name)
+        self.n_ids = self.documents = consumed = 0
+        for file in self.files:
             limited = file.split != "heldout"
             if limited and self.documents == self._limit:
                 continue
-            entry, number, length, read = section.file(file.key), 0, 0, 0
-            self._tokens.require_unchanged(file)
-            for ids, end in file.chunks(self._eos, entry):
-                self._check(file, ids, read)
+            entry, number, length, read = section.file(file.path.name), 0, 0, 0
+            self._require_unchanged(file)
+            for ids, end in file.chunks(eos):
+                if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+                    at = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+                    raise DataError(
+                        f"{file.path}: id {ids[at]} (number {read + at} of the file) is outside the tokenizer's vocabulary of "
+                        f"{vocab_size}; name the tokenizer that made the ids with --tokenizer, or check --token-dtype"
+                    )
                 read, consumed = read + len(ids), consumed + ids.nbytes
-                self._progress.update(min(consumed, self._tokens.size), self.documents)
-                if end and len(ids) and ids[-1] == self._eos:
+                progress.update(min(consumed, self.size), self.documents)
+                if end and len(ids) and ids[-1] == eos:
                     ids = ids[:-1]
-                length, self.ids = length + len(ids), self.ids + len(ids)
+                length, self.n_ids = length + len(ids), self.n_ids + len(ids)
                 if length:
-                    yield _Part(f"{file.key}:{number}", file.split, ids, end, entry)
+                    yield _Part(f"{file.path.name}:{number}", file.split, ids, end, entry)
                 if not end:
                     continue
                 if length:
@@ -153,38 +237,51 @@ class _Reading:
                 number, length = number + 1, 0
                 if limited and self.documents == self._limit:
                     break
-            self._tokens.require_unchanged(file)
+            self._require_unchanged(file)
 
-    def _check(self, file: TokenFile, ids: npt.NDArray[Any], before: int) -> None:
-        if not len(ids) or (ids.min() >= 0 and ids.max() < self._vocab_size):
-            return
-        at = int(np.argmax((ids < 0) | (ids >= self._vocab_size)))
-        raise DataError(
-            f"{file.paths()[0]}: id {ids[at]} (number {before + at} of the file) is outside the tokenizer's vocabulary of "
-            f"{self._vocab_size}; name the tokenizer that made the ids with --tokenizer, or check --token-dtype"
-        )
+    def _require_unchanged(self, file: TokenFile) -> None:
+        for path in file.paths():
+            require_unchanged(path, self._stats[path].st_size, self._stats[path].st_mtime_ns)
 
 
-def _choose_rule(reading: _Reading, heldout: float) -> SplitRule | None:
-    """How documents are divided; None if every file is for a given split. Raises `DataError` if there is nothing to divide."""
-    report = PrepareReport()
-    parts = reading.parts("scanning the ids", report)
-    first = next(parts, None)
-    if first is None:
-        raise DataError(f"there are no ids: {report.skipped_in_words()}; name files that contain token ids")
-    if first.split is not None:
-        return None
-    keys = (part.key for part in _with_first(first, parts) if part.end)
-    rule = rule_for_keys(keys, heldout)
-    assert rule is not None
-    if rule.single and reading.ids < 2:
-        raise DataError("there is a single id, too few for a held-out split; name more ids")
-    return rule
-
-
-def _with_first(first: _Part, others: Iterator[_Part]) -> Iterator[_Part]:
-    yield first
-    yield from others
+def build_from_tokens(
+    options: "PrepareOptions", tokens: TokenInput, fingerprint: str, folder: Path, progress: "Progress"
+) -> None:
+    """Fills the folder of a new store. Raises `DataError` for ids outside the vocabulary, and if a split is empty."""
+    tokenizer = load_tokenizer(options.tokenizer)
+    spec = Path(options.tokenizer)
+    eos = find_eos(tokenizer, options.eos, spec if spec.is_dir() else spec.parent if spec.is_file() else None)
+    size, report, scanned = vocabulary_size(tokenizer), PrepareReport(), PrepareReport()
+    rule = None
+    if tokens.files[0].split is None:
+        progress.phase("scanning the ids", tokens.size)
+        parts = tokens.parts(eos[1], size, scanned, progress)
+        rule = rule_for_keys((part.key for part in parts if part.end), options.heldout)
+        if rule is None:
+            raise DataError(f"there are no ids: {scanned.skipped_in_words()}; name files that contain token ids")
+        if rule.single and tokens.n_ids < 2:
+            raise DataError("there is a single id, too few for a held-out split; name more ids")
+    n_ids, count_bytes = tokens.n_ids, ByteCounter(tokenizer)
+    progress.phase("copying the ids", tokens.size)
+    with TokenWriter(folder, token_dtype(size), eos[1]) as writer:
+        for part in _placed(tokens.parts(eos[1], size, report, progress), rule, n_ids):
+            n_bytes = count_bytes(part.ids)
+            writer.append(part.split or "train", part.ids, n_bytes, part.end)
+            part.entry.documents += part.end
+            part.entry.bytes += n_bytes
+            part.entry.tokens += len(part.ids) + part.end
+        for name, sizes in writer.sizes.items():
+            if not sizes["documents"]:
+                raise DataError(
+                    f"--from-tokens {tokens.name}: no ids for the {name} split; {report.skipped_in_words()}"
+                )
+        if rule is not None and rule.single:
+            what = "the ids are one document: its last part is held out"
+            report.notes.append(f"{what} (--eos names the token that ends documents)")
+        if tokens.documents == options.max_documents:
+            report.notes.append(f"only the first {tokens.documents} documents were read (--max-documents)")
+        meta = store_meta(FORMAT, tokenizer, eos, fingerprint, options, report)
+        writer.finish(tokenizer.to_str(), meta, report.details())
 
 
 def _placed(parts: Iterator[_Part], rule: SplitRule | None, n_ids: int) -> Iterator[_Part]:
@@ -195,15 +292,15 @@ def _placed(parts: Iterator[_Part], rule: SplitRule | None, n_ids: int) -> Itera
     left = min(max(round(n_ids * (1 - rule.heldout)), 1), n_ids - 1)
     for part in parts:
         if not rule.single:
-            yield _Part(part.key, rule.split_of(part.key), part.ids, part.end, part.entry)
+            yield replace(part, split=rule.split_of(part.key))
             continue
         if left:
             head, rest = part.ids[:left], part.ids[left:]
             left -= len(head)
-            yield _Part(part.key, "train", head, left == 0, part.entry)
-            part = _Part(part.key, None, rest, part.end, part.entry)
+            yield replace(part, split="train", ids=head, end=left == 0)
+            part = replace(part, ids=rest)
         if not left and (len(part.ids) or part.end):
-            yield _Part(part.key, "heldout", part.ids, part.end, part.entry)
+            yield replace(part, split="heldout")
 
 
 class ByteCounter:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from boost.data.conversations import document_of
-from boost.data.documents import Document, accept, missing_package
+from boost.data.readers import Document, accept, missing_package
 from boost.data.report import FileReport, PrepareReport
 from boost.errors import DataError
 
@@ -41,10 +41,18 @@ class HubSource:
 
     size: int | None = None
 
-    def __init__(self, spec: str, split: str = "train", text_field: str = "text", revision: str | None = None) -> None:
+    def __init__(
+        self,
+        spec: str,
+        split: str = "train",
+        text_field: str = "text",
+        revision: str | None = None,
+        chat: bool = False,
+    ) -> None:
+        """`chat`: the rows are conversations."""
         self.dataset, _, config = spec.partition(":")
         self.config = config or None
-        self.split, self.text_field, self.revision = split, text_field, revision
+        self.split, self.text_field, self.revision, self.chat = split, text_field, revision, chat
         self._commit: str | None = None
         self.name = f"Hugging Face {spec} ({split})"
         self._stream: Any = None
@@ -75,10 +83,13 @@ class HubSource:
                 yield document
 
     def _document(self, number: int, row: dict[str, Any], entry: FileReport) -> Document | None:
+        key, where = f"{self.dataset}:{number}", f"row {number}"
+        if self.chat:
+            return document_of(row, key, where, entry)
         if self.text_field not in row:
             columns = ", ".join(map(str, list(row)[:20]))
             raise DataError(f"{self.dataset}: no column {self.text_field!r}; choose one with --text-field: {columns}")
-        return accept(row[self.text_field], f"{self.dataset}:{number}", f"row {number}", entry)
+        return accept(row[self.text_field], key, where, entry)
 
     def position(self) -> dict[str, Any]:
         """The position after the last row."""
@@ -152,15 +163,7 @@ class HubSource:
         return retrying(attempt)
 
     def fingerprint(self) -> list[Any]:
-        # Only if it is used, so that the fingerprints of earlier releases stay valid.
         return [self.dataset, self.config, self.split, *([self.revision] if self.revision else [])]
-
-
-class HubConversations(HubSource):
-    """One split of a dataset of conversations. The text of a document is the JSON of its messages."""
-
-    def _document(self, number: int, row: dict[str, Any], entry: FileReport) -> Document | None:
-        return document_of(row, f"{self.dataset}:{number}", f"row {number}", entry)
 
 
 def commit_of(dataset: str, revision: str | None) -> str | None:

@@ -79,7 +79,7 @@ class MixedSplit:
         """Entropy of the token frequencies of the mixture, nats per token: the loss of the best unigram model."""
         parts = zip(self.parts, self.weights, strict=True)
         counts = [(part.token_counts(), float(weight)) for part, weight in parts]
-        share = np.sum([each * (weight / each.sum()) for each, weight in counts], axis=0)
+        share = np.sum([of_store * (weight / of_store.sum()) for of_store, weight in counts], axis=0)
         share = share[share > 0]
         return float(-(share * np.log(share)).sum())
 
@@ -108,17 +108,14 @@ class Corpus:
         if tokenizers differ, and ConfigError if two keys name the same store."""
         paths = {Path(path).resolve(): path for path in sources}
         if len(paths) < len(sources):
-            one, other = _same_store(list(sources))
-            raise ConfigError(f"data.mixture: '{one}' and '{other}' are the same store; keep one of them")
+            one = next(path for path in sources if path not in paths.values())
+            twin = paths[Path(one).resolve()]
+            raise ConfigError(f"data.mixture: '{one}' and '{twin}' are the same store; keep one of them")
         weights = {path: Fraction(repr(float(weight))) for path, weight in sources.items()}
         opened = [(TokenStore.open(Path(path)), weight / sum(weights.values())) for path, weight in weights.items()]
-        opened.sort(key=lambda each: (-each[1], each[0].content("train")))
+        opened.sort(key=lambda pair: (-pair[1], pair[0].content("train")))
         corpus = cls(tuple(store for store, _ in opened), tuple(weight for _, weight in opened))
-        corpus._require_one_tokenizer()
-        return corpus
-
-    def _require_one_tokenizer(self) -> None:
-        first, *others = self.stores
+        first, *others = corpus.stores
         for other in others:
             other.require_tokenizer(first.fingerprint, f"'{first.path}', and data.mixture needs one tokenizer")
             if other.eos != first.eos:
@@ -126,6 +123,7 @@ class Corpus:
                     f"{other.path}: its documents end with token {other.eos}, those of '{first.path}' with {first.eos}; "
                     "prepare it with the same --eos"
                 )
+        return corpus
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -151,12 +149,3 @@ class Corpus:
             for store, weight in zip(self.stores, self.weights, strict=True)
         ]
         return {**common, "content": hashlib.sha256(json.dumps(sources).encode()).hexdigest(), "sources": sources}
-
-
-def _same_store(paths: list[str]) -> tuple[str, str]:
-    return next(
-        (one, other)
-        for i, one in enumerate(paths)
-        for other in paths[i + 1 :]
-        if Path(one).resolve() == Path(other).resolve()
-    )

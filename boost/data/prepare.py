@@ -8,19 +8,19 @@ byte.
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.data.chat import ChatTemplate
-from boost.data.conversations import open_conversations
 from boost.data.encode import Encoder, split_text
 from boost.data.from_tokens import TokenInput, build_from_tokens
+from boost.data.hub import HubSource
 from boost.data.prepare_chat import build_chat
 from boost.data.reading import Progress, Reading
 from boost.data.report import PrepareReport
-from boost.data.sources import FilesSource, SeenInputs, Source, open_sources
+from boost.data.sources import FilesSource, SeenInputs, Source
 from boost.data.split import SplitRule, choose_split
 from boost.data.store import FORMAT, STORE_FILE, TokenStore, read_meta, token_dtype
 from boost.data.tokenizer import (
@@ -32,7 +32,7 @@ from boost.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
-from boost.data.writer import TokenWriter, discard_progress, locked, new_store, read_progress, save_progress, store_meta
+from boost.data.writer import TokenWriter, locked, new_store, read_progress, remove, save_progress, sibling, store_meta
 from boost.errors import DataError
 from boost.format import format_count
 
@@ -46,6 +46,8 @@ TRAINING_CHARS = 1 << 30
 
 COMMIT_S = 30.0
 """Seconds between commits: how much work a kill can cost."""
+COMMIT_PAUSE = 20.0
+"""At least this many times as long as a commit took: commits take at most a twentieth of the time."""
 
 
 # Options that conversations do not have. An error, so that none is silently ignored.
@@ -71,7 +73,7 @@ class PrepareOptions:
     hf_revision: str | None = None
     """Branch, tag or commit of the dataset's repository; None: its main branch. The store names the commit that was read."""
     from_tokens: str | None = None
-    """Token ids that another tool wrote (`boost.data.token_files`), instead of text."""
+    """Token ids that another tool wrote (`boost.data.from_tokens`), instead of text."""
     token_dtype: str = "uint16"
     """`uint16` or `uint32`: type of the ids in a .bin file without a header."""
     tokenizer: str = "train:4096"
@@ -117,8 +119,9 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Prepar
     started = time.monotonic()
     progress = progress or Progress()
     _check_options(options)
-    inputs = _open_inputs(options)
-    fingerprint = input_fingerprint(options, [inputs.tokens] if inputs.tokens else inputs.sources, inputs.heldout)
+    tokens = TokenInput(options) if options.from_tokens is not None else None
+    sources, heldout = ([], []) if tokens else _open_sources(options)
+    fingerprint = input_fingerprint(options, [tokens] if tokens else sources, heldout)
     out = options.out
     fresh = (out / STORE_FILE).exists() and _is_current(options, fingerprint)
     if not fresh:
@@ -129,72 +132,48 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Prepar
                 saved = _progress_of(options, fingerprint)
                 try:
                     with new_store(out) as folder:
-                        if inputs.tokens:
-                            build_from_tokens(options, inputs.tokens, fingerprint, folder, progress)
+                        reading = Reading(sources, heldout, options.max_documents, progress)
+                        if tokens:
+                            build_from_tokens(options, tokens, fingerprint, folder, progress)
                         elif options.chat:
-                            build_chat(options, inputs.sources, fingerprint, folder, progress)
+                            build_chat(options, reading, fingerprint, folder)
                         else:
-                            reading = Reading(inputs.sources, inputs.heldout, options.max_documents, progress)
                             _build(options, reading, fingerprint, folder, saved)
                 finally:
                     progress.close()
     return PrepareResult(TokenStore.open(out), fresh, time.monotonic() - started)
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """What to read: text or conversations, or else token ids."""
-
-    sources: Sequence[Source] = ()
-    heldout: Sequence[Source] = ()
-    """Sources of the held-out split; empty if it is a fraction of the documents."""
-    tokens: TokenInput | None = None
-
-
-def _open_inputs(options: PrepareOptions) -> _Inputs:
-    """Lists the inputs. Raises `DataError`."""
-    if options.from_tokens is not None:
-        return _Inputs(tokens=TokenInput(options))
-    if options.chat:
-        return _Inputs(_conversations(options))
+def _open_sources(options: PrepareOptions) -> tuple[list[Source], list[Source]]:
+    """The sources of text or conversations, and those of the held-out split, of which there are none if it is a fraction of the
+    documents. Raises `DataError`."""
+    sources: list[Source] = []
+    heldout: list[Source] = []
     seen = SeenInputs()
-    heldout = _heldout_sources(options, seen)
-    sources = open_sources(
-        options.inputs,
-        stdlib=options.stdlib,
-        hf=options.hf,
-        hf_split=options.hf_split,
-        hf_revision=options.hf_revision,
-        text_field=options.text_field,
-        seen=seen,
-    )
-    return _Inputs(sources, heldout)
-
-
-def _heldout_sources(options: PrepareOptions, seen: SeenInputs) -> list[Source]:
-    """The sources of the held-out split; empty if it is a fraction of the documents."""
     if options.heldout_split is None:
-        return [FilesSource(path, options.text_field, seen) for path in options.heldout_from]
-    if options.hf is None or options.heldout_from:
+        heldout += [FilesSource(path, options.text_field, seen) for path in options.heldout_from]
+    elif options.hf is None or options.heldout_from:
         problem = "conflicts with --heldout-from; use one of them" if options.heldout_from else "needs --hf"
         raise DataError(f"--heldout-split {options.heldout_split}: {problem}")
-    if options.heldout_split == options.hf_split:
+    elif options.heldout_split == options.hf_split:
         raise DataError(f"--heldout-split {options.heldout_split}: is also the training text; choose another split")
-    from boost.data.hub import HubSource
+    else:
+        heldout.append(HubSource(options.hf, options.heldout_split, options.text_field or "text", options.hf_revision))
+    if options.stdlib:
+        from boost.data.stdlib import StdlibSource
 
-    return [HubSource(options.hf, options.heldout_split, options.text_field or "text", options.hf_revision)]
-
-
-def _conversations(options: PrepareOptions) -> list[Source]:
-    """The sources of --chat: files, folders of them, and a dataset."""
-    sources: list[Source] = [*open_conversations(options.inputs)]
+        sources.append(StdlibSource())
+    sources += [FilesSource(path, options.text_field, seen, options.chat) for path in options.inputs]
     if options.hf is not None:
-        from boost.data.hub import HubConversations
-
-        sources.append(HubConversations(options.hf, options.hf_split, revision=options.hf_revision))
-    if not sources:
+        column = options.text_field or "text"
+        sources.append(HubSource(options.hf, options.hf_split, column, options.hf_revision, options.chat))
+    if sources:
+        return sources, heldout
+    if options.chat:
         raise DataError("--chat: no input given; name .jsonl, .json or .parquet files of conversations, or --hf NAME")
-    return sources
+    raise DataError(
+        "no input given; name text, JSON, CSV, Parquet or Arrow files, --hf NAME, or --stdlib for a corpus without files"
+    )
 
 
 def _progress_of(options: PrepareOptions, fingerprint: str) -> dict[str, Any] | None:
@@ -208,7 +187,7 @@ def _progress_of(options: PrepareOptions, fingerprint: str) -> dict[str, Any] | 
             f"{options.out}: an interrupted 'boost prepare' of other input or options has written {format_count(tokens)} tokens; "
             f"repeat its command to continue, add --overwrite to discard them, or choose another --out"
         )
-    discard_progress(options.out)
+    remove(sibling(options.out, "tmp"))
     return None
 
 
@@ -223,11 +202,8 @@ def _check_options(options: PrepareOptions) -> None:
     parse_training(options.tokenizer)
     if options.hf_revision is not None and options.hf is None:
         raise DataError(f"--hf-revision {options.hf_revision}: has no effect without --hf; remove it")
-    if options.chat:
-        _check_chat(options)
-
-
-def _check_chat(options: PrepareOptions) -> None:
+    if not options.chat:
+        return
     unused = [f"--{flag.replace('_', '-')}" for flag in _NOT_FOR_CHAT if getattr(options, flag)]
     if unused:
         raise DataError(f"--chat reads files of conversations; remove {' and '.join(unused)}")
@@ -252,11 +228,10 @@ def input_fingerprint(
     }
     if options.chat:
         content["chat"] = ChatTemplate(Path(options.tokenizer)).template
-    # Only if they are used, so that the fingerprints of earlier releases stay valid.
-    if limits := [options.max_tokens, options.max_heldout_tokens] if _has_limits(options) else []:
-        content["limits"] = limits
-    if found := [[type(source).__name__, source.fingerprint()] for source in heldout]:
-        content["heldout"] = found
+    if options.max_tokens is not None or options.max_heldout_tokens is not None:
+        content["limits"] = [options.max_tokens, options.max_heldout_tokens]
+    if from_heldout := [[type(source).__name__, source.fingerprint()] for source in heldout]:
+        content["heldout"] = from_heldout
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -269,8 +244,7 @@ def _is_current(options: PrepareOptions, fingerprint: str) -> bool:
         # Never replaced, not even with --overwrite: it may be a user's folder of texts.
         raise DataError(f"{out}: exists and is not a token store; choose another --out")
     try:
-        same = read_meta(out)["input_fingerprint"] == fingerprint
-        if same:
+        if read_meta(out)["input_fingerprint"] == fingerprint:
             TokenStore.open(out)
             return True
     except DataError:
@@ -282,10 +256,6 @@ def _is_current(options: PrepareOptions, fingerprint: str) -> bool:
             f"or choose another --out"
         )
     return False
-
-
-def _has_limits(options: PrepareOptions) -> bool:
-    return options.max_tokens is not None or options.max_heldout_tokens is not None
 
 
 def _build(
@@ -303,16 +273,26 @@ def _build(
             {name: limit for name, limit in limits.items() if limit is not None},
         )
         encoder.unknown = saved["unknown"] if saved else 0
-        commits = _Commits(folder, {**plan.as_dict(), "fingerprint": fingerprint})
+        next_commit = time.monotonic() + COMMIT_S
         phase = "encoding" if saved is None else "encoding, continued"
         for document in reading.documents(phase, encoder.is_full, saved["position"] if saved else ()):
             for name, text in plan.rule.parts(document):
                 encoder.add(document.entry, name, text)
-            if encoder.is_empty and commits.due():
-                commits.save(written=writer.commit(), position=reading.position(), unknown=encoder.unknown)
+            if encoder.is_empty and (begun := time.monotonic()) >= next_commit:
+                committed = {"written": writer.commit(), "position": reading.position(), "unknown": encoder.unknown}
+                save_progress(folder, {**plan.as_dict(), "fingerprint": fingerprint, **committed})
+                now = time.monotonic()
+                next_commit = now + max(COMMIT_S, COMMIT_PAUSE * (now - begun))
         encoder.flush()
-        _require_documents(options, reading.report, writer)
         report = reading.report
+        if not any(sizes["documents"] for sizes in writer.sizes.values()):
+            raise _empty(report)
+        for name, sizes in writer.sizes.items():
+            if not sizes["documents"]:
+                raise DataError(
+                    f"the {'held-out' if name == 'heldout' else 'training'} text is empty: {report.skipped_in_words()}; "
+                    + ("raise --max-tokens or --heldout" if options.max_tokens else "name files that contain text")
+                )
         report.notes += _notes(options, plan, encoder, reading, size)
         meta = store_meta(FORMAT, plan.tokenizer, plan.eos, fingerprint, options, report)
         writer.finish(plan.tokenizer.to_str(), meta, report.details())
@@ -349,43 +329,13 @@ def _begin(options: PrepareOptions, reading: Reading) -> _Plan:
         spec = Path(options.tokenizer)
         eos = find_eos(tokenizer, options.eos, spec if spec.is_dir() else spec.parent if spec.is_file() else None)
     else:
-        pieces = _up_to(_train_pieces(reading, rule), TRAINING_CHARS)
-        tokenizer = train_tokenizer(pieces, vocab_size, options.eos or END_OF_TEXT)
+        tokenizer = train_tokenizer(_train_pieces(reading, rule), vocab_size, options.eos or END_OF_TEXT)
         eos = find_eos(tokenizer, options.eos or END_OF_TEXT)
     return _Plan(rule, tokenizer, eos)
 
 
-class _Commits:
-    """Commits what is written, at most every `COMMIT_S` seconds and in at most a twentieth of the time."""
-
-    def __init__(self, folder: Path, constant: dict[str, Any]) -> None:
-        self._folder, self._constant = folder, constant
-        self._next = time.monotonic() + COMMIT_S
-
-    def due(self) -> bool:
-        return time.monotonic() >= self._next
-
-    def save(self, **progress: Any) -> None:
-        begun = time.monotonic()
-        save_progress(self._folder, {**self._constant, **progress})
-        now = time.monotonic()
-        self._next = now + max(COMMIT_S, 20 * (now - begun))
-
-
 def _empty(report: PrepareReport) -> DataError:
     return DataError(f"the corpus is empty: {report.skipped_in_words()}; name files that contain text")
-
-
-def _require_documents(options: PrepareOptions, report: PrepareReport, writer: TokenWriter) -> None:
-    """Raises `DataError` if a split has no document."""
-    if not any(sizes["documents"] for sizes in writer.sizes.values()):
-        raise _empty(report)
-    for name, sizes in writer.sizes.items():
-        if not sizes["documents"]:
-            raise DataError(
-                f"the {'held-out' if name == 'heldout' else 'training'} text is empty: {report.skipped_in_words()}; "
-                + ("raise --max-tokens or --heldout" if options.max_tokens else "name files that contain text")
-            )
 
 
 def _notes(options: PrepareOptions, plan: _Plan, encoder: Encoder, reading: Reading, size: int) -> list[str]:
@@ -410,20 +360,17 @@ def _notes(options: PrepareOptions, plan: _Plan, encoder: Encoder, reading: Read
 
 
 def _train_pieces(reading: Reading, rule: SplitRule) -> Iterator[str]:
-    """The train split's text in pieces, for training a tokenizer: held-out text must not affect the vocabulary."""
+    """The train split's text in pieces, for training a tokenizer: held-out text must not affect the vocabulary. At most
+    `TRAINING_CHARS`."""
+    limit = TRAINING_CHARS
     for document in reading.documents("training the tokenizer"):
         for name, text in rule.parts(document):
             left = len(text)
             for piece in split_text(text) if name == "train" else ():
+                if limit <= 0:
+                    return
                 yield piece
+                limit -= len(piece)
                 left -= len(piece)
                 if left:
                     reading.update_progress(left)
-
-
-def _up_to(pieces: Iterable[str], limit: int) -> Iterator[str]:
-    for piece in pieces:
-        if limit <= 0:
-            return
-        yield piece
-        limit -= len(piece)

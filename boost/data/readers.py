@@ -1,73 +1,283 @@
 """Files to documents, by suffix: text, JSON, CSV, Parquet and Arrow, plain or compressed. No input is ever executed.
 
 A problem with a whole file raises `Unreadable`; the caller either ends the run (the user named that file) or records it in
-the report (a folder was walked). A problem with one line or row is recorded in the report directly.
+the report (a folder was walked). A problem with one line or row is recorded in the report directly. What was read before a file
+turned out to be damaged is kept.
 """
 
+import bz2
 import codecs
-from collections.abc import Iterator
+import gzip
+import io
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from boost.data.byte_streams import CHUNK, is_compressed, open_utf8
-from boost.data.documents import BINARY, NOT_UTF8, Document, Unreadable, accept_pieces
-from boost.data.json_text import JSON_SUFFIXES, read_json
+from boost.config.text import foreign_encoding
 from boost.data.report import FileReport, PrepareReport
-from boost.data.tables import ARROW_SUFFIXES, CSV_SUFFIXES, PARQUET_SUFFIXES, read_arrow, read_csv, read_parquet
 from boost.errors import DataError
+from boost.format import format_bytes, format_count
+
+# Longer text is split into several documents, all of which are kept. A document of 1M characters is longer than any context
+# window, so training does not notice the boundaries.
+MAX_DOCUMENT_CHARS = 16_000_000
+PART_CHARS = 1_000_000
+MAX_RECORD_BYTES = 1 << 26
+"""Of a line of JSON, an element of a JSON array (characters) and a row of CSV, which are parsed as a whole. Longer: skipped."""
+CHUNK = 1 << 20
+"""Bytes to read at a time."""
+
+NOT_UTF8 = "not UTF-8 text"
+BINARY = "binary (holds a NUL byte)"
+EMPTY = "empty"
+NO_STRING = "text field is not a string"
+NOT_JSON_LINE = "not a line of JSON"
+SURROGATE = "not valid Unicode (half of a surrogate pair)"
+CRLF = "with CRLF line breaks, normalized to LF"
+REFUSED = "refused: pickles and binary arrays are never loaded"
 
 # Formats whose loaders can run code. A text pickle (protocol 0) is valid ASCII, so the name alone must refuse it.
-REFUSED_SUFFIXES = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".pt", ".pth", ".ckpt")
-TOKEN_SUFFIXES = (".bin", ".idx")
-_READERS = {
-    JSON_SUFFIXES: read_json,
-    CSV_SUFFIXES: read_csv,
-    PARQUET_SUFFIXES: read_parquet,
-    ARROW_SUFFIXES: read_arrow,
-}
+REFUSED_SUFFIXES = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".pt", ".pth", ".ckpt", ".bin", ".idx")
+_COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
+JSON_SUFFIXES = tuple(f"{name}{packed}" for name in (".jsonl", ".ndjson", ".json") for packed in ("", *_COMPRESSION))
+CSV_SUFFIXES = tuple(f"{name}{packed}" for name in (".csv", ".tsv") for packed in ("", *_COMPRESSION))
+PARQUET_SUFFIXES = (".parquet",)
+ARROW_SUFFIXES = (".arrow", ".feather")
 
 
-def require_unchanged(path: Path, size: int, mtime_ns: int) -> None:
-    """Raises `DataError` if a file has changed since it was listed: a store must not mix two versions of it."""
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise DataError(f"{path}: disappeared during the preparation ({error.strerror}); {AGAIN}") from None
-    if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
-        raise DataError(f"{path}: changed during the preparation; {AGAIN}")
+class Unreadable(Exception):
+    """A file that cannot be read: why, where in the file, and how to fix it."""
+
+    def __init__(self, reason: str, where: str = "", fix: str = "remove it from the inputs") -> None:
+        super().__init__(reason)
+        self.reason, self.where, self.fix = reason, where, fix
+
+    def as_error(self, path: Path) -> DataError:
+        """The error that ends the run if the user named the file."""
+        where = f" at {self.where}" if self.where else ""
+        return DataError(f"{path}: {self.reason}{where}; {self.fix}")
 
 
-AGAIN = "nothing was written; run it again when nothing else writes to the input"
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text that attends only to itself. `key` identifies it and determines its split; `entry` is its file's report."""
+
+    key: str
+    text: str
+    entry: FileReport
+    split: str | None = None
+    """The split that its source is for; None: `boost.data.split` decides."""
 
 
 def read_file(
     path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
 ) -> Iterator[Document]:
-    """The documents of one file, by its suffix. Raises `Unreadable`."""
+    """The documents of one file, by its suffix. Counts in `report.consumed` the bytes read. Raises `Unreadable`."""
     name = path.name.lower()
     if name.endswith(REFUSED_SUFFIXES):
-        raise Unreadable(REFUSED, fix="export the text as .txt or .jsonl")
-    if name.endswith(TOKEN_SUFFIXES):
-        raise Unreadable(REFUSED, fix="read token ids with --from-tokens, or export the text as .txt or .jsonl")
-    for suffixes, read in _READERS.items():
-        if name.endswith(suffixes):
-            yield from read(path, key, text_field, entry, report)
-            return
-    yield from _read_text(path, key, entry, report)
+        tokens = "read token ids with --from-tokens, or " if name.endswith((".bin", ".idx")) else ""
+        raise Unreadable(REFUSED, fix=f"{tokens}export the text as .txt or .jsonl")
+    if name.endswith(JSON_SUFFIXES):
+        yield from _read_json(path, key, text_field, entry, report)
+    elif name.endswith(CSV_SUFFIXES):
+        yield from _read_csv(path, key, text_field, entry, report)
+    elif name.endswith(PARQUET_SUFFIXES):
+        yield from _read_parquet(path, key, text_field, entry, report)
+    elif name.endswith(ARROW_SUFFIXES):
+        yield from _read_arrow(path, key, text_field, entry, report)
+    else:
+        with open_utf8(path, entry, report) as file:
+            yield from _accept_pieces(_decoded(file), key, "", entry)
 
 
-REFUSED = "refused: pickles and binary arrays are never loaded"
+# ---- Text of every format: what is skipped, how line breaks are normalized, where long text is split
 
 
-def _read_text(path: Path, key: str, entry: FileReport, report: PrepareReport) -> Iterator[Document]:
-    """A text file, which is one document unless it is long."""
-    counted = None if is_compressed(path) else report
-    with open_utf8(path, entry) as file:
-        yield from accept_pieces(_decoded(file, counted), key, "", entry)
-    report.consumed += 0 if counted else path.stat().st_size
+def accept(text: Any, key: str, where: str, entry: FileReport) -> Document | None:
+    """A document for the text; or None, and the reason is recorded in the report."""
+    if not isinstance(text, str):
+        entry.skip(NO_STRING, f"{where}: {type(text).__name__}".removeprefix(": "))
+        return None
+    if not text or text.isspace():
+        entry.skip(EMPTY, where)
+        return None
+    if "\r\n" in text:
+        text = text.replace("\r\n", "\n")
+        entry.note(CRLF, where)
+    try:
+        entry.take(len(text.encode("utf-8")))
+    except UnicodeEncodeError as error:
+        entry.skip(SURROGATE, f"{where}: character {error.start}".removeprefix(": "))
+        return None
+    return Document(key, text, entry)
 
 
-def _decoded(file: IO[bytes], report: PrepareReport | None) -> Iterator[str]:
+def _accept_pieces(pieces: Iterable[Any], key: str, where: str, entry: FileReport) -> Iterator[Document]:
+    """Like `accept`, for a text in consecutive pieces. A long text becomes several documents, and is never in memory as a whole."""
+    iterator, head, length = iter(pieces), [], 0
+    for piece in iterator:
+        head.append(piece)
+        length += len(piece) if isinstance(piece, str) else 0
+        if length > MAX_DOCUMENT_CHARS:
+            break
+    if length <= MAX_DOCUMENT_CHARS:
+        if document := accept("".join(head) if length else head[0], key, where, entry):
+            yield document
+        return
+    entry.note(f"longer than {format_count(MAX_DOCUMENT_CHARS)} characters, split into several documents", where)
+    for number, part in enumerate(split_long(chain(head, iterator))):
+        if document := accept(part, f"{key}[{number}]", f"{where}, part {number}".removeprefix(", "), entry):
+            yield document
+
+
+def split_long(pieces: Iterable[str]) -> Iterator[str]:
+    """Splits a text into parts of at most `PART_CHARS` characters: after a paragraph, a line or a word if possible."""
+    buffer = ""
+    for piece in pieces:
+        buffer += piece
+        start = 0
+        while len(buffer) - start > PART_CHARS:
+            window = buffer[start : start + PART_CHARS]
+            for mark in ("\n\n", "\n", " "):
+                if (at := window.rfind(mark, len(window) // 2)) >= 0:
+                    end = at + len(mark)
+                    break
+            else:
+                # Not between the halves of a CRLF or, in malformed text, of a surrogate pair.
+                end = len(window) - (len(window) > 1 and (window[-1] == "\r" or "\ud800" <= window[-1] <= "\udbff"))
+            yield buffer[start : start + end]
+            start += end
+        buffer = buffer[start:]
+    if buffer:
+        yield buffer
+
+
+def find_text_column(wanted: str | None, columns: dict[str, bool], entry: FileReport) -> str:
+    """The column with the text: `wanted`; else `text` or `content`; else the only one that holds strings.
+
+    `columns`: by name, whether the column holds strings. Raises `Unreadable`, naming them, if none or several could be meant.
+    """
+    strings = [name for name, is_string in columns.items() if is_string]
+    names = ", ".join(list(columns)[:20]) or "no columns"
+    if wanted is not None:
+        if wanted not in columns:
+            raise Unreadable(f"no column {wanted!r} among {names}", fix="choose one with --text-field")
+        if wanted not in strings:
+            raise Unreadable(f"column {wanted!r} does not hold strings", fix="choose another with --text-field")
+        return wanted
+    usual = [name for name in ("text", "content") if name in strings]
+    if not usual and len(strings) != 1:
+        raise Unreadable(f"no text column found among {names}", fix="choose one with --text-field")
+    chosen = (usual or strings)[0]
+    if chosen != "text":
+        entry.note(f"without column 'text', text read from {chosen!r}")
+    return chosen
+
+
+# ---- Bytes: decompressed by suffix, transcoded from UTF-16 and UTF-32
+
+
+@contextmanager
+def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[io.BufferedReader]:
+    """Opens a file for reading; a UTF-8 byte order mark remains. Notes in `entry` if it was transcoded.
+
+    Raises `Unreadable` for a damaged compressed file, here or in the body of the `with` statement.
+    """
+    compression = _COMPRESSION.get(path.suffix.lower(), "")
+    try:
+        with path.open("rb", buffering=0) as raw:
+            counted: Any = _Counted(raw, report)
+            match compression:
+                case "gzip":
+                    opened: Any = gzip.GzipFile(fileobj=counted)
+                case "bzip2":
+                    opened = bz2.BZ2File(counted)
+                case "xz":
+                    opened = lzma.LZMAFile(counted)  # noqa: SIM115
+                case "zstd":
+                    opened = require_pyarrow("zstd files").CompressedInputStream(counted, "zstd")
+                case _:
+                    opened = counted
+            file = io.BufferedReader(opened, CHUNK)
+            if encoding := _foreign_codec(file.peek(200)[:200]):
+                entry.note(f"{encoding.upper()[:6]} text, converted to UTF-8")
+                file = io.BufferedReader(_Transcoder(file, encoding), CHUNK)
+            yield file
+    except (EOFError, zlib.error, lzma.LZMAError) as error:
+        where = "truncated" if isinstance(error, EOFError) else str(error)
+        raise Unreadable(f"damaged {compression} file", where, "copy it again") from error
+    except OSError as error:
+        if error.errno is not None or not compression:
+            raise  # of the file system, not of the decompression
+        if "too much memory" in str(error):
+            fix = f"decompress it first: zstd -d --long=31 {path.name}"
+            raise Unreadable("zstd file with a window above 128 MB", fix=fix) from error
+        raise Unreadable(f"damaged {compression} file", str(error).splitlines()[0], "copy it again") from error
+
+
+class _Counted(io.RawIOBase):
+    """A file whose reads move the progress bar."""
+
+    def __init__(self, file: Any, report: PrepareReport) -> None:
+        self._file, self._report = file, report
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = int(self._file.readinto(buffer))
+        self._report.consumed += count
+        return count
+
+
+class _Transcoder(io.RawIOBase):
+    """A file in another encoding as UTF-8 bytes, without a byte order mark."""
+
+    def __init__(self, file: IO[bytes], encoding: str) -> None:
+        self._file, self._encoding = file, encoding
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+        self._ready, self._read, self._ended = b"", 0, False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready and not self._ended:
+            data = self._file.read(CHUNK)
+            self._ended = not data
+            try:
+                self._ready = self._decoder.decode(data, final=self._ended).encode("utf-8")
+            except UnicodeDecodeError as error:
+                where = f"byte {self._read - (len(error.object) - len(data)) + error.start}"
+                reason = f"damaged {self._encoding.upper()[:6]} text"
+                raise Unreadable(reason, where, "save it as UTF-8") from error
+            self._read += len(data)
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
+def _foreign_codec(head: bytes) -> str | None:
+    """The codec of text that begins with `head`, if it is UTF-16 or UTF-32; else None."""
+    encoding = foreign_encoding(head)
+    if encoding is None:
+        return None
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
+        return encoding.lower()
+    # Without a byte order mark, an array of small integers looks the same, except that it holds control characters.
+    codec = "utf-16-le" if head[1] == 0 else "utf-16-be"
+    sample = head[: len(head) // 2 * 2].decode(codec, "replace")
+    return codec if all(c.isprintable() or c.isspace() for c in sample) else None
+
+
+def _decoded(file: IO[bytes]) -> Iterator[str]:
     """The text of a file in pieces, without a byte order mark. Raises `Unreadable` with the offset of the first bad byte."""
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     while True:
@@ -86,5 +296,249 @@ def _decoded(file: IO[bytes], report: PrepareReport | None) -> Iterator[str]:
         if not data:
             return
         offset += len(data)
-        if report:
-            report.consumed += len(data)
+
+
+# ---- JSON: lines, so that one bad line does not end the file; or one array, or values printed over several lines
+
+
+def json_records(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[tuple[int, str, Any]]:
+    """(number from 1, position in words, value) of the records of a JSON file. Bad lines are skipped, which the report says.
+    Raises `Unreadable`."""
+    with open_utf8(path, entry, report) as file:
+        head = bytes(file.peek(CHUNK)).removeprefix(codecs.BOM_UTF8).lstrip()
+        is_whole = head.startswith(b"[") or head.partition(b"\n")[0].strip() == b"{"
+        name = path.stem if path.suffix.lower() in _COMPRESSION else path.name
+        if is_whole and name.lower().endswith(".json"):
+            for number, value in enumerate(_json_values(file), start=1):
+                yield number, f"record {number}", value
+            return
+        number = 0
+        while line := file.readline(MAX_RECORD_BYTES + 1):
+            number += 1
+            where = f"line {number}"
+            if len(line) > MAX_RECORD_BYTES and not line.endswith(b"\n"):
+                while not line.endswith(b"\n") and (line := file.readline(CHUNK)):
+                    pass
+                entry.skip(f"a line longer than {format_bytes(MAX_RECORD_BYTES)}", where)
+            elif not line.strip():
+                entry.skip("blank line", where)
+            else:
+                try:
+                    value = json.loads(line.removeprefix(codecs.BOM_UTF8).strip())
+                except UnicodeDecodeError as error:
+                    entry.skip(NOT_UTF8, f"{where}, byte {error.start}")
+                except (ValueError, RecursionError) as error:
+                    # The decoder's own message says "line 1", which would be misleading here.
+                    position = isinstance(error, json.JSONDecodeError) and f"{error.msg}, column {error.colno}"
+                    entry.skip(NOT_JSON_LINE, f"{where}: {position or error}")
+                else:
+                    yield number, where, value
+
+
+def _json_values(file: IO[bytes]) -> Iterator[Any]:
+    """The elements of a JSON array, or JSON values that follow one another, of which one at a time is in memory."""
+
+    def read(chars: int) -> str:
+        try:
+            return reader.read(chars, chars)
+        except UnicodeDecodeError as error:
+            raise Unreadable(NOT_UTF8, f"after record {count}", "save it as UTF-8") from error
+
+    reader = codecs.getreader("utf-8-sig")(file)
+    position = count = 0
+    text = read(CHUNK).lstrip()
+    is_array = text.startswith("[")
+    text = text[is_array:]
+    while True:
+        position = re.compile(r"[\s,]*").match(text, position).end()  # type: ignore[union-attr]
+        try:
+            if is_array and text.startswith("]", position):
+                if (text[position + 1 :] + read(CHUNK)).strip():
+                    raise Unreadable("text after the end of the JSON array", f"record {count + 1}", "correct it")
+                return
+            value, position = json.JSONDecoder().raw_decode(text, position)
+        except RecursionError:
+            raise Unreadable("not JSON", f"record {count + 1}: nested too deeply", "correct it") from None
+        except json.JSONDecodeError as error:
+            # The value may only be incomplete. The amount doubles, so that the time to parse it again stays in proportion.
+            more = read(max(CHUNK, len(text) - position))
+            if len(text) - position > MAX_RECORD_BYTES:
+                reason, fix = f"a record longer than {format_bytes(MAX_RECORD_BYTES)}", "convert it to JSON Lines"
+                raise Unreadable(reason, f"after record {count}", f"{fix}, e.g. with: jq -c '.[]'") from None
+            if not more:
+                if not is_array and position == len(text):
+                    return
+                raise Unreadable("not JSON", f"record {count + 1}: {error.msg}", "correct it") from None
+            text, position = text[position:] + more, 0
+        else:
+            count += 1
+            yield value
+
+
+def _read_json(
+    path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
+) -> Iterator[Document]:
+    field = text_field  # records without a given field are skipped one by one
+    if field is None:
+        fields: dict[str, bool] = {}
+        with suppress(Unreadable):  # a file that is damaged further on is read up to there
+            for _, _, record in islice(json_records(path, FileReport(""), PrepareReport()), 100):
+                for name, value in record.items() if isinstance(record, dict) else ():
+                    fields[name] = fields.get(name, False) or isinstance(value, str)
+        field = find_text_column(None, fields, entry) if fields else "text"
+    for number, where, record in json_records(path, entry, report):
+        if isinstance(record, dict) and field in record:
+            yield from _accept_pieces([record[field]], f"{key}:{number}", where, entry)
+        else:
+            what = ", ".join(list(record)[:8]) if isinstance(record, dict) else type(record).__name__
+            entry.skip(f"no field {field!r}", f"{where} has {what}")
+
+
+# ---- Tables: a document per row, read by pyarrow
+
+
+def _read_csv(
+    path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
+) -> Iterator[Document]:
+    """Rows of a file with a header; quoted text may hold line breaks."""
+    pyarrow = require_pyarrow("CSV files")
+    from pyarrow import csv
+
+    def record_bad_row(bad: Any) -> str:
+        entry.skip("not a row of CSV", f"{bad.actual_columns} columns instead of {bad.expected_columns}")
+        return "skip"
+
+    def parse(on_bad_row: Any) -> Any:
+        delimiter = "\t" if ".tsv" in path.name.lower() else ","
+        return csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=on_bad_row)
+
+    row, blocks = 0, csv.ReadOptions(block_size=MAX_RECORD_BYTES)
+    try:
+        with open_utf8(path, FileReport(""), PrepareReport()) as file:
+            schema = csv.open_csv(file, blocks, parse(lambda _: "skip")).schema
+        # The types are inferred from the first block: text that is not UTF-8 is inferred as binary.
+        is_text = {
+            field.name: pyarrow.types.is_string(field.type) or pyarrow.types.is_binary(field.type) for field in schema
+        }
+        column = find_text_column(text_field, {name: is_text[name] or name == text_field for name in is_text}, entry)
+        # As bytes, so that one row that is not UTF-8 does not end the file.
+        convert = csv.ConvertOptions(include_columns=[column], column_types={column: pyarrow.binary()})
+        with (
+            open_utf8(path, entry, report) as file,
+            csv.open_csv(file, blocks, parse(record_bad_row), convert) as batches,
+        ):
+            for batch in batches:
+                yield from _rows(batch.column(0), row, key, entry, first_row=1)
+                row += batch.num_rows
+    except pyarrow.ArrowInvalid as error:
+        reason = str(error).splitlines()[0]
+        if "straddling" in reason:
+            reason = f"a row longer than {format_bytes(MAX_RECORD_BYTES)}, or a quote that is never closed"
+        raise Unreadable("not a CSV file", f"after row {row}: {reason}", "correct it") from error
+
+
+def _read_parquet(
+    path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
+) -> Iterator[Document]:
+    """A damaged row group ends the file and keeps the rows before it."""
+    with open_parquet(path) as file:
+        column = _string_column(file.schema_arrow, text_field, entry)
+        row, size, groups = 0, path.stat().st_size, file.metadata.num_row_groups
+        for group in range(groups):
+            about = file.metadata.row_group(group)
+            # About 16 MB are decoded at a time: a row can be a whole book.
+            rows = max(min(64, _PARQUET_BYTES * about.num_rows // max(about.total_byte_size, 1)), 1)
+            with damage("damaged Parquet file", f"row group {group}"):
+                for batch in file.iter_batches(rows, row_groups=[group], columns=[column]):
+                    yield from _rows(batch.column(0), row, key, entry)
+                    row += batch.num_rows
+            report.consumed += size // groups
+
+
+_PARQUET_BYTES = 1 << 24
+
+
+def _read_arrow(
+    path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
+) -> Iterator[Document]:
+    """Rows of an Arrow file or stream, as `datasets` saves them."""
+    pyarrow = require_pyarrow("Arrow files")
+    with pyarrow.OSFile(str(path)) as file:  # not a memory map: a file that becomes shorter would kill the process
+        is_file = file.read(6) == b"ARROW1"
+        file.seek(0)
+        with damage("not an Arrow file"):
+            opened = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
+        column = _string_column(opened.schema, text_field, entry)
+        batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else iter(opened)
+        row = number = 0
+        while True:
+            with damage("damaged Arrow file", f"batch {number}"):
+                batch = next(batches, None)
+            if batch is None:
+                break
+            yield from _rows(batch.column(column), row, key, entry)
+            row, number = row + batch.num_rows, number + 1
+    report.consumed += path.stat().st_size
+
+
+def _string_column(schema: Any, text_field: str | None, entry: FileReport) -> str:
+    from pyarrow import types
+
+    columns = {}
+    for field in schema:
+        kind = field.type.value_type if types.is_dictionary(field.type) else field.type
+        columns[field.name] = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    return find_text_column(text_field, columns, entry)
+
+
+def _rows(values: Iterable[Any], start: int, key: str, entry: FileReport, first_row: int = 0) -> Iterator[Document]:
+    """Documents of a column of strings or bytes. `start`: rows before it; `first_row`: the number of the file's first."""
+    for row, value in enumerate(values, start + first_row):
+        try:
+            text = value.as_py()
+            text = text.decode("utf-8") if isinstance(text, bytes) else text
+        except UnicodeDecodeError as error:
+            entry.skip(NOT_UTF8, f"row {row}, byte {error.start}")
+        else:
+            yield from _accept_pieces([text], f"{key}:{row}", f"row {row}", entry)
+
+
+@contextmanager
+def open_parquet(path: Path) -> Iterator[Any]:
+    """A `pyarrow.parquet.ParquetFile`. Raises `Unreadable`, or `DataError` with the install command if pyarrow is missing."""
+    try:
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise missing_package("Parquet files", "pyarrow") from error
+    with damage("not a Parquet file"):
+        file = pq.ParquetFile(path)
+    with file:
+        yield file
+
+
+@contextmanager
+def damage(reason: str, where: str = "") -> Iterator[None]:
+    """Turns errors of pyarrow into `Unreadable`."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the file system
+        detail = f"{where}: {(str(error).splitlines() or [type(error).__name__])[0]}".removeprefix(": ")
+        raise Unreadable(reason, detail, "copy it again") from error
+
+
+def missing_package(what: str, package: str) -> DataError:
+    """The error for an optional dependency that is not installed."""
+    return DataError(f"reading {what} needs the package {package!r}: pip install {package}")
+
+
+def require_pyarrow(what: str) -> Any:
+    """The module `pyarrow`. Raises `DataError` with the install command if it is missing."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise missing_package(what, "pyarrow") from error
+    return pyarrow

@@ -1,7 +1,7 @@
 """Report of `boost prepare`: what it read, changed or skipped and why, per file, per source, and in total."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from boost.config.text import printable
@@ -21,9 +21,6 @@ class Skip:
         self.count += count
         if where and len(self.examples) < MAX_EXAMPLES:
             self.examples.append(where)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "examples": self.examples}
 
 
 @dataclass
@@ -63,18 +60,11 @@ class FileReport:
         """Sets the numbers to those of `as_dict`."""
         self.documents, self.bytes, self.tokens = (int(saved[key]) for key in ("documents", "bytes", "tokens"))
         for what in ("skipped", "notes"):
-            restored = {reason: Skip(each["count"], list(each["examples"])) for reason, each in saved[what].items()}
-            setattr(self, what, restored)
+            reasons = {reason: Skip(skip["count"], list(skip["examples"])) for reason, skip in saved[what].items()}
+            setattr(self, what, reasons)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "documents": self.documents,
-            "bytes": self.bytes,
-            "tokens": self.tokens,
-            "skipped": {reason: skip.as_dict() for reason, skip in self.skipped.items()},
-            "notes": {what: noted.as_dict() for what, noted in self.notes.items()},
-        }
+        return asdict(self)
 
 
 @dataclass
@@ -96,17 +86,15 @@ class SourceReport:
         """Sets the numbers of all files to those of their `as_dict`, and adds files that are not there yet."""
         for missing in saved[len(self.files) :]:
             self.file(missing["name"])
-        for entry, found in zip(self.files, saved, strict=True):
-            entry.restore(found)
+        for entry, numbers in zip(self.files, saved, strict=True):
+            entry.restore(numbers)
 
     def as_dict(self) -> dict[str, Any]:
         """Totals over this source's files; `files` counts those with at least one document."""
         return {
             "name": self.name,
             "files": sum(entry.documents > 0 for entry in self.files),
-            "documents": sum(entry.documents for entry in self.files),
-            "bytes": sum(entry.bytes for entry in self.files),
-            "tokens": sum(entry.tokens for entry in self.files),
+            **{key: sum(getattr(entry, key) for entry in self.files) for key in ("documents", "bytes", "tokens")},
             "skipped": merge_skips((entry.name, entry.skipped) for entry in self.files),
             "notes": merge_skips((entry.name, entry.notes) for entry in self.files),
         }
@@ -155,4 +143,4 @@ def merge_skips(files: Iterable[tuple[str, dict[str, Skip]]]) -> dict[str, dict[
             total.add(examples[0], skip.count)
             for example in examples[1:]:
                 total.add(example, 0)
-    return {reason: skip.as_dict() for reason, skip in merged.items()}
+    return {reason: asdict(skip) for reason, skip in merged.items()}

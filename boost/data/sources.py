@@ -1,18 +1,21 @@
 """Inputs of `boost prepare`: files and folders, the standard library, a Hugging Face dataset.
 
 A source lists its files when it is created, so a missing file fails before any work. It can be read more than once:
-`documents(report)` yields its documents in a fixed order and records what it read and skipped in the report.
+`documents(report)` yields its documents in a fixed order and records what it read and skipped in the report. `fingerprint()`
+identifies it without reading it, as JSON values: names, sizes and modification times of files. `size` is bytes on disk, None if
+it is streamed.
 """
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from boost.data.documents import Document, Unreadable
-from boost.data.readers import read_file, require_unchanged
+from boost.data.conversations import read_conversations
+from boost.data.hub import HubSource
+from boost.data.readers import Document, Unreadable, read_file
 from boost.data.report import PrepareReport, SourceReport
 from boost.data.store import STORE_FILE
 from boost.data.writer import is_leftover
@@ -21,43 +24,6 @@ from boost.errors import DataError
 # Of folders that `datasets` writes with save_to_disk: one with the splits as folders, and one with the shards of a split.
 DATASET_DICT = "dataset_dict.json"
 DATASET_METADATA = {"dataset_info.json", "state.json"}
-
-
-class Source(Protocol):
-    """One input. `size` is bytes on disk, or None if it is streamed."""
-
-    name: str
-    size: int | None
-
-    def documents(self, report: PrepareReport) -> Iterator[Document]:
-        """Yields the documents in a fixed order, each recorded in the report. Raises `DataError`."""
-        ...
-
-    def fingerprint(self) -> list[Any]:
-        """Identifies the input without reading it, as JSON values: names, sizes and modification times of files."""
-        ...
-
-
-@runtime_checkable
-class StreamedSource(Protocol):
-    """A source that continues at a position without reading what is before it."""
-
-    name: str
-    size: int | None
-
-    def documents(
-        self, report: PrepareReport, position: dict[str, Any] | None = None, entries: Sequence[dict[str, Any]] = ()
-    ) -> Iterator[Document]:
-        """Like `Source.documents`. `position`: the documents after it, with the numbers of `entries` in the report."""
-        ...
-
-    def position(self) -> dict[str, Any]:
-        """The position after the last document, as JSON values."""
-        ...
-
-    def fingerprint(self) -> list[Any]:
-        """Like `Source.fingerprint`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -79,13 +45,18 @@ class SeenInputs:
     paths: set[str] = field(default_factory=set)
     keys: set[str] = field(default_factory=set)
 
-    def unique_key(self, key: str) -> str:
-        """The key, numbered if another input already uses it: documents with the same key would share a split."""
-        number, candidate = 2, key
-        while candidate in self.keys:
-            number, candidate = number + 1, f"{key}#{number}"
-        self.keys.add(candidate)
-        return candidate
+
+AGAIN = "nothing was written; run it again when nothing else writes to the input"
+
+
+def require_unchanged(path: Path, size: int, mtime_ns: int) -> None:
+    """Raises `DataError` if a file has changed since it was listed: a store must not mix two versions of it."""
+    try:
+        about = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: disappeared during the preparation ({error.strerror}); {AGAIN}") from None
+    if (about.st_size, about.st_mtime_ns) != (size, mtime_ns):
+        raise DataError(f"{path}: changed during the preparation; {AGAIN}")
 
 
 class FilesSource:
@@ -95,16 +66,18 @@ class FilesSource:
     can be reached twice is read once. Keys are paths relative to the folder, so moving a corpus does not change its split.
     """
 
-    def __init__(self, path: str | Path, text_field: str | None = None, seen: SeenInputs | None = None) -> None:
-        self.path, self.name, self.text_field = Path(path), str(path), text_field
+    def __init__(
+        self, path: str | Path, text_field: str | None = None, seen: SeenInputs | None = None, chat: bool = False
+    ) -> None:
+        """`chat`: the files hold conversations. Raises `DataError` if there is nothing at the path."""
+        self.path, self.name, self.text_field, self.chat = Path(path), str(path), text_field, chat
         self._skipped: list[tuple[str, str]] = []
         self._seen = seen or SeenInputs()
         if not self.path.exists():
-            raise DataError(
-                f"{path}: no such file or folder; check the spelling, or use --stdlib for a corpus without files"
-            )
+            otherwise = "" if chat else ", or use --stdlib for a corpus without files"
+            raise DataError(f"{path}: no such file or folder; check the spelling{otherwise}")
         if self.path.is_dir():
-            self.files = [self._input(found, explicit=False) for found in self._walk()]
+            self.files = [self._input(file, explicit=False) for file in self._walk()]
         else:
             self.files = [self._input(self.path, explicit=True)]
         self.size: int | None = sum(file.size for file in self.files)
@@ -120,7 +93,14 @@ class FilesSource:
                 folders.clear()
                 continue
             if DATASET_DICT in names:
-                self._keep_train(folder, folders)
+                if "train" not in folders:
+                    splits = ", ".join(sorted(folders)) or "none"
+                    raise DataError(
+                        f"{folder}: a saved dataset without a train split; name the folder of a split: {splits}"
+                    )
+                for name in sorted({*folders} - {"train"}):
+                    self._skip(os.path.join(folder, name), "another split than train; to read it, name its folder")
+                folders[:] = ["train"]
             metadata = DATASET_METADATA if set(names) >= DATASET_METADATA else {DATASET_DICT} & set(names)
             for name in sorted(metadata):
                 self._skip(os.path.join(folder, name), "metadata of a saved dataset")
@@ -133,41 +113,36 @@ class FilesSource:
                 Path(folder, name) for name in sorted(names) if not name.startswith(".") and not is_leftover(name)
             )
 
-    def _keep_train(self, folder: str, splits: list[str]) -> None:
-        """Of a dataset that `datasets` saved with its splits, reads the train split. Raises `DataError` if there is none."""
-        if "train" not in splits:
-            found = ", ".join(sorted(splits)) or "none"
-            raise DataError(f"{folder}: a saved dataset without a train split; name the folder of a split: {found}")
-        for name in sorted(splits):
-            if name != "train":
-                self._skip(os.path.join(folder, name), "another split than train; to read it, name its folder")
-        splits[:] = ["train"]
-
     def _skip(self, path: str, reason: str) -> None:
         self._skipped.append((os.path.relpath(path, self.path), reason))
 
     def _input(self, path: Path, explicit: bool) -> InputFile:
         key = path.name if explicit else path.relative_to(self.path).as_posix()
         try:
-            found = path.stat()
+            about = path.stat()
         except OSError as error:
             return InputFile(path, key, explicit, refused=f"cannot be opened: {error.strerror}")
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(about.st_mode):
             return InputFile(path, key, explicit, refused="not a regular file")
         real = os.path.realpath(path)
         if real in self._seen.paths:
             return InputFile(path, key, False, refused="already read under another name")
         self._seen.paths.add(real)
-        return InputFile(path, self._seen.unique_key(key), explicit, found.st_size, found.st_mtime_ns)
+        # Documents with the same key would share a split.
+        number, name = 2, key
+        while key in self._seen.keys:
+            number, key = number + 1, f"{name}#{number}"
+        self._seen.keys.add(key)
+        return InputFile(path, key, explicit, about.st_size, about.st_mtime_ns)
 
     def documents(self, report: PrepareReport) -> Iterator[Document]:
         section = report.source(self.name)
         for name, reason in self._skipped:
             section.file(name).skip(reason)
         for file in self.files:
-            yield from self._read(file, section, report)
+            yield from self._documents_of(file, section, report)
 
-    def _read(self, file: InputFile, section: SourceReport, report: PrepareReport) -> Iterator[Document]:
+    def _documents_of(self, file: InputFile, section: SourceReport, report: PrepareReport) -> Iterator[Document]:
         entry = section.file(file.key)
         try:
             if file.refused:
@@ -177,7 +152,10 @@ class FilesSource:
                 entry.skip("empty")
                 return
             try:
-                yield from read_file(file.path, file.key, self.text_field, entry, report)
+                if self.chat:
+                    yield from read_conversations(file.path, file.key, entry, report)
+                else:
+                    yield from read_file(file.path, file.key, self.text_field, entry, report)
             except OSError as error:
                 raise Unreadable(f"cannot be read: {error.strerror or error}") from error
             require_unchanged(file.path, file.size, file.mtime_ns)
@@ -190,30 +168,5 @@ class FilesSource:
         return [[file.key, file.size, file.mtime_ns] for file in self.files]
 
 
-def open_sources(
-    inputs: Sequence[str | Path] = (),
-    *,
-    stdlib: bool = False,
-    hf: str | None = None,
-    hf_split: str = "train",
-    hf_revision: str | None = None,
-    text_field: str | None = None,
-    seen: SeenInputs | None = None,
-) -> list[Source]:
-    """The sources of one command line, in the order stdlib, paths, dataset. Raises `DataError` if there is none."""
-    sources: list[Source] = []
-    if stdlib:
-        from boost.data.stdlib import StdlibSource
-
-        sources.append(StdlibSource())
-    seen = seen or SeenInputs()
-    sources += [FilesSource(path, text_field, seen) for path in inputs]
-    if hf is not None:
-        from boost.data.hub import HubSource
-
-        sources.append(HubSource(hf, hf_split, text_field or "text", hf_revision))
-    if not sources:
-        raise DataError(
-            "no input given; name text, JSON, CSV, Parquet or Arrow files, --hf NAME, or --stdlib for a corpus without files"
-        )
-    return sources
+Source = FilesSource | HubSource
+"""One input; the standard library is a `FilesSource`."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from boost.data.documents import Document
+from boost.data.readers import Document
 from boost.errors import DataError
 
 
@@ -65,19 +65,19 @@ def choose_split(documents: Iterable[Document], heldout: float) -> SplitRule | N
 
 def rule_for_keys(keys: Iterable[str], heldout: float) -> SplitRule | None:
     """`choose_split` by the keys of the documents."""
-    found: set[str] = set()
+    splits: set[str] = set()
     lowest, highest, count = (2.0, ""), (-1.0, ""), 0
     for key in keys:
         hashed = key_hash(key)
         lowest, highest, count = min(lowest, (hashed, key)), max(highest, (hashed, key)), count + 1
-        found.add("heldout" if hashed < heldout else "train")
-        if len(found) == 2:
+        splits.add("heldout" if hashed < heldout else "train")
+        if len(splits) == 2:
             return SplitRule(heldout)
     if not count:
         return None
     if count == 1:
         return SplitRule(heldout, single=True)
-    return SplitRule(heldout, moved=(lowest[1], "heldout") if "train" in found else (highest[1], "train"))
+    return SplitRule(heldout, moved=(lowest[1], "heldout") if "train" in splits else (highest[1], "train"))
 
 
 def split_position(text: str, heldout: float) -> int:

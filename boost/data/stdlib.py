@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from boost.data.documents import Document, Unreadable, accept
-from boost.data.readers import read_file, require_unchanged
+from boost.data.readers import Document, accept
 from boost.data.report import FileReport, PrepareReport
+from boost.data.sources import FilesSource, InputFile
 from boost.errors import DataError
 
 # Third-party packages are excluded; tests and bundled tools would be half of the text.
@@ -29,42 +29,30 @@ SKIPPED_FOLDERS |= {"test", "tests", "idlelib", "idle_test"}
 UNSAFE_MODULES = re.compile(r"_?(test|xx|readline|tkinter|curses|ctypes_test|crypt|nis|dbm|gdbm)")
 
 
-class StdlibSource:
+class StdlibSource(FilesSource):
     """The standard library of the running interpreter, as a source."""
 
-    name = "Python standard library"
-
     def __init__(self, root: str | Path | None = None) -> None:
-        self.root = Path(root or sysconfig.get_paths()["stdlib"])
-        self.files = sorted(self._walk())
-        if not self.files:
+        self.root, self.name = Path(root or sysconfig.get_paths()["stdlib"]), "Python standard library"
+        self.text_field, self.chat, self._skipped = None, False, []
+        paths = sorted((path.relative_to(self.root).as_posix(), path) for path in self._walk())
+        if not paths:
             raise DataError(f"{self.root}: no standard library sources found; name text files or folders instead")
-        self._stats = [(key, path, path.stat()) for key, path in self.files]
-        self.size: int | None = sum(found.st_size for _, _, found in self._stats)
+        stats = [(key, path, path.stat()) for key, path in paths]
+        self.files = [InputFile(path, key, False, about.st_size, about.st_mtime_ns) for key, path, about in stats]
+        self.size = sum(file.size for file in self.files)
         self.modules = documented_modules()
 
-    def _walk(self) -> Iterator[tuple[str, Path]]:
+    def _walk(self) -> Iterator[Path]:
         for folder, folders, names in os.walk(self.root):
             folders[:] = [f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith((".", "config-"))]
-            for name in names:
-                path = Path(folder, name)
-                if name.endswith(".py") and path.is_file():
-                    yield path.relative_to(self.root).as_posix(), path
+            paths = (Path(folder, name) for name in names if name.endswith(".py"))
+            yield from (path for path in paths if path.is_file())
 
     def documents(self, report: PrepareReport) -> Iterator[Document]:
-        section = report.source(self.name)
-        for key, path, listed in self._stats:
-            entry = section.file(key)
-            require_unchanged(path, listed.st_size, listed.st_mtime_ns)
-            try:
-                try:
-                    yield from read_file(path, key, "", entry, report)
-                except OSError as error:
-                    raise Unreadable(f"cannot be read: {error.strerror or error}") from error
-            except Unreadable as problem:
-                entry.skip(problem.reason, problem.where)
+        yield from super().documents(report)
         for name in self.modules:
-            entry = section.file(f"documentation of {name}")
+            entry = report.sources[-1].file(f"documentation of {name}")
             if document := self._documentation(name, entry):
                 yield document
 
@@ -80,8 +68,7 @@ class StdlibSource:
         return accept(text, f"doc/{name}", "", entry)
 
     def fingerprint(self) -> list[Any]:
-        files = [[key, found.st_size, found.st_mtime_ns] for key, _, found in self._stats]
-        return [sys.version, self.modules, files]
+        return [sys.version, self.modules, super().fingerprint()]
 
 
 def documented_modules() -> list[str]:

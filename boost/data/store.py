@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 from boost.data.blocks import DIGEST_BYTES, FileArray, block_digest
-from boost.data.spans import Spans
 from boost.data.tokenizer import parse_tokenizer, tokenizer_fingerprint
 from boost.errors import DataError
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 MASKED_FORMAT = 2
-"""Format of stores with a loss mask: releases that would ignore the mask refuse them."""
+"""Format of stores with a loss mask."""
 SPLITS = ("train", "heldout")
 STORE_FILE, REPORT_FILE, TOKENIZER_FILE = "store.json", "report.json", "tokenizer.json"
 OFFSET_DTYPE = np.dtype("<i8")
@@ -42,6 +41,38 @@ _CHUNK = 1 << 22
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The dtype on disk of token ids below `vocab_size`."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+class Spans:
+    """Which tokens of a split count in the loss (a loss mask), as spans: on disk 16 bytes per answer.
+
+    `boundaries` int64 [2 n], increasing: span i has tokens boundaries[2 i] to boundaries[2 i + 1] - 1."""
+
+    def __init__(self, boundaries: FileArray | npt.NDArray[np.int64]) -> None:
+        self.boundaries = boundaries
+
+    def counted(self, start: int, length: int) -> npt.NDArray[np.bool_]:
+        """Whether each of `length` tokens from `start` counts; [length]."""
+        first = bisect.bisect_right(self.boundaries, start)
+        last = bisect.bisect_right(self.boundaries, start + length - 1)
+        local = np.asarray(self.boundaries[first:last]) - start
+        passed = first + np.searchsorted(local, np.arange(length), side="right")
+        return passed % 2 == 1
+
+    def before(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """How many tokens count before each position. Reads all boundaries."""
+        spans = np.asarray(self.boundaries[:], dtype=np.int64).reshape(-1, 2)
+        starts, ends = spans[:, 0], spans[:, 1]
+        totals = np.concatenate([[0], np.cumsum(ends - starts)])
+        begun = np.searchsorted(starts, positions, side="right")
+        unfinished = np.where(begun > 0, ends[np.maximum(begun - 1, 0)] - positions, 0)
+        return np.asarray(totals[begun] - np.maximum(unfinished, 0))
+
+
+def boundaries_of(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Boundaries [2 n] of the runs of True in a mask [length]."""
+    padded = np.concatenate([[False], mask, [False]])
+    return np.flatnonzero(padded[1:] != padded[:-1]).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -125,7 +156,8 @@ class TokenStore:
     """A finished token store, opened read-only with `TokenStore.open`."""
 
     def __init__(self, path: Path, meta: dict[str, Any], tokenizer_json: str) -> None:
-        self.path, self.meta, self._tokenizer_json = path, meta, tokenizer_json
+        """`tokenizer_json`: the text of tokenizer.json when the store was opened, even if the file has changed since."""
+        self.path, self.meta, self.tokenizer_json = path, meta, tokenizer_json
 
     @classmethod
     def open(cls, path: str | Path) -> "TokenStore":
@@ -156,11 +188,10 @@ class TokenStore:
         if self.is_masked:
             expected[f"{name}.targets"] = 2 * sizes["target_spans"] * OFFSET_DTYPE.itemsize
         for file, size in expected.items():
-            found = (self.path / file).stat().st_size if (self.path / file).is_file() else None
-            if found is None:
+            if not (self.path / file).is_file():
                 raise damaged(self.path, f"{file} is missing")
-            if found != size:
-                raise damaged(self.path, f"{file} has {found} bytes, but {STORE_FILE} says {size}")
+            if (actual := (self.path / file).stat().st_size) != size:
+                raise damaged(self.path, f"{file} has {actual} bytes, but {STORE_FILE} says {size}")
         offsets = self.split(name).documents
         if offsets[0] != 0 or offsets[-1] != sizes["tokens"]:
             raise damaged(self.path, f"{name}.documents does not span the {sizes['tokens']} tokens")
@@ -197,9 +228,9 @@ class TokenStore:
         return str(self.meta["tokenizer_fingerprint"])
 
     @property
-    def blocks(self) -> dict[str, str] | None:
-        """Concatenated block digests by file (`boost.data.blocks`); None for stores of earlier releases."""
-        return self.meta.get("blocks")
+    def blocks(self) -> dict[str, str]:
+        """Concatenated block digests by file (`boost.data.blocks`)."""
+        return dict(self.meta["blocks"])
 
     def content(self, split: str) -> str:
         """sha256 (hex) of a split's tokens: the same for the same text and tokenizer, on any machine."""
@@ -212,12 +243,7 @@ class TokenStore:
 
     @cached_property
     def _tokenizer(self) -> "Tokenizer":
-        return parse_tokenizer(self._tokenizer_json)
-
-    @property
-    def tokenizer_json(self) -> str:
-        """The text of tokenizer.json when the store was opened, even if the file has changed since."""
-        return self._tokenizer_json
+        return parse_tokenizer(self.tokenizer_json)
 
     def tokenizer(self) -> "Tokenizer":
         """The tokenizer of this store; see `load_tokenizer` for how it encodes."""
@@ -293,17 +319,12 @@ def _check_shape(meta: Any) -> None:
         keys += ["targets", "target_spans", "target_bytes"] if masked else []
         if min(int(meta["splits"][name][key]) for key in keys) < 1:
             raise ValueError(f"split {name} is empty")
-    if "blocks" in meta or "digest" in meta:  # stores of earlier releases have digests of tokens only
-        files = {
-            REPORT_FILE,
-            TOKENIZER_FILE,
-            *(f"{name}.{kind}" for name in SPLITS for kind in ("tokens", "documents")),
-            *(f"{name}.targets" for name in SPLITS if masked),
-        }
-        if meta["blocks"].keys() != files or any(len(d) % (2 * DIGEST_BYTES) for d in meta["blocks"].values()):
-            raise ValueError("the block digests do not match the files")
-        if with_digest(meta)["digest"] != meta["digest"]:
-            raise ValueError("the digest does not match the content")
+    kinds = ("tokens", "documents", "targets") if masked else ("tokens", "documents")
+    files = {REPORT_FILE, TOKENIZER_FILE, *(f"{name}.{kind}" for name in SPLITS for kind in kinds)}
+    if meta["blocks"].keys() != files or any(len(d) % (2 * DIGEST_BYTES) for d in meta["blocks"].values()):
+        raise ValueError("the block digests do not match the files")
+    if with_digest(meta)["digest"] != meta["digest"]:
+        raise ValueError("the digest does not match the content")
 
 
 def with_digest(meta: dict[str, Any]) -> dict[str, Any]:

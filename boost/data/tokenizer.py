@@ -76,20 +76,14 @@ def load_tokenizer(spec: str | Path) -> "Tokenizer":
             raise DataError(f"{path}: not a Hugging Face tokenizer.json: {_first_line(error)}") from error
     if str(spec).startswith((".", "/", "~")) or str(spec).endswith(".json"):
         raise DataError(f"--tokenizer {spec}: no such file; name a tokenizer.json, a Hub tokenizer, or train:4096")
-    return _from_hub(str(spec))
-
-
-def _from_hub(name: str) -> "Tokenizer":
-    from tokenizers import Tokenizer
-
     from boost.data.hub import quiet_hub
 
     try:
         with quiet_hub():
-            return _as_plain_encoder(Tokenizer.from_pretrained(name))
+            return _as_plain_encoder(Tokenizer.from_pretrained(str(spec)))
     except Exception as error:
         raise DataError(
-            f"--tokenizer {name}: neither a local file nor reachable on the Hugging Face Hub "
+            f"--tokenizer {spec}: neither a local file nor reachable on the Hugging Face Hub "
             f"({type(error).__name__}: {_first_line(error)}); check the name and the network, or use train:4096"
         ) from error
 

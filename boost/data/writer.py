@@ -1,21 +1,19 @@
 """Writes a token store atomically: a reader sees the old store, the complete new one, or none.
 
-A store is written to `STORE.boost-tmp` next to its final path and read back there. The last step is a rename, or an exchange with
-an older store. `STORE.boost-lock` is held meanwhile, so any `.boost-tmp` or `.boost-old` that the lock holder finds was left by a
-dead process.
+A store is written to `STORE.boost-tmp` next to its final path and read back there. The last step is a rename, after an older store
+became `STORE.boost-old`. `STORE.boost-lock` is held meanwhile, so any `.boost-tmp` or `.boost-old` that the lock holder finds was
+left by a dead process.
 
 `TokenWriter.commit` makes what has been written survive a kill: it syncs the files and returns their lengths. `save_progress`
 records these and the position in the input in `resume.json`; the next run truncates the files to these lengths and continues.
 """
 
-import ctypes
 import errno
 import fcntl
 import hashlib
 import json
 import os
 import shutil
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -83,7 +81,7 @@ def _recover(store: Path) -> None:
     between two renames."""
     old, temporary = sibling(store, "old"), sibling(store, "tmp")
     if read_progress(store) is None:
-        _remove(temporary)
+        remove(temporary)
     (store / RESUME_FILE).unlink(missing_ok=True)  # of a run that was killed just after it had published the store
     if not old.exists():
         return
@@ -92,7 +90,7 @@ def _recover(store: Path) -> None:
     elif not store.exists():
         os.rename(old, store)
     elif (store / STORE_FILE).exists() and _opens(old):
-        _remove(temporary)
+        remove(temporary)
         os.rename(store, temporary)
         os.rename(old, store)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -120,8 +118,15 @@ def new_store(store: Path) -> Iterator[Path]:
         folder.mkdir(exist_ok=read_progress(store) is not None)
         yield folder
         (folder / f"{RESUME_FILE}.new").unlink(missing_ok=True)
-        _sync(folder)
-        _read_back(folder, store)
+        for path in (*folder.iterdir(), folder):
+            _sync_one(path)
+        try:
+            verify(TokenStore.open(folder))
+        except DataError as error:
+            why = str(error).removeprefix(f"{folder}: ").partition(";")[0]
+            raise DataError(
+                f"{store}: the new store failed verification ({why}); nothing was changed; check the disk and run it again"
+            ) from None
         _publish(folder, store)
         (store / RESUME_FILE).unlink(missing_ok=True)
         _sync_one(store.parent)
@@ -136,7 +141,7 @@ def new_store(store: Path) -> Iterator[Path]:
             ) from error
         raise
     for leftover in (folder, sibling(store, "old")):
-        _remove(leftover)
+        remove(leftover)
 
 
 def save_progress(folder: Path, progress: dict[str, Any]) -> None:
@@ -158,58 +163,25 @@ def read_progress(store: Path) -> dict[str, Any] | None:
         return None
 
 
-def discard_progress(store: Path) -> None:
-    """Removes an unfinished store. The caller must hold `locked`."""
-    _remove(sibling(store, "tmp"))
-
-
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Removes a folder, or a symbolic link."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _read_back(folder: Path, store: Path) -> None:
-    try:
-        verify(TokenStore.open(folder))
-    except DataError as error:
-        why = str(error).removeprefix(f"{folder}: ").partition(";")[0]
-        raise DataError(
-            f"{store}: the new store failed verification ({why}); nothing was changed; check the disk and run it again"
-        ) from None
-
-
 def _publish(folder: Path, store: Path) -> None:
-    """Moves a complete store to its final path. The previous one is then in `folder` or `STORE.boost-old`."""
-    if not store.exists():
-        os.rename(folder, store)
-    elif not _exchange(folder, store):
-        old = sibling(store, "old")
+    """Moves a complete store to its final path. The previous one is then in `STORE.boost-old`."""
+    old = sibling(store, "old")
+    if store.exists():
+        remove(old)  # of an earlier replacement, and damaged: `_recover` would have restored it
         os.rename(store, old)
-        try:
-            os.rename(folder, store)
-        except OSError:
+    try:
+        os.rename(folder, store)
+    except OSError:
+        if old.exists():
             os.rename(old, store)
-            raise
-
-
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swaps two names atomically, so that a store exists at all times. Returns False if unsupported (such as on NFS)."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
-    return (
-        rename is not None and rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
-    )
-
-
-def _sync(folder: Path) -> None:
-    for file in folder.iterdir():
-        _sync_one(file)
-    _sync_one(folder)
+        raise
 
 
 def _sync_one(path: Path) -> None:
@@ -332,7 +304,7 @@ class TokenWriter:
             self._open[name] = self._create(name)
             self._write(name, text.encode())
         splits = {name: {**self.sizes[name], "sha256": self._digests[name].hexdigest()} for name in SPLITS}
-        blocks = {name: digests.finish() for name, digests in self._blocks.items()}
+        blocks = {name: digests.so_far() for name, digests in self._blocks.items()}
         content = with_digest({**meta, "dtype": self.dtype.str, "splits": splits, "blocks": blocks})
         (self.folder / STORE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

@@ -140,7 +140,7 @@ def read_run(path: Path) -> RunRecord:
         updated = datetime.datetime.fromtimestamp(run.metrics.stat().st_mtime, datetime.UTC)
     lines = [line for line in lines if isinstance(line.get("step"), int)]
     config = _last_config(path)
-    state, reason = _state(run, lines, config)
+    state, reason = _state(run, lines)
     return RunRecord(path, config, lines, len(damaged), state, reason, updated)
 
 
@@ -161,13 +161,10 @@ def _last_config(path: Path) -> dict[str, Any]:
 _CONFIG = re.compile(r"config(?:\.(\d+))?\.toml")
 
 
-def _state(run: RunDirectory, lines: list[dict[str, Any]], config: dict[str, Any]) -> tuple[State, str]:
+def _state(run: RunDirectory, lines: list[dict[str, Any]]) -> tuple[State, str]:
     if is_held(run.path):
         return "running", ""
     last = lines[-1] if lines else {}
     if last.get("kind") == "end":
         return ("stopped" if last.get("state") == "stopped" else "done"), str(last.get("reason", ""))
-    # Runs of earlier releases do not say how they ended, only that they were done.
-    if last.get("kind") == "eval" and last["step"] == config.get("train.steps"):
-        return "done", ""
     return "failed", ""

@@ -30,7 +30,6 @@ from boost.models.interface import (
     interleave,
     local_kv_heads,
 )
-from boost.models.linear import PackedWeight, Weight, by_columns
 from boost.models.sequence_share import SequenceShare
 from boost.models.sublayers import MLP, Attention
 
@@ -95,7 +94,6 @@ class Decoder(FusedModule):
     embed: Tensor
     final_norm: Tensor
     head: Tensor
-    _packed_head: PackedWeight | None = None
 
     def __init__(
         self,
@@ -121,12 +119,6 @@ class Decoder(FusedModule):
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(self.parameters()).device
-
-    def fold_residuals(self) -> None:
-        """Adds DLR's residuals to the weights, for inference only: they must not be trained or saved afterwards."""
-        for group in self.modules():
-            if isinstance(group, LinearGroup):
-                group.fold_residuals()
 
     def forward(
         self,
@@ -182,18 +174,14 @@ class Decoder(FusedModule):
                 cache.length += tokens_BS.shape[1]
         if not self.stage.has_head:
             return stream.x, *stream.prev_latents
-        return layout.logits(stream.x, self.final_norm, self._inference_head, rows.last_tokens(stream.x.device))
+        return layout.logits(stream.x, self.final_norm, self.head, rows.last_tokens(stream.x.device))
 
     @torch.no_grad()
     def logits_of(self, tokens_BS: Tensor, tokens_N: Tensor) -> Tensor:
         """Logits [N, V] after each of the tokens numbered `tokens_N` (int64, 0 to B S - 1), of a model that is one stage."""
         caches = self.make_caches(*tokens_BS.shape)
         layout, stream = self._infer(tokens_BS, caches, self._rows(tokens_BS, caches))
-        return layout.logits(stream.x, self.final_norm, self._inference_head, tokens_N)
-
-    @property
-    def _inference_head(self) -> Weight:
-        return self.head if self._packed_head is None else self._packed_head
+        return layout.logits(stream.x, self.final_norm, self.head, tokens_N)
 
     def _rows(self, tokens_BS: Tensor, caches: tuple[KVCache, ...]) -> CacheRows:
         """The first B rows, whose caches are equally long."""
@@ -236,31 +224,6 @@ class Decoder(FusedModule):
 
     def _cache_shape(self, batch: int, capacity: int) -> tuple[int, int, int, int]:
         return batch, local_kv_heads(self.model.kv_heads, self.layout), capacity, self.model.head_dim
-
-    @torch.no_grad()
-    def prepare_inference(self, batch: int) -> None:
-        """Stores the weights of a model on one process as generation of `batch` sequences reads them fastest.
-
-        Parameters can then neither be trained nor saved. Matrices are cast to the activations' dtype, to which every forward
-        pass would cast them; vectors (gains, biases) keep theirs, because they multiply in a wider one. On a CPU, weights of
-        linears are packed, or, for single tokens in fp32, stored by columns where this is faster.
-        """
-        self.fold_residuals()
-        for parameter in self.parameters():
-            if parameter.ndim > 1:
-                parameter.data = parameter.data.to(self.compute_dtype)
-        if not PackedWeight.is_supported(self.device, self.compute_dtype) or not self.layout.grouping:
-            return
-        groups = [group for block in self._blocks for group in block.groups if isinstance(group, FusedLinearGroup)]
-        if batch == 1 and self.compute_dtype == torch.float32:
-            for group in groups:
-                group.store_by_columns()
-            self.head.data = by_columns(self.head.data)
-        else:
-            for group in groups:
-                group.pack()
-            self._packed_head = PackedWeight(self.head)
-            self.head.data = self.head.data.new_empty(0)
 
     def received_shapes(self, layout: Layout, tokens: int) -> list[tuple[int, int]]:
         """Shapes that the previous stage sends for `tokens` tokens: the residual stream and the latents passed between blocks."""

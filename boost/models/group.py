@@ -5,7 +5,6 @@ Legend: T tokens; I input width, O output width, R latent width of the group, al
 
 import itertools
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +16,7 @@ from boost.config.schema import ModelConfig
 from boost.models.fused import FusedModule
 from boost.models.interface import Latents, Layout, Saved, Stream
 from boost.models.latent_gate import LatentGate
-from boost.models.latent_residual import LatentResidual, latent_residual, with_residual
-from boost.models.linear import PackedWeight, Weight, by_columns, linear
+from boost.models.linear import linear
 from boost.models.up_proj import StartCollective, up_project
 
 
@@ -39,15 +37,13 @@ class LinearGroup:
     """Factors A of all slots, [R, I]."""
     own_heads: Sequence[tuple[int, int] | None]
     """For each slot, the (first row, rows) of a replicated weight that this process uses; None: all rows."""
-    residuals: Sequence[LatentResidual | None] = ()
-    """For each slot, what is added to its B where it is used (DLR); () if nothing is."""
 
     @property
     def ranks_here(self) -> Sequence[int]:
         """Local latent width of each slot."""
         raise NotImplementedError
 
-    def stored_outer(self) -> Sequence[Weight]:
+    def stored_outer(self) -> Sequence[Tensor]:
         """Local B (or W of a dense group), one per slot."""
         raise NotImplementedError
 
@@ -83,7 +79,7 @@ class LinearGroup:
     def project(self, h: Sequence[Tensor]) -> list[Tensor]:
         """B h of activated latents, one [T, O] per slot, in one autograd node that writes the slots' gradients side by side."""
         if len(h) == 1:
-            return up_project(h[0], None, False, self.stored_weights(), residuals=self.residuals)
+            return up_project(h[0], None, False, self.stored_weights())
         return self.up_proj(h)
 
     def activate_and_project(
@@ -104,9 +100,9 @@ class LinearGroup:
         """B act(c u) of private latents, one [T, O] per slot. Saves only u (`boost.models.up_proj`)."""
         weights, silu = self.stored_weights(), self.latent_act == "silu"
         if len(latents) == 1:
-            return up_project(latents[0], scale_T1, silu, weights, start_grad_sum, self.residuals)
-        each = zip(latents, weights, self.residuals or (None,) * len(weights), strict=True)
-        return [y for u, b, own in each for y in up_project(u, scale_T1, silu, [b], start_grad_sum, [own])]
+            return up_project(latents[0], scale_T1, silu, weights, start_grad_sum)
+        each = zip(latents, weights, strict=True)
+        return [y for u, b in each for y in up_project(u, scale_T1, silu, [b], start_grad_sum)]
 
     def take_latents(self, stream: Stream, grouped: bool) -> tuple[Latents, Stream]:
         """Takes the previous block's latents for this group from the stream. Returns (latents, remaining stream)."""
@@ -128,39 +124,21 @@ class LinearGroup:
             inputs = saved.tensors if len(saved.tensors) > 1 else [x_TI] * len(self.shape.slots)
             return [linear(x, w_OI) for x, w_OI in zip(inputs, self.outer_weights(x_TI.dtype), strict=True)]
         weights = self.outer_weights(x_TI.dtype)
-        return list(
-            linear(x_TI, torch.cat(cast(list[Tensor], weights))).split([w_OI.shape[0] for w_OI in weights], dim=-1)
-        )
+        return list(linear(x_TI, torch.cat(weights)).split([w_OI.shape[0] for w_OI in weights], dim=-1))
 
     def dense_out(self, hidden: Tensor) -> Tensor:
         """W x of a group with one slot."""
         (y_TO,) = self.dense(Saved((hidden,)), grouped=True)
         return y_TO
 
-    def outer_weights(self, dtype: torch.dtype) -> list[Weight]:
-        """The weights that produce this process's heads or channels (B with its residual, or W of a dense group), one per slot, in
-        `dtype`."""
-        weights = self.stored_weights()
-        residuals = self.residuals or (None,) * len(weights)
-        each = zip(weights, residuals, strict=True)
-        return [
-            w.to(dtype) if residual is None else with_residual(cast(Tensor, w), residual, dtype) for w, residual in each
-        ]
+    def outer_weights(self, dtype: torch.dtype) -> list[Tensor]:
+        """The weights that produce this process's heads or channels (B, or W of a dense group), one per slot, in `dtype`."""
+        return [w.to(dtype) for w in self.stored_weights()]
 
-    @torch.no_grad()
-    def fold_residuals(self) -> None:
-        """Adds the residuals to the stored weights once and for all, for inference: a step of few tokens would spend more on adding
-        them than on its GEMMs."""
-        for weight, residual in zip(self.stored_weights(), self.residuals, strict=bool(self.residuals)):
-            if residual is not None:
-                assert isinstance(weight, Tensor), "residuals are folded before weights are packed"
-                residual.add_to(weight)
-        self.residuals = ()
-
-    def stored_weights(self) -> list[Weight]:
-        """The same as they are stored, without residuals."""
+    def stored_weights(self) -> list[Tensor]:
+        """The same as they are stored."""
         each = zip(self.stored_outer(), self.own_heads, strict=True)
-        return [w if own is None or isinstance(w, PackedWeight) else w.narrow(0, *own) for w, own in each]
+        return [w if own is None else w.narrow(0, *own) for w, own in each]
 
 
 class FusedLinearGroup(LinearGroup, FusedModule):
@@ -177,7 +155,6 @@ class FusedLinearGroup(LinearGroup, FusedModule):
         prefix = f"layers.{layer}"
         self.low_rank = model.low_rank
         self.latent_act = model.latent_act
-        self._packed: dict[str, PackedWeight] = {}
         if self.low_rank:
             self.add_fused_param("A", shape.parameters(prefix, "A"), layout)
             self._outer = [self._store_outer("B", (parameter,), layout) for parameter in shape.parameters(prefix, "B")]
@@ -186,7 +163,6 @@ class FusedLinearGroup(LinearGroup, FusedModule):
             self._outer = [self._store_outer("W", tuple(parameters), layout) for _, parameters in alike]
         whole = [self.placements[name].dim is None for name in self._outer for _ in self.slices[name]]
         self.own_heads = [own_head(model, layout, *each) for each in zip(shape.slots, whole, strict=True)]
-        self.residuals = residuals_of(model, layout, shape, self.own_heads)
         has_latent_gate = architecture.has_latent_gate(model, layer)
         self.latent_gate = LatentGate(model, shape, prefix, layout) if has_latent_gate else None
         self.feeds_next = model.has_latent_gates and layer + 1 < model.layers
@@ -195,41 +171,19 @@ class FusedLinearGroup(LinearGroup, FusedModule):
     def ranks_here(self) -> Sequence[int]:
         return [param_slice.rows for param_slice in self.slices["A"]]
 
-    def stored_outer(self) -> Sequence[Weight]:
+    def stored_outer(self) -> Sequence[Tensor]:
         return [
-            param_slice.view(getattr(self, name)) if len(self.slices[name]) > 1 else self._weight(name)
+            param_slice.view(getattr(self, name)) if len(self.slices[name]) > 1 else getattr(self, name)
             for name in self._outer
             for param_slice in self.slices[name]
         ]
-
-    def down_proj(self, x_TI: Tensor, grouped: bool) -> list[Tensor]:
-        """Same as in `LinearGroup`, also with a packed A."""
-        return [linear(x_TI, self._packed["A"])] if "A" in self._packed else super().down_proj(x_TI, grouped)
-
-    def pack(self) -> None:
-        """Packs the weights for inference (`PackedWeight`). Parameters become empty."""
-        assert self.low_rank or len(self._outer) == 1, "on one process, a dense group is one tensor"
-        for name in ("A", *self._outer) if self.low_rank else self._outer:
-            parameter = getattr(self, name)
-            self._packed[name] = PackedWeight(parameter)
-            parameter.data = parameter.data.new_empty(0)
-
-    def store_by_columns(self) -> None:
-        """Stores the factors B of a low-rank group `by_columns`."""
-        for name in self._outer if self.low_rank else ():
-            parameter = getattr(self, name)
-            parameter.data = by_columns(parameter.data)
-
-    def _weight(self, name: str) -> Weight:
-        packed = self._packed.get(name)
-        return getattr(self, name) if packed is None else packed
 
     def dense(self, saved: Saved, grouped: bool) -> list[Tensor]:
         """Same as in `LinearGroup`, but avoids a copy if the group is stored as one tensor."""
         if not grouped or len(self._outer) > 1 or any(self.own_heads):
             return super().dense(saved, grouped)
         rows = [param_slice.rows for param_slice in self.slices[self._outer[0]]]
-        y_TO = linear(saved.tensors[0], self._weight(self._outer[0]))
+        y_TO = linear(saved.tensors[0], getattr(self, self._outer[0]))
         # Splitting into a single part would copy its gradient.
         return [y_TO] if len(rows) == 1 else list(y_TO.split(rows, dim=-1))
 
@@ -248,19 +202,3 @@ def own_head(model: ModelConfig, layout: Layout, slot: architecture.Slot, replic
     if not (slot.kv and replicated) or layout.crosses_as_heads(slot) or model.kv_heads >= layout.num_shards:
         return None
     return layout.rank * model.kv_heads // layout.num_shards * model.head_dim, model.head_dim
-
-
-def residuals_of(
-    model: ModelConfig, layout: Layout, shape: architecture.GroupSpec, own_heads: Sequence[tuple[int, int] | None]
-) -> Sequence[LatentResidual | None]:
-    """The residuals (DLR) of a group's linears for the part of each B that this process uses; () without any."""
-    if not model.dlr_alpha or not model.low_rank:
-        return ()
-    found = []
-    for slot, parameter, own in zip(shape.slots, shape.parameters("", "B"), own_heads, strict=True):
-        first = [own[0] if own else 0, 0]
-        dim = layout.placement(parameter.role).dim
-        if dim is not None:
-            first[dim] += layout.rank * (parameter.shape[dim] // layout.size)
-        found.append(latent_residual(model, slot, *first))
-    return found

@@ -26,7 +26,6 @@ from boost.config.layouts import LayoutSpec, Placement
 if TYPE_CHECKING:
     from boost.models.attention import Context
     from boost.models.group import LinearGroup
-    from boost.models.linear import Weight
     from boost.models.sequence_share import SequenceShare
 
 Latents = tuple[Tensor, ...]
@@ -278,7 +277,7 @@ class Layout(Protocol):
         teacher: of the distillation loss."""
         ...
 
-    def logits(self, x: Tensor, gamma: Tensor, head: "Weight", tokens_N: Tensor) -> Tensor:
+    def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
         """Logits [N, V] of the tokens at indices `tokens_N`, replicated on every process (for generation)."""
         ...
 

@@ -7,52 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class PackedWeight:
-    """A copy of a weight [O, I] in the order in which oneDNN reads it on a CPU, for inference.
-
-    torch's own products take weights as they are, which takes 1.5 to 1.9 times as long for 16 tokens, and in bf16 also for one.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        self.shape, self.dtype = weight.shape, weight.dtype
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
-
-    @staticmethod
-    def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether this build of torch and this machine can multiply packed weights."""
-        if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-            return False
-        if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return False
-        return dtype in (torch.float32, torch.bfloat16) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-    def to(self, dtype: torch.dtype) -> "PackedWeight":
-        """Itself: a packed weight has the dtype of the activations."""
-        assert dtype == self.dtype, "a packed weight has the dtype of the activations"
-        return self
-
-    def product(self, x: Tensor) -> Tensor:
-        """x W^T, [..., I] -> [..., O]."""
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
-        return y
-
-
-def by_columns(weight: Tensor) -> Tensor:
-    """The same matrix [O, I], stored by columns. The product with one token then adds O numbers at a time.
-
-    A row-wise product of short rows, such as the r numbers of a row of B, reaches half of the memory bandwidth of a CPU in fp32.
-    """
-    return weight.t().contiguous().t()
-
-
-Weight = Tensor | PackedWeight
-"""The weight of a linear."""
-
-
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Differentiable x W^T (+ b), [..., I] x [O, I] -> [..., O], in x's dtype: master weights are cast here."""
-    if isinstance(weight, PackedWeight):
-        return weight.product(x)
     if bias is not None:
         bias = bias.to(x.dtype)
     return F.linear(x, weight.to(x.dtype), bias)

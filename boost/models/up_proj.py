@@ -4,20 +4,16 @@ Legend: T tokens, R latent width of a group (all slots side by side), r of one s
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from boost.models.kernels import activated, activated_backward
-from boost.models.latent_residual import LatentResidual
-from boost.models.linear import Weight, gemm, gemms, linear
+from boost.models.linear import gemm, gemms, linear
 
 StartCollective = Callable[[Tensor], Tensor]
 """Starts a collective whose result has the shape of its operand. Call `wait` before using the result."""
-
-Residuals = Sequence[LatentResidual | None]
-"""What is added to each slot's B where it is used (DLR); () if nothing is."""
 
 
 class _UpProject(torch.autograd.Function):
@@ -25,8 +21,7 @@ class _UpProject(torch.autograd.Function):
     dgrad: du = c act'(c u) dh, dh_k = dy_k B_k.
     wgrad: dB_k = dy_k^T h_k. No collective.
 
-    Saves u and c. The backward pass recomputes c u, h and the casts of B (with DLR: B + its residual, which is a constant, in the
-    place of B), which is element-wise work. c is a constant here: the
+    Saves u and c. The backward pass recomputes c u, h and the casts of B, which is element-wise work. c is a constant here: the
     node that sums u over processes computes its gradient from u and du (`boost.parallel.norms.OnlineSum`). `start_grad_sum`
     starts the sum of du, which is in flight while the weight gradients are computed; the node that produced u waits for it.
     """
@@ -38,18 +33,18 @@ class _UpProject(torch.autograd.Function):
         c_T1: Tensor | None,
         silu: bool,
         start_grad_sum: StartCollective | None,
-        residuals: Residuals,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(u_TR, c_T1, *weights)
-        ctx.silu, ctx.start_grad_sum, ctx.residuals = silu, start_grad_sum, residuals
-        return _projected(u_TR, c_T1, silu, weights, residuals)
+        ctx.silu, ctx.start_grad_sum = silu, start_grad_sum
+        h_TR = u_TR if c_T1 is None and not silu else activated(u_TR, c_T1, silu)
+        slots = zip(_slots(h_TR, weights), weights, strict=True)
+        return tuple(gemm(h_Tr, b_Or.to(u_TR.dtype).t()) for h_Tr, b_Or in slots)
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
         u_TR, c_T1, *weights = ctx.saved_tensors
-        each = zip(dy, weights, ctx.residuals or (None,) * len(weights), strict=True)
-        dh_TR = gemms([(dy_TO, _cast(b_Or, residual, u_TR.dtype)) for dy_TO, b_Or, residual in each])
+        dh_TR = gemms([(dy_TO, b_Or.to(u_TR.dtype)) for dy_TO, b_Or in zip(dy, weights, strict=True)])
         if c_T1 is None and not ctx.silu:
             du_TR, h_TR = dh_TR, u_TR
         else:
@@ -59,47 +54,29 @@ class _UpProject(torch.autograd.Function):
             du_TR = ctx.start_grad_sum(du_TR)
         slots = zip(dy, _slots(h_TR, weights), weights, strict=True)
         dw = [gemm(dy_TO.t(), h_Tr).to(b_Or.dtype) for dy_TO, h_Tr, b_Or in slots]
-        return du_TR, None, None, None, None, *dw
+        return du_TR, None, None, None, *dw
 
 
 def up_project(
     u_TR: Tensor,
     c_T1: Tensor | None,
     silu: bool,
-    weights: Sequence[Weight],
+    weights: Sequence[Tensor],
     start_grad_sum: StartCollective | None = None,
-    residuals: Residuals = (),
 ) -> list[Tensor]:
     """Differentiable B_k act(c u)_k, one [T, O_k] for each B_k [O_k, r_k] of `weights`. Ranks add up to R; act is SiLU or the
-    identity. With `residuals`, each is added to its B_k.
+    identity.
 
     c [T, 1] (None: 1) is multiplied before rounding and has no gradient. `start_grad_sum` starts the sum of u's gradient; only
     the node that produced u may consume that gradient, and must wait for it.
     """
     if not torch.is_grad_enabled():  # torch.compile does not inline a node with a variable number of operands
         h_TR = u_TR if c_T1 is None and not silu else activated(u_TR, c_T1, silu)
-        slots = zip(_slots(h_TR, weights), weights, residuals or (None,) * len(weights), strict=True)
-        return [
-            linear(h_Tr, b_Or if residual is None else residual.added(cast(Tensor, b_Or), u_TR.dtype))
-            for h_Tr, b_Or, residual in slots
-        ]
-    return list(_UpProject.apply(u_TR, c_T1, silu, start_grad_sum, residuals, *weights))
+        return [linear(h_Tr, b_Or) for h_Tr, b_Or in zip(_slots(h_TR, weights), weights, strict=True)]
+    return list(_UpProject.apply(u_TR, c_T1, silu, start_grad_sum, *weights))
 
 
-def _projected(
-    u_TR: Tensor, c_T1: Tensor | None, silu: bool, weights: Sequence[Tensor], residuals: Residuals
-) -> tuple[Tensor, ...]:
-    h_TR = u_TR if c_T1 is None and not silu else activated(u_TR, c_T1, silu)
-    slots = zip(_slots(h_TR, weights), weights, residuals or (None,) * len(weights), strict=True)
-    return tuple(gemm(h_Tr, _cast(b_Or, residual, u_TR.dtype).t()) for h_Tr, b_Or, residual in slots)
-
-
-def _cast(b_Or: Tensor, residual: LatentResidual | None, dtype: torch.dtype) -> Tensor:
-    """B in `dtype`, with its residual."""
-    return b_Or.to(dtype) if residual is None else residual.added(b_Or, dtype)
-
-
-def _slots(h_TR: Tensor, weights: Sequence[Weight]) -> Sequence[Tensor]:
+def _slots(h_TR: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     if len(weights) == 1:
         return [h_TR]
     return h_TR.split([b_Or.shape[1] for b_Or in weights], dim=-1)

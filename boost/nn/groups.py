@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from boost.config import architecture
 from boost.models.fused import FusedModule
-from boost.models.group import LinearGroup, own_head, residuals_of
+from boost.models.group import LinearGroup, own_head
 from boost.models.interface import Layout, Saved
 from boost.models.latent_gate import LatentGate
 from boost.models.linear import gemms
@@ -54,7 +54,6 @@ class SeparateLinears(LinearGroup):
             own_head(model, layout, slot, layout.placement(role).dim is None)
             for slot, role in zip(shape.slots, roles, strict=True)
         ]
-        self.residuals = residuals_of(model, layout, shape, self.own_heads)
 
     @property
     def linears(self) -> list[nn.Module]:
@@ -112,11 +111,7 @@ class SeparateLinears(LinearGroup):
             return super().up_proj(h)
         if len(h) == 1 and len(self.shape.slots) > 1:
             h = h[0].split(list(self.ranks_here), dim=-1)
-        outputs = [module(h_Tr) for module, h_Tr in zip(self.outer, h, strict=True)]
-        if not self.residuals:
-            return outputs
-        each = zip(outputs, h, self.residuals, strict=True)
-        return [y if own is None else y + own.of_latents(h_Tr, y.shape[-1]) for y, h_Tr, own in each]
+        return [module(h_Tr) for module, h_Tr in zip(self.outer, h, strict=True)]
 
     def dense(self, saved: Saved, grouped: bool) -> list[Tensor]:
         if self.is_plain:

@@ -13,14 +13,14 @@ in docs/design.md).
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from boost.config import Config
 from boost.config.factors import deal_grams, is_factor
-from boost.config.optimizers import MuonConfig, OrthogonalizedConfig
+from boost.config.optimizers import MuonConfig
 from boost.models.fused import FusedParam
 from boost.optim.adamw import Optimizer, build_adamw, decays, zeros
 from boost.optim.dealing import solve_all
@@ -36,17 +36,14 @@ EPSILON = 1e-7
 MOMENTUM = "momentum_buffer"
 
 
-class Orthogonalized(Optimizer):
-    """Base of Muon and Spectron: orthogonalized momentum for factors, torch's fused AdamW for the rest."""
+class Muon(Optimizer):
+    """Orthogonalized momentum for factors, torch's fused AdamW for the rest."""
 
-    optim: OrthogonalizedConfig
-    rate: float
-    """Learning rate of the factors, as a multiple of optim.lr; 0: 1."""
-    decay: float
-    """Coefficient by which the momentum decays."""
+    name = "muon"
 
     def __init__(self, fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> None:
-        optim = self.optim
+        assert isinstance(config.optim, MuonConfig)
+        self.optim = optim = config.optim
         pairs = [s for s in fused_params if is_factor(s.slices[0].parameter.role)]
         super().__init__(build_adamw([s for s in fused_params if not is_factor(s.slices[0].parameter.role)], optim))
         self._decaying: list[Tensor] = [s.tensor for s in pairs if decays(s, optim)]
@@ -58,21 +55,22 @@ class Orthogonalized(Optimizer):
     def step(self, number: int, rate: float) -> None:
         """Updates both kinds of parameters."""
         super().step(number, rate)
-        rate *= self.rate / self.optim.lr if self.rate else 1.0
+        rate *= self.optim.muon_lr / self.optim.lr if self.optim.muon_lr else 1.0
         if self.optim.weight_decay and self._decaying:
             torch._foreach_mul_(self._decaying, 1 - rate * self.optim.weight_decay)
         with without_tf32():
             for bucket in self.factors.buckets:
-                self.update(bucket, rate)
+                self._update(bucket, rate)
 
-    def update(self, bucket: Sequence[FactorUnit], rate: float) -> None:
-        """Moves the factors of a bucket, at their learning rate."""
-        raise NotImplementedError
+    def _update(self, bucket: Sequence[FactorUnit], rate: float) -> None:
+        """Each factor moves along its own orthogonalized momentum."""
+        tall = {name: x[..., 0] for name, x in self.factors.tall(bucket, self._direction).items()}
+        for factor, p_RR in self._solved(bucket, tall):
+            for view, value in factor.own(factor.fused.tensor, tall[factor.name] @ p_RR):
+                view.sub_(value, alpha=rate * _adjusted(factor, self.optim))
 
-    def solved(
-        self, bucket: Sequence[FactorUnit], tall: Mapping[str, Tensor], solve: Callable[[Tensor], Tensor]
-    ) -> Iterator[tuple[Factor, Tensor]]:
-        """`solve` of the Gram matrix [R, R] (or matrices [K, R, R]) of every factor of a bucket, flattened.
+    def _solved(self, bucket: Sequence[FactorUnit], tall: Mapping[str, Tensor]) -> Iterator[tuple[Factor, Tensor]]:
+        """The matrix [R, R] of the iteration for every factor of a bucket.
 
         All processes with a copy of a weight have the same Gram matrices, or can compute them. Each iterates on its share of
         them: in fp32, iterating on all of them would take longer than the rest of this step.
@@ -82,43 +80,19 @@ class Orthogonalized(Optimizer):
 
         def of_factor(number: int) -> Tensor:
             name = factors[number].name
-            return solve(grams[name] if name in grams else tall[name].mT @ tall[name])
+            return newton_schulz(grams[name] if name in grams else tall[name].mT @ tall[name], self.optim.muon_steps)
 
-        deal = deal_grams([factor.shape for factor in factors], self.optim, axis.size)
-        yield from zip(factors, solve_all(deal, of_factor, tall[factors[0].name], axis), strict=True)
-
-    def momentum(self, fused: FusedParam) -> Tensor:
-        """Updates the momentum of a fused parameter and returns it."""
-        gradient, momentum = fused.tensor.grad, self.moments[fused.tensor][MOMENTUM]
-        assert gradient is not None, "every parameter must have a gradient in every step"
-        return momentum.lerp_(gradient, 1 - self.decay)
-
-
-class Muon(Orthogonalized):
-    """Orthogonalized momentum for factors, torch's fused AdamW for the rest."""
-
-    name = "muon"
-    optim: MuonConfig
-
-    def __init__(self, fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> None:
-        assert isinstance(config.optim, MuonConfig)
-        self.optim, self.rate, self.decay = config.optim, config.optim.muon_lr, config.optim.muon_momentum
-        super().__init__(fused_params, config, mesh)
-
-    def update(self, bucket: Sequence[FactorUnit], rate: float) -> None:
-        """Each factor moves along its own orthogonalized momentum."""
-        tall = {name: x[..., 0] for name, x in self.factors.tall(bucket, self._direction).items()}
-        for factor, flat in self.solved(bucket, tall, lambda gram_RR: newton_schulz(gram_RR, self.optim.muon_steps)):
-            p_RR = flat.view(factor.shape.rank, factor.shape.rank)
-            for view, value in factor.own(factor.fused.tensor, tall[factor.name] @ p_RR):
-                view.sub_(value, alpha=rate * _adjusted(factor, self.optim))
+        deal = deal_grams([factor.shape for factor in factors], axis.size)
+        for factor, flat in zip(factors, solve_all(deal, of_factor, tall[factors[0].name], axis), strict=True):
+            yield factor, flat.view(factor.shape.rank, factor.shape.rank)
 
     def _direction(self, fused: FusedParam) -> Tensor:
-        """The update before orthogonalization, [rows, columns, 1]."""
-        momentum = self.momentum(fused)
+        """Updates the momentum of a fused parameter. Returns the update before orthogonalization, [rows, columns, 1]."""
+        gradient, momentum = fused.tensor.grad, self.moments[fused.tensor][MOMENTUM]
+        assert gradient is not None, "every parameter must have a gradient in every step"
+        momentum.lerp_(gradient, 1 - self.optim.muon_momentum)
         if self.optim.muon_nesterov:
-            assert fused.tensor.grad is not None
-            momentum = fused.tensor.grad.lerp(momentum, self.decay)
+            momentum = gradient.lerp(momentum, self.optim.muon_momentum)
         return momentum.unsqueeze(-1)
 
 

@@ -5,8 +5,11 @@ its user can read. Waiting happens in Python and in short intervals, so that a p
 missing.
 """
 
+import contextlib
+import ctypes
 import datetime
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -21,6 +24,10 @@ LAUNCH_DIR = "BOOST_LAUNCH_DIR"
 
 _CONNECT_S = 5.0
 """Timeout of one attempt to reach the TCP store, seconds. Signals are checked between attempts."""
+
+_LIBC = ctypes.CDLL(None)
+_KEEP_SIZE = 1
+"""FALLOC_FL_KEEP_SIZE of Linux."""
 
 _GOODBYE_S = 3.0
 """Time for which rank 0 still answers late processes after a stop signal, seconds."""
@@ -38,6 +45,20 @@ def launch_dir() -> Path | None:
     return Path(folder) if folder else None
 
 
+def file_store(path: Path, size: int = -1) -> dist.FileStore:
+    """A store in a local file, with space reserved for what is written later (process groups, memberships): the run must not depend
+    on the space that others leave in the temporary folder."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        if sys.platform == "linux":  # os.posix_fallocate would change the length of the file
+            start, *lengths = (ctypes.c_int64(number) for number in (0, 1 << 20, 1 << 16))
+            with contextlib.suppress(AttributeError):  # another C library
+                any(_LIBC.fallocate64(descriptor, _KEEP_SIZE, start, length) == 0 for length in lengths)
+    finally:
+        os.close(descriptor)
+    return dist.FileStore(str(path), size)
+
+
 def meet(timeout_s: float, stopped: Stopped = lambda: None) -> tuple[dist.Store, int, int]:
     """Returns (store of this start of the run, global rank, world size) once all processes have joined.
 
@@ -46,7 +67,7 @@ def meet(timeout_s: float, stopped: Stopped = lambda: None) -> tuple[dist.Store,
     size = int(os.environ["WORLD_SIZE"])
     rank = int(os.environ["RANK"])
     if folder := launch_dir():
-        return dist.FileStore(str(folder / "store"), size), rank, size
+        return file_store(folder / "store", size), rank, size
     store = _connect(rank, timeout_s, stopped)
     attempt = agree_on_attempt(store, rank, size, timeout_s, stopped)
     store.set_timeout(datetime.timedelta(seconds=timeout_s))

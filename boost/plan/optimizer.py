@@ -18,7 +18,7 @@ from boost.config.factors import (
     work_dtype,
 )
 from boost.config.layouts import placement_of
-from boost.config.optimizers import LOROConfig, MuonConfig, OptimConfig, OrthogonalizedConfig
+from boost.config.optimizers import LOROConfig, MuonConfig, OptimConfig
 from boost.config.schema import Config, ParallelConfig
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE, Collective
@@ -44,7 +44,7 @@ class _FactorUnit:
 def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     """Collectives that unsharded factors add to a step, bucket by bucket, in order of issue.
 
-    LORO needs them in exact steps (every optim.exact_every steps), Muon, Spectron and Frobenius decay in every step; for other
+    LORO needs them in exact steps (every optim.exact_every steps), Muon and Frobenius decay in every step; for other
     optimizers the list is empty.
     """
     optim, parallel = config.optim, config.parallel
@@ -74,12 +74,12 @@ def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
 
 
 def iterations(config: Config, stages: Sequence[Stage]) -> Counter[FactorShape]:
-    """Factors whose Gram matrices Muon or Spectron iterates on in a step, on the critical path: for each bucket, those of the
+    """Factors whose Gram matrices Muon iterates on in a step, on the critical path: for each bucket, those of the
     process with the most work."""
     result: Counter[FactorShape] = Counter()
     for bucket in _buckets(config, stages):
         shapes, deal = [shape for unit in bucket for shape in unit.shapes], _deal(config, bucket)
-        assert deal is not None, "Muon and Spectron deal their iterations out"
+        assert deal is not None, "Muon deals its iterations out"
         loads = ([shapes[number] for number in deal.on(owner)] for owner in sorted(set(deal.owners)))
         result.update(max(loads, key=lambda load: sum(shape.rank**3 for shape in load)))
     return result
@@ -95,14 +95,13 @@ def _buckets(config: Config, stages: Sequence[Stage]) -> Iterator[list[_FactorUn
 
 
 def _deal(config: Config, bucket: Sequence[_FactorUnit]) -> Deal | None:
-    """How processes with the same weights divide LORO's small problems or the iterations of Muon and Spectron. None: nothing to
-    divide."""
+    """How processes with the same weights divide LORO's small problems or the iterations of Muon. None: nothing to divide."""
     tp, processes = config.parallel.tp, config.parallel.tp * config.parallel.dp_cp
     if isinstance(config.optim, LOROConfig):
         sides = [(b.basis(tp), a.basis(tp), a.rank) for unit in bucket for a, b in unit.pairs]
         return deal_pairs(sides, processes)
     shapes = [shape for unit in bucket for shape in unit.shapes]
-    return deal_grams(shapes, config.optim, processes) if isinstance(config.optim, OrthogonalizedConfig) else None
+    return deal_grams(shapes, processes) if isinstance(config.optim, MuonConfig) else None
 
 
 def _has_exact_steps(optim: OptimConfig) -> bool:
@@ -114,7 +113,7 @@ def state_bytes(config: Config, stored: Sequence[StoredTensor], stages: Sequence
     optim, parallel, itemsize = config.optim, config.parallel, ITEMSIZE[config.train.param_dtype]
     held = 2 * sum(tensor.shard(parallel) for tensor in stored) * itemsize
     counted = len(stored)  # each tensor has an fp32 step counter
-    if isinstance(optim, OrthogonalizedConfig):
+    if isinstance(optim, MuonConfig):
         factors = [tensor for stage in stages for unit in _units(config, stage) for tensor in unit.stored]
         held -= sum(tensor.shard(parallel) for tensor in factors) * itemsize
         counted -= len(factors)
@@ -126,7 +125,7 @@ def state_bytes(config: Config, stored: Sequence[StoredTensor], stages: Sequence
 def work_bytes(config: Config, stages: Sequence[Stage]) -> int:
     """Peak workspace of the optimizer step in bytes, in addition to optimizer state.
 
-    torch's fused AdamW needs none. Muon and Frobenius decay gather a bucket of factors, Spectron one of factors and momentum.
+    torch's fused AdamW needs none. Muon and Frobenius decay gather a bucket of factors.
     LORO's exact step gathers a bucket of factors and directions in fp64, and computes a basis of each.
     """
     optim = config.optim
@@ -186,21 +185,18 @@ class _LoroBucket:
         return max(making + 4 * self.largest, finding, moving)
 
     def grams(self, config: Config) -> int:
-        """Muon, Spectron and Frobenius decay: unsharded factors, Gram matrices, and temporaries of one factor."""
+        """Muon and Frobenius decay: unsharded factors, Gram matrices, and temporaries of one factor."""
         optim = config.optim
         same = work_dtype(optim, config.train.param_dtype) == config.train.param_dtype
-        number = copies(optim)
-        views = same and number == 1 and not (isinstance(optim, MuonConfig) and optim.muon_nesterov)
-        making, tall = self._whole_factors(number, 0 if views else number)
-        if number > 1:  # momentum and factors are copied apart
-            making, tall = max(making, tall + number * self.whole), number * self.whole
+        views = same and not (isinstance(optim, MuonConfig) and optim.muon_nesterov)
+        making, tall = self._whole_factors(1, 0 if views else 1)
         rank, largest = max(s.rank for s in self.shapes), max(s.elements for s in self.shapes)
         grams = sum(s.rank**2 for s in self.shapes)
-        summed = number * sum(s.gram for s in self.shapes) * (self.tp > 1)
-        if not isinstance(optim, OrthogonalizedConfig):
+        summed = sum(s.gram for s in self.shapes) * (self.tp > 1)
+        if not isinstance(optim, MuonConfig):
             return max(making, tall + max(3 * summed, grams + largest))
         # A Gram matrix that needs no sum is computed by the process that iterates on it, one at a time.
-        iterating = max(3 * summed, summed + self.solved + max((6 + number) * rank**2, self.received))
+        iterating = max(3 * summed, summed + self.solved + max(7 * rank**2, self.received))
         return max(making, tall + max(iterating, (self.received or self.solved) + largest))
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from boost.config.architecture import first_alike, groups
 from boost.config.copies import has_working_copies
-from boost.config.factors import FactorShape, copies, factor_shape, work_dtype
+from boost.config.factors import FactorShape, factor_shape, work_dtype
 from boost.config.layouts import placement_of
-from boost.config.optimizers import OrthogonalizedConfig
+from boost.config.optimizers import MuonConfig
 from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName
 from boost.config.stages import Stage
 from boost.config.traffic import ITEMSIZE
@@ -113,7 +113,7 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
         total[of_step(STREAM, held, dtype, 2, "optimizer")] += count * (config.optim.clip > 0)
         # Reads the weight, gradient and two moments; writes all but the gradient.
         total[of_step(OPTIMIZER, held, dtype, 7, "optimizer")] += count
-    if isinstance(config.optim, OrthogonalizedConfig):
+    if isinstance(config.optim, MuonConfig):
         total.update(_newton_schulz(config, stages))
     return +total
 
@@ -129,27 +129,24 @@ def _per_step(work: Work, place: str) -> Work:
 
 
 def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
-    """Muon and Spectron orthogonalize the momentum of every factor through its r x r Gram matrix (`optim.muon`), in fp32 or higher
+    """Muon orthogonalizes the momentum of every factor through its r x r Gram matrix (`optim.muon`), in fp32 or higher
     precision. Replicas divide the iterations, and the Gram matrices that need no sum over TP."""
     model, parallel, optim = config.model, config.parallel, config.optim
-    assert isinstance(optim, OrthogonalizedConfig)
+    assert isinstance(optim, MuonConfig)
     dtype, total = work_dtype(optim, config.train.param_dtype), Counter[Work]()
-    number = copies(optim)  # Gram matrices of each factor: of its momentum and, for Spectron, its own
     for layer, count in kinds_of_blocks(model, (layer for stage in stages for layer in stage.numbers)).items():
         for group in groups(model, layer):
             for parameter in (*group.parameters("", "A"), *group.parameters("", "B")):
                 shape = factor_shape(parameter, placement_of(parameter.role, model, parallel), parallel.tp)
                 n, r = shape.rows, shape.rank
-                total[_per_step(gemm(r, r, n, dtype), "optimizer")] += number * count * _is_summed(shape, parallel)
+                total[_per_step(gemm(r, r, n, dtype), "optimizer")] += count * _is_summed(shape, parallel)
                 total[_per_step(gemm(n, r, r, dtype), "optimizer")] += count
-                total[_per_step(moved(STREAM, n * r, 8 + 2 * (number - 1), dtype), "optimizer")] += count
+                total[_per_step(moved(STREAM, n * r, 8, dtype), "optimizer")] += count
     for shape, count in iterations(config, stages).items():
         n, r = shape.rows, shape.rank
-        total[_per_step(gemm(r, r, n, dtype), "optimizer")] += number * count * (not _is_summed(shape, parallel))
+        total[_per_step(gemm(r, r, n, dtype), "optimizer")] += count * (not _is_summed(shape, parallel))
         # Each iteration computes g g, p q and, except in the last one, q g q.
-        total[_per_step(gemm(r, r, r, dtype), "optimizer")] += count * (4 * optim.iterations - 2)
-        # A power iteration reads the Gram matrix once.
-        total[_per_step(moved(STREAM, r * r, optim.norm_iterations, dtype), "optimizer")] += count * (number > 1)
+        total[_per_step(gemm(r, r, r, dtype), "optimizer")] += count * (4 * optim.muon_steps - 2)
     return total
 
 

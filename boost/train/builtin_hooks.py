@@ -11,6 +11,7 @@ from boost.config.schema import Config, TrainConfig
 from boost.data.verify import recheck
 from boost.errors import NonFiniteError, StorageError, TrainingError
 from boost.train import checkpoint as ckpt
+from boost.train.best_effort import best_effort
 from boost.train.checkpoint import BestCheckpoint, read_best, write_best
 from boost.train.health import HealthMonitor, SpikeDetector
 from boost.train.hooks import (
@@ -207,23 +208,24 @@ class PeriodicCheckpoint(Hook):
     def after_save(self, trainer: "Trainer", event: SaveEnd) -> None:
         self._saved_at = self._clock()
         if trainer.mesh.is_main:
-            try:
+            with best_effort("write last-saved.json", trainer.warn):
                 trainer.run.record_saved(event.step)
-            except StorageError as error:  # the checkpoint may have filled the disk
-                trainer.warn(str(error))
         self._saved_step = event.step
         if self._candidate and self._candidate.step == event.step:
             self._record_best(trainer)
         protected = {self._best.step} if self.train.keep_best and self._best else set()
         if (proven := trainer.proven_checkpoint()) and (step := ckpt.step_of(proven)) is not None:
             protected.add(step)
-        ckpt.rotate(trainer.run.checkpoints, self.train.keep, self.train.keep_every, protected, trainer.mesh)
+        # The checkpoint is complete, so a failure must not look like one of the save. It is the same on all processes.
+        with best_effort("remove old checkpoints", trainer.warn, StorageError):
+            ckpt.rotate(trainer.run.checkpoints, self.train.keep, self.train.keep_every, protected, trainer.mesh)
 
     def _record_best(self, trainer: "Trainer") -> None:
         """Records the candidate, which is now saved, as the best checkpoint."""
         self._best, self._candidate = self._candidate, None
         if self.train.keep_best and self._best:
-            write_best(trainer.run.checkpoints, self._best, trainer.mesh)
+            with best_effort("write best.json", trainer.warn, StorageError):
+                write_best(trainer.run.checkpoints, self._best, trainer.mesh)
 
 
 def _comparable(event: EvaluationEnd, train: TrainConfig) -> bool:

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from boost.config.architecture import IGNORED
-from boost.data.batches import Batch, EvaluationBatches
-from boost.data.document_batches import DocumentBatches
+from boost.data.batches import Batch, DocumentBatches, EvaluationBatches
 from boost.data.mixture import AnySplit, MixedSplit
 from boost.data.store import Split
 from boost.errors import DataError
@@ -61,7 +60,7 @@ def evaluate(
     The stores of a mixture are evaluated one after the other. They share `max_tokens` by weight; each has one sequence at least.
     `stopped` is called every few batches and must return the same value on all processes. Raises EvaluationStopped if it returns
     True, and DataError if no evaluated token counts in the loss. `by_document`: on the first `seq_len` tokens of each document, as
-    in publications (`boost.data.document_batches`).
+    in publications (`DocumentBatches`).
     """
 
     def of_store(part: Split, limit: int | None, label: str) -> Evaluation:

@@ -99,12 +99,14 @@ class FailureReport:
     time: float
     """Seconds since the epoch."""
 
-    def write(self, folder: Path) -> None:
-        """Writes the report to `folder`, where the launcher reads it."""
+    def write(self, folder: Path) -> bool:
+        """Writes the report to `folder`, where the launcher reads it. Returns whether that was possible."""
         partial = folder / f"partial{self.rank}"
         with contextlib.suppress(OSError):
             partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
             partial.rename(folder / f"report{self.rank}.json")
+            return True
+        return False
 
 
 def failure_report(error: BaseException, rank: int) -> FailureReport:

@@ -31,6 +31,7 @@ from boost.config.schema import RunConfig
 from boost.parallel.exchange import last_exchanges
 from boost.parallel.mesh import Mesh, set_timeout
 from boost.parallel.rendezvous import launch_dir
+from boost.train.best_effort import best_effort
 
 log = logging.getLogger("boost")
 
@@ -48,6 +49,9 @@ NCCL_MARGIN_S = 8.0
 
 _RECORDS = "64"
 """Size of the flight recorder, in collectives, unless TORCH_FR_BUFFER_SIZE is set. It is small because it is read every second."""
+
+_BEAT_BYTES = 4096
+"""Size of a heartbeat's file; longer ones are rare."""
 
 _BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2}
 
@@ -121,15 +125,19 @@ class Board(Protocol):
 
 
 class FolderBoard:
-    """Heartbeats as files in a local folder."""
+    """Heartbeats as files in a local folder. They are overwritten in place, which needs no space on the disk: if it is full, no
+    process looks dead."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def post(self, rank: int, text: str) -> None:
-        partial = self._folder / f"beating{rank}"
-        partial.write_text(text, encoding="utf-8")
-        partial.rename(self._folder / f"beat{rank}")
+        descriptor = os.open(self._folder / f"beat{rank}", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            size = max(os.fstat(descriptor).st_size, _BEAT_BYTES)
+            os.pwrite(descriptor, text.encode().ljust(size), 0)
+        finally:
+            os.close(descriptor)
 
     def read(self, size: int) -> list[Beat]:
         return read_beats(self._folder)
@@ -139,8 +147,11 @@ def read_beats(folder: Path) -> list[Beat]:
     """The heartbeats in the folder that the launcher shares with its processes, sorted by rank."""
     beats = []
     for path in folder.glob("beat[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):  # the file is being replaced, or the folder was removed
-            beats.append(Beat.parse(path.read_text(encoding="utf-8")))
+        for _ in range(3):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # being overwritten, or removed
+                beats.append(Beat.parse(path.read_text(encoding="utf-8")))
+                break
+            time.sleep(1e-3)
     return sorted(beats, key=lambda beat: beat.rank)
 
 
@@ -258,7 +269,8 @@ class Heartbeat:
         if self.size > 1:
             _current = self
             self._board = self._make_board()
-            self._post()
+            with best_effort("write heartbeats"):
+                self._post()
             self._apply_timeout()
             self._thread.start()
         return self

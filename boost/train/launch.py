@@ -35,7 +35,7 @@ from boost.train.heartbeat import read_beats
 from boost.train.rundir import available_cores
 from boost.train.signals import SECOND_INTERRUPT_S, STOP_SIGNALS, answer_interrupt, caught_signals, mute_closed_streams
 from boost.train.supervise import Supervisor
-from boost.train.worker import STOPPED_EXIT, LaunchSpec, run_worker, stacks_file
+from boost.train.worker import NO_STOP, STOPPED_EXIT, LaunchSpec, run_worker, stacks_file
 
 ORPHAN_GRACE_S = 30.0
 """Time that a process has to save and exit after its launcher was killed, seconds."""
@@ -106,11 +106,12 @@ def launch(
         raise ConfigError(f"--nproc = {nproc} must be at least 1; smallest valid value: 1")
     with tempfile.TemporaryDirectory(prefix="boost-launch-") as folder:
         spec = LaunchSpec(entry, args, nproc, Path(folder), log_dir, os.getpid(), orphan_grace_s, holds_signals)
+        spec.stop_file.write_text(NO_STOP, encoding="ascii")
         with _omp_threads(nproc), _forward_signals(spec, forks) as signals:
             failed = _run(spec, signals, "fork" if forks else "spawn", replicas)
         if failed:
             return _raise_root_cause(spec, failed, read_reports(spec.folder), signals)
-        written = [path for rank in range(nproc) if (path := spec.folder / f"code{rank}").exists() or not replicas]
+        written = [path for rank in range(nproc) if (path := spec.folder / f"code{rank}").exists()]
         codes = [int(path.read_text(encoding="ascii")) for path in written]
         return next((code for code in codes if code), 0)
 
@@ -249,8 +250,9 @@ def _note(spec: LaunchSpec, signals: _Signals, number: int) -> None:
     """Records a signal, also for processes that have not started yet, and responds to Ctrl-C."""
     signals.received.append(number)
     if number in STOP_SIGNALS:
-        # A process that has not started yet reads this file at startup.
-        (spec.folder / "stop").write_text(str(number), encoding="ascii")
+        # A process that has not started yet reads this file at startup. Overwritten in place: the disk may be full.
+        with contextlib.suppress(OSError), open(spec.stop_file, "r+", encoding="ascii") as file:
+            file.write(f"{number:{len(NO_STOP)}}")
     if number == signal.SIGHUP:
         mute_closed_streams()
     if number != signal.SIGINT:

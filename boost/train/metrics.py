@@ -5,22 +5,24 @@ the class that defines its fields. JSON has no non-finite numbers, so they are w
 (which pandas.to_numeric accepts); `read_metrics` converts them back to floats.
 """
 
-import contextlib
 import dataclasses
 import importlib
 import json
+import logging
 import math
 import os
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from boost.config import Config, to_toml
-from boost.errors import ConfigError, DataError, StorageError
+from boost.errors import ConfigError, DataError
 from boost.parallel.gradients import StepStats
+from boost.train.best_effort import best_effort
 from boost.train.hardware import memory_bytes, mfu
 from boost.train.hooks import EvaluationEnd, Hook, MembershipChange, Rollback, SampleEnd, StepEnd, TrainEnd
 from boost.train.rundir import RunDirectory, storage_errors
@@ -30,7 +32,10 @@ if TYPE_CHECKING:
 
     from boost.train.loop import Trainer
 
-Metrics = TypeVar("Metrics")
+log = logging.getLogger("boost")
+
+REOPEN_S = 60.0
+"""Seconds after which TensorBoard is tried again if it could not be written."""
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -119,8 +124,8 @@ class MetricsWriter:
     """Writes metrics to every backend that the configuration enables. For the main process only.
 
     With `resumed_step` = N, first drops lines of steps after N (which the earlier run trained after its last checkpoint) and a
-    line truncated by a crash, so that no step appears twice. Raises ConfigError if a tracker's package is missing, StorageError
-    if the run directory is not writable.
+    line truncated by a crash, so that no step appears twice. The constructor raises ConfigError if a tracker's package is missing,
+    StorageError if the run directory is not writable. Later, what cannot be written is left out, with a warning (`best_effort`).
     """
 
     def __init__(
@@ -130,10 +135,11 @@ class MetricsWriter:
         resumed_step: int | None = None,
         takes_over: bool = False,
         at_end: bool = False,
+        warn: Callable[[str], None] = log.warning,
     ) -> None:
         """`takes_over`: the previous main process is lost, and the step after `resumed_step` is in progress. `at_end`: no step is
         left after `resumed_step`, so the final evaluation is repeated."""
-        self._run = run
+        self._run, self._warn = run, warn
         self.damaged = 0
         """Number of unreadable lines of an earlier run, which were moved to another file."""
         # Before any file is changed: a missing package must not cost lines of an earlier run.
@@ -143,103 +149,135 @@ class MetricsWriter:
                 at_end = at_end or resumed_step == config.train.steps
                 self.damaged = truncate_metrics(run.metrics, resumed_step, at_end, takes_over)
             self._file = open(run.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-            from torch.utils.tensorboard import SummaryWriter
-
-            purge = None if resumed_step is None else resumed_step + 1
-            self._board = SummaryWriter(str(run.tensorboard), purge_step=purge)
-            _describe_run(self._board, run, config, resumed_step or 0)
-        self._trackers = [_Tracker(module, run, config) for module in modules]
+        self._board: SummaryWriter | None = None
+        self._reopen_at = 0.0
+        self._purge = None if resumed_step is None else resumed_step + 1
+        self._draw(lambda board: _describe_run(board, run, config, resumed_step or 0))
+        self._trackers: list[_Tracker] = []
+        for module in modules:
+            with best_effort(f"open {module.__name__}", warn):
+                self._trackers.append(_Tracker(module, run, config))
 
     def step(self, metrics: StepMetrics) -> None:
-        """Writes one step. Raises StorageError."""
+        """Writes one step."""
         self._write("step", "train", metrics)
 
     def evaluation(self, metrics: EvalMetrics) -> None:
-        """Writes one evaluation. Raises StorageError."""
+        """Writes one evaluation."""
         self._write("eval", "eval", metrics)
 
     def write(self, metrics: StepMetrics | EvalMetrics) -> None:
-        """Writes one step or evaluation. Raises StorageError."""
+        """Writes one step or evaluation."""
         if isinstance(metrics, StepMetrics):
             self.step(metrics)
         else:
             self.evaluation(metrics)
 
     def membership(self, event: MembershipChange) -> None:
-        """Writes a membership change. Raises StorageError."""
-        with storage_errors(self._run.path):
-            self._file.write(_to_line({"kind": "membership", **dataclasses.asdict(event)}))
-            self._file.flush()
-            self._board.add_scalar("run/replicas", event.replicas, event.step)
-            self._board.add_text("run/membership", event.line(), event.step)
+        """Writes a membership change."""
+        self._add_line("membership", event)
+        self._draw(lambda board: board.add_scalar("run/replicas", event.replicas, event.step))
+        self._draw(lambda board: board.add_text("run/membership", event.line(), event.step))
 
     def sample(self, event: SampleEnd, number: int = 1) -> None:
-        """Writes the text generated for the `number`-th prompt. Raises StorageError."""
-        with storage_errors(self._run.path):
-            self._file.write(_to_line({"kind": "sample", **dataclasses.asdict(event)}))
-            self._file.flush()
-            self._board.add_text(f"sample/{number}", _preformatted(f"{event.prompt}[...]{event.text}"), event.step)
+        """Writes the text generated for the `number`-th prompt."""
+        self._add_line("sample", event)
+        text = _preformatted(f"{event.prompt}[...]{event.text}")
+        self._draw(lambda board: board.add_text(f"sample/{number}", text, event.step))
 
     def end(self, event: RunEnd) -> None:
-        """Writes how the run ended. Raises StorageError."""
-        with storage_errors(self._run.path):
-            self._file.write(_to_line({"kind": "end", **dataclasses.asdict(event)}))
-            self._file.flush()
-            if event.state == "done":
-                from torch.utils.tensorboard.summary import hparams
+        """Writes how the run ended."""
+        self._add_line("end", event)
+        if event.state == "done":
+            from torch.utils.tensorboard.summary import hparams
 
-                *_, success = hparams({}, {})
-                cast(Any, self._board._get_file_writer()).add_summary(success, event.step)
+            *_, success = hparams({}, {})
+            self._draw(lambda board: cast(Any, board._get_file_writer()).add_summary(success, event.step))
 
     def rewind(self, step: int) -> None:
-        """Drops the lines of steps after `step`, which will be repeated. Raises StorageError."""
-        with storage_errors(self._run.path):
-            self._file.close()
-            truncate_metrics(self._run.metrics, step)
-            self._file = open(self._run.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        """Drops the lines of steps after `step`, which will be repeated."""
+        with best_effort("write metrics.jsonl", self._warn):
+            try:
+                self._file.close()
+                truncate_metrics(self._run.metrics, step)
+            finally:
+                self._file = open(self._run.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def close(self) -> None:
         """Flushes and closes everything. A second call does nothing."""
-        with storage_errors(self._run.path):
-            if self._file.closed:
-                return
-            self._file.close()
-            self._board.close()
+        if not self._file.closed:
+            with best_effort("write metrics.jsonl", self._warn):
+                self._file.close()
+        if self._board is not None:
+            with best_effort("write TensorBoard events", self._warn):
+                self._board.close()
         for tracker in self._trackers:
-            tracker.finish()
+            with best_effort(f"log to {tracker.name}", self._warn):
+                tracker.finish()
+        self._board, self._trackers = None, []
 
     def _write(self, kind: str, prefix: str, metrics: StepMetrics | EvalMetrics) -> None:
-        values = dataclasses.asdict(metrics)
-        with storage_errors(self._run.path):
-            self._file.write(_to_line({"kind": kind, **values}))
-            self._file.flush()
-            named = {
-                f"{prefix}/{name}": value
-                for name, value in flat_config(values, separator="/").items()
-                if name not in ("step", "final")
-            }
+        self._add_line(kind, metrics)
+        values = flat_config(dataclasses.asdict(metrics), separator="/").items()
+        named = {f"{prefix}/{name}": value for name, value in values if name not in ("step", "final")}
+
+        def add_scalars(board: "SummaryWriter") -> None:
             for name, value in named.items():
-                self._board.add_scalar(name, value, metrics.step)
+                board.add_scalar(name, value, metrics.step)
+
+        self._draw(add_scalars)
         for tracker in self._trackers:
-            tracker.log(named, metrics.step)
+            with best_effort(f"log to {tracker.name}", self._warn):
+                tracker.log(named, metrics.step)
+
+    def _add_line(self, kind: str, event: Any) -> None:
+        with best_effort("write metrics.jsonl", self._warn):
+            self._file.write(_to_line({"kind": kind, **dataclasses.asdict(event)}))
+            self._file.flush()
+
+    def _draw(self, write: "Callable[[SummaryWriter], Any]") -> None:
+        """Writes to TensorBoard. Its writer does nothing more after a failure, so another one is opened after a while."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        if self._board is None and time.monotonic() < self._reopen_at:
+            return
+        with best_effort("write TensorBoard events", self._warn):
+            try:
+                if self._board is None:
+                    self._board = SummaryWriter(str(self._run.tensorboard), purge_step=self._purge)
+                    self._purge = None
+                write(self._board)
+            except Exception:
+                self._board, self._reopen_at = None, time.monotonic() + REOPEN_S
+                raise
 
 
 class MetricsHook(Hook):
-    """Writes the metrics of a run. If writing fails, warns once, and training continues."""
+    """Writes the metrics of a run."""
 
     main_only = True
 
     def __init__(self) -> None:
         self._writer: MetricsWriter | None = None
-        self._failing = False
         self._sampled = (0, 0)
         """Step of the last sample, and its number within that step."""
 
     def setup(self, trainer: "Trainer") -> None:
+        tracker_modules(trainer.config)
+
+        def warn(text: str) -> None:
+            trainer.warn(text)
+            trainer.warnings.append(text)  # the console starts later
+
+        with best_effort("open the metrics", warn):
+            self._open(trainer)
+
+    def _open(self, trainer: "Trainer") -> None:
         if trainer.resumed_from is None and not trainer.position.step:
             trainer.run.set_aside_metrics()
         takes_over = trainer.recovery is not None and trainer.recovery.decision.number > 0
-        self._writer = MetricsWriter(trainer.run, trainer.config, trainer.position.step, takes_over, trainer.at_end)
+        state = trainer.position.step, takes_over, trainer.at_end
+        self._writer = MetricsWriter(trainer.run, trainer.config, *state, trainer.warn)
         if self._writer.damaged:
             name = trainer.run.metrics.name
             trainer.warn(f"{self._writer.damaged} lines of {name} could not be read; moved to {name}.damaged")
@@ -249,22 +287,21 @@ class MetricsHook(Hook):
             for metrics in trainer.recent:
                 kind = "step" if isinstance(metrics, StepMetrics) else "eval"
                 if (kind, metrics.step) not in known:
-                    self._write(trainer, self._writer.write, metrics)
+                    self._writer.write(metrics)
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
         if self._writer:
-            self._write(trainer, self._writer.step, event.metrics)
+            self._writer.step(event.metrics)
 
     def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
         if self._writer:
-            self._write(trainer, self._writer.evaluation, event.metrics)
+            self._writer.evaluation(event.metrics)
 
     def on_sample(self, trainer: "Trainer", event: SampleEnd) -> None:
         step, number = self._sampled
         self._sampled = event.step, (number + 1 if step == event.step else 1)
         if self._writer:
-            writer, number = self._writer, self._sampled[1]
-            self._write(trainer, lambda sample: writer.sample(sample, number), event)
+            self._writer.sample(event, self._sampled[1])
 
     def on_train_end(self, trainer: "Trainer", event: TrainEnd) -> None:
         result = event.result
@@ -272,29 +309,19 @@ class MetricsHook(Hook):
             result.position.step, "stopped" if result.stopped_by else "done", result.stopped_by or result.early or ""
         )
         if self._writer:
-            self._write(trainer, self._writer.end, end)
+            self._writer.end(end)
 
     def on_membership(self, trainer: "Trainer", event: MembershipChange) -> None:
         if self._writer:
-            self._write(trainer, self._writer.membership, event)
+            self._writer.membership(event)
 
     def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
         if self._writer:
-            self._write(trainer, self._writer.rewind, event.step)
+            self._writer.rewind(event.step)
 
     def teardown(self, trainer: "Trainer") -> None:
         if self._writer:
-            with contextlib.suppress(StorageError):  # already warned about
-                self._writer.close()
-
-    def _write(self, trainer: "Trainer", write: Callable[[Metrics], None], metrics: Metrics) -> None:
-        try:
-            write(metrics)
-            self._failing = False
-        except StorageError as error:
-            if not self._failing:
-                trainer.warn(f"cannot write metrics: {error}; training continues")
-            self._failing = True
+            self._writer.close()
 
 
 def _describe_run(board: "SummaryWriter", run: RunDirectory, config: Config, step: int) -> None:
@@ -332,7 +359,7 @@ class _Tracker:
     """wandb or trackio, which share the API used here. The run id is stored, so that a resumed run continues the same run."""
 
     def __init__(self, module: ModuleType, run: RunDirectory, config: Config) -> None:
-        self._module = module
+        self._module, self.name = module, module.__name__
         name, package = run.path.resolve().name, module.__name__
         given = os.environ.get("WANDB_RUN_ID") if package == "wandb" else None  # set by a sweep agent
         run_id = run.tracker_id(package, given or uuid.uuid4().hex[:8])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from boost.train.best_effort import best_effort
 from boost.train.hooks import Hook, StepEnd, StepStart
 
 if TYPE_CHECKING:
@@ -62,10 +63,7 @@ class ProfileHook(Hook):
         found.stop()
         folder = trainer.run.path / "profile"
         file = folder / f"rank{trainer.mesh.rank}.json"
-        try:
+        with best_effort(f"write the timeline of steps {self.first} to {self.last}", trainer.warn):
             folder.mkdir(parents=True, exist_ok=True)
             found.export_chrome_trace(str(file))
-        except (OSError, RuntimeError) as error:
-            trainer.warn(f"cannot write the timeline of steps {self.first} to {self.last}: {error}")
-        else:
             log.info("timeline of steps %d to %d: %s (ui.perfetto.dev)", self.first, self.last, file)

@@ -36,8 +36,9 @@ from boost.parallel.membership import (
 )
 from boost.parallel.mesh import choose_device
 from boost.parallel.recoverable import Membership, PeersLostError, disconnect_abandoned, has_abandoned
-from boost.parallel.rendezvous import Stopped, launch_dir, meet
+from boost.parallel.rendezvous import Stopped, file_store, launch_dir, meet
 from boost.parallel.replicas import digest
+from boost.train.best_effort import best_effort
 from boost.train.failures import is_lost_connection
 from boost.train.heartbeat import Beat, Board, FolderBoard, StoreBoard, apply_timeout
 from boost.train.hooks import MembershipChange
@@ -419,7 +420,8 @@ class Recovery:
 
     def close(self) -> None:
         """Call when the run is complete, after its last operation."""
-        self._store.set("done", "")
+        with best_effort("tell replicas that want to rejoin that the run is over"):
+            self._store.set("done", "")
         self._closed.set()
         self.membership.leave()
         if has_abandoned() and not launch_dir():
@@ -437,7 +439,7 @@ def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int,
     if folder := launch_dir():
         replica, process = replica_of_rank(parallel, int(os.environ["RANK"]))
         incarnation = os.environ.get(INCARNATION, f"{replica}.0")
-        own, all_of_run = (dist.FileStore(str(folder / name), -1) for name in (f"replica.{incarnation}", "members"))
+        own, all_of_run = (file_store(folder / name) for name in (f"replica.{incarnation}", "members"))
         return replica, process, own, all_of_run, incarnation
     number, (host, _, port) = os.environ.get(REPLICA, ""), os.environ.get(COORDINATOR, "").partition(":")
     if not number.isdecimal() or not port.isdecimal():

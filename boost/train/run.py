@@ -185,9 +185,8 @@ def _exit_hung(message: str) -> None:
     """Exits from the heartbeat thread while the main thread hangs in a collective."""
     error = HangError(message)
     log.error("%s", message)
-    if folder := launch_dir():
-        failure_report(error, int(os.environ["RANK"])).write(folder)
-    else:
+    folder = launch_dir()
+    if folder is None or not failure_report(error, int(os.environ["RANK"])).write(folder):
         print(f"boost: error: {message}; resume with --resume auto", file=sys.stderr)
     leave(error.exit_code)
 

@@ -163,6 +163,16 @@ def configure_logging(logs: Path | str, rank: int) -> None:
 class _RankLog(logging.FileHandler):
     """A separate type, so that a later call finds it among the logger's handlers."""
 
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Says once that lines cannot be written, because the disk is full, instead of a traceback for each."""
+        if not self._failed:
+            print(
+                f"warning: cannot write {self.baseFilename}: {sys.exc_info()[1]}; training continues", file=sys.stderr
+            )
+        self._failed = True
+
 
 def environment(config: Config) -> dict[str, Any]:
     """What a run depends on besides its configuration. No host name or install path, because run directories are shared."""

@@ -10,9 +10,8 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import torch.distributed as dist
-
 from boost.parallel.membership import DEAD, Coordinator
+from boost.parallel.rendezvous import file_store
 from boost.train.failures import read_reports
 from boost.train.recovery import INCARNATION
 from boost.train.signals import STOP_SIGNALS
@@ -42,8 +41,7 @@ class Supervisor:
         `processes`: list of processes by rank, updated in place. `received`: signals that the launcher has received so far."""
         self._folder, self._replicas, self._restarts = folder, replicas, restarts
         self._start, self._processes, self._received = start, processes, received
-        store = dist.FileStore(str(folder / "members"), -1)
-        self._coordinator = Coordinator(store, len(replicas), len(replicas[0]))
+        self._coordinator = Coordinator(file_store(folder / "members"), len(replicas), len(replicas[0]))
         self._starts = [0] * len(replicas)
         self._due: dict[int, float] = {}
         """Time at which a replica is to be restarted, by replica."""

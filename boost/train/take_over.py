@@ -4,7 +4,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from boost.errors import ConfigError
+from boost.errors import ConfigError, StorageError
 from boost.train.hooks import Hook
 from boost.train.run_lock import RunLock
 from boost.train.worker import take_terminal
@@ -35,8 +35,8 @@ class TakeOver(Hook):
             lock = RunLock(trainer.config.run.dir)
             try:
                 self._lock = lock.__enter__()
-            except ConfigError as error:  # the previous main process hangs and has not been ended yet
-                if time.monotonic() > deadline:
+            except (ConfigError, StorageError) as error:  # the previous main process hangs and has not been ended yet
+                if isinstance(error, StorageError) or time.monotonic() > deadline:
                     log.warning("%s; training continues without the lock", error)
                     return
                 time.sleep(0.2)

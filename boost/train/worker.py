@@ -18,11 +18,15 @@ from typing import Any
 import torch
 
 from boost.parallel.rendezvous import LAUNCH_DIR
+from boost.train.best_effort import best_effort
 from boost.train.failures import failure_report
 from boost.train.signals import StopRequest, caught_signals
 
 STOPPED_EXIT = 128
 """Plus the signal number: exit code of a process stopped by a signal, as in a shell."""
+
+NO_STOP = " 0"
+"""Content of the stop file before a stop signal. Numbers of signals are as long."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,11 @@ class LaunchSpec:
     orphan_grace_s: float
     holds_signals: bool
     """Whether signals stay blocked until `entry` catches them."""
+
+    @property
+    def stop_file(self) -> Path:
+        """Holds the number of the stop signal that the launcher has received, or NO_STOP."""
+        return self.folder / "stop"
 
 
 def run_worker(spec: LaunchSpec, rank: int) -> None:
@@ -63,8 +72,9 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if not spec.holds_signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
-    with contextlib.suppress(FileNotFoundError):  # a signal that arrived before this process existed
-        os.kill(os.getpid(), int((spec.folder / "stop").read_text(encoding="ascii")))
+    with contextlib.suppress(FileNotFoundError):
+        if stopped_by := int(spec.stop_file.read_text(encoding="ascii")):  # before this process existed
+            os.kill(os.getpid(), stopped_by)
     try:
         code = spec.entry(*spec.args)
     except KeyboardInterrupt:
@@ -74,8 +84,9 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, caught)  # the work is done: ignore stop signals
     if os.getppid() != spec.launcher:
         shutil.rmtree(spec.folder, ignore_errors=True)  # the launcher died and cannot clean up
-    else:
-        (spec.folder / f"code{rank}").write_text(str(code), encoding="ascii")
+    elif code:
+        with best_effort("write the exit code"):
+            (spec.folder / f"code{rank}").write_text(str(code), encoding="ascii")
     leave(0)
 
 
@@ -123,7 +134,8 @@ def _report_and_leave(spec: LaunchSpec, rank: int, error: BaseException) -> None
                 logger.addHandler(logging.FileHandler(spec.log_dir / f"rank{rank}.log", encoding="utf-8"))
         if logger.handlers:
             logger.error("%s", report.trace)
-    report.write(spec.folder)
+    if not report.write(spec.folder):
+        print(f"boost: error: {report.message}", file=sys.stderr, flush=True)
     leave(report.exit_code)
 
 

@@ -23,7 +23,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dense": {"family": "dense"},
     "svd": {"family": "svd"},
     "cola": {"family": "cola", "ranks": {"kv": 4}},
-    "cola-dlr": {"family": "cola", "rank": 6, "dlr_alpha": 1.0},
     "lax": {"family": "lax", "gate": "tensor"},
 }
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 
+import numpy as np
 import pytest
 
 from boost.cli import prepare as command
@@ -10,7 +11,6 @@ from boost.cli.main import print_error
 from boost.data.store import TokenStore
 from boost.errors import BoostError
 from tests.data.chats import chat_tokenizer, write_conversations
-from tests.data.token_formats import write_llm_c
 
 
 def boost(*argv):
@@ -98,15 +98,13 @@ def test_what_was_read_in_another_form_is_printed(tmp_path, capsys):
 def test_ids_of_another_tool(corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert boost(corpus, "--out", "text", "--tokenizer", "train:270") == 0
-    write_llm_c(tmp_path / "fine.bin", [0, 5, 6, 0, 7, 8, 0, 9] * 50, "<u2")
+    np.array([0, 5, 6, 0, 7, 8, 0, 9] * 50, "<u2").tofile(tmp_path / "fine.bin")
     capsys.readouterr()
     assert boost("--from-tokens", "fine.bin", "--tokenizer", "text") == 0
     out = capsys.readouterr().out
     assert "data/fine written in" in out and "1 empty document, in fine.bin" in out
     assert TokenStore.open("data/fine").split("train").n_documents > 50
-    assert (
-        boost("--from-tokens", "fine.bin", "--tokenizer", "text", "--text-field", "x", "--token-dtype", "uint32") == 2
-    )
+    assert boost("--from-tokens", "fine.bin", "--tokenizer", "text", "--token-dtype", "uint32") == 2
     assert "already holds a token store made from different input" in capsys.readouterr().err
 
 
@@ -160,4 +158,4 @@ def test_conversations(tmp_path, capsys):
     sizes = TokenStore.open(tmp_path / "store").meta["splits"]["train"]
     assert f"{sizes['targets']:,}" in out and 0 < sizes["targets"] < sizes["tokens"]
     assert boost("--chat", tmp_path / "none.jsonl", "--tokenizer", tmp_path / "tokenizer") != 0
-    assert "no such file; --chat reads .jsonl" in capsys.readouterr().err
+    assert "no such file or folder; check the spelling\n" in capsys.readouterr().err

@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from boost.config.factors import FactorShape, deal, deal_grams
-from boost.config.optimizers import MuonConfig
 
 PROBLEMS = st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=1, max_size=20)
 
@@ -42,7 +41,7 @@ def test_an_expensive_problem_is_not_beside_others() -> None:
     """Dealt round-robin, the first process would have 8 + 1 of 11."""
     assert deal([8, 1, 1, 1], [1] * 4, 2).owners == (0, 1, 1, 1)
     shapes = [FactorShape(64, rank, None) for rank in (4, 12, 4, 4)]
-    assert deal_grams(shapes, MuonConfig(), 2).owners == (1, 0, 1, 1)
+    assert deal_grams(shapes, 2).owners == (1, 0, 1, 1)
 
 
 def test_few_problems_for_many_processes_are_summed() -> None:

@@ -142,35 +142,6 @@ def test_a_model_of_the_configuration_alone_has_sound_weights(pair: tuple[Decode
     assert 1 < loss.item() < 40
 
 
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        ({"family": "svd"}, "LlamaForCausalLM"),
-        ({"family": "cola", "kv_heads": 8}, "ColaForCausalLM"),
-        ({"family": "lax"}, "BoostForCausalLM"),
-    ],
-    ids=["svd", "cola", "lax"],
-)
-def test_latent_residuals_are_folded_into_the_weights(
-    model: dict[str, Any], expected: str, tmp_path: Path, store: Path
-) -> None:
-    """DLR: no trace of it in the folder but the model card, and the same logits. The checkpoint keeps B."""
-    config = toy.toy_config("float32", model={"init_std": 0.5, "rank": 6, "dlr_alpha": 0.7, **model})
-    path = save(tmp_path / "c", config, store / "tokenizer.json")
-    decoder, checkpoint = loaded(path)
-    assert checkpoint.config.model.dlr_alpha == 0.7
-    export(checkpoint, tmp_path / "out", None, True, GB)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    assert type(theirs).__name__ == expected and "dlr" not in (tmp_path / "out" / "config.json").read_text()
-    assert "DLR, alpha = 0.7, folded into B" in (tmp_path / "out" / "README.md").read_text()
-    tokens, _ = toy.toy_tokens(toy.toy_config())
-    with torch.no_grad():
-        logits = all_logits(decoder, tokens)
-        assert_close(theirs(tokens).logits, logits)
-        decoder.blocks[0].qkv.residuals = ()
-        assert (all_logits(decoder, tokens) - logits).abs().max() > 0.1 * logits.abs().max(), "the residual matters"
-
-
 def test_the_official_cola_names_and_shapes(tmp_path: Path, store: Path) -> None:
     config = toy.toy_config("float32", model={"family": "cola", "mlp_silu": False, "kv_heads": 8})
     path = save(tmp_path / "c", config, store / "tokenizer.json")

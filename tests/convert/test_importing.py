@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
@@ -199,20 +198,6 @@ def test_what_transformers_saved_again_comes_in(tmp_path: Path, store: Path) -> 
     with torch.no_grad():
         expected = theirs(tokens).logits
     torch.testing.assert_close(all_logits(loaded(tmp_path / "imported")[0], tokens), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("case", ["svd", "cola-ranks", "lax-tensor"])
-def test_exports_of_earlier_releases_come_in(case: str, tmp_path: Path, store: Path) -> None:
-    """Factors were parameters A and B of the linear; now they are separate linears."""
-    model, merge, _ = CASES[case]
-    path = save(tmp_path / "c", toy.toy_config("float32", model=model), store / "tokenizer.json")
-    export(open_checkpoint(path), tmp_path / "now", None, merge, GB)
-    tensors = load_file(tmp_path / "now" / "model.safetensors")
-    earlier = {re.sub(r"_proj\.([AB])\.weight$", r"_proj.\1", name): value for name, value in tensors.items()}
-    assert "model.layers.0.self_attn.q_proj.A" in earlier
-    config = json.loads((tmp_path / "now" / "config.json").read_text())
-    write_folder(tmp_path / "earlier", config, earlier)
-    assert_same(there_and_back(tmp_path / "earlier", tmp_path), tensors)
 
 
 def test_half_precision_becomes_what_a_run_knows(tmp_path: Path) -> None:

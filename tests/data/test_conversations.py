@@ -9,8 +9,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from boost.data.conversations import ConversationFile, Malformed, messages_of, open_conversations
+from boost.data.conversations import Malformed, messages_of
 from boost.data.report import PrepareReport
+from boost.data.sources import FilesSource
 from boost.errors import DataError
 
 
@@ -76,7 +77,7 @@ def test_the_same_from_every_kind_of_file(tmp_path: Path) -> None:
     with pyarrow.CompressedOutputStream(str(files[3]), "zstd") as out:
         out.write(lines.encode())
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), files[4])
-    for source in open_conversations([str(file) for file in files]):
+    for source in (FilesSource(file, chat=True) for file in files):
         found = [json.loads(document.text) for document in source.documents(PrepareReport())]
         assert found == [record["messages"] for record in RECORDS], source.name
 
@@ -86,7 +87,7 @@ def test_bad_records_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
         f'{json.dumps(RECORDS[0])}\n\nno json\n{{"text": "x"}}\n{json.dumps(RECORDS[1])}\n'
     )
     report = PrepareReport()
-    documents = list(ConversationFile(tmp_path / "a.jsonl").documents(report))
+    documents = list(FilesSource(tmp_path / "a.jsonl", chat=True).documents(report))
     assert [document.key for document in documents] == ["a.jsonl:1", "a.jsonl:5"]
     skipped = report.sources[0].files[0].skipped
     assert {reason: skip.count for reason, skip in skipped.items()} == {
@@ -98,17 +99,14 @@ def test_bad_records_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
-        ConversationFile(tmp_path / "none.jsonl")
+        FilesSource(tmp_path / "none.jsonl", chat=True)
     for name, content, words in (("a.txt", b"x", "not a file of conversations"), ("a.json", b"[1, ", "not JSON at record 2: "),
                                  ("a.parquet", b"x", "not a Parquet file"), ("a.jsonl.gz", b"x", "damaged gzip file")):  # fmt: skip
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=words):
-            list(ConversationFile(tmp_path / name).documents(PrepareReport()))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"has no \.jsonl, \.json or \.parquet file"):
-        open_conversations([str(tmp_path / "empty")])
+            list(FilesSource(tmp_path / name, chat=True).documents(PrepareReport()))
     (tmp_path / "b.jsonl").write_text(json.dumps(RECORDS[0]) + "\n")
-    source = ConversationFile(tmp_path / "b.jsonl")
+    source = FilesSource(tmp_path / "b.jsonl", chat=True)
     (tmp_path / "b.jsonl").write_text(json.dumps(RECORDS[0]) + "\n\n")
     with pytest.raises(DataError, match="changed during the preparation"):
         list(source.documents(PrepareReport()))

@@ -4,8 +4,6 @@ import json
 from itertools import pairwise
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
@@ -109,18 +107,10 @@ def test_held_out_ids_of_their_own(tmp_path, tokenizer, ids):
     assert documents(store.split("train")) == ids[:50] and documents(store.split("heldout")) == ids[50:]
 
 
-def test_rows_of_input_ids(tmp_path, tokenizer, ids):
-    pq.write_table(pa.table({"input_ids": [*ids, []]}), tmp_path / "x.parquet")
-    store = prepare(options(tmp_path, tokenizer, tmp_path / "x.parquet")).store
-    check(store, ids)
-    skipped = store.report["sources"][0]["skipped"]
-    assert skipped == {"empty document": {"count": 1, "examples": ["x.parquet: document 60"]}}
-
-
 def test_ids_without_eos_are_one_document_whose_end_is_held_out(tmp_path, tokenizer, ids, monkeypatch):
     flat = [token for each in ids for token in each]
     np.array(flat, "<u4").tofile(tmp_path / "x.bin")
-    monkeypatch.setattr("boost.data.token_files._BLOCK", 100)
+    monkeypatch.setattr("boost.data.from_tokens._BLOCK", 100)
     store = prepare(options(tmp_path, tokenizer, tmp_path / "x.bin", token_dtype="uint32")).store
     (train,), (heldout,) = documents(store.split("train")), documents(store.split("heldout"))
     assert train + heldout == flat and len(heldout) == len(flat) - round(len(flat) * 0.9)
@@ -181,6 +171,7 @@ def test_wide_vocabularies_need_wide_tokens(tmp_path, tokenizer):
         ({"inputs": ("x.txt",)}, "cannot be combined with text"),
         ({"stdlib": True}, "cannot be combined with text"),
         ({"heldout_split": "validation"}, "cannot be combined with text"),
+        ({"text_field": "tokens"}, "has no columns; remove --text-field"),
         ({"max_tokens": 9}, "takes no --max-tokens; use --max-documents"),
         ({"from_tokens": "nowhere.idx"}, r"nowhere\.idx: no such file"),
         ({"eos": "<nope>"}, "--eos <nope>: not a token"),

@@ -82,7 +82,8 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     a = make("a", 300, tokenizer="train:300")
     b = make("b", 200, tokenizer=a)
     c = make("c", 200, tokenizer="train:290")
-    word = next(iter(TokenStore.open(a).tokenizer().get_vocab()))
+    first = TokenStore.open(a)
+    word = next(word for word, number in first.tokenizer().get_vocab().items() if number != first.eos)
     d = make("d", 200, tokenizer=a, eos=word)
     return {"a": a, "b": b, "c": c, "d": d}
 

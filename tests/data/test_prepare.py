@@ -465,9 +465,9 @@ def test_a_file_that_grows_while_it_is_read_is_noticed(corpus):
 
 def test_every_kind_of_bad_file_is_reported_and_nothing_is_lost_silently(corpus, monkeypatch):
     """Documents and skips account for every file, line and row."""
-    from boost.data import json_text
+    from boost.data import readers
 
-    monkeypatch.setattr(json_text, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(readers, "MAX_RECORD_BYTES", 1000)
     bad = {
         "empty.txt": (b"", "empty"),
         "blank.txt": (b" \n\t", "empty"),
@@ -477,7 +477,7 @@ def test_every_kind_of_bad_file_is_reported_and_nothing_is_lost_silently(corpus,
         "ids.bin": (bytes(8), "refused: pickles and binary arrays are never loaded"),
         "code.pkl": (b"cos\nsystem\n", "refused: pickles and binary arrays are never loaded"),
         "broken.txt.gz": (b"\x1f\x8b\x08\0", "damaged gzip file"),
-        "huge.jsonl": (b'{"text": "' + b"y" * 2000 + b"\n", "not a line of JSON"),
+        "huge.jsonl": (b'{"text": "' + b"y" * 2000 + b'"}\n', "a line longer than 1 kB"),
         "esc\x1b[2J.txt": (b"a\0", "binary (holds a NUL byte)"),
     }
     for name, (content, _) in bad.items():

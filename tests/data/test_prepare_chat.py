@@ -156,8 +156,8 @@ def test_folders_and_datasets_of_conversations(tmp_path: Path, monkeypatch: pyte
     assert {(name, how["revision"]) for name, _, how in calls} == {("someone/chats", "commit of v2")}
     assert "someone/chats at commit commit of v2" in found.meta["report"]["notes"]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"has no \.jsonl, \.json or \.parquet file"):
-        prepare(replace(options, inputs=(str(tmp_path / "empty"),)))
+    with pytest.raises(DataError, match=r"no conversation can be used.*no input was found"):
+        prepare(replace(options, inputs=(str(tmp_path / "empty"),), out=tmp_path / "of-empty"))
     with pytest.raises(DataError, match="--chat: no input given"):
         prepare(replace(options, inputs=()))
     with pytest.raises(DataError, match="--hf-revision v2: has no effect without --hf"):

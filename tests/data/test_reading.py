@@ -26,7 +26,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many batches, and a commit after each."""
     monkeypatch.setattr(encode, "BATCH_CHARS", 1500)
     monkeypatch.setattr(prepare, "COMMIT_S", 0.0)
-    monkeypatch.setattr(prepare._Commits, "due", lambda self: True)
+    monkeypatch.setattr(prepare, "COMMIT_PAUSE", 0.0)
 
 
 @pytest.fixture

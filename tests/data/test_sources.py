@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from boost.data import hub
+from boost.data.prepare import PrepareOptions, prepare
 from boost.data.report import FileReport, PrepareReport
-from boost.data.sources import FilesSource, open_sources
+from boost.data.sources import FilesSource, SeenInputs
 from boost.data.stdlib import StdlibSource, documented_modules, render_documentation
 from boost.errors import DataError
 from tests.data.inputs import read, skips
@@ -101,18 +102,19 @@ def test_a_file_that_was_named_must_be_readable(hostile, name, message):
         read(FilesSource(hostile / name))
 
 
-def test_missing_input_and_no_input():
+def test_missing_input_and_no_input(tmp_path):
     with pytest.raises(DataError, match="nowhere: no such file or folder"):
-        open_sources(["nowhere"])
+        FilesSource("nowhere")
     with pytest.raises(DataError, match=r"no input given; .* --stdlib"):
-        open_sources([])
+        prepare(PrepareOptions(out=tmp_path / "store"))
 
 
 def test_keys_of_several_inputs_are_unique_and_nothing_is_read_twice(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.txt").write_text(name)
-    documents, report = read(*open_sources([tmp_path / "a", tmp_path / "b", tmp_path / "a/x.txt"]))
+    seen = SeenInputs()
+    documents, report = read(*(FilesSource(tmp_path / path, None, seen) for path in ("a", "b", "a/x.txt")))
     assert documents == [("x.txt", "a"), ("x.txt#2", "b")]
     assert skips(report) == {("x.txt", "already read under another name"): []}
 
@@ -150,7 +152,7 @@ def test_names_that_are_not_text_can_be_reported(tmp_path):
 
 def test_stdlib_is_sources_and_documentation_only():
     source = StdlibSource()
-    keys = [key for key, _ in source.files]
+    keys = [file.key for file in source.files]
     assert "argparse.py" in keys and "json/decoder.py" in keys and keys == sorted(keys)
     forbidden = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
     assert not any(forbidden & set(Path(key).parts) for key in keys)

@@ -45,16 +45,6 @@ def store(made: Path, tmp_path: Path) -> TokenStore:
     return TokenStore.open(path)
 
 
-@pytest.fixture
-def old_store(store: TokenStore) -> TokenStore:
-    """A store of an earlier release, which has no digest except that of the tokens."""
-    file = store.path / "store.json"
-    meta = json.loads(file.read_text())
-    del meta["blocks"], meta["digest"]
-    file.write_text(json.dumps(meta))
-    return TokenStore.open(store.path)
-
-
 def open_and_verify(path: Path) -> None:
     verify.verify_once(TokenStore.open(path))
 
@@ -83,8 +73,7 @@ def test_any_flipped_bit_is_found_and_its_file_named(store: TokenStore, file: st
 
 
 @pytest.mark.parametrize("name", ["blocks", "digest"])
-def test_a_damaged_name_does_not_make_it_a_store_of_an_earlier_release(store: TokenStore, name: str) -> None:
-    """Stores of earlier releases have neither key; a store with a damaged key must not pass for one."""
+def test_a_damaged_name_of_the_digests_is_found(store: TokenStore, name: str) -> None:
     file = store.path / "store.json"
     flip(file, 8 * (file.read_bytes().rindex(f'"{name}"'.encode()) + 1))
     with pytest.raises(DataError, match=r"store\.json"):
@@ -116,36 +105,12 @@ def replaced(path: Path) -> None:
 DAMAGE = (zeroed, truncated, replaced)
 
 
-@pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_found_and_the_file_named(store: TokenStore, damage: Any, old: bool, request: Any) -> None:
-    if old:
-        request.getfixturevalue("old_store")
+def test_damage_is_found_and_the_file_named(store: TokenStore, damage: Any) -> None:
     open_and_verify(store.path)
     damage(store.path)
     with pytest.raises(DataError, match=r"train\.(tokens|documents).*rebuild it with: boost prepare"):
         open_and_verify(store.path)
-
-
-def test_an_old_store_has_its_offsets_checked_by_the_documents_ends(old_store: TokenStore) -> None:
-    offsets = np.fromfile(old_store.path / "train.documents", dtype="<i8")
-    for i in range(1, len(offsets) - 1):
-        for wrong in (offsets[i] + 1, offsets[i] - 1, offsets[i - 1], offsets[i] ^ (1 << 40), -1):
-            changed = offsets.copy()
-            changed[i] = wrong
-            changed.tofile(old_store.path / "train.documents")
-            with pytest.raises(DataError, match=r"train\.documents is damaged \(near document \d+\)"):
-                verify.verify(old_store)
-    offsets.tofile(old_store.path / "train.documents")
-    verify.verify(old_store)
-
-
-def test_several_blocks_and_documents_across_them(old_store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "BLOCK_BYTES", 64)
-    verify.verify(old_store)
-    flip(old_store.path / "train.tokens", 800 * 8)
-    with pytest.raises(DataError, match=r"train\.tokens"):
-        verify.verify(old_store)
 
 
 @given(st.lists(st.integers(0, 30), max_size=12))
@@ -157,7 +122,7 @@ def test_digests_do_not_depend_on_how_a_file_is_written(lengths: list[int]) -> N
         for length in lengths:
             digests.update(data[start : start + length])
             start += length
-        assert digests.finish() == "".join(block_digest(data[i : i + 16]) for i in range(0, len(data), 16))
+        assert digests.so_far() == "".join(block_digest(data[i : i + 16]) for i in range(0, len(data), 16))
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -216,11 +181,6 @@ def test_samples_find_what_changed_under_a_run(store: TokenStore, monkeypatch: p
     os.utime(store.path / "train.tokens", ns=(about.st_atime_ns, about.st_mtime_ns))  # a disk leaves no note
     with pytest.raises(DataError, match=r"train\.tokens is damaged \(between bytes 0 and \d+\)"):
         verify.recheck(store, split, "0/0")
-
-
-def test_an_old_store_has_no_samples(old_store: TokenStore) -> None:
-    flip(old_store.path / "train.tokens", 77)
-    verify.recheck(old_store, old_store.split("train"), "0/0")
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from boost.data import writer
 from boost.data.prepare import PrepareOptions, prepare
 from boost.data.store import TokenStore
 from boost.data.verify import verify
@@ -44,20 +43,13 @@ WRITTEN = 24
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
-def test_a_kill_at_any_file_event_leaves_one_whole_store(
-    stores: tuple[Path, Path], tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if exchange and not writer._exchange(*(Path(shutil.copytree(s, tmp_path / s.name)) for s in stores)):
-        pytest.skip("this file system cannot exchange names")
-    if not exchange:
-        monkeypatch.setattr(writer, "_exchange", lambda *_: False)
+def test_a_kill_at_any_file_event_leaves_one_whole_store(stores: tuple[Path, Path], tmp_path: Path) -> None:
     old, new = (content(store) for store in stores)
     store, seen, event = tmp_path / "store", set(), 0
     shutil.copytree(stores[0], store)
     while killed_at(event, lambda: replace(store, stores[1])):
         event += 1 if event >= WRITTEN else 4
-        if store.exists() or exchange:
+        if store.exists():
             assert content(store) in (old, new)
         else:
             with pytest.raises(DataError, match="its replacement was interrupted; rerun that 'boost prepare'"):

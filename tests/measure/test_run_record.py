@@ -36,13 +36,6 @@ def test_how_a_run_ended(tmp_path: Path, end: RunEnd | None, state: str, reason:
     assert read_run(path).state == state
 
 
-def test_a_run_of_an_earlier_release_that_was_done(tmp_path: Path) -> None:
-    path = make_run(tmp_path / "run")
-    lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (path / "metrics.jsonl").write_text("".join(lines[:-1]).replace(', "final": true', ""))
-    assert read_run(path).state == "done"
-
-
 def test_a_run_without_metrics_and_one_with_damaged_lines(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run")
     metrics = path / "metrics.jsonl"

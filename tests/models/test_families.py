@@ -28,15 +28,6 @@ FAMILIES: dict[str, tuple[dict[str, Any], Reference]] = {
         references.cola,
     ),
     "cola without its activation": ({"family": "cola", "latent_act": "none"}, references.svd),
-    "svd, DLR": ({"family": "svd", "dlr_alpha": 0.7}, references.dlr("none", 0.7)),
-    "cola, DLR": (
-        {"family": "cola", "dlr_alpha": 1.0, "rank": 7, "ranks": {"kv": 3, "mlp.down": 12}},
-        references.dlr("silu", 1.0),
-    ),
-    "lax, DLR": (
-        {"family": "lax", "gate": "tensor", "rank": 6, "dlr_alpha": 0.5},
-        references.lax("cola", "tensor", 0.5),
-    ),
     **LAX,
     "lax, ranks": (
         {"family": "lax", "gate": "tensor", "ranks": {"attn.q": 6, "attn.k": 5, "mlp": 12}},
@@ -47,9 +38,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], Reference]] = {
         references.lax("cola", "dense"),
     ),
 }
-GROUPINGS = [(name, True) for name in FAMILIES] + [
-    (name, False) for name in ("dense", "cola, ranks", "lax, ranks", "cola, DLR")
-]
+GROUPINGS = [(name, True) for name in FAMILIES] + [(name, False) for name in ("dense", "cola, ranks", "lax, ranks")]
 
 
 def make(name: str, grouping: bool = True) -> tuple[Config, Decoder, Reference]:

@@ -32,7 +32,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cola": {"rank": 8},
     "lax": {"rank": 8, "gate": "dense"},
     "lax-tensor": {"rank": 8, "gate": "tensor", "over": "svd"},
-    "cola-dlr": {"rank": 6, "dlr_alpha": 0.7},
 }
 
 
@@ -177,11 +176,10 @@ def test_recomputation_changes_nothing(recompute: str) -> None:
 CELLS = [
     (name, layout, size, kv_heads)
     for name in FAMILIES
-    if name != "cola-dlr"
     for layout in layouts_of(boost.nn.Spec(**sizes(name)).model)
     for size, kv_heads in ((2, 8), (4, 2))
 ]
-ON_EACH_COMMIT = [*(cell for i, cell in enumerate(CELLS) if i % 4 == 0), ("cola-dlr", "btp", 2, 2)]
+ON_EACH_COMMIT = CELLS[::4]
 
 
 def under_tp(name: str, layout: str, kv_heads: int) -> dict[str, float]:

@@ -6,18 +6,14 @@ import torch
 import boost
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [("cola", {}), ("svd", {"dlr_alpha": 1.0}), ("lax", {}), ("dense", {})],
-    ids=["cola", "svd-dlr", "lax", "dense"],
-)
+@pytest.mark.parametrize("family", ["cola", "svd", "lax", "dense"])
 @pytest.mark.slow
-def test_adapters_train_and_merge(family: str, options: dict[str, float]) -> None:
+def test_adapters_train_and_merge(family: str) -> None:
     import peft
 
     torch.manual_seed(0)  # of the adapters
     rank = {} if family == "dense" else {"rank": 8}
-    model = boost.nn.Decoder(family=family, vocab_size=64, dim=32, ffn_dim=48, layers=2, heads=4, **rank, **options)
+    model = boost.nn.Decoder(family=family, vocab_size=64, dim=32, ffn_dim=48, layers=2, heads=4, **rank)
     tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(0))
     tokens, targets = tokens[:, :-1], tokens[:, 1:]
     before = model(tokens)

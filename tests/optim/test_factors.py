@@ -28,7 +28,6 @@ pytestmark = pytest.mark.slow
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "loro": {"name": "loro", "exact_every": 2, "eps": 1e-6, "weight_decay": 0.05},
     "muon": {"name": "muon", "muon_lr": 1e-2},
-    "spectron": {"name": "spectron", "spectron_lr": 0.1, "weight_decay": 0.05},
     "frobenius": {"frobenius_decay": 0.5},
 }
 STEPS = 4
@@ -95,7 +94,6 @@ CASES = [
     *one_in(2, [(name, parallel) for name in OPTIMIZERS for parallel in EVERY]),
     *(("loro", parallel) for parallel in LORO),
     *(("muon", parallel) for parallel in MUON),
-    *(pytest.param("spectron", parallel, marks=pytest.mark.nightly) for parallel in MUON),
 ]
 
 
@@ -107,13 +105,6 @@ def test_every_sharding_matches_one_process(optimizer: str, parallel: dict[str, 
         model |= {"ranks": RANKS}
     train = {"global_batch": 6} if parallel.get("dp") == 3 else {}
     check(config_of(optimizer, parallel, model=model, train=train))
-
-
-@pytest.mark.parametrize(
-    "parallel", [{"tp": 2, "layout": "btp"}, {"tp": 2, "dp": 2, "layout": "vanilla", "shard": "optimizer"}], ids=str
-)
-def test_spectron_sees_the_latent_residual_of_every_shard(parallel: dict[str, Any]) -> None:
-    check(config_of("spectron", parallel, model={"rank": 6, "dlr_alpha": 0.7}))
 
 
 @pytest.mark.parametrize("layout", ["btp", "btp-sp", "vanilla"])
@@ -195,8 +186,6 @@ def flops_of_a_step(config: Config) -> int:
         ("muon", {}),
         ("muon", {"tp": 2, "dp": 2, "layout": "btp"}),
         ("muon", {"tp": 2, "layout": "vanilla"}),
-        ("spectron", {}),
-        ("spectron", {"tp": 2, "layout": "btp"}),
     ],
     ids=str,
 )
@@ -243,7 +232,7 @@ def test_what_large_factors_send() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_table_of_a_usual_step(optimizer: str) -> None:
-    """Muon, Spectron and Frobenius decay communicate in every step; LORO in one of exact_every, which a separate table shows."""
+    """Muon and Frobenius decay communicate in every step; LORO in one of exact_every, which a separate table shows."""
     config = config_of(optimizer, {"tp": 2, "layout": "btp"})
     ours = [c for c in step_collectives(config) if c.place == "optimizer"]
     assert optimizer_collectives(config)

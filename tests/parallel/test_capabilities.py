@@ -4,6 +4,7 @@ import pytest
 
 from boost.config import load
 from boost.errors import ConfigError
+from boost.models import documents
 from boost.parallel import capabilities
 from boost.parallel.capabilities import require_torch
 
@@ -36,3 +37,4 @@ def test_the_tested_torch_has_all() -> None:
     if tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 13):
         for words in (ZERO_BUBBLE, OUTER):
             require_torch(load(None, words).parallel)
+        assert documents._has_varlen()

@@ -101,23 +101,12 @@ RANKS = [
     ({"family": "lax", "ranks": {"attn.k": 6}}, {"layout": "btp", "tp": 2, "grouping": False}),
 ]
 """Linears of different ranks in one group."""
-DLR = [
-    ({"family": family, "rank": 6, "dlr_alpha": 0.7, "kv_heads": kv_heads}, {**layout, "tp": tp})
-    for layout, family, kv_heads, tp in zip(
-        (*LOW_RANK_LAYOUTS, {"layout": "btp", "grouping": False}, {"layout": "btp-sp"}),
-        ("cola", "lax", "svd", "cola", "cola", "svd", "cola", "lax", "svd"),
-        (2, 8, 1, 2, 4, 2, 8, 2, 1),
-        (2, 2, 2, 4, 2, 2, 4, 2, 4),
-        strict=True,
-    )
-]
-"""DLR at rank 6, for outputs of 32, 48 and at most 32: shards begin and end within the rows of one latent."""
 KV = [
     ({"family": "cola", "kv_heads": 4, "ranks": {"kv": 4}}, {**layout, "tp": 4 if number % 2 else 2})
     for number, layout in enumerate(LOW_RANK_LAYOUTS)
 ]
 """A smaller rank for keys and values, with grouped heads."""
-EVERY = [*CELLS, *TP_8, *CROSSING, *RANKS, *DLR, *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in KV)]
+EVERY = [*CELLS, *TP_8, *CROSSING, *RANKS, *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in KV)]
 
 
 def compare_with_single(config: Config) -> dict[str, float]:
@@ -126,7 +115,7 @@ def compare_with_single(config: Config) -> dict[str, float]:
     return {"table": 0.0 if matches_table(config, actual.collectives()) else 1.0, **relative_errors(actual, 3)}
 
 
-@pytest.mark.parametrize(("model", "parallel"), EVERY, ids=ids([*CELLS, *TP_8, *CROSSING, *RANKS, *DLR, *KV]))
+@pytest.mark.parametrize(("model", "parallel"), EVERY, ids=ids([*CELLS, *TP_8, *CROSSING, *RANKS, *KV]))
 @pytest.mark.slow
 def test_a_layout_is_the_single_process_function(model: dict[str, Any], parallel: dict[str, Any]) -> None:
     tp = parallel["tp"]

@@ -162,16 +162,6 @@ def backends_on(device: str) -> set[str | None]:
     return set(asked)
 
 
-def test_emulation_of_one_rank_has_no_group_of_nccl() -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    try:
-        assert mesh_module._backend(torch.device("cuda")) is None
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(("device", "expected"), [("cuda", "nccl"), ("cpu", None)])
 def test_the_groups_of_a_mesh_have_one_backend(device: str, expected: str | None) -> None:
     """With gloo in addition to NCCL, each group would need two sockets per pair of processes."""

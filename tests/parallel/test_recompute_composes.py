@@ -15,6 +15,7 @@ from boost.config.schema import RecomputeName
 from boost.models.attention import make_context
 from boost.models.decoder import Decoder, TransformerBlock
 from boost.models.interface import Stream
+from boost.parallel.capabilities import SPLITS_BACKWARD_PASSES
 from tests import toy
 from tests.distributed import run_distributed
 
@@ -94,6 +95,8 @@ def pipeline_error(policy: RecomputeName, schedule: str, layers: int) -> float:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("schedule", "layers"), [("GPipe", 2), ("1F1B", 2), ("zero bubble", 4)])
 def test_inside_pipeline_stages(policy: RecomputeName, schedule: str, layers: int) -> None:
+    if schedule == "zero bubble" and not SPLITS_BACKWARD_PASSES:
+        pytest.skip("torch before 2.13")
     if policy == "low-rank+attention-output" and schedule == "zero bubble":
         with pytest.raises(AssertionError, match="only allowed to backward once on any region"):
             run_distributed(2, pipeline_error, policy, schedule, layers)

@@ -21,7 +21,8 @@ def reductions_of(device: str, dtype: str) -> list[tuple[bool, object, object]]:
     found = []
     for unit in decoder.modules():
         if isinstance(unit, FSDPModule):
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
+            state = unit._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # torch before 2.13
                 before, after, reduce_scatter, _ = _get_gradient_divide_factors(
                     group._reduce_scatter_process_group,
                     None,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from boost.config import Config, load
+from boost.config import Config
 from boost.errors import ConfigError
 from boost.models import kernels
 from boost.models.decoder import TransformerBlock
@@ -38,7 +38,7 @@ def test_compiled_blocks_train_and_evaluate_alike(
     sections: dict[str, Any] = {"model": {"layers": 1}, "train": {"global_batch": 2}}
     losses, evaluation = losses_and_evaluation(make_config(store, tmp_path, 1, "float32", **sections))
     torch._dynamo.utils.counters.clear()
-    sections["train"]["compile"] = True
+    sections["train"]["compile"] = "blocks"
     compiled, compiled_evaluation = losses_and_evaluation(make_config(store, tmp_path, 1, "float32", **sections))
     assert compiled == pytest.approx(losses, rel=1e-5)
     assert compiled_evaluation == pytest.approx(evaluation, rel=1e-5)
@@ -69,11 +69,6 @@ def test_kernels_are_compiled_where_asked_and_where_they_can_be(
         choose_kernels("auto", gpu)
     assert chosen[-1] == "eager"
     assert "element-wise kernels are not compiled: train.compile = 'kernels' needs Triton" in caplog.text
-
-
-@pytest.mark.parametrize(("written", "meant"), [("true", "blocks"), ("false", "none"), ("kernels", "kernels")])
-def test_what_to_compile_was_a_boolean(written: str, meant: str) -> None:
-    assert load(None, ["--train.compile", written]).train.compile == meant
 
 
 def test_a_model_that_no_memory_holds_names_its_dimension_before_anything_is_allocated(

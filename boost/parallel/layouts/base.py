@@ -25,7 +25,7 @@ from boost.config.schema import ModelConfig, ParallelConfig
 from boost.models.attention import Context
 from boost.models.group import LinearGroup
 from boost.models.interface import NO_RECOMPUTE, Latents, Pending, RecomputePolicy, Stream, Teaching, call
-from boost.models.linear import Weight, linear
+from boost.models.linear import linear
 from boost.models.sequence_share import SequenceShare
 from boost.models.up_proj import StartCollective
 from boost.parallel import collectives
@@ -144,7 +144,7 @@ class BaseLayout:
 
         return self.head_input(x, gamma).then(finish)
 
-    def gathered_logits(self, normed_ND: Tensor, head_VD: Weight) -> Tensor:
+    def gathered_logits(self, normed_ND: Tensor, head_VD: Tensor) -> Tensor:
         """Logits over the whole vocabulary, [N, p V], from each process's rows of the head. One all-gather."""
         rows = collectives.all_gather(linear(normed_ND, head_VD), self.axis)
         return collectives.rows_to_features(rows, self.axis)
@@ -208,7 +208,7 @@ class Replicated(BaseLayout):
         normed = self.start(self.to_shards, self.norm(x, gamma))
         return Pending(normed.wait)
 
-    def logits(self, x: Tensor, gamma: Tensor, head: Weight, tokens_N: Tensor) -> Tensor:
+    def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
         return self.gathered_logits(self.norm(x[tokens_N], gamma), head)
 
 

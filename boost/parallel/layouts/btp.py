@@ -15,7 +15,7 @@ from boost.config.layouts.spec import GATHER, SUM_BOTH
 from boost.models.group import LinearGroup
 from boost.models.interface import Latents, Pending, Saved, Stream
 from boost.models.kernels import inverse_rms
-from boost.models.linear import Weight, linear
+from boost.models.linear import linear
 from boost.models.up_proj import StartCollective
 from boost.parallel import collectives
 from boost.parallel.collectives import InFlight
@@ -69,7 +69,7 @@ class BTP(BaseLayout):
         shards = self.start(GATHER, x)
         return Pending(lambda: self.norm(collectives.rows_to_features(shards.wait(), self.axis), gamma))
 
-    def logits(self, x: Tensor, gamma: Tensor, head: Weight, tokens_N: Tensor) -> Tensor:
+    def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
         whole = collectives.rows_to_features(collectives.all_gather(x[tokens_N], self.axis), self.axis)
         return self.gathered_logits(self.norm(whole, gamma), head)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from boost.models.group import LinearGroup
 from boost.models.interface import Latents, Pending, Saved, Stream
-from boost.models.linear import Weight, linear
+from boost.models.linear import linear
 from boost.parallel.collectives import InFlight
 from boost.parallel.layouts.base import BaseLayout
 from boost.parallel.lookup import lookup
@@ -53,5 +53,5 @@ class Single(BaseLayout):
     def head_input(self, x: Tensor, gamma: Tensor) -> Pending[Tensor]:
         return Pending(lambda: self.norm(x, gamma))
 
-    def logits(self, x: Tensor, gamma: Tensor, head: Weight, tokens_N: Tensor) -> Tensor:
+    def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
         return linear(self.norm(x[tokens_N], gamma), head)

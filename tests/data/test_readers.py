@@ -1,0 +1,552 @@
+"""Files of every format: what is read, and the report of everything else."""
+
+import codecs
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from boost.data import readers
+from boost.data.readers import Unreadable, find_text_column, split_long
+from boost.data.report import FileReport
+from boost.data.sources import FilesSource
+from boost.errors import DataError
+from tests.data.inputs import compressed, notes, read, skips
+
+
+def test_crlf_is_normalized_and_noted(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\r\n")
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "x\\r\\ny"}\r\n{"text": "z"}\r\n')
+    (tmp_path / "c.txt").write_bytes(b"a progress bar\rover itself\n")
+    found, report = read(FilesSource(tmp_path))
+    assert found == [
+        ("a.txt", "one\ntwo\n"), ("b.jsonl:1", "x\ny"), ("b.jsonl:2", "z"), ("c.txt", "a progress bar\rover itself\n")
+    ]  # fmt: skip
+    noted = "with CRLF line breaks, normalized to LF"
+    assert notes(report) == {("a.txt", noted): [], ("b.jsonl", noted): ["line 1"]}
+    assert report.sources[0].as_dict()["bytes"] == sum(len(text) for _, text in found)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.text(alphabet="ab \n\r\N{GRINNING FACE}\ud800", max_size=40)), st.integers(2, 17))
+def test_parts_are_the_text_and_not_longer_than_the_limit(pieces, limit):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers, "PART_CHARS", limit)
+        parts = list(split_long(pieces))
+    assert "".join(parts) == "".join(pieces)
+    assert all(0 < len(part) <= limit for part in parts)
+    assert not any(a.endswith("\r") and b.startswith("\n") and len(a) > 1 for a, b in pairwise(parts))
+
+
+def test_boundaries_are_paragraphs_then_lines_then_words(monkeypatch):
+    monkeypatch.setattr(readers, "PART_CHARS", 10)
+    assert list(split_long(["1234567\n\n9 abc\ndefg hi jklmnopqrstuvwx"])) == [
+        "1234567\n\n", "9 abc\n", "defg hi ", "jklmnopqrs", "tuvwx"
+    ]  # fmt: skip
+
+
+def test_a_long_text_file_becomes_documents_and_nothing_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_CHARS", 1000)
+    monkeypatch.setattr(readers, "PART_CHARS", 100)
+    monkeypatch.setattr(readers, "CHUNK", 64)
+    text = "\ufeff" + "".join(f"Line é {i} of the book.\r\n" for i in range(100))
+    (tmp_path / "book.txt").write_text(text, "utf-8", newline="")
+    found, report = read(FilesSource(tmp_path))
+    assert "".join(part for _, part in found) == text[1:].replace("\r\n", "\n")
+    assert [key for key, _ in found] == [f"book.txt[{i}]" for i in range(len(found))]
+    assert all(part.endswith(".\n") for _, part in found)
+    assert ("book.txt", "longer than 1k characters, split into several documents") in notes(report)
+    assert skips(report) == {} and report.consumed == (tmp_path / "book.txt").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("data", "reason", "where"),
+    [(b"\xff", "not UTF-8 text", "byte 2700 (0xff)"), (b"\0", "binary (holds a NUL byte)", "byte 2700")],
+)
+def test_a_long_file_that_turns_bad_keeps_what_came_before(data, reason, where, tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_CHARS", 1000)
+    monkeypatch.setattr(readers, "PART_CHARS", 100)
+    monkeypatch.setattr(readers, "CHUNK", 64)
+    (tmp_path / "a.txt").write_bytes("nine é:\n".encode() * 300 + data + b"more")
+    found, report = read(FilesSource(tmp_path))
+    assert 2000 < sum(len(text) for _, text in found) < 2400
+    assert skips(report) == {("a.txt", reason): [where]}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "columns", "found"),
+    [
+        (None, {"content": True, "text": True}, "text"),
+        (None, {"url": True, "content": True}, "content"),
+        (None, {"n": False, "body": True}, "body"),
+        (None, {"text": False, "body": True}, "body"),
+        ("url", {"url": True, "text": True}, "url"),
+    ],
+)
+def test_the_text_column_is_found(wanted, columns, found):
+    entry = FileReport("x")
+    assert find_text_column(wanted, columns, entry) == found
+    is_noted = wanted is None and found != "text"
+    assert list(entry.notes) == [f"without column 'text', text read from {found!r}"] * is_noted
+
+
+@pytest.mark.parametrize(
+    ("wanted", "columns", "reason", "fix"),
+    [
+        (None, {"prompt": True, "answer": True}, "no text column found among prompt, answer", "with --text-field"),
+        (None, {"n": False}, "no text column found among n", "with --text-field"),
+        ("body", {"text": True}, "no column 'body' among text", "with --text-field"),
+        ("n", {"n": False, "text": True}, "column 'n' does not hold strings", "another with --text-field"),
+    ],
+)
+def test_a_column_that_is_not_clear_is_asked_for(wanted, columns, reason, fix):
+    with pytest.raises(Unreadable, match=re.escape(reason)) as caught:
+        find_text_column(wanted, columns, FileReport("x"))
+    assert fix in caught.value.fix
+
+
+# VmHWM and not getrusage: a process begins with the ru_maxrss of the one that started it. A warm-up on a small file first, so that
+# only what the long line adds counts. At last the same in one piece, which shows that the measure sees the line.
+SCRIPT = """
+import re, sys
+from pathlib import Path
+from boost.data import readers
+from boost.data.report import PrepareReport
+from boost.data.sources import FilesSource
+
+small, large, limit = *sys.argv[1:3], int(sys.argv[3])
+
+def set_limits(limit):
+    readers.MAX_DOCUMENT_CHARS = limit
+    readers.PART_CHARS = readers.CHUNK = min(limit // 16, 1 << 20)
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+def read(path):
+    report = PrepareReport()
+    length = sum(len(document.text) for document in FilesSource(path).documents(report))
+    assert not report.sources[0].files[0].skipped, report.summary()
+    return length
+
+set_limits(limit)
+read(small)
+before = peak()
+length = read(large)
+added = peak() - before
+set_limits(1 << 30)
+read(large)
+print(length, added, peak() - before)
+"""
+
+
+def peak_of_line(folder: Path, size: int, limit: int) -> tuple[int, int, int]:
+    """Characters read from a file with one line of `size` bytes; bytes that reading it added to a process's peak, with the limit
+    and without."""
+    for name, length in (("small", 1000), ("large", size)):
+        with open(folder / f"{name}.txt", "wb") as file:
+            for _ in range(length // 1000):
+                file.write(b"twenty letters here " * 50)
+    words = [sys.executable, "-c", SCRIPT, folder / "small.txt", folder / "large.txt", limit]
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    length, streamed, at_once = map(int, done.stdout.split())
+    return length, streamed, at_once
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the peak is read from Linux's /proc")
+
+
+@needs_proc
+@pytest.mark.slow
+def test_a_long_line_takes_bounded_memory(tmp_path):
+    length, streamed, at_once = peak_of_line(tmp_path, 20_000_000, 1 << 20)
+    assert length == 20_000_000
+    assert streamed < 10_000_000 < 40_000_000 < at_once
+
+
+@needs_proc
+@pytest.mark.nightly
+def test_a_line_of_200_mb_takes_bounded_memory(tmp_path):
+    length, streamed, at_once = peak_of_line(tmp_path, 200_000_000, 16_000_000)
+    assert length == 200_000_000
+    assert streamed < 100_000_000 < 400_000_000 < at_once
+
+
+NAMES = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
+
+
+@pytest.mark.parametrize("suffix", NAMES)
+def test_compressed_text_and_json(suffix, tmp_path):
+    compressed(tmp_path / f"a.jsonl{suffix}", b'{"text": "first"}\n{"text": "second"}\n')
+    compressed(tmp_path / f"b.txt{suffix}", "plain \N{SNOWMAN}".encode())
+    documents, report = read(FilesSource(tmp_path))
+    assert documents == [
+        (f"a.jsonl{suffix}:1", "first"),
+        (f"a.jsonl{suffix}:2", "second"),
+        (f"b.txt{suffix}", "plain \N{SNOWMAN}"),
+    ]
+    assert report.consumed == sum(path.stat().st_size for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("suffix", NAMES)
+@pytest.mark.parametrize("keep", [slice(0, 20), slice(5, None)], ids=["truncated", "no header"])
+def test_damaged_compressed_files(suffix, keep, tmp_path):
+    path = compressed(tmp_path / f"a.jsonl{suffix}", b'{"text": "first"}\n' * 50)
+    path.write_bytes(path.read_bytes()[keep])
+    (tmp_path / "b.txt").write_text("b")
+    documents, report = read(FilesSource(tmp_path))
+    assert documents == [("b.txt", "b")]
+    assert list(skips(report)) == [(path.name, f"damaged {NAMES[suffix]} file")]
+    with pytest.raises(DataError, match=rf"a\.jsonl{suffix}: damaged {NAMES[suffix]} file.*; copy it again"):
+        read(FilesSource(path))
+
+
+def test_damage_in_the_middle_keeps_what_came_before(tmp_path):
+    lines = b"".join(b'{"text": "%s"}\n' % os.urandom(50).hex().encode() for _ in range(50_000))
+    data = bytearray(gzip.compress(lines))
+    data[len(data) // 2 : len(data) // 2 + 64] = bytes(64)
+    (tmp_path / "a.jsonl.gz").write_bytes(data)
+    documents, report = read(FilesSource(tmp_path))
+    assert 10_000 < len(documents) < 40_000
+    assert ("a.jsonl.gz", "damaged gzip file") in skips(report)
+
+
+def test_several_zstd_frames_are_one_file(tmp_path):
+    path = compressed(tmp_path / "a.txt.zst", b"one ")
+    path.write_bytes(path.read_bytes() + compressed(tmp_path / "b.zst", b"two").read_bytes())
+    assert read(FilesSource(path))[0] == [("a.txt.zst", "one two")]
+
+
+def test_zstd_with_a_long_window_names_the_command(tmp_path):
+    """A frame header with a window of 2 GB (window descriptor: exponent 21 above 2^10), as `zstd --long=31` writes it."""
+    (tmp_path / "a.txt.zst").write_bytes(bytes.fromhex("28b52ffd00") + bytes([21 << 3]) + b"\x01\0\0")
+    with pytest.raises(DataError, match=r"window above 128 MB; decompress it first: zstd -d --long=31 a\.txt\.zst"):
+        read(FilesSource(tmp_path / "a.txt.zst"))
+
+
+ENCODINGS = {
+    "utf-16": "UTF-16",
+    "utf-16-le": "UTF-16",
+    "utf-16-be": "UTF-16",
+    "utf-32": "UTF-32",
+    "bom-16-be": "UTF-16",
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_other_encodings_are_converted_and_noted(encoding, tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "CHUNK", 64)  # so that characters lie across chunks
+    # Without a byte order mark, the first hundred characters must be Latin.
+    text = "Some text. " * 10 + "é \N{SNOWMAN} \N{GRINNING FACE}\n" * 20
+    record = '{"text": "é"}\n' * 12 + '{"text": "\N{GRINNING FACE}"}\n'
+    for name, content in {"a.txt": text, "b.jsonl": record, "c.csv": "n,text\n1,é\n"}.items():
+        codec, mark = ("utf-16-be", codecs.BOM_UTF16_BE) if encoding == "bom-16-be" else (encoding, b"")
+        (tmp_path / name).write_bytes(mark + content.encode(codec))
+    documents, report = read(FilesSource(tmp_path))
+    assert [text for _, text in documents] == [text, *"é" * 12, "\N{GRINNING FACE}", "é"]
+    noted = f"{ENCODINGS[encoding]} text, converted to UTF-8"
+    assert notes(report) == {(name, noted): [] for name in ("a.txt", "b.jsonl", "c.csv")}
+    assert skips(report) == {}
+
+
+def test_utf8_byte_order_marks_are_left_out(tmp_path):
+    for name, content in {
+        "a.txt": "é",
+        "b.jsonl": '{"text": "é"}\n',
+        "c.csv": "text,n\né,1\n",
+        "d.json": '[{"text": "é"}]',
+    }.items():
+        (tmp_path / name).write_bytes(codecs.BOM_UTF8 + content.encode())
+    documents, report = read(FilesSource(tmp_path))
+    assert [text for _, text in documents] == ["é"] * 4 and skips(report) == {}
+
+
+def test_binary_data_is_not_taken_for_utf16(tmp_path):
+    (tmp_path / "ids.dat").write_bytes(b"\x05\0\x06\0\x07\0" * 100)
+    (tmp_path / "odd.txt").write_bytes(("text" * 50).encode("utf-16-le") + b"\0\xd8")
+    documents, report = read(FilesSource(tmp_path))
+    assert documents == []
+    assert skips(report) == {
+        ("ids.dat", "binary (holds a NUL byte)"): ["byte 1"],
+        ("odd.txt", "damaged UTF-16 text"): ["byte 400"],
+    }
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json.gz"])
+def test_json_lines(tmp_path, suffix):
+    lines = [
+        b'{"text": "one", "n": 1}',
+        b"",
+        b'{"text": "cut',
+        b'{"body": "other"}',
+        b'["text"]',
+        b'{"text": 5}',
+        b'{"text": null}',
+        b'{"text": ""}',
+        b'{"text": "caf\xe9"}',
+        b'{"text": "\\ud800 half"}',
+        b'{"text": "' + b"long " * 100_000 + b'"}',
+        b'{"text": "last, no newline"}',
+    ]
+    path = tmp_path / f"x{suffix}"
+    data = b"\n".join(lines)
+    path.write_bytes(gzip.compress(data) if suffix.endswith(".gz") else data)
+    documents, report = read(FilesSource(path))
+    assert [(key, len(text)) for key, text in documents] == [
+        (f"{path.name}:1", 3), (f"{path.name}:11", 500_000), (f"{path.name}:12", 16)
+    ]  # fmt: skip
+    found = {reason: examples for (_, reason), examples in skips(report).items()}
+    (broken,) = found.pop("not a line of JSON")
+    assert broken == "line 3: Unterminated string starting at, column 10"
+    assert found == {
+        "blank line": ["line 2"],
+        "no field 'text'": ["line 4 has body", "line 5 has list"],
+        "text field is not a string": ["line 6: int", "line 7: NoneType"],
+        "empty": ["line 8"],
+        "not UTF-8 text": ["line 9, byte 13"],
+        "not valid Unicode (half of a surrogate pair)": ["line 10: character 0"],
+    }
+    assert report.consumed == path.stat().st_size
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json.gz"])
+def test_a_line_above_the_limit_is_reported_and_the_rest_is_read(suffix, tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_RECORD_BYTES", 100)
+    monkeypatch.setattr(readers, "CHUNK", 7)
+    fits = json.dumps({"text": "y" * 88})
+    assert len(fits) == 100
+    lines = ['{"text": "one"}', json.dumps({"text": "x" * 300}), fits, json.dumps({"text": "x" * 300})]
+    compressed(tmp_path / f"x{suffix}", "\n".join(lines).encode())
+    found, report = read(FilesSource(tmp_path))
+    assert [text for _, text in found] == ["one", "y" * 88]
+    assert skips(report) == {(f"x{suffix}", "a line longer than 100 B"): ["line 2", "line 4"]}
+
+
+def test_a_long_text_in_a_line_is_split_and_nothing_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_CHARS", 40)
+    monkeypatch.setattr(readers, "PART_CHARS", 20)
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": "word " * 30}) + "\n")
+    found, report = read(FilesSource(tmp_path))
+    assert "".join(text for _, text in found) == "word " * 30 and len(found) > 7
+    assert notes(report) == {("x.jsonl", "longer than 40 characters, split into several documents"): ["line 1"]}
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("suffix", [".json", ".json.zst"])
+def test_a_json_array_is_one_record_per_element(suffix, indent, tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "CHUNK", 64)
+    records = [{"text": f"number {i} \N{GRINNING FACE}", "n": i} for i in range(40)] + [{"n": 3}, "text"]
+    compressed(tmp_path / f"x{suffix}", json.dumps(records, indent=indent, ensure_ascii=False).encode())
+    found, report = read(FilesSource(tmp_path))
+    assert found == [(f"x{suffix}:{i + 1}", f"number {i} \N{GRINNING FACE}") for i in range(40)]
+    assert skips(report) == {(f"x{suffix}", "no field 'text'"): ["record 41 has n", "record 42 has str"]}
+
+
+def test_pretty_printed_records(tmp_path):
+    (tmp_path / "x.json").write_text("\n".join(json.dumps({"text": f"t{i}"}, indent=1) for i in range(3)) + "\n")
+    assert [text for _, text in read(FilesSource(tmp_path))[0]] == ["t0", "t1", "t2"]
+
+
+@pytest.mark.parametrize(
+    ("tail", "reason", "where"),
+    [
+        ('{"text": oops}]', "not JSON", "record 2: Expecting value"),
+        ('{"text": "two"', "not JSON", "record 2: Expecting ',' delimiter"),
+        ('{"text": "two"}', "not JSON", "record 3: Expecting value"),
+        ('{"text": "' + "x" * 900 + '"}]', "a record longer than 500 B", "after record 1"),
+        ("[" * 100_000, "not JSON", "record 2: nested too deeply"),
+        ('{"text": "two"}] {"text": "lost"}', "text after the end of the JSON array", "record 3"),
+    ],
+)
+def test_a_damaged_array_keeps_what_came_before(tail, reason, where, tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "CHUNK", 64)
+    monkeypatch.setattr(readers, "MAX_RECORD_BYTES", 500 if "x" in tail else 1 << 20)
+    (tmp_path / "x.json").write_text('[{"text": "one"},' + tail)
+    found, report = read(FilesSource(tmp_path))
+    assert found[0] == ("x.json:1", "one")
+    assert skips(report) == {("x.json", reason): [where]}
+
+
+def test_the_text_field_is_found_or_asked_for(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"n": 1}\nbroken\n{"body": "found", "n": 2}\n')
+    found, report = read(FilesSource(tmp_path / "a.jsonl"))
+    assert found == [("a.jsonl:3", "found")]
+    assert notes(report) == {("a.jsonl", "without column 'text', text read from 'body'"): []}
+    (tmp_path / "b.jsonl").write_text('{"prompt": "p", "answer": "a"}\n')
+    with pytest.raises(
+        DataError, match=r"b\.jsonl: no text column found among prompt, answer; choose one with --text-f"
+    ):
+        read(FilesSource(tmp_path / "b.jsonl"))
+    found, report = read(FilesSource(tmp_path))
+    assert len(found) == 1 and ("b.jsonl", "no text column found among prompt, answer") in skips(report)
+
+
+def write_parquet(path, **columns):
+    pq.write_table(pa.table(columns), path, row_group_size=100)
+
+
+def test_parquet_in_row_groups(tmp_path):
+    texts = [f"row {i}" for i in range(250)]
+    texts[7], texts[130] = None, ""
+    write_parquet(tmp_path / "x.parquet", body=texts, n=list(range(250)))
+    documents, report = read(FilesSource(tmp_path / "x.parquet", text_field="body"))
+    assert documents == [(f"x.parquet:{i}", text) for i, text in enumerate(texts) if text]
+    assert skips(report) == {
+        ("x.parquet", "text field is not a string"): ["row 7: NoneType"],
+        ("x.parquet", "empty"): ["row 130"],
+    }
+
+
+def test_parquet_of_the_wrong_shape(tmp_path):
+    write_parquet(tmp_path / "x.parquet", body=["a"], title=["b"], n=[1])
+    with pytest.raises(DataError, match="no text column found among body, title, n; choose one with --text-field"):
+        read(FilesSource(tmp_path / "x.parquet"))
+    with pytest.raises(DataError, match="column 'n' does not hold strings; choose another with --text-field"):
+        read(FilesSource(tmp_path / "x.parquet", text_field="n"))
+    _, report = read(FilesSource(tmp_path))
+    assert ("x.parquet", "no text column found among body, title, n") in skips(report)
+    (tmp_path / "x.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(DataError, match="not a Parquet file"):
+        read(FilesSource(tmp_path / "x.parquet"))
+    _, report = read(FilesSource(tmp_path))
+    assert ("x.parquet", "not a Parquet file") in skips(report)
+
+
+def test_damaged_parquet_keeps_what_came_before(tmp_path):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"text": [os.urandom(99).hex() for _ in range(400)]}), path, row_group_size=100,
+                   compression="zstd", write_page_checksum=True)  # fmt: skip
+    start = pq.ParquetFile(path).metadata.row_group(2).column(0).data_page_offset
+    data = bytearray(path.read_bytes())
+    data[start : start + 400] = os.urandom(400)
+    path.write_bytes(data)
+    documents, report = read(FilesSource(tmp_path))
+    assert len(documents) >= 200
+    assert ("x.parquet", "damaged Parquet file") in skips(report)
+
+
+@pytest.mark.parametrize(("suffix", "delimiter"), [(".csv", ","), (".tsv", "\t"), (".csv.gz", ","), (".csv.zst", ",")])
+def test_csv_files(suffix, delimiter, tmp_path):
+    rows = ["id,text", '1,"two\nlines, and ""quotes"""', "2,", "3,b,c", "4,plain"]
+    data = "\n".join(row if ',"' in row else row.replace(",", delimiter) for row in rows).encode() + b"\n"
+    data = data.replace(b'1,"', f'1{delimiter}"'.encode()).replace(b"plain", b"\xff") + f"5{delimiter}last\n".encode()
+    path = compressed(tmp_path / f"x{suffix}", data)
+    documents, report = read(FilesSource(tmp_path))
+    assert documents == [(f"{path.name}:1", 'two\nlines, and "quotes"'), (f"{path.name}:4", "last")]
+    found = skips(report)
+    assert {reason for _, reason in found} == {"empty", "not a row of CSV", "not UTF-8 text"}
+
+
+def test_csv_without_the_column_is_skipped_in_a_folder_and_an_error_by_name(tmp_path):
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "y.txt").write_text("y")
+    documents, report = read(FilesSource(tmp_path))
+    assert documents == [("y.txt", "y")]
+    assert ("x.csv", "no text column found among a, b") in skips(report)
+    with pytest.raises(DataError, match=r"x\.csv: no text column found among a, b; choose one with --text-field"):
+        read(FilesSource(tmp_path / "x.csv"))
+    assert read(FilesSource(tmp_path / "x.csv", "a"))[0] == [("x.csv:1", "1")]
+
+
+def test_a_csv_row_that_is_too_long_keeps_the_rows_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_RECORD_BYTES", 1000)
+    (tmp_path / "x.csv").write_text("text,n\n" + "short,1\n" * 300 + "y" * 3000 + ",2\n")
+    documents, report = read(FilesSource(tmp_path))
+    assert 100 < len(documents) <= 300
+    ((_, reason), (where,)) = next(iter(skips(report).items()))
+    assert reason == "not a CSV file" and "a row longer than 1 kB" in where
+
+
+def test_parquet_of_long_rows_is_decoded_few_at_a_time(tmp_path, monkeypatch):
+    seen = []
+    real = pq.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pq.ParquetFile, "iter_batches", lambda file, rows, **k: seen.append(rows) or real(file, rows, **k)
+    )
+    monkeypatch.setattr(readers, "_PARQUET_BYTES", 3500)
+    write_parquet(tmp_path / "x.parquet", text=[os.urandom(500).hex() for _ in range(20)])
+    assert len(read(FilesSource(tmp_path))[0]) == 20 and seen == [3]
+
+
+def arrow_files(folder, table):
+    with pa.OSFile(str(folder / "a.arrow"), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    with pa.OSFile(str(folder / "b.arrow"), "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+
+
+def test_arrow_streams_and_files(tmp_path):
+    texts = [f"row {i}" for i in range(20)]
+    texts[3], texts[4] = None, "two\r\nlines"
+    arrow_files(tmp_path, pa.table({"n": range(20), "body": pa.array(texts, pa.large_string())}))
+    found, report = read(FilesSource(tmp_path))
+    expected = [(i, "two\nlines" if i == 4 else f"row {i}") for i in range(20) if i != 3]
+    assert found == [(f"{name}.arrow:{i}", text) for name in "ab" for i, text in expected]
+    assert skips(report) == {(f"{n}.arrow", "text field is not a string"): ["row 3: NoneType"] for n in "ab"}
+    assert ("a.arrow", "without column 'text', text read from 'body'") in notes(report)
+    assert report.consumed == sum(path.stat().st_size for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["a.arrow", "b.arrow"])
+def test_damaged_arrow_files(name, tmp_path):
+    arrow_files(tmp_path, pa.table({"text": [f"row {i}" * 50 for i in range(20)]}))
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(data[: len(data) // 2])
+    with pytest.raises(DataError, match=rf"{name}: (damaged|not an) Arrow file.*; copy it again"):
+        read(FilesSource(tmp_path / name))
+    (tmp_path / name).write_bytes(b"something else entirely")
+    with pytest.raises(DataError, match="not an Arrow file"):
+        read(FilesSource(tmp_path / name))
+
+
+def test_long_cells_are_split(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_CHARS", 100)
+    monkeypatch.setattr(readers, "PART_CHARS", 50)
+    write_parquet(tmp_path / "x.parquet", text=["word " * 40, "short"])
+    found, report = read(FilesSource(tmp_path))
+    assert "".join(text for _, text in found) == "word " * 40 + "short" and len(found) == 5
+    assert notes(report) == {
+        ("x.parquet", "longer than 100 characters, split into several documents"): ["row 0"]
+    }  # fmt: skip
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A dataset saved by `datasets` with its splits: train in three shards, and test."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    train = datasets.Dataset.from_dict({"story": [f"story {i}" for i in range(30)], "n": range(30)})
+    test = datasets.Dataset.from_dict({"story": ["of the test"], "n": [0]})
+    folder = tmp_path / "saved"
+    datasets.DatasetDict(train=train, test=test).save_to_disk(str(folder), num_shards={"train": 3, "test": 1})
+    return folder
+
+
+def test_a_saved_dataset_is_its_train_split(saved):
+    found, report = read(FilesSource(saved))
+    assert [text for _, text in found] == [f"story {i}" for i in range(30)]
+    assert skips(report) == {
+        ("test", "another split than train; to read it, name its folder"): [],
+        ("dataset_dict.json", "metadata of a saved dataset"): [],
+        ("train/dataset_info.json", "metadata of a saved dataset"): [],
+        ("train/state.json", "metadata of a saved dataset"): [],
+    }
+    assert [text for _, text in read(FilesSource(saved / "test"))[0]] == ["of the test"]
+
+
+def test_a_saved_dataset_without_a_train_split_asks(saved):
+    (saved / "train").rename(saved / "validation")
+    with pytest.raises(DataError, match="without a train split; name the folder of a split: test, validation"):
+        FilesSource(saved)

@@ -1,0 +1,249 @@
+"""What cannot be written outside of a checkpoint does not end a run, and does not keep it from saving."""
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from boost.errors import StorageError
+from boost.train import best_effort as module
+from boost.train import checkpoint as ckpt
+from boost.train.best_effort import best_effort
+from boost.train.failures import failure_report
+from boost.train.heartbeat import FolderBoard, read_beats
+from boost.train.hooks import Hook, TrainStart
+from boost.train.loop import Trainer
+from boost.train.metrics import MetricsHook
+from boost.train.rundir import configure_logging
+from tests.train.commands import Command, phases_in, saved_steps, training
+from tests.train.runs import make_config, make_trainer
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+IN_STEP = ("--parallel.tp", "1", "--parallel.dp", "2", "--train.micro_batch", "2", "--run.recovery", "in-step")
+
+
+@pytest.fixture(autouse=True)
+def works_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_failing", set())
+
+
+@pytest.fixture
+def dev_full() -> Path:
+    path = Path("/dev/full")
+    if not path.exists():
+        pytest.skip("this system has no /dev/full")
+    return path
+
+
+def test_the_first_failure_of_each_kind_is_said_until_it_works_again() -> None:
+    said: list[str] = []
+    for works in (False, False, True, False):
+        for what in ("metrics", "heartbeats"):
+            with best_effort(f"write {what}", said.append):
+                if not works:
+                    raise FULL
+    first = [f"cannot write {what}: {FULL.strerror}; training continues" for what in ("metrics", "heartbeats")]
+    assert said == first * 2
+    with pytest.raises(ValueError, match="another"), best_effort("metrics", said.append, StorageError):
+        raise ValueError("another")
+
+
+class Warnings(Hook):
+    """Records warnings. `metrics`: fills the disk of the metrics before the first step."""
+
+    def __init__(self, metrics: MetricsHook | None = None) -> None:
+        self.seen: list[str] = []
+        self._metrics = metrics
+
+    def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
+        if self._metrics:
+            assert self._metrics._writer is not None
+            with open("/dev/full", "wb") as full:
+                os.dup2(full.fileno(), self._metrics._writer._file.fileno())
+
+    def on_warning(self, trainer: Trainer, text: str) -> None:
+        self.seen.append(text)
+
+
+def test_a_run_whose_metrics_log_and_notes_cannot_be_written_trains_and_saves(
+    store: Path, tmp_path: Path, dev_full: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each of them is said once. What follows a complete checkpoint does not make it fail, not even the last one."""
+    run = tmp_path / "run"
+    (run / "logs").mkdir(parents=True)
+    for name in ("logs/rank0.log", ".last-saved.json.tmp"):
+        (run / name).symlink_to(dev_full)
+    for name in ("tensorboard", "profile"):
+        (run / name).touch()  # instead of a folder
+    train = {"steps": 6, "save_every": 2, "keep": 1, "keep_best": True, "eval_every": 2, "profile": [2, 3]}
+    configure_logging(run / "logs", 0)
+
+    def full(*_: Any) -> None:
+        raise StorageError("full")
+
+    monkeypatch.setattr(ckpt, "rotate", full)
+    monkeypatch.setattr("boost.train.builtin_hooks.write_best", full)
+    metrics = MetricsHook()
+    hook = Warnings(metrics)
+    try:
+        trainer = make_trainer(make_config(store, run, train=train), hook, metrics)
+        trainer.start([])
+        result = trainer.fit()
+    finally:
+        logging.getLogger("boost").handlers.clear()
+    assert result.position.step == 6 and saved_steps(run) == [2, 4, 6]
+    kinds = [text.partition(":")[0].removeprefix("cannot ").removeprefix("write ") for text in hook.seen]
+    assert sorted(kinds) == sorted(
+        [
+            "TensorBoard events",
+            "metrics.jsonl",
+            "last-saved.json",
+            "best.json",
+            "remove old checkpoints",
+            "the timeline of steps 2 to 3",
+        ]
+    )
+    assert capfd.readouterr().err.count("rank0.log: [Errno 28] No space left on device; training continues") == 1
+
+
+def test_a_tracker_that_fails_is_left_out(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        __name__ = "wandb"
+
+        def init(self, **_: Any) -> None:
+            pass
+
+        def log(self, *_: Any, **__: Any) -> None:
+            raise ConnectionError("no network")
+
+        finish = log
+
+    monkeypatch.setitem(sys.modules, "wandb", Broken())  # type: ignore[arg-type]
+    config, hook = make_config(store, tmp_path), Warnings()
+    config = config.model_copy(update={"run": config.run.model_copy(update={"wandb": True})})
+    trainer = make_trainer(config, hook, MetricsHook())
+    trainer.start([])
+    assert trainer.fit().position.step == 6
+    assert hook.seen == ["cannot log to wandb: no network; training continues"]
+
+
+def test_heartbeats_are_overwritten_in_place(tmp_path: Path) -> None:
+    """Long, then short: nothing of the long one is left, and the file does not change its size."""
+    board = FolderBoard(tmp_path)
+    for count, where in ((1, "x" * 6000), (2, "y"), (3, "z" * 5000)):
+        board.post(1, json.dumps({"rank": 1, "count": count, "where": where, "issued": {}}))
+        (beat,) = read_beats(tmp_path)
+        assert (beat.count, beat.where) == (count, where)
+    assert [file.name for file in tmp_path.iterdir()] == ["beat1"]
+    (tmp_path / "beat2").write_text('{"rank": 2, "cou')
+    assert [beat.rank for beat in read_beats(tmp_path)] == [1]
+
+
+def test_a_report_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    report = failure_report(StorageError("x"), 0)
+    assert report.write(tmp_path)
+    assert not report.write(tmp_path / "gone")
+
+
+@pytest.mark.slow
+def test_output_that_cannot_be_written_does_not_end_a_run(store: Path, tmp_path: Path, dev_full: Path) -> None:
+    """stdout and stderr on a full disk, then a pipe that nobody reads any more."""
+    words = ("--parallel.tp", "1", "--train.steps", "3", "--train.log_every", "1", "--train.eval_every", "0")
+    reading, writing = os.pipe()
+    os.close(reading)
+    begun = {}
+    with open(dev_full, "wb") as full, os.fdopen(writing, "wb") as pipe:
+        for name, out in (("full", full), ("pipe", pipe)):
+            (tmp_path / name).mkdir()
+            begun[name] = subprocess.Popen(training(tmp_path / name, store, *words), stdout=out, stderr=out)
+    for name, process in begun.items():
+        assert (process.wait(timeout=600), saved_steps(tmp_path / name / "run")) == (0, [3])
+
+
+@contextlib.contextmanager
+def small_disk(path: Path) -> Iterator[None]:
+    """A file system of 4 MB."""
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)]
+    if not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def fill(folder: Path) -> None:
+    for size in (1 << 16, 1 << 12, 1):
+        with contextlib.suppress(OSError), open(folder / f"fill{size}", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(size))
+
+
+def steps(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    return metrics.read_text().count('"kind": "step"') if metrics.exists() else 0
+
+
+def stopped(command: Command, number: signal.Signals, process: int) -> None:
+    """Sends a signal to the launcher (0) or a process, and checks that all that was trained is saved."""
+    os.kill(command.processes()[process], number)
+    code, out, err = command.finish()
+    assert code == 0 and "Traceback" not in out + err and "error" not in err, out + err
+    assert f"at step {saved_steps(command.run)[-1]} of 100000, checkpoint saved" in out
+
+
+SIGNALS = [
+    ((), signal.SIGTERM, 0),
+    (IN_STEP, signal.SIGINT, 0),
+    *(pytest.param((), *rest, marks=pytest.mark.nightly) for rest in ((signal.SIGINT, 0), (signal.SIGTERM, 2))),
+    *(pytest.param(IN_STEP, signal.SIGTERM, process, marks=pytest.mark.nightly) for process in (0, 1)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "number", "process"), SIGNALS)
+def test_a_signal_saves_although_the_temporary_folder_is_full(
+    store: Path, tmp_path: Path, words: tuple[str, ...], number: signal.Signals, process: int
+) -> None:
+    with small_disk(tmp_path / "shared"), Command(tmp_path, store, *words) as command:
+        command.wait_for(lambda: steps(command.run) > 3)
+        fill(command.shared)
+        begun = steps(command.run)
+        command.wait_for(lambda: steps(command.run) > begun)
+        stopped(command, number, process)
+
+
+@pytest.mark.slow
+def test_a_lost_replica_is_left_out_although_the_temporary_folder_is_full(store: Path, tmp_path: Path) -> None:
+    """The others agree on the next membership in space that was reserved for it."""
+    with small_disk(tmp_path / "shared"), Command(tmp_path, store, *IN_STEP) as command:
+        command.wait_for(lambda: steps(command.run) > 3)
+        fill(command.shared)
+        os.kill(command.processes()[2], signal.SIGKILL)
+        begun = steps(command.run)
+        command.wait_for(lambda: steps(command.run) > begun + 10)
+        stopped(command, signal.SIGTERM, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "process"), [(signal.SIGINT, 0), (signal.SIGTERM, 1)])
+def test_a_signal_saves_although_the_folder_of_the_launcher_is_gone(
+    store: Path, tmp_path: Path, number: signal.Signals, process: int
+) -> None:
+    """As after a cleaner of temporary files: nothing can be written there either, and it needs no rights to test."""
+    with Command(tmp_path, store) as command:
+        command.wait_for(lambda: steps(command.run) > 3 and phases_in(command.shared))
+        for folder in command.shared.glob("boost-launch-*"):
+            shutil.rmtree(folder)
+        stopped(command, number, process)
