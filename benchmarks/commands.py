@@ -26,7 +26,7 @@ EXPERIMENTS = {
     "perplexity": "loss curves, held-out perplexity and accuracy of all layouts and families, over several seeds",
     "validation": "the performance model against steps measured on this machine",
     "record": "the performance model against training speeds published by others",
-    "modeled": "the performance model against the paper; step times of 1B to 40B on 4 to 512 GPUs",
+    "modeled": "the performance model against the paper",
     "evaluation": "all of these for the report, several launches each, resumable",
     "report": "all results as one page, benchmarks/report.html",
     "timeline": "a step recorded by train.profile: computation and communication of each process",

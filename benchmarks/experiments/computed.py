@@ -3,7 +3,7 @@
 All are for boost-7b in bf16 with 4,096-token sequences, the size that the goals specify.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from benchmarks.experiments.document import Goal, Table
 from benchmarks.experiments.published import STEPS, configuration
@@ -19,9 +19,6 @@ from boost.plan.timing import Predictor
 SHAPES = ((4, 32, 0.60), (8, 32, 0.33), (4, 8, 0.40))
 """(TP, KV heads, maximum ratio of btp-cp bytes to btp-sp bytes)."""
 
-SUMS = ("param_dtype", "bfloat16")
-"""train.reduce_dtype."""
-
 ELEMENTWISE = {"btp": 5.0, "btp-sp": 2.7}
 """Maximum GB per block and micro-batch."""
 
@@ -30,8 +27,7 @@ MFU = {"btp": 0.36, "btp-sp": 0.40}
 
 MFU_HARDWARE = "h100-80g"
 NORM_HARDWARE = ("a100-80g", MFU_HARDWARE)
-NORMS = ("sync", "online")
-OVERLAPS = ("none", "halves")
+WHERE = "7B, TP 4, micro-batch 4 x 4,096, bf16"
 
 
 def seven(*overrides: str) -> Config:
@@ -41,116 +37,33 @@ def seven(*overrides: str) -> Config:
     return load("boost-7b", [*mesh, *batch, "--train.compute_dtype=bfloat16", "--train.compile=kernels", *overrides])
 
 
-def compute() -> Facts:
-    """Computes all figures."""
-    predictor = Predictor(load_hardware(MFU_HARDWARE))
-    return {
-        "crossings": list(_crossings()),
-        "elementwise": {
-            layout: elementwise_bytes(seven(f"--parallel.layout={layout}")) / 1e9 for layout in ELEMENTWISE
-        },
-        "latents": _latents(),
-        "mfu": {
-            layout: {
-                overlap: predictor.predict(seven(f"--parallel.layout={layout}", f"--parallel.overlap={overlap}")).mfu
-                for overlap in OVERLAPS
-            }
-            for layout in MFU
-        },
-        "norms": list(_norms()),
-    }
-
-
-def _crossings() -> Iterator[Facts]:
-    """Bytes sent by one process for the blocks in a step of 262,144 tokens."""
-    for tp, kv_heads, _ in SHAPES:
-        for dtype in SUMS:
-            words = [f"--parallel.tp={tp}", f"--model.kv_heads={kv_heads}", f"--train.reduce_dtype={dtype}"]
-            sent = {layout: step_bytes(layout, words) for layout in ("btp-sp", "btp-cp")}
-            yield {"tp": tp, "kv_heads": kv_heads, "reduce_dtype": dtype, **sent}
-
-
-def step_bytes(layout: str, words: Sequence[str] = ()) -> int:
-    """Bytes sent by one process for the blocks of boost-7b in a step of 16 x 4 x 4,096 = 262,144 tokens, including gradient
-    all-reduces."""
-    batch = ["--train.seq_len=4096", "--train.micro_batch=4", "--train.global_batch=64"]
-    config = load("boost-7b", [f"--parallel.layout={layout}", *batch, *words])
-    return sum(c.sent_bytes for c in step_collectives(config) if c.layer is not None or c.place == "gradients")
-
-
-def _latents() -> Facts:
-    """Bytes of latents saved without recomputation, and bytes of exactly 7 latents per token and block."""
-    config = seven()
-    model, train = config.model, config.train
-    once = model.layers * train.micro_batch * train.seq_len * 7 * (model.rank or 0) * 2
-    return {"kept": memory(config).by_category["latents"], "once": once}
-
-
-def _norms() -> Iterator[Facts]:
-    """Predicted step seconds of the paper's sizes with each norm, with compiled kernels."""
-    for hardware in NORM_HARDWARE:
-        predictor = Predictor(load_hardware(hardware))
-        for row in STEPS:
-            if row.tp == 1:
-                continue
-            seconds = {
-                norm: predictor.predict(
-                    configuration("BOOST", row, 1, [f"--parallel.norm={norm}", "--train.compile=kernels"])
-                ).seconds
-                for norm in NORMS
-            }
-            yield {"hardware": hardware, "size": row.size, "tp": row.tp, "pp": row.pp, **seconds}
-
-
-def goals(facts: Facts) -> list[Goal]:
-    """The goals that these figures answer."""
-    return [_fewest_bytes(facts), _elementwise(facts), _kept_once(facts), _utilization(facts), _norm(facts)]
-
-
-def table(facts: Facts) -> Table:
-    """Table of all figures."""
-    return Table(
-        "Figures that need no run, next to their goals: bytes counted from the collective table, and predictions (modeled).",
-        ("what", "where", "found", "goal"),
-        tuple((goal.what, goal.where, goal.found, goal.figure) for goal in goals(facts)),
-    )
-
-
-WHERE = "7B, TP 4, micro-batch 4 x 4,096, bf16"
-
-
-def _fewest_bytes(facts: Facts) -> Goal:
-    found = {
-        dtype: [row["btp-cp"] / row["btp-sp"] for row in facts["crossings"] if row["reduce_dtype"] == dtype]
-        for dtype in SUMS
-    }
-    words = {dtype: ", ".join(f"{each:.2f}" for each in ratios) for dtype, ratios in found.items()}
-    return Goal(
+def compute() -> Iterator[Goal]:
+    """Computes all figures, each with its goal."""
+    ratios = {dtype: [_crossing(*shape[:2], dtype) for shape in SHAPES] for dtype in ("param_dtype", "bfloat16")}
+    words = {dtype: ", ".join(f"{ratio:.2f}" for ratio in of_dtype) for dtype, of_dtype in ratios.items()}
+    yield Goal(
         "btp-cp against btp-sp, bytes",
         "0.60x (TP 4), 0.33x (TP 8), 0.40x (TP 4, 8 kv heads)",
         "blocks of the 7B, a step of 262,144 tokens, gradients reduced in bf16",
         words["bfloat16"],
-        all(ratio <= most for ratio, (_, _, most) in zip(found["bfloat16"], SHAPES, strict=True)),
+        all(ratio <= most for ratio, (_, _, most) in zip(ratios["bfloat16"], SHAPES, strict=True)),
         "counted",
         f"with gradients reduced in fp32, the default: {words['param_dtype']}",
     )
-
-
-def _elementwise(facts: Facts) -> Goal:
-    found = facts["elementwise"]
-    return Goal(
+    moved = {layout: elementwise_bytes(seven(f"--parallel.layout={layout}")) / 1e9 for layout in ELEMENTWISE}
+    yield Goal(
         "bytes of element-wise work, a block",
         ", ".join(f"{layout} <= {most:g} GB" for layout, most in ELEMENTWISE.items()),
         WHERE,
-        ", ".join(f"{layout} {found[layout]:.2f} GB" for layout in ELEMENTWISE),
-        all(found[layout] <= most for layout, most in ELEMENTWISE.items()),
+        ", ".join(f"{layout} {gigabytes:.2f} GB" for layout, gigabytes in moved.items()),
+        all(moved[layout] <= most for layout, most in ELEMENTWISE.items()),
         "counted",
     )
-
-
-def _kept_once(facts: Facts) -> Goal:
-    kept, once = facts["latents"]["kept"], facts["latents"]["once"]
-    return Goal(
+    config = seven()
+    model, train = config.model, config.train
+    once = model.layers * train.micro_batch * train.seq_len * 7 * (model.rank or 0) * 2
+    kept = memory(config).by_category["latents"]
+    yield Goal(
         "latents kept without recomputation",
         "once",
         WHERE,
@@ -159,26 +72,30 @@ def _kept_once(facts: Facts) -> Goal:
         "counted",
         "including the norm statistics",
     )
-
-
-def _utilization(facts: Facts) -> Goal:
-    best = {layout: max(facts["mfu"][layout].values()) for layout in MFU}
-    words = ", ".join(
-        f"{layout} {best[layout]:.0%} ({' and '.join(f'{mfu:.0%} {name}' for name, mfu in facts['mfu'][layout].items())})"
+    predictor = Predictor(load_hardware(MFU_HARDWARE))
+    mfu = {
+        layout: {
+            overlap: predictor.predict(seven(f"--parallel.layout={layout}", f"--parallel.overlap={overlap}")).mfu
+            for overlap in ("none", "halves")
+        }
         for layout in MFU
-    )
-    return Goal(
+    }
+    yield Goal(
         "low-rank MFU on an H100, predicted",
         ", ".join(f"{layout} >= {least:.0%}" for layout, least in MFU.items()),
         WHERE,
-        words,
-        all(best[layout] >= least for layout, least in MFU.items()),
+        ", ".join(
+            f"{layout} {max(by.values()):.0%} ({' and '.join(f'{value:.0%} {name}' for name, value in by.items())})"
+            for layout, by in mfu.items()
+        ),
+        all(max(mfu[layout].values()) >= least for layout, least in MFU.items()),
         "modeled",
     )
+    yield norm_goal(dict(_norm_gains()))
 
 
-def _norm(facts: Facts) -> Goal:
-    gains = {f"{row['size']} {row['hardware']}": row["sync"] / row["online"] for row in facts["norms"]}
+def norm_goal(gains: dict[str, float]) -> Goal:
+    """The goal of the online norm. `gains`: seconds with sync over seconds with online, by case."""
     worst = min(gains, key=lambda name: gains[name])
     return Goal(
         "online norm against sync, predicted",
@@ -187,4 +104,47 @@ def _norm(facts: Facts) -> Goal:
         f"{gains[worst]:.3f} x in the worst of {len(gains)} cases ({worst})",
         gains[worst] >= 1,
         "modeled",
+    )
+
+
+def _crossing(tp: int, kv_heads: int, dtype: str) -> float:
+    """Bytes of btp-cp over those of btp-sp, sent by one process for the blocks in a step of 262,144 tokens."""
+    words = [f"--parallel.tp={tp}", f"--model.kv_heads={kv_heads}", f"--train.reduce_dtype={dtype}"]
+    return step_bytes("btp-cp", words) / step_bytes("btp-sp", words)
+
+
+def step_bytes(layout: str, words: list[str] | None = None) -> int:
+    """Bytes sent by one process for the blocks of boost-7b in a step of 16 x 4 x 4,096 = 262,144 tokens, including gradient
+    all-reduces."""
+    batch = ["--train.seq_len=4096", "--train.micro_batch=4", "--train.global_batch=64"]
+    config = load("boost-7b", [f"--parallel.layout={layout}", *batch, *(words or [])])
+    return sum(c.sent_bytes for c in step_collectives(config) if c.layer is not None or c.place == "gradients")
+
+
+def _norm_gains() -> Iterator[tuple[str, float]]:
+    """Of the paper's sizes, with compiled kernels."""
+    for hardware in NORM_HARDWARE:
+        predictor = Predictor(load_hardware(hardware))
+        for row in STEPS:
+            if row.tp > 1:
+                sync, online = (
+                    predictor.predict(
+                        configuration("BOOST", row, 1, [f"--parallel.norm={norm}", "--train.compile=kernels"])
+                    ).seconds
+                    for norm in ("sync", "online")
+                )
+                yield f"{row.size} {hardware}", sync / online
+
+
+def goals(facts: Facts) -> list[Goal]:
+    """The goals that these figures answer."""
+    return [Goal(**goal) for goal in facts["computed"]]
+
+
+def table(facts: Facts) -> Table:
+    """Table of all figures."""
+    return Table(
+        "Figures that need no run, next to their goals: bytes counted from the collective table, and predictions (modeled).",
+        ("what", "where", "found", "goal"),
+        tuple((goal.what, goal.where, goal.found, goal.figure) for goal in goals(facts)),
     )

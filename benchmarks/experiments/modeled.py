@@ -2,7 +2,7 @@
 
 Every number here is modeled. Runs are configured as in `benchmarks.experiments.published`: bf16 weights and activations, 4096-token
 sequences, no recomputation. In addition to the paper's three systems, there are stronger ones: `vanilla` with sharded heads and
-channels, `megatron-sp`, and `btp-sp`. Then the planner chooses the mesh, for 4 to 512 GPUs (`benchmarks.experiments.scaling`).
+channels, `megatron-sp`, and `btp-sp`.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.commands import add_out
-from benchmarks.experiments import colors, computed, scaling
+from benchmarks.experiments import colors, computed
 from benchmarks.experiments.document import Figure, Goal, Section, Table
 from benchmarks.experiments.published import SEQUENCES, STEPS, TOKENS, Comparison, PublishedRow, Way, configuration
 from benchmarks.experiments.published_report import PAPERS_HARDWARE, published_facts, published_parts, ratio_goal
@@ -20,10 +20,9 @@ from benchmarks.experiments.results import Facts, facts_of
 from benchmarks.experiments.sections import save
 from boost import drawing
 from boost.config import load
-from boost.config.schema import Config
 from boost.format import format_count
 from boost.plan.hardware import load_hardware
-from boost.plan.peak import peak
+from boost.plan.prediction import prediction
 from boost.plan.timing import Predictor
 
 HARDWARE = ("a100-80g-8", "h100-80g")
@@ -72,27 +71,26 @@ def predicted(hardware: str, row: PublishedRow, micro_batch: int, more: Sequence
     predictor = Predictor(profile)
     configs = {name: configuration(way, row, micro_batch, [*own, *more]) for name, (way, own) in STRONG.items()}
     some, steps = configs["btp"].train, {name: predictor.predict(config) for name, config in configs.items()}
+    sizes = {name: prediction(config, profile) for name, config in configs.items()}
     return Modeled(
         hardware, row.size, row.tp, row.pp, some.global_batch, some.micro_batch,
         {name: step.seconds for name, step in steps.items()},
         {name: step.mfu for name, step in steps.items()},
-        {name: scaling.sent_bytes(config) for name, config in configs.items()},
-        {name: _worst_peak(config) for name, config in configs.items()},
+        {name: each.predicted_sent for name, each in sizes.items()},
+        {name: each.predicted_peak for name, each in sizes.items()},
         profile.usable_bytes,
     )  # fmt: skip
 
 
-def model(hardware: Sequence[str], sizes: Sequence[str] = scaling.SIZES, counts: Sequence[int] = scaling.GPUS) -> Facts:
-    """Computes all predictions for these profiles; `sizes` on `counts` GPUs. Raises ConfigError for an unknown profile."""
+def model(hardware: Sequence[str]) -> Facts:
+    """Computes all predictions for these profiles. Raises ConfigError for an unknown profile."""
     seven = STEPS[2]
-    titles = {name: load_hardware(name).title for name in (PAPERS_HARDWARE, *hardware)}
     # Batch 4 as one micro-batch: fewer and larger collectives, and it fits without recomputation.
     scaled = [predicted(name, PublishedRow(seven.size, tp, 1, {}), SEQUENCES) for name in hardware for tp in WIDTHS]
     paper = Comparison(load_hardware(PAPERS_HARDWARE))
     return facts_of(
         "modeled",
         load("boost-7b"),
-        titles=titles,
         paper=[
             {
                 **asdict(step.row),
@@ -103,9 +101,8 @@ def model(hardware: Sequence[str], sizes: Sequence[str] = scaling.SIZES, counts:
             for step in paper.steps()
         ],
         scaled=[asdict(each) for each in scaled],
-        scaling=scaling.compute(hardware, sizes, counts),
         published=published_facts(),
-        computed=computed.compute(),
+        computed=[asdict(goal) for goal in computed.compute()],
     )
 
 
@@ -121,7 +118,7 @@ def gain(seconds: dict[str, float], over: str) -> float:
 
 def goals(facts: Facts) -> list[Goal]:
     """The paper's ratios, and the goals that need no run."""
-    return [ratio_goal(facts["published"]), *computed.goals(facts["computed"])]
+    return [ratio_goal(facts["published"]), *computed.goals(facts)]
 
 
 def section(facts: Facts) -> Section:
@@ -137,8 +134,7 @@ def section(facts: Facts) -> Section:
             *published_parts(facts["published"]),
             _strong_table(facts),
             _scaled_table(facts),
-            *scaling.parts(facts["scaling"], facts["titles"]),
-            computed.table(facts["computed"]),
+            computed.table(facts),
         ),
     )
 
@@ -214,10 +210,6 @@ def _memory_words(rows: Sequence[Facts]) -> str:
         return f"These do not fit in memory: {'; '.join(short)}."
     fullest = max(needed / row["usable_bytes"] for row in rows for needed in row["peak_bytes"].values())
     return f"All of them fit in memory (at most {fullest:.0%} used)."
-
-
-def _worst_peak(config: Config) -> int:
-    return max(peak(config, rank).total for rank in range(config.parallel.pp))
 
 
 def _seconds(row: Facts, kind: str, way: str) -> float:

@@ -18,17 +18,16 @@ on=(--run.device="$DEVICE")
 
 piece 01-verify $BOOST verify --nproc 1 --only machines layouts step --compile all --out "$OUT/verify.json" "${on[@]}"
 piece 02-same-as-the-cpu env BOOST_TEST_DEVICE="$DEVICE" $PYTHON -m pytest -p no:cacheprovider -m cuda -rf tests/measure/test_devices_agree.py
-piece 03-nccl-alone $PYTHON benchmarks/gpu/nccl.py --device "$DEVICE" --out "$OUT/nccl.json"
-piece 04-processes-share-it env BOOST_TEST_DEVICE="$DEVICE" $PYTHON -m pytest -p no:cacheprovider -m cuda -rf tests/parallel/test_late.py
+piece 03-processes-share-it env BOOST_TEST_DEVICE="$DEVICE" $PYTHON -m pytest -p no:cacheprovider -m cuda -rf tests/parallel/test_late.py
 for compile in none kernels blocks; do
-    piece "05-shares-$compile" $PYTHON benchmarks/gpu/shares.py --device "$DEVICE" --compile "$compile" "${shares[@]}" \
+    piece "04-shares-$compile" $PYTHON benchmarks/gpu/shares.py --device "$DEVICE" --compile "$compile" "${shares[@]}" \
         --out "$OUT/shares-$compile.json" --traces "$OUT/traces-$compile"
 done
-piece 06-kernels $PYTHON benchmarks/gpu/kernels.py --device "$DEVICE" --out "$OUT/kernels.json"
-piece 07-single $PYTHON -m benchmarks single "${model[@]}" "${on[@]}" --rounds "$rounds" --out "$OUT/single"
-piece 08-recompute $PYTHON -m benchmarks recompute "${model[@]}" "${on[@]}" --rounds "$rounds" --out "$OUT/recompute"
-piece 09-calibrate $BOOST plan calibrate --device "$DEVICE" --nproc 1 --out "$OUT/profile.toml" ${quick[@]+"${quick[@]}"}
+piece 05-kernels $PYTHON benchmarks/gpu/kernels.py --device "$DEVICE" --out "$OUT/kernels.json"
+piece 06-single $PYTHON -m benchmarks single "${model[@]}" "${on[@]}" --rounds "$rounds" --out "$OUT/single"
+piece 07-recompute $PYTHON -m benchmarks recompute "${model[@]}" "${on[@]}" --rounds "$rounds" --out "$OUT/recompute"
+piece 08-calibrate $BOOST plan calibrate --device "$DEVICE" --nproc 1 --out "$OUT/profile.toml" ${quick[@]+"${quick[@]}"}
 if [ ${#steps[@]} -gt 0 ]; then
-    piece 10-validate $PYTHON -m benchmarks validation --measure --hardware "$OUT/profile.toml" --out "$OUT/validation"
+    piece 09-validate $PYTHON -m benchmarks validation --measure --hardware "$OUT/profile.toml" --out "$OUT/validation"
 fi
 finish
