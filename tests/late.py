@@ -79,6 +79,9 @@ class LateGroup(dist.ProcessGroup):
         self.gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self.label, self.what = "", ""
 
+    def _get_backend(self, device: torch.device) -> Any:
+        return self.gloo
+
     def getBackendName(self) -> str:
         return BACKEND
 

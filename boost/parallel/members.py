@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from boost.config.schema import ParallelConfig
 from boost.parallel.membership import Decision, Member
-from boost.parallel.mesh import Axis, Mesh
+from boost.parallel.mesh import Axis, Mesh, set_group_timeout
 from boost.parallel.recoverable import Membership, RecoverableGroup
 
 
@@ -77,7 +77,7 @@ def open_replica(
         axis_mesh = made[name]
         group = axis_mesh.get_group() if axis_mesh.size() > 1 else None
         if group is not None:
-            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+            set_group_timeout(datetime.timedelta(seconds=timeout_s), group)
         axes[name] = Axis(axis_mesh.get_local_rank(), axis_mesh.size(), group)
     return Replica(device, axes, process, size)
 

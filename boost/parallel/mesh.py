@@ -20,6 +20,9 @@ from boost.parallel.rendezvous import Stopped, meet
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 """Environment variables that hold a process's local rank on its machine: torchrun and our launcher, Slurm, Open MPI, MPICH."""
 
+set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+"""Sets the timeout of a group. An older torch only has the private function."""
+
 GPUS_OF_A_NODE = 16
 """Upper bound on the GPUs of one machine."""
 
@@ -223,7 +226,7 @@ def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600
     def axis(axis_mesh: DeviceMesh) -> Axis:
         group = axis_mesh.get_group() if axis_mesh.size() > 1 else None
         if group is not None:  # init_device_mesh sets the backend's default timeout, half an hour
-            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+            set_group_timeout(datetime.timedelta(seconds=timeout_s), group)
         return Axis(axis_mesh.get_local_rank(), axis_mesh.size(), group)
 
     axes = {name: axis(device_mesh[name]) for name in names}
@@ -263,7 +266,7 @@ def set_timeout(timeout_s: float) -> None:
             if isinstance(group, RecoverableGroup):
                 group.set_timeout(timeout)
             else:
-                dist.distributed_c10d._set_pg_timeout(timeout, group)
+                set_group_timeout(timeout, group)
 
 
 def close_mesh() -> None:
