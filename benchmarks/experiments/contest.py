@@ -109,7 +109,7 @@ def take_turns(
         once, computed = _sample(calls[name], 1, mesh)
         refuse_zeros(name, computed)
         del computed
-        repeats[name] = _repeats(once, least_s, mesh)
+        repeats[name] = int(largest(math.ceil(least_s / max(once, 1e-9)) or 1, mesh))
     seconds: dict[str, list[float]] = {name: [] for name in names}
     probe, probed = Probe(mesh.device), []
     for number in progress(range(rounds), words, enabled=mesh.is_main):
@@ -172,38 +172,24 @@ def ratio(over: Seconds, under: Seconds) -> Ratio:
     return bootstrap(lambda ours, theirs: np.median(ours / theirs, axis=-1), over, under)
 
 
-def ratio_of_runs(over: Seconds, under: Seconds) -> Ratio:
-    """Ratio of medians (over / under) of times from different runs.
-
-    Resamples the rounds of each run independently. The interval covers variation within runs, not between them.
-    """
-    return bootstrap(
-        lambda ours, theirs: np.median(ours, axis=-1) / np.median(theirs, axis=-1), over, under, paired=False
-    )
-
-
-def bootstrap(statistic: Callable[..., np.ndarray], *samples: Seconds, paired: bool = True) -> Ratio:
-    """Computes a statistic of contenders' seconds and its confidence interval at CONFIDENCE.
+def bootstrap(statistic: Callable[..., np.ndarray], *samples: Seconds) -> Ratio:
+    """Computes a statistic of contenders' seconds, timed in the same rounds, and its confidence interval at CONFIDENCE.
 
     `statistic` takes one array [..., rounds of all launches] per contender and returns an array [...]. Launches are drawn with
-    replacement, then rounds within each draw (`paired`: the same for all contenders). The interval is bias-corrected and
-    accelerated (BCa, Efron 1987). Draws are seeded, which makes reports reproducible. Raises ValueError if paired contenders
-    have different numbers of launches or rounds.
+    replacement, then rounds within each draw, the same for all contenders. The interval is bias-corrected and accelerated (BCa,
+    Efron 1987). Draws are seeded, which makes reports reproducible. Raises ValueError if contenders have different numbers of
+    launches or rounds.
     """
     arrays = [launches(sample) for sample in samples]
-    if paired and len({array.shape for array in arrays}) > 1:
+    if len({array.shape for array in arrays}) > 1:
         shown = " over ".join(str(array.size) for array in arrays)
         raise ValueError(f"{shown} rounds: these were not timed in the same rounds")
-    rng = np.random.default_rng(0)
-    drawn = [_draws(array.shape, rng) for array in (arrays[:1] if paired else arrays)]
+    drawn = _draws(arrays[0].shape, np.random.default_rng(0))
     flat = [array.reshape(-1) for array in arrays]
-    found = statistic(
-        *(each[rounds] for each, rounds in zip(flat, drawn * len(arrays) if paired else drawn, strict=True))
-    )
+    found = statistic(*(array[drawn] for array in flat))
     value = float(statistic(*flat))
-    shares = _shares(found, value, _left_out(statistic, arrays, paired))
     # No interpolation: a statistic may be infinite in some draws.
-    low, high = np.quantile(found, shares, method="inverted_cdf")
+    low, high = np.quantile(found, _shares(found, value, _left_out(statistic, arrays)), method="inverted_cdf")
     return Ratio(value, float(low), float(high))
 
 
@@ -214,46 +200,28 @@ def _draws(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     return (launch * rounds + rng.integers(0, rounds, (RESAMPLES, count, rounds))).reshape(RESAMPLES, -1)
 
 
-def _left_out(statistic: Callable[..., np.ndarray], arrays: Sequence[np.ndarray], paired: bool) -> list[np.ndarray]:
-    """The statistic without each launch, or without each round if there are fewer than three launches; by independent sample."""
-    whole = [array.reshape(-1) for array in arrays]
-
-    def without(part: int, of: int) -> float:
-        """Without part number `part` of sample `of`; of all samples if paired."""
-        kept = list(whole)
-        for number in range(len(arrays)) if paired else [of]:
-            array = arrays[number]
-            kept[number] = np.delete(array, part, axis=0 if len(array) >= LEAST_LAUNCHES else None).reshape(-1)
-        return float(statistic(*kept))
-
-    parts = [len(array) if len(array) >= LEAST_LAUNCHES else array.size for array in arrays]
-    return [np.array([without(part, of) for part in range(parts[of])]) for of in range(1 if paired else len(arrays))]
+def _left_out(statistic: Callable[..., np.ndarray], arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """The statistic without each launch, or without each round if there are fewer than three launches."""
+    axis = 0 if len(arrays[0]) >= LEAST_LAUNCHES else None
+    parts = len(arrays[0]) if axis == 0 else arrays[0].size
+    kept = ([np.delete(array, part, axis=axis).reshape(-1) for array in arrays] for part in range(parts))
+    return np.array([float(statistic(*each)) for each in kept])
 
 
-def _shares(found: np.ndarray, value: float, left_out: Sequence[np.ndarray]) -> list[float]:
+def _shares(found: np.ndarray, value: float, left_out: np.ndarray) -> list[float]:
     """The two quantiles of the draws at which the BCa interval ends."""
     normal = statistics.NormalDist()
     below = float(np.mean(found < value) + np.mean(found == value) / 2)
     bias = normal.inv_cdf(min(max(below, 1 / RESAMPLES), 1 - 1 / RESAMPLES))
-    # Efron and Tibshirani (1993), equation 14.15; of several independent samples, with influences scaled by their sizes.
-    cubes = squares = 0.0
-    if all(np.isfinite(each).all() for each in left_out):
-        influences = [(each.mean() - each) * (len(each) - 1) / len(each) for each in left_out]
-        cubes, squares = (sum(float((each**power).sum()) for each in influences) for power in (3, 2))
-    acceleration = cubes / (6 * squares**1.5) if squares > 0 else 0.0
+    acceleration = 0.0
+    if np.isfinite(left_out).all() and np.ptp(left_out) > 0:  # Efron and Tibshirani (1993), equation 14.15
+        influences = left_out.mean() - left_out
+        acceleration = float((influences**3).sum() / (6 * (influences**2).sum() ** 1.5))
     ends = []
     for share in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2):
         shifted = bias + normal.inv_cdf(share)
         ends.append(normal.cdf(bias + shifted / (1 - acceleration * shifted)))
     return ends
-
-
-def _repeats(once: float, least_s: float, mesh: Mesh) -> int:
-    """Number of repetitions per sample, the same on every process."""
-    wanted = torch.tensor(float(math.ceil(least_s / once)) if once < least_s else 1.0, device=mesh.device)
-    if mesh.size > 1:
-        dist.all_reduce(wanted, dist.ReduceOp.MAX)
-    return int(wanted)
 
 
 def _sample(call: Call, repeats: int, mesh: Mesh) -> tuple[float, Iterable[Tensor]]:
