@@ -6,15 +6,14 @@ channels, `megatron-sp`, and `btp-sp`.
 """
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from benchmarks.commands import add_out
 from benchmarks.experiments import colors, computed
 from benchmarks.experiments.document import Figure, Goal, Section, Table
-from benchmarks.experiments.published import SEQUENCES, STEPS, TOKENS, Comparison, PublishedRow, Way, configuration
+from benchmarks.experiments.published import SEQUENCES, TOKENS, Comparison, PublishedRow, Way, configuration
 from benchmarks.experiments.published_report import PAPERS_HARDWARE, published_facts, published_parts, ratio_goal
 from benchmarks.experiments.results import Facts, facts_of
 from benchmarks.experiments.sections import save
@@ -23,10 +22,7 @@ from boost.config import load
 from boost.format import format_count
 from boost.plan.hardware import load_hardware
 from boost.plan.prediction import prediction
-from boost.plan.timing import Predictor
-
-HARDWARE = ("a100-80g-8", "h100-80g")
-"""Profiles of 8-GPU nodes."""
+from boost.plan.timing import predict
 
 STRONG: dict[str, tuple[Way, tuple[str, ...]]] = {
     "megatron-sp": ("full-rank", ("--parallel.layout=megatron-sp", "--parallel.grouping=true")),
@@ -37,56 +33,26 @@ STRONG: dict[str, tuple[Way, tuple[str, ...]]] = {
 """The strongest form of each layout: the paper's system it is based on, and overrides."""
 
 LOW_RANK = ("btp", "btp-sp")
-WIDTHS = (4, 8)
-"""TP sizes of the 7B."""
-
 AGAINST = ("vanilla", "megatron-sp")
 """Baselines of the best low-rank layout, in their strongest form."""
 
 
-@dataclass(frozen=True)
-class Modeled:
-    """Predicted steps of one model on one mesh, by layout."""
-
-    hardware: str
-    size: str
-    tp: int
-    pp: int
-    sequences: int
-    """Sequences per step."""
-    micro_batch: int
-    seconds: dict[str, float]
-    mfu: dict[str, float]
-    sent_bytes: dict[str, int]
-    """Bytes sent by a process in a step, the maximum over processes."""
-    peak_bytes: dict[str, int]
-    """Peak memory, the maximum over processes."""
-    usable_bytes: int
-    """Usable memory per device."""
-
-
-def predicted(hardware: str, row: PublishedRow, micro_batch: int, more: Sequence[str] = ()) -> Modeled:
-    """Predicts steps of `row` under every layout of STRONG. `more`: additional overrides."""
-    profile = load_hardware(hardware)
-    predictor = Predictor(profile)
-    configs = {name: configuration(way, row, micro_batch, [*own, *more]) for name, (way, own) in STRONG.items()}
-    some, steps = configs["btp"].train, {name: predictor.predict(config) for name, config in configs.items()}
+def strongest(row: PublishedRow) -> Facts:
+    """Predicted steps of `row` under every layout of STRONG; bytes are maxima over processes."""
+    profile = load_hardware(PAPERS_HARDWARE)
+    configs = {name: configuration(way, row, 1, own) for name, (way, own) in STRONG.items()}
+    steps = {name: predict(config, profile) for name, config in configs.items()}
     sizes = {name: prediction(config, profile) for name, config in configs.items()}
-    return Modeled(
-        hardware, row.size, row.tp, row.pp, some.global_batch, some.micro_batch,
-        {name: step.seconds for name, step in steps.items()},
-        {name: step.mfu for name, step in steps.items()},
-        {name: each.predicted_sent for name, each in sizes.items()},
-        {name: each.predicted_peak for name, each in sizes.items()},
-        profile.usable_bytes,
-    )  # fmt: skip
+    return {
+        "seconds": {name: step.seconds for name, step in steps.items()},
+        "mfu": {name: step.mfu for name, step in steps.items()},
+        "sent_bytes": {name: size.predicted_sent for name, size in sizes.items()},
+        "peak_bytes": {name: size.predicted_peak for name, size in sizes.items()},
+    }
 
 
-def model(hardware: Sequence[str]) -> Facts:
-    """Computes all predictions for these profiles. Raises ConfigError for an unknown profile."""
-    seven = STEPS[2]
-    # Batch 4 as one micro-batch: fewer and larger collectives, and it fits without recomputation.
-    scaled = [predicted(name, PublishedRow(seven.size, tp, 1, {}), SEQUENCES) for name in hardware for tp in WIDTHS]
+def model() -> Facts:
+    """Computes all predictions."""
     paper = Comparison(load_hardware(PAPERS_HARDWARE))
     return facts_of(
         "modeled",
@@ -96,24 +62,18 @@ def model(hardware: Sequence[str]) -> Facts:
                 **asdict(step.row),
                 "published": step.row.seconds,
                 "modeled": step.seconds,
-                "strong": asdict(predicted(PAPERS_HARDWARE, step.row, 1)) if step.row.tp > 1 else None,
+                "strong": strongest(step.row) if step.row.tp > 1 else None,
             }
             for step in paper.steps()
         ],
-        scaled=[asdict(each) for each in scaled],
         published=published_facts(),
         computed=[asdict(goal) for goal in computed.compute()],
     )
 
 
-def best(seconds: dict[str, float]) -> str:
-    """The fastest of the low-rank layouts."""
-    return min(LOW_RANK, key=lambda name: seconds[name])
-
-
 def gain(seconds: dict[str, float], over: str) -> float:
     """Speed-up of the best low-rank layout over another layout."""
-    return seconds[over] / seconds[best(seconds)]
+    return seconds[over] / min(seconds[name] for name in LOW_RANK)
 
 
 def goals(facts: Facts) -> list[Goal]:
@@ -133,7 +93,6 @@ def section(facts: Facts) -> Section:
             Figure("modeled-steps", _STEPS_CAPTION, partial(_draw_steps, facts)),
             *published_parts(facts["published"]),
             _strong_table(facts),
-            _scaled_table(facts),
             computed.table(facts),
         ),
     )
@@ -146,7 +105,7 @@ def _strong_table(facts: Facts) -> Table:
     rows = []
     for row in facts["paper"]:
         if strong := row["strong"]:
-            tokens = strong["sequences"] * TOKENS
+            tokens = SEQUENCES * TOKENS
             each = {
                 "s": [f"{seconds:.2f}" for seconds in strong["seconds"].values()],
                 "tokens/s": [format_count(tokens / seconds) for seconds in strong["seconds"].values()],
@@ -171,45 +130,6 @@ def _strong_table(facts: Facts) -> Table:
         ),
         tuple(rows),
     )
-
-
-def _scaled_table(facts: Facts) -> Table:
-    rows = [(row["hardware"], str(row["tp"]), *_cells(row)) for row in facts["scaled"]]
-    first = facts["scaled"][0]
-    return Table(
-        f"7B on one node, modeled: step time in ms for {first['sequences']} sequences in one micro-batch, and speed-up of the best "
-        f"low-rank layout. {_memory_words(facts['scaled'])}",
-        ("hardware", "TP:", *_HEADINGS),
-        tuple(rows),
-    )
-
-
-_HEADINGS = (
-    *(f"{name} ms:" for name in STRONG),
-    "best low-rank layout",
-    "over strong vanilla:",
-    "over megatron-sp:",
-)
-
-
-def _cells(row: Facts) -> list[str]:
-    seconds = row["seconds"]
-    times = [f"{1e3 * seconds[name]:,.0f}" for name in STRONG]
-    return [*times, best(seconds), *(f"{gain(seconds, over):.2f}" for over in AGAINST)]
-
-
-def _memory_words(rows: Sequence[Facts]) -> str:
-    """States whether all configurations fit in memory, or which do not."""
-    short = [
-        f"{name} on {row['hardware']}, {row['tp']} x {row['pp']}, {row['sequences']} sequences"
-        for row in rows
-        for name, needed in row["peak_bytes"].items()
-        if needed > row["usable_bytes"]
-    ]
-    if short:
-        return f"These do not fit in memory: {'; '.join(short)}."
-    fullest = max(needed / row["usable_bytes"] for row in rows for needed in row["peak_bytes"].values())
-    return f"All of them fit in memory (at most {fullest:.0%} used)."
 
 
 def _seconds(row: Facts, kind: str, way: str) -> float:
@@ -259,11 +179,9 @@ def _draw_steps(facts: Facts, path: Path) -> None:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    words = f"profiles of 8-GPU nodes (default {' '.join(HARDWARE)})"
-    parser.add_argument("--hardware", nargs="+", default=list(HARDWARE), metavar="PROFILE", help=words)
     add_out(parser, "modeled")
 
 
 def run(args: argparse.Namespace) -> int:
-    save(args.out, model(args.hardware))
+    save(args.out, model())
     return 0

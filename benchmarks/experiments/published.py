@@ -35,7 +35,7 @@ Way = Literal["full-rank", "vanilla", "BOOST"]
 WAYS: dict[Way, tuple[str, ...]] = {
     "full-rank": ("--parallel.layout=megatron", "--parallel.grouping=false", "--model.family=dense"),
     "vanilla": ("--parallel.layout=vanilla", "--parallel.grouping=false", "--parallel.vanilla=published"),
-    "BOOST": ("--parallel.layout=btp", "--parallel.grouping=true", "--parallel.norm=online"),
+    "BOOST": ("--parallel.layout=btp", "--parallel.grouping=true"),
 }
 """The three systems, as configurations."""
 

@@ -17,7 +17,6 @@ BAD = [
     (["recompute", "--rounds", "6"], ["--rounds = 6", "smallest valid value: 7"]),
     (["recompute", "--batches", "4", "-1"], ["--batches = -1", "smallest valid value: 1"]),
     (["recompute", "--tp", "3"], ["parallel.tp = 3", "nearest valid value"]),
-    (["modeled", "--hardware", "h10"], ["'h10'", "did you mean 'h100-"]),
     (["validation", "--measure"], ["--measure and --hardware FILE need each other", "boost plan calibrate"]),
     (["report", "--results", "/nowhere"], ["--results = '/nowhere'", "contains no results"]),
     (["steps", "--rounds", "6"], ["--rounds = 6", "smallest valid value: 7"]),
