@@ -119,7 +119,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "frobenius": {"frobenius_decay": 0.1},
     "loro": {"name": "loro", "exact_every": 2},
     "muon": {"name": "muon"},
-    "spectron": {"name": "spectron"},
 }
 MASKED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     *((name, {}, {"tp": 1}) for name in OPTIMIZERS),
@@ -129,7 +128,7 @@ MASKED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("adamw", {"family": "dense", "kv_heads": 4}, {"layout": "megatron", "tp": 2}),
     ("adamw", {"layers": 2}, {"tp": 1, "pp": 2}),
     ("adamw", {}, {"tp": 1, "dp": 2, "shard": "full"}),
-    ("spectron", {}, {"tp": 1, "dp": 2, "shard": "optimizer"}),
+    ("muon", {}, {"tp": 1, "dp": 2, "shard": "optimizer"}),
     ("adamw", {}, {"tp": 1, "cp": 2}),
 ]
 
