@@ -221,7 +221,7 @@ class RecoverableGroup(dist.ProcessGroup):
         return self._start("all-gather", inputs, lambda backend: backend.allgather(outputs, inputs, opts))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """torch 2.14 gathers objects with it."""
+        """torch 2.15 gathers objects with it."""
         return self.allgather([list(output.view(self.size(), *input.shape).unbind())], [input], opts)
 
     def barrier(self, opts: Any = None) -> Work:

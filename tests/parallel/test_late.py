@@ -61,7 +61,7 @@ def require_same_order(outcomes: list[Outcome]) -> None:
         assert all(other == first for other in others), name
 
 
-@pytest.mark.parametrize(("family", "row"), every_row())
+@pytest.mark.parametrize(("family", "row"), list(every_row()))
 def test_every_layout_schedule_and_sharding(family: str, row: Row) -> None:
     outcomes = run_distributed(PROCESSES, trained_late, family, row)
     found = judged(row.cells, [each for each, _, _ in outcomes])
@@ -104,7 +104,7 @@ def shared_gpu(family: str, row: Row) -> Outcome:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.parametrize(("family", "row"), every_row())
+@pytest.mark.parametrize(("family", "row"), list(every_row()))
 def test_processes_that_share_a_gpu(family: str, row: Row) -> None:
     """Checks results only: communication goes through the host."""
     outcomes = run_distributed(PROCESSES, shared_gpu, family, row)

@@ -70,9 +70,10 @@ class Command:
         return phases_in(self.shared)
 
     def processes(self) -> list[int]:
-        """The launcher and the processes of the run."""
-        found = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True)
-        return [self.process.pid, *map(int, found.stdout.split())]
+        """The launcher and the processes of the run. (With a CUDA build of torch, multiprocessing's tracker is another child.)"""
+        command = ["pgrep", "--list-full", "--parent", str(self.process.pid)]
+        found = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+        return [self.process.pid, *(int(line.split()[0]) for line in found if "resource_tracker" not in line)]
 
     def wait_for(self, condition: Callable[[], Any]) -> None:
         deadline = time.monotonic() + LIMIT_S
