@@ -112,13 +112,16 @@ class Decoder(decoder.Decoder):
         if reduction not in ("mean", "sum"):
             raise ConfigError(f"reduction = '{reduction}' is unknown; valid values: mean, sum")
         with autocast_resolved(tokens.device, self.spec.compute_dtype) as self.compute_dtype:
-            if targets is not None:
-                total: Tensor = super().forward(tokens, targets, document_ids)
-                return total if reduction == "sum" else total / (targets != IGNORED).sum().clamp_min(1)
-            (part,) = self._parts(tokens, document_ids, (), False)
-            (stream,) = self._run_blocks(self.layout, [part])
-            (logits_TV,) = interleave([self.layout.all_logits(stream.x, self.final_norm, self.head)])
-            return logits_TV.view(*tokens.shape, -1)
+            try:
+                if targets is not None:
+                    total: Tensor = super().forward(tokens, targets, document_ids)
+                    return total if reduction == "sum" else total / (targets != IGNORED).sum().clamp_min(1)
+                (part,) = self._parts(tokens, document_ids, (), False)
+                (stream,) = self._run_blocks(self.layout, [part])
+                (logits_TV,) = interleave([self.layout.all_logits(stream.x, self.final_norm, self.head)])
+                return logits_TV.view(*tokens.shape, -1)
+            finally:
+                self.compute_dtype = self.spec.compute_dtype  # generation reads it, outside of autocast
 
     def _parts(self, tokens_BS: Tensor, document_ids_BS: Tensor | None, received: Any, halves: bool) -> Any:
         count, size = tokens_BS.numel(), self.spec.tp.size

@@ -199,6 +199,8 @@ def autocast_error(family: str, layout: str) -> tuple[float, float]:
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(tokens, targets)
         assert model(tokens).dtype == torch.bfloat16
+    assert model(tokens).dtype == torch.float32, "autocast ends with its context"
+    assert model.compute_dtype == torch.float32, "which generation reads"
     loss.backward()
     expected = single(tokens, targets)
     expected.backward()
