@@ -33,6 +33,10 @@ except ImportError:  # transformers 4 cannot transpose weights while it loads th
 else:
     CONVERTS = True
 
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""The cache's name in this version of transformers, which renamed `past_key_values` in 5.24. Before that, `cache` was the paged
+cache of continuous batching, which attention implementations update; since then it is a cache like others."""
+
 LATENT_EPS = 1e-6
 """Epsilon of the LayerNorm of latents."""
 
@@ -46,7 +50,7 @@ class BoostConfig(PretrainedConfig):
     """
 
     model_type = "boost"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (transformers reads a plain list)
+    keys_to_ignore_at_inference = [CACHE]  # noqa: RUF012 (transformers reads a plain list)
     # Tensor parallelism by transformers: heads and MLP channels are sharded, latents are replicated. A block's only collectives are
     # two all-reduces of r numbers per token, after A of o and A of down. Act and latent gates see complete latents.
     base_model_tp_plan: ClassVar[Any] = {
@@ -227,20 +231,19 @@ class BoostHeads(nn.Module):
         prev_latents: tuple[Tensor | None, ...],
         rotary: tuple[Tensor, Tensor],
         attention_mask: Any,
-        past_key_values: Cache | None,
+        past_key_values: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         """Returns the residual update [B, S, D], latents of q, k, v, o, and attention weights if the implementation has them.
 
-        Continuous batching has a paged cache instead of `past_key_values`, among `kwargs`, which the attention implementation
-        updates.
+        The paged cache of continuous batching reads from `kwargs` where in its pages the tokens belong.
         """
         projections = (self.q_proj, self.k_proj, self.v_proj)
         projected = [linear(x_BSD, h) for linear, h in zip(projections, prev_latents[:3], strict=True)]
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y, _ in projected)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+            k, v = past_key_values.update(k, v, self.layer_idx, **({"kwargs": kwargs} if CACHE == "cache" else {}))
         name = self.config._attn_implementation
         attend = eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
         a_BSHE, weights = attend(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
@@ -294,7 +297,7 @@ class BoostPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["BoostDecoderLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -349,14 +352,15 @@ class BoostModel(BoostPreTrainedModel):
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         x_BSD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = kwargs.pop(CACHE, past_key_values)
         if self.gradient_checkpointing and self.training:  # recomputing a block would update its cache twice
-            past_key_values, use_cache = None, False
-        if past_key_values is None and (config.use_cache if use_cache is None else use_cache):
-            past_key_values = DynamicCache()
-        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            cache, use_cache = None, False
+        if cache is None and (config.use_cache if use_cache is None else use_cache):
+            cache = DynamicCache()
+        seen = cache.get_seq_length() if isinstance(cache, Cache) else 0
         positions_S = torch.arange(x_BSD.shape[1], device=x_BSD.device) + seen
         position_ids = positions_S[None] if position_ids is None else position_ids
-        mask = _causal_mask(config, x_BSD, attention_mask, positions_S, past_key_values, position_ids)
+        mask = _causal_mask(config, x_BSD, attention_mask, positions_S, cache, position_ids)
         shared = {"rotary": _rotary(config, position_ids, x_BSD.dtype), "attention_mask": mask}
         kwargs.pop("cache_position", None)
         latents: list[Tensor | None] = [None] * 7
@@ -364,12 +368,12 @@ class BoostModel(BoostPreTrainedModel):
         attentions: list[Tensor | None] = []
         for block in self.layers:
             states += [x_BSD] if output_hidden_states else []
-            x_BSD, weights, *latents = block(x_BSD, *latents, **shared, past_key_values=past_key_values, **kwargs)
+            x_BSD, weights, *latents = block(x_BSD, *latents, **shared, past_key_values=cache, **kwargs)
             attentions += [weights] if output_attentions else []
         x_BSD = self.norm(x_BSD)
         output = BaseModelOutputWithPast(
             last_hidden_state=x_BSD,
-            past_key_values=past_key_values,
+            **{CACHE: cache},
             hidden_states=(*states, x_BSD) if output_hidden_states else None,
             attentions=tuple(attentions) if output_attentions else None,
         )
@@ -388,7 +392,7 @@ def _causal_mask(
     """The mask for the chosen attention implementation; versions of transformers name the arguments differently."""
     supported = inspect.signature(create_causal_mask).parameters
     arguments = {"attention_mask": mask, "position_ids": positions}
-    arguments["cache" if "cache" in supported else "past_key_values"] = cache
+    arguments[CACHE] = cache
     arguments["inputs_embeds" if "inputs_embeds" in supported else "input_embeds"] = x_BSD
     if "cache_position" in supported:
         arguments["cache_position"] = positions_S
@@ -454,7 +458,7 @@ class BoostForCausalLM(BoostPreTrainedModel, GenerationMixin):
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=hidden.past_key_values,
+            **{CACHE: getattr(hidden, CACHE)},
             hidden_states=hidden.hidden_states,
             attentions=hidden.attentions,
         )
