@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.experiments.hosts import Host
-from boost.parallel.membership import Coordinator, Decision
+from boost.elastic.membership import Coordinator, Decision
 from boost.train.console import progress
 from boost.train.heartbeat import Beat, read_beats
 from boost.train.metrics import read_metrics

@@ -14,6 +14,7 @@ ROOMS = (
     "measure",
     "plan",
     "convert",
+    "elastic",
     "train",
     "data",
     "optim",

@@ -11,7 +11,7 @@ from boost.train.faults import KINDS, Fault, parse_fault
 from boost.train.signals import StopRequest
 
 if TYPE_CHECKING:
-    from boost.train.launch import Replicas
+    from boost.train.launch import Supervise
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -151,20 +151,18 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
         log_dir=run.logs,
         holds_signals=True,
         forks=can_fork(),
-        replicas=_replicas(config),
+        supervise=_supervise(config),
     )
 
 
-def _replicas(config: Config) -> "Replicas | None":
-    """Returns the replicas that the launcher restarts under in-step recovery; None otherwise."""
-    from boost.parallel.members import replica_of_rank
-    from boost.train.launch import Replicas
-
+def _supervise(config: Config) -> "Supervise | None":
+    """What the launcher does under in-step recovery: it restarts replicas."""
     if config.run.recovery == "restart":
         return None
-    places = [(*replica_of_rank(config.parallel, rank), rank) for rank in range(config.parallel.world_size)]
-    ranks = tuple(tuple(rank for of, _, rank in sorted(places) if of == number) for number in range(config.parallel.dp))
-    return Replicas(ranks, config.run.replica_restarts)
+
+    from boost.elastic.supervise import Replicas
+
+    return Replicas.of(config).supervise
 
 
 def _config(args: argparse.Namespace) -> Config:
@@ -192,7 +190,7 @@ def _check_processes(config: Config, nproc: int | None) -> None:
     """Raises ConfigError if the number of processes does not match the mesh."""
     parallel = config.parallel
     if config.run.recovery == "in-step" and "BOOST_REPLICA" in os.environ:
-        return  # one of several replicas: `boost.train.recovery` counts its processes
+        return  # one of several replicas: `boost.elastic.recovery` counts its processes
     sizes = {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp} | ({"cp": parallel.cp} if parallel.cp > 1 else {})
     mesh = f"parallel.{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))} = {parallel.world_size}"
     if nproc is not None and nproc != parallel.world_size:

@@ -58,6 +58,8 @@ class Observed:
 class TrainedModel:
     """Trains a model for a few optimizer steps, and records losses, clipped gradients and weights. Tensors are local shards."""
 
+    build_optimizer = staticmethod(build_optimizer)
+
     def __init__(self, config: Config, mesh: Mesh, steps: int = 2, seed: int = 0) -> None:
         self.config, self.mesh = config, mesh
         self.model = build_model(config, mesh)
@@ -66,7 +68,7 @@ class TrainedModel:
         self.fused_params = list(fused_params(self.model))
         self.reducer = GradientReducer(self.fused_params, mesh, getattr(torch, config.train.sum_dtype))
         self.copies = WorkingCopies(self.model, config, self.reducer.accumulated)
-        self.optimizer = build_optimizer(self.fused_params, config, mesh)
+        self.optimizer = self.build_optimizer(self.fused_params, config, mesh)
         self.gradients: list[ByName] = []
         """Gradients of each step, after clipping."""
         self.numbers = [self.step(step) for step in range(steps)]

@@ -1,10 +1,8 @@
 """AdamW over stored parameters: torch's fused implementation with weight-decay groups. Its state exists from the start."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from boost.config import Config
@@ -12,7 +10,6 @@ from boost.config.factors import is_factor
 from boost.config.optimizers import OptimConfig
 from boost.models.fused import FusedParam
 from boost.parallel.mesh import Mesh
-from boost.parallel.replicas import digest
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -133,37 +130,6 @@ class Optimizer:
             yield from moments.values()
         for state in self.adamw.state.values():
             yield state["step"]
-
-    # For replicas that leave and join (`boost.train.recovery`).
-
-    division: Any = None
-    """The assignment that `parts` depends on, if it can change."""
-
-    def transfer_info(self) -> dict[str, Any]:
-        """JSON-serializable state that a joining replica needs before `transfer`."""
-        return {"updates": self.updates}
-
-    def load_transfer_info(self, info: dict[str, Any]) -> None:
-        """Inverse of `transfer_info`."""
-        self.updates = info["updates"]
-
-    def transfer(self, mesh: Mesh, donor: int, takes: bool) -> None:
-        """Sends state from replica `donor` of the mesh to those with `takes`; `commit_transfer` makes it effective. Collective."""
-        for tensor in self.state_tensors():
-            dist.broadcast(tensor if takes else torch.empty_like(tensor), group=mesh.dp.group, group_src=donor)
-
-    def digests(self, device: torch.device) -> list[Tensor]:
-        """Digests of the state after `transfer`: on each replica the same number, or 0."""
-        return [digest(self.state_tensors(), device)]
-
-    def commit_transfer(self) -> None:
-        """Commits an exchange between replicas, once it is complete on all processes."""
-
-    def discard_transfer(self) -> None:
-        """Discards an exchange between replicas that was interrupted before it was complete on any process."""
-
-    def require_whole(self) -> None:
-        """Raises TrainingError if part of the state is lost, that is, held by no remaining replica."""
 
 
 def plain_adamw(fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> Optimizer:

@@ -11,6 +11,5 @@ from boost.parallel.mesh import Mesh
 
 def build_optimizer(fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> Optimizer:
     """Builds the optimizer that `config.optim` describes, with zero moments."""
-    builder = "boost.optim.divided:divided_adamw" if config.divides_moments else config.optim.builder
-    optimizer: Optimizer = pkgutil.resolve_name(builder)(fused_params, config, mesh)
+    optimizer: Optimizer = pkgutil.resolve_name(config.optim.builder)(fused_params, config, mesh)
     return optimizer

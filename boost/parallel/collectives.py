@@ -50,7 +50,7 @@ def begin_all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Starts a non-differentiable sum over the axis. Call `wait` before using the result."""
     x = x.contiguous()
     # gloo's send-before-receive order does not slow down rings of more than two processes.
-    if receives_first(x.device) and axis.size == 2 and not axis.recoverable:
+    if receives_first(x.device) and axis.size == 2 and axis.point_to_point:
         return torch.ops.boost.all_reduce(x, _must_wait(), axis.name)
     return _ops.all_reduce(x, "sum", axis.name)
 

@@ -33,7 +33,7 @@ class StepFlags(enum.Flag):
     SAVE = enum.auto()
     """A hook requested a checkpoint after this step."""
     JOIN = enum.auto()
-    """A replica is waiting to join (`boost.train.recovery`). Set by the main process only."""
+    """Processes wait to join the run. Set by the main process only."""
 
 
 @dataclass(frozen=True)
@@ -79,33 +79,21 @@ class GradientReducer:
     a separate pass (zero bubble) do not call gradient hooks; `finish` then launches every bucket.
     """
 
-    def __init__(
-        self, fused_params: Sequence[FusedParam], mesh: Mesh, dtype: torch.dtype | None = None, keep_local: bool = False
-    ) -> None:
-        """`dtype`: the dtype of communication; None: the dtype of the gradients.
-
-        `keep_local`: keep this process's own gradients in addition to the sums until the next step begins, so that the sums can be
-        discarded and recomputed (`restore_local`).
-        """
+    def __init__(self, fused_params: Sequence[FusedParam], mesh: Mesh, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: the dtype of communication; None: the dtype of the gradients."""
         trainable = [s for s in fused_params if s.parameter.requires_grad]
         replicated = [s for s in trainable if s.shard is None]
         sharded = [s.tensor for s in trainable if s.placement.partial and s.shard and s.shard.over == "dp"]
         self._trainable = trainable
         self._queues = [
-            _BucketQueue([s.parameter for s in replicated if s.placement.partial], mesh.replicas, dtype, keep_local),
-            _BucketQueue([s.parameter for s in replicated if not s.placement.partial], mesh.dp_cp, dtype, keep_local),
-            _BucketQueue(sharded, mesh.tp, dtype, keep_local),
+            self.queue([s.parameter for s in replicated if s.placement.partial], mesh.replicas, dtype),
+            self.queue([s.parameter for s in replicated if not s.placement.partial], mesh.dp_cp, dtype),
+            self.queue(sharded, mesh.tp, dtype),
         ]
 
-    def rejoin(self, mesh: Mesh) -> None:
-        """Sums over the axes of `mesh` from now on."""
-        for queue, axis in zip(self._queues, (mesh.replicas, mesh.dp_cp, mesh.tp), strict=True):
-            queue.axis = axis
-
-    def restore_local(self) -> None:
-        """Discards sums, in flight or complete. Gradients are this process's own again and can be accumulated into."""
-        for queue in self._queues:
-            queue.take_back()
+    def queue(self, parameters: Sequence[nn.Parameter], axis: Axis, dtype: torch.dtype | None) -> "BucketQueue":
+        """The buckets of parameters whose gradients are summed over one axis."""
+        return BucketQueue(parameters if axis.size > 1 else [], axis, dtype)
 
     def begin(self, micro_batches: int = 1) -> None:
         """Clears all gradients and prepares for one backward pass per micro-batch."""
@@ -141,87 +129,73 @@ def _set_local_gradient(fused: FusedParam) -> None:
     fused.tensor.grad = gradient.to_local()
 
 
-class _GradBucket:
+class GradBucket:
     """Parameters whose gradients share one all-reduce."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None, keep_local: bool) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
         self.parameters = parameters
         self.pending = 0
         """Remaining gradient accumulations in this step."""
-        self._dtype, self._keep_local = dtype, keep_local
-        self._flat: Tensor | None = None
-        self._own: list[Tensor] = []
+        self.is_cast = dtype not in (None, parameters[0].dtype)
+        self.flat: Tensor | None = None
+        """The sums in flight."""
+        self._dtype = dtype
 
     def launch(self, axis: Axis) -> None:
         """Flattens the gradients into one tensor and starts its all-reduce. Unless dtypes differ, the gradients become views of
         it."""
         if axis.size == 1:
             return
-        gradients = self._gradients()
-        if self._keep_local:
-            self._own = gradients
-        if self._is_cast:
-            self._flat = gradients[0].new_empty(sum(g.numel() for g in gradients), dtype=self._dtype)
-            torch._foreach_copy_(_unflatten_dense_tensors(self._flat, gradients), gradients)
+        gradients = self.gradients()
+        if self.is_cast:
+            self.flat = gradients[0].new_empty(sum(g.numel() for g in gradients), dtype=self._dtype)
+            torch._foreach_copy_(_unflatten_dense_tensors(self.flat, gradients), gradients)
         else:
-            self._flat = _flatten_dense_tensors(gradients)
-            if self._keep_local and len(gradients) == 1:
-                self._flat = self._flat.clone()  # for a single tensor, torch returns a view
-            for parameter, view in zip(self.parameters, _unflatten_dense_tensors(self._flat, gradients), strict=True):
+            self.flat = _flatten_dense_tensors(gradients)
+            for parameter, view in zip(self.parameters, _unflatten_dense_tensors(self.flat, gradients), strict=True):
                 parameter.grad = view
-        start_all_reduce(self._flat, axis)
+        start_all_reduce(self.flat, axis)
 
     def wait(self) -> None:
         """Waits for the all-reduce."""
-        if self._flat is None:
+        if self.flat is None:
             return
-        finish_all_reduce(self._flat)
-        if self._is_cast:
-            gradients = [torch.empty_like(own) for own in self._own] or self._gradients()
-            torch._foreach_copy_(gradients, _unflatten_dense_tensors(self._flat, gradients))
-            for parameter, gradient in zip(self.parameters, gradients, strict=True):
-                parameter.grad = gradient
+        finish_all_reduce(self.flat)
+        if self.is_cast:
+            gradients = self.gradients()
+            torch._foreach_copy_(gradients, _unflatten_dense_tensors(self.flat, gradients))
 
-    def take_back(self) -> None:
-        """Restores the gradients from before `launch`. An all-reduce still in flight uses its own memory."""
-        for parameter, gradient in zip(self.parameters, self._own, strict=bool(self._own)):
-            parameter.grad = gradient
-        self._flat, self._own = None, []
-
-    @property
-    def _is_cast(self) -> bool:
-        return self._dtype not in (None, self.parameters[0].dtype)
-
-    def _gradients(self) -> list[Tensor]:
+    def gradients(self) -> list[Tensor]:
+        """The parameters' gradients."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         assert len(gradients) == len(self.parameters), "every parameter must have a gradient in every step"
         return gradients
 
     def reset(self, micro_batches: int) -> None:
         """Prepares for the next step."""
-        self._flat, self.pending = None, len(self.parameters) * micro_batches
-
-    def forget(self) -> None:
-        """Drops the saved gradients: the next step begins."""
-        self._own = []
+        self.flat, self.pending = None, len(self.parameters) * micro_batches
 
 
-class _BucketQueue:
+class BucketQueue:
     """Buckets that are reduced over one axis, in the same order on every process.
 
     Buckets hold parameters in reverse order, because the backward pass reaches the last ones first.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], axis: Axis, dtype: torch.dtype | None, keep_local: bool = False
+        self,
+        parameters: Sequence[nn.Parameter],
+        axis: Axis,
+        dtype: torch.dtype | None,
+        bucket: type[GradBucket] = GradBucket,
     ) -> None:
         self.axis, self.active, self.next_bucket = axis, False, 0
-        self.buckets: list[_GradBucket] = []
-        rest = list(parameters)[::-1] if axis.size > 1 or keep_local else []
+        self.buckets: list[GradBucket] = []
+        rest = list(parameters)[::-1]
         for length in bucket_lengths([parameter.nbytes for parameter in rest]):
-            self.buckets.append(_GradBucket(rest[:length], dtype, keep_local))
+            self.buckets.append(bucket(rest[:length], dtype))
             rest = rest[length:]
-        self.bucket_of = {p: index for index, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        self.bucket_of = {p: index for index, made in enumerate(self.buckets) for p in made.parameters}
         queue = weakref.ref(self)  # parameters own their hooks: a strong reference would keep all parameters alive
         for parameter, index in self.bucket_of.items():
             parameter.register_post_accumulate_grad_hook(functools.partial(_gradient_hook, queue, index))
@@ -231,13 +205,6 @@ class _BucketQueue:
         self.active, self.next_bucket = True, 0
         for bucket in self.buckets:
             bucket.reset(micro_batches)
-            bucket.forget()
-
-    def take_back(self) -> None:
-        """Discards the sums. Until the next step, only `launch_until` launches buckets."""
-        self.active, self.next_bucket = False, 0
-        for bucket in self.buckets:
-            bucket.take_back()
 
     def wait(self) -> None:
         """Waits for all buckets and ends the step."""
@@ -262,7 +229,7 @@ class _BucketQueue:
 
 
 @torch.no_grad()
-def _gradient_hook(reference: "weakref.ref[_BucketQueue]", index: int, parameter: Tensor) -> None:
+def _gradient_hook(reference: "weakref.ref[BucketQueue]", index: int, parameter: Tensor) -> None:
     queue = reference()
     if queue is not None and queue.active:
         queue.mark_gradient_ready(index)

@@ -5,8 +5,8 @@ import json
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
-from boost.parallel.recoverable import RecoverableGroup
 from boost.parallel.rendezvous import Stopped, meet
 
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 """Environment variables that hold a process's local rank on its machine: torchrun and our launcher, Slurm, Open MPI, MPICH."""
 
-set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-"""Sets the timeout of a group. An older torch only has the private function."""
+T = TypeVar("T")
 
 GPUS_OF_A_NODE = 16
 """Upper bound on the GPUs of one machine."""
@@ -34,9 +32,8 @@ class Axis:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
-    recoverable: bool = False
-    """Whether collectives on `group` can be abandoned (`boost.parallel.recoverable`). Such a group has no point-to-point
-    messages."""
+    point_to_point: bool = True
+    """Whether the processes of `group` can send each other messages (`boost.parallel.exchange`)."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Axis":
         return self  # a copied module runs on the same processes
@@ -48,16 +45,11 @@ class Axis:
         return self.group.group_name
 
 
-def _run_once(attempt: Callable[[], Any]) -> Any:
-    return attempt()
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Mesh:
     """This process's coordinates in the mesh. A single-process run has no process group.
 
-    With in-step recovery, axes across replicas change during a run (`become`). Read them from the mesh each time instead of
-    caching them.
+    A run may lose and gain replicas: read axes across replicas from the mesh each time instead of caching them.
     """
 
     device: torch.device
@@ -74,18 +66,14 @@ class Mesh:
     """Device mesh of dp x cp."""
     world: Axis | None = None
     """All processes, if they are not torch's default group."""
-    background: Axis | None = None
-    """All processes, for a background thread; None: the thread creates its own group."""
-    members: tuple[str, ...] = ()
-    """Names of the replicas along dp, if they can change during a run."""
-    run_recoverable: Callable[[Callable[[], Any]], Any] = _run_once
-    """Runs a function collectively, and reruns it if processes are lost meanwhile (`boost.train.recovery`)."""
 
-    def update_from(self, other: "Mesh") -> None:
-        """Takes over the coordinates and groups of another mesh."""
-        for each in fields(self):
-            if each.name != "run_recoverable":
-                object.__setattr__(self, each.name, getattr(other, each.name))
+    def together(self, operation: Callable[[], T]) -> T:
+        """Runs an operation of all processes of the run: an evaluation, a save. Returns its result.
+
+        A mesh that can lose processes repeats the operation if it does, so everything that all processes do between two steps goes
+        through here.
+        """
+        return operation()
 
     @property
     def everyone(self) -> Axis:
@@ -124,9 +112,8 @@ class Mesh:
 
     @property
     def update_axis(self) -> Axis:
-        """Processes that share the work of an optimizer update: those of `replicas`, or of one replica if other replicas can be
-        lost."""
-        return self.tp if self.replicas.recoverable else self.replicas
+        """Processes that share the work of an optimizer update."""
+        return self.replicas
 
     @property
     def is_main(self) -> bool:
@@ -137,6 +124,12 @@ class Mesh:
         """Waits for every process of the run."""
         if self.size > 1:
             dist.barrier(group=self.everyone.group)
+
+
+def share(count: int, place: int, places: int) -> range:
+    """The contiguous share of `count` things (micro-batches, rows) for index `place` of `places`; shares are equal if `places`
+    divides `count`."""
+    return range(place * count // places, (place + 1) * count // places)
 
 
 def world_size() -> int:
@@ -226,7 +219,7 @@ def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600
     def axis(axis_mesh: DeviceMesh) -> Axis:
         group = axis_mesh.get_group() if axis_mesh.size() > 1 else None
         if group is not None:  # init_device_mesh sets the backend's default timeout, half an hour
-            set_group_timeout(datetime.timedelta(seconds=timeout_s), group)
+            group.set_timeout(datetime.timedelta(seconds=timeout_s))
         return Axis(axis_mesh.get_local_rank(), axis_mesh.size(), group)
 
     axes = {name: axis(device_mesh[name]) for name in names}
@@ -263,10 +256,7 @@ def set_timeout(timeout_s: float) -> None:
     if dist.is_initialized():
         timeout = datetime.timedelta(seconds=timeout_s)
         for group in list(dist.distributed_c10d._world.pg_map):
-            if isinstance(group, RecoverableGroup):
-                group.set_timeout(timeout)
-            else:
-                set_group_timeout(timeout, group)
+            group.set_timeout(timeout)
 
 
 def close_mesh() -> None:

@@ -18,7 +18,6 @@ from boost.train.hooks import (
     BadStep,
     EvaluationEnd,
     Hook,
-    MembershipChange,
     Rollback,
     SaveEnd,
     StepEnd,
@@ -186,10 +185,6 @@ class PeriodicCheckpoint(Hook):
         self._candidate = None
         if self._best and self._best.step > event.step:  # of the abandoned branch
             self._best = None
-
-    def on_membership(self, trainer: "Trainer", event: MembershipChange) -> None:
-        if trainer.abandoned_save:  # the remaining replicas repeat it
-            trainer.request_save()
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
         if event.stopping or (trainer.at_end and not trainer.rolling_back):

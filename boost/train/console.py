@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from boost.config.architecture import parameter_count
 from boost.config.text import printable
 from boost.format import format_bytes, format_count, format_duration, format_percent, format_rate
-from boost.train.hooks import EvaluationEnd, Hook, MembershipChange, StepEnd, TrainStart
+from boost.train.hooks import EvaluationEnd, Hook, RunEvent, StepEnd, TrainStart
 from boost.train.metrics import EvalMetrics, StepMetrics
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class ConsoleHook(Hook):
     def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
         self._console.evaluation(event.metrics)
 
-    def on_membership(self, trainer: "Trainer", event: MembershipChange) -> None:
+    def on_event(self, trainer: "Trainer", event: RunEvent) -> None:
         self._console.note(printable(event.line()))
 
     def on_warning(self, trainer: "Trainer", text: str) -> None:

@@ -82,31 +82,24 @@ class FaultInjection(Hook):
         for fault in self._faults:
             if fault.step == event.step:
                 trainer.warn(f"injected fault: {fault.kind} at step {fault.step} on rank {fault.rank}")
-                self._inject(fault.kind, trainer)
+                self.actions(trainer)[fault.kind]()
 
     def after_backward(self, trainer: "Trainer") -> None:
         if self._nan_pending:
             self._nan_pending = False
             next(s.tensor.grad for s in trainer.fused_params if s.tensor.grad is not None).view(-1)[0] = float("nan")
 
-    def _inject(self, kind: str, trainer: "Trainer") -> None:
-        actions: dict[str, Callable[[], Any]] = {
+    def actions(self, trainer: "Trainer") -> dict[str, Callable[[], Any]]:
+        """What to do for each kind of fault."""
+        return {
             "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
             "hang": lambda: os.kill(os.getpid(), signal.SIGSTOP),
             "nan": lambda: setattr(self, "_nan_pending", True),
             "flip": lambda: flip_exponent_bit(trainer.fused_params[0].tensor),
             "disk-full": lambda: fail_next_write(trainer.run.checkpoints),
             "slow": lambda: time.sleep(SLOW_S),
-            "wait": lambda: wait_for_newcomer(trainer),
+            "wait": lambda: None,
         }
-        actions[kind]()
-
-
-def wait_for_newcomer(trainer: "Trainer") -> None:
-    """Returns once a lost replica asks to rejoin, at once if none is missing, and after WAIT_S at the latest."""
-    recovery, until = trainer.recovery, time.monotonic() + WAIT_S
-    while recovery is not None and recovery.is_short and not recovery.has_waiting() and time.monotonic() < until:
-        time.sleep(0.02)
 
 
 def flip_exponent_bit(weights: "Tensor") -> None:

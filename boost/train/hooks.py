@@ -142,30 +142,21 @@ class Rollback:
 
 
 @dataclass(frozen=True)
-class MembershipChange:
-    """A replica was lost or rejoined (run.recovery)."""
+class RunEvent:
+    """Something else that happened to the run. Subclasses say what; each becomes a line of the console and of metrics.jsonl."""
 
+    kind: ClassVar[str]
+    """Kind of its line in metrics.jsonl."""
     step: int
     """The step in progress, or the next one."""
-    replicas: int
-    """Number of replicas from now on."""
-    of: int
-    """parallel.dp: number of replicas of a full run."""
-    lost: tuple[tuple[int, str], ...]
-    """(index, reason) of each lost replica."""
-    joined: tuple[int, ...]
-    """Indices of the replicas that rejoined."""
-    seconds: float
-    """Time from detection on this process until all processes were connected."""
 
     def line(self) -> str:
-        """The change as one line for the console."""
-        gone = [f"lost replica {replica} ({why})" for replica, why in self.lost]
-        back = [f"replica {replica} rejoined" for replica in self.joined]
-        what = "; ".join(gone + back) or "replicas reconnected"
-        return (
-            f"{what}: step {self.step} continues with {self.replicas} of {self.of} replicas after {self.seconds:.2f} s"
-        )
+        """The event as one line for the console."""
+        raise NotImplementedError
+
+    def numbers(self) -> dict[str, float]:
+        """Numbers for TensorBoard, by name."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -229,15 +220,15 @@ class Hook:
     def after_save(self, trainer: "Trainer", event: SaveEnd) -> None:
         """Called after a checkpoint is complete."""
 
-    def on_membership(self, trainer: "Trainer", event: MembershipChange) -> None:
-        """Called when a replica is lost or rejoins, at any point of the run. Not called on the replica that rejoins."""
+    def on_event(self, trainer: "Trainer", event: RunEvent) -> None:
+        """Called for any other event, at any point of the run: a replica was lost or has rejoined (`boost.elastic`)."""
 
     def state(self) -> dict[str, Any]:
-        """State of the hook as JSON-serializable values, sent to a replica that rejoins. Empty by default."""
+        """State of the hook as JSON-serializable values, for the same hook on a process that joins the run. Empty by default."""
         return {}
 
     def take_state(self, state: dict[str, Any]) -> None:
-        """Loads the `state` of the same hook on another replica."""
+        """Loads the `state` of the same hook on another process."""
 
     def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
         """Called after a rollback has loaded the weights, optimizer state and position of an earlier checkpoint."""
@@ -268,13 +259,13 @@ class HookRunner:
     def call(self, method: Callable[..., Any], trainer: "Trainer", *arguments: Any) -> list[Any]:
         """Calls `method` (an attribute of `Hook`) on every hook. Returns their results."""
         results = []
-        for hook in list(self._hooks):  # a copy: `promote` may add hooks during the loop
+        for hook in list(self._hooks):  # a copy: `add` may add hooks during the loop
             with self._running(hook):
                 results.append(getattr(hook, method.__name__)(trainer, *arguments))
         return results
 
-    def promote(self, trainer: "Trainer", hooks: Sequence[Hook], start: TrainStart) -> None:
-        """Sets up and adds the main-only hooks, after this process has become the main process."""
+    def add(self, trainer: "Trainer", hooks: Sequence[Hook], start: TrainStart) -> None:
+        """Sets up hooks of a run in progress and calls them first from now on."""
         for hook in hooks:
             with self._running(hook):
                 hook.setup(trainer)

@@ -3,8 +3,8 @@
 The launcher starts the processes (forked if no GPU can be involved, see `can_fork`; otherwise spawned), forwards signals to them
 and waits. Each process runs `entry` and, if that fails, writes a report to a shared folder. From the reports and exit codes the
 launcher determines the root cause and prints it. torch's elastic agent opens two TCP stores on all interfaces and unpickles their
-content; this launcher does not. It handles one machine only, restarts processes only with in-step recovery, and knows which
-process hangs.
+content; this launcher does not. It handles one machine only, restarts no process by itself (`launch(supervise=...)` may), and
+knows which process hangs.
 
 Signals are blocked while a process starts (it inherits the mask), so a Ctrl-C in those seconds prints no traceback and is not lost.
 """
@@ -34,7 +34,6 @@ from boost.train.failures import FailureReport, read_reports, root_cause
 from boost.train.heartbeat import read_beats
 from boost.train.rundir import available_cores
 from boost.train.signals import SECOND_INTERRUPT_S, STOP_SIGNALS, answer_interrupt, caught_signals, mute_closed_streams
-from boost.train.supervise import Supervisor
 from boost.train.worker import NO_STOP, STOPPED_EXIT, LaunchSpec, run_worker, stacks_file
 
 ORPHAN_GRACE_S = 30.0
@@ -52,14 +51,11 @@ HANG_GRACE_S = 0.5
 _POLL_S = 0.1
 
 
-@dataclass(frozen=True)
-class Replicas:
-    """Groups of processes that the launcher ends and restarts together."""
-
-    ranks: tuple[tuple[int, ...], ...]
-    """Global ranks of each replica."""
-    restarts: int
-    """Maximum number of restarts per replica."""
+Supervise = Callable[
+    [Path, Callable[[int], BaseProcess], list[BaseProcess], Sequence[int], Callable[[], bool]], dict[int, int]
+]
+"""Starts the processes and watches them until the run is over: (launch folder, function that starts the process of a rank, list to
+put the processes into, signals received so far, whether to abort) -> exit codes, by rank, of the processes that ended the run."""
 
 
 def under_torchrun() -> bool:
@@ -84,7 +80,7 @@ def launch(
     orphan_grace_s: float = ORPHAN_GRACE_S,
     holds_signals: bool = False,
     forks: bool = False,
-    replicas: Replicas | None = None,
+    supervise: Supervise | None = None,
 ) -> int:
     """Runs `entry(*args)` in `nproc` local processes and returns the first nonzero exit code, or 0.
 
@@ -96,7 +92,7 @@ def launch(
     `forks`: fork the processes instead of spawning them. Requires `can_fork`, and that this process has computed on one thread
     only: OpenMP's threads do not survive a fork, and the next parallel loop would wait for them.
 
-    `replicas`: a replica with a failed process is ended and restarted as long as another replica runs (run.recovery = "in-step").
+    `supervise`: what to do while processes run, if not to end all of them once one has failed.
 
     Raises the BoostError of the process that failed first; TrainingError if a process was killed or lost its connections;
     KeyboardInterrupt if an interrupt ended one. For a bug in `entry`, prints the traceback once, keeps it in log_dir/rank{r}.log,
@@ -108,7 +104,7 @@ def launch(
         spec = LaunchSpec(entry, args, nproc, Path(folder), log_dir, os.getpid(), orphan_grace_s, holds_signals)
         spec.stop_file.write_text(NO_STOP, encoding="ascii")
         with _omp_threads(nproc), _forward_signals(spec, forks) as signals:
-            failed = _run(spec, signals, "fork" if forks else "spawn", replicas)
+            failed = _run(spec, signals, "fork" if forks else "spawn", supervise)
         if failed:
             return _raise_root_cause(spec, failed, read_reports(spec.folder), signals)
         written = [path for rank in range(nproc) if (path := spec.folder / f"code{rank}").exists()]
@@ -127,7 +123,7 @@ class _Signals:
     """Whether a second Ctrl-C requested to end the processes immediately."""
 
 
-def _run(spec: LaunchSpec, signals: _Signals, method: str, replicas: Replicas | None) -> dict[int, int]:
+def _run(spec: LaunchSpec, signals: _Signals, method: str, supervise: Supervise | None) -> dict[int, int]:
     """Starts the processes and waits until all have ended. Returns the exit codes, by rank, of those that failed on their own."""
     context: Any = multiprocessing.get_context(method)
 
@@ -139,11 +135,8 @@ def _run(spec: LaunchSpec, signals: _Signals, method: str, replicas: Replicas | 
         return process
 
     try:
-        if replicas is not None:
-            watch = signals.processes, signals.received
-            supervisor = Supervisor(spec.folder, replicas.ranks, replicas.restarts, start, *watch)
-            supervisor.start_all()
-            failed = supervisor.supervise(lambda: signals.aborted)
+        if supervise is not None:
+            failed = supervise(spec.folder, start, signals.processes, signals.received, lambda: signals.aborted)
             return failed or ({0: -signal.SIGKILL} if signals.aborted else {})
         for rank in range(spec.nproc):
             signals.processes.append(start(rank))

@@ -19,6 +19,7 @@ from boost.data.batches import Batches
 from boost.data.fit import open_corpus
 from boost.errors import NonFiniteError, StorageError, TrainingError
 from boost.models.fused import fused_params
+from boost.optim.adamw import Optimizer
 from boost.optim.build import build_optimizer
 from boost.optim.schedule import learning_rate
 from boost.parallel.gradients import GradientReducer, StepFlags, StepStats, reduce_flags
@@ -37,7 +38,6 @@ from boost.train.hooks import (
     EvaluationEnd,
     Hook,
     HookRunner,
-    MembershipChange,
     SaveEnd,
     SaveStart,
     StepEnd,
@@ -48,13 +48,11 @@ from boost.train.hooks import (
 from boost.train.metrics import EvalMetrics, StepMetrics, step_metrics
 from boost.train.model import Model, build_model
 from boost.train.outcome import RunTrouble, TrainResult, early_stop
-from boost.train.recoverable_step import stepper_of
-from boost.train.recovery import Recovery
 from boost.train.replica_check import require_sound
 from boost.train.rollback import Rollbacks
 from boost.train.rundir import RunDirectory
 from boost.train.signals import StopRequest
-from boost.train.step import Passes, StepClock, Update
+from boost.train.step import Passes, StepClock, Stepper, Update
 
 log = logging.getLogger("boost")
 
@@ -77,14 +75,13 @@ class Trainer:
         run: RunDirectory,
         hooks: Sequence[Hook] = (),
         ahead: bool | None = None,
-        recovery: Recovery | None = None,
     ) -> None:
         """Builds everything at step 0. Raises DataError if the token store does not match the configuration.
 
         `ahead`: whether `fit` launches the passes of a step before it reads the numbers of the previous step. None: on GPUs only.
-        Needs an optimizer with `takes_tensors`. `recovery`: for a run with in-step recovery, else None.
+        Needs an optimizer with `takes_tensors`.
         """
-        self.config, self.mesh, self.run, self.recovery = config, mesh, run, recovery
+        self.config, self.mesh, self.run = config, mesh, run
         train = config.train
         self.corpus = open_corpus(config)
         self.store, self.heldout = self.corpus.stores[0], self.corpus.split("heldout")
@@ -92,11 +89,9 @@ class Trainer:
         torch.manual_seed(train.seed + mesh.rank)
         self.model: Model = build_model(config, mesh)
         self.fused_params = list(fused_params(self.model))
-        sums = getattr(torch, train.sum_dtype)
-        self.reducer = GradientReducer(self.fused_params, mesh, sums, keep_local=recovery is not None)
-        self.optimizer = build_optimizer(self.fused_params, config, mesh)
-        parts = self.model, self.fused_params, self.reducer, self.optimizer, self.batches
-        self._stepper = stepper_of(recovery)(config, mesh, *parts, ahead)
+        self.reducer = self._build_reducer()
+        self.optimizer = self._build_optimizer()
+        self._stepper = self._build_stepper(ahead)
         self.flops_per_token = flops_per_token(config.model, train.seq_len)
         self.position = Position(0, 0)
         self.bad_steps = 0
@@ -105,14 +100,14 @@ class Trainer:
         self.started_from: Path | None = None
         self.warnings: list[str] = []
         """Warnings from before the first step."""
-        every = (*hooks, *builtin_hooks(config))
-        self.hooks = [hook for hook in every if mesh.is_main or not hook.main_only]
-        self._for_main = [hook for hook in every if hook not in self.hooks]
+        self.all_hooks = [*hooks, *builtin_hooks(config)]
+        """The hooks of the run; `hooks` are those of this process."""
+        self.hooks = [hook for hook in self.all_hooks if mesh.is_main or not hook.main_only]
         self.recent: list[StepMetrics | EvalMetrics] = []
-        """Metrics of the latest step. A new main process writes them if the previous one did not."""
-        self.abandoned_save: int | None = None
-        """Step of the save that the latest membership change interrupted."""
-        self._runner, self._is_fitting, self._early = HookRunner(self.hooks), False, list[MembershipChange]()
+        """Metrics of the latest step."""
+        self.takes_over = False
+        """Whether this process becomes the main process of a run in progress, whose latest step may not be written yet."""
+        self._runner = HookRunner(self.hooks)
         self._signals, self._save_requested = StopRequest(), False
         self._stop_reason: str | None = None
         self._saved: Path | None = None
@@ -128,8 +123,20 @@ class Trainer:
         self._rollback: str | None = None
         self.rollbacks = Rollbacks()
         # Read once: the store on disk may be replaced or deleted while the run trains.
-        tokenizer, data = self.store.tokenizer_json.encode(), self.corpus.identity()
-        self._saver = ckpt.CheckpointSaver(self.model, self.optimizer, config, tokenizer, data, mesh)
+        self._saver = self._build_saver(self.store.tokenizer_json.encode(), self.corpus.identity())
+
+    def _build_reducer(self) -> GradientReducer:
+        return GradientReducer(self.fused_params, self.mesh, getattr(torch, self.config.train.sum_dtype))
+
+    def _build_optimizer(self) -> Optimizer:
+        return build_optimizer(self.fused_params, self.config, self.mesh)
+
+    def _build_stepper(self, ahead: bool | None) -> Stepper:
+        parts = self.model, self.fused_params, self.reducer, self.optimizer, self.batches
+        return Stepper(self.config, self.mesh, *parts, ahead)
+
+    def _build_saver(self, tokenizer: bytes, data: dict[str, Any]) -> ckpt.CheckpointSaver:
+        return ckpt.CheckpointSaver(self.model, self.optimizer, self.config, tokenizer, data, self.mesh)
 
     def start(self, resume_from: list[Path], start_from: str | None = None) -> None:
         """Loads the first intact checkpoint of `resume_from`. If the list is empty, starts at step 0 from the weights of
@@ -170,9 +177,6 @@ class Trainer:
         try:
             self.notify(Hook.setup)
             self.notify(Hook.on_train_start, TrainStart(self.position.step, self.config.train.steps))
-            self._is_fitting = True
-            for event in self._early:
-                self.notify(Hook.on_membership, event)
             with StopRequest() as self._signals:
                 stopped = self._train(peak)
                 # Signals are still caught here, so that a late one does not discard the results of a saved run.
@@ -209,7 +213,7 @@ class Trainer:
             stats = self._read(update)
             seconds = clock.seconds(update)
             clock.pause()
-            if self._saver.in_flight is not None and self.mesh.run_recoverable(self._saver.done_everywhere):
+            if self._saver.in_flight is not None and self.mesh.together(self._saver.done_everywhere):
                 self.finish_save()
             metrics = step_metrics(self, stats, update.lr, seconds, peak)
             self.recent = [metrics]
@@ -220,13 +224,14 @@ class Trainer:
             self.notify(Hook.after_step, event)
             if stop:
                 return stop
-            if self._rollback:
-                reason, self._rollback = self._rollback, None
-                self.rollbacks.roll_back(self, reason)
-            if StepFlags.JOIN in stats.flags and not self.at_end and self.recovery is not None:
-                self.recovery.admit()
-                self._signals_to_reduce = True  # as on the replicas that rejoined
+            self._between_steps(stats)
         return StepFlags.NONE
+
+    def _between_steps(self, stats: StepStats) -> None:
+        """What follows a step that does not stop the run, on all processes."""
+        if self._rollback:
+            reason, self._rollback = self._rollback, None
+            self.rollbacks.roll_back(self, reason)
 
     def _begin_step(self, clock: StepClock) -> Passes:
         """Launches the passes of the next step."""
@@ -280,7 +285,7 @@ class Trainer:
         try:
             with in_phase(Phase.EVALUATION):
                 sizes_and_stop = (*sizes, self._signal_now)
-                result = self.mesh.run_recoverable(lambda: evaluate(self.model, self.heldout, *sizes_and_stop))
+                result = self.mesh.together(lambda: evaluate(self.model, self.heldout, *sizes_and_stop))
         except EvaluationStopped:
             return None
         finally:
@@ -294,8 +299,7 @@ class Trainer:
 
     def prepare_saves(self) -> None:
         """Allocates host memory for background saves in advance. Collective."""
-        if self.recovery is None:  # with recovery the first save allocates: replicas rejoin at different times
-            self._saver.prepare()
+        self._saver.prepare()
 
     def save(self, wait: bool = True) -> Path | None:
         """Saves a checkpoint of the current position. Returns its path, or None if a hook refused it. Collective.
@@ -311,7 +315,7 @@ class Trainer:
             return None
         with in_phase(Phase.SAVE):
             if not wait:
-                self.mesh.run_recoverable(lambda: self._saver.start(self.run.checkpoints, self._saved_position()))
+                self.mesh.together(lambda: self._saver.start(self.run.checkpoints, self._saved_position()))
                 return None
         return self._announce(self._save_into(self.run.checkpoints))
 
@@ -334,7 +338,7 @@ class Trainer:
 
     def _save_into(self, folder: Path) -> SavedCheckpoint:
         with in_phase(Phase.SAVE):
-            saved: SavedCheckpoint = self.mesh.run_recoverable(lambda: self._saver.save(folder, self._saved_position()))
+            saved: SavedCheckpoint = self.mesh.together(lambda: self._saver.save(folder, self._saved_position()))
             return saved
 
     def finish_save(self) -> None:
@@ -343,9 +347,7 @@ class Trainer:
             return
         try:
             with in_phase(Phase.SAVE):
-                saved = self.mesh.run_recoverable(
-                    lambda: self._saver.finish() if self._saver.in_flight is not None else None
-                )
+                saved = self.mesh.together(lambda: self._saver.finish() if self._saver.in_flight is not None else None)
             if saved is not None:
                 self._announce(saved)
         except (StorageError, NonFiniteError) as error:
@@ -394,7 +396,7 @@ class Trainer:
         self._runner.require_all_processes("check_replicas", self.mesh.size)
         if not self.config.train.check_replicas_every or (self._checked == self.position and not again):
             return
-        report = self.mesh.run_recoverable(lambda: check_replicas(self.fused_params, self.mesh))
+        report = self.mesh.together(lambda: check_replicas(self.fused_params, self.mesh))
         if report.mismatches or report.not_finite:
             self.finish_save()  # the checkpoint to resume from may still be in flight
         complete = ckpt.complete_checkpoints(self.run.checkpoints)
@@ -458,14 +460,12 @@ class Trainer:
         save = StepFlags.SAVE if self._save_requested or by_signal else StepFlags.NONE
         self._save_requested = False
         signal = StepFlags.SIGNAL if self._signals.requested else StepFlags.NONE
-        if self.recovery is not None and self.mesh.is_main and self.recovery.has_waiting():
-            signal |= StepFlags.JOIN
         return signal | save | (StepFlags.STOP if self._stop_reason is not None else StepFlags.NONE)
 
     def _signal_anywhere(self) -> bool:
         """Whether any process has received a stop signal outside of a step. Collective."""
         self._signals_to_reduce = False
-        return bool(self.mesh.run_recoverable(self._signal_now))
+        return bool(self.mesh.together(self._signal_now))
 
     def _signal_now(self) -> bool:
         own = StepFlags.SIGNAL if self._signals.requested else StepFlags.NONE
@@ -487,24 +487,6 @@ class Trainer:
         name = self._signals.name or "a signal to another process"
         reason = name if by_signal else self._stop_reason or "a hook of another process"
         return TrainResult(self.position, None, latest, reason, by_signal, self._signals.requested)
-
-    def abandon_save(self) -> None:
-        """Abandons the save in flight, if any, because the replicas change (`recovery`)."""
-        self.abandoned_save = self._saver.abandon()
-
-    def adopt(self, event: MembershipChange) -> None:
-        """Continues with a new set of replicas (`recovery`). `mesh` is already updated; this may now be the main process."""
-        self.reducer.rejoin(self.mesh)
-        self._stepper.prefetcher.close()
-        promoted: list[Hook] = []
-        if self.mesh.is_main:
-            promoted, self._for_main = self._for_main, []
-        if not self._is_fitting:  # a replica that has just rejoined: `fit` sets up all hooks
-            self.hooks[:0] = promoted
-            self._early.append(event)
-            return
-        self._runner.promote(self, promoted, TrainStart(self.position.step, self.config.train.steps))
-        self.notify(Hook.on_membership, event)
 
     def notify(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Calls `method` (an attribute of `Hook`) on every hook of this process. Returns their results."""

@@ -1,8 +1,8 @@
 """Metrics of a run: metrics.jsonl and TensorBoard, optionally W&B and trackio.
 
 Each line of metrics.jsonl is a JSON object, such as `{"kind": "step", "step": 120, "loss": 4.3, ...}`. `KINDS` maps each kind to
-the class that defines its fields. JSON has no non-finite numbers, so they are written as the strings "nan", "inf" and "-inf"
-(which pandas.to_numeric accepts); `read_metrics` converts them back to floats.
+the class that defines its fields; other kinds are those of `RunEvent`. JSON has no non-finite numbers, so they are written as the
+strings "nan", "inf" and "-inf" (which pandas.to_numeric accepts); `read_metrics` converts them back to floats.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from boost.errors import ConfigError, DataError
 from boost.parallel.gradients import StepStats
 from boost.train.best_effort import best_effort
 from boost.train.hardware import memory_bytes, mfu
-from boost.train.hooks import EvaluationEnd, Hook, MembershipChange, Rollback, SampleEnd, StepEnd, TrainEnd
+from boost.train.hooks import EvaluationEnd, Hook, Rollback, RunEvent, SampleEnd, StepEnd, TrainEnd
 from boost.train.rundir import RunDirectory, storage_errors
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class RunEnd:
     """Name of the signal, or the reason given by the hook or early stopping; empty after the last step."""
 
 
-KINDS = {"step": StepMetrics, "eval": EvalMetrics, "sample": SampleEnd, "membership": MembershipChange, "end": RunEnd}
+KINDS = {"step": StepMetrics, "eval": EvalMetrics, "sample": SampleEnd, "end": RunEnd}
 """The class that defines the fields of a line of metrics.jsonl, by kind."""
 TEXTS = ("kind", "prompt", "text", "state", "reason")
 """Text fields. In all other fields, a string is a non-finite number."""
@@ -173,11 +173,16 @@ class MetricsWriter:
         else:
             self.evaluation(metrics)
 
-    def membership(self, event: MembershipChange) -> None:
-        """Writes a membership change."""
-        self._add_line("membership", event)
-        self._draw(lambda board: board.add_scalar("run/replicas", event.replicas, event.step))
-        self._draw(lambda board: board.add_text("run/membership", event.line(), event.step))
+    def event(self, event: RunEvent) -> None:
+        """Writes another event of the run."""
+        self._add_line(event.kind, event)
+
+        def draw(board: "SummaryWriter") -> None:
+            for name, value in event.numbers().items():
+                board.add_scalar(f"run/{name}", value, event.step)
+            board.add_text(f"run/{event.kind}", event.line(), event.step)
+
+        self._draw(draw)
 
     def sample(self, event: SampleEnd, number: int = 1) -> None:
         """Writes the text generated for the `number`-th prompt."""
@@ -275,14 +280,13 @@ class MetricsHook(Hook):
     def _open(self, trainer: "Trainer") -> None:
         if trainer.resumed_from is None and not trainer.position.step:
             trainer.run.set_aside_metrics()
-        takes_over = trainer.recovery is not None and trainer.recovery.decision.number > 0
-        state = trainer.position.step, takes_over, trainer.at_end
+        state = trainer.position.step, trainer.takes_over, trainer.at_end
         self._writer = MetricsWriter(trainer.run, trainer.config, *state, trainer.warn)
         if self._writer.damaged:
             name = trainer.run.metrics.name
             trainer.warn(f"{self._writer.damaged} lines of {name} could not be read; moved to {name}.damaged")
 
-        if trainer.recovery is not None and trainer.recent:
+        if trainer.recent:  # the previous main process may not have written them
             known = {(line["kind"], line["step"]) for line in read_metrics(trainer.run.metrics)}
             for metrics in trainer.recent:
                 kind = "step" if isinstance(metrics, StepMetrics) else "eval"
@@ -311,9 +315,9 @@ class MetricsHook(Hook):
         if self._writer:
             self._writer.end(end)
 
-    def on_membership(self, trainer: "Trainer", event: MembershipChange) -> None:
+    def on_event(self, trainer: "Trainer", event: RunEvent) -> None:
         if self._writer:
-            self._writer.membership(event)
+            self._writer.event(event)
 
     def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
         if self._writer:
@@ -409,8 +413,8 @@ def read_metrics(path: Path | str, damaged: list[int] | None = None) -> list[dic
 def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progress: bool = False) -> int:
     """Drops the lines of steps > `last_step`. Atomic: the file is replaced at once.
 
-    With `in_progress`, step `last_step` + 1 has started, and its membership changes are kept. Also drops the end of the run and,
-    with `at_end`, the final evaluation, which a run resumed at its end repeats. Lines that are not JSON objects are moved to
+    With `in_progress`, step `last_step` + 1 has started, and its other events (`RunEvent`) are kept. Also drops the end of the run
+    and, with `at_end`, the final evaluation, which a run resumed at its end repeats. Lines that are not JSON objects are moved to
     <name>.damaged, so that they do not stop the run. Returns the number of such lines.
     """
     damaged = []
@@ -427,7 +431,7 @@ def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progre
             kind = values.get("kind")
             final = kind == "sample" or (kind == "eval" and values.get("final", True))
             repeated = kind == "end" or (at_end and final and values.get("step") == last_step)
-            last = last_step + (in_progress and kind == "membership")
+            last = last_step + (in_progress and kind not in KINDS)
             if values.get("step", 0) <= last and not repeated:
                 new.write(line)
         new.flush()

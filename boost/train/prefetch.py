@@ -9,8 +9,7 @@ import torch
 from boost.config import Config
 from boost.config.architecture import IGNORED
 from boost.data.batches import Batches, join
-from boost.parallel.membership import share
-from boost.parallel.mesh import Mesh
+from boost.parallel.mesh import Mesh, share
 from boost.train.model import HostBatch, host_batch
 
 

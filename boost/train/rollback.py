@@ -35,7 +35,7 @@ class Rollbacks:
             self.count = 0
         self.count += 1
         self.furthest = max(self.furthest, before.step)
-        trainer.mesh.run_recoverable(lambda: self._return(trainer, reason))
+        trainer.mesh.together(lambda: self._return(trainer, reason))
         undone = before.step - trainer.position.step
         trainer.position = replace(trainer.position, skipped=before.skipped + undone)
         trainer.bad_steps, trainer.trouble = 0, None

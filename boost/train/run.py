@@ -4,15 +4,14 @@ import contextlib
 import faulthandler
 import logging
 import os
+import pkgutil
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from boost.config import Config
 from boost.errors import HangError, StoppedError, TrainingError
-from boost.parallel.mesh import Mesh, close_mesh, open_mesh
 from boost.parallel.rendezvous import launch_dir
 from boost.train.advice import LongRun, advise
 from boost.train.begin import inherited_data
@@ -26,20 +25,18 @@ from boost.train.failures import (
     memory_advice,
     out_of_memory,
 )
-from boost.train.faults import Fault, FaultInjection
+from boost.train.faults import Fault
 from boost.train.heartbeat import Heartbeat, process_name, remember_collectives
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook
 from boost.train.outcome import TrainResult
-from boost.train.recovery import Recovery
 from boost.train.resume import require_nothing_lost, resume_candidates
 from boost.train.run_lock import RunLock
 from boost.train.rundir import RunDirectory, configure_logging
 from boost.train.samples import heldout_prompt, sample_text
+from boost.train.session import Session
 from boost.train.signals import StopRequest
-from boost.train.slow import SlowReplicas
-from boost.train.take_over import TakeOver
 from boost.train.terminal import outliving_terminal
 from boost.train.worker import leave
 
@@ -47,6 +44,9 @@ log = logging.getLogger("boost")
 
 SAMPLE_TOKENS = 120
 """Length of the text sample at the end of a run, in tokens."""
+
+SESSIONS = {"restart": "boost.train.session:Session", "in-step": "boost.elastic.session:ElasticSession"}
+"""This process's part in the run, by run.recovery."""
 
 STOPPED_ELSEWHERE = 75
 """Exit code if a signal to another node stopped and saved the run: EX_TEMPFAIL, so that the scheduler retries."""
@@ -81,59 +81,34 @@ def train(
         with contextlib.suppress(OSError):  # stderr may not be a file
             faulthandler.register(signal.SIGQUIT, all_threads=True)
     with outliving_terminal(), StopRequest() as request:
-        recovery: Recovery | None = None
         try:
-            if config.run.recovery == "in-step":
-                recovery = Recovery(config, lambda: request.name)
-                mesh = recovery.mesh
-            else:
-                mesh = open_mesh(config.parallel, config.run.device, config.run.startup_timeout_s, lambda: request.name)
+            session: Session = pkgutil.resolve_name(SESSIONS[config.run.recovery])(config, lambda: request.name)
         except StoppedError as stop:
             print(f"stopped by {stop} during startup, before the first step; nothing was lost")
             return None, 0 if request.requested else _stopped_elsewhere()
-        lock = RunLock(config.run.dir) if mesh.is_main else contextlib.nullcontext()
-        with lock, _heartbeat(mesh, config, recovery) as heartbeat:
+        lock = RunLock(config.run.dir) if session.mesh.is_main else contextlib.nullcontext()
+        with lock, session.heartbeat(_exit_hung) as heartbeat:
             try:
-                result = _train(config, resume, start_from, [*hooks, *_faults(faults)], restart, mesh, recovery)
+                given = [*hooks, session.faults(faults)] if faults else hooks
+                result = _train(session, resume, start_from, given, restart)
             except StoppedError as stop:
                 print(f"stopped by {stop} before this replica had rejoined; nothing was lost")
-                ended = request.requested or (recovery is not None and recovery.is_over)
-                return None, 0 if ended else _stopped_elsewhere()
+                return None, 0 if request.requested or session.is_over else _stopped_elsewhere()
             except Exception as error:
-                if recovery is not None:
-                    recovery.failed(error)
+                session.failed(error)
                 if explained := _explained(error, config, heartbeat):
                     raise explained from error
                 raise
-        if recovery is not None:
-            recovery.close()
-        close_mesh()
+        session.close()
     return result, _exit_code(result)
 
 
-def _faults(faults: Sequence[Fault]) -> list[Hook]:
-    return [FaultInjection(list(faults))] if faults else []
-
-
-def _heartbeat(mesh: Mesh, config: Config, recovery: Recovery | None) -> Heartbeat:
-    if recovery is None:
-        return Heartbeat(mesh, config.run, _exit_hung)
-    # Ranks of the full run: the heartbeat of a process keeps its rank when the membership changes.
-    slot = replace(mesh, rank=recovery.slot, size=recovery.slots)
-    return Heartbeat(slot, config.run, _exit_hung, recovery.board, recovery.member.incarnation)
-
-
 def _train(
-    config: Config,
-    resume: str | None,
-    start_from: str | None,
-    given: Sequence[Hook],
-    restart: bool,
-    mesh: Mesh,
-    recovery: Recovery | None,
+    session: Session, resume: str | None, start_from: str | None, hooks: Sequence[Hook], restart: bool
 ) -> TrainResult:
     import torch
 
+    config, mesh = session.config, session.mesh
     run = RunDirectory(Path(config.run.dir))
     fallback = fallback_folder(config)
     if mesh.is_main:
@@ -141,28 +116,19 @@ def _train(
             require_nothing_lost(run, resume_candidates(resume, run, fallback), restart)
         run = RunDirectory.create(config, resume=run.continued_by(resume))
     mesh.barrier()
-    configure_logging(run.logs, recovery.slot if recovery is not None else mesh.rank)
+    configure_logging(run.logs, session.rank)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS, which reads it at first use
         torch.use_deterministic_algorithms(True)
     candidates = resume_candidates(resume, run, fallback)
-    hooks: list[Hook] = [ConsoleHook(), MetricsHook(), LongRun(), *given]
-    if recovery is not None:
-        hooks = [TakeOver(), *hooks, SlowReplicas(config.run.slow_steps, config.run.exclude_slow)]
-    trainer = Trainer(config, mesh, run, hooks=hooks, recovery=recovery)
+    trainer = session.trainer(run, [ConsoleHook(), MetricsHook(), LongRun(), *hooks])
     trainer.add_data(inherited_data(trainer.corpus, candidates, start_from))
-    if recovery is None:
-        trainer.start(candidates, start_from)
-    elif recovery.is_restart:
-        recovery.enter(trainer)
-    else:
-        trainer.start(candidates, start_from)
-        recovery.begin(trainer)
+    session.start(trainer, candidates, start_from)
     if mesh.is_main:
         advise(trainer)
     result = trainer.fit()
     _print_result(config, trainer, result)
-    mesh.run_recoverable(mesh.barrier)  # no process exits while another still communicates
+    mesh.together(mesh.barrier)  # no process exits while another still communicates
     return result
 
 

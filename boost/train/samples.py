@@ -33,7 +33,7 @@ class TextSamples(Hook):
         model, store = trainer.model, trainer.store
         prompts = [encode(store, text) for text in self.prompts] or [heldout_prompt(store)]
         with in_phase(Phase.EVALUATION):
-            texts = trainer.mesh.run_recoverable(
+            texts = trainer.mesh.together(
                 lambda: [sample_text(model, store, each.ids, self.tokens) for each in prompts]
             )
         for prompt, text in zip(prompts, texts, strict=True):

@@ -243,7 +243,7 @@ def test_an_error_before_a_save_is_raised_on_all_processes(store: Path, tmp_path
 
 @pytest.mark.parametrize(
     "event",
-    [name for name in EVENTS if name not in ("on_bad_step", "on_rollback", "on_membership", "on_warning", "teardown")],
+    [name for name in EVENTS if name not in ("on_bad_step", "on_rollback", "on_event", "on_warning", "teardown")],
 )
 def test_a_hook_that_raises_ends_the_run(store: Path, tmp_path: Path, event: str) -> None:
     """Later hooks do not see the event; all hooks are torn down."""

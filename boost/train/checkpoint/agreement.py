@@ -23,12 +23,11 @@ def run_on_all(
     """Runs `action` on every process and returns all results by rank. If it fails on any process, raises `failure` on all of them.
 
     A bug (neither OSError nor BoostError) is re-raised unchanged where it happened, and as `failure` on the others. `group`:
-    process group for the exchange, by default the run's; a background thread needs its own. With in-step recovery and the run's
-    group, `action` is repeated if processes are lost meanwhile.
+    process group for the exchange, by default the run's (`Mesh.together`); a background thread needs its own.
     """
     if group is not None:
         return _run_once(mesh, action, failure, group)
-    return list(mesh.run_recoverable(lambda: _run_once(mesh, action, failure, mesh.everyone.group)))
+    return mesh.together(lambda: _run_once(mesh, action, failure, mesh.everyone.group))
 
 
 def _run_once(

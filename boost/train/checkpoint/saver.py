@@ -23,7 +23,6 @@ from boost.config import Config
 from boost.errors import BoostError, StorageError
 from boost.optim.adamw import Optimizer
 from boost.parallel.mesh import Mesh
-from boost.parallel.recoverable import PeersLostError
 from boost.train.checkpoint.agreement import root_cause, run_on_all
 from boost.train.checkpoint.snapshot import HostBuffer, SaveShare, Snapshot, take_snapshot
 from boost.train.checkpoint.state import Position
@@ -33,12 +32,12 @@ from boost.train.model import Model
 
 log = logging.getLogger("boost")
 
-ABANDON_S = 5.0
-"""Seconds to wait for an abandoned save to end; it may be writing a file."""
-
 
 class CheckpointSaver:
     """Saves one model and optimizer. All methods except `close` and `in_flight` are collective."""
+
+    expected_errors: tuple[type[Exception], ...] = ()
+    """Errors of a background save that are no defect, so that their traceback is not logged."""
 
     def __init__(
         self, model: Model, optimizer: Optimizer, config: Config, tokenizer: bytes, data: dict[str, Any], mesh: Mesh
@@ -65,16 +64,20 @@ class CheckpointSaver:
     def prepare(self) -> None:
         """Allocates the buffer and the process group in advance, so that the first background save does not stall training."""
         share = self._current_share()
-        if self._group is None and self._mesh.background is not None:
-            self._group = self._mesh.background.group
-        elif self._group is None and self._mesh.size > 1:
-            timeout = datetime.timedelta(seconds=self._config.run.save_timeout_s)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        if self._group is None and self._mesh.size > 1:
+            self._group = self._open_group()
         self._buffer.reserve(share.slices())
 
+    def _open_group(self) -> dist.ProcessGroup | None:
+        """The process group of background saves."""
+        timeout = datetime.timedelta(seconds=self._config.run.save_timeout_s)
+        return dist.new_group(backend="gloo", timeout=timeout)
+
+    def _close_group(self, group: dist.ProcessGroup) -> None:
+        dist.destroy_process_group(group)
+
     def _current_share(self) -> SaveShare:
-        if self._share is None or self._share.division != self._optimizer.division:
-            self._share = SaveShare(self._model, self._optimizer, self._mesh)
+        self._share = self._share or SaveShare(self._model, self._optimizer, self._mesh)
         return self._share
 
     def save(self, folder: Path, position: Position) -> SavedCheckpoint:
@@ -122,22 +125,13 @@ class CheckpointSaver:
         assert outcome is not None
         return outcome
 
-    def abandon(self) -> int | None:
-        """Abandons the save in flight because the membership changed. Returns its step, or None if there was none."""
-        step, thread = self.in_flight, self._thread
-        self._thread = self._share = self._group = None
-        if thread is not None:
-            thread.join(ABANDON_S)
-            self._buffer = HostBuffer()  # the thread may still read the old one
-        return step
-
     def close(self, timeout_s: float) -> None:
         """Waits up to `timeout_s` for a save in flight, even after an error: a checkpoint is worth some seconds."""
         if self._thread:
             log.info("waiting for the checkpoint of step %d", self._step)
             self._thread.join(timeout_s)
-        if self._group and self._mesh.background is None and not (self._thread and self._thread.is_alive()):
-            dist.destroy_process_group(self._group)
+        if self._group and not (self._thread and self._thread.is_alive()):
+            self._close_group(self._group)
         self._group = None
 
     def _snapshot(self, position: Position, buffer: HostBuffer | None) -> Snapshot:
@@ -152,7 +146,7 @@ class CheckpointSaver:
                 outcome = error
             except Exception as error:
                 outcome = error
-                if self._thread is threading.current_thread() and not isinstance(error, PeersLostError):
+                if self._thread is threading.current_thread() and not isinstance(error, self.expected_errors):
                     log.exception("the checkpoint of step %d was not saved", snapshot.step)
         if self._thread is threading.current_thread():
             self._outcome = outcome

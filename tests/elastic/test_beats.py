@@ -2,9 +2,9 @@
 
 import pytest
 
-from boost.parallel.membership import DEAD, SILENT, Member
+from boost.elastic.beats import MemberBeats
+from boost.elastic.membership import DEAD, SILENT, Member
 from boost.train.heartbeat import Beat
-from boost.train.member_beats import MemberBeats
 
 
 class Board:
@@ -20,7 +20,7 @@ class Board:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     clock = [100.0]
-    monkeypatch.setattr("boost.train.member_beats.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("boost.elastic.beats.time.monotonic", lambda: clock[0])
     return clock
 
 

@@ -7,17 +7,18 @@ group is that of the replica. Legend: n replicas of a membership, in order.
 
 import datetime
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from boost.config.schema import ParallelConfig
-from boost.parallel.membership import Decision, Member
-from boost.parallel.mesh import Axis, Mesh, set_group_timeout
-from boost.parallel.recoverable import Membership, RecoverableGroup
+from boost.elastic.groups import Membership, RecoverableGroup
+from boost.elastic.membership import Decision, Member
+from boost.parallel.mesh import Axis, Mesh, T
 
 
 @dataclass(frozen=True)
@@ -77,19 +78,47 @@ def open_replica(
         axis_mesh = made[name]
         group = axis_mesh.get_group() if axis_mesh.size() > 1 else None
         if group is not None:
-            set_group_timeout(datetime.timedelta(seconds=timeout_s), group)
+            group.set_timeout(datetime.timedelta(seconds=timeout_s))
         axes[name] = Axis(axis_mesh.get_local_rank(), axis_mesh.size(), group)
     return Replica(device, axes, process, size)
 
 
-def waiting_mesh(replica: Replica) -> Mesh:
+@dataclass(eq=False)
+class ElasticMesh(Mesh):
+    """A mesh whose replicas change during the run."""
+
+    background: Axis = field(default_factory=Axis)
+    """All processes, for a background thread."""
+    members: tuple[str, ...] = ()
+    """Names of the replicas along dp."""
+    run: Callable[[Callable[[], Any]], Any] | None = None
+    """Runs an operation and repeats it if a replica is lost meanwhile (`Recovery.run`); None: runs it once."""
+
+    def together(self, operation: Callable[[], T]) -> T:
+        """Runs an operation of all processes; if a replica is lost meanwhile, runs it again."""
+        result: T = self.run(operation) if self.run else operation()
+        return result
+
+    def become(self, other: "ElasticMesh") -> None:
+        """Takes over the coordinates and groups of another mesh."""
+        for own in fields(self):
+            if own.name != "run":
+                setattr(self, own.name, getattr(other, own.name))
+
+    @property
+    def update_axis(self) -> Axis:
+        """Processes of one replica: others can be lost in the middle of an update."""
+        return self.tp
+
+
+def waiting_mesh(replica: Replica, run: Callable[[Callable[[], Any]], Any] | None = None) -> ElasticMesh:
     """The mesh of a replica that is waiting to join: it contains no other replica, and its rank is never the main process's."""
-    return Mesh(replica.device, {**replica.axes, "dp": Axis()}, rank=replica.process + 1, size=1)
+    return ElasticMesh(replica.device, {**replica.axes, "dp": Axis()}, rank=replica.process + 1, size=1, run=run)
 
 
 def join_members(
     replica: Replica, decision: Decision, member: Member, store: dist.Store, membership: Membership
-) -> Mesh:
+) -> ElasticMesh:
     """Connects to the other processes of a membership and registers the new groups with `membership`. Raises PeersLostError."""
     d, n = decision.place(member), len(decision.members)
     assert d is not None, "a process can only join a membership that includes it"
@@ -99,7 +128,9 @@ def join_members(
     def across(name: str, rank: int, size: int) -> Axis:
         if size == 1:
             return Axis()
-        return Axis(rank, size, RecoverableGroup(name, store, rank, size, replica.device, membership), recoverable=True)
+        return Axis(
+            rank, size, RecoverableGroup(name, store, rank, size, replica.device, membership), point_to_point=False
+        )
 
     # `everyone` comes first because it is aborted first (`Membership.end`): on GPUs, no statistics of aborted sums get through.
     rank, size = ((pp.rank * n + d) * cp.size + cp.rank) * tp.size + tp.rank, n * replica.size
@@ -110,4 +141,4 @@ def join_members(
     if "cp" in replica.axes:
         axes["dp_cp"] = across(f"dp_cp of pp {pp.rank} tp {tp.rank}", d * cp.size + cp.rank, n * cp.size)
     names = tuple(each.incarnation for each in decision.members)
-    return Mesh(replica.device, axes, copies, rank, size, world=everyone, background=background, members=names)
+    return ElasticMesh(replica.device, axes, copies, rank, size, world=everyone, background=background, members=names)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from boost.errors import ExcludedError, StoppedError, TrainingError
-from boost.parallel.membership import (
+from boost.elastic.groups import PeersLostError
+from boost.elastic.membership import (
     DEAD,
     SILENT,
     SLOW,
@@ -22,7 +22,7 @@ from boost.parallel.membership import (
     deal,
     share,
 )
-from boost.parallel.recoverable import PeersLostError
+from boost.errors import ExcludedError, StoppedError, TrainingError
 
 MEMBERS = tuple(Member(replica, f"{replica}.0") for replica in range(4))
 FOUNDED = Decision(0, MEMBERS)

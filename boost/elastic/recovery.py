@@ -1,5 +1,5 @@
 """In-step recovery (run.recovery = "in-step"): the current step completes without a lost replica, and a restarted replica rejoins
-between two steps. docs/recovery.md explains the design; `boost.parallel.membership` implements the agreement protocol.
+between two steps. docs/recovery.md explains the design; `boost.elastic.membership` implements the agreement protocol.
 
 Everything that processes do collectively is a sequence of operations, the same on all of them: the sums and statistics of a step,
 an evaluation, a save. A process completes an operation only after all processes have entered it. So when a replica is lost, the
@@ -7,7 +7,6 @@ survivors are in the same operation or in two consecutive ones. Processes that a
 others; otherwise all survivors repeat the operation. Weights change only as a function of results, identically on every process.
 """
 
-import dataclasses
 import datetime
 import json
 import logging
@@ -22,33 +21,23 @@ import torch
 import torch.distributed as dist
 
 from boost.config import Config
+from boost.elastic.beats import WAITS_S, WATCH_S, MemberBeats, StoreGuard
+from boost.elastic.groups import Membership, PeersLostError, disconnect_abandoned, has_abandoned
+from boost.elastic.hooks import MembershipChange
+from boost.elastic.membership import DEAD, SLOW, Coordinator, Decision, Member, Report, deal
+from boost.elastic.mesh import join_members, open_replica, replica_of_rank, replica_size, waiting_mesh
+from boost.elastic.messages import decode, encode, state_of, take_state
 from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, TrainingError
-from boost.parallel.members import join_members, open_replica, replica_of_rank, replica_size, waiting_mesh
-from boost.parallel.membership import (
-    DEAD,
-    SLOW,
-    Coordinator,
-    Decision,
-    Member,
-    Report,
-    deal,
-    share,
-)
-from boost.parallel.mesh import choose_device
-from boost.parallel.recoverable import Membership, PeersLostError, disconnect_abandoned, has_abandoned
+from boost.parallel.mesh import choose_device, share
 from boost.parallel.rendezvous import Stopped, file_store, launch_dir, meet
 from boost.parallel.replicas import digest
 from boost.train.best_effort import best_effort
 from boost.train.failures import is_lost_connection
 from boost.train.heartbeat import Beat, Board, FolderBoard, StoreBoard, apply_timeout
-from boost.train.hooks import MembershipChange
-from boost.train.member_beats import WAITS_S, WATCH_S, MemberBeats
-from boost.train.recovery_messages import decode, encode, state_of, take_state
-from boost.train.store_guard import StoreGuard
 from boost.train.worker import leave
 
 if TYPE_CHECKING:
-    from boost.train.loop import Trainer
+    from boost.elastic.trainer import ElasticTrainer
 
 log = logging.getLogger("boost")
 
@@ -88,7 +77,7 @@ class Recovery:
         self.held: list[int] = []
         """Micro-batches of the current step whose gradients this process holds."""
         self._depth, self._repeats, self._admits, self._closed = 0, False, False, threading.Event()
-        self.trainer: Trainer | None = None
+        self.trainer: ElasticTrainer | None = None
         self._beats = MemberBeats(self.board(), self.slots, replica_size(parallel), run.heartbeat_timeout_s)
         self._coordinator = Coordinator(self._store, parallel.dp, replica_size(parallel), self._beats.status)
         self.membership = Membership(-1)
@@ -99,7 +88,7 @@ class Recovery:
         self.is_restart = founded is None
         self.decision = self._connected = founded or self._latest()
         self._lost_reasons: dict[str, str] = {}
-        self.mesh = dataclasses.replace(waiting_mesh(self.replica), run_recoverable=self.run)
+        self.mesh = waiting_mesh(self.replica, self.run)
         if founded is not None:
             try:
                 self._connect(founded)
@@ -236,12 +225,12 @@ class Recovery:
         number, self.decision = decision.number, decision
         self.membership = Membership(number, lambda reason: self._coordinator.end_membership(number, reason))
         self._coordinator.wait_until_ready(decision, self.member, self.replica.process)
-        self.mesh.update_from(join_members(self.replica, decision, self.member, self._store, self.membership))
+        self.mesh.become(join_members(self.replica, decision, self.member, self._store, self.membership))
         apply_timeout()
 
     # Start of training.
 
-    def begin(self, trainer: "Trainer") -> None:
+    def begin(self, trainer: "ElasticTrainer") -> None:
         """Starts recovering from lost replicas; before this call, a lost replica ends the run."""
         self.trainer = trainer
 
@@ -264,7 +253,7 @@ class Recovery:
             self.run(self._admit)
         finally:
             self._admits = False
-        self.trainer.optimizer.commit_transfer()
+        self.trainer.transfer.commit_transfer()
         self.trainer.check_replicas(again=True)
 
     def _admit(self) -> None:
@@ -276,7 +265,7 @@ class Recovery:
             self._adopt(decision, begun)
         self._transfer_state()
 
-    def enter(self, trainer: "Trainer") -> None:
+    def enter(self, trainer: "ElasticTrainer") -> None:
         """Waits until the others admit this replica, then receives weights, moments and position from one of them.
 
         Raises ExcludedError if that fails, so that the replica is restarted; StoppedError if the run ends first, or on a stop
@@ -305,7 +294,7 @@ class Recovery:
         except PeersLostError as error:
             self._coordinator.exclude(self.member.incarnation, DEAD, "had not joined yet")
             raise ExcludedError(f"the membership ended before this replica had joined ({error})") from error
-        trainer.optimizer.commit_transfer()
+        trainer.transfer.commit_transfer()
         self.trainer, self.operation, self._connected = trainer, decision.operation, decision
         self._complete(None)
         trainer.check_replicas(again=True)
@@ -323,14 +312,14 @@ class Recovery:
         """Whether a member is gone, or does not answer. Under torchrun nobody reports a loss if no member is left to notice it."""
         return bool(self._coordinator.lost_reason(member.incarnation) or self._beats.status(member))
 
-    def _transfer_state(self, newcomer: "Trainer | None" = None) -> None:
+    def _transfer_state(self, newcomer: "ElasticTrainer | None" = None) -> None:
         """Sends weights, moments and position from the first replica that has them to the joining ones. Collective.
 
         Raises TrainingError if the replicas' states are not bitwise identical afterwards.
         """
         trainer = newcomer or self.trainer
         assert trainer is not None, "a joining replica passes its trainer"
-        trainer.optimizer.discard_transfer()
+        trainer.transfer.discard_transfer()
         if not self.decision.joined:
             self.mesh.barrier()
             return
@@ -344,8 +333,8 @@ class Recovery:
         for tensor in weights:
             sent = tensor if takes or dp.rank == donor else torch.empty_like(tensor)
             dist.broadcast(sent, group=dp.group, group_src=donor)
-        trainer.optimizer.transfer(self.mesh, donor, takes or dp.rank == donor)
-        mine = torch.stack([digest(weights, self.mesh.device), *trainer.optimizer.digests(self.mesh.device)])
+        trainer.transfer.transfer(self.mesh, donor, takes or dp.rank == donor)
+        mine = torch.stack([digest(weights, self.mesh.device), *trainer.transfer.digests(self.mesh.device)])
         digests = [torch.empty_like(mine) for _ in range(dp.size)]
         dist.all_gather(digests, mine, group=dp.group)
         if any(len(set(found) - {0}) > 1 for found in zip(*(each.tolist() for each in digests), strict=True)):

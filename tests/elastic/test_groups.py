@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from boost.config.schema import ParallelConfig
+from boost.elastic.gradients import ElasticReducer
+from boost.elastic.groups import Membership, PeersLostError, RecoverableGroup, has_abandoned
+from boost.elastic.mesh import replica_of_rank, replica_size
 from boost.models.fused import FusedParam, fused_params
 from boost.parallel.collectives import all_reduce
-from boost.parallel.gradients import GradientReducer
-from boost.parallel.members import replica_of_rank, replica_size
 from boost.parallel.mesh import Axis, Mesh
-from boost.parallel.recoverable import Membership, PeersLostError, RecoverableGroup, has_abandoned
 from tests import toy
 from tests.distributed import run_distributed
 
@@ -29,7 +29,7 @@ def group_of(path: Path, rank: int, size: int, membership: Membership) -> Recove
 def collectives(path: Path) -> list[Any]:
     rank, membership = dist.get_rank(), Membership(0)
     group = group_of(path, rank, 3, membership)
-    axis, objects = Axis(rank, 3, group, recoverable=True), [None] * 3
+    axis, objects = Axis(rank, 3, group, point_to_point=False), [None] * 3
     dist.all_gather_object(objects, {"rank": rank}, group=group)
     smallest, first = torch.tensor(rank + 1), torch.tensor(rank)
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
@@ -52,7 +52,7 @@ def one_stays_away(path: Path) -> list[Any]:
     rank, said = dist.get_rank(), list[str]()
     membership = Membership(0, said.append)
     group = group_of(path, rank, 3, membership)
-    axis = Axis(rank, 3, group, recoverable=True)
+    axis = Axis(rank, 3, group, point_to_point=False)
     found: list[Any] = [all_reduce(torch.ones(1000), axis)[0].item()]
     if rank != 1:
         timer = threading.Timer(0.5, membership.end)
@@ -65,7 +65,7 @@ def one_stays_away(path: Path) -> list[Any]:
         found.append(has_abandoned())
         again = Membership(1)
         group = group_of(path, rank // 2, 2, again)
-        found.append(all_reduce(torch.ones(1000), Axis(rank // 2, 2, group, recoverable=True))[0].item())
+        found.append(all_reduce(torch.ones(1000), Axis(rank // 2, 2, group, point_to_point=False))[0].item())
         again.leave()
     dist.barrier()
     membership.leave()
@@ -92,7 +92,7 @@ def one_leaves(path: Path) -> tuple[int, int]:
         threading.Timer(0.5, membership.end).start()
         nobody_waits = group.allreduce([torch.ones(1000)])
         with pytest.raises(PeersLostError):
-            all_reduce(torch.ones(1000), Axis(rank, 2, group, recoverable=True))
+            all_reduce(torch.ones(1000), Axis(rank, 2, group, point_to_point=False))
         assert not nobody_waits.is_completed(), "but it is in flight"
     else:
         membership.over.wait(1.5)
@@ -166,11 +166,11 @@ def test_a_failed_connection_is_abandoned(tmp_path: Path) -> None:
 def taken_back(path: Path) -> list[list[float]]:
     """Sums that are computed, discarded and recomputed, in a bucket of one tensor and in one of two."""
     rank, membership = dist.get_rank(), Membership(0)
-    axis = Axis(rank, 2, group_of(path, rank, 2, membership), recoverable=True)
+    axis = Axis(rank, 2, group_of(path, rank, 2, membership), point_to_point=False)
     mesh = Mesh(toy.CPU, {"dp": axis}, axis, rank, 2, world=axis)
     model, _ = toy.toy_decoder(toy.toy_config())
     params = list(fused_params(model))
-    reducer = GradientReducer(params, mesh, torch.float64, keep_local=True)
+    reducer = ElasticReducer(params, mesh, torch.float64)
     found = []
     for _ in range(2):
         reducer.begin()

@@ -12,19 +12,19 @@ from boost.train.evaluate import Evaluation
 from boost.train.outcome import RunTrouble
 
 if TYPE_CHECKING:
-    from boost.train.loop import Trainer
+    from boost.elastic.trainer import ElasticTrainer
 
 
 # State that a rejoining replica needs in addition to weights and moments.
 
 
-def state_of(trainer: "Trainer") -> dict[str, Any]:
+def state_of(trainer: "ElasticTrainer") -> dict[str, Any]:
     """The trainer's position and the state of its hooks, JSON-serializable."""
     trouble = trainer.trouble
     return {
         "position": dataclasses.asdict(trainer.position),
         "bad_steps": trainer.bad_steps,
-        "optimizer": trainer.optimizer.transfer_info(),
+        "optimizer": trainer.transfer.transfer_info(),
         "proven_step": trainer.proven_step,
         "rollbacks": vars(trainer.rollbacks),
         "trouble": dataclasses.asdict(trouble) if trouble else None,
@@ -32,11 +32,11 @@ def state_of(trainer: "Trainer") -> dict[str, Any]:
     }
 
 
-def take_state(trainer: "Trainer", state: dict[str, Any]) -> None:
+def take_state(trainer: "ElasticTrainer", state: dict[str, Any]) -> None:
     """Inverse of `state_of`."""
     trainer.position = Position(**state["position"])
     trainer.bad_steps, trainer.proven_step = state["bad_steps"], state["proven_step"]
-    trainer.optimizer.load_transfer_info(state["optimizer"])
+    trainer.transfer.load_transfer_info(state["optimizer"])
     vars(trainer.rollbacks).update(state["rollbacks"])
     trainer.trouble = RunTrouble(**state["trouble"]) if state["trouble"] else None
     for hook in trainer.hooks:

@@ -6,14 +6,17 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from boost.parallel.membership import DEAD, Coordinator
+from boost.config import Config
+from boost.elastic.membership import DEAD, Coordinator
+from boost.elastic.mesh import replica_of_rank
+from boost.elastic.recovery import INCARNATION
 from boost.parallel.rendezvous import file_store
 from boost.train.failures import read_reports
-from boost.train.recovery import INCARNATION
 from boost.train.signals import STOP_SIGNALS
 
 log = logging.getLogger("boost")
@@ -23,6 +26,37 @@ RESTART_S = 0.5
 """Delay before a replica is restarted, seconds. An error that hits all replicas ends the run within this time."""
 END_S = 30.0
 """Time that a restarting replica has to exit once the run is complete, seconds."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Groups of processes that the launcher ends and restarts together."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    """Global ranks of each replica."""
+    restarts: int
+    """Maximum number of restarts per replica."""
+
+    @classmethod
+    def of(cls, config: Config) -> "Replicas":
+        """The replicas of a run."""
+        places = [(*replica_of_rank(config.parallel, rank), rank) for rank in range(config.parallel.world_size)]
+        numbers = range(config.parallel.dp)
+        ranks = tuple(tuple(rank for of, _, rank in sorted(places) if of == number) for number in numbers)
+        return cls(ranks, config.run.replica_restarts)
+
+    def supervise(
+        self,
+        folder: Path,
+        start: Callable[[int], BaseProcess],
+        processes: list[BaseProcess],
+        received: Sequence[int],
+        aborted: Callable[[], bool],
+    ) -> dict[int, int]:
+        """Ends and restarts a replica with a failed process as long as another one runs (`boost.train.launch.Supervise`)."""
+        supervisor = Supervisor(folder, self.ranks, self.restarts, start, processes, received)
+        supervisor.start_all()
+        return supervisor.supervise(aborted)
 
 
 class Supervisor:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from boost.parallel.membership import Decision, Member
-from boost.train import slow
+from boost.elastic import hooks
+from boost.elastic.hooks import SlowReplicas, slow_members
+from boost.elastic.membership import Decision, Member
 from boost.train.heartbeat import Beat
-from boost.train.slow import SlowReplicas, slow_members
 
 MEMBERS = tuple(Member(replica, f"{replica}.0") for replica in range(3))
 
@@ -28,7 +28,7 @@ def test_the_slowest_process_of_a_replica_counts() -> None:
 
 @pytest.mark.parametrize("exclude", [False, True])
 def test_it_is_reported_once_after_enough_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exclude: bool) -> None:
-    monkeypatch.setattr(slow, "LOOK_S", 0.0)
+    monkeypatch.setattr(hooks, "LOOK_S", 0.0)
     warnings: list[str] = []
     gone: list[Member] = []
     pace = beats(1, 1, 6, 6, 1, 1)

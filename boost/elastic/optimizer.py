@@ -1,17 +1,20 @@
-"""AdamW whose moments are sharded over replicas that may be lost: ZeRO-1 with in-step recovery (docs/recovery.md).
+"""Optimizer state of replicas that are lost and rejoin (docs/recovery.md).
+
+`WholeTransfer` sends a joining replica the whole state of any optimizer. `DividedAdamW` is AdamW whose moments are sharded over the
+replicas (ZeRO-1).
 
 Every replica has all weights and, after their sum, all gradients. Moments are split, by rows of each stored tensor, into as
 many pieces as there are replicas. Two replicas hold each piece and perform its update, so either one may be lost. Then the
 replicas exchange the updated rows.
 
 A division, an ordered list of replica names, determines which replica holds which pieces. Replicas can change at any time
-(`Mesh.members`); the division follows in the next exchange, once all replicas have made the same updates.
+(`ElasticMesh.members`); the division follows in the next exchange, once all replicas have made the same updates.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,12 +24,61 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from boost.config import Config
 from boost.config.optimizers import OptimConfig
 from boost.config.traffic import bucket_lengths
+from boost.elastic.mesh import ElasticMesh
 from boost.errors import TrainingError
 from boost.models.fused import FusedParam
+from boost.optim import build
 from boost.optim.adamw import MOMENTS, Optimizer, Part, decays, fresh_state, fused_adamw, zeros
-from boost.parallel.membership import share
-from boost.parallel.mesh import Axis, Mesh
+from boost.parallel.mesh import Axis, share
 from boost.parallel.replicas import digest
+
+
+class Transfer(Protocol):
+    """Brings the optimizer state of joining replicas up to date."""
+
+    def transfer_info(self) -> dict[str, Any]:
+        """JSON-serializable state that a joining replica needs before `transfer`."""
+
+    def load_transfer_info(self, info: dict[str, Any]) -> None:
+        """Inverse of `transfer_info`."""
+
+    def transfer(self, mesh: ElasticMesh, donor: int, takes: bool) -> None:
+        """Sends state from replica `donor` of the mesh to those with `takes`; `commit_transfer` makes it effective. Collective."""
+
+    def digests(self, device: torch.device) -> list[Tensor]:
+        """Digests of the state after `transfer`: on each replica the same number, or 0."""
+
+    def commit_transfer(self) -> None:
+        """Commits an exchange between replicas, once it is complete on all processes."""
+
+    def discard_transfer(self) -> None:
+        """Discards an exchange between replicas that was interrupted before it was complete on any process."""
+
+
+class WholeTransfer:
+    """The `Transfer` of an optimizer whose state every replica holds whole."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def transfer_info(self) -> dict[str, Any]:
+        return {"updates": self._optimizer.updates}
+
+    def load_transfer_info(self, info: dict[str, Any]) -> None:
+        self._optimizer.updates = info["updates"]
+
+    def transfer(self, mesh: ElasticMesh, donor: int, takes: bool) -> None:
+        for tensor in self._optimizer.state_tensors():
+            dist.broadcast(tensor if takes else torch.empty_like(tensor), group=mesh.dp.group, group_src=donor)
+
+    def digests(self, device: torch.device) -> list[Tensor]:
+        return [digest(self._optimizer.state_tensors(), device)]
+
+    def commit_transfer(self) -> None:
+        """Nothing is pending: what arrives is in place."""
+
+    def discard_transfer(self) -> None:
+        """Nothing is pending."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +122,7 @@ Pieces = dict[int, dict[Tensor, dict[str, Tensor]]]
 class DividedAdamW(Optimizer):
     """AdamW for every parameter. This process holds the moments of two pieces."""
 
-    def __init__(self, fused_params: Sequence[FusedParam], optim: OptimConfig, mesh: Mesh) -> None:
+    def __init__(self, fused_params: Sequence[FusedParam], optim: OptimConfig, mesh: ElasticMesh) -> None:
         self._fused, self._optim, self._mesh = [f for f in fused_params if f.tensor.requires_grad], optim, mesh
         rest = iter(self._fused)
         lengths = bucket_lengths([fused.tensor.nbytes for fused in self._fused])
@@ -130,7 +182,7 @@ class DividedAdamW(Optimizer):
         super().step(number, rate)
         for view, _, _ in self._rows:
             view.grad = None
-        self._mesh.run_recoverable(self._exchange)
+        self._mesh.together(self._exchange)
         self.commit_transfer()
 
     def _exchange(self) -> None:
@@ -169,16 +221,16 @@ class DividedAdamW(Optimizer):
         self.division.sources(self._mesh.members)
 
     def transfer_info(self) -> dict[str, Any]:
-        """Adds the division."""
-        return {**super().transfer_info(), "division": list(self.division.names)}
+        """The number of updates and the division."""
+        return {"updates": self.updates, "division": list(self.division.names)}
 
     def load_transfer_info(self, info: dict[str, Any]) -> None:
         """Takes over the division; this replica holds none of its pieces yet."""
         self.division, self._pieces = Division(tuple(info["division"])), {}
-        super().load_transfer_info(info)
+        self.updates = info["updates"]
 
     @torch.no_grad()
-    def transfer(self, mesh: Mesh, donor: int, takes: bool) -> None:
+    def transfer(self, mesh: ElasticMesh, donor: int, takes: bool) -> None:
         """Shards the moments over the current replicas, including those that join; `commit_transfer` makes it effective."""
         self.discard_transfer()
         self._reshard_moments()
@@ -267,6 +319,8 @@ def _copy_rows(source: Tensor, source_rows: range, target: Tensor, target_rows: 
         target[begin - target_rows.start : end - target_rows.start].copy_(source)
 
 
-def divided_adamw(fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> Optimizer:
-    """Builds `DividedAdamW`, with the signature of the other builders."""
-    return DividedAdamW(fused_params, config.optim, mesh)
+def build_optimizer(fused_params: Sequence[FusedParam], config: Config, mesh: ElasticMesh) -> Optimizer:
+    """The optimizer that `config.optim` describes; with parallel.shard, AdamW with sharded moments."""
+    if config.divides_moments:
+        return DividedAdamW(fused_params, config.optim, mesh)
+    return build.build_optimizer(fused_params, config, mesh)

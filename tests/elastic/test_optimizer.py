@@ -11,16 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from boost.config import Config
+from boost.elastic.groups import Membership, RecoverableGroup
+from boost.elastic.membership import Decision, Member
+from boost.elastic.mesh import Replica, join_members, waiting_mesh
+from boost.elastic.optimizer import DividedAdamW, Division, build_optimizer
 from boost.errors import TrainingError
 from boost.measure.exactness import TrainedModel
 from boost.models.fused import FusedParam, fused_params
 from boost.optim.adamw import plain_adamw
-from boost.optim.build import build_optimizer
-from boost.optim.divided import DividedAdamW, Division
-from boost.parallel.members import Replica, join_members, waiting_mesh
-from boost.parallel.membership import Decision, Member
 from boost.parallel.mesh import Mesh
-from boost.parallel.recoverable import Membership, RecoverableGroup
 from boost.plan.collectives import step_collectives
 from tests import toy
 from tests.distributed import run_distributed
@@ -48,7 +47,7 @@ class Replicas:
         self.mesh = waiting_mesh(Replica(toy.CPU, {}))
         self.membership = Membership(-1)
 
-    def update_from(self, *ranks: int) -> None:
+    def become(self, *ranks: int) -> None:
         """Changes the members. All processes call this; those not named leave."""
         self.membership.leave()
         self.number += 1
@@ -56,7 +55,7 @@ class Replicas:
         if dist.get_rank() in ranks:
             decision = Decision(self.number, tuple(map(member, ranks)))
             replica = Replica(toy.CPU, {})
-            self.mesh.update_from(join_members(replica, decision, member(dist.get_rank()), self.store, self.membership))
+            self.mesh.become(join_members(replica, decision, member(dist.get_rank()), self.store, self.membership))
 
 
 def gradients(params: list[FusedParam], step: int) -> None:
@@ -87,13 +86,13 @@ def comes_and_goes(config: Config, folder: Path) -> list[list[tuple[Tensor, Tens
     """(first moments held, weights) after each step, for steps with these replicas; one of them rejoins with different weights."""
     rank, replicas, seen = dist.get_rank(), Replicas(folder), []
     memberships = ((0, 1, 2, 3), (0, 1, 2, 3), (0, 2, 3), (0, 2), (0, 2, 1), (2, 1), (1,))
-    replicas.update_from(*memberships[0])
+    replicas.become(*memberships[0])
     params = model_of(config)
     optimizer = build_optimizer(params, config, replicas.mesh)
     assert isinstance(optimizer, DividedAdamW)
     for step, ranks in enumerate(memberships):
         if step and ranks != memberships[step - 1]:
-            replicas.update_from(*ranks)
+            replicas.become(*ranks)
             if step == 4:
                 if rank == 1:
                     params = model_of(config)
@@ -135,11 +134,15 @@ def test_replicas_come_and_go_and_the_update_is_that_of_adamw(tmp_path: Path) ->
             assert torch.equal(torch.as_tensor(copies), torch.full_like(fused.tensor, min(len(there), 2)).int())
 
 
+class Trained(TrainedModel):
+    build_optimizer = staticmethod(build_optimizer)  # type: ignore[assignment]
+
+
 def counted(config: Config, folder: Path) -> tuple[Counter[tuple[str, int, str]], dict[str, float]]:
     """Collectives of a step between replicas, and relative errors of the two steps before it."""
     replicas, found = Replicas(folder), Counter[tuple[str, int, str]]()
-    replicas.update_from(0, 1)
-    trained = TrainedModel(config, replicas.mesh)
+    replicas.become(0, 1)
+    trained = Trained(config, replicas.mesh)
     errors = relative_errors(trained, 2)
     usual = RecoverableGroup._start
 

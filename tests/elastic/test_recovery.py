@@ -11,20 +11,21 @@ import pytest
 import torch.distributed as dist
 
 from boost.config import Config
+from boost.elastic.groups import PeersLostError
+from boost.elastic.membership import DEAD, SILENT, Coordinator, Decision, Member
+from boost.elastic.mesh import replica_of_rank
+from boost.elastic.messages import decode, encode
+from boost.elastic.recovery import Recovery
+from boost.elastic.supervise import Replicas
 from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, StorageError, TrainingError
 from boost.parallel.counting import CollectiveCounter
-from boost.parallel.members import replica_of_rank
-from boost.parallel.membership import DEAD, SILENT, Coordinator, Decision, Member
-from boost.parallel.recoverable import PeersLostError
 from boost.parallel.replicas import Mismatch, ReplicaReport
 from boost.train.checkpoint import SavedCheckpoint
 from boost.train.evaluate import Evaluation
 from boost.train.faults import Fault
-from boost.train.launch import Replicas, launch
+from boost.train.launch import Supervise, launch
 from boost.train.loop import Trainer
 from boost.train.metrics import read_metrics
-from boost.train.recovery import Recovery
-from boost.train.recovery_messages import decode, encode
 from boost.train.rollback import Rollbacks
 from boost.train.run import train_process
 from tests import toy
@@ -218,9 +219,19 @@ def test_a_replica_that_is_an_operation_behind_computes_what_the_others_do_not_h
         train |= {"param_dtype": "float64", "compute_dtype": "float64"}
         config = make_config(store, tmp_path / name, parallel=parallel, train=train)
         config = config.model_copy(update={"run": config.run.model_copy(update={"recovery": recovery})})
-        replicas = Replicas(tuple((rank,) for rank in range(4)), restarts=0) if faults else None
+        supervise = Replicas(tuple((rank,) for rank in range(4)), restarts=0).supervise if faults else None
         entry, work = (is_behind, (config, None, None, faults)) if faults else (train_process, (config, None))
-        assert launch(entry, work, 4 if faults else 1, tmp_path / "logs", holds_signals=True, replicas=replicas) == 0
+        assert (
+            launch(
+                entry,
+                work,
+                4 if faults else 1,
+                tmp_path / "logs",
+                holds_signals=True,
+                supervise=supervise,
+            )
+            == 0
+        )
         lines = read_metrics(tmp_path / name / "metrics.jsonl")
         assert len(of("membership", lines)) == bool(faults)
         return [line["loss"] for line in of("step", lines)]
@@ -268,17 +279,27 @@ def dies_rolling_back(marker: str, config: Config, *rest: Any) -> int:
 
 @pytest.mark.nightly
 def test_a_rollback_that_loses_a_replica_is_a_rollback(store: Path, tmp_path: Path) -> None:
-    def losses_of(name: str, marker: str, recovery: str, replicas: Replicas | None) -> list[tuple[int, float]]:
+    def losses_of(name: str, marker: str, recovery: str, supervise: Supervise | None) -> list[tuple[int, float]]:
         train = {"steps": 24, "global_batch": 4, "micro_batch": 1, "save_every": 3, "on_spike": "rollback"}
         config = make_config(store, tmp_path / name, parallel={"dp": 2}, train=train)
         config = config.model_copy(update={"run": config.run.model_copy(update={"recovery": recovery})})
         work = marker, config, None
-        assert launch(dies_rolling_back, work, 2, tmp_path / "logs", holds_signals=True, replicas=replicas) == 0
+        assert (
+            launch(
+                dies_rolling_back,
+                work,
+                2,
+                tmp_path / "logs",
+                holds_signals=True,
+                supervise=supervise,
+            )
+            == 0
+        )
         lines = read_metrics(tmp_path / name / "metrics.jsonl")
         return [(line["step"], line["loss"]) for line in of("step", lines)]
 
     marker = str(tmp_path / "marker")
-    found = losses_of("killed", marker, "in-step", Replicas(((0,), (1,)), restarts=5))
+    found = losses_of("killed", marker, "in-step", Replicas(((0,), (1,)), restarts=5).supervise)
     expected = losses_of("whole", "", "restart", None)
     assert os.path.exists(marker) and [step for step, _ in found] == [step for step, _ in expected]
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-12)
@@ -312,9 +333,16 @@ def test_without_a_fault_it_is_the_same_run_to_the_last_bit(store: Path, tmp_pat
         config = make_config(store, folder / "run", tp=tp, parallel={"dp": 2}, train=train)
         config = config.model_copy(update={"run": config.run.model_copy(update={"recovery": recovery})})
         ranks = tuple(tuple(range(first, first + tp)) for first in range(0, processes, tp))
-        replicas = Replicas(ranks, restarts=0) if recovery == "in-step" else None
+        supervise = Replicas(ranks, restarts=0).supervise if recovery == "in-step" else None
         work = (str(folder), config, None)
-        code = launch(counts_collectives, work, processes, tmp_path / "logs", holds_signals=True, replicas=replicas)
+        code = launch(
+            counts_collectives,
+            work,
+            processes,
+            tmp_path / "logs",
+            holds_signals=True,
+            supervise=supervise,
+        )
         assert code == 0
         losses.append([line["loss"] for line in of("step", read_metrics(folder / "run" / "metrics.jsonl"))])
         sent.append([json.loads((folder / f"collectives{rank}.json").read_text()) for rank in range(processes)])
@@ -394,10 +422,10 @@ def test_one_that_dies_while_state_is_handed_over_is_one_more_loss(store: Path, 
         return found.model_copy(update={"run": found.run.model_copy(update={"recovery": recovery})})
 
     config = config_of("killed", "in-step", dp=3)
-    replicas = Replicas(tuple((rank,) for rank in range(3)), restarts=5)
+    supervise = Replicas(tuple((rank,) for rank in range(3)), restarts=5).supervise
     marker = tmp_path / "marker"
     work = (str(marker), victim, config, None, None, [Fault("kill", 4, 1), Fault("wait", 6, 2)])
-    assert launch(dies_handing_over, work, 3, tmp_path / "logs", holds_signals=True, replicas=replicas) == 0
+    assert launch(dies_handing_over, work, 3, tmp_path / "logs", holds_signals=True, supervise=supervise) == 0
     assert marker.exists()
     whole = config_of("whole", "restart", layout="single")
     assert launch(train_process, (whole, None), 1, tmp_path / "logs", holds_signals=True) == 0

@@ -1,19 +1,22 @@
 """A training step that keeps its global batch when replicas are lost: the survivors compute the lost micro-batches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from boost.elastic.gradients import ElasticReducer
 from boost.parallel.gradients import LaunchedStats, StepFlags, clip_gradients, launch_step_stats
-from boost.parallel.membership import share
+from boost.parallel.mesh import share
 from boost.train.checkpoint import Position
 from boost.train.heartbeat import set_pace
 from boost.train.model import run_passes
-from boost.train.recovery import Recovery
 from boost.train.step import Passes, Stepper, Update, now
+
+if TYPE_CHECKING:
+    from boost.elastic.recovery import Recovery
 
 
 class RecoverableStepper(Stepper):
@@ -21,14 +24,14 @@ class RecoverableStepper(Stepper):
 
     Local gradients are kept next to their sums until the operation is complete, which takes one more copy of them in memory."""
 
-    def __init__(self, recovery: Recovery, *parts: Any) -> None:
-        """`parts`: arguments of `Stepper`; `ahead` is ignored."""
-        *others, _ = parts
-        super().__init__(*others)
-        self.ahead = False
+    reducer: ElasticReducer
+
+    def __init__(self, recovery: "Recovery", *parts: Any) -> None:
+        """`parts`: arguments of `Stepper` except `ahead`."""
+        super().__init__(*parts)
+        self.ahead = self.from_tensors = False
         self.timed_on = torch.device("cpu")
         self._recovery = recovery
-        self.from_tensors = False
 
     @property
     def micro_batches(self) -> int:
@@ -69,7 +72,7 @@ class RecoverableStepper(Stepper):
             stats = launch_step_stats(self.fused_params, whole.loss, whole.targets, self.tokens, self.mesh, flags)
             return stats.numbers()
 
-        stats = LaunchedStats.of(self.mesh.run_recoverable(attempt), self.tokens)
+        stats = LaunchedStats.of(self.mesh.together(attempt), self.tokens)
         found = stats.read()
         if found.updates:
             clip_gradients((s.tensor for s in self.fused_params), found, self.config.optim.clip)
@@ -82,10 +85,3 @@ class RecoverableStepper(Stepper):
         with self.copies.in_use():
             loss = run_passes(self.model, data.batches, self.config, divisor=self.tokens)
         return replace(passes, loss=passes.loss + loss, targets=passes.targets + data.targets)
-
-
-def stepper_of(recovery: Recovery | None) -> Callable[..., Stepper]:
-    """The constructor of the stepper for a run with this recovery."""
-    if recovery is None:
-        return Stepper
-    return lambda *parts: RecoverableStepper(recovery, *parts)

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from boost.elastic.groups import PeersLostError
 from boost.errors import ExcludedError, TrainingError
-from boost.parallel.recoverable import PeersLostError
+from boost.parallel.mesh import share
 
 DEAD, SILENT, SLOW = "dead", "silent", "slow"
 """Why a member was lost: its processes died, do not respond, or slow the others down (`run.exclude_slow`)."""
@@ -370,9 +371,3 @@ def deal(count: int, held: Sequence[Sequence[int]]) -> list[list[int]]:
         loads = [len(own) + len(more) for own, more in zip(held, dealt, strict=True)]
         dealt[loads.index(min(loads))].append(number)
     return dealt
-
-
-def share(count: int, place: int, places: int) -> range:
-    """The contiguous share of `count` micro-batches for index `place` of `places`; shares are equal if `places` divides
-    `count`."""
-    return range(place * count // places, (place + 1) * count // places)

@@ -1,0 +1,136 @@
+"""Hooks of a run with in-step recovery: who takes over as main process, slow replicas, and the event of a change."""
+
+import logging
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from boost.elastic.membership import Decision, Member
+from boost.errors import ConfigError, StorageError
+from boost.train.heartbeat import Beat
+from boost.train.hooks import Hook, RunEvent, StepEnd
+from boost.train.run_lock import RunLock
+from boost.train.worker import take_terminal
+
+if TYPE_CHECKING:
+    from boost.elastic.trainer import ElasticTrainer
+    from boost.train.loop import Trainer
+
+log = logging.getLogger("boost")
+
+LOCK_S = 5.0
+"""Time for the previous main process to release the run directory, seconds. Its launcher ends it once it is excluded."""
+
+TIMES = 3.0
+"""A replica is slow if its micro-batches take this many times the median of the other replicas."""
+LOOK_S = 1.0
+"""Interval between checks, seconds; heartbeats are not more frequent."""
+
+
+@dataclass(frozen=True)
+class MembershipChange(RunEvent):
+    """A replica was lost or rejoined."""
+
+    kind = "membership"
+    replicas: int
+    """Number of replicas from now on."""
+    of: int
+    """parallel.dp: number of replicas of a full run."""
+    lost: tuple[tuple[int, str], ...]
+    """(index, reason) of each lost replica."""
+    joined: tuple[int, ...]
+    """Indices of the replicas that rejoined."""
+    seconds: float
+    """Time from detection on this process until all processes were connected."""
+
+    def line(self) -> str:
+        """The change as one line for the console."""
+        gone = [f"lost replica {replica} ({why})" for replica, why in self.lost]
+        back = [f"replica {replica} rejoined" for replica in self.joined]
+        what = "; ".join(gone + back) or "replicas reconnected"
+        return (
+            f"{what}: step {self.step} continues with {self.replicas} of {self.of} replicas after {self.seconds:.2f} s"
+        )
+
+    def numbers(self) -> dict[str, float]:
+        """The number of replicas."""
+        return {"replicas": self.replicas}
+
+
+class TakeOver(Hook):
+    """Takes over the terminal and the lock of the run directory. The first main process already has both."""
+
+    main_only = True
+
+    def __init__(self) -> None:
+        self._lock: RunLock | None = None
+
+    def setup(self, trainer: "Trainer") -> None:
+        if not trainer.takes_over:
+            return
+        take_terminal()
+        deadline = time.monotonic() + LOCK_S
+        while self._lock is None:
+            lock = RunLock(trainer.config.run.dir)
+            try:
+                self._lock = lock.__enter__()
+            except (ConfigError, StorageError) as error:  # the previous main process hangs and has not been ended yet
+                if isinstance(error, StorageError) or time.monotonic() > deadline:
+                    log.warning("%s; training continues without the lock", error)
+                    return
+                time.sleep(0.2)
+
+    def teardown(self, trainer: "Trainer") -> None:
+        if self._lock is not None:
+            self._lock.__exit__(None, None, None)
+            self._lock = None
+
+
+class SlowReplicas(Hook):
+    """Compares the seconds per micro-batch of replicas, which every process publishes in its heartbeats."""
+
+    main_only = True
+
+    def __init__(self, steps: int, exclude: bool) -> None:
+        """`steps`: consecutive steps after which a slow replica is reported (0: never). `exclude`: whether it is also excluded."""
+        self._steps, self._exclude = steps, exclude
+        self._since: dict[Member, int] = {}
+        self._reported: set[Member] = set()
+        self._looked_at = 0.0
+
+    def on_event(self, trainer: "Trainer", event: RunEvent) -> None:
+        self._since = {}
+
+    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+        now = time.monotonic()
+        if not self._steps or now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        recovery = cast("ElasticTrainer", trainer).recovery
+        slow = slow_members(recovery.decision, recovery.beats())
+        self._since = {member: self._since.get(member, event.metrics.step) for member in slow}
+        for member, since in self._since.items():
+            if event.metrics.step - since < self._steps or member in self._reported:
+                continue
+            self._reported.add(member)
+            text = f"{slow[member]:.1f} times as long as the others for {event.metrics.step - since} steps"
+            action = "it is excluded and restarted" if self._exclude else "check the load of its machine"
+            trainer.warn(f"replica {member.replica} takes {text}; {action}")
+            if self._exclude:
+                recovery.exclude_slow(member, text)
+
+
+def slow_members(decision: Decision, beats: Sequence[Beat]) -> dict[Member, float]:
+    """The slow members, with their seconds per micro-batch divided by the median of the others."""
+    pace = {
+        member: max((beat.pace for beat in beats if beat.incarnation == member.incarnation), default=0.0)
+        for member in decision.members
+    }
+    found = {}
+    for member, own in pace.items():
+        others = [each for other, each in pace.items() if other != member and each > 0]
+        if others and own > TIMES * statistics.median(others):
+            found[member] = own / statistics.median(others)
+    return found

@@ -1,0 +1,68 @@
+"""One process's part in a run with in-step recovery."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from boost.config import Config
+from boost.elastic.recovery import Recovery
+from boost.elastic.trainer import ElasticTrainer
+from boost.parallel.rendezvous import Stopped
+from boost.train.faults import WAIT_S, Fault, FaultInjection
+from boost.train.heartbeat import Heartbeat
+from boost.train.hooks import Hook
+from boost.train.loop import Trainer
+from boost.train.rundir import RunDirectory
+from boost.train.session import Session
+
+
+class ElasticSession(Session):
+    """A run that goes on when it loses a replica."""
+
+    def __init__(self, config: Config, stopped: Stopped) -> None:
+        """Joins the replica and, unless it is a restart, the first membership. Raises the same errors as `Recovery`."""
+        self.config, self.recovery = config, Recovery(config, stopped)
+        self.mesh = self.recovery.mesh
+
+    @property
+    def rank(self) -> int:
+        """Rank of the full run: it stays when the membership changes."""
+        return self.recovery.slot
+
+    @property
+    def is_over(self) -> bool:
+        return self.recovery.is_over
+
+    def heartbeat(self, on_hang: Callable[[str], None]) -> Heartbeat:
+        slot = replace(self.mesh, rank=self.recovery.slot, size=self.recovery.slots)
+        return Heartbeat(slot, self.config.run, on_hang, self.recovery.board, self.recovery.member.incarnation)
+
+    def faults(self, faults: Sequence[Fault]) -> Hook:
+        return _Faults(list(faults))
+
+    def trainer(self, run: RunDirectory, hooks: Sequence[Hook]) -> ElasticTrainer:
+        return ElasticTrainer(self.config, self.recovery, run, hooks)
+
+    def start(self, trainer: Trainer, candidates: list[Path], start_from: str | None) -> None:
+        """Loads the state to start with: a restarted replica receives it from the others."""
+        elastic = cast(ElasticTrainer, trainer)
+        if self.recovery.is_restart:
+            self.recovery.enter(elastic)
+        else:
+            elastic.start(candidates, start_from)
+            self.recovery.begin(elastic)
+
+    def failed(self, error: Exception) -> None:
+        """Tells the others."""
+        self.recovery.failed(error)
+
+    def close(self) -> None:
+        self.recovery.close()
+        super().close()
+
+
+class _Faults(FaultInjection):
+    def actions(self, trainer: Trainer) -> dict[str, Callable[[], Any]]:
+        elastic = cast(ElasticTrainer, trainer)
+        return super().actions(trainer) | {"wait": lambda: elastic.wait_for_newcomer(WAIT_S)}
