@@ -1,10 +1,17 @@
 """The codebase follows docs/design.md: imports point downward, and models use no process groups."""
 
 import ast
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from boost.config.layouts import layout_names
+from tests.train.commands import toml
 
 REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "boost"
@@ -73,6 +80,36 @@ def test_the_package_does_not_need_the_evaluation() -> None:
         if any(name.split(".")[0] == "benchmarks" for name in imported(ast.parse(file.read_text(encoding="utf-8"))))
     }
     assert found == set()
+
+
+def test_only_the_place_that_chooses_it_names_the_package_of_recovery() -> None:
+    """Everything else of in-step recovery stands in boost/elastic."""
+    found = {
+        name_of(file)
+        for file in FILES
+        if file.relative_to(ROOT).parts[0] != "elastic" and "boost.elastic" in file.read_text(encoding="utf-8")
+    }
+    assert found == {"boost/train/run.py", "boost/cli/train.py"}
+
+
+@pytest.mark.slow
+def test_training_needs_neither_the_planner_nor_measurements(store: Path, tmp_path: Path) -> None:
+    """In a copy of the package without them, whole commands work."""
+    shutil.copytree(
+        ROOT, tmp_path / "boost", ignore=shutil.ignore_patterns("plan", "measure", "elastic", "__pycache__")
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    (tmp_path / "run.toml").write_text(f'{toml(store, tp=1, steps=2)}dir = "{tmp_path / "run"}"\n', encoding="utf-8")
+    run = str(tmp_path / "run")
+    for words in (
+        ("train", str(tmp_path / "run.toml")),
+        ("eval", run),
+        ("generate", run, "--prompt", "def", "--max-tokens", "2"),
+        ("export", run, "--out", str(tmp_path / "exported")),
+    ):
+        command = [sys.executable, "-m", "boost.cli.main", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, (words, done.stderr)
 
 
 LAYOUT_FOLDERS = ("boost/config/layouts/", "boost/parallel/layouts/")

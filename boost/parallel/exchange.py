@@ -41,7 +41,7 @@ last_exchanges: dict[str, LastExchange] = {}
 
 
 def _profiler_range(what: str, latest: LastExchange) -> contextlib.AbstractContextManager[object]:
-    """A profiler range that `boost.measure.timeline` parses, active only while a profiler records (train.profile)."""
+    """A profiler range that says which message this is, active only while a profiler records (train.profile)."""
     if not torch.autograd.profiler._is_profiler_enabled:
         return contextlib.nullcontext()
     return torch.profiler.record_function(

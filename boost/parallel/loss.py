@@ -64,7 +64,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def chunks(tokens: int, step: int) -> Iterable[int]:
-    """Start of each chunk of tokens. (The planner patches this to run one of several identical chunks.)"""
+    """Start of each chunk of tokens."""
     return range(0, tokens, step)
 
 

@@ -46,7 +46,7 @@ def launch_dir() -> Path | None:
 
 
 def file_store(path: Path, size: int = -1) -> dist.FileStore:
-    """A store in a local file, with space reserved for what is written later (process groups, memberships): the run must not depend
+    """A store in a local file, with space reserved for what is written later (process groups): the run must not depend
     on the space that others leave in the temporary folder."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:

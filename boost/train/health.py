@@ -105,7 +105,7 @@ class HealthMonitor(Hook):
         """Whether a checkpoint was due during this trouble, so that an unmarked one follows when it is over."""
 
     def on_train_start(self, trainer: "Trainer", event: TrainStart) -> None:
-        if not any(self._detector.state().values()):  # a replica that rejoins has those of the others
+        if not any(self._detector.state().values()):  # a process that joins later has those of the others
             self._detector.take_state(trainer.position.recent)
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:

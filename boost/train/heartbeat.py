@@ -102,7 +102,7 @@ class Beat:
     issued: dict[str, Issued] = field(default_factory=dict)
     """Latest collective of each group, by group name."""
     incarnation: str = ""
-    """With in-step recovery: the incarnation of the replica that this process belongs to."""
+    """Name of this start of the process, if processes are restarted within a run."""
     pace: float = 0.0
     """Seconds per micro-batch of the latest forward and backward passes; 0: unknown."""
     pid: int = 0

@@ -221,7 +221,7 @@ class Hook:
         """Called after a checkpoint is complete."""
 
     def on_event(self, trainer: "Trainer", event: RunEvent) -> None:
-        """Called for any other event, at any point of the run: a replica was lost or has rejoined (`boost.elastic`)."""
+        """Called for any other event, at any point of the run, such as a replica that was lost or has rejoined."""
 
     def state(self) -> dict[str, Any]:
         """State of the hook as JSON-serializable values, for the same hook on a process that joins the run. Empty by default."""

@@ -158,20 +158,21 @@ class MetricsWriter:
             with best_effort(f"open {module.__name__}", warn):
                 self._trackers.append(_Tracker(module, run, config))
 
-    def step(self, metrics: StepMetrics) -> None:
-        """Writes one step."""
-        self._write("step", "train", metrics)
-
-    def evaluation(self, metrics: EvalMetrics) -> None:
-        """Writes one evaluation."""
-        self._write("eval", "eval", metrics)
-
     def write(self, metrics: StepMetrics | EvalMetrics) -> None:
         """Writes one step or evaluation."""
-        if isinstance(metrics, StepMetrics):
-            self.step(metrics)
-        else:
-            self.evaluation(metrics)
+        kind, prefix = ("step", "train") if isinstance(metrics, StepMetrics) else ("eval", "eval")
+        self._add_line(kind, metrics)
+        values = flat_config(dataclasses.asdict(metrics), separator="/").items()
+        named = {f"{prefix}/{name}": value for name, value in values if name not in ("step", "final")}
+
+        def add_scalars(board: "SummaryWriter") -> None:
+            for name, value in named.items():
+                board.add_scalar(name, value, metrics.step)
+
+        self._draw(add_scalars)
+        for tracker in self._trackers:
+            with best_effort(f"log to {tracker.name}", self._warn):
+                tracker.log(named, metrics.step)
 
     def event(self, event: RunEvent) -> None:
         """Writes another event of the run."""
@@ -220,20 +221,6 @@ class MetricsWriter:
             with best_effort(f"log to {tracker.name}", self._warn):
                 tracker.finish()
         self._board, self._trackers = None, []
-
-    def _write(self, kind: str, prefix: str, metrics: StepMetrics | EvalMetrics) -> None:
-        self._add_line(kind, metrics)
-        values = flat_config(dataclasses.asdict(metrics), separator="/").items()
-        named = {f"{prefix}/{name}": value for name, value in values if name not in ("step", "final")}
-
-        def add_scalars(board: "SummaryWriter") -> None:
-            for name, value in named.items():
-                board.add_scalar(name, value, metrics.step)
-
-        self._draw(add_scalars)
-        for tracker in self._trackers:
-            with best_effort(f"log to {tracker.name}", self._warn):
-                tracker.log(named, metrics.step)
 
     def _add_line(self, kind: str, event: Any) -> None:
         with best_effort("write metrics.jsonl", self._warn):
@@ -295,11 +282,11 @@ class MetricsHook(Hook):
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
         if self._writer:
-            self._writer.step(event.metrics)
+            self._writer.write(event.metrics)
 
     def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
         if self._writer:
-            self._writer.evaluation(event.metrics)
+            self._writer.write(event.metrics)
 
     def on_sample(self, trainer: "Trainer", event: SampleEnd) -> None:
         step, number = self._sampled

@@ -28,7 +28,7 @@ def write(path: Path, steps: list[StepMetrics], resumed_step: int | None = None)
     run, config = start(path)
     writer = MetricsWriter(run, config, resumed_step)
     for metrics in steps:
-        writer.step(metrics)
+        writer.write(metrics)
     writer.close()
     return run
 
@@ -36,8 +36,8 @@ def write(path: Path, steps: list[StepMetrics], resumed_step: int | None = None)
 def test_every_line_is_there_before_the_writer_closes(tmp_path: Path) -> None:
     run, config = start(tmp_path)
     writer = MetricsWriter(run, config)
-    writer.step(step(1))
-    writer.evaluation(EvalMetrics(1, 4.0, math.exp(4.0), 1.5, 512))
+    writer.write(step(1))
+    writer.write(EvalMetrics(1, 4.0, math.exp(4.0), 1.5, 512))
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     writer.close()
     writer.close()
@@ -127,7 +127,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     said: list[str] = []
     writer = MetricsWriter(run, config, warn=said.append)
     for number in (1, 2):
-        writer.step(step(number))
+        writer.write(step(number))
     assert said == ["cannot write metrics.jsonl: No space left on device; training continues"]
 
 
@@ -155,8 +155,8 @@ def test_a_tracker_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "trackio" if package == "wandb" else "wandb", other)
     run, config = start(tmp_path / "first", f"--run.{package}", "true", "--run.project", "mine")
     writer = MetricsWriter(run, config)
-    writer.step(step(7))
-    writer.evaluation(EvalMetrics(7, 4.0, 54.6, 1.5, 512))
+    writer.write(step(7))
+    writer.write(EvalMetrics(7, 4.0, 54.6, 1.5, 512))
     writer.close()
     (recorded,) = json.loads((tmp_path / "first/trackers.json").read_text()).items()
     assert recorded == (package, recorded[1]) and len(recorded[1]) == 8
@@ -200,7 +200,7 @@ def test_a_resumed_run_is_the_same_run_for_trackers_and_one_that_starts_over_is_
     run, config = start(tmp_path, "--run.wandb", "true")
     for resumed_step in (None, 0):
         writer = MetricsWriter(run, config, resumed_step)
-        writer.step(step(1))
+        writer.write(step(1))
         writer.close()
     run.set_aside_metrics()
     MetricsWriter(run, config).close()
@@ -218,8 +218,8 @@ def test_wandb_offline_keeps_one_run_in_the_run_directory(tmp_path: Path, monkey
     run, config = start(tmp_path / "run", "--run.wandb", "true", "--run.project", "mine")
     for number in (1, 2):
         writer = MetricsWriter(run, config, number - 1)
-        writer.step(step(number))
-        writer.evaluation(EvalMetrics(number, 4.0, 54.6, 1.5, 512))
+        writer.write(step(number))
+        writer.write(EvalMetrics(number, 4.0, 54.6, 1.5, 512))
         writer.close()
     (run_id,) = json.loads(run.trackers.read_text()).values()
     files = sorted((run.path / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
@@ -239,7 +239,7 @@ def test_tensorboard_has_configuration_samples_and_hyperparameters_of_all_runs_o
         run, config = start(tmp_path / name, *flags)
         writer = MetricsWriter(run, config, 0)
         for number in (1, 2):
-            writer.evaluation(EvalMetrics(number, 4.0 / number, 54.6, 1.5, 512))
+            writer.write(EvalMetrics(number, 4.0 / number, 54.6, 1.5, 512))
         writer.sample(SampleEnd(2, "Once", " upon\n  a # time"), 1)
         writer.sample(SampleEnd(2, "def", " f()"), 2)
         writer.end(RunEnd(2, "done", ""))
