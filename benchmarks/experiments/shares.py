@@ -5,7 +5,6 @@ realistic values instead of zeros or uninitialized memory.
 """
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -36,24 +35,11 @@ def without_the_others(parallel: ParallelConfig, device: torch.device) -> Iterat
     try:
         meshes._backend = lambda device: None
         used.receives_first = lambda _: False  # no other process sends messages
-        if leaves_unwritten(parallel.world_size, device):
-            used._ops = _LocalCollectives()
+        used._ops = _LocalCollectives()
         yield mesh_of(parallel, device)
     finally:
         used._ops, used.receives_first, meshes._backend = usual
         dist.destroy_process_group()
-
-
-def leaves_unwritten(size: int, device: torch.device) -> bool:
-    """Whether this torch's fake process group leaves results unwritten; that of torch 2.13 copies the process's own data."""
-    part, whole = torch.ones(1, device=device), torch.ones(size, device=device)
-    gathered, summed, exchanged = (torch.full_like(x, torch.nan) for x in (whole, part, whole))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # the new names do not exist in torch 2.11
-        dist.all_gather_into_tensor(gathered, part)
-        dist.reduce_scatter_tensor(summed, whole)
-    dist.all_to_all_single(exchanged, whole, [1] * size, [1] * size)
-    return bool(torch.cat((gathered, summed, exchanged)).isnan().any())
 
 
 def share_prediction(config: Config, hardware: Hardware) -> Prediction:
@@ -70,7 +56,8 @@ def exposed_collectives(step: StepTime) -> float:
 
 
 class _LocalCollectives:
-    """Replaces torch's functional collectives: calls them, then fills their results with the process's own data."""
+    """Replaces torch's functional collectives: calls them, then fills their results with the process's own data. torch's fake group
+    does so too, but not in every version and not in the same way."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.ops._c10d_functional, name)

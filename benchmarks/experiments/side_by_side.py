@@ -107,7 +107,8 @@ def _measure(group: TimingGroup, rounds: int, threads: int, hardware: Hardware |
         return measure_group(group, open_mesh(group.parallel, run.device, run.timeout_s), rounds)
     assert hardware is not None, "single-rank emulation needs a hardware profile"
     with without_the_others(group.parallel, choose_device(run.device)) as mesh:
-        return measure_group(group, mesh, rounds) | {"priced_by": hardware.title} | _prices(group, hardware)
+        measured = measure_group(group, mesh, rounds)
+    return measured | {"priced_by": hardware.title} | _prices(group, hardware)
 
 
 def measure_group(group: TimingGroup, mesh: Mesh, rounds: int) -> Facts:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from boost.config.schema import ParallelConfig
 from boost.elastic.groups import Membership, RecoverableGroup
 from boost.elastic.membership import Decision, Member
-from boost.parallel.mesh import Axis, Mesh, T
+from boost.parallel.mesh import Axis, Mesh, T, set_group_timeout
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def open_replica(
         axis_mesh = made[name]
         group = axis_mesh.get_group() if axis_mesh.size() > 1 else None
         if group is not None:
-            group.set_timeout(datetime.timedelta(seconds=timeout_s))
+            set_group_timeout(group, timeout_s)
         axes[name] = Axis(axis_mesh.get_local_rank(), axis_mesh.size(), group)
     return Replica(device, axes, process, size)
 

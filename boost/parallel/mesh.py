@@ -1,5 +1,6 @@
 """The processes of a run as one mesh (pp, dp, cp, tp). TP is innermost so that it stays inside a node."""
 
+import contextlib
 import datetime
 import json
 import os
@@ -219,7 +220,7 @@ def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600
     def axis(axis_mesh: DeviceMesh) -> Axis:
         group = axis_mesh.get_group() if axis_mesh.size() > 1 else None
         if group is not None:  # init_device_mesh sets the backend's default timeout, half an hour
-            group.set_timeout(datetime.timedelta(seconds=timeout_s))
+            set_group_timeout(group, timeout_s)
         return Axis(axis_mesh.get_local_rank(), axis_mesh.size(), group)
 
     axes = {name: axis(device_mesh[name]) for name in names}
@@ -254,9 +255,14 @@ def _own_group(groups: list[list[int]], name: str, timeout_s: int, backend: str 
 def set_timeout(timeout_s: float) -> None:
     """Sets the timeout, in seconds, of everything issued from now on in any group of this process."""
     if dist.is_initialized():
-        timeout = datetime.timedelta(seconds=timeout_s)
         for group in list(dist.distributed_c10d._world.pg_map):
-            group.set_timeout(timeout)
+            set_group_timeout(group, timeout_s)
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
+    """Sets the timeout of everything issued from now on in one group, in seconds. Does nothing if its backend has no timeout."""
+    with contextlib.suppress(RuntimeError):
+        group.set_timeout(datetime.timedelta(seconds=timeout_s))
 
 
 def close_mesh() -> None:
