@@ -31,12 +31,16 @@ class Kernel:
         """`reads`: how often it reads its inputs: one more if it returns a sum over rows in addition to a result per row."""
         functools.update_wrapper(self, function)
         self.function, self.reads = function, reads
+        self.traced = function
+        """What becomes part of a compiled graph. Compiled by torch 2.11, a custom autograd function has no gradients, without a
+        word (2.13 has them), if its result is what an operation gave back of its operands: of an in-place operation, or of a `to`
+        that changes nothing. Such a function needs another form here; a compiler saves the memory by itself."""
         self.name = function.__name__
         KERNELS[self.name] = self
 
     def __call__(self, *arguments: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self.function(*arguments)
+            return self.traced(*arguments)
         return _backend(self, arguments)
 
 
@@ -139,13 +143,6 @@ def row_dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     return (x * y).sum(-1, dtype=dtype)
 
 
-def _times(x: Tensor, y: Tensor) -> Tensor:
-    """x y, in the memory of x."""
-    # A compiler needs no such help. And compiled by torch 2.11, a custom autograd function has no gradients, without a word, if it
-    # returns what an operation has returned as it was: of an in-place operation, or of a `to` that changes nothing. 2.13 has them.
-    return x * y if torch.compiler.is_compiling() else x.mul_(y)
-
-
 # Kernels.
 
 
@@ -168,13 +165,16 @@ def activated_backward(dh_TR: Tensor, u_TR: Tensor, c_T1: Tensor | None, silu: b
 @Kernel
 def gated(gate_TO: Tensor, up_TO: Tensor) -> Tensor:
     """silu(gate) up (SwiGLU, arXiv 2002.05202)."""
-    return _times(F.silu(gate_TO), up_TO)
+    return F.silu(gate_TO).mul_(up_TO)
+
+
+gated.traced = lambda gate_TO, up_TO: F.silu(gate_TO) * up_TO
 
 
 @Kernel
 def gated_backward(dy_TO: Tensor, gate_TO: Tensor, up_TO: Tensor) -> tuple[Tensor, Tensor]:
     """dy -> (dgate = dy up silu'(gate), dup = dy silu(gate))."""
-    return torch.ops.aten.silu_backward(dy_TO * up_TO, gate_TO), _times(F.silu(gate_TO), dy_TO)
+    return torch.ops.aten.silu_backward(dy_TO * up_TO, gate_TO), F.silu(gate_TO).mul_(dy_TO)
 
 
 @Kernel
@@ -215,8 +215,16 @@ def row_product(x_TR: Tensor, y_TR: Tensor, dtype: torch.dtype) -> Tensor:
 def normed(x_TD: Tensor, gamma_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMSNorm of whole rows -> (gamma x c, rounded to x's dtype once, c [T, 1])."""
     c_T1 = inverse_rms(row_sum_of_squares(x_TD), x_TD.shape[-1], eps)
-    y_TD = _times(x_TD * c_T1, gamma_D)
+    return (x_TD * c_T1).mul_(gamma_D).to(x_TD.dtype), c_T1
+
+
+def _normed_traced(x_TD: Tensor, gamma_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    c_T1 = inverse_rms(row_sum_of_squares(x_TD), x_TD.shape[-1], eps)
+    y_TD = x_TD * c_T1 * gamma_D
     return y_TD if y_TD.dtype == x_TD.dtype else y_TD.to(x_TD.dtype), c_T1
+
+
+normed.traced = _normed_traced
 
 
 @functools.partial(Kernel, reads=2)

@@ -160,7 +160,8 @@ class _ApplyNorm(torch.autograd.Function):
         ctx.widths = widths
         parts = [(v - m_T1) * c_T1 for v, m_T1, c_T1 in _standardized_parts(v_TR, s_T2k, widths)]
         normed = torch.cat(parts, dim=-1)
-        return torch.addcmul(b_R.to(normed.dtype), normed, w_R.to(normed.dtype)).to(v_TR.dtype)
+        y_TR = torch.addcmul(b_R.to(normed.dtype), normed, w_R.to(normed.dtype))
+        return y_TR if y_TR.dtype == v_TR.dtype else y_TR.to(v_TR.dtype)  # conditional: see `Kernel.traced`
 
     @staticmethod
     def backward(ctx: Any, dy_TR: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:

@@ -47,7 +47,7 @@ class _DistillLoss(torch.autograd.Function):
             difference_ND = _difference(x_ND, h_NE, teaching, acc_dtype)
             if difference_ND is not None:
                 loss_N = loss_N + teaching.hidden_weight * difference_ND.square().mean(-1)
-            total += (loss_N * counted_N).sum()
+            total = total + (loss_N * counted_N).sum()
             if teaching.cross_entropy is not None:
                 teaching.cross_entropy.add_((cross_entropy_N * counted_N).sum())
             if dx_TD is None or dw_VD is None:
