@@ -17,11 +17,10 @@ class OptimConfig(Tagged):
     norms."""
 
     key: ClassVar[str] = "optim.name"
-    absent: ClassVar[Mapping[str, Any]] = {"exact_every": 0, "refresh_only": False, "frobenius_decay": 0.0}
+    absent: ClassVar[Mapping[str, Any]] = {"exact_every": 0, "refresh_only": False}
     if TYPE_CHECKING:  # readable for every optimizer: its own field, or the value in `absent`
         exact_every: int = 0
         refresh_only: bool = False
-        frobenius_decay: float = 0.0
 
     for_factors: ClassVar[bool] = False
     """Whether the optimizer has its own update for the factors A and B."""
@@ -103,28 +102,10 @@ class AdamWConfig(OptimConfig):
 
     name: Literal["adamw"] = "adamw"
 
-    frobenius_decay: NonNegative = 0.0
-    """Decoupled decay along the gradient of |BA|^2 / 2 of each low-rank linear; replaces weight_decay on its factors (arXiv
-    2105.01029)."""
-
     @property
     def builder(self) -> str:
-        """With Frobenius decay, a decay step before AdamW's."""
-        return "boost.optim.frobenius:FrobeniusAdamW" if self.frobenius_decay else "boost.optim.adamw:plain_adamw"
-
-    @property
-    def whole_factors(self) -> bool:
-        """Frobenius decay needs the Gram matrices of both factors."""
-        return self.frobenius_decay > 0
-
-    def problems(self, config: "Config") -> Iterator[str]:
-        """Frobenius decay requires low-rank factors."""
-        if self.frobenius_decay and not config.model.low_rank:
-            yield (
-                f"optim.frobenius_decay = {self.frobenius_decay} is for low-rank factors; model.family = "
-                f"'{config.model.family}' has none; valid value: 0"
-            )
-        yield from super().problems(config)
+        """torch's fused AdamW."""
+        return "boost.optim.adamw:plain_adamw"
 
 
 class LOROConfig(OptimConfig):

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from boost.config import Config
-from boost.config.factors import is_factor
 from boost.config.optimizers import OptimConfig
 from boost.models.fused import FusedParam
 from boost.parallel.mesh import Mesh
@@ -22,10 +21,8 @@ Part = dict[Tensor, tuple[int, dict[str, Tensor]]]
 
 def decays(fused: FusedParam, optim: OptimConfig) -> bool:
     """Whether a stored tensor has weight decay. Every parameter of a linear does; embedding, head and norms only if
-    optim.decay_on = 'all'. If Frobenius decay is on, it replaces weight decay of the factors."""
+    optim.decay_on = 'all'."""
     role = fused.slices[0].parameter.role
-    if is_factor(role) and optim.frobenius_decay:
-        return False
     return optim.decay_on == "all" or role.startswith(("enter.", "q.", "kv.", "o.", "leave."))
 
 

@@ -91,7 +91,7 @@ def test_fake_tensors_keep_what_real_ones_do(policy: RecomputeName) -> None:
 
 @pytest.mark.parametrize(
     "optim",
-    [{"name": "muon"}, {"name": "loro", "refresh_only": True}, {"frobenius_decay": 0.1}],
+    [{"name": "muon"}, {"name": "loro", "refresh_only": True}],
     ids=str,
 )
 def test_what_other_optimizers_hold(optim: dict[str, Any]) -> None:

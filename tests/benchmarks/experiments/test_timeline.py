@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.commands import main
-from benchmarks.experiments.timeline import as_numbers, draw, from_numbers, rows
+from benchmarks.experiments.timeline import as_numbers, from_numbers, rows
 from boost.measure.timeline import Interval, ProcessStep
 
 
@@ -50,11 +50,3 @@ def test_numbers_of_a_step() -> None:
     assert list(rows([STEP])) == [("1", "100.0", "55.0", "70.0", "35.0", "50%")]
     again = from_numbers(json.loads(json.dumps(as_numbers(STEP))))
     assert list(rows([again])) == list(rows([STEP]))
-
-
-@pytest.mark.slow
-def test_the_picture(tmp_path: Path) -> None:
-    draw(7, [STEP, STEP], tmp_path / "step.svg")
-    text = (tmp_path / "step.svg").read_text()
-    for words in ("rank 1", "waiting for communication", "milliseconds of step 7"):
-        assert words in text

@@ -1,4 +1,4 @@
-"""Goals and tables of the wire experiment, of made-up seconds, in today's format and in that of older versions."""
+"""Goals and tables of the wire experiment, of made-up seconds."""
 
 from pathlib import Path
 
@@ -9,20 +9,18 @@ from benchmarks.experiments.document import Table
 from benchmarks.experiments.goals import target_of
 from benchmarks.experiments.results import Facts, figures
 from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON_SP, PUBLISHED, VANILLA
-from benchmarks.experiments.wire_facts import seconds_of, set_of, wires
+from benchmarks.experiments.wire_facts import seconds_of, wires
 from benchmarks.experiments.wire_plan import BTP_CP, BTPS, MEGATRONS, VANILLAS
 from boost.errors import MeasurementError
-from tests.benchmarks.experiments.wires import made_up, of_older_version
+from tests.benchmarks.experiments.wires import made_up
 
 NAMES = [each.name for each in (*MEGATRONS, *VANILLAS, *BTPS)]
 SECONDS = {name: 2.0 if name.startswith((BTP, BTP_SP)) else 3.0 for name in NAMES}
 
 
-@pytest.fixture(params=["today", "older"])
-def facts(request: pytest.FixtureRequest) -> Facts:
-    if request.param == "today":
-        return made_up(SECONDS)
-    return of_older_version(made_up({name: each for name, each in SECONDS.items() if not name.startswith(BTP_CP)}))
+@pytest.fixture
+def facts() -> Facts:
+    return made_up(SECONDS)
 
 
 def test_goals_are_read_at_the_worse_end(facts: Facts) -> None:
@@ -58,7 +56,7 @@ def test_a_fraction_of_what_the_wire_hardly_adds_is_not_shown() -> None:
 
 
 def test_launches_stay_apart(facts: Facts) -> None:
-    group = facts["groups"][0].get("group", "")
+    group = facts["groups"][0]["group"]
     seconds = seconds_of(facts, group, "slow", BTP)
     assert [len(launch) for launch in seconds] == [7, 7, 7] and seconds[0] != seconds[1]
     assert wires(facts, group) == {"no limit": None, "share-matched": 400.0, "slow": 100.0}
@@ -82,12 +80,10 @@ def test_a_comparison_that_shows_nothing_says_so(facts: Facts) -> None:
 def test_steps_of_many_tokens_have_goals_of_their_own() -> None:
     """Uses the faster form of each layout; the slow wire adds 1 s to steps of 2 s and 3 s, and 0.5 s with halves."""
     seconds = {BTP: 4.0, BTP_SP: 3.0, f"{BTP_SP}, halves": 3.0, BTP_CP: 2.0, f"{BTP_CP}, halves": 2.0}
-    for facts in (made_up(seconds, name="many"), of_older_version(made_up(seconds))):
-        assert set_of(facts) == "many"
-        found = wire_report.goals(facts)
-        assert [target_of(goal.what).experiment for goal in found] == ["wire"] * 3
-        assert [goal.met for goal in found] == [True, True, None]
-        assert found[1].found == "1.40 (1.40 to 1.40) x (btp-cp, halves against btp-sp, halves)"
+    found = wire_report.goals(made_up(seconds, name="many"))
+    assert [target_of(goal.what).experiment for goal in found] == ["wire"] * 3
+    assert [goal.met for goal in found] == [True, True, None]
+    assert found[1].found == "1.40 (1.40 to 1.40) x (btp-cp, halves against btp-sp, halves)"
 
 
 def test_sets_of_several_groups_show_gains(tmp_path: Path) -> None:
