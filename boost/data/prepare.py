@@ -294,7 +294,7 @@ def _build(
                     + ("raise --max-tokens or --heldout" if options.max_tokens else "name files that contain text")
                 )
         report.notes += _notes(options, plan, encoder, reading, size)
-        meta = store_meta(FORMAT, plan.tokenizer, plan.eos, fingerprint, options, report)
+        meta = store_meta(plan.tokenizer, plan.eos, fingerprint, options, report)
         writer.finish(plan.tokenizer.to_str(), meta, report.details())
 
 
@@ -326,8 +326,7 @@ def _begin(options: PrepareOptions, reading: Reading) -> _Plan:
     vocab_size = parse_training(options.tokenizer)
     if vocab_size is None:
         tokenizer = load_tokenizer(options.tokenizer)
-        spec = Path(options.tokenizer)
-        eos = find_eos(tokenizer, options.eos, spec if spec.is_dir() else spec.parent if spec.is_file() else None)
+        eos = find_eos(tokenizer, options.eos, options.tokenizer)
     else:
         tokenizer = train_tokenizer(_train_pieces(reading, rule), vocab_size, options.eos or END_OF_TEXT)
         eos = find_eos(tokenizer, options.eos or END_OF_TEXT)
