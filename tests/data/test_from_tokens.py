@@ -104,23 +104,6 @@ def test_held_out_ids_of_their_own(tmp_path, tokenizer, ids):
     assert documents(store.split("train")) == ids[:50] and documents(store.split("heldout")) == ids[50:]
 
 
-def test_progress_passes_the_whole_input(tmp_path, tokenizer, ids):
-    seen = []
-
-    class Recorder(Progress):
-        def phase(self, name, total):
-            seen.append((name, total, 0))
-
-        def update(self, consumed, documents):
-            assert consumed >= (seen[-1][2] if len(seen) > 1 else 0)
-            seen[-1] = (*seen[-1][:2], consumed)
-
-    np.array([token for each in ids for token in (*each, 0)], "<u2").tofile(tmp_path / "x.bin")
-    prepare(options(tmp_path, tokenizer, tmp_path / "x.bin"), Recorder())
-    size = (tmp_path / "x.bin").stat().st_size
-    assert seen[-1] == ("copying the ids", size, size)
-
-
 @pytest.mark.parametrize("bad", [300, -1])
 def test_ids_outside_the_vocabulary_are_found(bad, tmp_path, tokenizer, ids):
     index = write_megatron(tmp_path / "x", [[each] for each in [*ids, [5, bad]]], "int32")
@@ -129,19 +112,6 @@ def test_ids_outside_the_vocabulary_are_found(bad, tmp_path, tokenizer, ids):
     with pytest.raises(DataError, match=message):
         prepare(options(tmp_path, tokenizer, index))
     assert not (tmp_path / "store").exists()
-
-
-def test_wide_vocabularies_need_wide_tokens(tmp_path, tokenizer):
-    words = {"</s>": 0, **{f"w{i}": i for i in range(1, 70_000)}}
-    Tokenizer(models.WordLevel(words, unk_token="</s>")).save(str(tmp_path / "wide.json"))
-    np.array([1, 2, 0, 69_999, 0], "<u4").tofile(tmp_path / "x.bin")
-    wide = {"tokenizer": str(tmp_path / "wide.json"), "token_dtype": "uint32"}
-    store = prepare(options(tmp_path, tokenizer, tmp_path / "x.bin", **wide)).store
-    assert store.split("train").tokens.dtype == np.dtype("<u4") and store.largest_token == 69_999
-    with pytest.raises(
-        DataError, match=r"id 69999 \(number 3 of the file\) is outside the tokenizer's vocabulary of 300"
-    ):
-        prepare(options(tmp_path, tokenizer, tmp_path / "x.bin", token_dtype="uint32", out=tmp_path / "other"))
 
 
 @pytest.mark.parametrize(

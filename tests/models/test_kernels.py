@@ -77,7 +77,7 @@ def test_each_is_one_kernel_where_it_is_compiled_and_the_same_function(dtype: to
         metrics.reset()
         with using(INDUCTOR):
             compiled = results(KERNELS[name], *given)
-        # A row sum and the operations that use it are one Triton kernel (test_triton.py), but several C++ loops.
+        # A row sum and the operations that use it are one Triton kernel, but several C++ loops.
         assert metrics.generated_kernel_count == 1 or name in ("normed", "normed_backward"), name
         for got, expected in zip(compiled, results(KERNELS[name], *given), strict=True):
             assert (got.dtype, got.stride()) == (expected.dtype, expected.stride()), name
