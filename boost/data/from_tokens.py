@@ -22,7 +22,7 @@ import numpy.typing as npt
 from boost.data.blocks import FileArray
 from boost.data.report import FileReport, PrepareReport
 from boost.data.sources import require_unchanged
-from boost.data.split import rule_for_keys
+from boost.data.split import choose_split
 from boost.data.store import token_dtype
 from boost.data.tokenizer import find_eos, load_tokenizer, parse_training, vocabulary_size
 from boost.data.writer import TokenWriter, store_meta
@@ -58,33 +58,21 @@ class TokenFile:
         """The files that it consists of."""
         return [self.path] if self.index is None else [self.path, self.index]
 
-    def chunks(self, eos: int) -> Iterator[tuple[npt.NDArray[Any], bool]]:
+    def pieces(self, eos: int) -> Iterator[tuple[npt.NDArray[Any], bool]]:
         """Consecutive ids of one document, not validated, and whether the document ends with them."""
         ids, start = FileArray(self.path, self.dtype), 0
-        if self.ends is None:
-            yield from split_at_eos((ids[at : at + _BLOCK] for at in range(0, len(ids), _BLOCK)), eos)
-            return
-        for end in map(int, self.ends):
-            for at in range(start, end, _BLOCK):
+        for end in map(int, _ends_at_eos(ids, eos) if self.ends is None else self.ends):
+            for at in range(start, max(end, start + 1), _BLOCK):  # one empty piece of an empty document
                 yield ids[at : min(at + _BLOCK, end)], at + _BLOCK >= end
-            if start == end:
-                yield ids[end:end], True
             start = end
 
 
-def split_at_eos(blocks: Iterator[npt.NDArray[Any]], eos: int) -> Iterator[tuple[npt.NDArray[Any], bool]]:
-    """Divides a stream of ids after every eos; what follows the last one is a document, too."""
-    is_open = False
-    for block in blocks:
-        start = 0
-        for end in np.flatnonzero(block == eos) + 1:
-            yield block[start:end], True
-            start, is_open = int(end), False
-        if start < len(block):
-            yield block[start:], False
-            is_open = True
-    if is_open:
-        yield np.empty(0, dtype=np.int64), True
+def _ends_at_eos(ids: FileArray, eos: int) -> list[int]:
+    """The number of ids up to and including every eos; what follows the last one is a document, too."""
+    ends: list[int] = []
+    for at in range(0, len(ids), _BLOCK):
+        ends += (np.flatnonzero(ids[at : at + _BLOCK] == eos) + at + 1).tolist()
+    return ends if len(ids) == (ends[-1] if ends else 0) else [*ends, len(ids)]
 
 
 def open_token_files(path: Path, dtype: str, split: str | None = None) -> list[TokenFile]:
@@ -208,7 +196,7 @@ class TokenInput:
         for file in self.files:
             entry, number, length, read = section.file(file.path.name), 0, 0, 0
             self._require_unchanged(file)
-            for ids, end in file.chunks(eos):
+            for ids, end in file.pieces(eos):
                 if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
                     at = int(np.argmax((ids < 0) | (ids >= vocab_size)))
                     raise DataError(
@@ -247,7 +235,7 @@ def build_from_tokens(
     if tokens.files[0].split is None:
         progress.phase("scanning the ids", tokens.size)
         parts = tokens.parts(eos[1], size, scanned, progress)
-        rule = rule_for_keys((part.key for part in parts if part.end), options.heldout)
+        rule = choose_split((part.key for part in parts if part.end), options.heldout)
         if rule is None:
             raise DataError(f"there are no ids: {scanned.skipped_in_words()}; name files that contain token ids")
         if rule.single:

@@ -320,7 +320,7 @@ def _begin(options: PrepareOptions, reading: Reading) -> _Plan:
     """Decides the split and loads or trains the tokenizer."""
     rule: SplitRule | None = SplitRule(options.heldout)
     if not reading.separate:
-        rule = choose_split(reading.documents("scanning the input"), options.heldout)
+        rule = choose_split((document.key for document in reading.documents("scanning the input")), options.heldout)
     if rule is None:
         raise _empty(reading.report)
     vocab_size = parse_training(options.tokenizer)

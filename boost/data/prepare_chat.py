@@ -62,7 +62,7 @@ def build_chat(options: "PrepareOptions", reading: Reading, fingerprint: str, fo
                 document.entry.documents -= 1
                 document.entry.skip(str(problem), document.key.rpartition(":")[2])
 
-    rule = choose_split((document for document, _ in encoded("scanning the input")), options.heldout)
+    rule = choose_split((document.key for document, _ in encoded("scanning the input")), options.heldout)
     if rule is None or rule.single:
         usable = "the only conversation" if rule else "no conversation"
         raise DataError(

@@ -28,13 +28,9 @@ def decays(fused: FusedParam, optim: OptimConfig) -> bool:
 
 def build_adamw(fused_params: Sequence[FusedParam], optim: OptimConfig) -> torch.optim.AdamW:
     """torch's fused AdamW over the local shards of fused parameters."""
-    decaying = [decays(fused, optim) for fused in fused_params]
     groups = [
-        {
-            "params": [s.tensor for s, each in zip(fused_params, decaying, strict=True) if each == which],
-            "weight_decay": decay,
-        }
-        for which, decay in ((True, optim.weight_decay), (False, 0.0))
+        {"params": [f.tensor for f in fused_params if decays(f, optim) == decaying], "weight_decay": weight_decay}
+        for decaying, weight_decay in ((True, optim.weight_decay), (False, 0.0))
     ]
     optimizer = fused_adamw([group for group in groups if group["params"]], optim)
     for fused in fused_params:

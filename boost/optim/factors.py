@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from boost.config.architecture import Parameter
-from boost.config.factors import FactorShape, factor_buckets, factor_shape, is_factor
+from boost.config.factors import Deal, FactorShape, factor_buckets, factor_shape, is_factor
 from boost.config.optimizers import OptimConfig
+from boost.config.traffic import ALL_GATHER
 from boost.models.fused import FusedParam, ParamSlice
 from boost.parallel.collectives import all_gather, all_reduce
-from boost.parallel.mesh import Mesh
+from boost.parallel.mesh import Axis, Mesh
 
 
 @dataclass(frozen=True)
@@ -153,3 +154,22 @@ def _gather_rows(stored: Sequence[FusedParam], local: Sequence[Tensor], mesh: Me
 
 def _key(fused: FusedParam) -> str:
     return fused.slices[0].parameter.name
+
+
+def solve_all(deal: Deal, solve: Callable[[int], Tensor], like: Tensor, axis: Axis) -> list[Tensor]:
+    """Solves small problems that all processes of an axis hold alike (LORO's exact step in coordinates, Muon's iterations on Gram
+    matrices). Returns `solve(number)`, flattened, for each problem of the deal, bitwise equal on all processes.
+
+    Each process calls `solve` for its own problems. Buffers have dtype and device of `like`. One all-gather or all-reduce over
+    the axis, as `deal` specifies; none for a single process.
+    """
+    own = deal.on(axis.rank)
+    if axis.size == 1:
+        return [solve(number).flatten() for number in own]
+    gathers = deal.kind == ALL_GATHER
+    buffer = like.new_zeros(deal.part)
+    first = axis.rank * deal.part if gathers else 0
+    for number in own:
+        buffer.narrow(0, deal.starts[number] - first, deal.sizes[number]).copy_(solve(number).flatten())
+    gathered = all_gather(buffer, axis) if gathers else all_reduce(buffer, axis)
+    return [gathered.narrow(0, start, size) for start, size in zip(deal.starts, deal.sizes, strict=True)]

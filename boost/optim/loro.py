@@ -85,12 +85,12 @@ class Loro(Optimizer):
         for bucket in self.factors.buckets:
             factors = [factor for unit in bucket for factor in unit.factors]
             pairs = [pair for unit in bucket for pair in unit.pairs]
-            found = bases(self.factors.tall(bucket, self._with_direction), factors, self.factors.mesh.tp)
-            small = [(found[b.name][1], found[a.name][1]) for a, b in pairs]
+            basis_of = bases(self.factors.tall(bucket, self._with_direction), factors, self.factors.mesh.tp)
+            small = [(basis_of[b.name][1], basis_of[a.name][1]) for a, b in pairs]
             solved = retract_all(small, rate, decay, self.factors.mesh.update_axis)
             for (a, b), new in zip(pairs, solved, strict=True):
                 for factor, x_KR in zip((b, a), new, strict=True):
-                    for view, value in factor.own(factor.fused.tensor, found[factor.name][0] @ x_KR):
+                    for view, value in factor.own(factor.fused.tensor, basis_of[factor.name][0] @ x_KR):
                         view.copy_(value)
 
     def _with_direction(self, fused: FusedParam) -> Tensor:

@@ -334,7 +334,7 @@ def test_a_pretty_printed_record(tmp_path):
         ('{"text": oops}]', "not JSON", ["line 1, column 28: Expecting value"]),
         ('{"text": "two"', "not JSON", ["line 1, column 33: Expecting ',' delimiter"]),
         ("[" * 100_000, "not JSON", ["nested too deeply"]),
-        ('{"text": "two"}] {"text": "lost"}', "not JSON", ["line 1, column 37: Extra data"]),
+        ('{"text": "two"}] {"text": "lost"}', "not JSON", ["line 1, column 36: Extra data"]),
         ('{"text": "' + "x" * 900 + '"}]', "JSON longer than 500 B", []),
     ],
 )

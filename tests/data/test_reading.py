@@ -269,9 +269,9 @@ def test_a_stream_that_breaks_continues(web_hub: Breaks, c4: Path) -> None:
 
 @pytest.mark.slow
 def test_a_stream_that_is_given_up_can_be_continued(web_hub: Breaks, c4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "READ_RETRIES", 1)
     asked = hub_options(c4)
     expected = undisturbed(asked)
-    monkeypatch.setattr(hub, "READ_RETRIES", 1)
     errors: list[str] = []
     web_hub.times = 6
     for _ in range(30):
