@@ -12,7 +12,7 @@ from typing import Any
 
 from boost.data.conversations import document_of
 from boost.data.readers import Document, accept, missing_package
-from boost.data.report import FileReport, PrepareReport
+from boost.data.report import PrepareReport
 from boost.errors import DataError
 
 READ_RETRIES = 720
@@ -68,21 +68,20 @@ class HubSource:
         for row in self._rows(position["stream"] if position else None):
             if self._commit and (note := f"{self.dataset} at commit {self._commit}") not in report.notes:
                 report.notes.append(note)
-            number, self._row = self._row, self._row + 1
-            document = self._document(number, row, entry)
+            key, where = f"{self.dataset}:{self._row}", f"row {self._row}"
+            self._row += 1
+            if not self.chat and self.text_field not in row:
+                columns = ", ".join(map(str, list(row)[:20]))
+                raise DataError(
+                    f"{self.dataset}: no column {self.text_field!r}; choose one with --text-field: {columns}"
+                )
+            document = (
+                document_of(row, key, where, entry) if self.chat else accept(row[self.text_field], key, where, entry)
+            )
             if document is not None:
                 report.consumed += len(document.text)
                 self._consumed = report.consumed
                 yield document
-
-    def _document(self, number: int, row: dict[str, Any], entry: FileReport) -> Document | None:
-        key, where = f"{self.dataset}:{number}", f"row {number}"
-        if self.chat:
-            return document_of(row, key, where, entry)
-        if self.text_field not in row:
-            columns = ", ".join(map(str, list(row)[:20]))
-            raise DataError(f"{self.dataset}: no column {self.text_field!r}; choose one with --text-field: {columns}")
-        return accept(row[self.text_field], key, where, entry)
 
     def position(self) -> dict[str, Any]:
         """The position after the last row."""
