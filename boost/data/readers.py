@@ -424,19 +424,14 @@ def _read_parquet(
     """A damaged row group ends the file and keeps the rows before it."""
     with open_parquet(path) as file:
         column = _string_column(file.schema_arrow, text_field, entry)
-        row, size, groups = 0, path.stat().st_size, file.metadata.num_row_groups
-        for group in range(groups):
-            about = file.metadata.row_group(group)
-            # About 16 MB are decoded at a time: a row can be a whole book.
-            rows = max(min(64, _PARQUET_BYTES * about.num_rows // max(about.total_byte_size, 1)), 1)
-            with damage("damaged Parquet file", f"row group {group}"):
-                for batch in file.iter_batches(rows, row_groups=[group], columns=[column]):
-                    yield from _rows(batch.column(0), row, key, entry)
-                    row += batch.num_rows
-            report.consumed += size // groups
+        size, groups = path.stat().st_size, file.metadata.num_row_groups
 
+        def batches() -> Iterator[Any]:
+            for group in range(groups):
+                yield from file.iter_batches(64, row_groups=[group], columns=[column])  # a row can be a whole book
+                report.consumed += size // groups
 
-_PARQUET_BYTES = 1 << 24
+        yield from _batches(batches(), column, "damaged Parquet file", key, entry)
 
 
 def _read_arrow(
@@ -451,15 +446,20 @@ def _read_arrow(
             opened = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
         column = _string_column(opened.schema, text_field, entry)
         batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else iter(opened)
-        row = number = 0
-        while True:
-            with damage("damaged Arrow file", f"batch {number}"):
-                batch = next(batches, None)
-            if batch is None:
-                break
-            yield from _rows(batch.column(column), row, key, entry)
-            row, number = row + batch.num_rows, number + 1
+        yield from _batches(batches, column, "damaged Arrow file", key, entry)
     report.consumed += path.stat().st_size
+
+
+def _batches(batches: Iterator[Any], column: str, reason: str, key: str, entry: FileReport) -> Iterator[Document]:
+    """Documents of record batches. Raises `Unreadable` with this reason at the first damaged one."""
+    row = 0
+    while True:
+        with damage(reason, f"after row {row}"):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield from _rows(batch.column(column), row, key, entry)
+        row += batch.num_rows
 
 
 def _string_column(schema: Any, text_field: str | None, entry: FileReport) -> str:
