@@ -96,7 +96,7 @@ def from_tree(tree: dict[str, Any]) -> Config:
 
 def validated(tree: dict[str, Any]) -> Config:
     """Validates each field of a document, but not the rules between fields. Raises ConfigError."""
-    for section, key in (("model", "dlr_alpha"), ("optim", "frobenius_decay")):
+    for section, key in (("model", "dlr_alpha"), ("optim", "frobenius_decay"), ("optim", "refresh_only")):
         table = tree.get(section)
         if isinstance(table, dict) and table.get(key) == 0:  # off, as runs from before the removal of the key wrote it
             tree = {**tree, section: {name: value for name, value in table.items() if name != key}}
@@ -264,7 +264,9 @@ def _toml_value(value: Any) -> str:
 
 def _suggest(word: str, choices: Any, what: str, prefix: str = "") -> str:
     """'did you mean ...?' with the nearest choice, or the list of all choices."""
-    if word in ("model.dlr_alpha", "optim.frobenius_decay", "spectron") or word.startswith("optim.spectron_"):
+    if word in ("model.dlr_alpha", "optim.frobenius_decay", "optim.refresh_only", "spectron") or word.startswith(
+        "optim.spectron_"
+    ):
         return "it was removed (see docs/negative-results.md)"
     names = [str(choice) for choice in choices]
     last = word.rpartition(".")[2]

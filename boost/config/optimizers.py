@@ -17,10 +17,9 @@ class OptimConfig(Tagged):
     norms."""
 
     key: ClassVar[str] = "optim.name"
-    absent: ClassVar[Mapping[str, Any]] = {"exact_every": 0, "refresh_only": False}
+    absent: ClassVar[Mapping[str, Any]] = {"exact_every": 0}
     if TYPE_CHECKING:  # readable for every optimizer: its own field, or the value in `absent`
         exact_every: int = 0
-        refresh_only: bool = False
 
     for_factors: ClassVar[bool] = False
     """Whether the optimizer has its own update for the factors A and B."""
@@ -120,27 +119,24 @@ class LOROConfig(OptimConfig):
     exact_every: Count = 500
     """K: the last of every K steps is exact; all moments are then cleared. Published runs use 500 and 200."""
 
-    refresh_only: bool = False
-    """Ablation: moments are cleared every K steps, but no step is exact. Works with any low-rank family."""
-
     @property
     def builder(self) -> str:
         """LORO's steps."""
         return "boost.optim.loro:Loro"
 
-    def refreshes(self, step: int) -> bool:
-        """Whether moments are cleared after step `step` (0-based): the K-th, 2K-th, ... step of training."""
+    def is_exact(self, step: int) -> bool:
+        """Whether step `step` (0-based) is exact: the K-th, 2K-th, ... step of training."""
         return (step + 1) % self.exact_every == 0
 
     def problems(self, config: "Config") -> Iterator[str]:
         """An exact step changes the basis of the latents; only y = B (A x) is invariant to it."""
         yield from super().problems(config)
         model = config.model
-        if not self.refresh_only and (model.has_latent_gates or model.latent_act != "none"):
+        if model.has_latent_gates or model.latent_act != "none":
             what = f"model.latent_act = '{model.latent_act}'" if not model.has_latent_gates else "model.family = 'lax'"
             yield (
                 f"optim.name = 'loro' changes the basis of latents, and {what} is not invariant to that; use "
-                "model.family = 'svd' or optim.refresh_only = true"
+                "model.family = 'svd'"
             )
 
 

@@ -105,7 +105,7 @@ def _deal(config: Config, bucket: Sequence[_FactorUnit]) -> Deal | None:
 
 
 def _has_exact_steps(optim: OptimConfig) -> bool:
-    return isinstance(optim, LOROConfig) and not optim.refresh_only
+    return isinstance(optim, LOROConfig)
 
 
 def state_bytes(config: Config, stored: Sequence[StoredTensor], stages: Sequence[Stage]) -> int:

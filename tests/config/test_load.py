@@ -157,7 +157,7 @@ BAD = [
     ),
     (["--train.param_dtype", "bfloat16"], ["train.param_dtype = 'bfloat16'", "'float32'"]),
     (["--optim.name", "loro"], ["optim.name = 'loro'", "latent_act = 'silu'", "model.family = 'svd'"]),
-    (["--optim.name", "loro", "--model.family", "lax", "--model.over", "svd"], ["model.family = 'lax'", "refresh_only = true"]),
+    (["--optim.name", "loro", "--model.family", "lax", "--model.over", "svd"], ["model.family = 'lax'", "'svd'"]),
     (["--optim.name", "loro", "--model.family", "svd", "--optim.exact_every", "0"], ["exact_every = 0", "valid value: 1"]),
     (["--optim.name", "muon", "--model.family", "dense"], ["optim.name = 'muon'", "dense", "'svd'"]),
     (["--optim.muon_nesterov", "false"], ["muon_nesterov = false", "'muon'", "not to 'adamw'"]),
@@ -380,8 +380,7 @@ def test_a_mistake_is_answered_before_torch_is_imported() -> None:
         "--parallel.pp 2 --parallel.schedule zero-bubble --parallel.virtual 2 --parallel.dp 2 --parallel.shard optimizer",
         "--parallel.pp 2 --parallel.schedule zero-bubble --parallel.virtual 4",
         "--parallel.schedule interleaved-1f1b",
-        "--optim.name loro --optim.refresh_only true",
-        "--optim.name loro --model.family lax --optim.refresh_only true --optim.schedule cosine-restarts",
+        "--optim.name loro --model.family svd --optim.schedule cosine-restarts",
         "--optim.name muon --model.family lax --parallel.tp 2 --parallel.dp 2 --parallel.shard full",
     ],
 )
