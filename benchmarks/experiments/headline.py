@@ -121,7 +121,7 @@ def _scientific(value: float) -> str:
 def wire_of(results: Sequence[Facts]) -> Facts | None:
     """The result of the figure: the first over a wire that has the published baseline."""
     for facts in results:
-        whole = facts["experiment"] == "wire" and facts.get("set", "main") == "main"
+        whole = facts["experiment"] == "wire" and facts["set"] == "main"
         if whole and any(row["name"] == PUBLISHED for row in facts["groups"][0]["rows"]):
             return facts
     return None
@@ -205,14 +205,14 @@ def _labels(axis: Any, labels: Sequence[tuple[str, float, str]], x: float, narro
 
 
 def _launches(facts: Facts) -> list[Facts]:
-    """Launches of the first group; results of older versions have one without a name."""
-    first = facts["groups"][0].get("group")
-    return [launch for launch in facts["groups"] if launch.get("group") == first]
+    """Launches of the first group."""
+    first = facts["groups"][0]["group"]
+    return [launch for launch in facts["groups"] if launch["group"] == first]
 
 
 def _marks(facts: Facts) -> dict[str, float]:
     """Mbit/s of the marked wires by label."""
-    named = {launch.get("wire"): launch["mbit"] for launch in _launches(facts)} | dict(facts.get("marked", {}))
+    named = {launch["wire"]: launch["mbit"] for launch in _launches(facts)}
     labels = {"share-matched": "share-matched", "slow": "slow wire"}
     return {label: float(named[name]) for name, label in labels.items() if isinstance(named.get(name), int | float)}
 

@@ -14,7 +14,7 @@ from benchmarks.experiments.results import Facts, read
 from benchmarks.experiments.sections import save
 from benchmarks.experiments.side_by_side import shape_of
 from benchmarks.experiments.steps import BTP, BTP_SP, PUBLISHED, VANILLA
-from benchmarks.experiments.wire_facts import groups_of, launches_of, names_of, on_wire, seconds_of, set_of, wires
+from benchmarks.experiments.wire_facts import groups_of, launches_of, names_of, on_wire, seconds_of, wires
 from benchmarks.experiments.wire_plan import BTP_CP, BTP_SYNC, BTP_UNGROUPED, COMPILED, MARKED, name_of
 from boost.errors import ConfigError
 
@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
 def main_set(path: Path) -> Facts:
     """Reads a result of `python -m benchmarks wire`. Raises ConfigError if it is not of the main set."""
     facts = read(path, "wire")
-    if set_of(facts) != "main":
-        raise ConfigError(f"--wire = '{path}' is of the set '{set_of(facts)}'; use the result of --set main")
+    if facts["set"] != "main":
+        raise ConfigError(f"--wire = '{path}' is of the set '{facts['set']}'; use the result of --set main")
     return facts
 
 

@@ -113,7 +113,7 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
 
 def _place(result: Result) -> tuple[int, int]:
     """Position in the report: by experiment; the sets of the wire in the order in which they are measured."""
-    of_wire = result.facts.get("set", "main") if result.experiment == "wire" else ""
+    of_wire = result.facts["set"] if result.experiment == "wire" else ""
     return sections.place(result.experiment), list(SETS).index(of_wire) if of_wire in SETS else 0
 
 

@@ -27,7 +27,6 @@ from benchmarks.experiments.wire_facts import (
     on_wire,
     row_of,
     seconds_of,
-    set_of,
     wires,
 )
 from benchmarks.experiments.wire_plan import (
@@ -83,10 +82,10 @@ def goals(facts: Facts) -> list[Goal]:
     """Main set: ratios on the marked wires. Set of many tokens: btp-cp against btp-sp. Both: the fraction of communication hidden.
     The others have none."""
     group = groups_of(facts)[0]
-    if set_of(facts) == "many":
+    if facts["set"] == "many":
         crossings = [_crossing_goal(facts, group, *each) for each in (("share-matched", 1.0), ("slow", 1.25))]
         return [*crossings, _hidden_goal(facts, group)]
-    if set_of(facts) != "main":
+    if facts["set"] != "main":
         return []
     found = [
         _ratio_goal(facts, "share-matched", "published vanilla", PUBLISHED, 2.3),
@@ -173,7 +172,7 @@ def reference_of(facts: Facts, group: str) -> str:
 
 def section(facts: Facts) -> Section:
     """Step times, and for sets of one group hidden communication, bare collectives and timelines."""
-    groups, name = groups_of(facts), set_of(facts)
+    groups, name = groups_of(facts), facts["set"]
     lead = (
         "Emulated hosts (network namespaces) with one process each, on the cores of one machine. Whole steps: medians and "
         f"quartiles over {facts['rounds']} interleaved rounds of each launch. Ratios pair steps of the same round; 95% intervals "

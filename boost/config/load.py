@@ -96,9 +96,10 @@ def from_tree(tree: dict[str, Any]) -> Config:
 
 def validated(tree: dict[str, Any]) -> Config:
     """Validates each field of a document, but not the rules between fields. Raises ConfigError."""
-    model = tree.get("model")
-    if isinstance(model, dict) and model.get("dlr_alpha") == 0:  # written by checkpoints from before its removal
-        tree = {**tree, "model": {name: value for name, value in model.items() if name != "dlr_alpha"}}
+    for section, key in (("model", "dlr_alpha"), ("optim", "frobenius_decay"), ("optim", "refresh_only")):
+        table = tree.get(section)
+        if isinstance(table, dict) and table.get(key) == 0:  # off, as runs from before the removal of the key wrote it
+            tree = {**tree, section: {name: value for name, value in table.items() if name != key}}
     try:
         return Config.model_validate(_integers_to_floats(tree))
     except ValidationError as error:
@@ -263,8 +264,10 @@ def _toml_value(value: Any) -> str:
 
 def _suggest(word: str, choices: Any, what: str, prefix: str = "") -> str:
     """'did you mean ...?' with the nearest choice, or the list of all choices."""
-    if word in ("model.dlr_alpha", "spectron") or word.startswith("optim.spectron_"):
-        return "it was removed on 2026-11-25 (see docs/negative-results.md)"
+    if word in ("model.dlr_alpha", "optim.frobenius_decay", "optim.refresh_only", "spectron") or word.startswith(
+        "optim.spectron_"
+    ):
+        return "it was removed (see docs/negative-results.md)"
     names = [str(choice) for choice in choices]
     last = word.rpartition(".")[2]
     near = [name for name in names if name.rpartition(".")[2] == last]  # the right key in the wrong section

@@ -17,11 +17,9 @@ class OptimConfig(Tagged):
     norms."""
 
     key: ClassVar[str] = "optim.name"
-    absent: ClassVar[Mapping[str, Any]] = {"exact_every": 0, "refresh_only": False, "frobenius_decay": 0.0}
+    absent: ClassVar[Mapping[str, Any]] = {"exact_every": 0}
     if TYPE_CHECKING:  # readable for every optimizer: its own field, or the value in `absent`
         exact_every: int = 0
-        refresh_only: bool = False
-        frobenius_decay: float = 0.0
 
     for_factors: ClassVar[bool] = False
     """Whether the optimizer has its own update for the factors A and B."""
@@ -103,28 +101,10 @@ class AdamWConfig(OptimConfig):
 
     name: Literal["adamw"] = "adamw"
 
-    frobenius_decay: NonNegative = 0.0
-    """Decoupled decay along the gradient of |BA|^2 / 2 of each low-rank linear; replaces weight_decay on its factors (arXiv
-    2105.01029)."""
-
     @property
     def builder(self) -> str:
-        """With Frobenius decay, a decay step before AdamW's."""
-        return "boost.optim.frobenius:FrobeniusAdamW" if self.frobenius_decay else "boost.optim.adamw:plain_adamw"
-
-    @property
-    def whole_factors(self) -> bool:
-        """Frobenius decay needs the Gram matrices of both factors."""
-        return self.frobenius_decay > 0
-
-    def problems(self, config: "Config") -> Iterator[str]:
-        """Frobenius decay requires low-rank factors."""
-        if self.frobenius_decay and not config.model.low_rank:
-            yield (
-                f"optim.frobenius_decay = {self.frobenius_decay} is for low-rank factors; model.family = "
-                f"'{config.model.family}' has none; valid value: 0"
-            )
-        yield from super().problems(config)
+        """torch's fused AdamW."""
+        return "boost.optim.adamw:plain_adamw"
 
 
 class LOROConfig(OptimConfig):
@@ -139,27 +119,24 @@ class LOROConfig(OptimConfig):
     exact_every: Count = 500
     """K: the last of every K steps is exact; all moments are then cleared. Published runs use 500 and 200."""
 
-    refresh_only: bool = False
-    """Ablation: moments are cleared every K steps, but no step is exact. Works with any low-rank family."""
-
     @property
     def builder(self) -> str:
         """LORO's steps."""
         return "boost.optim.loro:Loro"
 
-    def refreshes(self, step: int) -> bool:
-        """Whether moments are cleared after step `step` (0-based): the K-th, 2K-th, ... step of training."""
+    def is_exact(self, step: int) -> bool:
+        """Whether step `step` (0-based) is exact: the K-th, 2K-th, ... step of training."""
         return (step + 1) % self.exact_every == 0
 
     def problems(self, config: "Config") -> Iterator[str]:
         """An exact step changes the basis of the latents; only y = B (A x) is invariant to it."""
         yield from super().problems(config)
         model = config.model
-        if not self.refresh_only and (model.has_latent_gates or model.latent_act != "none"):
+        if model.has_latent_gates or model.latent_act != "none":
             what = f"model.latent_act = '{model.latent_act}'" if not model.has_latent_gates else "model.family = 'lax'"
             yield (
                 f"optim.name = 'loro' changes the basis of latents, and {what} is not invariant to that; use "
-                "model.family = 'svd' or optim.refresh_only = true"
+                "model.family = 'svd'"
             )
 
 

@@ -44,7 +44,7 @@ def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
             ) from None
         text = tokenizer.to_str()
     try:
-        eos: int | None = find_eos(tokenizer, folder=folder)[1]
+        eos: int | None = find_eos(tokenizer, spec=folder)[1]
     except DataError:
         eos = None
     _require_added_tokens(tokenizer, config, folder)

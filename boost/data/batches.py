@@ -187,11 +187,6 @@ class Batches:
         self._proportions = Proportions([weight for _, weight in parts])
         self._orders = [shuffled_order(n, _seed_of(seed, i)) for i, n in enumerate(self.samples_of)]
 
-    @property
-    def tokens_per_epoch(self) -> int:
-        """Target tokens in one pass over the samples."""
-        return self.n_samples * self.seq_len
-
     def sample_indices(self, step: int) -> npt.NDArray[np.int64]:
         """Sample indices of one optimizer step, int64 [G]; `step` counts from 0."""
         first = step * self.global_batch

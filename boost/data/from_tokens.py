@@ -12,7 +12,7 @@ match files that another tool writes again.
 import json
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,8 @@ import numpy.typing as npt
 from boost.data.blocks import FileArray
 from boost.data.report import FileReport, PrepareReport
 from boost.data.sources import require_unchanged
-from boost.data.split import SplitRule, rule_for_keys
-from boost.data.store import FORMAT, token_dtype
+from boost.data.split import choose_split
+from boost.data.store import token_dtype
 from boost.data.tokenizer import find_eos, load_tokenizer, parse_training, vocabulary_size
 from boost.data.writer import TokenWriter, store_meta
 from boost.errors import DataError
@@ -58,33 +58,21 @@ class TokenFile:
         """The files that it consists of."""
         return [self.path] if self.index is None else [self.path, self.index]
 
-    def chunks(self, eos: int) -> Iterator[tuple[npt.NDArray[Any], bool]]:
+    def pieces(self, eos: int) -> Iterator[tuple[npt.NDArray[Any], bool]]:
         """Consecutive ids of one document, not validated, and whether the document ends with them."""
         ids, start = FileArray(self.path, self.dtype), 0
-        if self.ends is None:
-            yield from split_at_eos((ids[at : at + _BLOCK] for at in range(0, len(ids), _BLOCK)), eos)
-            return
-        for end in map(int, self.ends):
-            for at in range(start, end, _BLOCK):
+        for end in map(int, _ends_at_eos(ids, eos) if self.ends is None else self.ends):
+            for at in range(start, max(end, start + 1), _BLOCK):  # one empty piece of an empty document
                 yield ids[at : min(at + _BLOCK, end)], at + _BLOCK >= end
-            if start == end:
-                yield ids[end:end], True
             start = end
 
 
-def split_at_eos(blocks: Iterator[npt.NDArray[Any]], eos: int) -> Iterator[tuple[npt.NDArray[Any], bool]]:
-    """Divides a stream of ids after every eos; what follows the last one is a document, too."""
-    is_open = False
-    for block in blocks:
-        start = 0
-        for end in np.flatnonzero(block == eos) + 1:
-            yield block[start:end], True
-            start, is_open = int(end), False
-        if start < len(block):
-            yield block[start:], False
-            is_open = True
-    if is_open:
-        yield np.empty(0, dtype=np.int64), True
+def _ends_at_eos(ids: FileArray, eos: int) -> list[int]:
+    """The number of ids up to and including every eos; what follows the last one is a document, too."""
+    ends: list[int] = []
+    for at in range(0, len(ids), _BLOCK):
+        ends += (np.flatnonzero(ids[at : at + _BLOCK] == eos) + at + 1).tolist()
+    return ends if len(ids) == (ends[-1] if ends else 0) else [*ends, len(ids)]
 
 
 def open_token_files(path: Path, dtype: str, split: str | None = None) -> list[TokenFile]:
@@ -176,7 +164,7 @@ class TokenInput:
 
     def __init__(self, options: "PrepareOptions") -> None:
         assert options.from_tokens is not None
-        self.name, self._limit = options.from_tokens, options.max_documents
+        self.name = options.from_tokens
         flag = f"--from-tokens {self.name}"
         if options.inputs or options.stdlib or options.hf is not None or options.heldout_split is not None:
             raise DataError(f"{flag}: cannot be combined with text; prepare two stores")
@@ -184,8 +172,9 @@ class TokenInput:
             raise DataError(
                 f"{flag}: needs the tokenizer that made the ids; name it with --tokenizer, such as gpt2 or its tokenizer.json"
             )
-        if options.max_tokens is not None or options.max_heldout_tokens is not None:
-            raise DataError(f"{flag}: takes no --max-tokens; use --max-documents")
+        for limit in ("max_documents", "max_tokens", "max_heldout_tokens"):
+            if getattr(options, limit) is not None:
+                raise DataError(f"{flag}: takes no --{limit.replace('_', '-')}; remove it")
         if options.text_field is not None:
             raise DataError(f"{flag}: has no columns; remove --text-field")
         self._dtype = options.token_dtype
@@ -194,27 +183,20 @@ class TokenInput:
             self.files += open_token_files(Path(path), self._dtype, "heldout")
         self._stats = {path: path.stat() for file in self.files for path in file.paths()}
         self.size = sum(about.st_size for about in self._stats.values())
-        self.n_ids = 0
-        """Ids of the latest pass so far, without eos at the ends of documents."""
-        self.documents = 0
-        """Its documents, of which there are at most `max_documents`; without those of files for the held-out split."""
 
     def fingerprint(self) -> list[Any]:
         """Identifies the input without reading it (see `Source`)."""
-        return [[[path.name, a.st_size, a.st_mtime_ns] for path, a in self._stats.items()], self._dtype, None]
+        return [[[path.name, a.st_size, a.st_mtime_ns] for path, a in self._stats.items()], self._dtype]
 
     def parts(self, eos: int, vocab_size: int, report: PrepareReport, progress: "Progress") -> Iterator[_Part]:
         """One pass over the documents, recorded in the report if they are empty. Raises `DataError` for ids outside the
         vocabulary."""
         section = report.source(self.name)
-        self.n_ids = self.documents = consumed = 0
+        consumed = documents = 0
         for file in self.files:
-            limited = file.split != "heldout"
-            if limited and self.documents == self._limit:
-                continue
             entry, number, length, read = section.file(file.path.name), 0, 0, 0
             self._require_unchanged(file)
-            for ids, end in file.chunks(eos):
+            for ids, end in file.pieces(eos):
                 if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
                     at = int(np.argmax((ids < 0) | (ids >= vocab_size)))
                     raise DataError(
@@ -222,21 +204,19 @@ class TokenInput:
                         f"{vocab_size}; name the tokenizer that made the ids with --tokenizer, or check --token-dtype"
                     )
                 read, consumed = read + len(ids), consumed + ids.nbytes
-                progress.update(min(consumed, self.size), self.documents)
+                progress.update(min(consumed, self.size), documents)
                 if end and len(ids) and ids[-1] == eos:
                     ids = ids[:-1]
-                length, self.n_ids = length + len(ids), self.n_ids + len(ids)
+                length += len(ids)
                 if length:
                     yield _Part(f"{file.path.name}:{number}", file.split, ids, end, entry)
                 if not end:
                     continue
                 if length:
-                    self.documents += limited
+                    documents += 1
                 else:
                     entry.skip("empty document", f"document {number}")
                 number, length = number + 1, 0
-                if limited and self.documents == self._limit:
-                    break
             self._require_unchanged(file)
 
     def _require_unchanged(self, file: TokenFile) -> None:
@@ -249,24 +229,27 @@ def build_from_tokens(
 ) -> None:
     """Fills the folder of a new store. Raises `DataError` for ids outside the vocabulary, and if a split is empty."""
     tokenizer = load_tokenizer(options.tokenizer)
-    spec = Path(options.tokenizer)
-    eos = find_eos(tokenizer, options.eos, spec if spec.is_dir() else spec.parent if spec.is_file() else None)
+    eos = find_eos(tokenizer, options.eos, options.tokenizer)
     size, report, scanned = vocabulary_size(tokenizer), PrepareReport(), PrepareReport()
     rule = None
     if tokens.files[0].split is None:
         progress.phase("scanning the ids", tokens.size)
         parts = tokens.parts(eos[1], size, scanned, progress)
-        rule = rule_for_keys((part.key for part in parts if part.end), options.heldout)
+        rule = choose_split((part.key for part in parts if part.end), options.heldout)
         if rule is None:
             raise DataError(f"there are no ids: {scanned.skipped_in_words()}; name files that contain token ids")
-        if rule.single and tokens.n_ids < 2:
-            raise DataError("there is a single id, too few for a held-out split; name more ids")
-    n_ids, count_bytes = tokens.n_ids, ByteCounter(tokenizer)
+        if rule.single:
+            raise DataError(
+                f"--from-tokens {tokens.name}: is one document, so that none can be held out; name held-out ids with "
+                "--heldout-from, or the token that ends documents with --eos"
+            )
+    count_bytes = ByteCounter(tokenizer)
     progress.phase("copying the ids", tokens.size)
     with TokenWriter(folder, token_dtype(size), eos[1]) as writer:
-        for part in _placed(tokens.parts(eos[1], size, report, progress), rule, n_ids):
+        for part in tokens.parts(eos[1], size, report, progress):
             n_bytes = count_bytes(part.ids)
-            writer.append(part.split or "train", part.ids, n_bytes, part.end)
+            split = part.split or ("train" if rule is None else rule.split_of(part.key))
+            writer.append(split, part.ids, n_bytes, part.end)
             part.entry.documents += part.end
             part.entry.bytes += n_bytes
             part.entry.tokens += len(part.ids) + part.end
@@ -275,32 +258,8 @@ def build_from_tokens(
                 raise DataError(
                     f"--from-tokens {tokens.name}: no ids for the {name} split; {report.skipped_in_words()}"
                 )
-        if rule is not None and rule.single:
-            what = "the ids are one document: its last part is held out"
-            report.notes.append(f"{what} (--eos names the token that ends documents)")
-        if tokens.documents == options.max_documents:
-            report.notes.append(f"only the first {tokens.documents} documents were read (--max-documents)")
-        meta = store_meta(FORMAT, tokenizer, eos, fingerprint, options, report)
+        meta = store_meta(tokenizer, eos, fingerprint, options, report)
         writer.finish(tokenizer.to_str(), meta, report.details())
-
-
-def _placed(parts: Iterator[_Part], rule: SplitRule | None, n_ids: int) -> Iterator[_Part]:
-    """The parts with their splits. A single document of `n_ids` ids is divided near 1 - heldout."""
-    if rule is None:
-        yield from parts
-        return
-    left = min(max(round(n_ids * (1 - rule.heldout)), 1), n_ids - 1)
-    for part in parts:
-        if not rule.single:
-            yield replace(part, split=rule.split_of(part.key))
-            continue
-        if left:
-            head, rest = part.ids[:left], part.ids[left:]
-            left -= len(head)
-            yield replace(part, split="train", ids=head, end=left == 0)
-            part = replace(part, ids=rest)
-        if not left and (len(part.ids) or part.end):
-            yield replace(part, split="heldout")
 
 
 class ByteCounter:

@@ -262,12 +262,18 @@ def _build(
     options: PrepareOptions, reading: Reading, fingerprint: str, folder: Path, saved: dict[str, Any] | None
 ) -> None:
     """Reads the sources and fills the folder of a new store, or continues at `saved`."""
-    plan = _begin(options, reading) if saved is None else _Plan.of(saved)
-    size = vocabulary_size(plan.tokenizer)
+    if saved is None:
+        rule, tokenizer, eos = _begin(options, reading)
+    else:
+        moved = saved["rule"]["moved"]
+        rule = SplitRule(**{**saved["rule"], "moved": tuple(moved) if moved else None})
+        tokenizer, eos = parse_tokenizer(saved["tokenizer"]), tuple(saved["eos"])
+    decided = {"rule": asdict(rule), "tokenizer": tokenizer.to_str(), "eos": list(eos), "fingerprint": fingerprint}
+    size = vocabulary_size(tokenizer)
     limits = {"train": options.max_tokens, "heldout": options.max_heldout_tokens}
-    with TokenWriter(folder, token_dtype(size), plan.eos[1], saved and saved["written"]) as writer:
+    with TokenWriter(folder, token_dtype(size), eos[1], saved and saved["written"]) as writer:
         encoder = Encoder(
-            plan.tokenizer,
+            tokenizer,
             writer,
             reading.update_progress,
             {name: limit for name, limit in limits.items() if limit is not None},
@@ -276,11 +282,11 @@ def _build(
         next_commit = time.monotonic() + COMMIT_S
         phase = "encoding" if saved is None else "encoding, continued"
         for document in reading.documents(phase, encoder.is_full, saved["position"] if saved else ()):
-            for name, text in plan.rule.parts(document):
+            for name, text in rule.parts(document):
                 encoder.add(document.entry, name, text)
             if encoder.is_empty and (begun := time.monotonic()) >= next_commit:
                 committed = {"written": writer.commit(), "position": reading.position(), "unknown": encoder.unknown}
-                save_progress(folder, {**plan.as_dict(), "fingerprint": fingerprint, **committed})
+                save_progress(folder, {**decided, **committed})
                 now = time.monotonic()
                 next_commit = now + max(COMMIT_S, COMMIT_PAUSE * (now - begun))
         encoder.flush()
@@ -293,52 +299,33 @@ def _build(
                     f"the {'held-out' if name == 'heldout' else 'training'} text is empty: {report.skipped_in_words()}; "
                     + ("raise --max-tokens or --heldout" if options.max_tokens else "name files that contain text")
                 )
-        report.notes += _notes(options, plan, encoder, reading, size)
-        meta = store_meta(FORMAT, plan.tokenizer, plan.eos, fingerprint, options, report)
-        writer.finish(plan.tokenizer.to_str(), meta, report.details())
+        report.notes += _notes(options, rule, encoder, reading, size)
+        meta = store_meta(tokenizer, eos, fingerprint, options, report)
+        writer.finish(tokenizer.to_str(), meta, report.details())
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What is decided before the pass that encodes."""
-
-    rule: SplitRule
-    tokenizer: "Tokenizer"
-    eos: tuple[str, int]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"rule": asdict(self.rule), "tokenizer": self.tokenizer.to_str(), "eos": list(self.eos)}
-
-    @classmethod
-    def of(cls, saved: dict[str, Any]) -> "_Plan":
-        rule = saved["rule"]
-        moved = tuple(rule["moved"]) if rule["moved"] else None
-        return cls(SplitRule(**{**rule, "moved": moved}), parse_tokenizer(saved["tokenizer"]), tuple(saved["eos"]))
-
-
-def _begin(options: PrepareOptions, reading: Reading) -> _Plan:
-    """Decides the split and loads or trains the tokenizer."""
+def _begin(options: PrepareOptions, reading: Reading) -> tuple[SplitRule, "Tokenizer", tuple[str, int]]:
+    """Decides the split, loads or trains the tokenizer, and finds its end-of-document token."""
     rule: SplitRule | None = SplitRule(options.heldout)
     if not reading.separate:
-        rule = choose_split(reading.documents("scanning the input"), options.heldout)
+        rule = choose_split((document.key for document in reading.documents("scanning the input")), options.heldout)
     if rule is None:
         raise _empty(reading.report)
     vocab_size = parse_training(options.tokenizer)
     if vocab_size is None:
         tokenizer = load_tokenizer(options.tokenizer)
-        spec = Path(options.tokenizer)
-        eos = find_eos(tokenizer, options.eos, spec if spec.is_dir() else spec.parent if spec.is_file() else None)
+        eos = find_eos(tokenizer, options.eos, options.tokenizer)
     else:
         tokenizer = train_tokenizer(_train_pieces(reading, rule), vocab_size, options.eos or END_OF_TEXT)
         eos = find_eos(tokenizer, options.eos or END_OF_TEXT)
-    return _Plan(rule, tokenizer, eos)
+    return rule, tokenizer, eos
 
 
 def _empty(report: PrepareReport) -> DataError:
     return DataError(f"the corpus is empty: {report.skipped_in_words()}; name files that contain text")
 
 
-def _notes(options: PrepareOptions, plan: _Plan, encoder: Encoder, reading: Reading, size: int) -> list[str]:
+def _notes(options: PrepareOptions, rule: SplitRule, encoder: Encoder, reading: Reading, size: int) -> list[str]:
     """Notes for the user, in addition to the numbers."""
     notes = []
     requested = parse_training(options.tokenizer)
@@ -346,7 +333,7 @@ def _notes(options: PrepareOptions, plan: _Plan, encoder: Encoder, reading: Read
         notes.append(
             f"the train split has too few repeated sequences for {requested} tokens: the vocabulary has {size} tokens"
         )
-    if plan.rule.single:
+    if rule.single:
         notes.append("the corpus is one document: its last part is held out, split at a line break if there is one")
     if encoder.unknown:
         notes.append(f"{encoder.unknown} tokens are the unknown token: the tokenizer cannot represent all of the text")

@@ -11,7 +11,7 @@ from boost.data.chat import ChatTemplate, Encoded, Rejected
 from boost.data.readers import Document
 from boost.data.reading import Reading
 from boost.data.split import choose_split
-from boost.data.store import MASKED_FORMAT, OFFSET_DTYPE, SPLITS, boundaries_of, token_dtype
+from boost.data.store import OFFSET_DTYPE, SPLITS, boundaries_of, token_dtype
 from boost.data.tokenizer import find_eos, load_tokenizer, vocabulary_size
 from boost.data.writer import TokenWriter, store_meta
 from boost.errors import DataError
@@ -62,7 +62,7 @@ def build_chat(options: "PrepareOptions", reading: Reading, fingerprint: str, fo
                 document.entry.documents -= 1
                 document.entry.skip(str(problem), document.key.rpartition(":")[2])
 
-    rule = choose_split((document for document, _ in encoded("scanning the input")), options.heldout)
+    rule = choose_split((document.key for document, _ in encoded("scanning the input")), options.heldout)
     if rule is None or rule.single:
         usable = "the only conversation" if rule else "no conversation"
         raise DataError(
@@ -87,7 +87,7 @@ def build_chat(options: "PrepareOptions", reading: Reading, fingerprint: str, fo
             )
         if reading.taken == options.max_documents:
             report.notes.append(f"only the first {reading.taken} conversations were read (--max-documents)")
-        meta = store_meta(MASKED_FORMAT, tokenizer, eos, fingerprint, options, report) | {
+        meta = store_meta(tokenizer, eos, fingerprint, options, report) | {
             "chat": {"template": template.template, "tokenizer": template.special_tokens},
         }
         writer.finish(tokenizer.to_str(), meta, report.details())

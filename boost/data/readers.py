@@ -11,7 +11,6 @@ import gzip
 import io
 import json
 import lzma
-import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -30,7 +29,9 @@ from boost.format import format_bytes, format_count
 MAX_DOCUMENT_CHARS = 16_000_000
 PART_CHARS = 1_000_000
 MAX_RECORD_BYTES = 1 << 26
-"""Of a line of JSON, an element of a JSON array (characters) and a row of CSV, which are parsed as a whole. Longer: skipped."""
+"""Of a line of JSON and a row of CSV, which are parsed as a whole. Longer: skipped."""
+MAX_JSON_BYTES = 1 << 30
+"""Of a JSON array, which is parsed as a whole too."""
 CHUNK = 1 << 20
 """Bytes to read at a time."""
 
@@ -298,7 +299,7 @@ def _decoded(file: IO[bytes]) -> Iterator[str]:
         offset += len(data)
 
 
-# ---- JSON: lines, so that one bad line does not end the file; or one array, or values printed over several lines
+# ---- JSON: lines, so that one bad line does not end the file; or one array
 
 
 def json_records(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[tuple[int, str, Any]]:
@@ -309,7 +310,7 @@ def json_records(path: Path, entry: FileReport, report: PrepareReport) -> Iterat
         is_whole = head.startswith(b"[") or head.partition(b"\n")[0].strip() == b"{"
         name = path.stem if path.suffix.lower() in _COMPRESSION else path.name
         if is_whole and name.lower().endswith(".json"):
-            for number, value in enumerate(_json_values(file), start=1):
+            for number, value in enumerate(_whole_json(file), start=1):
                 yield number, f"record {number}", value
             return
         number = 0
@@ -335,44 +336,24 @@ def json_records(path: Path, entry: FileReport, report: PrepareReport) -> Iterat
                     yield number, where, value
 
 
-def _json_values(file: IO[bytes]) -> Iterator[Any]:
-    """The elements of a JSON array, or JSON values that follow one another, of which one at a time is in memory."""
-
-    def read(chars: int) -> str:
-        try:
-            return reader.read(chars, chars)
-        except UnicodeDecodeError as error:
-            raise Unreadable(NOT_UTF8, f"after record {count}", "save it as UTF-8") from error
-
-    reader = codecs.getreader("utf-8-sig")(file)
-    position = count = 0
-    text = read(CHUNK).lstrip()
-    is_array = text.startswith("[")
-    text = text[is_array:]
-    while True:
-        position = re.compile(r"[\s,]*").match(text, position).end()  # type: ignore[union-attr]
-        try:
-            if is_array and text.startswith("]", position):
-                if (text[position + 1 :] + read(CHUNK)).strip():
-                    raise Unreadable("text after the end of the JSON array", f"record {count + 1}", "correct it")
-                return
-            value, position = json.JSONDecoder().raw_decode(text, position)
-        except RecursionError:
-            raise Unreadable("not JSON", f"record {count + 1}: nested too deeply", "correct it") from None
-        except json.JSONDecodeError as error:
-            # The value may only be incomplete. The amount doubles, so that the time to parse it again stays in proportion.
-            more = read(max(CHUNK, len(text) - position))
-            if len(text) - position > MAX_RECORD_BYTES:
-                reason, fix = f"a record longer than {format_bytes(MAX_RECORD_BYTES)}", "convert it to JSON Lines"
-                raise Unreadable(reason, f"after record {count}", f"{fix}, e.g. with: jq -c '.[]'") from None
-            if not more:
-                if not is_array and position == len(text):
-                    return
-                raise Unreadable("not JSON", f"record {count + 1}: {error.msg}", "correct it") from None
-            text, position = text[position:] + more, 0
-        else:
-            count += 1
-            yield value
+def _whole_json(file: IO[bytes]) -> list[Any]:
+    """The elements of a JSON array, or one value. Raises `Unreadable`."""
+    data = file.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        reason, fix = (
+            f"JSON longer than {format_bytes(MAX_JSON_BYTES)}",
+            "convert it to JSON Lines, e.g. with: jq -c '.[]'",
+        )
+        raise Unreadable(reason, fix=fix)
+    try:
+        value = json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise Unreadable(NOT_UTF8, f"byte {error.start}", "save it as UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise Unreadable("not JSON", f"line {error.lineno}, column {error.colno}: {error.msg}", "correct it") from None
+    except RecursionError:
+        raise Unreadable("not JSON", "nested too deeply", "correct it") from None
+    return value if isinstance(value, list) else [value]
 
 
 def _read_json(
@@ -443,19 +424,14 @@ def _read_parquet(
     """A damaged row group ends the file and keeps the rows before it."""
     with open_parquet(path) as file:
         column = _string_column(file.schema_arrow, text_field, entry)
-        row, size, groups = 0, path.stat().st_size, file.metadata.num_row_groups
-        for group in range(groups):
-            about = file.metadata.row_group(group)
-            # About 16 MB are decoded at a time: a row can be a whole book.
-            rows = max(min(64, _PARQUET_BYTES * about.num_rows // max(about.total_byte_size, 1)), 1)
-            with damage("damaged Parquet file", f"row group {group}"):
-                for batch in file.iter_batches(rows, row_groups=[group], columns=[column]):
-                    yield from _rows(batch.column(0), row, key, entry)
-                    row += batch.num_rows
-            report.consumed += size // groups
+        size, groups = path.stat().st_size, file.metadata.num_row_groups
 
+        def batches() -> Iterator[Any]:
+            for group in range(groups):
+                yield from file.iter_batches(64, row_groups=[group], columns=[column])  # a row can be a whole book
+                report.consumed += size // groups
 
-_PARQUET_BYTES = 1 << 24
+        yield from _batches(batches(), column, "damaged Parquet file", key, entry)
 
 
 def _read_arrow(
@@ -470,15 +446,20 @@ def _read_arrow(
             opened = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
         column = _string_column(opened.schema, text_field, entry)
         batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else iter(opened)
-        row = number = 0
-        while True:
-            with damage("damaged Arrow file", f"batch {number}"):
-                batch = next(batches, None)
-            if batch is None:
-                break
-            yield from _rows(batch.column(column), row, key, entry)
-            row, number = row + batch.num_rows, number + 1
+        yield from _batches(batches, column, "damaged Arrow file", key, entry)
     report.consumed += path.stat().st_size
+
+
+def _batches(batches: Iterator[Any], column: str, reason: str, key: str, entry: FileReport) -> Iterator[Document]:
+    """Documents of record batches. Raises `Unreadable` with this reason at the first damaged one."""
+    row = 0
+    while True:
+        with damage(reason, f"after row {row}"):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield from _rows(batch.column(column), row, key, entry)
+        row += batch.num_rows
 
 
 def _string_column(schema: Any, text_field: str | None, entry: FileReport) -> str:

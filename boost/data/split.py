@@ -7,7 +7,7 @@ A corpus of one document is split by position instead, and its last part is held
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from boost.data.readers import Document
@@ -23,10 +23,15 @@ class SplitRule:
     single: bool = False
 
     def parts(self, document: Document) -> list[tuple[str, str]]:
-        """(split name, text) of the document; two parts if it is the whole corpus. A source may decide for its documents."""
+        """(split name, text) of the document; two parts if it is the whole corpus. A source may decide for its documents.
+
+        Raises `DataError` if the whole corpus is too short to split.
+        """
         if document.split is not None:
             return [(document.split, document.text)]
         if self.single:
+            if len(document.text) < 2:
+                raise DataError("the corpus is a single character, too short for a held-out split; add text")
             position = split_position(document.text, self.heldout)
             return [("train", document.text[:position]), ("heldout", document.text[position:])]
         return [(self.split_of(document.key), document.text)]
@@ -44,27 +49,9 @@ def key_hash(key: str) -> float:
     return int.from_bytes(digest[:6], "big") / (1 << 48)
 
 
-def choose_split(documents: Iterable[Document], heldout: float) -> SplitRule | None:
-    """Reads until both splits have a document. If one stays empty, the document closest to the threshold is moved to it.
-
-    None if there are no documents. Raises `DataError` for a single document that is too short to split.
-    """
-    first = ""
-
-    def keys() -> Iterator[str]:
-        nonlocal first
-        for number, document in enumerate(documents):
-            first = "" if number else document.text
-            yield document.key
-
-    rule = rule_for_keys(keys(), heldout)
-    if rule and rule.single and len(first) < 2:
-        raise DataError("the corpus is a single character, too short for a held-out split; add text")
-    return rule
-
-
-def rule_for_keys(keys: Iterable[str], heldout: float) -> SplitRule | None:
-    """`choose_split` by the keys of the documents."""
+def choose_split(keys: Iterable[str], heldout: float) -> SplitRule | None:
+    """Reads keys of documents until both splits have one. If a split stays empty, the document closest to the threshold is moved to
+    it. None if there are no documents."""
     splits: set[str] = set()
     lowest, highest, count = (2.0, ""), (-1.0, ""), 0
     for key in keys:

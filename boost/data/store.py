@@ -6,7 +6,7 @@
     STORE/train.tokens         little-endian uint16 (vocabulary up to 65536) or uint32, documents concatenated
     STORE/train.documents      little-endian int64, n_documents + 1 offsets into the tokens, from 0 to n_tokens
     STORE/heldout.tokens, STORE/heldout.documents
-    STORE/train.targets        with a loss mask (`boost prepare --chat`, format 2): little-endian int64, 2 n_spans boundaries of
+    STORE/train.targets        with a loss mask (`boost prepare --chat`): little-endian int64, 2 n_spans boundaries of
     STORE/heldout.targets      the spans of tokens that count in the loss
 
 Every document ends with the end-of-document token. A store gets its name only once it is complete.
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FORMAT = 1
-MASKED_FORMAT = 2
-"""Format of stores with a loss mask."""
 SPLITS = ("train", "heldout")
 STORE_FILE, REPORT_FILE, TOKENIZER_FILE = "store.json", "report.json", "tokenizer.json"
 OFFSET_DTYPE = np.dtype("<i8")
@@ -164,9 +162,6 @@ class TokenStore:
         """Opens and checks a store. Raises `DataError` if it is missing, unfinished, damaged or has another format."""
         path = Path(path)
         meta = read_meta(path)
-        if meta["format"] not in (FORMAT, MASKED_FORMAT):
-            known = f"{FORMAT} and {MASKED_FORMAT}"
-            raise damaged(path, f"has format {meta['format']} ({STORE_FILE}), but this version of boost reads {known}")
         try:
             tokenizer_json = (path / TOKENIZER_FILE).read_text(encoding="utf-8")
             fingerprint = tokenizer_fingerprint(tokenizer_json)
@@ -214,7 +209,7 @@ class TokenStore:
     @property
     def is_masked(self) -> bool:
         """Whether only some tokens count in the loss."""
-        return bool(self.meta["format"] == MASKED_FORMAT)
+        return "train.targets" in self.meta["blocks"]
 
     @property
     def chat(self) -> dict[str, Any] | None:
@@ -297,17 +292,18 @@ def read_meta(path: Path) -> dict[str, Any]:
         )
     try:
         meta = json.loads((path / STORE_FILE).read_text(encoding="utf-8"))
-        _check_shape(meta)
+        if meta["format"] == FORMAT:
+            _check_shape(meta)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, f"{STORE_FILE} is damaged ({type(error).__name__}: {error})") from error
+    if meta["format"] != FORMAT:
+        raise damaged(path, f"has format {meta['format']} ({STORE_FILE}), but this version of boost reads {FORMAT}")
     return dict(meta)
 
 
 def _check_shape(meta: Any) -> None:
     """Accesses every field that is used later, so that a damaged file fails here instead of during training."""
-    if meta["format"] not in (FORMAT, MASKED_FORMAT):
-        return
-    masked = meta["format"] == MASKED_FORMAT
+    masked = "train.targets" in meta["blocks"]
     for key in ("tokenizer_fingerprint", "input_fingerprint", "options", "report"):
         meta[key]
     vocab_size = int(meta["vocab_size"])

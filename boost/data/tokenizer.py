@@ -108,26 +108,26 @@ def vocabulary_size(tokenizer: "Tokenizer") -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
-def find_eos(tokenizer: "Tokenizer", eos: str | None = None, folder: str | Path | None = None) -> tuple[str, int]:
-    """The end-of-document token and its id: `eos` if given, else from the configuration in `folder`, else a usual name.
-
-    Raises `DataError`."""
+def find_eos(tokenizer: "Tokenizer", eos: str | None = None, spec: str | Path | None = None) -> tuple[str, int]:
+    """The end-of-document token and its id: `eos` if given, else as configured next to the tokenizer.json of `spec` (as
+    `load_tokenizer` takes it), else a usual name. Raises `DataError`."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if eos is not None:
         if eos not in vocabulary:
             raise DataError(f"--eos {eos}: not a token of this tokenizer; name one of its {len(vocabulary)} tokens")
         return eos, vocabulary[eos]
-    for guess in (_configured_eos(folder), *EOS_GUESSES):
+    for guess in (_configured_eos(spec), *EOS_GUESSES):
         if guess in vocabulary:
             return guess, vocabulary[guess]
     raise DataError("the tokenizer has no known end-of-document token; name one of its tokens with --eos TOKEN")
 
 
-def _configured_eos(folder: str | Path | None) -> str:
+def _configured_eos(spec: str | Path | None) -> str:
     """The eos_token of a `tokenizer_config.json` next to the tokenizer, or an empty string."""
-    file = Path(folder or os.devnull, "tokenizer_config.json")
+    path = Path(spec or os.devnull)
+    folder = path.parent if path.is_file() else path
     try:
-        token: Any = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+        token: Any = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
     except (OSError, ValueError, AttributeError, RecursionError):
         return ""
     if isinstance(token, dict):

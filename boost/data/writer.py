@@ -25,7 +25,16 @@ import numpy as np
 import numpy.typing as npt
 
 from boost.data.blocks import BLOCK_BYTES, BlockDigests
-from boost.data.store import OFFSET_DTYPE, REPORT_FILE, SPLITS, STORE_FILE, TOKENIZER_FILE, TokenStore, with_digest
+from boost.data.store import (
+    FORMAT,
+    OFFSET_DTYPE,
+    REPORT_FILE,
+    SPLITS,
+    STORE_FILE,
+    TOKENIZER_FILE,
+    TokenStore,
+    with_digest,
+)
 from boost.data.tokenizer import tokenizer_fingerprint, vocabulary_size
 from boost.data.verify import verify
 from boost.errors import DataError, StorageError
@@ -195,7 +204,6 @@ def _sync_one(path: Path) -> None:
 
 
 def store_meta(
-    format_number: int,
     tokenizer: "Tokenizer",
     eos: tuple[str, int],
     fingerprint: str,
@@ -204,7 +212,7 @@ def store_meta(
 ) -> dict[str, Any]:
     """What store.json says of every store. `eos`: (token, id); `fingerprint`: of the input."""
     return {
-        "format": format_number,
+        "format": FORMAT,
         "vocab_size": vocabulary_size(tokenizer),
         "eos": {"token": eos[0], "id": eos[1]},
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),

@@ -13,7 +13,7 @@ from torch import Tensor
 from boost.config.schema import ModelConfig
 from boost.models.cache import CacheRows, KVCache, NextTokenRows
 from boost.models.documents import Documents, causal, documents_of
-from boost.models.pointwise import rotary
+from boost.models.kernels import rotary
 from boost.models.sequence_share import SequenceShare
 
 KeysValues = tuple[Tensor, ...]

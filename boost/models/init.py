@@ -47,20 +47,14 @@ def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor
         bound = parameter.shape[-1] ** -0.5
         return torch.rand(parameter.shape, generator=_generator(parameter.name, seed)).mul_(2 * bound).sub_(bound)
     if _is_spectral(parameter, model):
-        return spectral(parameter, model, seed)[kind]
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # the number of threads would change the last bits
+        try:
+            return _spectral(*_drawn(parameter, model), seed)[kind]
+        finally:
+            torch.set_num_threads(threads)
     std = _standard_deviation(parameter, kind, model)
     return torch.randn(parameter.shape, generator=_generator(parameter.name, seed)).mul_(std)
-
-
-def spectral(parameter: Parameter, model: ModelConfig, seed: int) -> dict[str, Tensor]:
-    """Factors A and B, fp32, of the linear that `parameter` belongs to: the best approximation, at their rank, of the dense
-    linear's own initial weight (spectral initialization: Khodak et al., arXiv 2105.01029)."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _spectral(*_drawn(parameter, model), seed)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _drawn(parameter: Parameter, model: ModelConfig) -> tuple[str, tuple[int, int], int, float]:
@@ -84,15 +78,15 @@ def _spectral_ahead(
     if not factors:
         yield lambda parameter: initial_value(parameter, model, seed)
         return
-    wanted = Counter(_drawn(each, model) for each in factors)
-    order = iter(list(dict.fromkeys(_drawn(each, model) for each in factors)))
+    wanted = Counter(_drawn(factor, model) for factor in factors)
+    order = iter(list(wanted))  # of first occurrence
     ahead: dict[Any, Future[dict[str, Tensor]]] = {}
     torch.set_num_threads(1)
     with ThreadPoolExecutor(threads) as pool:
 
         def begin(count: int) -> None:
-            for each in itertools.islice(order, count):
-                ahead[each] = pool.submit(_spectral, *each, seed)
+            for key in itertools.islice(order, count):
+                ahead[key] = pool.submit(_spectral, *key, seed)
 
         def value(parameter: Parameter) -> Tensor:
             if not _is_spectral(parameter, model):
@@ -100,12 +94,12 @@ def _spectral_ahead(
             key = _drawn(parameter, model)
             while key not in ahead:
                 begin(1)
-            found = ahead[key].result()[parameter.name.rpartition(".")[2]]
+            factor = ahead[key].result()[parameter.name.rpartition(".")[2]]
             wanted[key] -= 1
             if not wanted[key]:
                 del ahead[key]  # limits how many are in memory
                 begin(1)
-            return found
+            return factor
 
         begin(threads + _UNFINISHED)
         try:
@@ -123,6 +117,8 @@ def _is_spectral(parameter: Parameter, model: ModelConfig) -> bool:
 
 
 def _spectral(name: str, shape: tuple[int, int], rank: int, std: float, seed: int) -> dict[str, Tensor]:
+    """Factors A and B, fp32, of a linear: the best approximation, at their rank, of the dense linear's own initial weight (spectral
+    initialization: Khodak et al., arXiv 2105.01029)."""
     factors = factorize(torch.randn(shape, generator=_generator(name, seed)).mul_(std), rank)
     a_RI, b_OR = factors.a_RI.float(), factors.b_OR.float()
     missing = rank - factors.rank

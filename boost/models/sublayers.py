@@ -9,7 +9,7 @@ from torch import Tensor
 from boost.models.attention import Context, KeysValues, attend, rotated
 from boost.models.group import LinearGroup
 from boost.models.interface import Latents, Layout, Pending, Saved, Stream
-from boost.models.pointwise import gated_product
+from boost.models.kernels import gated_product
 
 
 class Attention:

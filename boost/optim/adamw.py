@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from boost.config import Config
-from boost.config.factors import is_factor
 from boost.config.optimizers import OptimConfig
 from boost.models.fused import FusedParam
 from boost.parallel.mesh import Mesh
@@ -22,22 +21,16 @@ Part = dict[Tensor, tuple[int, dict[str, Tensor]]]
 
 def decays(fused: FusedParam, optim: OptimConfig) -> bool:
     """Whether a stored tensor has weight decay. Every parameter of a linear does; embedding, head and norms only if
-    optim.decay_on = 'all'. If Frobenius decay is on, it replaces weight decay of the factors."""
+    optim.decay_on = 'all'."""
     role = fused.slices[0].parameter.role
-    if is_factor(role) and optim.frobenius_decay:
-        return False
     return optim.decay_on == "all" or role.startswith(("enter.", "q.", "kv.", "o.", "leave."))
 
 
 def build_adamw(fused_params: Sequence[FusedParam], optim: OptimConfig) -> torch.optim.AdamW:
     """torch's fused AdamW over the local shards of fused parameters."""
-    decaying = [decays(fused, optim) for fused in fused_params]
     groups = [
-        {
-            "params": [s.tensor for s, each in zip(fused_params, decaying, strict=True) if each == which],
-            "weight_decay": decay,
-        }
-        for which, decay in ((True, optim.weight_decay), (False, 0.0))
+        {"params": [f.tensor for f in fused_params if decays(f, optim) == decaying], "weight_decay": weight_decay}
+        for decaying, weight_decay in ((True, optim.weight_decay), (False, 0.0))
     ]
     optimizer = fused_adamw([group for group in groups if group["params"]], optim)
     for fused in fused_params:

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from boost.config.factors import deal_pairs
-from boost.optim.dealing import solve_all
-from boost.optim.factors import Factor
+from boost.optim.factors import Factor, solve_all
 from boost.parallel.collectives import all_gather
 from boost.parallel.mesh import Axis
 
@@ -34,21 +33,21 @@ def bases(tall: Mapping[str, Tensor], factors: Sequence[Factor], axis: Axis) -> 
     whose rows are sharded, and every process computes the QR of the stacked triangles, bitwise equal everywhere. Unlike the
     Cholesky factor of a Gram matrix, this does not square the condition number.
     """
-    found = {}
+    qr_of = {}
     for factor in factors:
         t_NR2 = tall[factor.name]
-        found[factor.name] = torch.linalg.qr(t_NR2.transpose(1, 2).flatten(1))
+        qr_of[factor.name] = torch.linalg.qr(t_NR2.transpose(1, 2).flatten(1))
     sharded = [f.name for f in factors if f.shape.sharded == "rows" and axis.size > 1]
     if sharded:
-        flat = torch.cat([found[name][1].flatten() for name in sharded])
+        flat = torch.cat([qr_of[name][1].flatten() for name in sharded])
         gathered = all_gather(flat, axis).view(axis.size, -1)
-        sizes = [found[name][1].numel() for name in sharded]
+        sizes = [qr_of[name][1].numel() for name in sharded]
         for name, parts in zip(sharded, gathered.split(sizes, dim=1), strict=True):
-            q_NJ, r_JC = found[name]
+            q_NJ, r_JC = qr_of[name]
             rows = r_JC.shape[0]
             outer_PJK, r_KC = torch.linalg.qr(parts.reshape(axis.size * rows, -1))
-            found[name] = (q_NJ @ outer_PJK.narrow(0, axis.rank * rows, rows), r_KC)
-    return found
+            qr_of[name] = (q_NJ @ outer_PJK.narrow(0, axis.rank * rows, rows), r_KC)
+    return qr_of
 
 
 def retract_all(

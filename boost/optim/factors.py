@@ -5,7 +5,6 @@ otherwise all of it. The rank is never sharded: rows sharded over replicas and f
 first. Legend: N local rows of the wide side, R full rank, K tensors of the factor's shape, concatenated.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,11 +12,12 @@ import torch
 from torch import Tensor
 
 from boost.config.architecture import Parameter
-from boost.config.factors import FactorShape, factor_buckets, factor_shape, is_factor
+from boost.config.factors import Deal, FactorShape, factor_buckets, factor_shape, is_factor
 from boost.config.optimizers import OptimConfig
+from boost.config.traffic import ALL_GATHER
 from boost.models.fused import FusedParam, ParamSlice
 from boost.parallel.collectives import all_gather, all_reduce
-from boost.parallel.mesh import Mesh
+from boost.parallel.mesh import Axis, Mesh
 
 
 @dataclass(frozen=True)
@@ -98,22 +98,14 @@ class FactorBuckets:
         factors = [factor for unit in bucket for factor in unit.factors]
         return self._gather_ranks(factors, {f.name: f.tall(by_name[_key(f.fused)]) for f in factors})
 
-    def grams(self, tall: Mapping[str, Tensor], bucket: Sequence[FactorUnit]) -> dict[str, Tensor]:
-        """T^T T [R, R] of every tall factor T [N, R] of a bucket, over all processes: at most one all-reduce over TP. K tensors of
-        the factor's shape, [K, N, R], give K matrices."""
-        summed = self.summed_grams(tall, bucket)
-        return {name: summed[name] if name in summed else t_NR.mT @ t_NR for name, t_NR in tall.items()}
-
     def summed_grams(self, tall: Mapping[str, Tensor], bucket: Sequence[FactorUnit]) -> dict[str, Tensor]:
-        """Same as `grams`, but only for factors whose rows are sharded over processes."""
+        """T^T T [R, R] of the tall factors T [N, R] of a bucket whose rows are sharded over TP, by name: one all-reduce."""
         summed = [f for unit in bucket for f in unit.factors if f.shape.gram and self.mesh.tp.size > 1]
         if not summed:
             return {}
         flat = all_reduce(torch.cat([(tall[f.name].mT @ tall[f.name]).flatten() for f in summed]), self.mesh.tp)
-        leading = [tall[f.name].shape[:-2] for f in summed]
-        sizes = [math.prod(each) * f.shape.gram for f, each in zip(summed, leading, strict=True)]
-        grams = zip(summed, leading, flat.split(sizes), strict=True)
-        return {f.name: gram.view(*each, f.shape.rank, f.shape.rank) for f, each, gram in grams}
+        grams = flat.split([f.shape.gram for f in summed])
+        return {f.name: gram.view(f.shape.rank, f.shape.rank) for f, gram in zip(summed, grams, strict=True)}
 
     def _gather_ranks(self, factors: Sequence[Factor], tall: dict[str, Tensor]) -> dict[str, Tensor]:
         sharded = [f.name for f in factors if f.shape.sharded == "rank" and self.mesh.tp.size > 1]
@@ -162,3 +154,22 @@ def _gather_rows(stored: Sequence[FusedParam], local: Sequence[Tensor], mesh: Me
 
 def _key(fused: FusedParam) -> str:
     return fused.slices[0].parameter.name
+
+
+def solve_all(deal: Deal, solve: Callable[[int], Tensor], like: Tensor, axis: Axis) -> list[Tensor]:
+    """Solves small problems that all processes of an axis hold alike (LORO's exact step in coordinates, Muon's iterations on Gram
+    matrices). Returns `solve(number)`, flattened, for each problem of the deal, bitwise equal on all processes.
+
+    Each process calls `solve` for its own problems. Buffers have dtype and device of `like`. One all-gather or all-reduce over
+    the axis, as `deal` specifies; none for a single process.
+    """
+    own = deal.on(axis.rank)
+    if axis.size == 1:
+        return [solve(number).flatten() for number in own]
+    gathers = deal.kind == ALL_GATHER
+    buffer = like.new_zeros(deal.part)
+    first = axis.rank * deal.part if gathers else 0
+    for number in own:
+        buffer.narrow(0, deal.starts[number] - first, deal.sizes[number]).copy_(solve(number).flatten())
+    gathered = all_gather(buffer, axis) if gathers else all_reduce(buffer, axis)
+    return [gathered.narrow(0, start, size) for start, size in zip(deal.starts, deal.sizes, strict=True)]

@@ -58,8 +58,7 @@ class Loro(Optimizer):
     def step(self, number: int, rate: float) -> None:
         """Performs an approximate step, or an exact one followed by a reset of the moments, depending on `number`."""
         optim = self.optim
-        refresh = optim.refreshes(number)
-        exact = refresh and not optim.refresh_only
+        exact = optim.is_exact(number)
         first, second = (1 - beta ** (self.updates + 1) for beta in (optim.beta1, optim.beta2))
         for group in self.adamw.param_groups:
             decaying, scale = group["place"]
@@ -77,32 +76,28 @@ class Loro(Optimizer):
             view.grad = None
         if exact:
             self._exact(rate * math.sqrt(second) / first, 1 - rate * optim.weight_decay)
-        if refresh:
-            self._clear()
+            for moments in self.moments.values():
+                for value in moments.values():
+                    value.zero_()
+            self.updates = 0
 
     def _exact(self, rate: float, decay: float) -> None:
         """Moves every pair along the directions given by the moments."""
         for bucket in self.factors.buckets:
             factors = [factor for unit in bucket for factor in unit.factors]
             pairs = [pair for unit in bucket for pair in unit.pairs]
-            found = bases(self.factors.tall(bucket, self._with_direction), factors, self.factors.mesh.tp)
-            small = [(found[b.name][1], found[a.name][1]) for a, b in pairs]
+            basis_of = bases(self.factors.tall(bucket, self._with_direction), factors, self.factors.mesh.tp)
+            small = [(basis_of[b.name][1], basis_of[a.name][1]) for a, b in pairs]
             solved = retract_all(small, rate, decay, self.factors.mesh.update_axis)
             for (a, b), new in zip(pairs, solved, strict=True):
                 for factor, x_KR in zip((b, a), new, strict=True):
-                    for view, value in factor.own(factor.fused.tensor, found[factor.name][0] @ x_KR):
+                    for view, value in factor.own(factor.fused.tensor, basis_of[factor.name][0] @ x_KR):
                         view.copy_(value)
 
     def _with_direction(self, fused: FusedParam) -> Tensor:
         """A stored tensor and its direction m / (sqrt(v) + eps), stacked, in fp64."""
         m, v = (self.moments[fused.tensor][name].double() for name in MOMENTS)
         return torch.stack((fused.tensor.double(), m / (v.sqrt() + self.optim.eps)), dim=-1)
-
-    def _clear(self) -> None:
-        for moments in self.moments.values():
-            for value in moments.values():
-                value.zero_()
-        self.updates = 0
 
 
 def _scales(fused: FusedParam, dim: int) -> Iterator[tuple[float, ParamSlice | None]]:

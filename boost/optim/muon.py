@@ -6,7 +6,7 @@ rounding depends on the sharding.
 
 An iterate of X is X times a polynomial of X^T X. So the iteration can run on that Gram matrix [r, r], all-reduced once over the
 processes that shard X, and all work on tall matrices is local: X_k = X P_k. The iterations are dealt out to all processes that
-hold the factors (`optim.dealing`). Sums and iterations are in fp32 (fp64 for fp64 weights). Unlike an inverse root, a
+hold the factors (`solve_all`). Sums and iterations are in fp32 (fp64 for fp64 weights). Unlike an inverse root, a
 polynomial amplifies rounding errors in the Gram matrix's small eigenvalues by no more than the eigenvalues themselves (figures
 in docs/design.md).
 """
@@ -23,8 +23,7 @@ from boost.config.factors import deal_grams, is_factor
 from boost.config.optimizers import MuonConfig
 from boost.models.fused import FusedParam
 from boost.optim.adamw import Optimizer, build_adamw, decays, zeros
-from boost.optim.dealing import solve_all
-from boost.optim.factors import Factor, FactorBuckets, FactorUnit
+from boost.optim.factors import Factor, FactorBuckets, FactorUnit, solve_all
 from boost.parallel.mesh import Mesh
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -44,7 +44,7 @@ class _FactorUnit:
 def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     """Collectives that unsharded factors add to a step, bucket by bucket, in order of issue.
 
-    LORO needs them in exact steps (every optim.exact_every steps), Muon and Frobenius decay in every step; for other
+    LORO needs them in exact steps (every optim.exact_every steps), Muon in every step; for other
     optimizers the list is empty.
     """
     optim, parallel = config.optim, config.parallel
@@ -105,7 +105,7 @@ def _deal(config: Config, bucket: Sequence[_FactorUnit]) -> Deal | None:
 
 
 def _has_exact_steps(optim: OptimConfig) -> bool:
-    return isinstance(optim, LOROConfig) and not optim.refresh_only
+    return isinstance(optim, LOROConfig)
 
 
 def state_bytes(config: Config, stored: Sequence[StoredTensor], stages: Sequence[Stage]) -> int:
@@ -125,7 +125,7 @@ def state_bytes(config: Config, stored: Sequence[StoredTensor], stages: Sequence
 def work_bytes(config: Config, stages: Sequence[Stage]) -> int:
     """Peak workspace of the optimizer step in bytes, in addition to optimizer state.
 
-    torch's fused AdamW needs none. Muon and Frobenius decay gather a bucket of factors.
+    torch's fused AdamW needs none. Muon gathers a bucket of factors.
     LORO's exact step gathers a bucket of factors and directions in fp64, and computes a basis of each.
     """
     optim = config.optim
@@ -185,7 +185,7 @@ class _LoroBucket:
         return max(making + 4 * self.largest, finding, moving)
 
     def grams(self, config: Config) -> int:
-        """Muon and Frobenius decay: unsharded factors, Gram matrices, and temporaries of one factor."""
+        """Muon: unsharded factors, Gram matrices, and temporaries of one factor."""
         optim = config.optim
         same = work_dtype(optim, config.train.param_dtype) == config.train.param_dtype
         views = same and not (isinstance(optim, MuonConfig) and optim.muon_nesterov)

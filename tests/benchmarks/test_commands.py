@@ -1,8 +1,6 @@
 """`python -m benchmarks` reports invalid arguments before it starts any process."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,24 +40,10 @@ def test_a_mistake_is_one_line(words: list[str], said: list[str], capsys: pytest
     assert all(word in err for word in said), err
 
 
-def test_an_unknown_experiment(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["no-such"])
-    assert left.value.code == 2
-    assert "invalid choice: 'no-such'" in capsys.readouterr().err
-
-
 def test_without_words_the_experiments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if re.match(r" {4}\w", line)]
     assert listed == list(EXPERIMENTS)
-
-
-@pytest.mark.slow
-def test_it_starts_as_a_module() -> None:
-    command = [sys.executable, "-m", "benchmarks", "recompute", "--tp", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert done.returncode == 2 and "--tp = 0" in done.stderr
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import local_tasks
 from benchmarks.local_tasks import CHOICES, TASKS, WORDS, heldout_documents, make_tasks
@@ -95,28 +94,6 @@ def scores(capture: Any, path: Path, tasks: Path, tp: int) -> dict[str, float]:
     code, out, err = say(capture, "eval", path, *words, "--tp", tp)
     assert code == 0, err
     return {f"{row['task']} {row['metric']}": row["value"] for row in json.loads(out)["tasks"]}
-
-
-@pytest.mark.slow
-def test_the_harness_scores_them(
-    tasks: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model that finds every token equally likely knows nothing: perplexity is that of the word's tokens."""
-    pytest.importorskip("lm_eval")
-    from boost.models.decoder import Decoder
-
-    path = checkpoint(tmp_path, "cola", "btp", store)
-    monkeypatch.setattr(Decoder, "logits_of", lambda self, tokens, wanted: torch.zeros(len(wanted), 300))
-    found = scores(capsys, path, tasks, 1)
-    assert found.keys() == {
-        *(f"local_cloze {metric}" for metric in ("perplexity", "acc")),
-        *(f"{name} {metric}" for name in NAMES[1:] for metric in ("acc", "acc_norm")),
-    }
-    tokenizer = TokenStore.open(store).tokenizer()
-    lengths = [len(tokenizer.encode(f" {each['word']}").ids) for each in questions(tasks, "local_cloze")]
-    mean = sum(lengths) / len(lengths)
-    assert found["local_cloze perplexity"] == pytest.approx(300**mean, rel=1e-3)
-    assert found["local_cloze acc"] == 0
 
 
 @pytest.mark.nightly

@@ -90,7 +90,7 @@ def test_flags_make_the_same_configuration(capsys: pytest.CaptureFixture[str]) -
     [
         "--optim.name adamw",
         "--optim.name muon --optim.muon_lr 0.5 --optim.schedule constant --optim.decay_steps 5",
-        "--model.family lax --optim.refresh_only true --model.gate tensor",
+        "--optim.name adamw --model.family lax --model.gate tensor",
     ],
 )
 def test_flags_say_first_what_selects_a_class(words: str) -> None:

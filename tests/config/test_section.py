@@ -131,7 +131,6 @@ def test_every_key_says_which_choices_have_it() -> None:
     for key, prefix in {
         "optim.muon_lr": "Only with optim.name = muon. ",
         "optim.exact_every": "Only with optim.name = loro. ",
-        "optim.frobenius_decay": "Only with optim.name = adamw. ",
         "optim.decay_steps": "Only with optim.schedule = constant. ",
         "optim.restart_delay": "Only with optim.schedule = cosine-restarts. ",
         "model.rank": "Only with model.family = svd | cola | lax. ",

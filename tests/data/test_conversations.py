@@ -100,7 +100,7 @@ def test_bad_records_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         FilesSource(tmp_path / "none.jsonl", chat=True)
-    for name, content, words in (("a.txt", b"x", "not a file of conversations"), ("a.json", b"[1, ", "not JSON at record 2: "),
+    for name, content, words in (("a.txt", b"x", "not a file of conversations"), ("a.json", b"[1, ", "not JSON at line 1, col"),
                                  ("a.parquet", b"x", "not a Parquet file"), ("a.jsonl.gz", b"x", "damaged gzip file")):  # fmt: skip
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=words):

@@ -94,9 +94,6 @@ def test_nanogpt_keeps_its_held_out_ids(tmp_path, tokenizer, ids):
     store = prepare(options(tmp_path, tokenizer, folder)).store
     check(store, ids)
     assert documents(store.split("train")) == ids[:50] and documents(store.split("heldout")) == ids[50:]
-    store = prepare(options(tmp_path, tokenizer, folder, max_documents=7, overwrite=True)).store
-    assert documents(store.split("train")) == ids[:7] and documents(store.split("heldout")) == ids[50:]
-    assert store.report["notes"] == ["only the first 7 documents were read (--max-documents)"]
 
 
 def test_held_out_ids_of_their_own(tmp_path, tokenizer, ids):
@@ -105,40 +102,6 @@ def test_held_out_ids_of_their_own(tmp_path, tokenizer, ids):
     store = prepare(options(tmp_path, tokenizer, index, heldout_from=(str(held),))).store
     check(store, ids)
     assert documents(store.split("train")) == ids[:50] and documents(store.split("heldout")) == ids[50:]
-
-
-def test_ids_without_eos_are_one_document_whose_end_is_held_out(tmp_path, tokenizer, ids, monkeypatch):
-    flat = [token for each in ids for token in each]
-    np.array(flat, "<u4").tofile(tmp_path / "x.bin")
-    monkeypatch.setattr("boost.data.from_tokens._BLOCK", 100)
-    store = prepare(options(tmp_path, tokenizer, tmp_path / "x.bin", token_dtype="uint32")).store
-    (train,), (heldout,) = documents(store.split("train")), documents(store.split("heldout"))
-    assert train + heldout == flat and len(heldout) == len(flat) - round(len(flat) * 0.9)
-    assert any("one document" in note for note in store.report["notes"])
-
-
-def test_limit_of_documents(tmp_path, tokenizer, ids):
-    index = write_megatron(tmp_path / "x", [[each] for each in ids])
-    store = prepare(options(tmp_path, tokenizer, index, max_documents=7, heldout=0.4)).store
-    assert sorted(documents(store.split("train")) + documents(store.split("heldout"))) == sorted(ids[:7])
-    assert store.report["notes"] == ["only the first 7 documents were read (--max-documents)"]
-
-
-def test_progress_passes_the_whole_input(tmp_path, tokenizer, ids):
-    seen = []
-
-    class Recorder(Progress):
-        def phase(self, name, total):
-            seen.append((name, total, 0))
-
-        def update(self, consumed, documents):
-            assert consumed >= (seen[-1][2] if len(seen) > 1 else 0)
-            seen[-1] = (*seen[-1][:2], consumed)
-
-    np.array([token for each in ids for token in (*each, 0)], "<u2").tofile(tmp_path / "x.bin")
-    prepare(options(tmp_path, tokenizer, tmp_path / "x.bin"), Recorder())
-    size = (tmp_path / "x.bin").stat().st_size
-    assert seen[-1] == ("copying the ids", size, size)
 
 
 @pytest.mark.parametrize("bad", [300, -1])
@@ -151,19 +114,6 @@ def test_ids_outside_the_vocabulary_are_found(bad, tmp_path, tokenizer, ids):
     assert not (tmp_path / "store").exists()
 
 
-def test_wide_vocabularies_need_wide_tokens(tmp_path, tokenizer):
-    words = {"</s>": 0, **{f"w{i}": i for i in range(1, 70_000)}}
-    Tokenizer(models.WordLevel(words, unk_token="</s>")).save(str(tmp_path / "wide.json"))
-    np.array([1, 2, 0, 69_999, 0], "<u4").tofile(tmp_path / "x.bin")
-    wide = {"tokenizer": str(tmp_path / "wide.json"), "token_dtype": "uint32"}
-    store = prepare(options(tmp_path, tokenizer, tmp_path / "x.bin", **wide)).store
-    assert store.split("train").tokens.dtype == np.dtype("<u4") and store.largest_token == 69_999
-    with pytest.raises(
-        DataError, match=r"id 69999 \(number 3 of the file\) is outside the tokenizer's vocabulary of 300"
-    ):
-        prepare(options(tmp_path, tokenizer, tmp_path / "x.bin", token_dtype="uint32", out=tmp_path / "other"))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -172,7 +122,7 @@ def test_wide_vocabularies_need_wide_tokens(tmp_path, tokenizer):
         ({"stdlib": True}, "cannot be combined with text"),
         ({"heldout_split": "validation"}, "cannot be combined with text"),
         ({"text_field": "tokens"}, "has no columns; remove --text-field"),
-        ({"max_tokens": 9}, "takes no --max-tokens; use --max-documents"),
+        ({"max_tokens": 9}, "takes no --max-tokens; remove it"),
         ({"from_tokens": "nowhere.idx"}, r"nowhere\.idx: no such file"),
         ({"eos": "<nope>"}, "--eos <nope>: not a token"),
     ],
@@ -193,7 +143,9 @@ def test_nothing_to_read_is_an_error(tmp_path, tokenizer):
     with pytest.raises(DataError, match="no ids for the heldout split; 1 skipped: 1 empty document"):
         prepare(options(tmp_path, tokenizer, tmp_path))
     np.array([5, 0], "<u2").tofile(tmp_path / "one.bin")
-    with pytest.raises(DataError, match="a single id"):
+    with pytest.raises(
+        DataError, match="is one document, .* --heldout-from, or the token that ends documents with --eos"
+    ):
         prepare(options(tmp_path, tokenizer, tmp_path / "one.bin"))
 
 

@@ -1,11 +1,9 @@
 """Preparing a store: splits, no-ops, replacement, interruption, full disks."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from boost.data.split import SplitRule, choose_split, key_hash, split_position
 from boost.data.store import TokenStore
 from boost.data.tokenizer import train_tokenizer
 from boost.data.writer import locked, sibling
-from boost.errors import DataError, StorageError
+from boost.errors import DataError
 
 
 @pytest.fixture
@@ -191,12 +189,6 @@ def test_long_documents_are_encoded_in_pieces(corpus, monkeypatch):
         np.testing.assert_array_equal(whole.split(name).documents, pieces.split(name).documents)
 
 
-def test_a_vocabulary_that_the_corpus_cannot_fill_is_said(corpus):
-    store = prepare(options(corpus, tokenizer="train:60000")).store
-    assert store.vocab_size < 1000
-    assert f"the vocabulary has {store.vocab_size}" in store.report["notes"][0]
-
-
 def test_a_single_document_is_cut_at_a_line(tmp_path):
     lines = [f"line number {i} of the book\n" for i in range(400)]
     (tmp_path / "book.txt").write_text("".join(lines))
@@ -219,14 +211,14 @@ def test_both_parts_of_a_cut_text_hold_something(text, heldout):
 @given(st.sets(st.text(), min_size=2, max_size=6), st.sampled_from([1e-9, 0.05, 0.5, 1 - 1e-9]))
 def test_no_split_is_empty(keys, heldout):
     documents = [Document(key, "text", FileReport("f")) for key in sorted(keys)]
-    rule = choose_split(documents, heldout)
+    rule = choose_split(sorted(keys), heldout)
     assert {name for document in documents for name, _ in rule.parts(document)} == {"train", "heldout"}
 
 
 def test_a_split_depends_on_the_key_alone():
-    documents = [Document(str(i), "text", FileReport("f")) for i in range(4000)]
-    assert choose_split(documents, 0.05) == choose_split(documents[::-1], 0.05) == SplitRule(0.05)
-    share = sum(SplitRule(0.05).parts(document)[0][0] == "heldout" for document in documents) / 4000
+    keys = [str(i) for i in range(4000)]
+    assert choose_split(keys, 0.05) == choose_split(keys[::-1], 0.05) == SplitRule(0.05)
+    share = sum(SplitRule(0.05).split_of(key) == "heldout" for key in keys) / 4000
     assert 0.04 < share < 0.06
 
 
@@ -357,76 +349,14 @@ def test_a_full_disk_is_one_line_and_costs_nothing(corpus, had_store):
         assert content(options(corpus).out) == before
 
 
-def test_no_space_left_is_a_storage_error(corpus):
-    full = Path("/dev/full")
-    if not full.exists():
-        pytest.skip("needs /dev/full")
-    from boost.data.writer import new_store, write_all
-
-    out = options(corpus).out
-    with (
-        pytest.raises(StorageError, match="No space left on device"),
-        new_store(out),
-        full.open("wb", buffering=0) as file,
-    ):
-        write_all(file, b"tokens")
-    assert names_beside(corpus) == ["texts"]
-
-
-def test_progress_moves_inside_a_long_document(tmp_path, monkeypatch):
-    from boost.data import encode
-
-    monkeypatch.setattr(encode, "PIECE_CHARS", 100)
-    monkeypatch.setattr(encode, "BATCH_CHARS", 1000)
-    (tmp_path / "book.txt").write_text("a line of the book\n" * 500)
-    seen = []
-
-    class Recorder(Progress):
-        def phase(self, name, total):
-            seen.clear()
-
-        def update(self, consumed, documents):
-            seen.append(consumed)
-
-    prepare(PrepareOptions(out=tmp_path / "s", inputs=(str(tmp_path / "book.txt"),), tokenizer="train:270"), Recorder())
-    assert len(seen) > 5 and seen == sorted(seen) and seen[-1] == 500 * 19
-
-
-def test_progress_passes_the_whole_input(corpus):
-    seen, closed = {}, []
-
-    class Recorder(Progress):
-        def phase(self, name, total):
-            self.name, self.total = name, total
-
-        def update(self, consumed, documents):
-            seen[self.name] = (consumed, self.total, documents)
-
-        def close(self):
-            closed.append(time.monotonic())
-
-    prepare(options(corpus), Recorder())
-    size = sum(path.stat().st_size for path in corpus.iterdir())
-    assert seen["encoding"] == seen["training the tokenizer"] == (size, size, 40)
-    assert len(closed) == 1
-
-
-def rewrite_unseen(file):
-    """Different content with the same size and time, as left by tools that restore times."""
-    about = file.stat()
-    file.write_text(file.read_text().replace("words", "sword"))
-    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
-
-
 @pytest.mark.parametrize("had_store", [False, True])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda c: (c / "05.txt").write_text("other"), r"05\.txt: changed during the preparation"),
         (lambda c: (c / "05.txt").unlink(), r"05\.txt: disappeared during the preparation"),
-        (lambda c: rewrite_unseen(c / "05.txt"), r"changed between two passes over it, in 05\.txt or before"),
     ],
-    ids=["written", "removed", "same size and time"],
+    ids=["written", "removed"],
 )
 def test_input_that_changes_between_passes_is_noticed(corpus, change, message, had_store):
     out = options(corpus).out
@@ -461,44 +391,3 @@ def test_a_file_that_grows_while_it_is_read_is_noticed(corpus):
 
     with pytest.raises(DataError, match=r"06\.txt: changed during the preparation"):
         prepare(options(corpus), Grow())
-
-
-def test_every_kind_of_bad_file_is_reported_and_nothing_is_lost_silently(corpus, monkeypatch):
-    """Documents and skips account for every file, line and row."""
-    from boost.data import readers
-
-    monkeypatch.setattr(readers, "MAX_RECORD_BYTES", 1000)
-    bad = {
-        "empty.txt": (b"", "empty"),
-        "blank.txt": (b" \n\t", "empty"),
-        "binary.txt": (b"text\0text", "binary (holds a NUL byte)"),
-        "latin.txt": ("h\xe9".encode("latin-1"), "not UTF-8 text"),
-        "utf16.txt": ("text".encode("utf-16") + b"\0\xd8", "damaged UTF-16 text"),
-        "ids.bin": (bytes(8), "refused: pickles and binary arrays are never loaded"),
-        "code.pkl": (b"cos\nsystem\n", "refused: pickles and binary arrays are never loaded"),
-        "broken.txt.gz": (b"\x1f\x8b\x08\0", "damaged gzip file"),
-        "huge.jsonl": (b'{"text": "' + b"y" * 2000 + b'"}\n', "a line longer than 1 kB"),
-        "esc\x1b[2J.txt": (b"a\0", "binary (holds a NUL byte)"),
-    }
-    for name, (content, _) in bad.items():
-        (corpus / name).write_bytes(content)
-    lines = [
-        b'{"text": "good"}', b"", b"{broken", b"\xff\xfe", b'{"other": "x"}', b'{"text": 7}', b'{"text": "\\ud800"}',
-        b"[" * 900, b'{"text": "good too"}', b"[1]",
-    ]  # fmt: skip
-    (corpus / "lines.jsonl").write_bytes(b"\n".join(lines))
-    store = prepare(options(corpus)).store
-    (entries,) = json.loads((store.path / "report.json").read_text()).values()
-    found = {entry["name"]: entry for entry in entries}
-    assert len(found) == 40 + len(bad) + 1
-    for name, (_, reason) in bad.items():
-        entry = found[name.replace("\x1b", "\\x1b")]
-        assert entry["documents"] == 0
-        (why,) = entry["skipped"]
-        assert reason in why and entry["skipped"][why]["count"] == 1
-    of_lines = found["lines.jsonl"]
-    assert of_lines["documents"] == 2
-    assert of_lines["documents"] + sum(skip["count"] for skip in of_lines["skipped"].values()) == len(lines)
-    assert sum(entry["documents"] for entry in entries) == 42
-    summary = store.report["sources"][0]
-    assert sum(skip["count"] for skip in summary["skipped"].values()) == len(bad) + len(lines) - 2

@@ -54,7 +54,7 @@ def test_every_conversation_is_a_document_with_its_answers_counted(store: TokenS
         assert part.targets is not None
         assert sizes["targets"] == int(part.targets.before(np.array([part.n_tokens]))[0]) == part.token_counts().sum()
     assert store.eos == store.tokenizer().token_to_id("<|im_end|>")
-    assert store.meta["format"] == 2
+    assert store.is_masked
     assert store.chat == {"template": CHATML, "tokenizer": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}}
 
 

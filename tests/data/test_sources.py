@@ -142,14 +142,6 @@ def test_a_missing_package_names_its_install(monkeypatch, tmp_path):
         read(hub.HubSource("someone/something"))
 
 
-def test_names_that_are_not_text_can_be_reported(tmp_path):
-    name = os.fsdecode(b"caf\xe9\x1b[31m.txt")
-    (tmp_path / name).write_bytes(b"")
-    _, report = read(FilesSource(tmp_path))
-    (entry,) = report.sources[0].files
-    assert entry.name.isprintable() and entry.name.encode("utf-8") == b"caf\\udce9\\x1b[31m.txt"
-
-
 def test_stdlib_is_sources_and_documentation_only():
     source = StdlibSource()
     keys = [file.key for file in source.files]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from boost.data import from_tokens
-from boost.data.from_tokens import open_token_files, split_at_eos
+from boost.data.from_tokens import open_token_files
 from boost.errors import DataError
 from tests.data.token_formats import MEGATRON_CODES, write_llm_c, write_megatron
 
@@ -20,7 +20,7 @@ def documents_of(path, dtype="uint16"):
     """The ids of each document, over all files of a path."""
     found, current = [], []
     for file in open_token_files(path, dtype):
-        for ids, end in file.chunks(EOS):
+        for ids, end in file.pieces(EOS):
             current += ids.tolist()
             if end:
                 found.append(current)
@@ -124,10 +124,3 @@ def test_paths_without_tokens_are_one_line(tmp_path):
     }.items():
         with pytest.raises(DataError, match=message):
             open_token_files(path, "uint16")
-
-
-def test_a_stream_that_ends_with_eos_has_no_empty_document():
-    blocks = [np.array([1, EOS]), np.array([2]), np.array([EOS])]
-    assert [(ids.tolist(), end) for ids, end in split_at_eos(iter(blocks), EOS)] == [
-        ([1, EOS], True), ([2], False), ([EOS], True)
-    ]  # fmt: skip

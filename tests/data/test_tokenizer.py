@@ -114,9 +114,9 @@ def test_eos_by_name_by_config_by_guess_or_an_error(tmp_path):
     assert tk.find_eos(tokenizer, "<end>") == ("<end>", 2)
     for eos_token in ("</s>", {"content": "</s>"}):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
-        assert tk.find_eos(tokenizer, folder=tmp_path) == ("</s>", 1)
+        assert tk.find_eos(tokenizer, spec=tmp_path) == ("</s>", 1)
     (tmp_path / "tokenizer_config.json").write_text("[1")
-    assert tk.find_eos(tokenizer, folder=tmp_path) == ("<|endoftext|>", 3)
+    assert tk.find_eos(tokenizer, spec=tmp_path) == ("<|endoftext|>", 3)
     with pytest.raises(DataError, match="--eos nope: not a token"):
         tk.find_eos(tokenizer, "nope")
     with pytest.raises(DataError, match="name one of its tokens with --eos TOKEN"):

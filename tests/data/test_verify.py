@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -85,32 +84,6 @@ def says_the_same(store: TokenStore) -> bool:
         return bool(json.loads((store.path / "store.json").read_bytes()) == store.meta)
     except ValueError:
         return False
-
-
-def zeroed(path: Path) -> None:
-    file = path / "train.tokens"
-    file.write_bytes(bytes(file.stat().st_size))
-
-
-def truncated(path: Path) -> None:
-    os.truncate(path / "train.tokens", (path / "train.tokens").stat().st_size - 2)
-
-
-def replaced(path: Path) -> None:
-    """Replaced by as many tokens of the same size."""
-    tokens = np.fromfile(path / "train.tokens", dtype="<u2")
-    tokens[::-1].tofile(path / "train.tokens")
-
-
-DAMAGE = (zeroed, truncated, replaced)
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_found_and_the_file_named(store: TokenStore, damage: Any) -> None:
-    open_and_verify(store.path)
-    damage(store.path)
-    with pytest.raises(DataError, match=r"train\.(tokens|documents).*rebuild it with: boost prepare"):
-        open_and_verify(store.path)
 
 
 @given(st.lists(st.integers(0, 30), max_size=12))

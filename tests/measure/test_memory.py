@@ -89,15 +89,11 @@ def test_fake_tensors_keep_what_real_ones_do(policy: RecomputeName) -> None:
         assert sum(real.peak.values()) > sum(real.kept.values()), "the peak is in the backward pass"
 
 
-@pytest.mark.parametrize(
-    "optim",
-    [{"name": "muon"}, {"name": "loro", "refresh_only": True}, {"frobenius_decay": 0.1}],
-    ids=str,
-)
-def test_what_other_optimizers_hold(optim: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["muon", "loro"])
+def test_what_other_optimizers_hold(name: str) -> None:
     """Linears with the same input but different ranks, which LORO updates separately."""
-    config = config_of("cola", {"layout": "btp"}, "none", "bfloat16", ranks={"attn.q": 8})
-    config = config.model_copy(update={"optim": OptimConfig.model_validate(optim)})
+    config = config_of("svd", {"layout": "btp"}, "none", "bfloat16", ranks={"attn.q": 8})
+    config = config.model_copy(update={"optim": OptimConfig.model_validate({"name": name})})
     assert measure(config).kept["optimizer"] == memory(config).states["optimizer"]
 
 

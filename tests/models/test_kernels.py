@@ -13,8 +13,7 @@ from torch import Tensor
 from benchmarks.experiments.computed import seven
 from boost.config.schema import Config
 from boost.models import kernels
-from boost.models.kernels import BACKENDS, KERNELS, Kernel, using
-from boost.models.pointwise import gated_product, rotary
+from boost.models.kernels import BACKENDS, KERNELS, Kernel, gated_product, rotary, using
 from boost.plan.step import block_work, elementwise_bytes
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM
 from tests.models.kernel_arguments import angles, arguments, numbers
@@ -77,7 +76,7 @@ def test_each_is_one_kernel_where_it_is_compiled_and_the_same_function(dtype: to
         metrics.reset()
         with using(INDUCTOR):
             compiled = results(KERNELS[name], *given)
-        # A row sum and the operations that use it are one Triton kernel (test_triton.py), but several C++ loops.
+        # A row sum and the operations that use it are one Triton kernel, but several C++ loops.
         assert metrics.generated_kernel_count == 1 or name in ("normed", "normed_backward"), name
         for got, expected in zip(compiled, results(KERNELS[name], *given), strict=True):
             assert (got.dtype, got.stride()) == (expected.dtype, expected.stride()), name

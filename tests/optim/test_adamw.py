@@ -88,7 +88,6 @@ def test_an_update_launched_from_tensors_is_that_of_the_numbers(dtype: str) -> N
     ("optim", "expected"),
     [
         ({}, True),
-        ({"frobenius_decay": 0.1}, False),
         ({"name": "muon"}, False),
         ({"name": "loro", "exact_every": 2}, False),
     ],

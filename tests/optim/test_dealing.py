@@ -6,7 +6,7 @@ from torch import Tensor
 
 from boost.config.factors import deal
 from boost.config.traffic import Collective
-from boost.optim.dealing import solve_all
+from boost.optim.factors import solve_all
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.mesh import Axis
 from tests import toy

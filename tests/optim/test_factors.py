@@ -28,7 +28,6 @@ pytestmark = pytest.mark.slow
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "loro": {"name": "loro", "exact_every": 2, "eps": 1e-6, "weight_decay": 0.05},
     "muon": {"name": "muon", "muon_lr": 1e-2},
-    "frobenius": {"frobenius_decay": 0.5},
 }
 STEPS = 4
 """Includes two exact LORO steps, and the moments being reset and used in between."""
@@ -232,7 +231,7 @@ def test_what_large_factors_send() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_table_of_a_usual_step(optimizer: str) -> None:
-    """Muon and Frobenius decay communicate in every step; LORO in one of exact_every, which a separate table shows."""
+    """Muon communicates in every step; LORO in one of exact_every, which a separate table shows."""
     config = config_of(optimizer, {"tp": 2, "layout": "btp"})
     ours = [c for c in step_collectives(config) if c.place == "optimizer"]
     assert optimizer_collectives(config)

@@ -119,7 +119,7 @@ def test_widths_of_7b_peak_as_predicted(words: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "optim",
-    [{"name": "muon"}, {"name": "loro", "exact_every": 1}, {"frobenius_decay": 0.1}],
+    [{"name": "muon"}, {"name": "loro", "exact_every": 1}],
     ids=str,
 )
 @pytest.mark.slow

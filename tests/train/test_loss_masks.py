@@ -116,7 +116,6 @@ def test_every_layout_and_mesh_is_one_process(
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"decay_on": "all"},
-    "frobenius": {"frobenius_decay": 0.1},
     "loro": {"name": "loro", "exact_every": 2},
     "muon": {"name": "muon"},
 }

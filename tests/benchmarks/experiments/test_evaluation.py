@@ -1,14 +1,13 @@
 """The evaluation runs every launch once, resumes, merges launches, and never mixes commits."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.commands import EXPERIMENTS, build_parser, main
+from benchmarks.commands import EXPERIMENTS, build_parser
 from benchmarks.experiments import evaluation
 from benchmarks.experiments.document import Section
 from benchmarks.experiments.evaluation import BENCH, Part, Place
@@ -127,17 +126,6 @@ def test_another_commit_or_changes_are_refused(place: Place, monkeypatch: pytest
             evaluation.evaluate([], place)
 
 
-def test_what_cannot_run_here_is_said(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    without_report(monkeypatch)
-    monkeypatch.setattr(evaluation, "why_no_hosts", lambda limited: "needs `ip`")
-    assert evaluation.evaluate([part(place, needs_hosts=True)], place) == 0
-    assert "steps: skipped: needs `ip`" in capsys.readouterr().out
-    on_gpu = Place(place.work, place.results, "cuda")
-    assert "skipped: it runs on CPUs only" in evaluation.listed([part(place, cpu_only=True)], on_gpu)
-
-
 def test_every_part_is_a_command_that_exists() -> None:
     place = Place(Path("work"), Path("results"), "cpu")
     for each in evaluation.PARTS:
@@ -152,12 +140,3 @@ def test_every_part_is_a_command_that_exists() -> None:
     assert minutes < 180
     for path in ("Makefile", "docs/benchmarks.md"):
         assert f"about {minutes / 60:.1f} hours" in (evaluation.ROOT / path).read_text(encoding="utf-8"), minutes
-
-
-def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluation", "--only", "gemm"]) == 2
-    assert "--only = gemm is unknown; valid parts: hardware, data, wire" in capsys.readouterr().err
-    assert main(["evaluation", "--launches", "0"]) == 2
-    assert "--launches = 0 is not positive; smallest valid value: 1" in capsys.readouterr().err
-    assert main(["evaluation", "--list", "--only", "recompute", "--work", os.devnull + "x"]) == 0
-    assert "recompute    0 of 2 done, about 7:24 to go" in capsys.readouterr().out

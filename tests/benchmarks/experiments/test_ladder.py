@@ -1,15 +1,11 @@
 """The ladder: its order, what each step is compared with, and intervals, on made-up seconds."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.commands import main
-from benchmarks.experiments import ladder, ladder_report
-from benchmarks.experiments.document import Table
+from benchmarks.experiments import ladder_report
 from benchmarks.experiments.ladder import LADDER, facts_from, measured_steps, ratios
-from benchmarks.experiments.results import figures, read
 from benchmarks.experiments.steps import BTP, BTP_SP, PUBLISHED, VANILLA
 from benchmarks.experiments.wire_plan import BTP_CP, BTP_SYNC, BTP_UNGROUPED, FORMS, MAIN
 from boost.config.schema import ParallelConfig
@@ -59,26 +55,3 @@ def test_steps_without_a_measurement_are_passed_over(tmp_path: Path) -> None:
     assert str(section.parts[-1]).startswith(f"Not measured: {BTP_UNGROUPED}, {BTP_SYNC}, ")
     with pytest.raises(ConfigError, match="the main set has no step of the ladder"):
         facts_from(made_up({"megatron": 1.0}))
-
-
-def test_the_command_leaves_a_table_for_each_wire_and_a_waterfall(tmp_path: Path) -> None:
-    seconds = {**SECONDS, VANILLA: SECONDS[PUBLISHED]}
-    (tmp_path / "wire.json").write_text(json.dumps(made_up(seconds) | {"environment": ENVIRONMENT}))
-    assert main(["ladder", "--wire", str(tmp_path / "wire.json"), "--out", str(tmp_path / "ladder")]) == 0
-    written = read(tmp_path / "ladder.json", "ladder")
-    section = ladder_report.section(written)
-    matched, slow = (part for part in section.parts if isinstance(part, Table))
-    assert [row[0] for row in slow.rows] == [step.name for step in LADDER]
-    assert matched.rows[0][4:] == ("", "") and matched.rows[1][4] == "1.00 (1.00 to 1.00), no difference shown"
-    assert [figure.name for figure in figures(section)] == ["ladder"]
-    assert (tmp_path / "ladder.svg").read_text().startswith("<?xml")
-    for other in ("many", "sizes"):
-        (tmp_path / "wire.json").write_text(json.dumps(made_up(seconds, name=other)))
-        with pytest.raises(ConfigError, match=f"is of the set '{other}'; use the result of --set main"):
-            ladder.main_set(tmp_path / "wire.json")
-
-
-ENVIRONMENT = {
-    "command": ["wire"], "cpu": "made up", "cores": 2, "gpus": [], "threads": 1, "torch": "2", "python": "3", "git": None,
-    "started": "2026-01-01",
-}  # fmt: skip

@@ -177,20 +177,3 @@ def test_a_loss_that_is_not_finite_is_an_error(store: Path, tmp_path: Path, monk
         TrainingError, match="cola, single, float32, seed 0: the loss is not finite; use a lower --optim.lr"
     ):
         perplexity.trained(task, toy.toy_mesh(task.config), None)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--seeds", "1"], "--seeds = 1: a spread needs at least two distinct seeds"),
-        (["--seeds", "0", "1", "--few-seeds", "1", "2"], "--few-seeds: 2 is not one of --seeds"),
-        (["--tp", "1"], "--tp = 1"),
-    ],
-)
-def test_arguments_that_make_no_experiment_are_refused(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from benchmarks.commands import main
-
-    assert main(["perplexity", *words]) == 2
-    assert said in capsys.readouterr().err

@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks.experiments import recompute
 from boost.config import Config
-from boost.errors import ConfigError
 from tests import toy
 from tests.distributed import run_distributed
 
@@ -83,14 +82,3 @@ def test_the_interval_of_memory_saved_per_added_time_is_of_rounds() -> None:
     seconds["full-block"] = [0.9] * 7  # nothing can be claimed
     found = recompute.against_full_block(kept, seconds, "low-rank")  # type: ignore[arg-type]
     assert found is not None and (found.value, found.high) == (0, 0)
-
-
-def test_one_process_has_one_layout() -> None:
-    assert [name for name, _ in recompute.variants(make_config(1), [1, 2])] == ["single"] * 2 + ["single, dense"] * 2
-
-
-def test_a_cut_that_is_not_legal_is_refused_before_anything_starts() -> None:
-    config = make_config(2)
-    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"tp": 16})})
-    with pytest.raises(ConfigError, match=r"parallel.tp = 16 must divide model.heads = 8"):
-        list(recompute.variants(config, [1]))

@@ -5,10 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.commands import main
 from benchmarks.experiments import record as module
-from benchmarks.experiments.document import Table
-from benchmarks.experiments.goals import target_of
 from benchmarks.experiments.record import (
     FITTED,
     HELD,
@@ -24,8 +21,8 @@ from benchmarks.experiments.record import (
     stack_name,
     stacks,
 )
-from benchmarks.experiments.record_report import LIMIT, goals, section
-from benchmarks.experiments.results import Facts, figures
+from benchmarks.experiments.record_report import LIMIT, goals
+from benchmarks.experiments.results import Facts
 from boost.config import load
 from boost.plan.hardware import load_hardware
 from boost.plan.interval import SHARE, SPREADS
@@ -176,38 +173,3 @@ def test_a_biased_group_fails(facts: Facts) -> None:
     ]
     error, _ = goals(facts | {"rows": wrong})
     assert not error.met and "a100-40g-8" in error.remark and errors(wrong).mape < LIMIT
-
-
-@pytest.mark.slow
-def test_errors_of_some_rows() -> None:
-    rows = [{"measured_s": 1.0, "predicted_s": s} for s in (0.9, 1.0, 1.3)]
-    found = errors(rows)
-    assert (found.count, found.median) == (3, 1.0)
-    assert found.mape == pytest.approx(0.4 / 3) and found.bias == pytest.approx(0.2 / 3)
-
-
-@pytest.mark.slow
-def test_the_report(facts: Facts, tmp_path: Path) -> None:
-    shown = section(facts)
-    tables = [part for part in shown.parts if isinstance(part, Table)]
-    assert len(tables[-1].rows) == len(facts["rows"])
-    for table in tables:
-        assert {len(row) for row in table.rows} == {len(table.headings)}
-    sizes = [row[1] for row in tables[0].rows if row[0] in ("tokens per sequence", "GPUs")]
-    assert sizes == ["up to 2,048", "up to 4,096", "up to 8,192", "longer", "up to 8", "up to 64", "up to 512", "more"]
-    error, interval = goals(facts)
-    assert {target_of(goal.what).experiment for goal in (error, interval)} == {"record"} and "MAPE" in error.found
-    (figure,) = figures(shown)
-    figure.draw(tmp_path / "record.svg")
-    assert (tmp_path / "record.svg").stat().st_size > 10_000
-
-
-@pytest.mark.slow
-def test_the_command(
-    facts: Facts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(module, "compare", lambda show: facts)
-    out = tmp_path / "record"
-    assert main(["record", "--out", str(out)]) == 0
-    assert "llm-foundry" in capsys.readouterr().out
-    assert json.loads(out.with_suffix(".json").read_text())["seed"] == module.SEED and out.with_suffix(".svg").exists()

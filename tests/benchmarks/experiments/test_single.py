@@ -72,12 +72,3 @@ def test_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     text = (tmp_path / "single.md").read_text(encoding="utf-8")
     assert "| cola |" in text and "ours / plain" in text and (tmp_path / "single-share.svg").stat().st_size > 0
     assert section(facts).title and len(goals(facts)) == 3
-
-
-def test_the_usual_sizes_on_a_cpu() -> None:
-    found = bench.sizes(None, ["--run.device=cpu", "--train.seq_len=128"])
-    assert {name: (c.model.dim, c.model.rank, c.train.seq_len) for name, c in found.items()} == {
-        "d 512": (512, 128, 128),
-        "d 1024": (1024, 256, 128),
-    }
-    assert set(bench.sizes("boost-1b", ["--run.device=cpu"])) == {"boost-1b"}

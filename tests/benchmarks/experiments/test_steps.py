@@ -8,9 +8,9 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.experiments import shares, side_by_side, steps
-from benchmarks.experiments.contest import LEAST_ROUNDS, in_words, refuse_zeros
+from benchmarks.experiments.contest import LEAST_ROUNDS, refuse_zeros
 from benchmarks.experiments.document import Table
-from benchmarks.experiments.results import Facts, facts_of, figures
+from benchmarks.experiments.results import Facts, facts_of
 from benchmarks.experiments.shares import exposed_collectives
 from benchmarks.experiments.side_by_side import TimingGroup
 from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PUBLISHED, VANILLA, Machine
@@ -64,28 +64,6 @@ def test_every_contender_is_timed_in_every_round_and_counted() -> None:
 def test_bytes_that_are_not_in_the_table_are_not_accounted_for() -> None:
     with pytest.raises(MeasurementError, match="collectives that differ from the collective table"):
         side_by_side.sent_in_blocks(layout(BTP), [])
-
-
-def test_the_section_has_a_table_a_group_and_the_papers_numbers(tmp_path: Path) -> None:
-    shown = section(results())
-    tables = [part for part in shown.parts if isinstance(part, Table)]
-    assert len(tables) == 3 + 2
-    for table in tables:
-        assert table.rows and all(len(row) == len(table.headings) for row in table.rows)
-    speedups = next(table for table in tables if "what" in table.headings)
-    ours = next(row for row in speedups.rows if row[:2] == ("cut", f"{BTP} against {PUBLISHED}"))
-    assert ours[-1] == "1.81 (3B, TP 2)"
-    cut = results()["groups"][0]
-    assert ours[2] == in_words(side_by_side.times(cut, PUBLISHED, BTP))
-    families = next(table for table in tables if table.headings[0] == "family")
-    assert [(row[0], row[2], row[4]) for row in families.rows] == [
-        ("svd", "2.24", "1.51"), ("cola", "2.28", "1.47"), ("lax", "2.29", "1.41"),
-    ]  # fmt: skip
-    assert "shares: no profile" in str(shown.parts[-1])
-    for figure in figures(shown):
-        figure.draw(tmp_path / "a.svg")
-        figure.draw(tmp_path / "b.svg")
-        assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
 def test_goals_are_met_where_the_numbers_say_so() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.commands import main
-from benchmarks.experiments.timeline import as_numbers, draw, from_numbers, rows
+from benchmarks.experiments.timeline import as_numbers, from_numbers, rows
 from boost.measure.timeline import Interval, ProcessStep
 
 
@@ -31,18 +31,6 @@ def test_it_draws_and_says_what_was_hidden(tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "pictures" / "one.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = recorded_run(tmp_path / "run")
-    for words, expected in (
-        ([str(tmp_path)], "has no recorded steps"),
-        ([str(run), "--step", "4"], "--step = 4 was not recorded"),
-        ([str(run), "--out", "picture.doc"], "--out = picture.doc must end in one of .svg, .png, .pdf"),
-    ):
-        assert main(["timeline", *words]) == 2
-        err = capsys.readouterr().err
-        assert expected in err and err.count("\n") == 1
-
-
 STEP = ProcessStep(1, Interval(10.0, 10.1), (Interval(10.0, 10.03), Interval(10.055, 10.08)), (Interval(10.02, 10.09),))
 
 
@@ -50,11 +38,3 @@ def test_numbers_of_a_step() -> None:
     assert list(rows([STEP])) == [("1", "100.0", "55.0", "70.0", "35.0", "50%")]
     again = from_numbers(json.loads(json.dumps(as_numbers(STEP))))
     assert list(rows([again])) == list(rows([STEP]))
-
-
-@pytest.mark.slow
-def test_the_picture(tmp_path: Path) -> None:
-    draw(7, [STEP, STEP], tmp_path / "step.svg")
-    text = (tmp_path / "step.svg").read_text()
-    for words in ("rank 1", "waiting for communication", "milliseconds of step 7"):
-        assert words in text

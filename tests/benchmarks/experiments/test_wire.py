@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.commands import main
 from benchmarks.experiments import wire, wire_report
 from benchmarks.experiments.document import Table
 from benchmarks.experiments.hosts import Host, hosts, why_no_hosts
@@ -164,17 +163,6 @@ def test_other_settings_are_refused_while_launches_are_kept(
     assert read(out.with_suffix(".json"))["rounds"] == 9
 
 
-def test_the_time_to_go_follows_what_was_measured() -> None:
-    every = list(schedule(PLAN, []))
-    assert wire._to_go(PLAN, every, {"groups": []}) == "1:22"  # 5 launches of 15 s, and rounds
-    free = {"group": "TP 2", "wire": NO_LIMIT, "launch": 0, "wall_s": 2 * PLAN.estimated_s(TINY, NO_LIMIT, 7)}
-    twice = wire._to_go(PLAN, every, {"groups": [free]})
-    assert twice == "2:13", "everything else takes twice as long, too"
-    slow = {"group": "TP 2", "wire": "slow", "launch": 0, "wall_s": 100.0}
-    matched = {"group": "TP 2", "wire": "share-matched", "launch": 0, "wall_s": 50.0}
-    assert wire._to_go(PLAN, every, {"groups": [free, slow, matched]}) == "2:30", "one more of each"
-
-
 def test_every_set_is_a_valid_configuration() -> None:
     assert [each.name for each in MAIN.groups] == ["TP 2"] and MAIN.launches == 5 and MAIN.rounds == 15
     assert [group.processes for group in MESHES.groups] == [4, 4, 2]
@@ -205,16 +193,3 @@ def test_a_failed_process_is_an_error(joined: None) -> None:
     lost = (Host("no-such", "x", "1"), Host("no-such", "x", "2"))
     with pytest.raises((MeasurementError, OSError)):
         wire._run(lost, "x")
-
-
-def test_arguments_are_checked_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["wire", "--rounds", "3"]) == 2
-    assert "--rounds = 3 is too small; smallest valid value: 7" in capsys.readouterr().err
-    assert main(["wire", "--rates", "0.5"]) == 2
-    assert "--rates = 0.5 is too slow" in capsys.readouterr().err
-
-
-def test_without_namespaces_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "why_no_hosts", lambda limited: "network namespaces need Linux; this is darwin")
-    with pytest.raises(ConfigError, match=r"^the wire experiment needs network namespaces: .* this is darwin$"):
-        wire.wire(PLAN, "demo", [], [], Path("x"))

@@ -1,28 +1,24 @@
-"""Goals and tables of the wire experiment, of made-up seconds, in today's format and in that of older versions."""
-
-from pathlib import Path
+"""Goals and tables of the wire experiment, of made-up seconds."""
 
 import pytest
 
 from benchmarks.experiments import wire_report
 from benchmarks.experiments.document import Table
 from benchmarks.experiments.goals import target_of
-from benchmarks.experiments.results import Facts, figures
-from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON_SP, PUBLISHED, VANILLA
-from benchmarks.experiments.wire_facts import seconds_of, set_of, wires
+from benchmarks.experiments.results import Facts
+from benchmarks.experiments.steps import BTP, BTP_SP
+from benchmarks.experiments.wire_facts import seconds_of, wires
 from benchmarks.experiments.wire_plan import BTP_CP, BTPS, MEGATRONS, VANILLAS
 from boost.errors import MeasurementError
-from tests.benchmarks.experiments.wires import made_up, of_older_version
+from tests.benchmarks.experiments.wires import made_up
 
 NAMES = [each.name for each in (*MEGATRONS, *VANILLAS, *BTPS)]
 SECONDS = {name: 2.0 if name.startswith((BTP, BTP_SP)) else 3.0 for name in NAMES}
 
 
-@pytest.fixture(params=["today", "older"])
-def facts(request: pytest.FixtureRequest) -> Facts:
-    if request.param == "today":
-        return made_up(SECONDS)
-    return of_older_version(made_up({name: each for name, each in SECONDS.items() if not name.startswith(BTP_CP)}))
+@pytest.fixture
+def facts() -> Facts:
+    return made_up(SECONDS)
 
 
 def test_goals_are_read_at_the_worse_end(facts: Facts) -> None:
@@ -58,7 +54,7 @@ def test_a_fraction_of_what_the_wire_hardly_adds_is_not_shown() -> None:
 
 
 def test_launches_stay_apart(facts: Facts) -> None:
-    group = facts["groups"][0].get("group", "")
+    group = facts["groups"][0]["group"]
     seconds = seconds_of(facts, group, "slow", BTP)
     assert [len(launch) for launch in seconds] == [7, 7, 7] and seconds[0] != seconds[1]
     assert wires(facts, group) == {"no limit": None, "share-matched": 400.0, "slow": 100.0}
@@ -66,41 +62,10 @@ def test_launches_stay_apart(facts: Facts) -> None:
         seconds_of(facts, group, "slow", "btp-sq")
 
 
-def test_a_comparison_that_shows_nothing_says_so(facts: Facts) -> None:
-    section = wire_report.section(facts)
-    steps, hidden = (part for part in section.parts if isinstance(part, Table))
-    cells = {row[0]: dict(zip(steps.headings, row, strict=True)) for row in steps.rows}
-    assert len(cells) == len(facts["groups"][0]["rows"])
-    slow = [list(row.values())[-2:] for row in (cells[BTP], cells[BTP_SP], cells[PUBLISHED])]
-    assert steps.headings[-2:] == ("100 Mbit/s, slow, ms:", "slow, time / btp, online:")
-    assert [against for _, against in slow] == ["1", "1.00 (1.00 to 1.00), no difference shown", "1.33 (1.33 to 1.33)"]
-    assert slow[2][0] == "4016 (4008 to 4024)" and "slow 3." in steps.caption
-    assert ("100 Mbit/s, slow", MEGATRON_SP, "25%", "0.50 (0.50 to 0.50)") in hidden.rows
-    assert [figure.name for figure in figures(section)] == ["wire"]
-
-
 def test_steps_of_many_tokens_have_goals_of_their_own() -> None:
     """Uses the faster form of each layout; the slow wire adds 1 s to steps of 2 s and 3 s, and 0.5 s with halves."""
     seconds = {BTP: 4.0, BTP_SP: 3.0, f"{BTP_SP}, halves": 3.0, BTP_CP: 2.0, f"{BTP_CP}, halves": 2.0}
-    for facts in (made_up(seconds, name="many"), of_older_version(made_up(seconds))):
-        assert set_of(facts) == "many"
-        found = wire_report.goals(facts)
-        assert [target_of(goal.what).experiment for goal in found] == ["wire"] * 3
-        assert [goal.met for goal in found] == [True, True, None]
-        assert found[1].found == "1.40 (1.40 to 1.40) x (btp-cp, halves against btp-sp, halves)"
-
-
-def test_sets_of_several_groups_show_gains(tmp_path: Path) -> None:
-    few = {PUBLISHED: 4.0, f"{VANILLA}, halves": 3.0, f"{MEGATRON_SP}, halves": 2.0, BTP: 2.0, f"{BTP_SP}, halves": 2.0}
-    facts = made_up(few, group="svd", name="families")
-    facts["groups"] += made_up({**few, BTP: 1.0}, group="lax", name="families")["groups"]
-    section = wire_report.section(facts)
-    assert wire_report.goals(facts) == [] and section.title == "The same for other families"
-    gains = next(part for part in section.parts if isinstance(part, Table))
-    assert [row[0] for row in gains.rows] == ["svd"] * 6 + ["lax"] * 6
-    shown = {(row[0], row[1].split(", ")[1], row[3]): row[4] for row in gains.rows}
-    assert shown["svd", "slow", PUBLISHED] == "2.00 (2.00 to 2.00)"
-    assert shown["svd", "slow", f"{MEGATRON_SP}, halves"] == "1.00 (1.00 to 1.00), no difference shown"
-    (figure,) = figures(section)
-    figure.draw(tmp_path / "gains.svg")
-    assert figure.name == "wire-families" and (tmp_path / "gains.svg").stat().st_size > 1000
+    found = wire_report.goals(made_up(seconds, name="many"))
+    assert [target_of(goal.what).experiment for goal in found] == ["wire"] * 3
+    assert [goal.met for goal in found] == [True, True, None]
+    assert found[1].found == "1.40 (1.40 to 1.40) x (btp-cp, halves against btp-sp, halves)"

@@ -52,10 +52,3 @@ def made_up(
         "experiment": "wire", "set": name, "rounds": rounds, "launches": launches, "marked": marked, "groups": found,
         "environment": {"git": None}, "config": CONFIG,
     }  # fmt: skip
-
-
-def of_older_version(facts: Facts) -> Facts:
-    """The same result as older versions wrote it: one group without a name, wires known by their rates."""
-    kept = ("mbit", "rows", "tp", "threads")
-    groups = [{key: launch[key] for key in kept} for launch in facts["groups"]]
-    return {key: each for key, each in facts.items() if key not in ("groups", "set")} | {"groups": groups}
