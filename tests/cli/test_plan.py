@@ -9,8 +9,8 @@ import pytest
 
 from boost.cli import joined
 from boost.cli.main import main
-from boost.cli.plan import global_batch
 from boost.cli.plan_report import flags
+from boost.cli.plan_request import global_batch
 from boost.config import load
 from boost.config.load import from_tree
 from boost.plan.search import max_peak
@@ -106,15 +106,6 @@ def test_another_optimizer_takes_its_own_defaults(capsys: pytest.CaptureFixture[
     assert (optim["name"], optim["schedule"]) == ("adamw", "cosine") and "exact_every" not in optim
 
 
-def test_questions(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", "cola-60m", "--gpus", "1", "--gpu", "a100-80g"]
-    found = facts(capsys, *words, "--largest-batch")
-    most = {each["recompute"]: each["most"] for each in found["answers"]}
-    assert most["none"] < most["low-rank"] <= most["full-block"]
-    code, out, _ = say(capsys, *words, "--train.recompute", "none", "--longest-sequence")
-    assert code == 0 and "tokens per sequence" in out and "full-block" not in out
-
-
 @pytest.mark.parametrize(
     ("words", "sequences"),
     [
@@ -183,15 +174,27 @@ def test_commands_of_two_words(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_by_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("boost.plan.by_tokens.MOST_TOKENS", 8192)
-    words = ("--model", "cola-60m", "--gpus", "2", "--gpu", "a100-80g", "--by-tokens", "--svg", str(tmp_path / "x.svg"))
-    code, out, err = say(capsys, *words)
+    monkeypatch.setattr("boost.plan.grids.MOST_TOKENS", 8192)
+    words = ["--model", "cola-60m", "--gpus", "2", "--gpu", "a100-80g", "--seq", "4096", "--by-tokens"]
+    code, out, err = say(capsys, *words, "--svg", str(tmp_path / "x.svg"))
     assert code == 0 and not err
     assert "TP 1" in out and "fastest: " in out and " tokens" in out
-    assert (tmp_path / "x.svg").read_text().startswith("<?xml")
-    found = facts(capsys, *words[:-2])
-    assert {each["tp"] for each in found["answers"]} == {1, 2}
-    assert any("config" in each for each in found["answers"])
+    drawn = (tmp_path / "x.svg").read_text()
+    assert drawn.startswith("<?xml") and "cola-60m" in drawn and drawn.count(", 1.00 x<") >= 1
+    cells = facts(capsys, *words)["answers"]
+    assert {cell["tp"] for cell in cells} == {1, 2}
+    assert any("config" in cell for cell in cells)
+
+
+def test_by_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("boost.plan.grids.MOST_TOKENS", 1024)
+    drawn = tmp_path / "grid.svg"
+    words = [*SMALL[:6], "--seq", "256", "--by-gpus"]
+    code, out, _ = say(capsys, *words, "--svg", str(drawn))
+    assert code == 0 and "4 GPUs" in out and "does not fit" not in drawn.read_text(encoding="utf-8")
+    cells = facts(capsys, *words)["answers"]
+    assert [(cell["tokens"], cell["gpus"]) for cell in cells] == [(256, 2), (256, 4), (1024, 2), (1024, 4)]
+    assert all(f">{cell['label']}<" in drawn.read_text(encoding="utf-8") for cell in cells)
 
 
 def test_a_picture_needs_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What `boost plan` reports besides the best configuration: intervals, stacks, families, runnable files."""
+"""What `boost plan` reports besides the best configuration: intervals, defaults, runnable files."""
 
 import json
 import os
@@ -36,18 +36,6 @@ def test_both_conventions_of_mfu(capsys: pytest.CaptureFixture[str]) -> None:
     model, train = best["config"]["model"], best["config"]["train"]
     masked = 6 * model["dim"] * train["seq_len"] * model["layers"] * best["tokens_per_second"]
     assert best["mfu_of_all_scores"] - best["mfu"] == pytest.approx(masked / (4 * 989.4e12))
-
-
-def test_what_low_rank_buys(capsys: pytest.CaptureFixture[str]) -> None:
-    found = facts(capsys, *SMALL, "--families")["families"]
-    assert list(found) == ["dense", "svd", "cola", "lax"]
-    for name, plan in found.items():
-        assert plan["config"]["model"]["family"] == name and plan["config"]["train"]["global_batch"] == 64
-    assert main(["plan", *SMALL, "--families", "--price", "2"]) == 0
-    out = capsys.readouterr().out
-    assert "vs. dense" in out and "USD at 2/hour" in out and "1.00 x" in out
-    assert main(["plan", *SMALL, "--families", "--family", "svd"]) == 2
-    assert "remove --family" in capsys.readouterr().err
 
 
 def test_element_wise_work_is_broken_down(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,18 +105,6 @@ def test_the_same_question_has_the_same_answer() -> None:
     assert len(said) == 1
 
 
-def test_plans_for_other_frameworks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "flags.txt"
-    dense = [*SMALL, "--family", "dense", "--export", "megatron", str(path)]
-    assert main(["plan", *dense]) == 0 and "--hidden-size 512" in path.read_text(encoding="utf-8")
-    assert "written for megatron" in capsys.readouterr().out
-    assert main(["plan", *dense]) == 2 and "--force" in capsys.readouterr().err
-    assert main(["plan", *SMALL, "--export", "deepspeed", str(path), "--force"]) == 2
-    assert "valid values: torchtitan, megatron" in capsys.readouterr().err
-    assert main(["plan", *SMALL, "--export", "megatron", str(path), "--force"]) == 2
-    assert "low-rank" in capsys.readouterr().err
-
-
 def test_a_hugging_face_config_is_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """From a folder or its config.json, as is or as a low-rank family of the same shape; the written file can be run."""
     shape = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -154,13 +130,3 @@ def test_a_hugging_face_config_is_a_model(capsys: pytest.CaptureFixture[str], tm
     assert "command (after --write run.toml)" in out and "boost train run.toml" in out
     (tmp_path / "config.json").write_text(json.dumps(content | {"model_type": "gpt2"}), encoding="utf-8")
     assert main(["plan", "--model", str(tmp_path), *words]) == 2 and "model_type = 'gpt2'" in capsys.readouterr().err
-
-
-def test_by_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("boost.plan.by_gpus.MOST_TOKENS", 1024)
-    drawn = tmp_path / "grid.svg"
-    words = [*SMALL[:6], "--seq", "256", "--by-gpus"]
-    assert main(["plan", *words, "--svg", str(drawn)]) == 0
-    assert "4 GPUs" in capsys.readouterr().out and "does not fit" not in drawn.read_text(encoding="utf-8")
-    cells = facts(capsys, *words)["answers"]
-    assert [(cell["tokens"], cell["gpus"]) for cell in cells] == [(256, 2), (256, 4), (1024, 2), (1024, 4)]
