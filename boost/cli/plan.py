@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --global-batch 256 --price 1.8      with the cost per 1B tokens\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --parallel.tp 4 --explain           explain the best with TP 4\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --write run.toml                    then: boost train run.toml\n"
-        "  boost plan run.toml --gpu a100-80g --svg run.svg                                   explain your configuration\n"
+        "  boost plan run.toml --gpu a100-80g                                                 explain your configuration\n"
         "  boost plan --model 7b --gpus 8 --gpu h100-80g --seq 4096 --by-tokens               where each layout is fastest\n\n"
         "--model takes a size (1b, 3b, 7b, 13b, 30b), a preset (llama3-8b, ...; see 'boost config'), a TOML file (its\n"
         "[parallel] and searched fields are ignored), or the config.json or folder of a Hugging Face model.\n"
@@ -71,7 +71,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--top", type=int, default=8, metavar="K", help="number of runners-up to show (default 8)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--explain", action="store_true", help="break down time and memory of the best plan")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the breakdown (.svg, .png or .pdf)")
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="draw the grid of --by-tokens or --by-gpus (.svg, .png or .pdf)"
+    )
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write the best plan as a configuration for 'boost train'"
     )
@@ -80,12 +82,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     grids.add_argument(
         "--by-tokens",
         action="store_true",
-        help="find the fastest layout by tokens per step and TP size (--svg FILE draws it)",
+        help="find the fastest layout by tokens per step and TP size",
     )
     grids.add_argument(
         "--by-gpus",
         action="store_true",
-        help="find the fastest layout by tokens per step and number of GPUs up to --gpus (--svg FILE draws it)",
+        help="find the fastest layout by tokens per step and number of GPUs up to --gpus",
     )
     parser.set_defaults(takes_overrides=True)
     return parser
@@ -121,6 +123,8 @@ def run(args: argparse.Namespace) -> int:
     if args.write is not None and args.write.exists() and not args.force:
         raise ConfigError(f"{args.write} already exists; add --force to overwrite it")
     if args.svg is not None:
+        if not (args.by_tokens or args.by_gpus):
+            raise ConfigError("--svg draws a grid; add --by-tokens or --by-gpus")
         needs_matplotlib()
     if args.config is not None:
         return _explain_config(args, hardware)
@@ -171,10 +175,12 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
         args.write.write_text(plan_report.written(report), encoding="utf-8", newline="\n")
     if args.json:
         plan_report.print_json(report)
-    else:
-        plan_report.print_report(report)
-    if args.explain or args.svg is not None:
-        _explain(args, best, request.hardware)
+        return 0
+    plan_report.print_report(report)
+    if args.explain:
+        from boost.cli.plan_explain import print_explanation
+
+        print_explanation(best, request.hardware)
     return 0
 
 
@@ -193,6 +199,7 @@ def _fewer_gpus_note(request: "Request", best: "Plan | None", fewer: "Plan") -> 
 
 def _explain_config(args: argparse.Namespace, hardware: "Hardware") -> int:
     """Explains one configuration without a search."""
+    from boost.cli.plan_explain import print_explanation
     from boost.cli.plan_report import SCHEMA, as_json, asked_words, console, print_plan
     from boost.plan.search import Plan, max_peak
     from boost.plan.timing import predict
@@ -205,20 +212,8 @@ def _explain_config(args: argparse.Namespace, hardware: "Hardware") -> int:
         print(json.dumps(facts, indent=2))
     else:
         print_plan(console(), plan, args, hardware)
-    _explain(args, plan, hardware)
+        print_explanation(plan, hardware)
     return 0
-
-
-def _explain(args: argparse.Namespace, plan: "Plan", hardware: "Hardware") -> None:
-    from boost.cli import plan_explain
-
-    if not args.json:
-        plan_explain.print_explanation(plan, hardware)
-    if args.svg is not None:
-        name = Path(args.config or args.model).name.removesuffix(".toml")
-        plan_explain.draw(plan, name, args.gpu, args.svg)
-        if not args.json:
-            print(f"\n{args.svg} written")
 
 
 def _dense(request: "Request") -> "Plan | None":

@@ -83,7 +83,8 @@ def _draw(args: argparse.Namespace, request: Request, rows: Grid) -> None:
     model = f"{args.model}, {request.base.model.title}"
     if args.by_tokens:
         title = f"Layout by tokens per step and TP size: {model}"
-        subtitle = f"On {args.gpus} x {args.gpu}: the fastest configuration per cell, and its time relative to the fastest in the row"
+        cell_words = "the fastest configuration per cell, and its time relative to the fastest in the row"
+        subtitle = f"On {args.gpus} x {args.gpu}: {cell_words}"
         columns = [f"TP {cell.column}" for cell in rows[0]]
     else:
         title = f"Layout by tokens per step and number of GPUs: {model}"

@@ -11,7 +11,7 @@ from boost.config.layouts import layouts_of
 from boost.config.schema import Config, ParallelConfig
 from boost.format import format_bytes, format_count, format_seconds
 from boost.plan.candidates import context_sizes
-from boost.plan.provenance import QUANTITIES, origin, provenance_words
+from boost.plan.hardware import QUANTITIES, origin, provenance_words
 from boost.plan.search import Plan, Search, Test, Tick, any_config
 from boost.plan.step_time import (
     ATTENTION_TIME,

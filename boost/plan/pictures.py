@@ -1,4 +1,4 @@
-"""Pictures, drawn with matplotlib: a block under a layout, bars of the time and memory of a step, and grids of the fastest layout.
+"""Pictures, drawn with matplotlib: a block under a layout, and grids of the fastest layout.
 
 Placements of a block come from the layout, collectives from the collective table. A layout that communicates at the bottleneck has
 its collectives between A and B. Any other layout gathers (forward) and reduces (backward) at a group's input, and vice versa at its
@@ -9,7 +9,7 @@ in pixels; y runs downward.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -474,42 +474,6 @@ def _symbol(inspection: Inspection, group: GroupSpec, width: int) -> str:
             if word == "r" and width == factor * unit + statistic_columns(config.train.compute_dtype, parallel.tp):
                 return f"({symbol} + statistic)"
     return str(width)
-
-
-# Where the time and memory of a step go.
-
-
-@dataclass(frozen=True)
-class StackedBar:
-    """One bar: its parts, then free space."""
-
-    title: str
-    parts: Mapping[str, float]
-    words: Mapping[str, str]
-    """The label of each part, such as '12 ms'."""
-    room: float = 0.0
-    """Free space, drawn as an empty segment after the parts."""
-    room_words: str = ""
-
-
-def draw_bars(title: str, subtitle: str, bars: Sequence[StackedBar], path: Path) -> None:
-    """Draws stacked bars, each with its legend below."""
-    columns, line, width = 3, 22.0, WIDTH - 2 * MARGIN
-    heights = [80 + line * (-(-len(bar.parts) // columns) + bool(bar.room_words)) for bar in bars]
-    canvas, y = Canvas(92 + sum(heights), title, subtitle), 94.0
-    for bar, height in zip(bars, heights, strict=True):
-        canvas.text(bar.title, MARGIN, y, 14, bold=True)
-        x, whole = MARGIN, sum(bar.parts.values()) + max(bar.room, 0.0)
-        for index, (hue, (part, size)) in enumerate(zip(HUES, bar.parts.items(), strict=False)):
-            canvas.box(x, y + 12, width * size / whole, 30, hue)
-            x += width * size / whole
-            left, top = MARGIN + index % columns * width / columns, y + 64 + index // columns * line
-            canvas.box(left, top - 10, 11, 11, hue, radius=2)
-            canvas.text(f"{part}: {bar.words[part]}", left + 17, top, 13)
-        canvas.box(MARGIN, y + 12, width, 30, "none", LINE)
-        canvas.text(bar.room_words, MARGIN, y + 64 - (-len(bar.parts) // columns) * line, 13, MUTED)
-        y += height
-    canvas.write(path)
 
 
 # The best choice as a function of two quantities.

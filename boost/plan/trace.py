@@ -21,9 +21,8 @@ from boost.models.decoder import Decoder, TransformerBlock
 from boost.models.interface import NO_RECOMPUTE, Stream, interleave
 from boost.parallel.recompute import policies
 from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
-from boost.plan.scaling import scaled_pass
 from boost.plan.shape_tensor import ShapeTensor, contiguous
-from boost.plan.traced import Lives, TracedPass
+from boost.plan.traced import Lives, TracedPass, scaled_pass
 from boost.plan.tracer import TracedLayout, Tracer
 
 IGNORED_FIELDS = {
@@ -45,7 +44,7 @@ def trace_block(
     `on_gpu`: the device fuses each chain of element-wise operations into one kernel by default (train.compile). `split_backward`:
     the backward pass defers weight gradients (zero bubble), which sets `input_backward` and `deferred`.
 
-    Large micro-batches are not run, but derived from two smaller ones (`boost.plan.scaling`).
+    Large micro-batches are not run, but derived from two smaller ones (`scaled_pass`).
 
     Raises NoRuleError if the model uses an operation without a rule.
     """

@@ -21,7 +21,6 @@ from boost.parallel import loss
 from boost.parallel.layouts import layout_for
 from boost.parallel.mesh import Axis, Mesh
 from boost.parallel.norms import RMSNorm
-from boost.plan import comm_rules as _comm_rules  # noqa: F401  registers the rules of collectives
 from boost.plan import rules
 from boost.plan.categories import RESIDUAL, short_role
 from boost.plan.shape_tensor import RULES, Shape, ShapeTensor, contiguous, leaf, make, records

@@ -38,14 +38,6 @@ def test_both_conventions_of_mfu(capsys: pytest.CaptureFixture[str]) -> None:
     assert best["mfu_of_all_scores"] - best["mfu"] == pytest.approx(masked / (4 * 989.4e12))
 
 
-def test_element_wise_work_is_broken_down(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *SMALL, "--explain"]) == 0
-    out = capsys.readouterr().out
-    table = out.partition("element-wise kernels of one process per step")[2].partition("collectives of one process")[0]
-    for words in ("norm", "product", "loss", "share", "bwd"):
-        assert words in table, words
-
-
 def test_a_written_file_evaluates_and_says_what_is_undecided(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

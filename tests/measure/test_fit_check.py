@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from boost.measure.fit_check import problems
+from boost.measure.calibrate import problems
 
 
 def profile(**changes: Any) -> dict[str, Any]:

@@ -9,8 +9,19 @@ import tomli_w
 import torch
 
 from boost.errors import ConfigError
-from boost.plan.hardware import GemmSpeed, Hardware, Link, Speeds, load_hardware, names, profile_of, seconds_at
-from boost.plan.provenance import QUANTITIES, origin, provenance_words
+from boost.plan.hardware import (
+    QUANTITIES,
+    GemmSpeed,
+    Hardware,
+    Link,
+    Speeds,
+    load_hardware,
+    names,
+    origin,
+    profile_of,
+    provenance_words,
+    seconds_at,
+)
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, STREAM, Work, gemm, moved
 from boost.train.hardware import gpu_peak_flops
 
