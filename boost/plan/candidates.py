@@ -223,14 +223,3 @@ class Variants:
             changes = {"micro_batch": micro_batch, "recompute": policy, "recompute_every": every}
             self._trains[key] = self.base.train.model_copy(update=changes)
         return self.base.model_copy(update={"parallel": parallel, "train": self._trains[key]})
-
-
-def every_candidate(request: Request) -> Iterator[Config]:
-    """Yields every legal configuration: the brute force that tests compare the search with."""
-    variants = Variants(request)
-    for parallel in structures(request):
-        for micro_batch in micro_batches(request, parallel.dp):
-            for policy, every in policies(request, parallel):
-                config = variants.of(parallel, micro_batch, policy, every)
-                if legal(config):
-                    yield config

@@ -329,7 +329,9 @@ def _raw(name: str) -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError(f"--gpu = '{name}': {error}") from None
     if own:
-        tree["provenance"] = provenance_of_file(tree)
+        # Every number in a user's file without its own [provenance] is 'yours'.
+        yours: dict[str, Origin] = dict.fromkeys(_leaves(tree), "yours") if "like" in tree else {"": "yours"}
+        tree["provenance"] = tree.get("provenance") or yours
     if "like" not in tree:
         return tree
     like = str(tree.pop("like"))
@@ -372,11 +374,6 @@ def provenance_words(hardware: Hardware) -> str:
     for field, words in QUANTITIES.items():
         found.setdefault(origin(hardware, field), []).append(words)
     return "; ".join(f"{', '.join(found[name])} {_WORDS[name]}" for name in _WORDS if name in found)
-
-
-def provenance_of_file(tree: dict[str, Any]) -> dict[str, Origin]:
-    """Provenance of a user's file without its own [provenance]: every number in it is 'yours'."""
-    return tree.get("provenance") or (dict.fromkeys(_leaves(tree), "yours") if "like" in tree else {"": "yours"})
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:

@@ -10,14 +10,14 @@ from boost.config.layouts import layout_spec, layouts_of
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
-from boost.plan.candidates import Request, context_sizes, divisors, every_candidate, legal, structures
+from boost.plan.candidates import Request, context_sizes, divisors, legal, structures
 from boost.plan.collectives import step_collectives
 from boost.plan.compare import alternatives, notes, time_difference
 from boost.plan.hardware import load_hardware
 from boost.plan.search import Search, any_fits, fewer_gpus, max_peak, require_legal, where_it_fits, with_fewer_gpus
 from boost.plan.step_time import GEMMS, HOST
 from boost.plan.timing import Predictor
-from tests.plan.toys import base, hardware
+from tests.plan.toys import base, every_candidate, hardware
 
 
 @pytest.mark.parametrize("family", ["dense", pytest.param("cola", marks=pytest.mark.nightly)])
