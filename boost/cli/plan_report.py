@@ -80,12 +80,8 @@ def flags(config: Config, source: str) -> list[str]:
     for section, table in after.items():
         for key, value in table.items():
             if value != before[section][key]:
-                words += [f"--{section}.{key}", _word(value)]
+                words += [f"--{section}.{key}", str(value).lower() if isinstance(value, bool) else str(value)]
     return words
-
-
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def launch(report: PlanReport) -> list[str]:
@@ -199,7 +195,13 @@ def print_report(report: PlanReport) -> None:
         "model": model_words(report.best.config, args.model),
         "hardware": f"{args.gpus} x {report.request.hardware.title}",
     }
-    facts["batch"] = _batch(report.best.config, args.global_batch)
+    train = report.best.config.train
+    batch = f"{train.global_batch:,} sequences of {train.seq_len:,} = {train.global_batch * train.seq_len:,} tokens per step"
+    if args.global_batch is None:
+        batch += ", the default for this model; change it with --global-batch, such as 1M-tokens"
+    elif args.global_batch != str(train.global_batch):
+        batch += f" (from {args.global_batch}, rounded to a divisible number of sequences)"
+    facts["batch"] = batch
     for key, value in facts.items():
         print_fact(out, key, value)
     effort = f"{report.search.considered:,} configurations in {report.seconds:.1f} s"
@@ -229,15 +231,6 @@ def model_words(config: Config, name: str) -> str:
     )
 
 
-def _batch(config: Config, asked: str | None) -> str:
-    train = config.train
-    tokens = train.global_batch * train.seq_len
-    source = ", the default for this model; change it with --global-batch, such as 1M-tokens" if asked is None else ""
-    if asked is not None and asked != str(train.global_batch):
-        source = f" (from {asked}, rounded to a divisible number of sequences)"
-    return f"{train.global_batch:,} sequences of {train.seq_len:,} = {tokens:,} tokens per step{source}"
-
-
 def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: Hardware) -> None:
     """Prints choices and predictions of one configuration."""
 
@@ -249,27 +242,26 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: H
         else f"OUT OF MEMORY by {format_bytes(plan.shortfall)}"
     )
     low, high = map(format_seconds, interval(time.seconds, parallel, hardware))
-    chance = f"fits with a probability of {_probability(fit_probability(plan.memory, plan.usable))}"
+    probability = fit_probability(plan.memory, plan.usable)
+    chance = f"{probability:.0%}"
+    if not 0.005 < probability < 0.995:
+        chance = "over 99%" if probability > 0.5 else "under 1%"
     facts = {
         "mesh": mesh(parallel),
         "choices": choices(plan.config),
         "step": f"{format_seconds(time.seconds)} (eight of ten runs take {low} to {high}), as {SOFTWARE}",
         "speed": f"{format_rate(time.tokens_per_second)}, MFU {time.mfu:.1%} ({time.mfu_of_all_scores:.1%} with masked scores)",
         "memory": f"{format_bytes(plan.memory)} of {format_bytes(plan.usable)} usable per GPU ({room}{process}; "
-        f"{plan.margin:.0%} stay free); {chance}",
+        f"{plan.margin:.0%} stay free); fits with a probability of {chance}",
     }
     if args.price is not None:
         cost = time.cost_per_billion(args.price)
         facts["cost"] = f"{cost:,.2f} USD per 1B tokens at {args.price:g} USD per GPU-hour"
     for key, value in facts.items():
         print_fact(out, f"  {key}", value)
-    parts = sorted(time.parts.items(), key=lambda each: -each[1])
+    parts = sorted(time.parts.items(), key=lambda part: -part[1])
     shares = [f"{part} {seconds / time.seconds:.0%}" for part, seconds in parts if seconds >= 0.01 * time.seconds]
     print_fact(out, "  breakdown", ", ".join(shares))
-
-
-def _probability(value: float) -> str:
-    return f"{value:.0%}" if 0.005 < value < 0.995 else ("over 99%" if value > 0.5 else "under 1%")
 
 
 def _print_others(out: "Console", report: PlanReport) -> None:

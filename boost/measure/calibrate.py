@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,15 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
     drift, refused = watch.probe.least(10) / watch.reference, False
     if mesh.is_main:
         profile["host_us"] = host
-        found = list(problems(profile, _fit_errors(points), drift))
-        profile["sources"] += [f"warning: {problem.words}" for problem in found]
-        refused = any(problem.serious for problem in found) and not force
-        for problem in found:
+        errors = [
+            (f"{kind}, {dtype}", fit_gemm(_gemms(sweep, dtype))[1])
+            for kind, sweep in points.items()
+            for dtype in sorted({point.dtype for point in sweep})
+        ]
+        doubts = list(problems(profile, errors, drift))
+        profile["sources"] += [f"warning: {problem.words}" for problem in doubts]
+        refused = any(problem.serious for problem in doubts) and not force
+        for problem in doubts:
             print(f"{'error' if problem.serious else 'warning'}: {problem.words}", file=sys.stderr)
         if refused:
             print(
@@ -88,7 +93,9 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
                 file=sys.stderr,
             )
         else:
-            _write(out, profile)
+            with storage_errors(out.parent):
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(tomli_w.dumps(profile), encoding="utf-8")
             print(summary(Hardware.model_validate(profile), points, out))
     refused = any_process(mesh, refused)
     mesh.barrier()
@@ -96,14 +103,8 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
     return int(refused)
 
 
-def _fit_errors(points: dict[str, list[Point]]) -> list[tuple[str, float]]:
-    """Mean error of the GEMM fit, by sweep and dtype."""
-    found = []
-    for kind, each in points.items():
-        for dtype in sorted({point.dtype for point in each}):
-            gemms = [p for p in each if p.name == GEMM and p.dtype == dtype]
-            found.append((f"{kind}, {dtype}", fit_gemm(gemms)[1]))
-    return found
+def _gemms(points: Sequence[Point], dtype: str) -> list[Point]:
+    return [p for p in points if p.name == GEMM and p.dtype == dtype]
 
 
 def profile_of(
@@ -139,8 +140,8 @@ def profile_of(
 def fit_gemm(points: Sequence[Point]) -> tuple[dict[str, Any], float]:
     """Fits `GemmSpeed` to measured times. Returns (parameters, mean error).
 
-    Minimizes the absolute error of log time by coordinate descent. Absolute errors are robust to outliers on a busy machine. Points
-    are weighted by the square root of their time, since a step spends most of its time in large GEMMs.
+    Minimizes the absolute error of log time by coordinate descent with shrinking steps. Absolute errors are robust to outliers on a
+    busy machine. Points are weighted by the square root of their time, since a step spends most of its time in large GEMMs.
     """
     shapes = np.array([p.shape for p in points], float)
     seconds = np.array([p.seconds for p in points])
@@ -151,26 +152,20 @@ def fit_gemm(points: Sequence[Point]) -> tuple[dict[str, Any], float]:
         law = constants[0] + np.log(shapes / (shapes + np.exp(constants[1:]))).sum(1)
         return float((weights * np.abs(law - np.log(rates))).sum() / weights.sum())
 
-    best = np.array([math.log(rates.max()), 2.0, 2.0, 2.0])
-    best = _descend(error, best)
-    peak = float(rates.max())
-    half = [round(float(x), 1) if x >= 0.5 else 0.0 for x in np.exp(best[1:])]
-    speed = {"tflops": round(peak / 1e12, 5), "fraction": round(float(np.exp(best[0])) / peak, 4), "half": half}
-    return speed, error(best)
-
-
-def _descend(error: Callable[[np.ndarray], float], start: np.ndarray) -> np.ndarray:
-    """Finds a minimum near `start` by coordinate descent with shrinking steps."""
-    best, least, step = start, error(start), 1.0
+    best, step = np.array([math.log(rates.max()), 2.0, 2.0, 2.0]), 1.0
+    least = error(best)
     while step > 1e-3:
         tried = [best + direction * step * axis for axis in np.eye(len(best)) for direction in (1, -1)]
-        errors = [error(each) for each in tried]
+        errors = [error(constants) for constants in tried]
         if min(errors) < least:
             least = min(errors)
             best = tried[errors.index(least)]
         else:
             step /= 2
-    return best
+    peak = float(rates.max())
+    half = [round(float(x), 1) if x >= 0.5 else 0.0 for x in np.exp(best[1:])]
+    speed = {"tflops": round(peak / 1e12, 5), "fraction": round(float(np.exp(best[0])) / peak, 4), "half": half}
+    return speed, error(best)
 
 
 def _speeds(points: Sequence[Point], probe: float) -> dict[str, Any]:
@@ -302,18 +297,12 @@ def _title(mesh: Mesh) -> str:
     return f"{cpu_model()}, {processes} of {threads} {'thread' if threads == 1 else 'threads'}"
 
 
-def _write(out: Path, profile: dict[str, Any]) -> None:
-    with storage_errors(out.parent):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(tomli_w.dumps(profile), encoding="utf-8")
-
-
 def summary(hardware: Hardware, points: dict[str, list[Point]], out: Path) -> str:
     """Summarizes a profile in a few lines."""
     lines = [f"{hardware.title}: {out}"]
-    for kind, each in points.items():
-        for dtype in sorted({point.dtype for point in each}):
-            gemms = [p for p in each if p.name == GEMM and p.dtype == dtype]
+    for kind, sweep in points.items():
+        for dtype in sorted({point.dtype for point in sweep}):
+            gemms = _gemms(sweep, dtype)
             speed, error = fit_gemm(gemms)
             lines.append(
                 f"  {kind:<9} {dtype}: large GEMMs {speed['tflops'] * speed['fraction'] * 1e3:,.0f} GFLOP/s, best "

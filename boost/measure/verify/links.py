@@ -58,7 +58,10 @@ def _judged(found: Sequence[Sequence[Point]], processes: int, link: Link | None)
     }
     if link is None or not link.known:
         return Found("ok", detail, numbers=numbers)
-    ratios = {(p.name, p.shape[0]): p.seconds / _predicted(p, processes, link) for p in points}
+    ratios = {}
+    for p in points:
+        expected = link.seconds(p.name, p.dtype, p.shape[0], _sent(p, processes), processes)
+        ratios[p.name, p.shape[0]] = p.seconds / expected
     worst, kind = max((ratio, kind) for (kind, size), ratio in ratios.items() if size == largest)
     typical = math.exp(sum(math.log(ratio) for ratio in ratios.values()) / len(ratios))
     detail += f"; {typical:.2f}x the profile's time"
@@ -67,14 +70,7 @@ def _judged(found: Sequence[Sequence[Point]], processes: int, link: Link | None)
     return Found("ok", detail, numbers=numbers)
 
 
-def _collective(point: Point, processes: int) -> Collective:
-    dtype: torch.dtype = getattr(torch, point.dtype)
-    return Collective("forward", point.name, (point.shape[0] // dtype.itemsize,), point.dtype, processes)
-
-
 def _sent(point: Point, processes: int) -> int:
-    return _collective(point, processes).sent_bytes
-
-
-def _predicted(point: Point, processes: int, link: Link) -> float:
-    return link.seconds(point.name, point.dtype, point.shape[0], _sent(point, processes), processes)
+    """Bytes that one process sends."""
+    elements = point.shape[0] // getattr(torch, point.dtype).itemsize
+    return Collective("forward", point.name, (elements,), point.dtype, processes).sent_bytes
