@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from boost.cli.plan_request import request_of, source_of
+from boost.cli.plan_request import hugging_face_folder, request_of, source_of
 from boost.cli.terminal import searching
 from boost.config import load
 from boost.config.load import validated
@@ -167,7 +167,13 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
         others = alternatives(search, best, tick)
         dense = _dense(request)
     remarks += notes(search, best, others, dense)
-    command = plan_report.command_line(args, best.config, source_of(args.model))
+    source = source_of(args.model)
+    if args.write is not None:
+        command = ["train", str(args.write)]
+    elif hugging_face_folder(source) is not None:
+        command = ["train", "run.toml"]  # written by --write run.toml, because no preset has this shape
+    else:
+        command = ["train", source, *plan_report.flags(best.config, source)]
     report = plan_report.PlanReport(
         args, request, search, best, others[: args.top], remarks, command, time.perf_counter() - begun
     )

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from boost.cli.plan_request import hugging_face_folder
 from boost.cli.terminal import print_fact, print_table, result_console
 from boost.config import Config, to_toml
 from boost.config.architecture import parameter_count
@@ -56,15 +55,6 @@ class PlanReport:
 def console() -> "Console":
     """A console as wide as the terminal, or 110 columns for a pipe."""
     return result_console(110)
-
-
-def command_line(args: argparse.Namespace, config: Config, source: str) -> list[str]:
-    """Returns the arguments of `boost`: train with the flags that turn `source` into `config`, or with the written file."""
-    if args.write is not None:
-        return ["train", str(args.write)]
-    if hugging_face_folder(source) is not None:
-        return ["train", "run.toml"]  # written by --write run.toml, because no preset has this shape
-    return ["train", source, *flags(config, source)]
 
 
 def flags(config: Config, source: str) -> list[str]:

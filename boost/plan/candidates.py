@@ -143,29 +143,23 @@ def context_sizes(request: Request, others: int) -> Sequence[int]:
 
 def _structures_of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[ParallelConfig]:
     model = request.base.model
-    sharded = [name for name in layouts_of(model) if not layout_spec(name).superseded_by(model)]
-    usual = sharded if mesh.tp > 1 else (spec_of(mesh).name,)
+    layouts = [name for name in layouts_of(model) if not layout_spec(name).superseded_by(model)]
+    usual = layouts if mesh.tp > 1 else (spec_of(mesh).name,)
+    overlaps = request.choices("parallel.overlap", ("none", "halves") if mesh.tp * mesh.cp > 1 else ("none",))
     for layout in request.choices("parallel.layout", usual):
         of_layout = request.under(layout)
         if of_layout is None:
             continue
+        searched = layout_spec(layout).searched
+        options = [request.choices(f"parallel.{name}", values) for name, values in searched.items()]
         for shard, outer in _sharding(request, mesh, layout):
             for schedule, virtual in _schedules(request, mesh):
                 changes: dict[str, Any] = {**mesh.axes, "cp": mesh.cp, "shard": shard, "shard_outer": outer}
                 changes |= {"schedule": schedule, "virtual": virtual}
-                for overlap in request.choices(
-                    "parallel.overlap", ("none", "halves") if mesh.tp * mesh.cp > 1 else ("none",)
-                ):
-                    for options in _options(request, layout):
-                        yield of_layout.model_copy(update={**changes, "overlap": overlap, **options})
-
-
-def _options(request: Request, layout: str) -> Iterator[dict[str, Any]]:
-    """Combinations of the layout's own options."""
-    searched = layout_spec(layout).searched
-    every = [request.choices(f"parallel.{name}", values) for name, values in searched.items()]
-    for values in itertools.product(*every):
-        yield dict(zip(searched, values, strict=True))
+                for overlap in overlaps:
+                    for values in itertools.product(*options):
+                        own = dict(zip(searched, values, strict=True))
+                        yield of_layout.model_copy(update={**changes, "overlap": overlap, **own})
 
 
 def _sharding(request: Request, mesh: ParallelConfig, layout: str) -> Iterator[tuple[str, bool]]:

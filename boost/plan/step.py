@@ -17,9 +17,6 @@ from boost.plan.optimizer import iterations
 from boost.plan.replicas import StoredTensor, stored_tensors
 from boost.plan.trace import trace_block, trace_embedding, trace_loss
 from boost.plan.work import (
-    ATTENTION,
-    ATTENTION_BACKWARD,
-    GEMM,
     OPTIMIZER,
     REDUCE,
     STREAM,
@@ -33,21 +30,6 @@ from boost.plan.work import (
 def block_work(config: Config, layer: int, policy: RecomputeName, on_gpu: bool) -> Counted:
     """Operations of one block and micro-batch, with their phases. `on_gpu`: see `boost.plan.trace.trace_block`."""
     return trace_block(as_stored(config), layer, policy, on_gpu).work
-
-
-def elementwise_bytes(config: Config) -> float:
-    """Bytes that a GPU moves for the element-wise work of a block and micro-batch, without recomputation. Casts of weights and
-    gradients, and gradient accumulation, are included."""
-    train = config.train
-    train = train.model_copy(update={"working_copies": False, "global_batch": train.micro_batch * config.parallel.dp})
-    bare = config.model_copy(update={"train": train})  # its step neither casts nor accumulates
-    work = block_work(config, 0, "none", on_gpu=True)
-    inside = sum(w.bytes * n for w, n in work.items() if w.kernel not in (GEMM, ATTENTION, ATTENTION_BACKWARD))
-    own, others = (
-        sum(w.bytes * n for w, n in step_work(c, [Stage(1, 3, 0, 1)]).items() if w.place == "weights")
-        for c in (config, bare)
-    )
-    return inside + (own - others) * train.global_batch / config.train.global_batch
 
 
 def ends_work(config: Config, has_embedding: bool, has_head: bool, on_gpu: bool) -> Counted:

@@ -33,15 +33,11 @@ def verify(verifier: Verifier, axes: dict[str, Axis], dtype: torch.dtype, hardwa
             link = hardware.node if mesh.size <= hardware.per_node or name == "tp" else hardware.network
         verifier.check(
             f"{name} ({axis.size} processes)",
-            partial(_measured, watch, dtype, axis),
+            lambda axis=axis: list(collective_points(watch, dtype, SIZES[mesh.device.type], axis)),  # type: ignore[misc]
             partial(_judged, processes=axis.size, link=link),
             "check the interfaces above (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO); if this is the machine's normal speed, run "
             "boost plan calibrate",
         )
-
-
-def _measured(watch: Stopwatch, dtype: torch.dtype, axis: Axis) -> list[Point]:
-    return list(collective_points(watch, dtype, SIZES[watch.mesh.device.type], axis))
 
 
 def _judged(found: Sequence[Sequence[Point]], processes: int, link: Link | None) -> Found:
