@@ -174,8 +174,8 @@ def _speeds(points: Sequence[Point], probe: float) -> dict[str, Any]:
         by_name[f"{point.name} {point.dtype}"].append(point)
     dtypes = sorted({point.dtype for point in points})
     kernels = {
-        name: [[float(p.shape[0]), round(p.seconds * 1e6, 3)] for p in sorted(each, key=lambda p: p.shape)]
-        for name, each in by_name.items()
+        name: [[float(p.shape[0]), round(p.seconds * 1e6, 3)] for p in sorted(measured, key=lambda p: p.shape)]
+        for name, measured in by_name.items()
         if not name.startswith((GEMM, ATTENTION))
     }
     largest = max((p for p in points if p.name == "elementwise"), key=lambda p: p.shape[0])
@@ -256,8 +256,7 @@ def _sweep(watch: Stopwatch, dtypes: Sequence[str], quick: bool, title: str) -> 
             attention_points(watch, dtype, lengths, 16384 if cuda else 1024),
             kernel_points(watch, dtype, sizes),
         ]
-    found = itertools.chain.from_iterable(progress(sweeps, f"sweeps, {title}", enabled=watch.mesh.is_main))
-    return list(found)
+    return list(itertools.chain.from_iterable(progress(sweeps, f"sweeps, {title}", enabled=watch.mesh.is_main)))
 
 
 def _collectives(watch: Stopwatch, dtypes: Sequence[str], quick: bool) -> list[Point]:
@@ -354,10 +353,10 @@ def problems(profile: dict[str, Any], fit_errors: Sequence[tuple[str, float]], d
 def _numbers(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     for key, value in tree.items():
         listed = value if isinstance(value, list) else [value]
-        for each in listed:
-            if isinstance(each, dict):
-                yield from _numbers(each, f"{prefix}{key}.")
-            elif isinstance(each, list):
-                yield from ((f"{prefix}{key}", float(number)) for number in each if isinstance(number, int | float))
-            elif isinstance(each, int | float) and not isinstance(each, bool):
-                yield f"{prefix}{key}", float(each)
+        for item in listed:
+            if isinstance(item, dict):
+                yield from _numbers(item, f"{prefix}{key}.")
+            elif isinstance(item, list):
+                yield from ((f"{prefix}{key}", float(number)) for number in item if isinstance(number, int | float))
+            elif isinstance(item, int | float) and not isinstance(item, bool):
+                yield f"{prefix}{key}", float(item)

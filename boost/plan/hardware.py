@@ -138,7 +138,7 @@ class Speeds(Section):
         if work.kernel in (ATTENTION, ATTENTION_BACKWARD):
             head_dim, tokens = work.shape[4], work.shape[3]
             table = _of_dtype(self.attention, work.dtype)
-            at = min(table, key=lambda each: abs(math.log(each.head_dim / head_dim)))
+            at = min(table, key=lambda speed: abs(math.log(speed.head_dim / head_dim)))
             tflops = at.forward if work.kernel == ATTENTION else at.backward
             reached = tflops * _TERA * tokens / (tokens + at.half)
             return max(work.flops / reached, moving) + self.kernel_us * _MICRO
@@ -197,9 +197,9 @@ class Link(Section):
             if name in self.measured:
                 of_two = seconds_at(self.measured[name], payload)
                 return of_two * _rounds(kind, processes) / _rounds(kind, self.processes) / share
-        half, each = self.half_mb * 1e6, sent / share
-        ramp = half * each / (each + half) if each else 0.0
-        return self.latency_us * _MICRO + (each + ramp) / (self._gb_s(kind, processes) * _GIGA)
+        half, on_link = self.half_mb * 1e6, sent / share
+        ramp = half * on_link / (on_link + half) if on_link else 0.0
+        return self.latency_us * _MICRO + (on_link + ramp) / (self._gb_s(kind, processes) * _GIGA)
 
     def _gb_s(self, kind: str, processes: int) -> float:
         reached = [gb_s for least, gb_s in self.all_reduce if kind == "all-reduce" and processes >= least]
@@ -278,15 +278,15 @@ def profile_of(name: str, memory_bytes: int) -> str | None:
 
     The longest match wins, so that an H100 PCIe is not taken for an H100 SXM, nor a GB200 for a B200.
     """
-    found: list[tuple[int, str]] = []
+    matches: list[tuple[int, str]] = []
     for profile in names():
         kinds, _, rest = profile.rpartition("g")[0].rpartition("-") if not profile[-1].isdigit() else ("", "", "")
         if not kinds:  # the name ends in the number of GPUs per node: a100-80g-8
             kinds, rest = profile.rsplit("-", 2)[0], profile.rsplit("-", 2)[1].rstrip("g")
         words = kinds.upper().split("-")
         if all(word in name.upper() for word in words) and abs(memory_bytes / 1e9 / int(rest) - 1) < 0.15:
-            found.append((-len(kinds), profile))
-    return min(found)[1] if found else None
+            matches.append((-len(kinds), profile))
+    return min(matches)[1] if matches else None
 
 
 def load_hardware(name: str) -> Hardware:
@@ -343,7 +343,7 @@ def _raw(name: str) -> dict[str, Any]:
 def full_name(name: str) -> str:
     """Expands an abbreviated profile name: the shortest, then first, of the profiles that begin with this word."""
     known = names()
-    begins = [each for each in known if each.startswith(f"{name.lower()}-")]
+    begins = [profile for profile in known if profile.startswith(f"{name.lower()}-")]
     return name.lower() if name.lower() in known or not begins else min(begins, key=len)
 
 
@@ -370,10 +370,10 @@ def origin(hardware: Hardware, field: str) -> Origin:
 
 def provenance_words(hardware: Hardware) -> str:
     """Summary such as 'GEMMs, attention measured by others; memory size from a datasheet; network estimated'."""
-    found: dict[Origin, list[str]] = {}
+    by_origin: dict[Origin, list[str]] = {}
     for field, words in QUANTITIES.items():
-        found.setdefault(origin(hardware, field), []).append(words)
-    return "; ".join(f"{', '.join(found[name])} {_WORDS[name]}" for name in _WORDS if name in found)
+        by_origin.setdefault(origin(hardware, field), []).append(words)
+    return "; ".join(f"{', '.join(by_origin[name])} {_WORDS[name]}" for name in _WORDS if name in by_origin)
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:

@@ -351,9 +351,9 @@ def peak_ranks(config: Config) -> list[int]:
     Among ranks with the same number of blocks under each policy, the first has the most micro-batches in flight.
     """
     policies_of, pp = config.train.recompute_by_layer(config.model.layers), config.parallel.pp
-    every, ranks = stages(config), dict[Any, int]()
+    all_stages, ranks = stages(config), dict[Any, int]()
     for rank in range(pp):
-        held = every[rank::pp]
+        held = all_stages[rank::pp]
         blocks = Counter(policies_of[n] for stage in held for n in stage.numbers)
         ends = [(stage.has_embedding, stage.has_head) for stage in held]
         ranks.setdefault((tuple(sorted(blocks.items())), tuple(ends)), rank)

@@ -70,12 +70,12 @@ class Predictor:
         """Predicts the time of a regular step. Raises ConfigError like the function `predict`."""
         parallel, train, hardware = config.parallel, config.train, self.hardware
         count = train.global_batch // (parallel.dp * train.micro_batch)
-        every, passes = stages(config), self.passes(config)
+        passes = self.passes(config)
         busiest = max(range(parallel.pp), key=lambda rank: passes[rank].total)
         worst = passes[busiest]
         parts = defaultdict(float, {name: count * value for name, value in worst.parts.items()})
         parts[BUBBLE] = _bubble(config, passes, worst) * self._lone_stage_ratio(config)
-        held = every[busiest :: parallel.pp]
+        held = stages(config)[busiest :: parallel.pp]
         exposed, hidden = self._replicas(config, held, worst, count)
         parts[REPLICAS] += exposed
         parts[OPTIMIZER_TIME] += self._step_end(config, held)
@@ -100,8 +100,8 @@ class Predictor:
 
     def passes(self, config: Config) -> list[PassTime]:
         """Times of one micro-batch on each pipeline rank."""
-        every, pp = stages(config), config.parallel.pp
-        return [self._cached_pass(config, every[rank::pp]) for rank in range(pp)]
+        pp = config.parallel.pp
+        return [self._cached_pass(config, stages(config)[rank::pp]) for rank in range(pp)]
 
     def _cached_pass(self, config: Config, held: tuple[Stage, ...]) -> PassTime:
         train = config.train

@@ -43,7 +43,7 @@ def expected(kind: str | None, payloads: list[Tensor], rank: int) -> Tensor:
     if kind == ALL_GATHER:
         return torch.cat(payloads)
     if kind == ALL_TO_ALL:
-        return torch.cat([each.narrow(0, rank * rows, rows) for each in payloads])
+        return torch.cat([payload.narrow(0, rank * rows, rows) for payload in payloads])
     total = torch.stack(payloads).double().sum(0).to(payloads[0].dtype)
     return total if kind == ALL_REDUCE else total.narrow(0, rank * rows, rows)
 
@@ -88,7 +88,7 @@ def _differentiable(
     whole = expected(comm.forward, payloads, axis.rank)
     if not torch.equal(y, whole):
         return False
-    gradients = [each[: y.shape[0]] for each in _payloads(axis, y.shape[0], y.dtype, y.device, seed=1)]
+    gradients = [gradient[: y.shape[0]] for gradient in _payloads(axis, y.shape[0], y.dtype, y.device, seed=1)]
     y.backward(gradients[axis.rank])
     if comm.backward is None and comm.forward == ALL_GATHER:
         # The gradient is complete and identical everywhere: each process takes its own rows.
@@ -104,8 +104,8 @@ def verify(verifier: Verifier, axes: dict[str, Axis], device: torch.device) -> N
     verifier.section("Collectives, forward and backward, against plain arithmetic")
     count = len(PLAIN) + 1 + 2 * len(COMMS)
 
-    def judge(found: list[list[str]]) -> Found:
-        wrong = sorted({name for each in found for name in each})
+    def judge(wrong_by_rank: list[list[str]]) -> Found:
+        wrong = sorted({name for names in wrong_by_rank for name in names})
         if wrong:
             return Found("failed", f"wrong results from {', '.join(wrong)}", numbers={"wrong": wrong})
         return Found("ok", f"{count} functions, payloads of {', '.join(map(str, SIZES))} rows: bitwise equal")

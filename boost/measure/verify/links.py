@@ -40,9 +40,9 @@ def verify(verifier: Verifier, axes: dict[str, Axis], dtype: torch.dtype, hardwa
         )
 
 
-def _judged(found: Sequence[Sequence[Point]], processes: int, link: Link | None) -> Found:
+def _judged(by_rank: Sequence[Sequence[Point]], processes: int, link: Link | None) -> Found:
     """Judges the points of rank 0: bandwidth at the largest payload, latency at the smallest, and the ratio to the profile."""
-    points = found[0]
+    points = by_rank[0]
     smallest, largest = (choose(point.shape[0] for point in points) for choose in (min, max))
     rates = {p.name: _sent(p, processes) / p.seconds / 1e9 for p in points if p.shape[0] == largest}
     latency = min(p.seconds for p in points if p.shape[0] == smallest)
