@@ -10,11 +10,13 @@ from benchmarks.experiments.published import STEPS, configuration
 from benchmarks.experiments.results import Facts
 from boost.config import load
 from boost.config.schema import Config
+from boost.config.stages import Stage
 from boost.plan.collectives import step_collectives
 from boost.plan.hardware import load_hardware
 from boost.plan.memory import memory
-from boost.plan.step import elementwise_bytes
+from boost.plan.step import block_work, step_work
 from boost.plan.timing import Predictor
+from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM
 
 SHAPES = ((4, 32, 0.60), (8, 32, 0.33), (4, 8, 0.40))
 """(TP, KV heads, maximum ratio of btp-cp bytes to btp-sp bytes)."""
@@ -148,3 +150,18 @@ def table(facts: Facts) -> Table:
         ("what", "where", "found", "goal"),
         tuple((goal.what, goal.where, goal.found, goal.figure) for goal in goals(facts)),
     )
+
+
+def elementwise_bytes(config: Config) -> float:
+    """Bytes that a GPU moves for the element-wise work of a block and micro-batch, without recomputation. Casts of weights and
+    gradients, and gradient accumulation, are included."""
+    train = config.train
+    train = train.model_copy(update={"working_copies": False, "global_batch": train.micro_batch * config.parallel.dp})
+    bare = config.model_copy(update={"train": train})  # its step neither casts nor accumulates
+    work = block_work(config, 0, "none", on_gpu=True)
+    inside = sum(w.bytes * n for w, n in work.items() if w.kernel not in (GEMM, ATTENTION, ATTENTION_BACKWARD))
+    own, others = (
+        sum(w.bytes * n for w, n in step_work(c, [Stage(1, 3, 0, 1)]).items() if w.place == "weights")
+        for c in (config, bare)
+    )
+    return inside + (own - others) * train.global_batch / config.train.global_batch

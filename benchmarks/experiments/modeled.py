@@ -20,8 +20,8 @@ from benchmarks.experiments.sections import save
 from boost import drawing
 from boost.config import load
 from boost.format import format_count
+from boost.measure.steps import prediction
 from boost.plan.hardware import load_hardware
-from boost.plan.prediction import prediction
 from boost.plan.timing import predict
 
 STRONG: dict[str, tuple[Way, tuple[str, ...]]] = {

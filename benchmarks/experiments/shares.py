@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from boost.config.schema import Config, ParallelConfig
+from boost.measure.steps import Prediction, prediction
 from boost.parallel import collectives
 from boost.parallel import mesh as meshes
 from boost.parallel.mesh import Mesh, mesh_of
 from boost.plan.hardware import Hardware
-from boost.plan.prediction import Prediction, prediction
 from boost.plan.step_time import CONTEXT, REPLICAS, TENSOR, StepTime
 from boost.plan.timing import predict
 

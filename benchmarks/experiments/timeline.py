@@ -15,10 +15,10 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.experiments.results import table
+from benchmarks.experiments.step_trace import Interval, ProcessStep, read_step, total, union
 from boost.drawing import pyplot, tidy, write
 from boost.errors import ConfigError
 from boost.measure.speed import synchronize
-from boost.measure.timeline import Interval, ProcessStep, read_step, total, union
 from boost.parallel.mesh import Mesh
 
 COMPUTES, WAITS, FLIES = "computing", "waiting for communication", "collective in flight"

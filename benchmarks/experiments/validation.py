@@ -33,11 +33,10 @@ from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
 from boost.format import format_bytes
 from boost.measure.speed import Probe
-from boost.measure.steps import SIZE_1B, SMALL, Stepper, flags, look_at, shape
+from boost.measure.steps import SIZE_1B, SMALL, Prediction, Stepper, flags, look_at, prediction, shape
 from boost.parallel.mesh import choose_device, close_mesh, mesh_of, open_mesh
 from boost.plan.categories import GRADIENTS, OPTIMIZER, WEIGHTS
 from boost.plan.hardware import Hardware, load_hardware
-from boost.plan.prediction import Prediction, prediction
 from boost.plan.search import max_peak
 from boost.train.console import progress
 from boost.train.launch import launch

@@ -15,6 +15,7 @@ from benchmarks.experiments.contest import Ratio, bootstrap, in_words, spread, v
 from benchmarks.experiments.document import Figure, Goal, Section, Table
 from benchmarks.experiments.results import Facts
 from benchmarks.experiments.side_by_side import in_ms, shape_of
+from benchmarks.experiments.step_trace import ProcessStep
 from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PUBLISHED, VANILLA
 from benchmarks.experiments.timeline import draw_on, from_numbers, rows
 from benchmarks.experiments.wire_facts import (
@@ -41,7 +42,6 @@ from benchmarks.experiments.wire_plan import (
     plain_and_halved,
 )
 from boost.drawing import MUTED, SERIES, pyplot, tidy, write
-from boost.measure.timeline import ProcessStep
 from boost.parallel import collectives
 
 ISSUE = {

@@ -10,7 +10,7 @@ from boost.cli.terminal import print_fact, print_table, result_console
 from boost.config import Config, load
 from boost.config.context import context_notes
 from boost.config.layouts import spec_of
-from boost.config.stages import Stage, stages
+from boost.config.stages import stages
 from boost.config.text import printable
 from boost.config.traffic import Collective
 from boost.errors import ConfigError
@@ -65,7 +65,12 @@ def run(args: argparse.Namespace) -> int:
         f"--parallel.{key}={getattr(args, key)}" for key in ("layout", "tp") if getattr(args, key) is not None
     ]
     config = load(args.config, overrides)
-    _check(config, args)
+    pp = config.parallel.pp
+    if not 0 <= args.pp_rank < pp:
+        nearest = min(max(args.pp_rank, 0), pp - 1)
+        raise ConfigError(
+            f"--pp-rank = {args.pp_rank} is not one of the {pp} pipeline ranks; nearest valid value: {nearest}"
+        )
 
     from boost.plan.inspection import inspect
 
@@ -86,16 +91,6 @@ def run(args: argparse.Namespace) -> int:
     if args.svg is not None:
         print(f"\n{args.svg} written")
     return 0
-
-
-def _check(config: Config, args: argparse.Namespace) -> None:
-    """Raises ConfigError for an invalid pipeline rank."""
-    parallel = config.parallel
-    if not 0 <= args.pp_rank < parallel.pp:
-        nearest = min(max(args.pp_rank, 0), parallel.pp - 1)
-        raise ConfigError(
-            f"--pp-rank = {args.pp_rank} is not one of the {parallel.pp} pipeline ranks; nearest valid value: {nearest}"
-        )
 
 
 def _memory(config: Config, pp_rank: int) -> "tuple[Memory, PeakMemory, MeasuredMemory | None]":
@@ -169,20 +164,16 @@ def as_json(inspection: "Inspection") -> dict[str, Any]:
 
 
 def _collective_as_json(collective: Collective) -> dict[str, Any]:
+    c = collective
     return {
-        "phase": collective.phase,
-        "kind": collective.kind,
-        "shape": collective.shape,
-        "dtype": collective.dtype,
-        "bytes": collective.sent_bytes,
-        "place": collective.place,
-        "layer": collective.layer,
-        "processes": collective.processes,
-    }
+        "phase": c.phase, "kind": c.kind, "shape": c.shape, "dtype": c.dtype, "bytes": c.sent_bytes, "place": c.place,
+        "layer": c.layer, "processes": c.processes,
+    }  # fmt: skip
 
 
 def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
     """Prints the tables."""
+    from rich.text import Text
 
     # For a pipe, the default of 80 columns would wrap rows of large models.
     console = result_console(100)
@@ -208,7 +199,14 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
     }
     if parallel.pp > 1:
         lengths = ", ".join(str(stage.layers) for stage in stages(config))
-        shown = " and ".join(_stage(stage) for stage in inspection.stages)
+        shown = " and ".join(
+            ", ".join(
+                ["embedding"] * stage.has_embedding
+                + [f"blocks {stage.numbers[0]}-{stage.numbers[-1]}"]
+                + ["head"] * stage.has_head
+            )
+            for stage in inspection.stages
+        )
         facts["stages"] = f"{lengths} blocks; pipeline rank {inspection.pp_rank}: {shown}"
     for key, value in facts.items():
         print_fact(console, key, value)
@@ -218,17 +216,19 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
     for phase, title in _PHASES.items():
         _print_collectives(console, [row for row in inspection.rows if row.collective.phase == phase], title)
     _print_collectives(console, inspection.exact_rows, f"every {config.optim.exact_every} steps, in the exact step")
-    _print_totals(console, inspection)
-
-
-def _stage(stage: Stage) -> str:
-    """'embedding and blocks 0-8'."""
-    parts = (
-        ["embedding"] * stage.has_embedding
-        + [f"blocks {stage.numbers[0]}-{stage.numbers[-1]}"]
-        + ["head"] * stage.has_head
-    )
-    return ", ".join(parts)
+    if not inspection.issued:
+        console.print(Text("\nno collectives: one process"), soft_wrap=True)
+        return
+    console.print("\nbytes sent by one process", style="bold")
+    totals = {
+        "per token": inspection.bytes_per_token,
+        "per micro-batch": inspection.bytes_per_micro_batch,
+        "per step": inspection.bytes_per_step,
+    }
+    if inspection.exact:
+        totals["per exact step"] = inspection.bytes_per_step + inspection.bytes_of_exact_step
+    for per, sent in totals.items():
+        console.print(Text(f"  {per:<15}{format_bytes(sent):>9}"))
 
 
 _RESIDUAL = {
@@ -282,24 +282,6 @@ def _print_collectives(console: "Console", rows: "Sequence[CollectiveRow]", titl
         times, sizes = f"x {row.count:,}", (format_bytes(c.sent_bytes), format_bytes(row.total_bytes))
         table.add_row(c.place, c.kind, _shape(c.shape), _DTYPES[c.dtype], sizes[0], times, sizes[1])
     print_table(console, table)
-
-
-def _print_totals(console: "Console", inspection: "Inspection") -> None:
-    from rich.text import Text
-
-    if not inspection.issued:
-        console.print(Text("\nno collectives: one process"), soft_wrap=True)
-        return
-    console.print("\nbytes sent by one process", style="bold")
-    totals = {
-        "per token": inspection.bytes_per_token,
-        "per micro-batch": inspection.bytes_per_micro_batch,
-        "per step": inspection.bytes_per_step,
-    }
-    if inspection.exact:
-        totals["per exact step"] = inspection.bytes_per_step + inspection.bytes_of_exact_step
-    for per, sent in totals.items():
-        console.print(Text(f"  {per:<15}{format_bytes(sent):>9}"))
 
 
 def memory_as_json(predicted: "Memory", peak: "PeakMemory", measured: "MeasuredMemory | None") -> dict[str, Any]:

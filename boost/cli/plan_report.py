@@ -1,24 +1,22 @@
-"""Prints the result of `boost plan` as text or JSON, with the command that runs the best plan."""
+"""The result of `boost plan` as text, as JSON and as a configuration, with the command that runs the best plan."""
 
 import argparse
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from boost.cli.plan_model import hugging_face_folder
-from boost.cli.plan_write import asked_keys, undecided
 from boost.cli.terminal import print_fact, print_table, result_console
-from boost.config import Config
+from boost.config import Config, to_toml
 from boost.config.architecture import parameter_count
-from boost.config.load import change, read_source, tags, validated
+from boost.config.load import change, parse_overrides, read_source, tags, validated
 from boost.format import format_bytes, format_count, format_rate, format_seconds
 from boost.plan.candidates import Request
 from boost.plan.compare import Alternative, choices, mesh
 from boost.plan.hardware import Hardware
 from boost.plan.interval import fit_probability, interval
-from boost.plan.questions import Answer
 from boost.plan.search import Plan, Search
 
 if TYPE_CHECKING:
@@ -27,6 +25,15 @@ if TYPE_CHECKING:
 
 SOFTWARE = "boost train: kernels compiled, torch's own attention"
 """What is predicted."""
+
+EVALUATIONS = 20
+"""Default number of evaluations in a run."""
+
+EVALUATED = 2**20
+"""Default tokens per evaluation. The final evaluation covers the whole split."""
+
+TOKENS_PER_PARAMETER = 20
+"""Tokens per parameter of a compute-optimal run (arXiv 2203.15556)."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +57,6 @@ def console() -> "Console":
     return result_console(110)
 
 
-def command_line(args: argparse.Namespace, config: Config, source: str) -> list[str]:
-    """Returns the arguments of `boost`: train with the flags that turn `source` into `config`, or with the written file."""
-    if args.write is not None:
-        return ["train", str(args.write)]
-    if hugging_face_folder(source) is not None:
-        return ["train", "run.toml"]  # written by --write run.toml, because no preset has this shape
-    return ["train", source, *flags(config, source)]
-
-
 def flags(config: Config, source: str) -> list[str]:
     """Returns the `--section.key value` arguments that turn a preset or file into `config`."""
     words: list[str] = []
@@ -72,12 +70,8 @@ def flags(config: Config, source: str) -> list[str]:
     for section, table in after.items():
         for key, value in table.items():
             if value != before[section][key]:
-                words += [f"--{section}.{key}", _word(value)]
+                words += [f"--{section}.{key}", str(value).lower() if isinstance(value, bool) else str(value)]
     return words
-
-
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def launch(report: PlanReport) -> list[str]:
@@ -191,7 +185,13 @@ def print_report(report: PlanReport) -> None:
         "model": model_words(report.best.config, args.model),
         "hardware": f"{args.gpus} x {report.request.hardware.title}",
     }
-    facts["batch"] = _batch(report.best.config, args.global_batch)
+    train = report.best.config.train
+    batch = f"{train.global_batch:,} sequences of {train.seq_len:,} = {train.global_batch * train.seq_len:,} tokens per step"
+    if args.global_batch is None:
+        batch += ", the default for this model; change it with --global-batch, such as 1M-tokens"
+    elif args.global_batch != str(train.global_batch):
+        batch += f" (from {args.global_batch}, rounded to a divisible number of sequences)"
+    facts["batch"] = batch
     for key, value in facts.items():
         print_fact(out, key, value)
     effort = f"{report.search.considered:,} configurations in {report.seconds:.1f} s"
@@ -206,8 +206,6 @@ def print_report(report: PlanReport) -> None:
         out.print()
     for note in report.notes:
         out.print(Text(f"- {note}"))
-    if args.export is not None:
-        out.print(Text(f"\n{args.export[1]} written for {args.export[0]}"), soft_wrap=True)
     if args.write is not None:
         out.print(Text(f"\n{args.write} written; not decided by the plan:"), soft_wrap=True)
         for line in undecided(report.best.config, asked_keys(args)):
@@ -223,15 +221,6 @@ def model_words(config: Config, name: str) -> str:
     )
 
 
-def _batch(config: Config, asked: str | None) -> str:
-    train = config.train
-    tokens = train.global_batch * train.seq_len
-    source = ", the default for this model; change it with --global-batch, such as 1M-tokens" if asked is None else ""
-    if asked is not None and asked != str(train.global_batch):
-        source = f" (from {asked}, rounded to a divisible number of sequences)"
-    return f"{train.global_batch:,} sequences of {train.seq_len:,} = {tokens:,} tokens per step{source}"
-
-
 def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: Hardware) -> None:
     """Prints choices and predictions of one configuration."""
 
@@ -243,27 +232,26 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: H
         else f"OUT OF MEMORY by {format_bytes(plan.shortfall)}"
     )
     low, high = map(format_seconds, interval(time.seconds, parallel, hardware))
-    chance = f"fits with a probability of {_probability(fit_probability(plan.memory, plan.usable))}"
+    probability = fit_probability(plan.memory, plan.usable)
+    chance = f"{probability:.0%}"
+    if not 0.005 < probability < 0.995:
+        chance = "over 99%" if probability > 0.5 else "under 1%"
     facts = {
         "mesh": mesh(parallel),
         "choices": choices(plan.config),
         "step": f"{format_seconds(time.seconds)} (eight of ten runs take {low} to {high}), as {SOFTWARE}",
         "speed": f"{format_rate(time.tokens_per_second)}, MFU {time.mfu:.1%} ({time.mfu_of_all_scores:.1%} with masked scores)",
         "memory": f"{format_bytes(plan.memory)} of {format_bytes(plan.usable)} usable per GPU ({room}{process}; "
-        f"{plan.margin:.0%} stay free); {chance}",
+        f"{plan.margin:.0%} stay free); fits with a probability of {chance}",
     }
     if args.price is not None:
         cost = time.cost_per_billion(args.price)
         facts["cost"] = f"{cost:,.2f} USD per 1B tokens at {args.price:g} USD per GPU-hour"
     for key, value in facts.items():
         print_fact(out, f"  {key}", value)
-    parts = sorted(time.parts.items(), key=lambda each: -each[1])
+    parts = sorted(time.parts.items(), key=lambda part: -part[1])
     shares = [f"{part} {seconds / time.seconds:.0%}" for part, seconds in parts if seconds >= 0.01 * time.seconds]
     print_fact(out, "  breakdown", ", ".join(shares))
-
-
-def _probability(value: float) -> str:
-    return f"{value:.0%}" if 0.005 < value < 0.995 else ("over 99%" if value > 0.5 else "under 1%")
 
 
 def _print_others(out: "Console", report: PlanReport) -> None:
@@ -289,50 +277,65 @@ def _print_others(out: "Console", report: PlanReport) -> None:
     print_table(out, table)
 
 
-def print_answers(args: argparse.Namespace, request: Request, answers: list[Answer], what: str) -> None:
-    """Prints the answer for each recomputation policy."""
-    from rich.table import Table
-    from rich.text import Text
+# The configuration that --write writes.
 
-    found = [answer for answer in answers if answer.plan is not None]
-    if args.json:
-        listed = [
-            {
-                "recompute": each.policy,
-                "most": each.amount,
-                **({} if each.plan is None else as_json(each.plan, args.price, request.hardware)),
-            }
-            for each in answers
-        ]
-        print(json.dumps({"schema": SCHEMA, "argv": asked_words(args), "question": what, "answers": listed}, indent=2))
-        return
-    out = console()
-    if not found:
-        out.print(Text(f"nothing fits on {args.gpus} x {args.gpu}"))
-        return
-    most = max(found, key=lambda each: each.amount)
-    out.print(Text(f"{most.amount:,} {what}, on {args.gpus} x {request.hardware.title}", style="bold"))
-    if most.plan is not None:
-        out.print(Text(model_words(most.plan.config, args.model)))
-    out.print("\nby recomputation policy", style="bold")
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("train.recompute", no_wrap=True)
-    for heading in ("maximum", "memory", "tokens/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("configuration")
-    for each in answers:
-        if each.plan is None:
-            table.add_row(each.policy, "0", "", "", "does not fit")
-            continue
-        plan = each.plan
-        speed = f"{plan.time.tokens_per_second:,.0f}"
-        table.add_row(
-            each.policy, f"{each.amount:,}", format_bytes(plan.memory), speed,
-            f"{mesh(plan.config.parallel)}; {choices(plan.config)}",
-        )  # fmt: skip
-    print_table(out, table)
-    out.print(
-        Text(
-            "\nThe global batch is two micro-batches per replica and stage. With a pipeline, larger batches are faster."
-        )
+
+def runnable(config: Config, name: str, asked: frozenset[str]) -> Config:
+    """Adds periodic evaluations and a separate run directory to a configuration, unless the user set them."""
+    train, run = {}, {}
+    if config.train.eval_every == 0 and "train.eval_every" not in asked:
+        train["eval_every"] = max(config.train.steps // EVALUATIONS, 1)
+        if config.train.eval_tokens == 0 and "train.eval_tokens" not in asked:
+            train["eval_tokens"] = max(EVALUATED, config.train.seq_len)
+    if config.run.dir == type(config.run)().dir and "run.dir" not in asked:
+        run["dir"] = f"runs/{name}"
+    return config.model_copy(
+        update={"train": config.train.model_copy(update=train), "run": config.run.model_copy(update=run)}
     )
+
+
+def undecided(config: Config, asked: frozenset[str]) -> Iterator[str]:
+    """Yields one line per setting that neither the plan nor the user decided."""
+    train, optim = config.train, config.optim
+    tokens, parameters = train.global_batch * train.seq_len, parameter_count(config.model)
+    if "optim.lr" not in asked:
+        yield f"optim.lr = {optim.lr:g} is not tuned for {tokens:,} tokens per step"
+    if "train.steps" not in asked:
+        whole = train.steps * tokens
+        enough = -(-TOKENS_PER_PARAMETER * parameters // tokens)
+        yield (
+            f"train.steps = {train.steps:,} is {format_count(whole)} tokens, {whole / parameters:,.3g} per parameter; "
+            f"{TOKENS_PER_PARAMETER} per parameter take {enough:,} steps"
+        )
+    if not asked & {"data.store", "data.mixture"}:
+        yield (
+            f"data.store = '{config.data.store}' must be prepared with a tokenizer of at most {config.model.vocab_size:,} tokens "
+            "('boost prepare')"
+        )
+    yield f"checkpoints every {train.save_minutes:g} minutes" + (
+        f" and {train.save_every:,} steps" if train.save_every else "; set train.save_every to also save by steps"
+    )
+
+
+def asked_keys(args: argparse.Namespace) -> frozenset[str]:
+    """Dotted keys that the user set: on the command line, or in a file of their own."""
+    keys = {key for key, _ in parse_overrides(args.overrides)}
+    keys |= {"train.steps"} if args.steps is not None else set()
+    if args.model.endswith(".toml"):
+        keys |= {f"{section}.{key}" for section, table in read_source(args.model).items() for key in table}
+    return frozenset(keys)
+
+
+def written(report: PlanReport) -> str:
+    """Returns the file, with the request, the prediction and undecided settings as comments."""
+    best, args = report.best, report.args
+    asked = asked_keys(args)
+    lines = [
+        f"# Chosen by: boost {shlex.join(asked_words(args))}",
+        f"# Predicted on {best.config.parallel.world_size} x {args.gpu}: {format_seconds(best.time.seconds)} per step, "
+        f"{format_rate(best.time.tokens_per_second)}, MFU {best.time.mfu:.1%}, {format_bytes(best.memory)} of "
+        f"{format_bytes(best.usable)} per GPU.",
+        "# Not decided by the plan:",
+        *(f"# - {line}" for line in undecided(best.config, asked)),
+    ]
+    return "\n".join(lines) + "\n" + to_toml(runnable(best.config, Path(args.write).stem, asked))

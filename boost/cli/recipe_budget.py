@@ -103,7 +103,7 @@ def _time_of_preparing(options: "PrepareOptions", tokens: int) -> float | None:
 
 def _plan(args: argparse.Namespace, config: Config, tokens: int) -> str:
     """The fastest configuration on GPUs, by the planner."""
-    from boost.cli.plan_progress import progress, without_gc
+    from boost.cli.terminal import searching
     from boost.config.schema import ParallelConfig
     from boost.plan.candidates import Request
     from boost.plan.compare import choices, mesh
@@ -114,7 +114,7 @@ def _plan(args: argparse.Namespace, config: Config, tokens: int) -> str:
     alone = ParallelConfig.model_validate({"layout": "single"})
     train = config.train.model_copy(update={"micro_batch": 1, "recompute": "none", "compute_dtype": "bfloat16"})
     base = config.model_copy(update={"parallel": alone, "train": train})
-    with without_gc(), progress("configurations") as tick:
+    with searching("configurations") as tick:
         search = Search(Request(base, args.gpus, hardware, frozenset(), 0.08), tick)
         best = None if search.empty else search.fastest()
     if best is None:

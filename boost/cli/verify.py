@@ -66,10 +66,13 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
+    from boost.measure.verify import runs
     from boost.measure.verify.process import Request, verify_process
+    from boost.measure.verify.report import Report
     from boost.parallel.mesh import world_size
     from boost.plan.hardware import load_hardware
     from boost.train.launch import can_fork, launch, under_torchrun
+    from boost.train.rundir import environment
 
     if args.gpu is not None:
         load_hardware(args.gpu)
@@ -77,14 +80,9 @@ def run(args: argparse.Namespace) -> int:
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     nproc = _processes(args.nproc, own, gpus, world_size() if under_torchrun() else None)
     model = load(None, [f"--model.family={args.family}"]).model if args.family else (own or load(None)).model
-    request = Request(
-        tuple(name for name in sections if name != "runs"),
-        model,
-        own,
-        device,
-        args.gpu,
-        args.compile or ("all" if gpus else "first"),
-    )
+    of_processes = tuple(name for name in sections if name != "runs")
+    compiled = args.compile or ("all" if gpus else "first")
+    request = Request(of_processes, model, own, device, args.gpu, compiled)
     if under_torchrun():
         return verify_process(replace(request, whole=True), args.out)
     torch.set_num_threads(1)  # because `launch` forks
@@ -94,7 +92,14 @@ def run(args: argparse.Namespace) -> int:
             code = launch(verify_process, (request, part), nproc, log_dir=None, forks=can_fork())
             if code:
                 return code
-        return _with_runs(args.out, part, request, sections, nproc, "cuda" if gpus else "cpu")
+        report = Report()
+        if part.is_file():
+            report.read(part)
+    if "runs" in sections:
+        runs.verify(report, request.model, nproc, "cuda" if gpus else "cpu")
+    report.write(args.out, environment(own or load(None)))
+    print(f"\n{report.summary()}; report: {args.out}")
+    return report.exit_code
 
 
 def _processes(asked: int | None, own: Config | None, gpus: int, started: int | None) -> int:
@@ -108,18 +113,3 @@ def _processes(asked: int | None, own: Config | None, gpus: int, started: int | 
     if gpus and started is None and number > gpus:
         raise ConfigError(f"--nproc = {number}: this machine has {gpus} GPUs; largest valid value: {gpus}")
     return number
-
-
-def _with_runs(out: Path, part: Path, request: Any, sections: tuple[str, ...], nproc: int, device: str) -> int:
-    from boost.measure.verify import runs
-    from boost.measure.verify.report import Report
-    from boost.train.rundir import environment
-
-    report = Report()
-    if part.is_file():
-        report.read(part)
-    if "runs" in sections:
-        runs.verify(report, request.model, nproc, device)
-    report.write(out, environment(request.own or load(None)))
-    print(f"\n{report.summary()}; report: {out}")
-    return report.exit_code

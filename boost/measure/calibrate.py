@@ -10,7 +10,8 @@ import os
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ import torch
 
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
-from boost.measure.fit_check import problems
 from boost.measure.speed import (
     Point,
     Stopwatch,
@@ -40,6 +40,18 @@ from boost.train.rundir import cpu_model, storage_errors
 
 PROCESSES = "together"
 ALONE = "alone"
+
+FIT_ERROR, WORST_FIT_ERROR = 0.2, 0.5
+"""Mean error of the GEMM fit: thresholds for a warning and for refusing the profile."""
+
+DRIFT, WORST_DRIFT = 1.5, 4.0
+"""Slowdown of the probe during calibration: thresholds for a warning and for refusing the profile."""
+
+LEAST_GB_S = 0.01
+"""Minimum plausible bandwidth of memory and links in GB/s. A slower measurement measured waiting."""
+
+LEAST_TFLOPS = 1e-4
+"""Minimum plausible speed of large GEMMs in TFLOP/s."""
 
 
 def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path, force: bool = False) -> int:
@@ -65,10 +77,15 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
     drift, refused = watch.probe.least(10) / watch.reference, False
     if mesh.is_main:
         profile["host_us"] = host
-        found = list(problems(profile, _fit_errors(points), drift))
-        profile["sources"] += [f"warning: {problem.words}" for problem in found]
-        refused = any(problem.serious for problem in found) and not force
-        for problem in found:
+        errors = [
+            (f"{kind}, {dtype}", fit_gemm(_gemms(sweep, dtype))[1])
+            for kind, sweep in points.items()
+            for dtype in sorted({point.dtype for point in sweep})
+        ]
+        doubts = list(problems(profile, errors, drift))
+        profile["sources"] += [f"warning: {problem.words}" for problem in doubts]
+        refused = any(problem.serious for problem in doubts) and not force
+        for problem in doubts:
             print(f"{'error' if problem.serious else 'warning'}: {problem.words}", file=sys.stderr)
         if refused:
             print(
@@ -76,7 +93,9 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
                 file=sys.stderr,
             )
         else:
-            _write(out, profile)
+            with storage_errors(out.parent):
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(tomli_w.dumps(profile), encoding="utf-8")
             print(summary(Hardware.model_validate(profile), points, out))
     refused = any_process(mesh, refused)
     mesh.barrier()
@@ -84,14 +103,8 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
     return int(refused)
 
 
-def _fit_errors(points: dict[str, list[Point]]) -> list[tuple[str, float]]:
-    """Mean error of the GEMM fit, by sweep and dtype."""
-    found = []
-    for kind, each in points.items():
-        for dtype in sorted({point.dtype for point in each}):
-            gemms = [p for p in each if p.name == GEMM and p.dtype == dtype]
-            found.append((f"{kind}, {dtype}", fit_gemm(gemms)[1]))
-    return found
+def _gemms(points: Sequence[Point], dtype: str) -> list[Point]:
+    return [p for p in points if p.name == GEMM and p.dtype == dtype]
 
 
 def profile_of(
@@ -127,8 +140,8 @@ def profile_of(
 def fit_gemm(points: Sequence[Point]) -> tuple[dict[str, Any], float]:
     """Fits `GemmSpeed` to measured times. Returns (parameters, mean error).
 
-    Minimizes the absolute error of log time by coordinate descent. Absolute errors are robust to outliers on a busy machine. Points
-    are weighted by the square root of their time, since a step spends most of its time in large GEMMs.
+    Minimizes the absolute error of log time by coordinate descent with shrinking steps. Absolute errors are robust to outliers on a
+    busy machine. Points are weighted by the square root of their time, since a step spends most of its time in large GEMMs.
     """
     shapes = np.array([p.shape for p in points], float)
     seconds = np.array([p.seconds for p in points])
@@ -139,26 +152,20 @@ def fit_gemm(points: Sequence[Point]) -> tuple[dict[str, Any], float]:
         law = constants[0] + np.log(shapes / (shapes + np.exp(constants[1:]))).sum(1)
         return float((weights * np.abs(law - np.log(rates))).sum() / weights.sum())
 
-    best = np.array([math.log(rates.max()), 2.0, 2.0, 2.0])
-    best = _descend(error, best)
-    peak = float(rates.max())
-    half = [round(float(x), 1) if x >= 0.5 else 0.0 for x in np.exp(best[1:])]
-    speed = {"tflops": round(peak / 1e12, 5), "fraction": round(float(np.exp(best[0])) / peak, 4), "half": half}
-    return speed, error(best)
-
-
-def _descend(error: Callable[[np.ndarray], float], start: np.ndarray) -> np.ndarray:
-    """Finds a minimum near `start` by coordinate descent with shrinking steps."""
-    best, least, step = start, error(start), 1.0
+    best, step = np.array([math.log(rates.max()), 2.0, 2.0, 2.0]), 1.0
+    least = error(best)
     while step > 1e-3:
         tried = [best + direction * step * axis for axis in np.eye(len(best)) for direction in (1, -1)]
-        errors = [error(each) for each in tried]
+        errors = [error(constants) for constants in tried]
         if min(errors) < least:
             least = min(errors)
             best = tried[errors.index(least)]
         else:
             step /= 2
-    return best
+    peak = float(rates.max())
+    half = [round(float(x), 1) if x >= 0.5 else 0.0 for x in np.exp(best[1:])]
+    speed = {"tflops": round(peak / 1e12, 5), "fraction": round(float(np.exp(best[0])) / peak, 4), "half": half}
+    return speed, error(best)
 
 
 def _speeds(points: Sequence[Point], probe: float) -> dict[str, Any]:
@@ -167,8 +174,8 @@ def _speeds(points: Sequence[Point], probe: float) -> dict[str, Any]:
         by_name[f"{point.name} {point.dtype}"].append(point)
     dtypes = sorted({point.dtype for point in points})
     kernels = {
-        name: [[float(p.shape[0]), round(p.seconds * 1e6, 3)] for p in sorted(each, key=lambda p: p.shape)]
-        for name, each in by_name.items()
+        name: [[float(p.shape[0]), round(p.seconds * 1e6, 3)] for p in sorted(measured, key=lambda p: p.shape)]
+        for name, measured in by_name.items()
         if not name.startswith((GEMM, ATTENTION))
     }
     largest = max((p for p in points if p.name == "elementwise"), key=lambda p: p.shape[0])
@@ -249,8 +256,7 @@ def _sweep(watch: Stopwatch, dtypes: Sequence[str], quick: bool, title: str) -> 
             attention_points(watch, dtype, lengths, 16384 if cuda else 1024),
             kernel_points(watch, dtype, sizes),
         ]
-    found = itertools.chain.from_iterable(progress(sweeps, f"sweeps, {title}", enabled=watch.mesh.is_main))
-    return list(found)
+    return list(itertools.chain.from_iterable(progress(sweeps, f"sweeps, {title}", enabled=watch.mesh.is_main)))
 
 
 def _collectives(watch: Stopwatch, dtypes: Sequence[str], quick: bool) -> list[Point]:
@@ -290,18 +296,12 @@ def _title(mesh: Mesh) -> str:
     return f"{cpu_model()}, {processes} of {threads} {'thread' if threads == 1 else 'threads'}"
 
 
-def _write(out: Path, profile: dict[str, Any]) -> None:
-    with storage_errors(out.parent):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(tomli_w.dumps(profile), encoding="utf-8")
-
-
 def summary(hardware: Hardware, points: dict[str, list[Point]], out: Path) -> str:
     """Summarizes a profile in a few lines."""
     lines = [f"{hardware.title}: {out}"]
-    for kind, each in points.items():
-        for dtype in sorted({point.dtype for point in each}):
-            gemms = [p for p in each if p.name == GEMM and p.dtype == dtype]
+    for kind, sweep in points.items():
+        for dtype in sorted({point.dtype for point in sweep}):
+            gemms = _gemms(sweep, dtype)
             speed, error = fit_gemm(gemms)
             lines.append(
                 f"  {kind:<9} {dtype}: large GEMMs {speed['tflops'] * speed['fraction'] * 1e3:,.0f} GFLOP/s, best "
@@ -311,3 +311,52 @@ def summary(hardware: Hardware, points: dict[str, list[Point]], out: Path) -> st
     if hardware.node.measured:
         lines.append(f"  {hardware.node.name}: {hardware.node.latency_us:.0f} us, {hardware.node.gb_s:.2f} GB/s")
     return "\n".join(lines)
+
+
+# A noisy profile gives useless plans.
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem of a calibrated profile."""
+
+    words: str
+    serious: bool
+    """Whether it makes the profile useless."""
+
+
+def problems(profile: dict[str, Any], fit_errors: Sequence[tuple[str, float]], drift: float) -> Iterator[Problem]:
+    """Yields the problems of a profile in its file format.
+
+    `fit_errors`: mean error of the GEMM fit, by '<sweep>, <dtype>'. `drift`: seconds of the probe after the calibration, relative
+    to before.
+    """
+    for name, number in _numbers(profile):
+        if not math.isfinite(number) or number < 0:
+            yield Problem(f"{name} = {number:g} is not a valid speed", True)
+    for sweep in [profile["speeds"], *([profile["alone"]] if "alone" in profile else [])]:
+        for dtype, speed in sweep["gemm"].items():
+            if (reached := speed["tflops"] * speed["fraction"]) < LEAST_TFLOPS:
+                yield Problem(f"{dtype} GEMMs reach {reached * 1e3:.3g} GFLOP/s", True)
+        if sweep["memory_gb_s"] < LEAST_GB_S:
+            yield Problem(f"memory bandwidth is {sweep['memory_gb_s']:.3g} GB/s", True)
+    link = profile["node"]
+    if link.get("known", True) and link["gb_s"] < LEAST_GB_S:
+        yield Problem(f"{link['name']} sends {link['gb_s']:.2g} GB/s between processes", True)
+    for name, error in fit_errors:
+        if not error < FIT_ERROR:
+            yield Problem(f"the GEMM fit has a mean error of {error:.0%} ({name})", not error < WORST_FIT_ERROR)
+    if not drift < DRIFT:
+        yield Problem(f"the machine became {drift:.1f} times slower during calibration", not drift < WORST_DRIFT)
+
+
+def _numbers(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in tree.items():
+        listed = value if isinstance(value, list) else [value]
+        for item in listed:
+            if isinstance(item, dict):
+                yield from _numbers(item, f"{prefix}{key}.")
+            elif isinstance(item, list):
+                yield from ((f"{prefix}{key}", float(number)) for number in item if isinstance(number, int | float))
+            elif isinstance(item, int | float) and not isinstance(item, bool):
+                yield f"{prefix}{key}", float(item)

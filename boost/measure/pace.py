@@ -45,7 +45,8 @@ def _training_pace(tree: dict[str, object]) -> Pace:
     import torch
 
     from boost.config.load import validated
-    from boost.parallel.mesh import choose_device
+    from boost.measure.steps import Stepper
+    from boost.parallel.mesh import Mesh, choose_device
     from boost.train.hardware import peak_flops, total_memory
 
     config = validated(tree)
@@ -60,20 +61,9 @@ def _training_pace(tree: dict[str, object]) -> Pace:
     sequences = min(max(int(SECONDS * estimate / train.seq_len), 1), train.micro_batch)
     small = train.model_copy(update={"global_batch": sequences, "micro_batch": sequences})
     alone = ParallelConfig.model_validate({"layout": "single"})
-    return Pace(
-        _measured(config.model_copy(update={"train": small, "parallel": alone}), device.type), True, device.type
-    )
-
-
-def _measured(config: Config, device: str) -> float:
-    import torch
-
-    from boost.measure.steps import Stepper
-    from boost.parallel.mesh import Mesh
-
-    stepper = Stepper(config, Mesh(torch.device(device)))
+    stepper = Stepper(config.model_copy(update={"train": small, "parallel": alone}), Mesh(torch.device(device.type)))
     stepper.seconds()
-    return config.train.global_batch * config.train.seq_len / min(stepper.seconds() for _ in range(2))
+    return Pace(sequences * train.seq_len / min(stepper.seconds() for _ in range(2)), True, device.type)
 
 
 def encoding_pace(tokenizer: "Tokenizer") -> float:

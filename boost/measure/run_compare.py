@@ -37,18 +37,18 @@ def config_difference(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
     """Values by key, one per run, of keys that are not equal in all; None where a run does not have the key."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     values = {key: [run.config.get(key) for run in runs] for key in keys if key not in IGNORED_KEYS}
-    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+    return {key: per_run for key, per_run in values.items() if any(value != per_run[0] for value in per_run)}
 
 
 def curves(runs: Sequence[RunRecord], metric: str, axis: Axis) -> list[Curve]:
     """The metric of each run that has it."""
-    found = []
+    result = []
     for letter, run in zip(LETTERS, runs, strict=False):
         series = run.series(metric)
         points = [(float(step if axis == "step" else run.tokens_at(step)), value) for step, value in series]
         if points:
-            found.append(Curve(letter, str(run.path), points))
-    return found
+            result.append(Curve(letter, str(run.path), points))
+    return result
 
 
 def averaged(points: Points, bins: int, end: float) -> Points:
@@ -61,12 +61,12 @@ def averaged(points: Points, bins: int, end: float) -> Points:
     ]
 
 
-def text_plot(found: Sequence[Curve], width: int, height: int = 12) -> list[str]:
+def text_plot(drawn: Sequence[Curve], width: int, height: int = 12) -> list[str]:
     """Lines of at most `width` columns: curves as their letters, `*` where several meet, on a plain grid."""
     margin = 10
     columns = max(width - margin - 2, 10)
-    end = max(x for curve in found for x, _ in curve.points)
-    shown = [(curve.letter, averaged(curve.points, columns, end)) for curve in found]
+    end = max(x for curve in drawn for x, _ in curve.points)
+    shown = [(curve.letter, averaged(curve.points, columns, end)) for curve in drawn]
     values = [y for _, points in shown for _, y in points]
     low, high = min(values), max(values)
     cells = [[" "] * columns for _ in range(height)]
@@ -139,10 +139,10 @@ def _figure(panels: dict[str, list[Curve]], axis: Axis) -> Any:
     figure, axes = pyplot().subplots(
         1, max(len(panels), 1), figsize=(5.5 * max(len(panels), 1), 4.5), layout="constrained", squeeze=False
     )
-    for panel, (metric, found) in zip(axes[0], panels.items(), strict=False):
+    for panel, (metric, drawn) in zip(axes[0], panels.items(), strict=False):
         tidy(panel)
-        end = max(x for curve in found for x, _ in curve.points)
-        for curve in found:
+        end = max(x for curve in drawn for x, _ in curve.points)
+        for curve in drawn:
             points = averaged(curve.points, BINS, end)
             marker = "o" if len(points) < 20 else None
             panel.plot(

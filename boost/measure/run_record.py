@@ -47,9 +47,11 @@ class RunRecord:
     def series(self, metric: str) -> list[tuple[int, float]]:
         """(step, value) of a field of steps or, if those do not have it, of evaluations; finite values only."""
         for kind in ("step", "eval"):
-            found = [(line["step"], line[metric]) for line in self.lines if line.get("kind") == kind and metric in line]
-            if found:
-                return [(step, value) for step, value in found if math.isfinite(value)]
+            points = [
+                (line["step"], line[metric]) for line in self.lines if line.get("kind") == kind and metric in line
+            ]
+            if points:
+                return [(step, value) for step, value in points if math.isfinite(value)]
         return []
 
     def tokens_at(self, step: int) -> int:
@@ -108,10 +110,10 @@ def find_runs(folder: Path) -> list[Path]:
     """Run directories in a folder, sorted; the folder itself if it is one. Raises DataError if there is none."""
     if not folder.is_dir():
         raise DataError(f"no runs in '{folder}': no such folder")
-    found = sorted(_runs_below(folder, DEPTH))
-    if not found:
+    runs = sorted(_runs_below(folder, DEPTH))
+    if not runs:
         raise DataError(f"no runs in '{folder}'; name the folder that holds your run directories, such as runs")
-    return found
+    return runs
 
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
@@ -147,7 +149,7 @@ def read_run(path: Path) -> RunRecord:
 def _last_config(path: Path) -> dict[str, Any]:
     """The configuration of the last start; as written where this release does not know it."""
     numbered = {
-        int(found[1] or 1): file for file in path.glob("config*.toml") if (found := _CONFIG.fullmatch(file.name))
+        int(match[1] or 1): file for file in path.glob("config*.toml") if (match := _CONFIG.fullmatch(file.name))
     }
     file = numbered[max(numbered)]
     try:

@@ -142,7 +142,14 @@ def attention_points(watch: Stopwatch, dtype: torch.dtype, lengths: Sequence[int
     """Causal attention, forward and backward, at several head dimensions and sequence lengths, with `tokens` tokens in total."""
     for head_dim, length in itertools.product((32, 64, 128), lengths):
         shape = (max(tokens // length, 1), 256 // head_dim, length, head_dim)
-        q, k, v = (_head(shape, dtype, watch.mesh.device) for _ in range(3))
+        sequences, heads, _, _ = shape
+        # The memory layout of a linear's output: heads side by side in each row.
+        q, k, v = (
+            torch.randn(sequences, length, heads, head_dim, dtype=dtype, device=watch.mesh.device)
+            .transpose(1, 2)
+            .requires_grad_()
+            for _ in range(3)
+        )
         forward = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
         with torch.no_grad():
             yield _point("attention", dtype, shape, watch.seconds(forward))
@@ -150,13 +157,6 @@ def attention_points(watch: Stopwatch, dtype: torch.dtype, lengths: Sequence[int
         d = torch.randn_like(a)
         backward = partial(torch.autograd.grad, a, (q, k, v), d, retain_graph=True)
         yield _point("attention backward", dtype, shape, watch.seconds(backward))
-
-
-def _head(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Makes a tensor in the memory layout of a linear's output: heads side by side in each row."""
-    sequences, heads, length, width = shape
-    made = torch.randn(sequences, length, heads, width, dtype=dtype, device=device)
-    return made.transpose(1, 2).requires_grad_()
 
 
 def kernel_points(watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int]) -> Iterator[Point]:
@@ -183,7 +183,10 @@ def kernel_points(watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int]) ->
             REORDER_FINELY: (8 / 3, _reorderings(x, SHORT_RUN // 2)),
             SILU: (2.0, [partial(F.silu, x)]),
             SILU_BACKWARD: (3.0, [partial(torch.ops.aten.silu_backward, y, x)]),
-            REDUCE: (1.0, [partial(torch.sum, x, 0), partial(torch.sum, x, -1), partial(_norms, x)]),
+            REDUCE: (
+                1.0,
+                [partial(torch.sum, x, 0), partial(torch.sum, x, -1), partial(torch.linalg.vector_norm, x, dim=-1)],
+            ),
             LOSS: (1.5, [partial(torch.logsumexp, x, -1), partial(torch.exp, x, out=torch.empty_like(x))]),
             LOOKUP: (2.0, [partial(F.embedding, torch.randint(0, rows, (rows,), device=device), x)]),
             OPTIMIZER: (7.0 * _TOGETHER, [_adamw(x)]),
@@ -202,10 +205,6 @@ def _reorderings(x: Tensor, run: int) -> list[Call]:
     rows, count = x.shape[0], x.shape[1] // run
     below, beside = x.view(count, rows, run), x.view(rows, count, run).transpose(0, 1)
     return [below.transpose(0, 1).contiguous, beside.contiguous, partial(torch.cat, (beside, beside), dim=-1)]
-
-
-def _norms(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=-1)
 
 
 def _with_live_outputs(call: Call, count: int) -> Call:

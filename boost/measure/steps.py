@@ -1,4 +1,4 @@
-"""Runs optimizer steps as in training, on random tokens, and measures their time, memory and collectives."""
+"""Runs optimizer steps as in training, on random tokens, and measures their time, memory and collectives, next to predictions."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -20,6 +20,10 @@ from boost.parallel.counting import CollectiveCounter
 from boost.parallel.gradients import GradientReducer, StepFlags, StepStats
 from boost.parallel.mesh import Mesh
 from boost.plan.categories import GRADIENTS, OPTIMIZER, WEIGHTS
+from boost.plan.collectives import step_collectives
+from boost.plan.hardware import Hardware
+from boost.plan.peak import peak
+from boost.plan.timing import predict
 from boost.train.checkpoint import Position
 from boost.train.model import build_model, choose_kernels, host_batch, initialize_model, run_passes
 from boost.train.step import Stepper as TrainingStepper
@@ -125,6 +129,25 @@ def look_at(stepper: Stepper) -> ObservedStep:
     for hook in hooks:
         hook.remove()
     return ObservedStep(sum(tracker.peak.values()), counter.collectives)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted maxima over pipeline ranks."""
+
+    predicted_s: float
+    predicted_peak: int
+    predicted_sent: int
+
+
+def prediction(config: Config, hardware: Hardware) -> Prediction:
+    """Predicts what `look_at` and `Stepper.seconds` measure. Raises ConfigError if the profile has no speed for a dtype."""
+    ranks = range(config.parallel.pp)
+    return Prediction(
+        predicted_s=predict(config, hardware).seconds,
+        predicted_peak=max(peak(config, rank, hardware.is_gpu).total for rank in ranks),
+        predicted_sent=max(sum(c.sent_bytes for c in step_collectives(config, rank)) for rank in ranks),
+    )
 
 
 def made_up_batches(config: Config) -> list[Batch]:

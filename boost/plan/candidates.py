@@ -143,29 +143,23 @@ def context_sizes(request: Request, others: int) -> Sequence[int]:
 
 def _structures_of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[ParallelConfig]:
     model = request.base.model
-    sharded = [name for name in layouts_of(model) if not layout_spec(name).superseded_by(model)]
-    usual = sharded if mesh.tp > 1 else (spec_of(mesh).name,)
+    layouts = [name for name in layouts_of(model) if not layout_spec(name).superseded_by(model)]
+    usual = layouts if mesh.tp > 1 else (spec_of(mesh).name,)
+    overlaps = request.choices("parallel.overlap", ("none", "halves") if mesh.tp * mesh.cp > 1 else ("none",))
     for layout in request.choices("parallel.layout", usual):
         of_layout = request.under(layout)
         if of_layout is None:
             continue
+        searched = layout_spec(layout).searched
+        options = [request.choices(f"parallel.{name}", values) for name, values in searched.items()]
         for shard, outer in _sharding(request, mesh, layout):
             for schedule, virtual in _schedules(request, mesh):
                 changes: dict[str, Any] = {**mesh.axes, "cp": mesh.cp, "shard": shard, "shard_outer": outer}
                 changes |= {"schedule": schedule, "virtual": virtual}
-                for overlap in request.choices(
-                    "parallel.overlap", ("none", "halves") if mesh.tp * mesh.cp > 1 else ("none",)
-                ):
-                    for options in _options(request, layout):
-                        yield of_layout.model_copy(update={**changes, "overlap": overlap, **options})
-
-
-def _options(request: Request, layout: str) -> Iterator[dict[str, Any]]:
-    """Combinations of the layout's own options."""
-    searched = layout_spec(layout).searched
-    every = [request.choices(f"parallel.{name}", values) for name, values in searched.items()]
-    for values in itertools.product(*every):
-        yield dict(zip(searched, values, strict=True))
+                for overlap in overlaps:
+                    for values in itertools.product(*options):
+                        own = dict(zip(searched, values, strict=True))
+                        yield of_layout.model_copy(update={**changes, "overlap": overlap, **own})
 
 
 def _sharding(request: Request, mesh: ParallelConfig, layout: str) -> Iterator[tuple[str, bool]]:
@@ -223,14 +217,3 @@ class Variants:
             changes = {"micro_batch": micro_batch, "recompute": policy, "recompute_every": every}
             self._trains[key] = self.base.train.model_copy(update=changes)
         return self.base.model_copy(update={"parallel": parallel, "train": self._trains[key]})
-
-
-def every_candidate(request: Request) -> Iterator[Config]:
-    """Yields every legal configuration: the brute force that tests compare the search with."""
-    variants = Variants(request)
-    for parallel in structures(request):
-        for micro_batch in micro_batches(request, parallel.dp):
-            for policy, every in policies(request, parallel):
-                config = variants.of(parallel, micro_batch, policy, every)
-                if legal(config):
-                    yield config

@@ -156,19 +156,21 @@ def _places(model: ModelConfig, parallel: ParallelConfig, dtype: str, stage: Sta
 def _issued(
     phase: str, comms: Sequence[PlannedComm], tokens: int, dtype: str, parallel: ParallelConfig
 ) -> Iterator[Collective]:
-    for each in comms:
-        kind = each.comm.backward if phase == "backward" else each.comm.forward
+    for planned in comms:
+        kind = planned.comm.backward if phase == "backward" else planned.comm.forward
         if kind is None:
             continue
-        width = each.width + (0 if phase == "backward" else each.forward_only)
-        if each.axis == "cp":
+        width = planned.width + (0 if phase == "backward" else planned.forward_only)
+        if planned.axis == "cp":
             processes = parallel.cp
             shape = (tokens, width) if kind == ALL_TO_ALL else (tokens * processes, width)
         else:
             # In an all-to-all, a process holds one shard: all tokens of its columns, or all columns of its tokens.
             processes = parallel.tp
             shape = (tokens, width // processes) if kind == ALL_TO_ALL else (tokens, width)
-        yield Collective(phase, kind, shape, each.dtype or dtype, processes, each.place, each.layer, each.axis)
+        yield Collective(
+            phase, kind, shape, planned.dtype or dtype, processes, planned.place, planned.layer, planned.axis
+        )
 
 
 def _loss(model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str) -> Iterator[Collective]:

@@ -11,7 +11,7 @@ from boost.config.layouts import layouts_of
 from boost.config.schema import Config, ParallelConfig
 from boost.format import format_bytes, format_count, format_seconds
 from boost.plan.candidates import context_sizes
-from boost.plan.provenance import QUANTITIES, origin, provenance_words
+from boost.plan.hardware import QUANTITIES, origin, provenance_words
 from boost.plan.search import Plan, Search, Test, Tick, any_config
 from boost.plan.step_time import (
     ATTENTION_TIME,
@@ -100,34 +100,28 @@ def kinds(search: Search) -> Iterator[ConfigKind]:
 
 def alternatives(search: Search, best: Plan, tick: Tick | None = None) -> list[Alternative]:
     """Returns the best of each kind except the overall best, fastest first; those that do not fit come last."""
-    found: dict[str, tuple[list[str], Plan]] = {}
-    listed = list(kinds(search))
-    for done, kind in enumerate(listed):
+    names_and_plan: dict[str, tuple[list[str], Plan]] = {}  # one plan may be the best of several kinds
+    compared = list(kinds(search))
+    for done, kind in enumerate(compared):
         if tick:
-            tick(done, len(listed))
+            tick(done, len(compared))
         plan = search.fastest(kind.test, kind.of) or search.smallest(kind.test, kind.of)
         if plan is not None and plan.config != best.config:
-            found.setdefault(repr((plan.config.parallel, plan.config.train)), ([], plan))[0].append(kind.name)
-    ordered = sorted(found.values(), key=lambda each: (each[1].shortfall > 0, each[1].time.seconds))
-    return [Alternative(tuple(names), plan, why(best, plan)) for names, plan in ordered]
+            key = repr((plan.config.parallel, plan.config.train))
+            names_and_plan.setdefault(key, ([], plan))[0].append(kind.name)
+    others = [Alternative(tuple(names), plan, why(best, plan)) for names, plan in names_and_plan.values()]
+    return sorted(others, key=lambda other: (other.plan.shortfall > 0, other.plan.time.seconds))
 
 
 def why(best: Plan, other: Plan) -> str:
     """Explains why `other` loses to `best`."""
     if other.shortfall > 0:
-        return f"out of memory by {format_bytes(other.shortfall)}{_even_with(other.config)}"
+        train, parallel = other.config.train, other.config.parallel
+        savers = [f"{train.recompute} recomputation"] if train.recompute != "none" else []
+        savers += [f"shard = {parallel.shard}"] if parallel.sharded else []
+        savers.append(f"micro-batch {train.micro_batch}")
+        return f"out of memory by {format_bytes(other.shortfall)}, even with {', '.join(savers)}"
     return time_difference(best.time, other.time)
-
-
-def _even_with(config: Config) -> str:
-    """The memory savers that were tried: ', even with ...'."""
-    tried = []
-    if config.train.recompute != "none":
-        tried.append(f"{config.train.recompute} recomputation")
-    if config.parallel.sharded:
-        tried.append(f"shard = {config.parallel.shard}")
-    tried.append(f"micro-batch {config.train.micro_batch}")
-    return f", even with {', '.join(tried)}"
 
 
 def time_difference(best: StepTime, other: StepTime) -> str:
@@ -173,7 +167,14 @@ def notes(search: Search, best: Plan, others: list[Alternative], dense: Plan | N
     """Yields notes for the user. `dense`: the fastest plan of the dense model of this shape, or its smallest one if none fits."""
     yield from _against_data_parallelism(best, others)
     if dense is not None:
-        yield _against_dense(best, dense)
+        name = f"The dense model of this shape ({format_count(parameter_count(dense.config.model), 2)} parameters)"
+        if dense.shortfall > 0:
+            yield f"{name} does not fit on these GPUs: {why(best, dense)}. The low-rank model does."
+        else:
+            yield (
+                f"{name} takes {format_seconds(dense.time.seconds)} per step at best ({mesh(dense.config.parallel)}, "
+                f"{choices(dense.config)}): {dense.time.seconds / best.time.seconds:.2f} x the low-rank model."
+            )
     if problem := search.why_no_tp():
         yield f"No TP: {problem}."
     waiting = best.time.parts.get(HOST, 0.0) / best.time.seconds
@@ -215,8 +216,12 @@ def _against_data_parallelism(best: Plan, others: list[Alternative]) -> Iterator
         if tp is not None:
             slower = tp.plan.time.seconds / best.time.seconds - 1
             parallel = tp.plan.config.parallel
+            sharded = best.config.parallel.shard == "full" and best.config.parallel.sharded
+            reason = (
+                "sharding over replicas (shard = full) makes the model fit" if sharded else "the model fits on one GPU"
+            )
             yield (
-                f"Pure data parallelism beats TP here: {_why_it_fits(best.config.parallel)}, and the fastest with TP "
+                f"Pure data parallelism beats TP here: {reason}, and the fastest with TP "
                 f"({mesh(parallel)}, {parallel.layout}) takes {slower:.1%} longer ({tp.why}).{_caveat(slower)}"
             )
         return
@@ -228,23 +233,5 @@ def _against_data_parallelism(best: Plan, others: list[Alternative]) -> Iterator
         yield f"Pure data parallelism fits, but takes {slower:.1%} longer: {pure.why}.{_caveat(slower)}"
 
 
-def _why_it_fits(parallel: ParallelConfig) -> str:
-    if parallel.shard == "full" and parallel.sharded:
-        return "sharding over replicas (shard = full) makes the model fit"
-    return "the model fits on one GPU"
-
-
 def _caveat(slower: float) -> str:
     return " That is within the prediction error: run both for a few steps." if slower < CLOSE else ""
-
-
-def _against_dense(best: Plan, dense: Plan) -> str:
-    name = f"The dense model of this shape ({format_count(parameter_count(dense.config.model), 2)} parameters)"
-    if dense.shortfall > 0:
-        return f"{name} does not fit on these GPUs: {why(best, dense)}. The low-rank model does."
-    ratio = dense.time.seconds / best.time.seconds
-    parallel = dense.config.parallel
-    return (
-        f"{name} takes {format_seconds(dense.time.seconds)} per step at best ({mesh(parallel)}, {choices(dense.config)}): "
-        f"{ratio:.2f} x the low-rank model."
-    )

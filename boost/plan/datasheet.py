@@ -4,7 +4,6 @@ Everything that a datasheet does not give is scaled from measured GPUs and marke
 """
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 from boost.errors import ConfigError
@@ -97,22 +96,26 @@ def _parsed(line: str) -> dict[str, str]:
 def _number(line: str, said: dict[str, str], key: str, otherwise: float | None = None) -> float:
     if key not in said and otherwise is not None:
         return otherwise
-    return _positive(said[key], lambda: f"--gpu = '{line}': {key} = {said[key]} must be a number above 0 ({KEYS[key]})")
+    value = _positive(said[key])
+    if value is None:
+        raise ConfigError(f"--gpu = '{line}': {key} = {said[key]} must be a number above 0 ({KEYS[key]})")
+    return value
 
 
 def _link(line: str, word: str) -> tuple[float, str]:
     """Parses a link: (GB/s, key of RAMP_MB)."""
     if word.lower() in LINKS:
         return LINKS[word.lower()], word.lower().rstrip("0123456789")
-    speed = _positive(word, lambda: f"--gpu = '{line}': link = {word} is not {KEYS['link']}")
+    speed = _positive(word)
+    if speed is None:
+        raise ConfigError(f"--gpu = '{line}': link = {word} is not {KEYS['link']}")
     return speed, "nvlink" if speed > LINKS["pcie5"] else "pcie"
 
 
-def _positive(word: str, problem: Callable[[], str]) -> float:
+def _positive(word: str) -> float | None:
+    """The finite positive number; None if it is none."""
     try:
         value = float(word)
     except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ConfigError(problem())
-    return value
+        return None
+    return value if 0 < value < float("inf") else None

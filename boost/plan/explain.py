@@ -1,9 +1,8 @@
-"""Breaks one configuration down: GEMMs, element-wise work and collectives of one pipeline rank in a step, with their times."""
+"""Breaks one configuration down: GEMMs, attention and collectives of one pipeline rank in a step, with their times."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from boost.config.architecture import first_alike
 from boost.config.schema import Config
@@ -64,69 +63,35 @@ class CollectiveTotal:
         return self.times * self.collective.sent_bytes
 
 
-@dataclass(frozen=True)
-class ElementwiseTotal:
-    """All operations of one kind, in one part of the model and one pass, in a step on one process."""
-
-    place: str
-    phase: str
-    kernel: str
-    """One of `boost.plan.work.KERNELS`."""
-    calls: int
-    bytes: int
-    """Total bytes read and written."""
-    seconds: float
-    """Total seconds of all calls."""
-
-
-Row = TypeVar("Row", WorkTotal, ElementwiseTotal)
-
 PRODUCTS = (GEMM, ATTENTION, ATTENTION_BACKWARD)
 
 
 def products(config: Config, hardware: Hardware, pp_rank: int) -> list[WorkTotal]:
     """GEMMs and attention of pipeline rank `pp_rank` in a step, longest first."""
-    speeds = hardware.speeds_of(min(config.parallel.world_size, hardware.per_node))
-    peak = {dtype: speed.tflops * 1e12 for dtype, speed in hardware.speeds.gemm.items()}
-    listed = [
-        WorkTotal(work, calls, calls * speeds.seconds(work), peak[work.dtype])
-        for work, calls in _all_work(config, hardware, pp_rank).items()
-        if work.kernel in PRODUCTS
-    ]
-    return sorted(listed, key=lambda each: -each.seconds)
-
-
-def elementwise(config: Config, hardware: Hardware, pp_rank: int) -> list[ElementwiseTotal]:
-    """All other operations of pipeline rank `pp_rank` in a step, by part of the model, pass and kind of kernel, longest first."""
-    speeds = hardware.speeds_of(min(config.parallel.world_size, hardware.per_node))
-    found: dict[tuple[str, str, str], tuple[int, int, float]] = {}
-    for work, times in _all_work(config, hardware, pp_rank).items():
-        if work.kernel not in PRODUCTS:
-            key = work.place, work.phase, work.kernel
-            calls, size, seconds = found.get(key, (0, 0, 0.0))
-            found[key] = calls + times, size + times * work.bytes, seconds + times * speeds.seconds(work)
-    return sorted((ElementwiseTotal(*key, *total) for key, total in found.items()), key=lambda each: -each.seconds)
-
-
-def _all_work(config: Config, hardware: Hardware, pp_rank: int) -> Counted:
-    """Counts every operation of pipeline rank `pp_rank` in a step."""
     train, parallel = config.train, config.parallel
     count = train.global_batch // (parallel.dp * train.micro_batch)
     policies, on_gpu = train.recompute_by_layer(config.model.layers), hardware.is_gpu
-    total: Counted = Counter()
+    calls_of: Counter[Work] = Counter()
+
+    def add(works: Counted, times: int) -> None:
+        for work, calls in works.items():
+            calls_of[work] += times * calls
+
     held = stages_of(config, pp_rank)
     for stage in held:
         alike = Counter((first_alike(config.model, layer), policies[layer]) for layer in stage.numbers)
         for (layer, policy), blocks in alike.items():
-            _add(total, block_work(config, layer, policy, on_gpu), blocks * count)
-        _add(total, ends_work(config, stage.has_embedding, stage.has_head, on_gpu), count)
-    _add(total, step_work(config, held), 1)
-    return total
-
-
-def _add(total: Counted, work: Counted, times: int) -> None:
-    for each, count in work.items():
-        total[each] += times * count
+            add(block_work(config, layer, policy, on_gpu), blocks * count)
+        add(ends_work(config, stage.has_embedding, stage.has_head, on_gpu), count)
+    add(step_work(config, held), 1)
+    speeds = hardware.speeds_of(min(parallel.world_size, hardware.per_node))
+    peak = {dtype: speed.tflops * 1e12 for dtype, speed in hardware.speeds.gemm.items()}
+    totals = [
+        WorkTotal(work, calls, calls * speeds.seconds(work), peak[work.dtype])
+        for work, calls in calls_of.items()
+        if work.kernel in PRODUCTS
+    ]
+    return sorted(totals, key=lambda total: -total.seconds)
 
 
 def sent(config: Config, hardware: Hardware, pp_rank: int) -> list[CollectiveTotal]:
@@ -135,28 +100,22 @@ def sent(config: Config, hardware: Hardware, pp_rank: int) -> list[CollectiveTot
     count = train.global_batch // (parallel.dp * train.micro_batch)
     held, tokens = stages_of(config, pp_rank), train.micro_batch * train.seq_len // parallel.cp
     policies = train.recompute_by_layer(config.model.layers)
-    found: Counter[Collective] = Counter()
+    times_of: Counter[Collective] = Counter()
     for stage in held:
-        listed = micro_batch_collectives(config.model, parallel, tokens, train.compute_dtype, True, policies, stage)
-        found.update({each: times * count for each, times in _count_identical(listed).items()})
-    for each, times in _count_identical((*gradient_collectives(config, held), *gathers(config, held))).items():
-        found[each] += times * (count if each.phase in ("forward", "backward") else 1)
-    return [
-        CollectiveTotal(
-            each, times, _link(each, config, hardware), times * collective_seconds(each, parallel, hardware)
+        for sent_once in micro_batch_collectives(
+            config.model, parallel, tokens, train.compute_dtype, True, policies, stage
+        ):
+            times_of[replace(sent_once, layer=None)] += count
+    for sent_once in (*gradient_collectives(config, held), *gathers(config, held)):
+        times_of[replace(sent_once, layer=None)] += count if sent_once.phase in ("forward", "backward") else 1
+    totals = []
+    for collective, times in times_of.items():
+        inside = span(collective.axis, parallel, hardware.per_node).inside
+        link = hardware.node.name if inside else hardware.network.name
+        totals.append(
+            CollectiveTotal(collective, times, link, times * collective_seconds(collective, parallel, hardware))
         )
-        for each, times in found.items()
-    ]
-
-
-def _count_identical(collectives: Iterable[Collective]) -> Counter[Collective]:
-    """Counts identical collectives over all blocks."""
-    return Counter(replace(each, layer=None) for each in collectives)
-
-
-def _link(collective: Collective, config: Config, hardware: Hardware) -> str:
-    inside = span(collective.axis, config.parallel, hardware.per_node).inside
-    return hardware.node.name if inside else hardware.network.name
+    return totals
 
 
 def busiest(config: Config, predictor: Predictor) -> int:
@@ -165,11 +124,11 @@ def busiest(config: Config, predictor: Predictor) -> int:
     return max(range(len(passes)), key=lambda rank: passes[rank].total)
 
 
-def rows_that_matter(listed: Sequence[Row], share: float = 0.97) -> Iterator[Row]:
+def rows_that_matter(totals: Sequence[WorkTotal], share: float = 0.97) -> Iterator[WorkTotal]:
     """Yields the first rows until they cover `share` of the total time."""
-    total, covered = sum(each.seconds for each in listed), 0.0
-    for each in listed:
-        if covered >= share * total:
+    whole, covered = sum(total.seconds for total in totals), 0.0
+    for total in totals:
+        if covered >= share * whole:
             return
-        covered += each.seconds
-        yield each
+        covered += total.seconds
+        yield total

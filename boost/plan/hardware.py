@@ -18,7 +18,6 @@ from boost.config.schema import Positive, Section
 from boost.config.text import read_toml
 from boost.errors import ConfigError
 from boost.plan.datasheet import BASE, tree_of
-from boost.plan.provenance import Origin, provenance_of_file
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Work
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -30,6 +29,30 @@ Amount = Annotated[float, Field(ge=0)]
 Point = Annotated[tuple[Positive, Positive], Field(strict=False)]
 Points = Annotated[tuple[Point, ...], Field(strict=False, min_length=1)]
 Triple = Annotated[tuple[Amount, Amount, Amount], Field(strict=False)]
+
+Origin = Literal["calibrated", "yours", "published", "fitted", "datasheet", "estimate"]
+"""calibrated: measured by 'boost plan calibrate'; yours: from your own profile; published: measured by others, cited in `sources`;
+fitted: to published speeds (docs/record.md); datasheet: from the vendor; estimate: our own."""
+
+QUANTITIES = {
+    "memory_gb": "memory size",
+    "speeds.gemm.bfloat16": "GEMMs",
+    "speeds.attention.bfloat16": "attention",
+    "speeds.memory_gb_s": "memory bandwidth",
+    "node.gb_s": "links in a node",
+    "network.gb_s": "network",
+    "host_us": "launches",
+}
+"""The numbers that matter most for predictions, by field."""
+
+_WORDS: dict[Origin, str] = {
+    "calibrated": "calibrated",
+    "yours": "from your file",
+    "published": "measured by others",
+    "fitted": "fitted to the public record",
+    "datasheet": "from a datasheet",
+    "estimate": "estimated",
+}
 
 
 def seconds_at(points: Sequence[tuple[float, float]], size: float) -> float:
@@ -115,7 +138,7 @@ class Speeds(Section):
         if work.kernel in (ATTENTION, ATTENTION_BACKWARD):
             head_dim, tokens = work.shape[4], work.shape[3]
             table = _of_dtype(self.attention, work.dtype)
-            at = min(table, key=lambda each: abs(math.log(each.head_dim / head_dim)))
+            at = min(table, key=lambda speed: abs(math.log(speed.head_dim / head_dim)))
             tflops = at.forward if work.kernel == ATTENTION else at.backward
             reached = tflops * _TERA * tokens / (tokens + at.half)
             return max(work.flops / reached, moving) + self.kernel_us * _MICRO
@@ -174,9 +197,9 @@ class Link(Section):
             if name in self.measured:
                 of_two = seconds_at(self.measured[name], payload)
                 return of_two * _rounds(kind, processes) / _rounds(kind, self.processes) / share
-        half, each = self.half_mb * 1e6, sent / share
-        ramp = half * each / (each + half) if each else 0.0
-        return self.latency_us * _MICRO + (each + ramp) / (self._gb_s(kind, processes) * _GIGA)
+        half, on_link = self.half_mb * 1e6, sent / share
+        ramp = half * on_link / (on_link + half) if on_link else 0.0
+        return self.latency_us * _MICRO + (on_link + ramp) / (self._gb_s(kind, processes) * _GIGA)
 
     def _gb_s(self, kind: str, processes: int) -> float:
         reached = [gb_s for least, gb_s in self.all_reduce if kind == "all-reduce" and processes >= least]
@@ -224,7 +247,7 @@ class Hardware(Section):
     sources: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Sources of the numbers."""
     provenance: dict[str, Origin] = Field(default_factory=dict)
-    """Origin of each number by dotted field or table; the key '' covers all others (`boost.plan.provenance`)."""
+    """Origin of each number by dotted field or table; the key '' covers all others (`boost.plan.hardware`)."""
 
     @property
     def is_gpu(self) -> bool:
@@ -255,15 +278,15 @@ def profile_of(name: str, memory_bytes: int) -> str | None:
 
     The longest match wins, so that an H100 PCIe is not taken for an H100 SXM, nor a GB200 for a B200.
     """
-    found: list[tuple[int, str]] = []
+    matches: list[tuple[int, str]] = []
     for profile in names():
         kinds, _, rest = profile.rpartition("g")[0].rpartition("-") if not profile[-1].isdigit() else ("", "", "")
         if not kinds:  # the name ends in the number of GPUs per node: a100-80g-8
             kinds, rest = profile.rsplit("-", 2)[0], profile.rsplit("-", 2)[1].rstrip("g")
         words = kinds.upper().split("-")
         if all(word in name.upper() for word in words) and abs(memory_bytes / 1e9 / int(rest) - 1) < 0.15:
-            found.append((-len(kinds), profile))
-    return min(found)[1] if found else None
+            matches.append((-len(kinds), profile))
+    return min(matches)[1] if matches else None
 
 
 def load_hardware(name: str) -> Hardware:
@@ -306,7 +329,9 @@ def _raw(name: str) -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError(f"--gpu = '{name}': {error}") from None
     if own:
-        tree["provenance"] = provenance_of_file(tree)
+        # Every number in a user's file without its own [provenance] is 'yours'.
+        yours: dict[str, Origin] = dict.fromkeys(_leaves(tree), "yours") if "like" in tree else {"": "yours"}
+        tree["provenance"] = tree.get("provenance") or yours
     if "like" not in tree:
         return tree
     like = str(tree.pop("like"))
@@ -318,7 +343,7 @@ def _raw(name: str) -> dict[str, Any]:
 def full_name(name: str) -> str:
     """Expands an abbreviated profile name: the shortest, then first, of the profiles that begin with this word."""
     known = names()
-    begins = [each for each in known if each.startswith(f"{name.lower()}-")]
+    begins = [profile for profile in known if profile.startswith(f"{name.lower()}-")]
     return name.lower() if name.lower() in known or not begins else min(begins, key=len)
 
 
@@ -329,3 +354,30 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         for key, value in above.items()
     }
     return below | both
+
+
+# Where each number comes from.
+
+
+def origin(hardware: Hardware, field: str) -> Origin:
+    """Origin of a dotted field: the entry of [provenance] with the longest matching prefix; the entry '' matches all fields."""
+    parts = field.split(".")
+    for length in range(len(parts), 0, -1):
+        if (name := ".".join(parts[:length])) in hardware.provenance:
+            return hardware.provenance[name]
+    return hardware.provenance.get("", "estimate")
+
+
+def provenance_words(hardware: Hardware) -> str:
+    """Summary such as 'GEMMs, attention measured by others; memory size from a datasheet; network estimated'."""
+    by_origin: dict[Origin, list[str]] = {}
+    for field, words in QUANTITIES.items():
+        by_origin.setdefault(origin(hardware, field), []).append(words)
+    return "; ".join(f"{', '.join(by_origin[name])} {_WORDS[name]}" for name in _WORDS if name in by_origin)
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:
+    names: list[str] = []
+    for key, value in tree.items():
+        names += _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
+    return names

@@ -171,6 +171,13 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
     if held[-1].has_head:
         parameters += [final_norm(model), head(model)]
     stored = [tensor for stage in held for tensor in stored_tensors(model, parallel, stage)]
+    # All micro-batches issue the same collectives; those of the step come last.
+    collectives = step_collectives(config, pp_rank)
+    of_one = sum(collective.phase != "step" for collective in collectives) // micro_batches
+    issued = [
+        IssuedCollective(collective, None if collective.phase == "step" else position // of_one)
+        for position, collective in enumerate(collectives)
+    ]
     return Inspection(
         config=config,
         pp_rank=pp_rank,
@@ -180,7 +187,7 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
         parameters_per_process=sum(tensor.shard(parallel) for tensor in stored),
         tokens=train.micro_batch * train.seq_len // parallel.cp,
         micro_batches=micro_batches,
-        issued=tuple(_numbered(step_collectives(config, pp_rank), micro_batches)),
+        issued=tuple(issued),
         exact=tuple(optimizer_collectives(config, pp_rank)) if isinstance(config.optim, LOROConfig) else (),
     )
 
@@ -198,24 +205,11 @@ def _aggregated(collectives: Sequence[Collective]) -> tuple[CollectiveRow, ...]:
 def _weight(parameter: Parameter, model: ModelConfig, parallel: ParallelConfig) -> Weight:
     placement = placement_of(parameter.role, model, parallel)
     name = re.sub(r"^layers\.\d+\.", "layers.N.", parameter.name)
-    words = _words(placement, parallel.tp)
+    words = "replicated, gradient summed once per step" if placement.partial else "replicated"
+    if placement.dim is not None:
+        words = f"dim {placement.dim} over {parallel.tp}"
     if parallel.sharded and len(parameter.shape) > 1:
         outer = parallel.shard_outer and placement.partial
         words = words.partition(",")[0] if outer else words
         words += f"; rows sharded over {parallel.dp_cp * (parallel.tp if outer else 1)}"
     return Weight(name, parameter.shape, local_shape(parameter, placement, parallel.tp), placement, words)
-
-
-def _words(placement: Placement, processes: int) -> str:
-    if placement.dim is not None:
-        return f"dim {placement.dim} over {processes}"
-    return "replicated, gradient summed once per step" if placement.partial else "replicated"
-
-
-def _numbered(collectives: list[Collective], micro_batches: int) -> list[IssuedCollective]:
-    """Assigns collectives to micro-batches. All micro-batches issue the same ones; those of the step come last."""
-    of_one = sum(collective.phase != "step" for collective in collectives) // micro_batches
-    return [
-        IssuedCollective(collective, None if collective.phase == "step" else position // of_one)
-        for position, collective in enumerate(collectives)
-    ]

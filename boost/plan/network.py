@@ -59,18 +59,11 @@ def seconds(collective: Collective, parallel: ParallelConfig, hardware: Hardware
     sending = link.seconds(
         collective.kind, collective.dtype, payload, collective.sent_bytes, collective.processes, max(share, 1.0)
     )
-    return sending + (0.0 if collective.kind == "send" else _extra_hop_us(collective.kind, where, hardware) * 1e-6)
-
-
-def _extra_hop_us(kind: str, where: Span, hardware: Hardware) -> float:
-    """Additional latency in microseconds of a collective over more than two nodes.
-
-    Gathers and scatters are rings: one hop per additional process (NCCL, `src/graph/tuning.cc`). All-reduces are trees over
-    nodes: two hops per doubling. A link's own latency covers one node, and two nodes.
-    """
+    # A link's own latency covers one node, and two nodes. Over more nodes, gathers and scatters are rings: one hop per additional
+    # process (NCCL, `src/graph/tuning.cc`). All-reduces are trees over nodes: two hops per doubling.
     nodes = -(-where.processes // where.per_node)
-    if nodes <= 2:
-        return 0.0
-    if kind == "all-reduce":
-        return 2 * math.log2(nodes / 2) * hardware.network.hop_us
-    return (nodes - 2) * (hardware.network.hop_us + (where.per_node - 1) * hardware.node.hop_us)
+    if nodes <= 2 or collective.kind == "send":
+        return sending
+    if collective.kind == "all-reduce":
+        return sending + 2 * math.log2(nodes / 2) * hardware.network.hop_us * 1e-6
+    return sending + (nodes - 2) * (hardware.network.hop_us + (where.per_node - 1) * hardware.node.hop_us) * 1e-6

@@ -58,9 +58,9 @@ def peak(config: Config, pp_rank: int = 0, on_gpu: bool = False, enough: float =
     Accurate to a few percent of `boost.measure.memory`; for LORO's exact step and for Muon, to the size of a bucket. With LORO,
     every step counts as an exact step.
     """
-    found = _StepMemory(with_whole_weights(config), pp_rank, on_gpu).peak_memory(enough)
-    share = moments_share(config)
-    return replace(found, by_category=found.by_category | {OPTIMIZER: int(found.by_category[OPTIMIZER] * share)})
+    highest = _StepMemory(with_whole_weights(config), pp_rank, on_gpu).peak_memory(enough)
+    moments = int(highest.by_category[OPTIMIZER] * moments_share(config))
+    return replace(highest, by_category=highest.by_category | {OPTIMIZER: moments})
 
 
 @dataclass(frozen=True)
@@ -72,25 +72,21 @@ class _BlockFacts:
     traced: TracedPass
 
 
-def _block(config: Config, layer: int, on_gpu: bool) -> _BlockFacts:
-    traced = pass_of_block(config, layer, on_gpu, config.parallel.splits_backward)
-    saved = traced.by_category
-    if latents := sum(prev_latents_saved(config, layer, on_gpu)):
-        saved = saved + Counter({LATENTS: latents})
-    return _BlockFacts(saved, traced)
-
-
 def _blocks(config: Config, numbers: Iterable[int], on_gpu: bool) -> dict[int, _BlockFacts]:
     """Computes the facts of these blocks; identical blocks share them."""
-    model, known = config.model, dict[Any, _BlockFacts]()
-    policies, found = config.train.recompute_by_layer(model.layers), dict[int, _BlockFacts]()
+    model, of_kind = config.model, dict[Any, _BlockFacts]()
+    policies, blocks = config.train.recompute_by_layer(model.layers), dict[int, _BlockFacts]()
     for n in numbers:
         # Which latents of the previous block stay alive depends on that block too.
         kind = n if model.has_latent_gates else (alike(model, n), policies[n])
-        if kind not in known:
-            known[kind] = _block(config, n, on_gpu)
-        found[n] = known[kind]
-    return found
+        if kind not in of_kind:
+            traced = pass_of_block(config, n, on_gpu, config.parallel.splits_backward)
+            saved = traced.by_category
+            if latents := sum(prev_latents_saved(config, n, on_gpu)):
+                saved = saved + Counter({LATENTS: latents})
+            of_kind[kind] = _BlockFacts(saved, traced)
+        blocks[n] = of_kind[kind]
+    return blocks
 
 
 @dataclass(frozen=True)
@@ -117,9 +113,9 @@ class _Storage:
         self.states, self.copies = states_of(config, stored, stages), copies_bytes(config, stored)
         """Bytes between steps by category; bytes of working copies while passes run."""
         self.shards = Shards(config, stages, self.tensors)
-        self.buckets = self._copied(config)
+        self.buckets = self._bucket_copies(config)
 
-    def _copied(self, config: Config) -> dict[int | None, int]:
+    def _bucket_copies(self, config: Config) -> dict[int | None, int]:
         """Bytes of the flat copy of a gradient bucket, by the block whose backward pass fills it; None: at the end of the step.
 
         A bucket of one tensor is not copied. Copies in another dtype all stay allocated until they have been reduced.
@@ -128,12 +124,9 @@ class _Storage:
         kept = 0
         stored = [tensor for tensors in self.tensors.values() for tensor in tensors][::-1]
         held = [t for t in stored if t.vector or not parallel.sharded]
-        late = [
-            t
-            for t in stored
-            if parallel.sharded and not t.vector and t.placement.partial and not t.over_replicas(parallel)
-        ]
-        found: dict[int | None, int] = {}
+        late = [t for t in stored if t.placement.partial and not t.vector and not t.over_replicas(parallel)]
+        late = late if parallel.sharded else []
+        copies: dict[int | None, int] = {}
         for tensors, processes in (
             ([t for t in held if t.placement.partial], parallel.tp * parallel.dp_cp),
             ([t for t in held if not t.placement.partial], parallel.dp_cp),
@@ -145,34 +138,29 @@ class _Storage:
                 tensors, sizes = tensors[length:], sizes[length:]
                 if ratio != 1:
                     kept += int(copied * ratio)
-                    found[filled if tensors else None] = kept
+                    copies[filled if tensors else None] = kept
                 elif length > 1 and (filled is not None or not tensors):
                     place = filled if tensors else None
-                    found[place] = max(found.get(place, 0), copied)
-        return found | ({None: kept} if kept else {})
+                    copies[place] = max(copies.get(place, 0), copied)
+        return copies | ({None: kept} if kept else {})
 
 
 _STORAGE: dict[Any, _Storage] = {}
 _MAX_STORAGE = 512
 
 
-def made_with(config: Config) -> tuple[object, ...]:
-    """Fields that storage depends on, in addition to [model], [parallel] and [optim]."""
-    train = config.train
-    return train.param_dtype, train.compute_dtype, train.reduce_dtype, train.working_copies, config.run.recovery
-
-
 def _storage(config: Config, stages: tuple[Stage, ...]) -> _Storage:
     """Returns the storage, cached because a search needs each mesh with many micro-batches. Entries keep the sections in their key
     alive, so that no id is reused."""
-    parts = config.model, config.parallel, config.optim
-    key = *map(id, parts), *made_with(config), stages
-    found = _STORAGE.get(key)
-    if found is None:
+    train = config.train
+    made_with = train.param_dtype, train.compute_dtype, train.reduce_dtype, train.working_copies, config.run.recovery
+    key = id(config.model), id(config.parallel), id(config.optim), *made_with, stages
+    storage = _STORAGE.get(key)
+    if storage is None:
         if len(_STORAGE) >= _MAX_STORAGE:
             _STORAGE.clear()
-        found = _STORAGE[key] = _Storage(config, stages)
-    return found
+        storage = _STORAGE[key] = _Storage(config, stages)
+    return storage
 
 
 class _StepMemory:
@@ -190,7 +178,15 @@ class _StepMemory:
         self.has_pipeline = parallel.pp > 1
         self.holds_sends = self.has_pipeline and parallel.schedule in ("interleaved-1f1b", "zero-bubble")
         """Whether the schedule holds send buffers until the end of the step."""
-        self.saved_by_stage = [self._stage_saved(stage) for stage in self.stages]
+        self.saved_by_stage: list[Counter[str]] = []
+        """Saved bytes of one micro-batch, by stage and category."""
+        for stage in self.stages:
+            saved: Counter[str] = Counter()
+            for n in stage.numbers:
+                saved.update(self._block_saved(stage, n))
+            if stage.has_head:
+                saved.update(self.loss.by_category)
+            self.saved_by_stage.append(saved)
         self.in_flight: Counter[int] = Counter()
         """Micro-batches in flight, by stage."""
         self.deferring: Counter[int] = Counter()
@@ -222,7 +218,7 @@ class _StepMemory:
             _Snapshot(SUM, Counter(), {WORK: self.buckets.get(None, 0)}),
             _Snapshot(STEP, Counter(), {WORK: work_bytes(self.config, self.stages)}),
         )
-        self._record(self._baseline_at_end(), at_end)
+        self._record(self._with_in_flight(Counter(self.states)), at_end)  # all gradients exist
         total, name, held = self._peak
         assert total >= 0
         return PeakMemory({category: size for category, size in held.items() if size}, name)
@@ -267,10 +263,6 @@ class _StepMemory:
         held[WORK] = self._context()
         return self._with_in_flight(held)
 
-    def _baseline_at_end(self) -> Counter[str]:
-        """Bytes held once all gradients exist."""
-        return self._with_in_flight(Counter(self.states))
-
     def _with_in_flight(self, held: Counter[str]) -> Counter[str]:
         for i, count in self.in_flight.items():
             for category, size in self.saved_by_stage[i].items():
@@ -282,7 +274,10 @@ class _StepMemory:
             if self.deferring[i]:
                 deferred = sum(self.blocks[n].traced.deferred for n in self.stages[i].numbers)
                 held[WORK] += self.deferring[i] * (deferred + self.stages[i].has_head * self.loss.input_bytes)
-        held[BUFFERS] += self._buffers()
+        # Receive buffers for each micro-batch and stage boundary: activations, and gradients of sent activations.
+        for stage in self.stages if self.has_pipeline else ():
+            received = 0 if stage.has_embedding else self.blocks[stage.numbers[0]].traced.input_bytes
+            held[BUFFERS] += self.micro_batches * (received + self._sent_bytes(stage))
         return held
 
     def _record(self, baseline: Counter[str], snapshots: Iterable[_Snapshot]) -> None:
@@ -301,9 +296,8 @@ class _StepMemory:
         gathered = self.shards.forward(stage, self.in_flight, self.backward_done)
         for place, n in enumerate(stage.numbers):
             block = self.blocks[n]
-            arriving = (
-                block.traced.input_bytes if not (place == 0 and self.has_pipeline and not stage.has_embedding) else 0
-            )
+            received = place == 0 and self.has_pipeline and not stage.has_embedding  # it is in a receive buffer
+            arriving = 0 if received else block.traced.input_bytes
             yield _Snapshot(FORWARD, +saved, {WORK: arriving + block.traced.forward}, gathered(n))
             saved += self._block_saved(stage, n)
         if stage.has_head:
@@ -313,18 +307,15 @@ class _StepMemory:
     def _backward(self, stage: Stage, action: Action, inputs_only: bool) -> Iterator[_Snapshot]:
         """The baseline includes this micro-batch's saved activations, which are freed block by block."""
         done = self.backward_done[action.stage]
-        is_new = self._new_weight_gradients(done)
+        # Weight gradients are new tensors that stay allocated, or are accumulated into existing ones.
+        is_new = done == 0 or self.shards.scatters_each
         last = done == self.micro_batches - 1
         gathered = self.shards.backward(stage, last)
         freed: Counter[str] = Counter()
         new = deferred = 0
         if stage.has_head:
-            yield _Snapshot(
-                LOSS_BACKWARD,
-                Counter(),
-                {WORK: self.loss.first_backward if is_new else self.loss.backward},
-                gathered(None),
-            )
+            extra = self.loss.first_backward if is_new else self.loss.backward
+            yield _Snapshot(LOSS_BACKWARD, Counter(), {WORK: extra}, gathered(None))
             if inputs_only:
                 deferred = self.loss.input_bytes
             else:
@@ -335,13 +326,9 @@ class _StepMemory:
             block = self.blocks[n]
             output_grad = 0 if waiting else block.traced.output_bytes
             waiting = 0
-            extra = (
-                block.traced.input_backward
-                if inputs_only
-                else block.traced.first_backward
-                if is_new
-                else block.traced.backward
-            )
+            extra = block.traced.first_backward if is_new else block.traced.backward
+            if inputs_only:
+                extra = block.traced.input_backward
             temporary = {GRADIENTS: new, WORK: output_grad + deferred + extra}
             yield _Snapshot(BACKWARD, Counter(freed), temporary, gathered(n))
             if inputs_only:
@@ -365,10 +352,6 @@ class _StepMemory:
 
     # Baseline.
 
-    def _new_weight_gradients(self, done: int) -> bool:
-        """Whether weight gradients are new tensors that stay allocated, instead of being accumulated into existing ones."""
-        return done == 0 or self.shards.scatters_each
-
     def _gradients(self, place: int) -> int:
         if self.shards.enabled:
             return self.shards.gradients(self.stages[place], self.backward_done[place])
@@ -382,27 +365,9 @@ class _StepMemory:
             saved[RESIDUAL] -= self.loss.input_bytes
         return saved
 
-    def _stage_saved(self, stage: Stage) -> Counter[str]:
-        saved: Counter[str] = Counter()
-        for n in stage.numbers:
-            saved.update(self._block_saved(stage, n))
-        if stage.has_head:
-            saved.update(self.loss.by_category)
-        return saved
-
     def _sent_bytes(self, stage: Stage) -> int:
         """Output of a stage, held until its gradient arrives."""
         return 0 if stage.has_head or not self.has_pipeline else self.blocks[stage.numbers[-1]].traced.output_bytes
-
-    def _buffers(self) -> int:
-        """Receive buffers for each micro-batch and stage boundary: activations, and gradients of sent activations."""
-        if not self.has_pipeline:
-            return 0
-        each = sum(
-            (0 if stage.has_embedding else self.blocks[stage.numbers[0]].traced.input_bytes) + self._sent_bytes(stage)
-            for stage in self.stages
-        )
-        return self.micro_batches * each
 
     def _context(self) -> int:
         """Token ids, positions, rotary angles, and the document mask if attention needs one."""

@@ -1,4 +1,4 @@
-"""Pictures, drawn with matplotlib: a block under a layout, bars of the time and memory of a step, and grids of the fastest layout.
+"""Pictures, drawn with matplotlib: a block under a layout, and grids of the fastest layout.
 
 Placements of a block come from the layout, collectives from the collective table. A layout that communicates at the bottleneck has
 its collectives between A and B. Any other layout gathers (forward) and reduces (backward) at a group's input, and vice versa at its
@@ -9,13 +9,13 @@ in pixels; y runs downward.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from boost import drawing
 from boost.config.architecture import GroupSpec, groups
-from boost.config.layouts import Placement, local_shape, num_shards, placement_of
+from boost.config.layouts import local_shape, num_shards, placement_of
 from boost.config.traffic import ALL_TO_ALL, Collective, statistic_columns
 from boost.drawing import PAPER
 from boost.format import format_bytes
@@ -232,7 +232,15 @@ def draw_block(inspection: Inspection, name: str, path: Path) -> None:
     for position, (words, piece) in enumerate(legend.items()):
         canvas.tensor(piece, MARGIN + 284 * position, bottom + 34, COLORS[0], 0, 3)
         canvas.text(words, MARGIN + 284 * position + 30, bottom + 44.5, 12)
-    canvas.text(_summary(inspection), MARGIN, bottom + 74, 12.5, room=WIDTH - 2 * MARGIN)
+    sent = dict.fromkeys(("forward", "recompute", "backward"), 0)
+    for issued in inspection.issued:
+        if issued.micro_batch == 0 and issued.collective.layer == inspection.layer:
+            sent[issued.collective.phase] += issued.collective.sent_bytes
+    summary = "One process, no collectives."
+    if total := sum(sent.values()):
+        parts = " + ".join(f"{format_bytes(number)} {phase}" for phase, number in sent.items() if number)
+        summary = f"Bytes sent by one process per block and micro-batch: {parts} = {format_bytes(total)}"
+    canvas.text(summary, MARGIN, bottom + 74, 12.5, room=WIDTH - 2 * MARGIN)
     canvas.write(path)
 
 
@@ -261,25 +269,16 @@ def _paths(
         canvas.line([(side, start), (edge, start), (edge, stop), (side + 5, stop)], color, arrow=True, alpha=0.5)
 
 
-def _summary(inspection: Inspection) -> str:
-    sent = dict.fromkeys(("forward", "recompute", "backward"), 0)
-    for issued in inspection.issued:
-        if issued.micro_batch == 0 and issued.collective.layer == inspection.layer:
-            sent[issued.collective.phase] += issued.collective.sent_bytes
-    total = sum(sent.values())
-    if not total:
-        return "One process, no collectives."
-    parts = " + ".join(f"{format_bytes(number)} {phase}" for phase, number in sent.items() if number)
-    return f"Bytes sent by one process per block and micro-batch: {parts} = {format_bytes(total)}"
-
-
 def block_rows(inspection: Inspection) -> Iterator[DiagramRow]:
     """Yields the rows of the picture, from the block's input to its output."""
     config = inspection.config
     yield _residual(inspection, "Residual stream")
     for group in groups(config.model, inspection.layer):
         if group.side == "enter":
-            yield _norm(inspection, group)
+            norm = placement_of("norm", config.model, config.parallel)
+            width = _length(config.model.dim, inspection)
+            piece = DiagramTensor(width, 8.0, "x" if norm.dim == 0 else "", norm.partial)
+            yield DiagramRow("RMSNorm", (inspection.spec.norm_note(config.parallel),), (piece,))
             yield from _group(inspection, group)
             yield _wide(inspection, group)
         else:
@@ -315,13 +314,6 @@ def _residual(inspection: Inspection, title: str) -> DiagramRow:
     axis = {"hidden": "x", "tokens": "y", "replicated": ""}[kind]
     width = _length(inspection.config.model.dim, inspection)
     return DiagramRow(title, (detail,), (DiagramTensor(width, 28.0, axis, activation=True),), residual=True)
-
-
-def _norm(inspection: Inspection, group: GroupSpec) -> DiagramRow:
-    model, parallel = inspection.config.model, inspection.config.parallel
-    placement = placement_of("norm", model, parallel)
-    piece = DiagramTensor(_length(model.dim, inspection), 8.0, "x" if placement.dim == 0 else "", placement.partial)
-    return DiagramRow("RMSNorm", (inspection.spec.norm_note(parallel),), (piece,))
 
 
 def _wide(inspection: Inspection, group: GroupSpec) -> DiagramRow:
@@ -384,9 +376,12 @@ def _weights(inspection: Inspection, group: GroupSpec, factor: str) -> DiagramRo
         rows, columns = parameter.shape
         axis = {None: "", 0: "y", 1: "x"}[placement.dim]
         pieces.append(DiagramTensor(_length(columns, inspection), _length(rows, inspection), axis, placement.partial))
-        shapes.append(
-            (_sizes(parameter.shape, local_shape(parameter, placement, parallel.tp), placement, parallel.tp), slot.name)
-        )
+        whole = " x ".join(str(n) for n in parameter.shape)
+        if placement.dim is not None:
+            whole += f", here {' x '.join(str(n) for n in local_shape(parameter, placement, parallel.tp))}"
+        elif parallel.tp > 1:
+            whole += ", replicated"
+        shapes.append((whole, slot.name))
     details = []
     for text, same in itertools.groupby(shapes, key=lambda item: item[0]):
         names = ", ".join(name.partition(".")[2] for _, name in same)
@@ -395,24 +390,21 @@ def _weights(inspection: Inspection, group: GroupSpec, factor: str) -> DiagramRo
     return DiagramRow(f"{factor} of {names}", tuple(details), tuple(pieces), stacked=factor == "A")
 
 
-def _sizes(shape: tuple[int, ...], local: tuple[int, ...], placement: Placement, processes: int) -> str:
-    whole = " x ".join(str(n) for n in shape)
-    if placement.dim is None:
-        return whole if processes == 1 else f"{whole}, replicated"
-    return f"{whole}, here {' x '.join(str(n) for n in local)}"
-
-
 def _bars(inspection: Inspection, group: GroupSpec) -> dict[str, list[DiagramRow]]:
-    """Collectives of a group by position: before the norm, at its input, between the factors, at its output."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Collectives of a group by position: before the norm, at its input, between the factors, at its output.
+
+    Labels are such as 'all-reduce T x (3r + statistic) · 152 MB', with the bytes sent by one process.
+    """
+    labels: dict[tuple[str, str], list[str]] = {}
     for issued in inspection.issued:
         c = issued.collective
         if issued.micro_batch == 0 and c.layer == inspection.layer and c.place == group.name:
-            found.setdefault((_position(inspection, group, c), c.phase), []).append(_label(inspection, group, c))
+            label = f"{c.kind} T x {_symbol(inspection, group, c.shape[-1])} · {format_bytes(c.sent_bytes)}"
+            labels.setdefault((_position(inspection, group, c), c.phase), []).append(label)
     bars: dict[str, list[DiagramRow]] = {}
     for position in ("norm", "entry", "between", "exit"):
         # The backward pass issues collectives in reverse order.
-        sides = found.get((position, "forward"), []), found.get((position, "backward"), [])[::-1]
+        sides = labels.get((position, "forward"), []), labels.get((position, "backward"), [])[::-1]
         pairs = tuple(itertools.zip_longest(*sides, fillvalue=""))
         bars[position] = [DiagramRow("", bars=pairs)] if pairs else []
     return bars
@@ -447,11 +439,6 @@ def _is_statistic(inspection: Inspection, group: GroupSpec, width: int) -> bool:
     return width == 1 and group.side == "enter" and inspection.config.parallel.norm == "sync"
 
 
-def _label(inspection: Inspection, group: GroupSpec, c: Collective) -> str:
-    """Label such as 'all-reduce T x (3r + statistic) · 152 MB', with the bytes sent by one process."""
-    return f"{c.kind} T x {_symbol(inspection, group, c.shape[-1])} · {format_bytes(c.sent_bytes)}"
-
-
 def _symbol(inspection: Inspection, group: GroupSpec, width: int) -> str:
     """Expresses a width as a multiple of r, d or f, plus the statistic of online RMSNorm if included."""
     config = inspection.config
@@ -474,42 +461,6 @@ def _symbol(inspection: Inspection, group: GroupSpec, width: int) -> str:
             if word == "r" and width == factor * unit + statistic_columns(config.train.compute_dtype, parallel.tp):
                 return f"({symbol} + statistic)"
     return str(width)
-
-
-# Where the time and memory of a step go.
-
-
-@dataclass(frozen=True)
-class StackedBar:
-    """One bar: its parts, then free space."""
-
-    title: str
-    parts: Mapping[str, float]
-    words: Mapping[str, str]
-    """The label of each part, such as '12 ms'."""
-    room: float = 0.0
-    """Free space, drawn as an empty segment after the parts."""
-    room_words: str = ""
-
-
-def draw_bars(title: str, subtitle: str, bars: Sequence[StackedBar], path: Path) -> None:
-    """Draws stacked bars, each with its legend below."""
-    columns, line, width = 3, 22.0, WIDTH - 2 * MARGIN
-    heights = [80 + line * (-(-len(bar.parts) // columns) + bool(bar.room_words)) for bar in bars]
-    canvas, y = Canvas(92 + sum(heights), title, subtitle), 94.0
-    for bar, height in zip(bars, heights, strict=True):
-        canvas.text(bar.title, MARGIN, y, 14, bold=True)
-        x, whole = MARGIN, sum(bar.parts.values()) + max(bar.room, 0.0)
-        for index, (hue, (part, size)) in enumerate(zip(HUES, bar.parts.items(), strict=False)):
-            canvas.box(x, y + 12, width * size / whole, 30, hue)
-            x += width * size / whole
-            left, top = MARGIN + index % columns * width / columns, y + 64 + index // columns * line
-            canvas.box(left, top - 10, 11, 11, hue, radius=2)
-            canvas.text(f"{part}: {bar.words[part]}", left + 17, top, 13)
-        canvas.box(MARGIN, y + 12, width, 30, "none", LINE)
-        canvas.text(bar.room_words, MARGIN, y + 64 - (-len(bar.parts) // columns) * line, 13, MUTED)
-        y += height
-    canvas.write(path)
 
 
 # The best choice as a function of two quantities.

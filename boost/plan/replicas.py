@@ -104,8 +104,8 @@ def _stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage) 
         like = first_alike(model, layer)
         if like not in known:
             known[like] = list(_block_tensors(model, parallel, like))
-        for each in known[like]:
-            yield each._replace(unit=layer)
+        for tensor in known[like]:
+            yield tensor._replace(unit=layer)
     if stage.has_head:
         yield stored(None, final_norm(model))
         yield stored(None, head(model))
@@ -121,7 +121,7 @@ def _block_tensors(model: ModelConfig, parallel: ParallelConfig, layer: int) -> 
             yield stored(layer, *group.parameters(prefix, "A"))
             yield from (stored(layer, b) for b in group.parameters(prefix, "B"))
             if has_latent_gate(model, layer):
-                yield from (stored(layer, *each) for each in latent_gate_parameters(model, group, prefix).values())
+                yield from (stored(layer, *fused) for fused in latent_gate_parameters(model, group, prefix).values())
         else:
             weights = group.parameters(prefix, "W")
             for _, alike in itertools.groupby(weights, lambda weight: placement_of(weight.role, model, parallel)):
@@ -221,6 +221,6 @@ def _units(config: Config, stage: Stage) -> Iterator[tuple[int | None, int, int,
             elements[tensor.unit, tensor.over_replicas(parallel)] += tensor.shard(parallel)
     for unit in (*stage.numbers, None):
         for over_replicas, axis in ((False, "dp"), (True, "replicas")):
-            if each := elements[unit, over_replicas]:
+            if of_shard := elements[unit, over_replicas]:
                 processes = parallel.dp_cp * (parallel.tp if over_replicas else 1)
-                yield unit, processes * each, processes, axis
+                yield unit, processes * of_shard, processes, axis

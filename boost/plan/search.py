@@ -41,6 +41,12 @@ AXES = ("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp")
 FEW_BLOCKS = 3
 """With fewer blocks per stage, full recomputation may need more memory than saving activations."""
 
+MIN_FRACTION = 0.75
+"""Minimum fraction of the GPUs to use, if the batch does not divide over all of them."""
+
+MAX_TRIES = 2
+"""How many smaller GPU counts to try."""
+
 Test = Callable[[Config], bool]
 Tick = Callable[[int, int], None]
 """Progress callback: (done, total)."""
@@ -154,7 +160,10 @@ class Search:
                 if self.fits(first):
                     return self.plan(first)
             elif not first.exact:
-                self._refine(first)
+                # Replaces the lower bound with the predicted time, and queues the node again.
+                self.time_estimates += 1
+                without = self._variants.of(first.config.parallel, first.config.train.micro_batch)
+                first.bound, first.exact = self.predictor.predict(without).seconds, True
                 heapq.heappush(waiting, (first.bound, next(numbers), first))
             else:
                 for seconds, config in self._expand(first):
@@ -168,13 +177,13 @@ class Search:
         for node in self._nodes:
             parallel = node.config.parallel
             if of is None or of(parallel):
-                for config in self._all_children(node):
+                for config in self._legal_variants(parallel, node.config.train.micro_batch):
                     key = _mesh(parallel)
                     rank = _memory_rank(config)
                     if test(config) and (key not in thrifty or rank < thrifty[key][0]):
                         thrifty[key] = rank, config
-        found = [config for _, config in thrifty.values()]
-        return self.plan(min(found, key=lambda config: self.peak_memory(config)[0].total)) if found else None
+        configs = [config for _, config in thrifty.values()]
+        return self.plan(min(configs, key=lambda config: self.peak_memory(config)[0].total)) if configs else None
 
     def plan(self, config: Config) -> Plan:
         """Predicts time and peak memory of one configuration."""
@@ -195,7 +204,7 @@ class Search:
                     states = sum(held[-1][0].by_category.get(category, 0) for category in (WEIGHTS, OPTIMIZER))
                     self._oom_states[key] = states
                     return False
-            self._peaks[key] = max(held, key=lambda each: each[0].total)
+            self._peaks[key] = max(held, key=lambda rank_peak: rank_peak[0].total)
         return key not in self._oom_states and self._peaks[key][0].total <= self.usable
 
     def peak_memory(self, config: Config) -> tuple[PeakMemory, int]:
@@ -218,39 +227,33 @@ class Search:
             known = any(node.config.parallel is parallel for node in self._nodes[-1:])
             if known and not self._may_fit(parallel, micro_batch):
                 return  # the smallest micro-batch stays in the list, so that its shortfall can be reported
-            listed = list(policies(self.request, parallel))
-            config = next((c for each in listed if legal(c := self._variants.of(parallel, micro_batch, *each))), None)
+            choices = list(policies(self.request, parallel))
+            config = next(
+                (c for policy in choices if legal(c := self._variants.of(parallel, micro_batch, *policy))), None
+            )
             if config is None:
                 continue
-            self.considered += 1 if parallel.schedule == "zero-bubble" else len(listed)
+            self.considered += 1 if parallel.schedule == "zero-bubble" else len(choices)
             without = self._variants.of(parallel, micro_batch)
             best = self._smallest_structure.get(_mesh(parallel), parallel)
             self._smallest_structure[_mesh(parallel)] = min(best, parallel, key=_schedule_rank)
             self._nodes.append(_SearchNode(self.predictor.lower_bound(without), config))
 
-    def _refine(self, node: _SearchNode) -> None:
-        """Replaces the lower bound with the predicted time."""
-        self.time_estimates += 1
-        without = self._variants.of(node.config.parallel, node.config.train.micro_batch)
-        node.bound, node.exact = self.predictor.predict(without).seconds, True
-
-    def _all_children(self, node: _SearchNode) -> list[Config]:
-        return self._legal_variants(node.config.parallel, node.config.train.micro_batch)
-
     def _legal_variants(self, parallel: ParallelConfig, micro_batch: int) -> list[Config]:
-        listed = (self._variants.of(parallel, micro_batch, *each) for each in policies(self.request, parallel))
-        return [config for config in listed if legal(config)]
+        """The legal configurations that differ only in recomputation."""
+        variants = (self._variants.of(parallel, micro_batch, *policy) for policy in policies(self.request, parallel))
+        return [config for config in variants if legal(config)]
 
     def _expand(self, node: _SearchNode) -> list[tuple[float, Config]]:
         """Returns the children of a node with their step times; empty if even the smallest does not fit."""
         if node.children is None:
-            configs = self._all_children(node)
+            configs = self._legal_variants(node.config.parallel, node.config.train.micro_batch)
             if self._out_of_memory(node, min(configs, key=_memory_rank)):
                 node.children = []
             else:
                 self.time_estimates += len(configs)
                 timed = [(self.predictor.predict(config).seconds, config) for config in configs]
-                node.children = sorted(timed, key=lambda each: each[0])
+                node.children = sorted(timed, key=lambda child: child[0])
         return node.children
 
     def _out_of_memory(self, node: _SearchNode, smallest: Config) -> bool:
@@ -348,9 +351,9 @@ def peak_ranks(config: Config) -> list[int]:
     Among ranks with the same number of blocks under each policy, the first has the most micro-batches in flight.
     """
     policies_of, pp = config.train.recompute_by_layer(config.model.layers), config.parallel.pp
-    every, ranks = stages(config), dict[Any, int]()
+    all_stages, ranks = stages(config), dict[Any, int]()
     for rank in range(pp):
-        held = every[rank::pp]
+        held = all_stages[rank::pp]
         blocks = Counter(policies_of[n] for stage in held for n in stage.numbers)
         ends = [(stage.has_embedding, stage.has_head) for stage in held]
         ranks.setdefault((tuple(sorted(blocks.items())), tuple(ends)), rank)
@@ -359,7 +362,9 @@ def peak_ranks(config: Config) -> list[int]:
 
 def max_peak(config: Config, on_gpu: bool = False) -> tuple[PeakMemory, int]:
     """(peak memory, pipeline rank) of the rank that needs the most."""
-    return max(((peak(config, rank, on_gpu), rank) for rank in peak_ranks(config)), key=lambda each: each[0].total)
+    return max(
+        ((peak(config, rank, on_gpu), rank) for rank in peak_ranks(config)), key=lambda rank_peak: rank_peak[0].total
+    )
 
 
 def require_legal(search: Search) -> None:
@@ -368,7 +373,11 @@ def require_legal(search: Search) -> None:
         return
     request = search.request
     _require_mesh(search)
-    _require_tp(search)
+    # A fixed TP size that does not divide the model: the message lists those that do.
+    if "parallel.tp" in request.fixed and (problem := _tp_problem(search, request.base.parallel.tp)):
+        sizes = ", ".join(map(str, _tp_sizes(search))) or "none"
+        problem = problem.partition("; nearest valid value")[0]
+        raise ConfigError(f"{problem}; TP sizes that also divide --gpus = {request.gpus}: {sizes}")
     variants = Variants(request)
     for parallel in structures(request):
         for micro_batch in (*micro_batches(request, parallel.dp), 1):
@@ -377,6 +386,29 @@ def require_legal(search: Search) -> None:
     raise ConfigError(
         f"no mesh of {request.gpus} GPUs is legal for model.layers = {request.base.model.layers} and these choices; fix fewer"
     )
+
+
+def _require_mesh(search: Search) -> None:
+    """Raises ConfigError if the product of the fixed mesh sizes does not match the number of GPUs."""
+    request = search.request
+    sizes = {key: getattr(request.base.parallel, key.partition(".")[2]) for key in AXES if key in request.fixed}
+    for key, size in sizes.items():
+        if request.gpus % size:
+            if key == "parallel.tp" and (valid := _tp_sizes(search)):
+                best = min(valid, key=lambda n: (abs(n - size), n))
+            else:
+                best = rules.nearest(size, request.gpus, lambda n: request.gpus % n == 0)
+            raise ConfigError(f"{key} = {size} must divide --gpus = {request.gpus}; nearest valid value: {best}")
+    made = math.prod(sizes.values())
+    free = set(AXES) - sizes.keys() - ({"parallel.cp"} if len(context_sizes(request, 1)) == 1 else set())
+    if sizes and (request.gpus % made or (not free and made != request.gpus)):
+        words = " x ".join(f"{key} = {size}" for key, size in sizes.items())
+        raise ConfigError(f"{words} = {made} processes, but --gpus = {request.gpus}; drop one of them")
+
+
+def _tp_sizes(search: Search) -> list[int]:
+    """TP sizes that divide the model and the GPUs."""
+    return [tp for tp in divisors(search.request.gpus) if not _tp_problem(search, tp)]
 
 
 def _tp_problem(search: Search, tp: int) -> str:
@@ -395,33 +427,69 @@ def _tp_problem(search: Search, tp: int) -> str:
     return said
 
 
-def _tp_sizes(search: Search) -> list[int]:
-    """TP sizes that divide the model and the GPUs."""
-    return [tp for tp in divisors(search.request.gpus) if not _tp_problem(search, tp)]
+# Other sizes than those asked for.
 
 
-def _require_tp(search: Search) -> None:
-    """Raises ConfigError, listing valid sizes, if the fixed TP size does not divide the model."""
+def with_fewer_gpus(request: Request, best: Plan | None) -> tuple[Search, Plan] | None:
+    """Returns the search and the fastest plan on fewer GPUs if it beats `best`, the plan on all of them; else None.
+
+    The batch may divide better over fewer GPUs: 6 of 7 may be faster than all 7.
+    """
+    faster: tuple[Search, Plan] | None = None
+    for gpus in fewer_gpus(request):
+        search = Search(replace(request, gpus=gpus))
+        plan = search.fastest()
+        if plan is not None and (best is None or plan.time.seconds < best.time.seconds):
+            faster, best = (search, plan), plan
+    return faster
+
+
+def fewer_gpus(request: Request) -> list[int]:
+    """GPU counts to try: those that share the largest factor with the global batch, larger counts first. Empty if the batch divides
+    evenly over all GPUs, or if the mesh is fixed."""
+    gpus, batch = request.gpus, request.base.train.global_batch
+    if batch % gpus == 0 or request.fixed & set(AXES):
+        return []
+    fewer = range(max(math.ceil(MIN_FRACTION * gpus), 1), gpus)
+    return sorted(fewer, key=lambda n: (-math.gcd(batch, n) / n, -n))[:MAX_TRIES]
+
+
+def where_it_fits(search: Search) -> str:
+    """For a model that does not fit: the number of GPUs, or the sequence length, at which it does."""
     request = search.request
-    if "parallel.tp" in request.fixed and (said := _tp_problem(search, request.base.parallel.tp)):
-        listed = ", ".join(map(str, _tp_sizes(search))) or "none"
-        said = said.partition("; nearest valid value")[0]
-        raise ConfigError(f"{said}; TP sizes that also divide --gpus = {request.gpus}: {listed}")
+    ways: list[str] = []
+    gpus = request.gpus
+    while not request.fixed & set(AXES) and gpus < 1024 and not ways:
+        gpus *= 2
+        if any_fits(replace(request, gpus=gpus)):
+            ways.append(f"on {gpus} GPUs (the fewest of {request.gpus}, {2 * request.gpus}, {4 * request.gpus}, ...)")
+    length = request.base.train.seq_len // 2
+    while length >= 64:
+        shorter = request.base.train.model_copy(update={"seq_len": length})
+        if any_fits(replace(request, base=request.base.model_copy(update={"train": shorter}))):
+            ways.append(f"with sequences of {length:,} tokens (--seq {length})")
+            break
+        length //= 2
+    return " or ".join(ways)
 
 
-def _require_mesh(search: Search) -> None:
-    """Raises ConfigError if the product of the fixed mesh sizes does not match the number of GPUs."""
-    request = search.request
-    sizes = {key: getattr(request.base.parallel, key.partition(".")[2]) for key in AXES if key in request.fixed}
-    for key, size in sizes.items():
-        if request.gpus % size:
-            if key == "parallel.tp" and (listed := _tp_sizes(search)):
-                best = min(listed, key=lambda n: (abs(n - size), n))
-            else:
-                best = rules.nearest(size, request.gpus, lambda n: request.gpus % n == 0)
-            raise ConfigError(f"{key} = {size} must divide --gpus = {request.gpus}; nearest valid value: {best}")
-    made = math.prod(sizes.values())
-    free = set(AXES) - sizes.keys() - ({"parallel.cp"} if len(context_sizes(request, 1)) == 1 else set())
-    if sizes and (request.gpus % made or (not free and made != request.gpus)):
-        words = " x ".join(f"{key} = {size}" for key, size in sizes.items())
-        raise ConfigError(f"{words} = {made} processes, but --gpus = {request.gpus}; drop one of them")
+def any_fits(request: Request) -> bool:
+    """Whether any configuration fits at micro-batch 1.
+
+    Only memory matters here, so for each mesh only 1F1B without overlap is tried: halves need an even micro-batch, and use about as
+    much memory.
+    """
+    if "parallel.overlap" not in request.fixed:
+        parallel = request.base.parallel.model_copy(update={"overlap": "none"})
+        base = request.base.model_copy(update={"parallel": parallel})
+        request = replace(request, base=base, fixed=request.fixed | {"parallel.overlap"})
+    variants, usable, on_gpu = Variants(request), request.allowed_bytes, request.hardware.is_gpu
+    every = request.choices("train.recompute_every", (1,))[0]
+    for parallel in structures(request):
+        if parallel.schedule != "1f1b" and "parallel.schedule" not in request.fixed:
+            continue
+        for policy in request.choices("train.recompute", POLICIES[::-1]):
+            config = variants.of(parallel, 1, policy, every)
+            if legal(config) and all(peak(config, rank, on_gpu).total <= usable for rank in peak_ranks(config)):
+                return True
+    return False

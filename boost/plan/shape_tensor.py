@@ -282,7 +282,7 @@ class ShapeTensor:
     def __ge__(self, other: Any) -> "ShapeTensor":
         return RULES["compare"](self)
 
-    __lt__ = __gt__ = __le__ = __ge__
+    __lt__ = __gt__ = __le__ = __and__ = __ge__
 
     def __eq__(self, other: object) -> Any:
         return RULES["compare"](self)
@@ -290,21 +290,14 @@ class ShapeTensor:
     __ne__ = __eq__
     __hash__ = object.__hash__
 
-    def __and__(self, other: Any) -> "ShapeTensor":
-        return RULES["compare"](self)
-
     def __iadd__(self, other: Any) -> "ShapeTensor":
         return RULES["in_place"](self, other)
+
+    mul_ = sub_ = __iadd__
 
     def copy_(self, other: Any) -> "ShapeTensor":
         self[...] = other
         return self
-
-    def mul_(self, other: Any) -> "ShapeTensor":
-        return RULES["in_place"](self, other)
-
-    def sub_(self, other: Any) -> "ShapeTensor":
-        return RULES["in_place"](self, other)
 
     def masked_fill_(self, mask: Any, value: float) -> "ShapeTensor":
         return RULES["in_place"](self)
@@ -318,8 +311,7 @@ class ShapeTensor:
     def clamp(self, *_: Any) -> "ShapeTensor":
         return RULES["elementwise"]("clamp", self)
 
-    def clamp_min(self, _: Any) -> "ShapeTensor":
-        return RULES["elementwise"]("clamp", self)
+    clamp_min = clamp
 
     def square(self) -> "ShapeTensor":
         return RULES["elementwise"]("square", self)

@@ -17,9 +17,6 @@ from boost.plan.optimizer import iterations
 from boost.plan.replicas import StoredTensor, stored_tensors
 from boost.plan.trace import trace_block, trace_embedding, trace_loss
 from boost.plan.work import (
-    ATTENTION,
-    ATTENTION_BACKWARD,
-    GEMM,
     OPTIMIZER,
     REDUCE,
     STREAM,
@@ -33,21 +30,6 @@ from boost.plan.work import (
 def block_work(config: Config, layer: int, policy: RecomputeName, on_gpu: bool) -> Counted:
     """Operations of one block and micro-batch, with their phases. `on_gpu`: see `boost.plan.trace.trace_block`."""
     return trace_block(as_stored(config), layer, policy, on_gpu).work
-
-
-def elementwise_bytes(config: Config) -> float:
-    """Bytes that a GPU moves for the element-wise work of a block and micro-batch, without recomputation. Casts of weights and
-    gradients, and gradient accumulation, are included."""
-    train = config.train
-    train = train.model_copy(update={"working_copies": False, "global_batch": train.micro_batch * config.parallel.dp})
-    bare = config.model_copy(update={"train": train})  # its step neither casts nor accumulates
-    work = block_work(config, 0, "none", on_gpu=True)
-    inside = sum(w.bytes * n for w, n in work.items() if w.kernel not in (GEMM, ATTENTION, ATTENTION_BACKWARD))
-    own, others = (
-        sum(w.bytes * n for w, n in step_work(c, [Stage(1, 3, 0, 1)]).items() if w.place == "weights")
-        for c in (config, bare)
-    )
-    return inside + (own - others) * train.global_batch / config.train.global_batch
 
 
 def ends_work(config: Config, has_embedding: bool, has_head: bool, on_gpu: bool) -> Counted:
@@ -92,7 +74,7 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
     total: Counted = Counter()
     dtype, of_step = train.param_dtype, functools.partial(Work.of, phase="step")
     accumulated = train.global_batch // (parallel.dp * train.micro_batch)
-    # Copied into a bucket; if that has another dtype, also copied out of it.
+    # Gradients are copied into a bucket for an all-reduce; if that has another dtype, also copied out of it.
     copied = 2 if train.sum_dtype == dtype else 2 * (1 + ITEMSIZE[train.sum_dtype] / ITEMSIZE[dtype])
     has_copies, narrow = has_working_copies(as_stored(config)), ITEMSIZE[train.compute_dtype] / ITEMSIZE[dtype]
     gathers_each = parallel.sharded and parallel.shard == "full"
@@ -107,7 +89,7 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
             total[of_step(STREAM, elements, dtype, 1 + narrow, "weights")] += 2 * count
         added = 2 + narrow if has_copy and not gathers_each else 3
         total[of_step(STREAM, elements, dtype, added, "weights")] += count * (accumulated - 1)
-        if _is_bucketed(tensor, config):
+        if parallel.dp_cp > 1 or (tensor.placement.partial and parallel.tp > 1):
             total[of_step(STREAM, elements, dtype, copied, "weights")] += count
         total[of_step(REDUCE, held, dtype, 1, "optimizer")] += count
         total[of_step(STREAM, held, dtype, 2, "optimizer")] += count * (config.optim.clip > 0)
@@ -118,35 +100,29 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
     return +total
 
 
-def _is_bucketed(tensor: StoredTensor, config: Config) -> bool:
-    """Whether gradients are copied into buckets for an all-reduce."""
-    parallel = config.parallel
-    return parallel.dp_cp > 1 or (tensor.placement.partial and parallel.tp > 1)
-
-
-def _per_step(work: Work, place: str) -> Work:
-    return replace(work, phase="step", place=place)
-
-
 def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
     """Muon orthogonalizes the momentum of every factor through its r x r Gram matrix (`optim.muon`), in fp32 or higher
     precision. Replicas divide the iterations, and the Gram matrices that need no sum over TP."""
     model, parallel, optim = config.model, config.parallel, config.optim
     assert isinstance(optim, MuonConfig)
     dtype, total = work_dtype(optim, config.train.param_dtype), Counter[Work]()
+
+    def add(work: Work, times: int) -> None:
+        total[replace(work, phase="step", place="optimizer")] += times
+
     for layer, count in kinds_of_blocks(model, (layer for stage in stages for layer in stage.numbers)).items():
         for group in groups(model, layer):
             for parameter in (*group.parameters("", "A"), *group.parameters("", "B")):
                 shape = factor_shape(parameter, placement_of(parameter.role, model, parallel), parallel.tp)
                 n, r = shape.rows, shape.rank
-                total[_per_step(gemm(r, r, n, dtype), "optimizer")] += count * _is_summed(shape, parallel)
-                total[_per_step(gemm(n, r, r, dtype), "optimizer")] += count
-                total[_per_step(moved(STREAM, n * r, 8, dtype), "optimizer")] += count
+                add(gemm(r, r, n, dtype), count * _is_summed(shape, parallel))
+                add(gemm(n, r, r, dtype), count)
+                add(moved(STREAM, n * r, 8, dtype), count)
     for shape, count in iterations(config, stages).items():
         n, r = shape.rows, shape.rank
-        total[_per_step(gemm(r, r, n, dtype), "optimizer")] += count * (not _is_summed(shape, parallel))
+        add(gemm(r, r, n, dtype), count * (not _is_summed(shape, parallel)))
         # Each iteration computes g g, p q and, except in the last one, q g q.
-        total[_per_step(gemm(r, r, r, dtype), "optimizer")] += count * (4 * optim.muon_steps - 2)
+        add(gemm(r, r, r, dtype), count * (4 * optim.muon_steps - 2))
     return total
 
 

@@ -5,6 +5,7 @@ TP collectives. The trace gives the start and the wait of each collective, with 
 adds the pipeline bubble, the exposed part of DP collectives, and the optimizer.
 """
 
+import functools
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -62,8 +63,6 @@ class Predictor:
         self._cache: dict[tuple[Any, ...], Any] = {}
         self._seconds: dict[Speeds, dict[Operation, float]] = defaultdict(dict)
         """Seconds of operations."""
-        self._flops: dict[tuple[ModelConfig, int], int] = {}
-        """FLOPs per token, by model and sequence length."""
         self._links: dict[tuple[Any, ...], float] = {}
         """Seconds of collectives, by payload and mesh."""
 
@@ -71,12 +70,12 @@ class Predictor:
         """Predicts the time of a regular step. Raises ConfigError like the function `predict`."""
         parallel, train, hardware = config.parallel, config.train, self.hardware
         count = train.global_batch // (parallel.dp * train.micro_batch)
-        every, passes = stages(config), self.passes(config)
+        passes = self.passes(config)
         busiest = max(range(parallel.pp), key=lambda rank: passes[rank].total)
         worst = passes[busiest]
         parts = defaultdict(float, {name: count * value for name, value in worst.parts.items()})
         parts[BUBBLE] = _bubble(config, passes, worst) * self._lone_stage_ratio(config)
-        held = every[busiest :: parallel.pp]
+        held = stages(config)[busiest :: parallel.pp]
         exposed, hidden = self._replicas(config, held, worst, count)
         parts[REPLICAS] += exposed
         parts[OPTIMIZER_TIME] += self._step_end(config, held)
@@ -88,7 +87,7 @@ class Predictor:
             parts={name: parts[name] for name in PARTS if parts[name]},
             tokens=tokens,
             devices=parallel.world_size,
-            flops=float(tokens * self._flops_per_token(config.model, train.seq_len)),
+            flops=float(tokens * _flops_per_token(config.model, train.seq_len)),
             peak_flops=hardware.peak_flops(train.compute_dtype),
             hidden=hidden + count * sum(worst.hidden),
             masked_flops=float(tokens * 6 * config.model.dim * train.seq_len * config.model.layers),
@@ -99,22 +98,16 @@ class Predictor:
         nodes = -(-parallel.world_size // self.hardware.per_node)
         return self.hardware.straggling * math.log2(nodes)
 
-    def _flops_per_token(self, model: ModelConfig, seq_len: int) -> int:
-        key = model, seq_len
-        if key not in self._flops:
-            self._flops[key] = flops_per_token(model, seq_len)
-        return self._flops[key]
-
     def passes(self, config: Config) -> list[PassTime]:
         """Times of one micro-batch on each pipeline rank."""
-        every, pp = stages(config), config.parallel.pp
-        return [self._cached_pass(config, every[rank::pp]) for rank in range(pp)]
+        pp = config.parallel.pp
+        return [self._cached_pass(config, stages(config)[rank::pp]) for rank in range(pp)]
 
     def _cached_pass(self, config: Config, held: tuple[Stage, ...]) -> PassTime:
         train = config.train
         key = "pass", held, train.recompute, train.recompute_every
-        found: PassTime = self._per_micro_batch(config, key, self._pass, config, held)
-        return found
+        time: PassTime = self._per_micro_batch(config, key, self._pass, config, held)
+        return time
 
     def lower_bound(self, config: Config) -> float:
         """A cheap lower bound on `predict` without recomputation.
@@ -193,46 +186,34 @@ class Predictor:
         return self._pass_time(config, runs)
 
     def _add_sends(self, config: Config, held: Sequence[Stage], result: PassTime) -> None:
-        """Adds sends to and from neighboring stages."""
-        for stage in held:
-            if stage.count > 1:
-                result.add(self._sends(config, stage), 1)
-
-    def _sends(self, config: Config, stage: Stage) -> PassTime:
-        """Sends before the first and after the last block of a stage."""
-        result = PassTime()
-        first, last = stage.numbers[0], stage.numbers[-1]
-        key = (
-            "sends",
-            stage.has_embedding,
-            stage.has_head,
-            has_latent_gate(config.model, first),
-            has_latent_gate(config.model, last),
-        )
-        train = config.train
+        """Adds the sends before the first and after the last block of each stage."""
+        model, train = config.model, config.train
         tokens = train.micro_batch * train.seq_len // config.parallel.cp
-        sends = list(boundary_sends(config.model, config.parallel, tokens, train.compute_dtype, stage))
-        sent = self._per_micro_batch(config, key, lambda: self._sums(config, sends))
-        # Each pass of a micro-batch waits for one receive and one send.
-        result.waits = result.forward, result.backward = 2 * sent["pp forward"], 2 * sent["pp backward"]
-        result.parts[PIPELINE] = result.total
-        return result
+        for stage in held:
+            if stage.count == 1:
+                continue
+            gated = has_latent_gate(model, stage.numbers[0]), has_latent_gate(model, stage.numbers[-1])
+            sends = list(boundary_sends(model, config.parallel, tokens, train.compute_dtype, stage))
+            key = "sends", stage.has_embedding, stage.has_head, *gated
+            sent = self._per_micro_batch(config, key, self._sums, config, sends)
+            # Each pass of a micro-batch waits for one receive and one send.
+            waits = 2 * sent["pp forward"], 2 * sent["pp backward"]
+            result.add(PassTime(defaultdict(float, {PIPELINE: sum(waits)}), *waits, waits=waits), 1)
 
     def _pass_time(self, config: Config, runs: Sequence[PassOps]) -> PassTime:
         """Time of operations in sequence, and of waiting for collectives."""
-        log = [each for run in runs for each in run.log]
+        log = [operation for run in runs for operation in run.log]
         priced = self._priced(config, log)
         by_kind: dict[tuple[str, str], float] = defaultdict(float)
-        for each in log:
-            by_kind[each.phase, each.kernel] += priced[each]
+        for operation in log:
+            by_kind[operation.phase, operation.kernel] += priced[operation]
         seconds: Seconds = defaultdict(float)
         for (phase, kernel), spent in by_kind.items():
             seconds[phase] += spent
             seconds[f"{phase} {_part(kernel)}"] += spent
-        sent = self._sums(config, (each for run in runs for each in run.collectives))
+        sent = self._sums(config, (collective for run in runs for collective in run.collectives))
         exposed = self._exposed(config, runs, priced)
-        calls = sum(each.times for each in log)
-        result = PassTime(calls=calls)
+        result = PassTime(calls=sum(operation.times for operation in log))
         for part in (GEMMS, ATTENTION_TIME, OTHER):
             result.parts[part] = seconds[f"forward {part}"] + seconds[f"backward {part}"]
         result.parts[RECOMPUTED] = seconds["recompute"]
@@ -250,25 +231,24 @@ class Predictor:
         """Device seconds of these operations, and of all others priced before, multiplied by how often each runs."""
         speeds = self._speeds(config)
         known = self._seconds[speeds]
-        for each in log:
-            if each not in known:
-                known[each] = sum(n * speeds.seconds(work) for work, n in work_of([each]).items())
+        for operation in log:
+            if operation not in known:
+                known[operation] = sum(n * speeds.seconds(work) for work, n in work_of([operation]).items())
         return known
 
-    def _sent(self, config: Config, each: Collective) -> float:
+    def _sent(self, config: Config, c: Collective) -> float:
         """Seconds of one collective."""
         p = config.parallel
-        key = each.kind, each.axis, each.shape, each.dtype, each.processes, p.tp, p.cp, p.dp, p.pp
-        found = self._links.get(key)
-        if found is None:
-            found = self._links[key] = collective_seconds(each, p, self.hardware)
-        return found
+        key = c.kind, c.axis, c.shape, c.dtype, c.processes, p.tp, p.cp, p.dp, p.pp
+        if key not in self._links:
+            self._links[key] = collective_seconds(c, p, self.hardware)
+        return self._links[key]
 
     def _sums(self, config: Config, collectives: Iterable[Collective]) -> Seconds:
         """Seconds of collectives by axis and phase; re-communication counts as backward."""
         result: Seconds = defaultdict(float)
-        for each in collectives:
-            result[_name(each)] += self._sent(config, each)
+        for collective in collectives:
+            result[_name(collective)] += self._sent(config, collective)
         return result
 
     def _exposed(self, config: Config, runs: Sequence[PassOps], priced: Mapping[Operation, float]) -> Seconds:
@@ -316,9 +296,9 @@ class Predictor:
     def _replica_sums(self, config: Config, held: Sequence[Stage]) -> Seconds:
         """Seconds of DP collectives by phase: per micro-batch, or once per step."""
         sums: Seconds = defaultdict(float)
-        alike = Counter((*gradient_collectives(config, held), *gathers(config, held)))
-        for each, times in alike.items():
-            sums[each.phase] += times * self._sent(config, each)
+        counts = Counter((*gradient_collectives(config, held), *gathers(config, held)))
+        for collective, times in counts.items():
+            sums[collective.phase] += times * self._sent(config, collective)
         return sums
 
     def _step_end(self, config: Config, held: Sequence[Stage]) -> float:
@@ -337,7 +317,7 @@ class Predictor:
         batch = {"global_batch": parallel.dp * train.micro_batch * micro_batches}
         work = step_work(config.model_copy(update={"train": train.model_copy(update=batch)}), held)
         whole = optimizer_collectives(config, held[0].index % parallel.pp) if needs_whole_factors(config.optim) else ()
-        sent = sum(self._sent(config, each) for each in whole)
+        sent = sum(self._sent(config, collective) for collective in whole)
         return busy(work, self._speeds(config))["step"], work.total(), sent
 
     def _per_micro_batch(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -355,20 +335,25 @@ class Predictor:
         return self._lookup(config, (shared, key), function, arguments)
 
     def _lookup(self, config: Config, key: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        model, p, train = config.model, config.parallel, config.train
-        whole = (model, p.layout, p.tp, train.compute_dtype, train.param_dtype, key)
+        p, train = config.parallel, config.train
+        whole = (config.model, p.layout, p.tp, train.compute_dtype, train.param_dtype, key)
         if whole not in self._cache:
             self._cache[whole] = function(*arguments)
         return self._cache[whole]
 
 
+@functools.lru_cache(64)
+def _flops_per_token(model: ModelConfig, seq_len: int) -> int:
+    return flops_per_token(model, seq_len)
+
+
 def busy(work: Counted, speeds: Speeds) -> Seconds:
     """Device seconds by '<phase>' and by '<phase> <part>'."""
     result: Seconds = defaultdict(float)
-    for each, times in work.items():
-        seconds = times * speeds.seconds(each)
-        result[each.phase] += seconds
-        result[f"{each.phase} {_part(each.kernel)}"] += seconds
+    for operation, times in work.items():
+        seconds = times * speeds.seconds(operation)
+        result[operation.phase] += seconds
+        result[f"{operation.phase} {_part(operation.kernel)}"] += seconds
     return result
 
 
@@ -390,7 +375,7 @@ def _bubble(config: Config, passes: list[PassTime], worst: PassTime) -> float:
     rank shorten it v times (arXiv 2104.04473); zero bubble fills it with weight gradients (arXiv 2401.10241).
     """
     schedule = config.parallel.schedule
-    others = sum(each.total for each in passes) - worst.total
+    others = sum(one.total for one in passes) - worst.total
     if schedule == "zero-bubble":
-        others -= 2 * sum(each.weight_gradients for each in passes if each is not worst)
+        others -= 2 * sum(one.weight_gradients for one in passes if one is not worst)
     return max(others, 0.0) / config.parallel.virtual

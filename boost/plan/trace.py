@@ -21,9 +21,8 @@ from boost.models.decoder import Decoder, TransformerBlock
 from boost.models.interface import NO_RECOMPUTE, Stream, interleave
 from boost.parallel.recompute import policies
 from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
-from boost.plan.scaling import scaled_pass
 from boost.plan.shape_tensor import ShapeTensor, contiguous
-from boost.plan.traced import Lives, TracedPass
+from boost.plan.traced import Lives, TracedPass, scaled_pass
 from boost.plan.tracer import TracedLayout, Tracer
 
 IGNORED_FIELDS = {
@@ -45,7 +44,7 @@ def trace_block(
     `on_gpu`: the device fuses each chain of element-wise operations into one kernel by default (train.compile). `split_backward`:
     the backward pass defers weight gradients (zero bubble), which sets `input_backward` and `deferred`.
 
-    Large micro-batches are not run, but derived from two smaller ones (`boost.plan.scaling`).
+    Large micro-batches are not run, but derived from two smaller ones (`scaled_pass`).
 
     Raises NoRuleError if the model uses an operation without a rule.
     """
@@ -55,8 +54,8 @@ def trace_block(
 
     def compute(bare: Config, gathered: bool) -> TracedPass:
         small, large = (run_block(with_micro_batch(config, n), layer, policy, on_gpu, split_backward) for n in run)
-        found = scaled_pass(small, large, run, micro_batch)
-        return found or run_block(config, layer, policy, on_gpu, split_backward)
+        scaled = scaled_pass(small, large, run, micro_batch)
+        return scaled or run_block(config, layer, policy, on_gpu, split_backward)
 
     traced: TracedPass = cached_trace(config, ("scaled", layer, policy, on_gpu, split_backward))(compute)
     return traced
@@ -102,8 +101,8 @@ def trace_embedding(config: Config) -> TracedPass:
     def compute(bare: Config, gathered: bool) -> TracedPass:
         if micro_batch > max(run):
             small, large = (trace_embedding(with_micro_batch(config, n)) for n in run)
-            if found := scaled_pass(small, large, run, micro_batch):
-                return found
+            if scaled := scaled_pass(small, large, run, micro_batch):
+                return scaled
         return _trace_embedding(Tracer(bare, gathered, False))
 
     traced: TracedPass = cached_trace(config, ("embedding",))(compute)
@@ -259,11 +258,11 @@ def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPas
     with tracer.running():
         inputs, results = _forward(tracer, layer, policy)
         forward = tape.lives_above(inputs.bytes)
-        sent = [weakref.ref(each.storage) for each in results]
+        sent = [weakref.ref(x.storage) for x in results]
         gradients = tracer.gradients(results)
-        output_bytes = sum(each.nbytes for each in gradients)
-        for_next = {id(each.storage) for each in gradients}
-        results = [each.without_storage() for each in results]  # owned by the next block
+        output_bytes = sum(x.nbytes for x in gradients)
+        for_next = {id(x.storage) for x in gradients}
+        results = [x.without_storage() for x in results]  # owned by the next block
         own = {id(ref()) for ref in inputs.prev_memory if ref() is not None}
         saved = tuple(held for key, held in tape.alive.items() if key not in own and key not in for_next)
         outputs = len(sent) // tracer.parts  # residual stream and latents of one part
@@ -285,7 +284,7 @@ def _with_split_backward(traced: TracedPass, tracer: Tracer, layer: int, policy:
     with tracer.running():
         _, results = _forward(tracer, layer, policy)
         gradients = tracer.gradients(results)
-        results = [each.without_storage() for each in results]
+        results = [x.without_storage() for x in results]
         before = tape.live
         tape.begin_pass()
         tape.backward(results, gradients, inputs_only=True)
@@ -303,8 +302,8 @@ def _trace_loss(tracer: Tracer) -> TracedPass:
     tape = tracer.tape
     with tracer.running():
         decoder = _ends(tracer, Stage(1, 2))
-        each = tracer.layout.residual_shape(tracer.tokens)
-        parts = [tracer.new_input(each, RESIDUAL) for _ in range(tracer.parts)]
+        shape = tracer.layout.residual_shape(tracer.tokens)
+        parts = [tracer.new_input(shape, RESIDUAL) for _ in range(tracer.parts)]
         input_bytes = tape.live
         tape.begin_pass()
         targets: Any = ShapeTensor(tape, None, (tracer.tokens,), (1,), torch.int64, tracer.device)

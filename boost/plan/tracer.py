@@ -21,7 +21,6 @@ from boost.parallel import loss
 from boost.parallel.layouts import layout_for
 from boost.parallel.mesh import Axis, Mesh
 from boost.parallel.norms import RMSNorm
-from boost.plan import comm_rules as _comm_rules  # noqa: F401  registers the rules of collectives
 from boost.plan import rules
 from boost.plan.categories import RESIDUAL, short_role
 from boost.plan.shape_tensor import RULES, Shape, ShapeTensor, contiguous, leaf, make, records
@@ -77,20 +76,20 @@ class Tracer:
 
     def attach_weights(self, module: FusedModule) -> None:
         """Replaces the weights of a module and its children with shape tensors."""
-        for each in module.modules():
-            if isinstance(each, FusedModule):
-                for name, slices in each.slices.items():
-                    shape = tuple(each._parameters[name].shape)  # type: ignore[union-attr]
+        for part in module.modules():
+            if isinstance(part, FusedModule):
+                for name, slices in part.slices.items():
+                    shape = tuple(part._parameters[name].shape)  # type: ignore[union-attr]
                     role = slices[0].parameter.role
                     copied = self.copied and may_have_copy(role, self.parallel)
                     dtype = self.dtype if copied or (self.gathered and len(shape) > 1) else self.stored
-                    each._parameters[name] = leaf(  # type: ignore[assignment]
+                    part._parameters[name] = leaf(  # type: ignore[assignment]
                         self.tape, shape, dtype, self.device, short_role(role), self.stored if copied else None
                     )
 
     def gradients(self, results: Sequence[Any]) -> list[Any]:
         """Allocates gradients of the outputs of a pass."""
-        return [self.new(each.shape, each.dtype, RESIDUAL) for each in results]
+        return [self.new(result.shape, result.dtype, RESIDUAL) for result in results]
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -160,17 +159,19 @@ def one_pass(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
     ]
     largest = max(inputs, key=lambda x: x.numel_)
     numel, dtype = largest.numel_, largest.dtype
-    moved = sum(n * x.nbytes for n, each in ((kernel.reads, inputs), (1, made)) for x in each if x.numel_ == numel)
+    moved = sum(
+        n * x.nbytes for n, tensors in ((kernel.reads, inputs), (1, made)) for x in tensors if x.numel_ == numel
+    )
     tape.record_op(facts.kind, (numel,), dtype, moved / (numel * dtype.itemsize))
     return tuple(made) if facts.several else made[0]
 
 
 def _facts(kernel: Kernel, arguments: tuple[Any, ...], tape: Tape) -> _KernelFacts:
     with tape.unrecorded() as done:
-        found = kernel.function(*arguments)
-        several = isinstance(found, tuple)
-        results = tuple((x.shape, x.strides, x.dtype) for x in (found if several else (found,)))
-        del found
+        made = kernel.function(*arguments)
+        several = isinstance(made, tuple)
+        results = tuple((x.shape, x.strides, x.dtype) for x in (made if several else (made,)))
+        del made
     kinds = {operation.kernel for operation in done}
     return _KernelFacts(
         several, results, next((kind for kind in (SILU_BACKWARD, SILU, STREAM, REDUCE) if kind in kinds), STREAM)
@@ -188,7 +189,7 @@ class _Rules(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = self._without_tensors.get(function) or RULES.get(function)
         if rule is None:
-            if not any(issubclass(each, ShapeTensor) for each in types):
+            if not any(issubclass(kind, ShapeTensor) for kind in types):
                 return function(*args, **(kwargs or {}))
             return ShapeTensor.__torch_function__(function, types, args, kwargs)
         return rule(*args, **(kwargs or {}))
@@ -238,8 +239,8 @@ def _apply(cls: Any, *inputs: Any) -> Any:
     pattern = [x is not None for x in ctx.saved_tensors]
     ctx.saved_tensors = ()
 
-    def backward(gradients: Sequence[Any], found: Sequence[Any]) -> Sequence[Any]:
-        rest = iter(found)
+    def backward(gradients: Sequence[Any], saved: Sequence[Any]) -> Sequence[Any]:
+        rest = iter(saved)
         ctx.saved_tensors = tuple(next(rest) if there else None for there in pattern)
         back = cls.backward(ctx, *gradients)
         ctx.saved_tensors = ()
@@ -248,7 +249,7 @@ def _apply(cls: Any, *inputs: Any) -> Any:
     node = tape.node([x if isinstance(x, ShapeTensor) else None for x in inputs], len(made), backward)
     outputs = [
         x
-        if x is None or any(x is each for each in ctx.without_gradient)
+        if x is None or any(x is other for other in ctx.without_gradient)
         else ShapeTensor(tape, x.storage, x.shape, x.strides, x.dtype, x.device, node, i)
         for i, x in enumerate(made)
     ]
@@ -276,9 +277,9 @@ class TracedLayout:
 
     def in_proj_local(self, saved: Saved, group: Any) -> Any:
         self._tape.place = group.shape.name
-        found = self._layout.in_proj_local(saved, group)
+        wide = self._layout.in_proj_local(saved, group)
         self._tape.place = "attention" if group.shape.name == "qkv" else "product"
-        return found
+        return wide
 
     def enter_attention(self, q: Any, k: Any, v: Any, context: Context) -> Pending[Any]:
         return self._at("attention", self._layout.enter_attention, q, k, v, context)
@@ -305,8 +306,8 @@ class TracedLayout:
 
         def wait() -> Any:
             self._tape.place = place
-            found = pending.wait()
-            return self._wrapped(place, found) if isinstance(found, Pending) else found
+            result = pending.wait()
+            return self._wrapped(place, result) if isinstance(result, Pending) else result
 
         return Pending(wait)
 

@@ -9,35 +9,19 @@ from dataclasses import dataclass
 
 from boost.config.traffic import ITEMSIZE
 
+# Kinds of operations that may have their own speed in a hardware profile.
 GEMM = "gemm"
-ATTENTION = "attention"
+ATTENTION = "attention"  # softmax(q k^T) v, fused
 ATTENTION_BACKWARD = "attention backward"
-STREAM = "elementwise"
-REORDER = "reorder"
-REORDER_FINELY = "reorder finely"
+STREAM = "elementwise"  # add, multiply, copy, cast
+REORDER = "reorder"  # copies that reorder elements (transpose)
+REORDER_FINELY = "reorder finely"  # the same, with short contiguous runs
 SILU = "silu"
 SILU_BACKWARD = "silu backward"
-REDUCE = "sum"
-LOSS = "softmax"
-LOOKUP = "lookup"
-OPTIMIZER = "optimizer"
-
-KERNELS = {
-    GEMM: "matrix multiplication",
-    ATTENTION: "softmax(q k^T) v, fused",
-    ATTENTION_BACKWARD: "its gradients",
-    STREAM: "add, multiply, copy, cast",
-    REORDER: "copies that reorder elements (transpose)",
-    REORDER_FINELY: "the same, with short contiguous runs",
-    SILU: "x sigmoid(x)",
-    SILU_BACKWARD: "its gradient",
-    REDUCE: "sums over rows or columns",
-    LOSS: "logsumexp, exp and their gradient over logits",
-    LOOKUP: "embedding lookup and its backward",
-    OPTIMIZER: "AdamW update, gradient clipping and norm",
-}
-"""Kinds of operations that may have their own speed in a hardware profile."""
-
+REDUCE = "sum"  # over rows or columns
+LOSS = "softmax"  # logsumexp, exp and their gradient over logits
+LOOKUP = "lookup"  # embedding and its backward
+OPTIMIZER = "optimizer"  # AdamW update, gradient clipping and norm
 
 SHORT_RUN = 256
 """Run length in elements. Copies with shorter contiguous runs are slower on CPUs."""
@@ -48,7 +32,7 @@ class Work:
     """One operation."""
 
     kernel: str
-    """Kind of operation, one of KERNELS."""
+    """Kind of operation, such as GEMM."""
     dtype: str
     shape: tuple[int, ...]
     """GEMM: (batch, m, n, k), [m, k] x [k, n]. Attention: (sequences, heads, key/value heads, tokens, head dimension), followed by

@@ -109,19 +109,6 @@ def test_what_an_exact_step_sends_on_top_is_listed_by_itself(capsys: pytest.Capt
     assert muon["exact_step"] == []
 
 
-def test_what_full_blocks_send_again_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    again = facts(capsys, "demo", "--train.recompute", "full-block")
-    usual = facts(capsys, "demo")
-    assert {c["phase"] for c in again["collectives"]} == {"forward", "recompute", "backward", "step"}
-    sent = {
-        phase: sum(c["bytes"] for c in again["collectives"] if c["phase"] == phase)
-        for phase in ("recompute", "forward")
-    }
-    assert again["bytes_per_step"] == usual["bytes_per_step"] + sent["recompute"]
-    _, out, _ = say(capsys, "demo", "--train.recompute", "full-block")
-    assert "collectives, recompute" in out
-
-
 def test_json_says_what_the_preset_is(capsys: pytest.CaptureFixture[str]) -> None:
     found = facts(capsys, "boost-7b")
     weights = {weight["name"]: weight for weight in found["weights"]}
@@ -210,14 +197,6 @@ def test_one_process_has_no_collectives_and_it_says_so(capsys: pytest.CaptureFix
     _, out, _ = say(capsys, "demo", "--tp", "1")
     assert "parallel.tp = 1: one process holds all weights" in out
     assert "no collectives" in out and "once a step" not in out
-    found = facts(capsys, "demo", "--tp", "1")
-    assert (found["layout"], found["collectives"], found["bytes_per_step"]) == ("single", [], 0)
-    assert found["parameters"] == found["parameters_per_process"]
-
-
-def test_replicas_of_one_process_sum_gradients(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = say(capsys, "cola-60m", "--parallel.dp", "8")
-    assert "collectives, once per step" in out and "forward" not in out.partition("collectives")[2]
 
 
 def test_a_file_is_inspected_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

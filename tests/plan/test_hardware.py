@@ -1,21 +1,26 @@
 """Hardware profiles: all load, cite their sources, are ordered plausibly, and match measurements."""
 
-import itertools
 import math
 from pathlib import Path
 
 import pytest
 import tomli_w
-import torch
 
 from boost.errors import ConfigError
-from boost.plan.hardware import GemmSpeed, Hardware, Link, Speeds, load_hardware, names, profile_of, seconds_at
-from boost.plan.provenance import QUANTITIES, origin, provenance_words
+from boost.plan.hardware import (
+    QUANTITIES,
+    GemmSpeed,
+    Hardware,
+    Link,
+    Speeds,
+    load_hardware,
+    names,
+    origin,
+    profile_of,
+    provenance_words,
+    seconds_at,
+)
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, STREAM, Work, gemm, moved
-from boost.train.hardware import gpu_peak_flops
-
-GPUS = ("a100-80g", "h100-80g", "h200-141g", "b200-180g")
-"""From the slowest to the fastest."""
 
 MIB = 2**20
 
@@ -69,39 +74,7 @@ def test_profiles_load_and_say_where_they_come_from(name: str) -> None:
     assert Hardware.model_validate_json(hardware.model_dump_json()) == hardware
 
 
-def test_every_gpu_of_the_table_is_there() -> None:
-    assert {*GPUS, "a100-80g-8"} <= set(names())
-
-
-def test_faster_gpus_are_faster() -> None:
-    big, wide = gemm(8192, 8192, 8192, "bfloat16"), moved(STREAM, 10**9, 3, "bfloat16")
-    attention = Work(ATTENTION, "bfloat16", (1, 32, 32, 4096, 128), 10**12, 10**8)
-    sent = 256 * MIB
-    tables = []
-    for hardware in map(load_hardware, GPUS):
-        collective = hardware.node.seconds("all-reduce", "bfloat16", sent, sent, 8)
-        between = hardware.network.seconds("all-reduce", "bfloat16", sent, sent, 8)
-        work = [hardware.speeds.seconds(each) for each in (big, wide, attention)]
-        tables.append([*work, collective, between, 1 / hardware.usable_bytes])
-    for slower, faster in itertools.pairwise(tables):
-        for a, b in zip(slower[:3], faster[:3], strict=True):
-            assert b <= a
-        assert faster[3] <= slower[3] * 1.001
-    assert tables[3][3] < tables[1][3] < tables[0][3]
-    assert tables[1][4] < tables[0][4]
-    assert tables[3][5] < tables[2][5] < tables[1][5]
-
-
-@pytest.mark.parametrize("name", GPUS)
-def test_peaks_are_those_that_training_counts_mfu_against(name: str) -> None:
-    """fp32 excludes TF32 in both: the trainer never enables it."""
-    hardware = load_hardware(name)
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        peak = hardware.peak_flops(str(dtype).removeprefix("torch."))
-        assert peak == pytest.approx(gpu_peak_flops(name.partition("-")[0], dtype), rel=0.01)
-
-
-@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("name", list(MEMORY_GIB))
 def test_memory_is_what_cuda_reports(name: str) -> None:
     hardware = load_hardware(name)
     assert hardware.memory_gb * 1e9 == pytest.approx(MEMORY_GIB[name] * 2**30, rel=0.002)

@@ -11,7 +11,7 @@ from boost.config import load
 from boost.config.traffic import Collective
 from boost.plan import pictures
 from boost.plan.inspection import Inspection, inspect
-from boost.plan.pictures import COLORS, GridCell, StackedBar, block_rows, draw_bars, draw_block, draw_grid
+from boost.plan.pictures import COLORS, GridCell, block_rows, draw_block, draw_grid
 from tests.plan.toys import LAYOUTS, inspected
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
@@ -197,14 +197,8 @@ def test_long_names_and_markup_are_words(drawn: Callable[..., Any]) -> None:
     assert "<b>&" in title and "…" in title
 
 
-def test_bars_and_grids(drawn: Callable[..., Any]) -> None:
-    """Segments are in proportion to their parts; each cell has its words, and equal kinds have equal colors."""
-    bar = StackedBar("time", {"a": 3.0, "b": 1.0}, {"a": "3 s", "b": "1 s"}, 4.0, "4 s free")
-    figure = drawn(draw_bars, "title", "below", [bar, bar])
-    assert {"title", "time", "a: 3 s", "b: 1 s", "4 s free"} <= set(texts(figure))
-    wide = [patch.get_width() for patch in figure.axes[0].patches if patch.get_height() == 30]
-    assert wide == pytest.approx([wide[2] * 3 / 8, wide[2] / 8, wide[2]] * 2)
-    require_words_apart(figure)
+def test_grids(drawn: Callable[..., Any]) -> None:
+    """Each cell has its words, and equal kinds have equal colors."""
     cells = [GridCell("DP", "DP", framed=True), GridCell("btp TP 8 CP 4", "btp"), GridCell("too few tokens")]
     figure = drawn(draw_grid, "title", "below", "tokens", ["1", "2", "3"], [("4", cells), ("5", cells)])
     assert texts(figure).count("btp TP 8 CP 4") == 2 and {"4", "5", "tokens"} <= set(texts(figure))

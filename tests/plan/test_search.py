@@ -10,15 +10,14 @@ from boost.config.layouts import layout_spec, layouts_of
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
-from boost.plan.candidates import Request, context_sizes, divisors, every_candidate, legal, structures
+from boost.plan.candidates import Request, context_sizes, divisors, legal, structures
 from boost.plan.collectives import step_collectives
 from boost.plan.compare import alternatives, notes, time_difference
-from boost.plan.fewer import sizes, with_fewer
 from boost.plan.hardware import load_hardware
-from boost.plan.search import Search, max_peak, require_legal
+from boost.plan.search import Search, any_fits, fewer_gpus, max_peak, require_legal, where_it_fits, with_fewer_gpus
 from boost.plan.step_time import GEMMS, HOST
 from boost.plan.timing import Predictor
-from tests.plan.toys import base, hardware
+from tests.plan.toys import base, every_candidate, hardware
 
 
 @pytest.mark.parametrize("family", ["dense", pytest.param("cola", marks=pytest.mark.nightly)])
@@ -218,14 +217,14 @@ def test_tp_stays_inside_a_node() -> None:
 def test_fewer_gpus_where_the_batch_divides() -> None:
     config = base("--train.global_batch=64", "--model.layers=2")
     request = Request(config, 5, hardware())
-    assert sizes(request) == [4] and sizes(replace(request, gpus=4)) == []
-    assert sizes(replace(request, fixed=frozenset({"parallel.pp"}))) == []
-    found = with_fewer(request, Search(request).fastest())
+    assert fewer_gpus(request) == [4] and fewer_gpus(replace(request, gpus=4)) == []
+    assert fewer_gpus(replace(request, fixed=frozenset({"parallel.pp"}))) == []
+    found = with_fewer_gpus(request, Search(request).fastest())
     assert found is not None
     search, plan = found
     assert plan.config.parallel.dp == search.request.gpus == 4
     quick = replace(plan, time=replace(plan.time, seconds=plan.time.seconds / 2))
-    assert with_fewer(request, quick) is None
+    assert with_fewer_gpus(request, quick) is None
 
 
 def test_explanations_name_the_differences() -> None:
@@ -259,3 +258,24 @@ def test_tp_where_one_device_is_too_small() -> None:
         assert "Pure data parallelism does not fit: out of memory by" in said
     else:
         pytest.fail("in this case, the whole model should not fit on one device")
+
+
+def test_nothing_fits() -> None:
+    tight = Request(base(), 2, hardware(5e6), frozenset({"parallel.pp"}))
+    assert not any_fits(tight) and Search(tight).fastest() is None
+
+
+@pytest.mark.parametrize("usable", [4.0e7, 8e7])
+def test_suggested_sizes_fit(usable: float) -> None:
+    asked = Request(base("--train.seq_len=8192", "--train.global_batch=8"), 1, hardware(usable))
+    search = Search(asked)
+    assert search.fastest() is None
+    words = where_it_fits(search)
+    assert words
+    if " GPUs (" in words:
+        gpus = int(words.split()[1])
+        assert any_fits(replace(asked, gpus=gpus)) and not any_fits(replace(asked, gpus=gpus // 2))
+    if "--seq" in words:
+        length = int(words.rsplit("--seq ", 1)[1].rstrip(")"))
+        shorter = base(f"--train.seq_len={length}", "--train.global_batch=8")
+        assert Search(Request(shorter, 1, hardware(usable))).fastest() is not None

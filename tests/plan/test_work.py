@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from boost.config.load import from_tree
 from boost.config.stages import whole
-from boost.measure.memory import _FakeGroup
-from boost.parallel.mesh import Axis, Mesh
+from boost.measure.memory import fake_mesh
 from boost.parallel.working import WorkingCopies
 from boost.plan import trace
 from boost.plan.step import block_work, ends_work, step_work
@@ -88,10 +87,9 @@ def configuration(model: dict[str, Any], parallel: dict[str, Any], train: dict[s
 
 def run(config: Any) -> Seen:
     """Runs one micro-batch of one process on fake tensors."""
-    size, seen = config.parallel.tp, Seen()
+    seen = Seen()
     with FakeTensorMode():
-        mesh = Mesh(torch.device("cpu"), {"tp": Axis(0, size, _FakeGroup() if size > 1 else None)})  # type: ignore[arg-type, dict-item]
-        decoder = build_decoder(config, mesh)
+        decoder = build_decoder(config, fake_mesh(config.parallel.tp))
         tokens = torch.zeros(config.train.micro_batch, config.train.seq_len, dtype=torch.long)
         with seen, _Copies(decoder, config, seen).in_use():
             seen.phase = "forward"

@@ -1,7 +1,10 @@
 """Shared fixtures of planner tests: a small model to search for, and boost-7b under every layout."""
 
+from collections.abc import Iterator
+
 from boost.config import Config, load
 from boost.config.schema import ParallelConfig
+from boost.plan.candidates import Request, Variants, legal, micro_batches, policies, structures
 from boost.plan.hardware import Hardware, load_hardware
 from boost.plan.inspection import Inspection, inspect
 
@@ -34,3 +37,14 @@ def hardware(usable: float = 80e9) -> Hardware:
 def inspected(name: str = "btp", *overrides: str) -> Inspection:
     """boost-7b under a layout."""
     return inspect(load("boost-7b", [*LAYOUTS[name], *overrides]))
+
+
+def every_candidate(request: Request) -> Iterator[Config]:
+    """Yields every legal configuration: the brute force that tests compare the search with."""
+    variants = Variants(request)
+    for parallel in structures(request):
+        for micro_batch in micro_batches(request, parallel.dp):
+            for policy, every in policies(request, parallel):
+                config = variants.of(parallel, micro_batch, policy, every)
+                if legal(config):
+                    yield config

@@ -4,7 +4,7 @@ Payloads are small integers, whose sums are exact in every dtype, so that result
 the payloads of all processes and computes the expected results locally.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -43,25 +43,30 @@ def expected(kind: str | None, payloads: list[Tensor], rank: int) -> Tensor:
     if kind == ALL_GATHER:
         return torch.cat(payloads)
     if kind == ALL_TO_ALL:
-        return torch.cat([each.narrow(0, rank * rows, rows) for each in payloads])
+        return torch.cat([payload.narrow(0, rank * rows, rows) for payload in payloads])
     total = torch.stack(payloads).double().sum(0).to(payloads[0].dtype)
     return total if kind == ALL_REDUCE else total.narrow(0, rank * rows, rows)
 
 
 def wrong_functions(axis: Axis, dtype: torch.dtype, device: torch.device) -> list[str]:
     """Names of the functions whose results differ from plain arithmetic."""
-    return [name for name, is_right in _trials(axis, dtype, device) if not is_right]
-
-
-def _trials(axis: Axis, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, bool]]:
+    wrong = []
     for size in SIZES:
         payloads = _payloads(axis, size, dtype, device)
+        own = payloads[axis.rank]
         for kind, function in PLAIN.items():
-            yield kind, _is_right(function, kind, axis, payloads)
-        yield "all-reduce in place", _in_place(axis, payloads)
+            if not torch.equal(function(own, axis), expected(kind, payloads, axis.rank)):
+                wrong.append(kind)
+        x = own.clone()
+        collectives.start_all_reduce(x, axis)
+        collectives.finish_all_reduce(x)
+        if not torch.equal(x, expected(ALL_REDUCE, payloads, axis.rank)):
+            wrong.append("all-reduce in place")
         for name, comm in COMMS.items():
             for way, begin in (("", collectives.run), (", started", collectives.start)):
-                yield f"{name}{way}", _differentiable(comm, begin, axis, payloads)
+                if not _differentiable(comm, begin, axis, payloads):
+                    wrong.append(f"{name}{way}")
+    return wrong
 
 
 def _payloads(axis: Axis, rows: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> list[Tensor]:
@@ -75,17 +80,6 @@ def _payloads(axis: Axis, rows: int, dtype: torch.dtype, device: torch.device, s
     return made
 
 
-def _is_right(function: Callable[[Tensor, Axis], Tensor], kind: str, axis: Axis, payloads: list[Tensor]) -> bool:
-    return torch.equal(function(payloads[axis.rank], axis), expected(kind, payloads, axis.rank))
-
-
-def _in_place(axis: Axis, payloads: list[Tensor]) -> bool:
-    x = payloads[axis.rank].clone()
-    collectives.start_all_reduce(x, axis)
-    collectives.finish_all_reduce(x)
-    return torch.equal(x, expected(ALL_REDUCE, payloads, axis.rank))
-
-
 def _differentiable(
     comm: Comm, begin: Callable[[Comm, Tensor, Axis], collectives.InFlight], axis: Axis, payloads: list[Tensor]
 ) -> bool:
@@ -94,11 +88,10 @@ def _differentiable(
     whole = expected(comm.forward, payloads, axis.rank)
     if not torch.equal(y, whole):
         return False
-    gradients = [each[: y.shape[0]] for each in _payloads(axis, y.shape[0], y.dtype, y.device, seed=1)]
+    gradients = [gradient[: y.shape[0]] for gradient in _payloads(axis, y.shape[0], y.dtype, y.device, seed=1)]
     y.backward(gradients[axis.rank])
-    if (
-        comm.backward is None and comm.forward == ALL_GATHER
-    ):  # the gradient is complete and identical everywhere: take own rows
+    if comm.backward is None and comm.forward == ALL_GATHER:
+        # The gradient is complete and identical everywhere: each process takes its own rows.
         n = x.shape[0]
         due = gradients[axis.rank].narrow(0, axis.rank * n, n)
     else:
@@ -111,8 +104,8 @@ def verify(verifier: Verifier, axes: dict[str, Axis], device: torch.device) -> N
     verifier.section("Collectives, forward and backward, against plain arithmetic")
     count = len(PLAIN) + 1 + 2 * len(COMMS)
 
-    def judge(found: list[list[str]]) -> Found:
-        wrong = sorted({name for each in found for name in each})
+    def judge(wrong_by_rank: list[list[str]]) -> Found:
+        wrong = sorted({name for names in wrong_by_rank for name in names})
         if wrong:
             return Found("failed", f"wrong results from {', '.join(wrong)}", numbers={"wrong": wrong})
         return Found("ok", f"{count} functions, payloads of {', '.join(map(str, SIZES))} rows: bitwise equal")

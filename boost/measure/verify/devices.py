@@ -1,11 +1,13 @@
 """Checks devices, drivers, versions and network interfaces."""
 
+import contextlib
 import os
 import platform
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from boost import __version__
 from boost.format import format_bytes
 from boost.measure.verify.report import Found, Verifier
 from boost.train.hardware import total_memory
-from boost.train.rundir import available_cores, cpu_model, git_state
+from boost.train.rundir import cpu_model, git_state
 
 FREE = 0.9
 """Fraction of a GPU's memory that should be free before a run."""
@@ -25,7 +27,7 @@ Facts = dict[str, Any]
 def facts(device: torch.device) -> Facts:
     """Collects the facts of this process."""
     state = git_state()
-    found: Facts = {
+    known: Facts = {
         "host": socket.gethostname(),
         "device": str(device),
         "software": {
@@ -33,37 +35,22 @@ def facts(device: torch.device) -> Facts:
             "python": platform.python_version(),
             "torch": str(torch.__version__),
         },
-        "threads": torch.get_num_threads(),
-        "cores": available_cores(),
         "memory": total_memory(device),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
-        found["software"] |= {"CUDA": str(torch.version.cuda), "NCCL": nccl, "driver": _driver()}
-        found |= {"name": properties.name, "free": torch.cuda.mem_get_info(device)[0]}
-        found["capability"] = f"{properties.major}.{properties.minor}"
-        count = torch.cuda.device_count()
-        found["peers"] = [n for n in range(count) if n != device.index and _reaches(device.index, n)]
-        found["visible"] = count
+        with contextlib.suppress(OSError):
+            known["software"]["driver"] = Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
+        known["software"] |= {"CUDA": str(torch.version.cuda), "NCCL": nccl}
+        known |= {"name": properties.name, "free": torch.cuda.mem_get_info(device)[0]}
+        known["capability"] = f"{properties.major}.{properties.minor}"
     else:
-        found["name"] = cpu_model()
-    return found
+        known["name"] = cpu_model()
+    return known
 
 
-def _driver() -> str:
-    try:
-        with open("/sys/module/nvidia/version", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return "unknown"
-
-
-def _reaches(index: int, other: int) -> bool:
-    return bool(torch.cuda.can_device_access_peer(index, other))
-
-
-def interfaces(several_hosts: bool) -> dict[str, str]:
+def interfaces() -> dict[str, str]:
     """Returns what determines the network interface of this process."""
     chosen = {name: os.environ.get(name, "") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     try:
@@ -81,42 +68,38 @@ def verify(verifier: Verifier) -> None:
     verifier.check("devices", partial(facts, mesh.device), devices_of)
     if mesh.device.type == "cuda":
         verifier.check("GPU memory", partial(facts, mesh.device), free_memory)
-        if mesh.size > 1:
-            verifier.check("GPU peer-to-peer access", partial(facts, mesh.device), peers)
-    else:
-        verifier.check("threads", partial(facts, mesh.device), threads)
     if mesh.size > 1:
-        verifier.check("interfaces", partial(interfaces, True), partial(reachable, facts(mesh.device)["host"]))
+        verifier.check("interfaces", interfaces, reachable)
 
 
-def same_software(found: Sequence[Facts]) -> Found:
+def same_software(machines: Sequence[Facts]) -> Found:
     """Checks that versions are the same on all processes."""
-    first = found[0]["software"]
-    for rank, each in enumerate(found):
-        for name, version in each["software"].items():
+    first = machines[0]["software"]
+    for rank, machine in enumerate(machines):
+        for name, version in machine["software"].items():
             if version != first.get(name):
                 return Found(
                     "failed",
                     f"{name} is {first.get(name)} on rank 0 and {version} on rank {rank}",
                     "install the same versions on all nodes",
-                    {"software": [one["software"] for one in found]},
+                    {"software": [machine["software"] for machine in machines]},
                 )
     return Found("ok", ", ".join(f"{name} {version}" for name, version in first.items()), numbers={"software": first})
 
 
-def devices_of(found: Sequence[Facts]) -> Found:
+def devices_of(machines: Sequence[Facts]) -> Found:
     """Reports the device of each process."""
     nodes: dict[str, list[int]] = defaultdict(list)
-    for rank, each in enumerate(found):
-        nodes[each["host"]].append(rank)
+    for rank, machine in enumerate(machines):
+        nodes[machine["host"]].append(rank)
     texts = []
     for number, ranks in enumerate(nodes.values()):
-        kinds = Counter(f"{found[rank]['name']}, {format_bytes(found[rank]['memory'])}" for rank in ranks)
+        kinds = Counter(f"{machines[rank]['name']}, {format_bytes(machines[rank]['memory'])}" for rank in ranks)
         where = f"node {number}: " if len(nodes) > 1 else ""
-        devices = ", ".join(f"{rank}: {found[rank]['device']}" for rank in ranks)
+        devices = ", ".join(f"{rank}: {machines[rank]['device']}" for rank in ranks)
         texts.append(f"{where}ranks {devices} ({'; '.join(kinds)})")
-    names_of = {each["name"] for each in found}
-    numbers = {"ranks": [{k: v for k, v in each.items() if k not in ("host", "software")} for each in found]}
+    names_of = {machine["name"] for machine in machines}
+    numbers = {"ranks": [{k: v for k, v in machine.items() if k not in ("host", "software")} for machine in machines]}
     if len(names_of) > 1:
         return Found(
             "note", "; ".join(texts), "all devices run at the speed of the slowest: use identical ones", numbers
@@ -124,9 +107,9 @@ def devices_of(found: Sequence[Facts]) -> Found:
     return Found("ok", "; ".join(texts), numbers=numbers)
 
 
-def free_memory(found: Sequence[Facts]) -> Found:
+def free_memory(machines: Sequence[Facts]) -> Found:
     """Checks that nothing else uses the GPUs."""
-    shares = {rank: each["free"] / each["memory"] for rank, each in enumerate(found)}
+    shares = {rank: machine["free"] / machine["memory"] for rank, machine in enumerate(machines)}
     rank, least = min(shares.items(), key=lambda item: item[1])
     if least < FREE:
         return Found(
@@ -138,47 +121,20 @@ def free_memory(found: Sequence[Facts]) -> Found:
     return Found("ok", f"at least {least:.0%} is free", numbers={"free": shares})
 
 
-def peers(found: Sequence[Facts]) -> Found:
-    """Checks that the GPUs of a node copy to each other directly."""
-    alone = [rank for rank, each in enumerate(found) if len(each["peers"]) < each["visible"] - 1]
-    if alone:
-        return Found(
-            "note",
-            f"none from rank {alone[0]}",
-            "TP is slow through host memory: prefer PP and DP, or machines with NVLink",
-        )
-    shown = {each["visible"] for each in found}
-    return Found("ok", "each process sees only its own GPU" if shown == {1} else "available")
-
-
-def threads(found: Sequence[Facts]) -> Found:
-    """Checks that CPU processes do not oversubscribe the cores."""
-    by_host: dict[str, int] = Counter()
-    for each in found:
-        by_host[each["host"]] += each["threads"]
-    cores = {each["host"]: each["cores"] for each in found}
-    for host, used in by_host.items():
-        if used > cores[host]:
-            return Found(
-                "note",
-                f"{used} threads on {cores[host]} cores",
-                f"set OMP_NUM_THREADS={max(1, cores[host] // len(found))}",
-            )
-    return Found("ok", f"{found[0]['threads']} per process, {found[0]['cores']} cores")
-
-
-def reachable(host: str, found: Sequence[Mapping[str, str]]) -> Found:
+def reachable(processes: Sequence[Mapping[str, str]]) -> Found:
     """Checks that processes on several machines would not connect to their own loopback."""
-    several = len({each["address"] for each in found}) > 1
-    chosen = found[0]["GLOO_SOCKET_IFNAME"] or found[0]["NCCL_SOCKET_IFNAME"]
-    loop = [rank for rank, each in enumerate(found) if each["address"].startswith("127.")]
+    several = len({process["address"] for process in processes}) > 1
+    chosen = processes[0]["GLOO_SOCKET_IFNAME"] or processes[0]["NCCL_SOCKET_IFNAME"]
+    loop = [rank for rank, process in enumerate(processes) if process["address"].startswith("127.")]
     if several and loop and not chosen:
         return Found(
             "note",
-            f"the host name of rank {loop[0]} resolves to {found[loop[0]]['address']}, its own loopback",
+            f"the host name of rank {loop[0]} resolves to {processes[loop[0]]['address']}, its own loopback",
             "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface",
         )
     words = f"{chosen} (GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME)" if chosen else "chosen by gloo and NCCL"
     return Found(
-        "ok", f"{words}; available: {found[0]['present']}", numbers={"interfaces": [dict(each) for each in found]}
+        "ok",
+        f"{words}; available: {processes[0]['present']}",
+        numbers={"interfaces": [dict(process) for process in processes]},
     )

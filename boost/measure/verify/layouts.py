@@ -185,17 +185,17 @@ def compare(config: Config, mesh: Mesh) -> dict[str, float]:
     return {"ratio": ours / theirs if theirs else float(ours > 0), "table": table}
 
 
-def _text(cell: Cell, found: dict[str, float]) -> str:
-    if found["table"]:
+def _text(cell: Cell, errors: dict[str, float]) -> str:
+    if errors["table"]:
         return f"{cell.name}: COLLECTIVES DIFFER FROM THE TABLE"
-    value = f"{found['ratio']:.2f}x" if "ratio" in found else f"{found['error']:.0e}".replace("0e+00", "0")
+    value = f"{errors['ratio']:.2f}x" if "ratio" in errors else f"{errors['error']:.0e}".replace("0e+00", "0")
     return f"{cell.name} {value}"
 
 
-def _holds(cell: Cell, found: dict[str, float]) -> bool:
-    if found["table"]:
+def _holds(cell: Cell, errors: dict[str, float]) -> bool:
+    if errors["table"]:
         return False
-    return found["ratio"] <= LIMIT_BF16 if "ratio" in found else found["error"] <= LIMITS[cell.dtype]
+    return errors["ratio"] <= LIMIT_BF16 if "ratio" in errors else errors["error"] <= LIMITS[cell.dtype]
 
 
 Results = dict[str, dict[str, float] | str]
@@ -217,20 +217,20 @@ def run_row(model: ModelConfig, row: Row, mesh: Mesh) -> Results:
     return results
 
 
-def judged(cells: Sequence[Cell], found: list[Results]) -> Found:
+def judged(cells: Sequence[Cell], by_rank: list[Results]) -> Found:
     """Judges a row from the results of all processes."""
     worst: dict[str, dict[str, float]] = {}
     refused: dict[str, str] = {}
     for cell in cells:
-        each = [results[cell.name] for results in found]
-        numbers = [one for one in each if isinstance(one, dict)]
+        outcomes = [results[cell.name] for results in by_rank]
+        numbers = [outcome for outcome in outcomes if isinstance(outcome, dict)]
         if numbers:
             worst[cell.name] = worst_of(numbers)
         else:
-            refused[cell.name] = str(each[0])
+            refused[cell.name] = str(outcomes[0])
     by_name = {cell.name: cell for cell in cells}
-    wrong = [name for name, each in worst.items() if not _holds(by_name[name], each)]
-    text = " · ".join(_text(by_name[name], each) for name, each in worst.items() if not wrong or name in wrong)
+    wrong = [name for name, errors in worst.items() if not _holds(by_name[name], errors)]
+    text = " · ".join(_text(by_name[name], errors) for name, errors in worst.items() if not wrong or name in wrong)
     numbers_of: dict[str, Any] = {"cells": worst, "refused": refused}
     if wrong:
         return Found("failed", text, numbers=numbers_of)

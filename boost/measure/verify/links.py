@@ -33,20 +33,16 @@ def verify(verifier: Verifier, axes: dict[str, Axis], dtype: torch.dtype, hardwa
             link = hardware.node if mesh.size <= hardware.per_node or name == "tp" else hardware.network
         verifier.check(
             f"{name} ({axis.size} processes)",
-            partial(_measured, watch, dtype, axis),
+            lambda axis=axis: list(collective_points(watch, dtype, SIZES[mesh.device.type], axis)),  # type: ignore[misc]
             partial(_judged, processes=axis.size, link=link),
             "check the interfaces above (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO); if this is the machine's normal speed, run "
             "boost plan calibrate",
         )
 
 
-def _measured(watch: Stopwatch, dtype: torch.dtype, axis: Axis) -> list[Point]:
-    return list(collective_points(watch, dtype, SIZES[watch.mesh.device.type], axis))
-
-
-def _judged(found: Sequence[Sequence[Point]], processes: int, link: Link | None) -> Found:
+def _judged(by_rank: Sequence[Sequence[Point]], processes: int, link: Link | None) -> Found:
     """Judges the points of rank 0: bandwidth at the largest payload, latency at the smallest, and the ratio to the profile."""
-    points = found[0]
+    points = by_rank[0]
     smallest, largest = (choose(point.shape[0] for point in points) for choose in (min, max))
     rates = {p.name: _sent(p, processes) / p.seconds / 1e9 for p in points if p.shape[0] == largest}
     latency = min(p.seconds for p in points if p.shape[0] == smallest)
@@ -58,7 +54,10 @@ def _judged(found: Sequence[Sequence[Point]], processes: int, link: Link | None)
     }
     if link is None or not link.known:
         return Found("ok", detail, numbers=numbers)
-    ratios = {(p.name, p.shape[0]): p.seconds / _predicted(p, processes, link) for p in points}
+    ratios = {}
+    for p in points:
+        expected = link.seconds(p.name, p.dtype, p.shape[0], _sent(p, processes), processes)
+        ratios[p.name, p.shape[0]] = p.seconds / expected
     worst, kind = max((ratio, kind) for (kind, size), ratio in ratios.items() if size == largest)
     typical = math.exp(sum(math.log(ratio) for ratio in ratios.values()) / len(ratios))
     detail += f"; {typical:.2f}x the profile's time"
@@ -67,14 +66,7 @@ def _judged(found: Sequence[Sequence[Point]], processes: int, link: Link | None)
     return Found("ok", detail, numbers=numbers)
 
 
-def _collective(point: Point, processes: int) -> Collective:
-    dtype: torch.dtype = getattr(torch, point.dtype)
-    return Collective("forward", point.name, (point.shape[0] // dtype.itemsize,), point.dtype, processes)
-
-
 def _sent(point: Point, processes: int) -> int:
-    return _collective(point, processes).sent_bytes
-
-
-def _predicted(point: Point, processes: int, link: Link) -> float:
-    return link.seconds(point.name, point.dtype, point.shape[0], _sent(point, processes), processes)
+    """Bytes that one process sends."""
+    elements = point.shape[0] // getattr(torch, point.dtype).itemsize
+    return Collective("forward", point.name, (elements,), point.dtype, processes).sent_bytes

@@ -10,7 +10,7 @@ from boost.config.schema import ModelConfig, ParallelConfig
 from boost.measure.verify import arithmetic, devices, layouts, links, step
 from boost.measure.verify.report import Found, Report, Unequal, Verifier
 from boost.parallel.mesh import Axis, close_mesh, mesh_of, open_mesh, world_size
-from boost.plan.hardware import Hardware, load_hardware, profile_of
+from boost.plan.hardware import load_hardware, profile_of
 from boost.train.hardware import total_memory
 from boost.train.rundir import environment
 
@@ -41,7 +41,10 @@ def verify_process(request: Request, out: Path) -> int:
     mesh = open_mesh(ParallelConfig(layout="single", dp=world_size()), request.device, TIMEOUT_S)
     report = Report()
     verifier = Verifier(mesh, report)
-    hardware = _hardware(request, mesh.device)
+    profile = request.gpu
+    if profile is None and mesh.device.type == "cuda":
+        profile = profile_of(torch.cuda.get_device_name(mesh.device), total_memory(mesh.device))
+    hardware = load_hardware(profile) if profile else None
     dtype = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
     try:
         if "machines" in request.sections:
@@ -67,15 +70,6 @@ def verify_process(request: Request, out: Path) -> int:
     return report.exit_code if request.whole else 0
 
 
-def _hardware(request: Request, device: torch.device) -> Hardware | None:
-    if request.gpu is not None:
-        return load_hardware(request.gpu)
-    if device.type != "cuda":
-        return None
-    known = profile_of(torch.cuda.get_device_name(device), total_memory(device))
-    return load_hardware(known) if known else None
-
-
 def _axes(request: Request, size: int, device: torch.device) -> dict[str, Axis]:
     """Groups to check collectives over: all processes, and the axes of the user's mesh (default: TP x DP)."""
     if size == 1:
@@ -86,9 +80,7 @@ def _axes(request: Request, size: int, device: torch.device) -> dict[str, Axis]:
         tp = next(n for n in (8, 4, 2, 1) if size % n == 0)
         parallel = ParallelConfig(tp=tp, dp=size // tp)
     own = mesh_of(parallel, device)
-    found = {name: axis for name, axis in own.axes.items() if 1 < axis.size < size}
-    whole = own.replicas if own.replicas.size == size else None
-    if whole is None:
-        every = mesh_of(ParallelConfig(layout="single", dp=size), device)
-        whole = every.dp
-    return {"all": whole, **found}
+    whole = own.replicas
+    if whole.size != size:
+        whole = mesh_of(ParallelConfig(layout="single", dp=size), device).dp
+    return {"all": whole} | {name: axis for name, axis in own.axes.items() if 1 < axis.size < size}

@@ -76,8 +76,8 @@ class Report:
         """Times a check. Yields a function that adds its result."""
         begun = time.perf_counter()
 
-        def note(found: Found) -> None:
-            self.add(Check(section, name, **asdict(found), seconds=time.perf_counter() - begun))
+        def note(result: Found) -> None:
+            self.add(Check(section, name, **asdict(result), seconds=time.perf_counter() - begun))
 
         yield note
 
@@ -148,8 +148,8 @@ class Verifier:
                 if len(errors) < self.mesh.size:
                     raise Unequal(name)
                 return
-            found = judge([value for _, value in outcomes])
-            note(found if found.advice or found.verdict == "ok" else Found(**asdict(found) | {"advice": advice}))
+            result = judge([value for _, value in outcomes])
+            note(result if result.advice or result.verdict == "ok" else Found(**asdict(result) | {"advice": advice}))
 
 
 def _outcome(action: Callable[[], T]) -> tuple[str, T | None]:
@@ -161,6 +161,6 @@ def _outcome(action: Callable[[], T]) -> tuple[str, T | None]:
         return f"{type(error).__name__}: {line}" if line else type(error).__name__, None
 
 
-def worst_of(found: Sequence[dict[str, float]]) -> dict[str, float]:
+def worst_of(results: Sequence[dict[str, float]]) -> dict[str, float]:
     """Maximum of each number over processes."""
-    return {name: max(each[name] for each in found) for name in found[0]}
+    return {name: max(numbers[name] for numbers in results) for name in results[0]}

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.commands import main
+from benchmarks.experiments.step_trace import Interval, ProcessStep
 from benchmarks.experiments.timeline import as_numbers, from_numbers, rows
-from boost.measure.timeline import Interval, ProcessStep
 
 
 def recorded_run(folder: Path) -> Path:

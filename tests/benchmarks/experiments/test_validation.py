@@ -13,8 +13,8 @@ from benchmarks.experiments.document import Table
 from benchmarks.experiments.validation import GPU, MACHINE, MeasuredStep
 from benchmarks.experiments.validation_report import section
 from boost.config.load import from_tree
+from boost.measure.steps import prediction
 from boost.plan.hardware import Hardware, load_hardware
-from boost.plan.prediction import prediction
 from boost.train.launch import launch
 from tests import toy
 from tests.distributed import run_distributed

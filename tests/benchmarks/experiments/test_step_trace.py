@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.experiments.step_trace import Interval, read_step, total, union, without
 from boost.errors import ConfigError, DataError
-from boost.measure.timeline import Interval, read_step, total, union, without
 
 
 def event(name: str, begin: float, end: float, category: str = "cpu_op") -> dict[str, Any]:
