@@ -132,7 +132,14 @@ def import_weights(
     require_free(out, "--out")
     weights = open_weights(source, how)
     vocabulary = _vocabulary(weights, tokenizer)
-    target = getattr(torch, dtype) if dtype else _default_dtype(weights.dtype(), how is not None)
+    stored = weights.dtype()
+    if stored not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ConfigError(
+            f"the weights are {dtype_name(stored)}; import the original weights in a floating-point dtype"
+        )
+    # Runs do not support float16, and factors are there to be trained.
+    wide = torch.float32 if stored == torch.float16 or (how is not None and stored == torch.bfloat16) else stored
+    target = getattr(torch, dtype) if dtype else wide
     factorizer, report = None, None
     if isinstance(how, Compression):
         weights = compressed = CompressedWeights(weights, how, vocabulary.fingerprint if vocabulary else None)
@@ -162,27 +169,23 @@ def open_weights(source: Path, how: Truncation | Compression | None) -> Weights:
     """Opens the weights of a Hugging Face folder or of a boost checkpoint. Raises BoostError."""
     if not source.is_dir():
         raise ConfigError(f"no folder at '{source}'; pass a Hugging Face folder with safetensors weights")
-    if (source / "config.json").is_file() or not _is_ours(source):
+    names = ("state.json", "manifest.json", "checkpoints", "config.toml")
+    is_ours = any((source / name).exists() for name in names) or any(source.glob("step-*"))
+    if (source / "config.json").is_file() or not is_ours:
         weights: Weights = FolderWeights(source)
     elif how is None:
         raise ConfigError(
             f"'{source}' is already a boost checkpoint; start a run from it with: boost train --start-from {source}, or "
-            "factorize it with --family svd"
+            "factorize it with --rank, --energy or --budget"
         )
     else:
         weights = CheckpointWeights(find_checkpoint(source))
     if how is not None and weights.model.family != "dense":
         raise ConfigError(
-            f"--family {how.family} factorizes dense weights, but '{source}' has model.family = '{weights.model.family}'; "
-            "remove the flag"
+            f"--rank, --energy and --budget factorize dense weights, but '{source}' has model.family = "
+            f"'{weights.model.family}'; remove the flag"
         )
     return weights
-
-
-def _is_ours(source: Path) -> bool:
-    return any(
-        (source / name).exists() for name in ("state.json", "manifest.json", "checkpoints", "config.toml")
-    ) or any(source.glob("step-*"))
 
 
 def _converted(weights: Weights, factorizer: Factorizer | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -193,17 +196,6 @@ def _converted(weights: Weights, factorizer: Factorizer | None, dtype: torch.dty
             yield from factorizer.factor(parameter, weights.read(parameter), dtype)
         else:
             yield parameter.name, weights.read(parameter).to(dtype)
-
-
-def _default_dtype(stored: torch.dtype, factored: bool) -> torch.dtype:
-    """Returns the dtype of the checkpoint: never float16, which runs do not support, and at least float32 for factors to train."""
-    if stored == torch.float16 or (factored and stored == torch.bfloat16):
-        return torch.float32
-    if stored not in (torch.bfloat16, torch.float32, torch.float64):
-        raise ConfigError(
-            f"the weights are {dtype_name(stored)}; import the original weights in a floating-point dtype"
-        )
-    return stored
 
 
 def _vocabulary(weights: Weights, named: Path | None) -> Vocabulary | None:
