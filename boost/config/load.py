@@ -96,9 +96,6 @@ def from_tree(tree: dict[str, Any]) -> Config:
 
 def validated(tree: dict[str, Any]) -> Config:
     """Validates each field of a document, but not the rules between fields. Raises ConfigError."""
-    model = tree.get("model")
-    if isinstance(model, dict) and model.get("dlr_alpha") == 0:  # written by checkpoints from before its removal
-        tree = {**tree, "model": {name: value for name, value in model.items() if name != "dlr_alpha"}}
     try:
         return Config.model_validate(_integers_to_floats(tree))
     except ValidationError as error:
@@ -231,8 +228,7 @@ def _explain(error: ValidationError) -> str:
         case "literal_error":
             choices = [str(choice) for choice in get_args(known[key].annotation)]
             near = _suggest(str(value), choices, "value")
-            says_more = near.startswith(("did you mean", "it was"))
-            return f"{key} = {shown} is not one of {', '.join(choices)}" + f"; {near}" * says_more
+            return f"{key} = {shown} is not one of {', '.join(choices)}" + f"; {near}" * near.startswith("did you mean")
         case "greater_than_equal":
             return f"{key} = {shown} is too small; smallest valid value: {context['ge']}"
         case "greater_than":
@@ -263,8 +259,6 @@ def _toml_value(value: Any) -> str:
 
 def _suggest(word: str, choices: Any, what: str, prefix: str = "") -> str:
     """'did you mean ...?' with the nearest choice, or the list of all choices."""
-    if word in ("model.dlr_alpha", "spectron") or word.startswith("optim.spectron_"):
-        return "it was removed on 2026-11-25 (see docs/negative-results.md)"
     names = [str(choice) for choice in choices]
     last = word.rpartition(".")[2]
     near = [name for name in names if name.rpartition(".")[2] == last]  # the right key in the wrong section

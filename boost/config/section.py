@@ -213,19 +213,16 @@ class Tagged(Section):
 
 
 def _own(cls: type[Tagged], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of one choice from a flat table, with its parts nested. Keys of other choices are dropped at their defaults, which
-    say nothing (a sweep over layouts may set them for all), and refused at other values."""
+    """The fields of one choice from a flat table, with its parts nested. Raises ValidationError for keys of other choices."""
     own = dict(values)
     for part, root in cls.parts.items():
         if part in own and not isinstance(own[part], root):
             raise _invalid(cls, "extra_forbidden", part, own[part])
         inner = {name: own.pop(name) for name in values if name in root.model_fields or root.owners(name)}
         own.setdefault(part, inner)
-    for name in [name for name in own if name not in cls.model_fields]:
-        if owners := cls.owners(name):
-            value, defaults = own.pop(name), [cls.choices[owner].model_fields[name].default for owner in owners]
-            if value not in ([cls.absent[name]] if name in cls.absent else defaults):
-                raise _misplaced(cls, values.get(cls.tag(), cls.model_fields[cls.tag()].default), name, value)
+    for name, value in own.items():
+        if name not in cls.model_fields and cls.owners(name):
+            raise _misplaced(cls, values.get(cls.tag(), cls.model_fields[cls.tag()].default), name, value)
     return cls.derived(own) | own
 
 

@@ -401,20 +401,3 @@ def test_a_mixture_and_a_store_replace_each_other(tmp_path: Path) -> None:
     assert one.data.sources == {"c": 1.0}
     file.write_text('[data]\nstore = "c"\n')
     assert load(str(file), ["--data.mixture", "{ a = 1, b = 2 }"]).data.sources == {"a": 1.0, "b": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [("model", "dlr_alpha", 0.5), ("optim", "name", "spectron"), ("optim", "spectron_lr", 0.1)],
-)
-def test_what_was_removed_is_refused_with_its_date(section: str, key: str, value: object) -> None:
-    message = r"'(spectron|\w+\.\w+)'.*; it was removed on 2026-11-25 \(see docs/negative-results.md\)$"
-    with pytest.raises(ConfigError, match=message):
-        from_tree({section: {key: value}})
-    with pytest.raises(ConfigError, match=message):
-        load(None, [f"--{section}.{key}", str(value)])
-
-
-def test_a_saved_configuration_that_does_without_dlr_still_loads() -> None:
-    for family in ("svd", "dense"):
-        assert from_tree({"model": {"family": family, "dlr_alpha": 0.0}}) == from_tree({"model": {"family": family}})
