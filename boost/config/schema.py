@@ -335,11 +335,8 @@ class RunConfig(Section):
     wandb: bool = False
     """Also log to Weights & Biases (requires the package wandb and a W&B login). A resumed run continues the same W&B run."""
 
-    trackio: bool = False
-    """Also log to trackio (requires the package trackio). A resumed run continues the same trackio run."""
-
     project: str = "boost"
-    """Project name for W&B and trackio."""
+    """Project name for W&B."""
 
 
 class Config(Section):
