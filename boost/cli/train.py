@@ -42,12 +42,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "'boost config --fields' explains every key.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_arguments(parser)
-    parser.set_defaults(takes_overrides=True)
-    return parser
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", nargs="?", metavar="CONFIG", help="preset name or TOML file; optional with --start-from"
     )
@@ -84,6 +78,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KIND@STEP[:RANK]",
         help="inject a fault on rank RANK (default 0) at step STEP, to test recovery; may be repeated; kinds are listed below",
     )
+    parser.set_defaults(takes_overrides=True)
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:

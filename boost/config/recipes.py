@@ -94,20 +94,19 @@ def recipes() -> dict[str, Recipe]:
     """All recipes by name."""
     content = tomllib.loads(_FILE.read_text(encoding="utf-8"))
     corpora = {name: Corpus(**table) for name, table in content["data"].items()}
-    found = {}
+    by_name = {}
     for name, table in content["recipes"].items():
         data = name.partition("-")[0]
-        found[name] = Recipe(name, data=data, corpus=corpora[data], **table)
-    return found
+        by_name[name] = Recipe(name, data=data, corpus=corpora[data], **table)
+    return by_name
 
 
 def find_recipe(name: str) -> Recipe:
     """A recipe by its name, or the name of its preset. Raises ConfigError."""
-    known = recipes()
-    for each in known.values():
-        if name in (each.name, each.preset):
-            return each
-    raise ConfigError(f"no recipe named '{name}'; valid names: {', '.join(known)}")
+    for recipe in recipes().values():
+        if name in (recipe.name, recipe.preset):
+            return recipe
+    raise ConfigError(f"no recipe named '{name}'; valid names: {', '.join(recipes())}")
 
 
 def prepare_command(config: Config, store: str | None = None) -> str:
@@ -116,10 +115,11 @@ def prepare_command(config: Config, store: str | None = None) -> str:
     first = next(iter(weights))
     store = store or first
     name = Path(store).name
-    for each in recipes().values():
-        if name == each.data or name.startswith(f"{each.data}-"):
-            command = each.corpus.command(math.ceil(tokens_of(config) * weights[store] / sum(weights.values())), store)
-            same = [r for r in recipes().values() if r.data == each.data and r.config().model == config.model]
+    for recipe in recipes().values():
+        if name == recipe.data or name.startswith(f"{recipe.data}-"):
+            tokens = math.ceil(tokens_of(config) * weights[store] / sum(weights.values()))
+            command = recipe.corpus.command(tokens, store)
+            same = [r for r in recipes().values() if r.data == recipe.data and r.config().model == config.model]
             whole = same and not config.data.mixture
             return command + (f", or run the whole recipe with: boost recipe {same[0].name}" if whole else "")
     if store != first:  # a mixture has one tokenizer

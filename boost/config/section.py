@@ -7,7 +7,7 @@ table. To add a choice, write a subclass, in any package. Importing its module r
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -50,6 +50,18 @@ class Section(BaseModel):
 
 def _hashable(value: Any) -> Any:
     return frozenset((key, _hashable(item)) for key, item in value.items()) if isinstance(value, dict) else value
+
+
+def nearest(value: int, largest: int, legal: Callable[[int], bool]) -> int:
+    """The legal integer from 1 to `largest` that is closest to `value`; of two at the same distance, the larger one.
+
+    Some value up to `largest` must be legal. Fields are bounded, so the search is short.
+    """
+    for distance in range(max(value, largest)):
+        for candidate in (value + distance, value - distance):
+            if 1 <= candidate <= largest and legal(candidate):
+                return candidate
+    return 1
 
 
 PLUGINS = "boost.plugins"

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -131,7 +130,11 @@ def import_weights(
     """
     require_free(out, "--out")
     weights = open_weights(source, how)
-    vocabulary = _vocabulary(weights, tokenizer)
+    if tokenizer is not None and not tokenizer.exists():
+        raise ConfigError(f"--tokenizer = '{tokenizer}' does not exist; pass a tokenizer.json or its folder")
+    vocabulary = None
+    if (path := tokenizer or weights.tokenizer) is not None:
+        vocabulary = read_vocabulary(path, path if path.is_dir() else path.parent)
     stored = weights.dtype()
     if stored not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ConfigError(
@@ -149,8 +152,12 @@ def import_weights(
     temporary = begin_weights(out)
     try:
         writer = TensorWriter(temporary / "tensors", "weights", file_bytes)
-        for name, tensor in _converted(weights, factorizer, target):
-            writer.add(f"{PREFIX}{name}", tensor)
+        for parameter in progress(list(parameters(weights.model)), "factorizing" if factorizer else "importing"):
+            if factorizer and parameter.role.endswith(".W"):
+                for name, factor in factorizer.factor(parameter, weights.read(parameter), target):
+                    writer.add(f"{PREFIX}{name}", factor)
+            else:
+                writer.add(f"{PREFIX}{parameter.name}", weights.read(parameter).to(target))
         writer.close()
         table = factorizer.model() if factorizer else weights.model.model_dump()
         config = weights_config(table, dtype_name(target), weights.context)
@@ -186,26 +193,6 @@ def open_weights(source: Path, how: Truncation | Compression | None) -> Weights:
             f"'{weights.model.family}'; remove the flag"
         )
     return weights
-
-
-def _converted(weights: Weights, factorizer: Factorizer | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) of every parameter of the checkpoint."""
-    description = "factorizing" if factorizer else "importing"
-    for parameter in progress(list(parameters(weights.model)), description):
-        if factorizer and parameter.role.endswith(".W"):
-            yield from factorizer.factor(parameter, weights.read(parameter), dtype)
-        else:
-            yield parameter.name, weights.read(parameter).to(dtype)
-
-
-def _vocabulary(weights: Weights, named: Path | None) -> Vocabulary | None:
-    if named is None and weights.tokenizer is None:
-        return None
-    if named is not None and not named.exists():
-        raise ConfigError(f"--tokenizer = '{named}' does not exist; pass a tokenizer.json or its folder")
-    path = named or weights.tokenizer
-    assert path is not None
-    return read_vocabulary(path, path if path.is_dir() else path.parent)
 
 
 def tokenizer_data(weights: Weights, vocabulary: Vocabulary | None) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from boost.cli import COMMAND_GROUPS, COMMANDS
-from boost.cli.main import main, split_overrides
+from boost.cli.main import COMMAND_GROUPS, COMMANDS, main, split_overrides
 from tests.cli.commands import say
 
 
