@@ -144,7 +144,7 @@ def _print_report(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     calibrated = "calibration" in report
-    title = "truncated SVD" if not calibrated else "truncated SVD, weighted by calibration text; cost: nats per token"
+    title = f"truncated SVD{', weighted by calibration text; cost: nats per token' * calibrated}; all blocks together"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("linear")
     for heading in ("shape", "rank", "energy kept", "relative error", *["cost"] * calibrated):
@@ -155,8 +155,7 @@ def _print_report(report: dict[str, Any]) -> None:
         ranks = f"{low}" if low == high else f"{low}-{high}, mean {row['rank_mean']:.0f}"
         errors = f"{row['error_mean']:.4f}, at most {row['error_max']:.4f}"
         cost = [f"{row['cost']:.5f}"] if calibrated else []
-        slot = f"{row['slot']} ({row['blocks']} blocks)"
-        table.add_row(slot, shapes[row["slot"]], ranks, f"{row['energy']:.4f}", errors, *cost)
+        table.add_row(row["slot"], shapes[row["slot"]], ranks, f"{row['energy']:.4f}", errors, *cost)
     console = Console()
     console.print(table)
     console.print("report.json lists every linear\n")

@@ -16,7 +16,7 @@ from boost.convert.chat import merged_generation_config, template_files
 from boost.convert.formats import MODELING_FILE, config_json
 from boost.convert.names import Form, entries, form_of
 from boost.convert.tensors import INDEX, TensorWriter, dtype_name
-from boost.convert.vocabulary import generation_config, tokenizer_files
+from boost.convert.vocabulary import tokenizer_files
 from boost.errors import ConfigError, StorageError
 from boost.train.checkpoint import HUB, Checkpoint
 from boost.train.console import progress
@@ -98,7 +98,9 @@ def _texts(
         yield INDEX, _json({"metadata": {"total_size": writer.total_bytes}, "weight_map": weight_map})
     yield "config.json", _json(config_json(model, form, dtype, context, eos, bos))
     hub = data.get(HUB) or {}
-    yield "generation_config.json", _json(merged_generation_config(generation_config(eos, bos), hub))
+    known = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos}
+    generation = {name: token for name, token in known.items() if token is not None}
+    yield "generation_config.json", _json(merged_generation_config(generation, hub))
     if form in ("cola", "boost"):
         yield MODELING_FILE, resources.files("boost.convert").joinpath(MODELING_FILE).read_text(encoding="utf-8")
     if checkpoint.tokenizer.is_file():

@@ -165,8 +165,8 @@ def _rope_type(rope: dict[str, Any]) -> Any:
 
 def _rope(content: dict[str, Any]) -> dict[str, Any]:
     """transformers 5 writes everything in rope_parameters; 4 writes rope_theta, and rope_scaling if there is scaling."""
-    found = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    return found if isinstance(found, dict) else {"rope_type": str(found)}
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    return rope if isinstance(rope, dict) else {"rope_type": str(rope)}
 
 
 def _require_supported(content: dict[str, Any], where: str) -> None:

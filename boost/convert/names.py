@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from boost.config.architecture import SLOTS, Parameter, embedding, final_norm, groups, head, parameters
+from boost.config.architecture import SLOTS, Parameter, parameters
 from boost.config.schema import ModelConfig
 
 Form = Literal["llama", "merged", "cola", "boost"]
@@ -19,8 +19,12 @@ _NORMS = {"attn_norm": "input_layernorm.weight", "mlp_norm": "post_attention_lay
 _MODULES = {
     slot: f"{'self_attn' if slot.startswith('attn') else 'mlp'}.{slot.partition('.')[2]}_proj" for slot in SLOTS
 }
-_LLAMA, _COLA = {"W": "weight"}, {"A": "cola_a", "B": "cola_b"}
-_BOOST = {"A": "A.weight", "B": "B.weight"}
+_KINDS: dict[Form, dict[str, str]] = {
+    "llama": {"W": "weight"},
+    "merged": {"W": "weight"},
+    "cola": {"A": "cola_a", "B": "cola_b"},
+    "boost": {"A": "A.weight", "B": "B.weight"},
+}
 
 
 @dataclass(frozen=True)
@@ -59,30 +63,18 @@ def stored_form(form: Form, names: Collection[str]) -> Form:
 
 def entries(model: ModelConfig, form: Form) -> Iterator[Entry]:
     """Yields every tensor of a folder of this form, in the order of the forward pass."""
-    if form == "merged":
-        yield from _merged(model)
-        return
+    inner: dict[str, Parameter] = {}
     for parameter in parameters(model):
-        transposed = form == "cola" and parameter.name.endswith((".A", ".B"))
-        shape = parameter.shape[::-1] if transposed else parameter.shape
-        yield Entry(_name(parameter.name, form), shape, (parameter,), transposed)
-
-
-def _merged(model: ModelConfig) -> Iterator[Entry]:
-    def plain(parameter: Parameter) -> Entry:
-        return Entry(_name(parameter.name, "llama"), parameter.shape, (parameter,))
-
-    yield plain(embedding(model))
-    for layer in range(model.layers):
-        for norm in _NORMS:
-            yield plain(Parameter(f"layers.{layer}.{norm}", (model.dim,), "norm"))
-        for group in groups(model, layer):
-            pairs = zip(*(group.parameters(f"layers.{layer}", factor) for factor in "AB"), strict=True)
-            for a, b in pairs:
-                name = _name(a.name.removesuffix("A") + "W", "llama")
-                yield Entry(name, (b.shape[0], a.shape[1]), (a, b))
-    yield plain(final_norm(model))
-    yield plain(head(model))
+        linear, _, factor = parameter.name.rpartition(".")
+        if form == "merged" and factor == "A":
+            inner[linear] = parameter
+        elif form == "merged" and factor == "B":
+            a = inner.pop(linear)
+            yield Entry(_name(f"{linear}.W", form), (parameter.shape[0], a.shape[1]), (a, parameter))
+        else:
+            transposed = form == "cola" and factor in ("A", "B")
+            shape = parameter.shape[::-1] if transposed else parameter.shape
+            yield Entry(_name(parameter.name, form), shape, (parameter,), transposed)
 
 
 def _name(name: str, form: Form) -> str:
@@ -93,5 +85,4 @@ def _name(name: str, form: Form) -> str:
     if rest in _NORMS:
         return f"model.layers.{layer}.{_NORMS[rest]}"
     slot, _, kind = rest.rpartition(".")
-    kinds = {"llama": _LLAMA, "cola": _COLA, "boost": _BOOST}[form]
-    return f"model.layers.{layer}.{_MODULES[slot]}.{kinds.get(kind, kind)}"
+    return f"model.layers.{layer}.{_MODULES[slot]}.{_KINDS[form].get(kind, kind)}"

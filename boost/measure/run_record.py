@@ -113,10 +113,10 @@ def find_runs(folder: Path) -> list[Path]:
     """Run directories in a folder, sorted; the folder itself if it is one. Raises DataError if there is none."""
     if not folder.is_dir():
         raise DataError(f"no runs in '{folder}': no such folder")
-    found = sorted(_runs_below(folder, DEPTH))
-    if not found:
+    runs = sorted(_runs_below(folder, DEPTH))
+    if not runs:
         raise DataError(f"no runs in '{folder}'; name the folder that holds your run directories, such as runs")
-    return found
+    return runs
 
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
