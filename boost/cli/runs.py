@@ -4,13 +4,13 @@ import argparse
 import itertools
 import json
 import math
-import shutil
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from boost.cli.terminal import print_table, result_console
 from boost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,10 +22,7 @@ CURVE_ROWS = 10
 """Rows of a curve: each is a mean over a tenth of the steps."""
 LETTERS = "ABCDEFGHIJ"
 """Short names of compared runs, in the order of the command line."""
-LABEL, COLUMN = 16, 10
-"""Widths of the first column and of the other columns of a comparison."""
-HELDOUT_FROM, YEAR_FROM = 72, 100
-"""Minimum terminal widths at which the list shows the held-out loss, and dates include the year."""
+PIPED_WIDTH = 200
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -76,25 +73,14 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_facts(runs), indent=2))
         return 0
-    from rich.console import Console
-    from rich.table import Table
-
-    width = shutil.get_terminal_size().columns
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("run", overflow="fold")
-    table.add_column("state", no_wrap=True)
-    heldout = ("held-out",) if width >= HELDOUT_FROM else ()
-    for heading in ("step", "loss", *heldout):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("updated", no_wrap=True)
-    form = "%Y-%m-%d %H:%M" if width >= YEAR_FROM else "%m-%d %H:%M"
+    rows = []
     for record in runs:
         done = record.summary()
         name = str(record.path) if record.path == top else str(record.path.relative_to(top))
-        losses = [_number(done.loss), *([_number(done.heldout_loss)] if heldout else [])]
-        when = record.updated.astimezone().strftime(form) if record.updated else "-"
-        table.add_row(name, record.state, f"{done.step}/{done.total_steps}", *losses, when)
-    Console(width=width, markup=False, highlight=False).print(table)
+        when = record.updated.astimezone().strftime("%Y-%m-%d %H:%M") if record.updated else "-"
+        losses = (_number(done.loss), _number(done.heldout_loss))
+        rows.append([name, record.state, f"{done.step}/{done.total_steps}", *losses, when])
+    _print_rows(("run", "state", "step", "loss", "held-out", "updated"), rows)
     return 0
 
 
@@ -122,16 +108,17 @@ def _compare(args: argparse.Namespace) -> int:
         skipped = f", {lines} of metrics.jsonl skipped" if record.damaged else ""
         print(f"{letter}  {record.path}: {record.state}{because}{skipped}")
     print()
-    _print_table(_numbers(runs), len(runs))
+    columns = ("", *LETTERS[: len(runs)])
+    _print_rows(columns, _numbers(runs))
     if difference:
         print("\nconfiguration differences:")
-        _print_table([[key, *map(_shown, values)] for key, values in difference.items()], len(runs))
+        _print_rows(columns, [[key, *map(_shown, values)] for key, values in difference.items()])
     else:
         print("\nThe configurations are identical.")
     for metric, of_runs in curves.items():
         if any(of_runs):
             print(f"\n{metric.replace('_', ' ')} by step")
-            _print_table(_curve_rows(of_runs), len(runs))
+            _print_rows(columns, _curve_rows(of_runs))
     return 0
 
 
@@ -185,21 +172,16 @@ def _numbers(runs: "Sequence[RunRecord]") -> list[list[str]]:
     return [[label, *(cells[label] for cells in columns)] for label in columns[0]]
 
 
-def _print_table(rows: list[list[str]], runs: int) -> None:
-    """Prints rows of a label and one cell per run, as several tables if the terminal is too narrow for all runs."""
-    from rich.console import Console
+def _print_rows(headings: Sequence[str], rows: list[list[str]]) -> None:
     from rich.table import Table
+    from rich.text import Text  # keeps a value such as "[red]" from being read as markup
 
-    width = shutil.get_terminal_size().columns
-    at_once = max((width - LABEL) // COLUMN, 1)
-    for first in range(0, runs, at_once):
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("", overflow="fold")
-        for letter in LETTERS[first : min(first + at_once, runs)]:
-            table.add_column(letter, justify="right", overflow="fold")
-        for label, *cells in rows:
-            table.add_row(label, *cells[first : first + at_once])
-        Console(width=width, markup=False, highlight=False).print(table)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    print_table(result_console(PIPED_WIDTH), table)
 
 
 def _number(value: float | None) -> str:

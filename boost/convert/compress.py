@@ -27,7 +27,7 @@ from boost.convert.calibration import (
     moment_bytes,
     read_batches,
 )
-from boost.convert.spectrum import FactoredLinear, low_rank_table, summaries
+from boost.convert.spectrum import FactoredLinear, low_rank_table, slot_rows
 from boost.convert.twins import InputMoments, Twins
 from boost.data.store import TokenStore
 from boost.errors import ConfigError
@@ -132,23 +132,14 @@ class CompressedWeights:
                 f"{dense.model.vocab_size}; prepare the text with the model's tokenizer"
             )
         decoder = dense_decoder(dense, torch.device(compression.device))
-        done = compress(decoder, store, compression, min(dense.context, MAX_SEQ_LEN))
-        self.model, self.report = done.decoder.model, done.report
-        self._slices = slices_by_name(done.decoder)
+        low, self.report = compress(decoder, store, compression, min(dense.context, MAX_SEQ_LEN))
+        self.model, self._slices = low.model, slices_by_name(low)
 
     def dtype(self) -> torch.dtype:
         return self._dtype
 
     def read(self, parameter: Parameter) -> Tensor:
         return self._slices[parameter.name].cpu()
-
-
-@dataclass(frozen=True)
-class Compressed:
-    """A factorized model and how it was made."""
-
-    decoder: Decoder
-    report: dict[str, Any]
 
 
 def dense_decoder(weights: "Weights", device: torch.device) -> Decoder:
@@ -166,8 +157,10 @@ def dense_decoder(weights: "Weights", device: torch.device) -> Decoder:
     return decoder
 
 
-def compress(decoder: Decoder, store: TokenStore, compression: Compression, seq_len: int) -> Compressed:
-    """Factorizes a dense decoder (with an `ObservedLayout`) as `compression` says; it is not changed. Raises BoostError."""
+def compress(
+    decoder: Decoder, store: TokenStore, compression: Compression, seq_len: int
+) -> tuple[Decoder, dict[str, Any]]:
+    """The factors of a dense decoder (with an `ObservedLayout`; not changed), and a report on them. Raises BoostError."""
     dense = decoder.model
     batches = read_batches(store, compression.tokens, seq_len, decoder.device)
     moments, weights = collect(decoder, batches), dense_weights(decoder)
@@ -206,10 +199,10 @@ def compress(decoder: Decoder, store: TokenStore, compression: Compression, seq_
             "linears": linear_parameters(dense),
         },
         "heldout": heldout,
-        "slots": [asdict(summary) for summary in summaries(rows)],
+        "slots": slot_rows(rows),
         "linears": [asdict(row) for row in rows],
     }
-    return Compressed(low, report)
+    return low, report
 
 
 @dataclass(frozen=True)

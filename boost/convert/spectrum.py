@@ -4,6 +4,7 @@ W is replaced by its best rank-r approximation B A (Eckart-Young); the error of 
 `boost/models/factorize.py`.
 """
 
+import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -93,7 +94,7 @@ class Factorizer:
         options = {k: v for k, v in asdict(self._truncation).items() if k != "device" and v is not None}
         return {
             "asked": options,
-            "slots": [asdict(summary) for summary in summaries(self.linears)],
+            "slots": slot_rows(self.linears),
             "linears": [asdict(linear) for linear in self.linears],
         }
 
@@ -109,33 +110,23 @@ def low_rank_table(dense: ModelConfig, rank: int, ranks: Mapping[str, int]) -> d
     return {**dense.model_dump(exclude={"family"}), "family": "svd", "rank": rank, "ranks": exceptions}
 
 
-@dataclass(frozen=True)
-class Summary:
-    """One slot, summarized over all blocks."""
-
-    slot: str
-    blocks: int
-    rank_min: int
-    rank_mean: float
-    rank_max: int
-    energy: float
-    """Mean."""
-    error_mean: float
-    error_max: float
-    cost: float | None
-    """Sum."""
-
-
-def summaries(linears: list[FactoredLinear]) -> list[Summary]:
-    """Summarizes each of the seven slots."""
-    result = []
+def slot_rows(linears: list[FactoredLinear]) -> list[dict[str, Any]]:
+    """For the report: each of the seven slots, summarized over all blocks; energy is the mean, cost the sum."""
+    rows = []
     for slot in SLOTS:
         of_slot = [linear for linear in linears if linear.name.endswith(f".{slot}")]
         ranks, errors = [linear.rank for linear in of_slot], [linear.error for linear in of_slot]
-        count = len(of_slot)
-        energy = sum(linear.energy for linear in of_slot) / count
-        mean = sum(ranks) / count
         costs = [linear.cost for linear in of_slot if linear.cost is not None]
-        ends = sum(errors) / count, max(errors), sum(costs) if costs else None
-        result.append(Summary(slot, count, min(ranks), mean, max(ranks), energy, *ends))
-    return result
+        row = {
+            "slot": slot,
+            "blocks": len(of_slot),
+            "rank_min": min(ranks),
+            "rank_mean": statistics.fmean(ranks),
+            "rank_max": max(ranks),
+            "energy": statistics.fmean(linear.energy for linear in of_slot),
+            "error_mean": statistics.fmean(errors),
+            "error_max": max(errors),
+            "cost": sum(costs) if costs else None,
+        }
+        rows.append(row)
+    return rows

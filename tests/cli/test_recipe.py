@@ -2,12 +2,6 @@
 
 import io
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -99,40 +93,3 @@ def test_from_the_data_to_the_comparison(c4: Path, capsys: pytest.CaptureFixture
 def test_too_little_data_is_an_error(c4: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(c4, "--yes", steps=10_000)) == 2
     assert "and the recipe reads 640k; add more of the dataset's files, or pass --max-tokens" in capsys.readouterr().err
-
-
-CHILD = """
-import sys
-from boost.cli import recipe as command_module
-from boost.cli.main import main
-from boost.data import encode, prepare
-command_module.print_budget = lambda *_: None
-encode.BATCH_CHARS, prepare.COMMIT_S = 300, 0.0
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.nightly
-def test_a_recipe_that_is_killed_again_and_again(c4: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": ":".join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", CHILD, *command(c4, "--yes", "--train.save_every", "3", steps=60)]
-    subprocess.run(words, env=env, check=True, stdout=subprocess.DEVNULL)
-    expected = json.loads(Path("runs/c4-60m-3840/recipe.json").read_text())
-    tokens = Path("data/c4-3840/store.json").read_bytes()
-    shutil.rmtree("runs")
-    shutil.rmtree("data")
-    kills = 0
-    for seconds in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 600):
-        process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        begun = time.monotonic()
-        while process.poll() is None and time.monotonic() - begun < seconds:
-            time.sleep(0.05)
-        if process.poll() is not None:
-            assert process.returncode == 0
-            break
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        kills += 1
-    assert kills >= 3
-    assert json.loads(Path("runs/c4-60m-3840/recipe.json").read_text()) == expected
-    assert Path("data/c4-3840/store.json").read_bytes() == tokens
