@@ -8,6 +8,7 @@ from typing import Any
 from boost.api.model import Model, as_config
 from boost.config import Config
 from boost.data.fit import open_fitting_store
+from boost.data.verify import Progress
 from boost.errors import ConfigError, TrainingError
 from boost.parallel.capabilities import require_torch
 from boost.train.checkpoint import fallback_folder
@@ -62,18 +63,7 @@ class Trainer:
                 f"parallel: this mesh has {size} processes, but {started} were started; run this script with "
                 f"torchrun --nproc-per-node {size}"
             )
-        run = RunDirectory(Path(config.run.dir))
-        require_unlocked(run.path)
-        if not run.continued_by(resume):
-            run.require_empty()
-        if resume == "auto":
-            require_nothing_lost(run, resume_candidates("auto", run, fallback_folder(config)), False)
-        tracker_modules(config)
-        require_torch(config.parallel)
-        store = open_fitting_store(config)
-        if self._start_from is not None:
-            check_start(self._start_from, config, store)
-        check_teacher(config, store)
+        check_before_start(config, resume, self._start_from)
 
     def fit(self) -> TrainResult:
         """Trains to the last step, or until a hook or a signal stops the run. Collective: all processes call it.
@@ -88,3 +78,32 @@ class Trainer:
     def model(self, **options: Any) -> Model:
         """The model of the latest checkpoint of the run, on one process; `options` as of `Model.from_pretrained`."""
         return Model.from_pretrained(self.config.run.dir, **options)
+
+
+def check_before_start(
+    config: Config,
+    resume: str | None,
+    start_from: str | None,
+    *,
+    restart: bool = False,
+    rejoins: bool = False,
+    progress: Progress = iter,
+) -> None:
+    """Checks everything that can be checked before the first step, so that a mistake does not cost the start of processes.
+
+    `resume`, `start_from`, `restart`: as of `boost train`. `rejoins`: this process may join a run that others train already, whose
+    run directory is in use. `progress` wraps the verification of the token store. Raises ConfigError, DataError, CheckpointError.
+    """
+    run = RunDirectory(config.run.dir)
+    if not rejoins:
+        require_unlocked(run.path)
+        if not run.continued_by(resume):
+            run.require_empty()
+        if resume == "auto":
+            require_nothing_lost(run, resume_candidates("auto", run, fallback_folder(config)), restart)
+    tracker_modules(config)
+    require_torch(config.parallel)
+    store = open_fitting_store(config, progress)
+    if start_from is not None:
+        check_start(start_from, config, store)
+    check_teacher(config, store)

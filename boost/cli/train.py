@@ -101,39 +101,23 @@ def train_config(config: Config) -> int:
 def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request: StopRequest) -> int:
     import torch
 
-    from boost.data.fit import open_fitting_store
-    from boost.train.checkpoint import fallback_folder
+    from boost.api.trainer import check_before_start
     from boost.train.console import progress
     from boost.train.launch import can_fork, launch, under_torchrun
-    from boost.train.metrics import tracker_modules
-    from boost.train.resume import check_start, require_nothing_lost, resume_candidates
-    from boost.train.run_lock import require_unlocked
+    from boost.train.run import train_process
     from boost.train.rundir import RunDirectory
-    from boost.train.teacher import check_teacher
 
     launches = config.parallel.world_size > 1 and not under_torchrun()
     if launches:
         torch.set_num_threads(1)  # because `launch` forks
-    # Check before starting processes, which takes seconds.
-    run = RunDirectory(config.run.dir)
-    may_rejoin = config.run.recovery == "in-step" and not launches  # the main process of a new run checks instead
-    if not may_rejoin:
-        require_unlocked(run.path)
-    if not may_rejoin and not run.continued_by(args.resume):
-        run.require_empty()
-    if args.resume == "auto" and not may_rejoin:
-        require_nothing_lost(run, resume_candidates("auto", run, fallback_folder(config)), args.restart)
-    tracker_modules(config)
-    store = open_fitting_store(config, lambda blocks: progress(blocks, "verify token store"))
-    if args.start_from:
-        check_start(args.start_from, config, store)
-    check_teacher(config, store)
-
-    from boost.parallel.capabilities import require_torch
-    from boost.train.run import train_process
-
-    require_torch(config.parallel)
-
+    check_before_start(
+        config,
+        args.resume,
+        args.start_from,
+        restart=args.restart,
+        rejoins=config.run.recovery == "in-step" and not launches,  # the main process of a new run checks instead
+        progress=lambda blocks: progress(blocks, "verify token store"),
+    )
     work = (config, args.resume, args.start_from, faults, args.restart)
     if not launches:
         return train_process(*work)
@@ -144,7 +128,7 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
         train_process,
         work,
         config.parallel.world_size,
-        log_dir=run.logs,
+        log_dir=RunDirectory(config.run.dir).logs,
         holds_signals=True,
         forks=can_fork(),
         supervise=_supervise(config),
