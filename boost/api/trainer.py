@@ -6,21 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from boost.api.model import Model, as_config
+from boost.cli.train import check_before_start
 from boost.config import Config
-from boost.data.fit import open_fitting_store
-from boost.data.verify import Progress
 from boost.errors import ConfigError, TrainingError
-from boost.parallel.capabilities import require_torch
-from boost.train.checkpoint import fallback_folder
 from boost.train.hooks import Hook
 from boost.train.launch import under_torchrun
-from boost.train.metrics import tracker_modules
 from boost.train.outcome import TrainResult
-from boost.train.resume import check_start, require_nothing_lost, resume_candidates
 from boost.train.run import train
-from boost.train.run_lock import require_unlocked
-from boost.train.rundir import RunDirectory
-from boost.train.teacher import check_teacher
 
 
 class Trainer:
@@ -78,32 +70,3 @@ class Trainer:
     def model(self, **options: Any) -> Model:
         """The model of the latest checkpoint of the run, on one process; `options` as of `Model.from_pretrained`."""
         return Model.from_pretrained(self.config.run.dir, **options)
-
-
-def check_before_start(
-    config: Config,
-    resume: str | None,
-    start_from: str | None,
-    *,
-    restart: bool = False,
-    rejoins: bool = False,
-    progress: Progress = iter,
-) -> None:
-    """Checks everything that can be checked before the first step, so that a mistake does not cost the start of processes.
-
-    `resume`, `start_from`, `restart`: as of `boost train`. `rejoins`: this process may join a run that others train already, whose
-    run directory is in use. `progress` wraps the verification of the token store. Raises ConfigError, DataError, CheckpointError.
-    """
-    run = RunDirectory(config.run.dir)
-    if not rejoins:
-        require_unlocked(run.path)
-        if not run.continued_by(resume):
-            run.require_empty()
-        if resume == "auto":
-            require_nothing_lost(run, resume_candidates("auto", run, fallback_folder(config)), restart)
-    tracker_modules(config)
-    require_torch(config.parallel)
-    store = open_fitting_store(config, progress)
-    if start_from is not None:
-        check_start(start_from, config, store)
-    check_teacher(config, store)
