@@ -26,7 +26,7 @@ from benchmarks.experiments.resumable import keep, resumed
 from benchmarks.experiments.scores import require_harness, scored, task_folder
 from benchmarks.experiments.sections import save
 from boost.config import Config
-from boost.config.load import change_family, from_tree
+from boost.config.load import change, change_family, from_tree
 from boost.config.schema import Family
 from boost.data.fit import open_fitting_store
 from boost.errors import ConfigError, TrainingError
@@ -148,7 +148,7 @@ def configuration(config: Config, family: str, layout: LayoutVariant, dtype: str
     if tree["model"].get("rank") is None:
         tree["model"].pop("rank", None)
     tree["model"] |= of_family.model
-    tree["optim"] |= of_family.optim
+    change(tree, {f"optim.{key}": value for key, value in of_family.optim.items()})
     if of_family.optim:
         every = max(config.train.steps // EXACT_STEPS, 1)
         tree["optim"] |= {"exact_every": every, "restart_warmup_steps": min(RESTART_WARMUP, every)}
