@@ -5,7 +5,7 @@ The docstring below each field is its documentation: `boost config --fields` and
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
 
@@ -77,16 +77,6 @@ class ParallelConfig(Tagged):
 
     grouping: bool = True
     """True: linears with the same input (q,k,v; gate,up) share one GEMM and one collective. False: each has its own."""
-
-    @classmethod
-    def find(cls, value: object) -> type[Self] | None:
-        found = super().find(value)
-        if found is None and isinstance(value, str):
-            from boost.config import layouts  # imported here because its classes derive from this one
-
-            layouts.load_entry_points()
-            found = super().find(value)
-        return found
 
     @classmethod
     def derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:

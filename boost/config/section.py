@@ -65,7 +65,7 @@ def nearest(value: int, largest: int, legal: Callable[[int], bool]) -> int:
 
 
 PLUGINS = "boost.plugins"
-"""Entry-point group of installed packages whose modules define families, optimizers or schedules."""
+"""Entry-point group of installed packages whose modules define families, optimizers or schedules, or register layouts."""
 
 
 @functools.cache
