@@ -82,12 +82,6 @@ def _tagged() -> Iterator[tuple[str, type[Tagged]]]:
             yield section, info.annotation
 
 
-def change_family(model: dict[str, Any], family: str, over: str = "cola") -> None:
-    """Sets the family in a [model] table, like `change`. `over`: family of the linears if `family` is lax."""
-    ModelConfig.switch(model, {"family": family, "over": over})
-    model["family"] = family
-
-
 def from_tree(tree: dict[str, Any]) -> Config:
     """Validates a parsed TOML or JSON document, including the rules between fields. Raises ConfigError."""
     config = validated(tree)
