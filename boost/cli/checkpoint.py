@@ -1,4 +1,4 @@
-"""`boost checkpoint`: lists, verifies and repairs the checkpoints of a run."""
+"""`boost checkpoint`: lists and verifies the checkpoints of a run."""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from boost.cli.terminal import print_table, result_console
-from boost.errors import CheckpointError, ConfigError
+from boost.errors import CheckpointError
 from boost.format import format_bytes
 
 RUN = "run directory, checkpoints folder, or a single step-... folder"
@@ -16,39 +16,31 @@ RUN = "run directory, checkpoints folder, or a single step-... folder"
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "checkpoint",
-        help="list, verify and repair checkpoints",
-        description="Lists, verifies and repairs the checkpoints of a run.\n\n"
-        "  list             step, date, size, state and held-out loss of each checkpoint\n"
-        "  verify           checks every byte against the digests from the save; exit code 1 if anything is damaged\n"
-        "  repair-metadata  rebuilds a missing or unreadable manifest if every tensor file is structurally intact",
+        help="list and verify checkpoints",
+        description="Lists and verifies the checkpoints of a run.\n\n"
+        "  list     step, date, size, state and held-out loss of each checkpoint\n"
+        "  verify   checks every byte against the digests from the save; exit code 1 if anything is damaged",
         epilog="examples:\n"
         "  boost checkpoint list runs/demo\n"
         "  boost checkpoint list runs/demo --json\n"
         "  boost checkpoint verify runs/demo\n"
-        "  boost checkpoint verify runs/demo/checkpoints/step-00000200\n"
-        "  boost checkpoint repair-metadata runs/demo/checkpoints/step-00000200 --yes",
+        "  boost checkpoint verify runs/demo/checkpoints/step-00000200",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, explanation in (
         ("list", "step, date, size, state and held-out loss of each checkpoint"),
         ("verify", "check every byte against the digests from the save"),
-        ("repair-metadata", "rebuild a missing or unreadable manifest"),
     ):
         action = actions.add_parser(name, help=explanation, description=f"{explanation[0].upper()}{explanation[1:]}.")
         action.allow_abbrev = False
         action.add_argument("path", metavar="RUN", help=RUN)
-        if name == "repair-metadata":
-            action.add_argument(
-                "--yes", action="store_true", help="confirm that the new digests describe the files as they are now"
-            )
-        else:
-            action.add_argument("--json", action="store_true", help="print JSON")
+        action.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    return {"list": _list, "verify": _verify, "repair-metadata": _repair}[args.action](args)
+    return {"list": _list, "verify": _verify}[args.action](args)
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -134,21 +126,3 @@ def _verify(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(rows, indent=2))
     return 0 if all(row["intact"] for row in rows) else 1
-
-
-def _repair(args: argparse.Namespace) -> int:
-    from boost.train.checkpoint.inspect import rebuild_manifest, require_repairable
-
-    path = Path(args.path)
-    checkpoint = require_repairable(path)
-    if not args.yes:
-        raise ConfigError(
-            f"'{path}' (step {checkpoint.position.step}) is structurally intact, but a rebuilt manifest has digests of the files "
-            "as they are now, not from the save, and cannot detect earlier damage; confirm with --yes"
-        )
-    manifest = rebuild_manifest(path)
-    print(
-        f"rebuilt the manifest of '{path}': {len(manifest.root)} files. Its digests describe the files as they are now, not the "
-        "save: earlier damage inside tensors stays undetected. 'boost checkpoint list' marks the checkpoint accordingly."
-    )
-    return 0
