@@ -31,7 +31,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "recipe",
         help="prepare, train, evaluate and compare a published run",
-        usage="boost recipe [RECIPE] [--data PATH] [--steps N | --max-tokens N] [--yes] [--dry-run]\n"
+        usage="boost recipe [RECIPE] [--data PATH] [--steps N] [--yes] [--dry-run]\n"
         "                    [--section.key value ...]",
         description="Runs a published recipe to the end: prepares its data, trains its preset, evaluates, and compares with the\n"
         "published perplexity. Prints the budget first. Interrupt it at any time; the same command continues.\n"
@@ -56,14 +56,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="TOKENIZER",
         help="instead of the recipe's: a local copy of it, or another one, as for 'boost prepare' (then set --model.vocab_size)",
     )
-    shorter = parser.add_mutually_exclusive_group()
-    shorter.add_argument("--steps", type=int, metavar="N", help="train for N steps")
-    shorter.add_argument("--max-tokens", type=int, metavar="N", help="train on about N tokens")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="train for N steps; warm-up and intervals shrink with it"
+    )
     parser.add_argument("--gpu", default="h100-80g", metavar="PROFILE", help="GPU to plan for (default: %(default)s)")
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help="number of them (default: %(default)s)")
-    parser.add_argument(
-        "--price", type=float, default=2.0, metavar="P", help="assumed USD per GPU-hour (default: %(default)s)"
-    )
     parser.add_argument("--yes", action="store_true", help="do not ask before starting")
     parser.add_argument("--dry-run", action="store_true", help="print the budget and stop")
     parser.set_defaults(takes_overrides=True)
@@ -77,18 +74,16 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"RECIPE is missing before {args.overrides[0]}; 'boost recipe' lists them")
         _print_list()
         return 0
-    for flag, value in (("--steps", args.steps), ("--max-tokens", args.max_tokens), ("--gpus", args.gpus)):
+    for flag, value in (("--steps", args.steps), ("--gpus", args.gpus)):
         if value is not None and value < 1:
             raise ConfigError(f"{flag} = {value} is too small; smallest valid value: 1")
-    if not args.price > 0:
-        raise ConfigError(f"--price = {args.price:g} must be greater than 0 (USD per GPU-hour)")
     if "RANK" in os.environ:
         raise ConfigError(
             "boost recipe runs on one machine and starts its processes itself; for torchrun, write its configuration with "
             f"'boost config {args.recipe}', and use 'boost prepare' and 'boost train'"
         )
     recipe = find_recipe(args.recipe)
-    config = recipe.config(args.overrides, args.steps, args.max_tokens)
+    config = recipe.config(args.overrides, args.steps)
     options = _prepare_options(args, recipe, config)
     print_budget(args, recipe, config, options)
     if args.dry_run:
@@ -193,11 +188,8 @@ def _plan(args: argparse.Namespace, config: Config, tokens: int) -> str:
     if best is None:
         return f"does not fit on {args.gpus} x {args.gpu}; try --gpus {2 * args.gpus}"
     seconds = tokens / best.time.tokens_per_second
-    hours = seconds * args.gpus / 3600
-    return (
-        f"{format_duration(seconds)} predicted ({mesh(best.config.parallel)}, {choices(best.config)}): {hours:.3g} GPU-hours, "
-        f"{hours * args.price:,.2f} USD at an assumed {args.price:g} USD per GPU-hour (--price)"
-    )
+    where = f"{mesh(best.config.parallel)}, {choices(best.config)}"
+    return f"{format_duration(seconds)} predicted ({where}): {seconds * args.gpus / 3600:.3g} GPU-hours"
 
 
 def _run_stages(recipe: Recipe, config: Config, options: "PrepareOptions") -> int:
@@ -211,9 +203,10 @@ def _run_stages(recipe: Recipe, config: Config, options: "PrepareOptions") -> in
     print_report(result)
     prepared, needed = result.store.split("train").n_tokens, tokens_of(config)
     if prepared < needed / 4:  # the run would read the same text again and again
+        enough = max(prepared * config.train.steps // needed, 1)
         raise DataError(
             f"{result.store.path}: has {format_count(prepared)} training tokens, and the recipe reads {format_count(needed)}; add "
-            f"more of the dataset's files, or pass --max-tokens {prepared}"
+            f"more of the dataset's files, or pass --steps {enough}"
         )
     print("\n2/3 train", flush=True)
     if final_evaluation(config) is None:

@@ -49,18 +49,16 @@ class Recipe:
     perplexity: float | None = None
     """Published held-out perplexity; None if there is none for the whole recipe."""
 
-    def config(self, overrides: Sequence[str] = (), steps: int | None = None, tokens: int | None = None) -> Config:
+    def config(self, overrides: Sequence[str] = (), steps: int | None = None) -> Config:
         """The configuration of the run: the preset with a run directory and a token store of its own, then `overrides`.
 
-        `steps` or `tokens` shorten the run; warm-up and intervals shrink in proportion. Raises ConfigError.
+        `steps` shortens the run; warm-up and intervals shrink in proportion. Raises ConfigError.
         """
         tree = read_source(self.preset)
         given = dict(parse_overrides(overrides))
         published = tokens_of(from_tree(tree))
         change(tree, given)
         whole = from_tree(tree).train
-        if tokens is not None:
-            steps = max(tokens // (whole.global_batch * whole.seq_len), 1)
         if steps is not None and steps != whole.steps:
             change(tree, {key: value for key, value in _shortened(tree, steps).items() if key not in given})
         used = int(tree["train"]["steps"]) * whole.global_batch * whole.seq_len
