@@ -123,9 +123,9 @@ class Tagged(Section):
     def choice(cls, values: Mapping[str, Any]) -> type[Self]:
         """The class selected by a table. Raises ValidationError."""
         value = values.get(cls.tag(), cls.model_fields[cls.tag()].default)
-        if (found := cls.find(value)) is None:
+        if (selected := cls.find(value)) is None:
             raise _invalid(cls, "literal_error", cls.tag(), value, expected=" or ".join(cls.choices))
-        return found
+        return selected
 
     @classmethod
     def owners(cls, name: str) -> list[str]:

@@ -54,8 +54,8 @@ class TensorFolder:
             return [self.path / name for name in sorted(names)]
         # Some folders contain a second copy of the weights under another name.
         single = self.path / "model.safetensors"
-        if found := [single] if single.is_file() else sorted(self.path.glob("*.safetensors")):
-            return found
+        if files := [single] if single.is_file() else sorted(self.path.glob("*.safetensors")):
+            return files
         if pickles := sorted(file.name for pattern in _PICKLES for file in self.path.glob(pattern)):
             raise CheckpointError(
                 f"'{self.path}' stores its weights as a pickle ({pickles[0]}), which can execute code when loaded; if you "
