@@ -10,10 +10,12 @@ from typing import Any
 from boost.convert.formats import read_json
 from boost.data.chat import Message, load_chat_template
 from boost.errors import DataError
+from boost.paths import file_name
 from boost.train.checkpoint import Checkpoint
+from boost.train.checkpoint.folders import STATE_FILE
 from boost.train.checkpoint.state import HUB
 
-TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _TOKENIZER_KEYS = (
     *(f"{name}_token" for name in _SPECIAL),
@@ -27,11 +29,11 @@ _TOKENIZER_KEYS = (
 
 
 def read_tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Returns {"tokenizer": ..., "chat_template": ...}, each only if the folder has it. Raises ConfigError or DataError."""
+    """Returns {"tokenizer": ..., "chat_templates": ...}, each only if the folder has it. Raises ConfigError or DataError."""
     config = read_json(folder / "tokenizer_config.json", "fix or remove it")
     legacy = read_json(folder / "special_tokens_map.json", "fix or remove it")
     tokenizer = {key: value for key, value in (legacy | config).items() if key in _TOKENIZER_KEYS}
-    settings = {"tokenizer": tokenizer, "chat_template": _template(folder, config)}
+    settings = {"tokenizer": tokenizer, "chat_templates": _templates(folder, config)}
     return {key: value for key, value in settings.items() if value}
 
 
@@ -45,25 +47,41 @@ def read_generation_settings(folder: Path) -> dict[str, Any]:
     return {"generation": generation} if generation else {}
 
 
-def _template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The (default) chat template: of a file, which transformers 5 writes and which takes precedence, or in tokenizer_config.json,
-    alone or in a list."""
-    file = folder / TEMPLATE_FILE
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise DataError(f"'{file}' cannot be read ({error}); fix or remove it") from None
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Returns chat templates by name. They are in tokenizer_config.json (one, or a list) or in separate files, which transformers 5
+    writes and which take precedence."""
     value = config.get("chat_template")
     try:
-        template = (
-            {entry["name"]: entry["template"] for entry in value}["default"] if isinstance(value, list) else value
-        )
-    except (KeyError, TypeError):
-        template = value
-    if template is None or isinstance(template, str):
-        return template
-    raise DataError(f"chat_template in '{folder}/tokenizer_config.json' is not a template; fix or remove it")
+        if isinstance(value, list):
+            templates = {entry["name"]: entry["template"] for entry in value}
+        else:
+            templates = {} if value is None else dict(value) if isinstance(value, dict) else {"default": value}
+        if not all(isinstance(text, str) for pair in templates.items() for text in pair):
+            raise TypeError
+    except (KeyError, TypeError, ValueError):
+        raise DataError(
+            f"chat_template in '{folder}/tokenizer_config.json' is not a template; fix or remove it"
+        ) from None
+    for name in templates:
+        file_name(name, folder / "tokenizer_config.json", "name of a chat_template")
+    files = {file.stem: file for file in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
+    if (folder / TEMPLATE_FILE).is_file():
+        files["default"] = folder / TEMPLATE_FILE
+    for name, file in files.items():
+        try:
+            templates[name] = file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise DataError(f"'{file}' cannot be read ({error}); fix or remove it") from None
+    return templates
+
+
+def template_files(checkpoint: Checkpoint) -> dict[str, str]:
+    """Returns file name -> content of the chat templates, as transformers 5 saves them. Raises DataError for an unsafe name."""
+    files, templates = {}, (checkpoint.data.get(HUB) or {}).get("chat_templates", {})
+    for name, text in templates.items():
+        name = file_name(name, checkpoint.path / STATE_FILE, f"{HUB}.chat_templates")
+        files[TEMPLATE_FILE if name == "default" else f"{TEMPLATE_FOLDER}/{name}.jinja"] = text
+    return files
 
 
 def merged_tokenizer_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +94,7 @@ def merged_tokenizer_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[s
     kept = {key: value for key, value in hub.get("tokenizer", {}).items() if key in _TOKENIZER_KEYS}
     split = kept.pop("split_special_tokens", False)
     merged = {**ours, **kept}
-    if hub.get("chat_template"):
+    if hub.get("chat_templates"):
         merged["split_special_tokens"] = split
     return merged
 
@@ -84,13 +102,15 @@ def merged_tokenizer_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[s
 def load_template_of(checkpoint: Checkpoint) -> Callable[[list[Message]], str] | None:
     """Returns `load_chat_template` of a checkpoint: of its own files, or of the folder that it was imported from."""
     hub = checkpoint.data.get(HUB) or {}
-    if (checkpoint.path / TEMPLATE_FILE).is_file() or not hub.get("chat_template"):
+    if (checkpoint.path / TEMPLATE_FILE).is_file() or not hub.get("chat_templates"):
         return load_chat_template(checkpoint.path)
     with tempfile.TemporaryDirectory(prefix="boost-chat-") as temporary:
         folder = Path(temporary)
         shutil.copy(checkpoint.tokenizer, folder / "tokenizer.json")
         (folder / "tokenizer_config.json").write_text(json.dumps(merged_tokenizer_config({}, hub)), encoding="utf-8")
-        (folder / TEMPLATE_FILE).write_text(str(hub["chat_template"]), encoding="utf-8")
+        for name, text in template_files(checkpoint).items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(text, encoding="utf-8")
         return load_chat_template(folder)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from boost import __version__
 from boost.config.architecture import parameter_count
-from boost.convert.chat import TEMPLATE_FILE, merged_generation_config
+from boost.convert.chat import merged_generation_config, template_files
 from boost.convert.formats import MODELING_FILE, config_json
 from boost.convert.names import Form, entries, form_of
 from boost.convert.tensors import INDEX, TensorWriter, dtype_name
@@ -68,6 +68,7 @@ def export(
         weight_map = writer.close()
         stored = dtype or dtype_name(reader.dtype("embed"))
         for name, text in _texts(checkpoint, form, stored, writer, weight_map):
+            (temporary / name).parent.mkdir(exist_ok=True)
             (temporary / name).write_text(text, encoding="utf-8")
         temporary.rename(out)
     except OSError as error:
@@ -107,8 +108,7 @@ def _texts(
         text, tokenizer_config = tokenizer_files(text, eos, bos, data.get("bos"), context, hub)
         yield "tokenizer.json", text
         yield "tokenizer_config.json", _json(tokenizer_config)
-        if template := hub.get("chat_template"):
-            yield TEMPLATE_FILE, str(template)
+        yield from template_files(checkpoint).items()
     assert form == "merged" or writer.parameters == parameter_count(model)
     yield "README.md", _card(checkpoint, form, writer.parameters, dtype, context)
 

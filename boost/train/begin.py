@@ -52,9 +52,9 @@ def inherited_data(corpus: Corpus, resume_from: Sequence[Path], start_from: str 
     rejoin later, without loading a checkpoint, need it too."""
     hub = _hub_data(resume_from, start_from)
     chat = next((store.chat for store in corpus.stores if store.chat), None)
-    if chat and not hub.get("chat_template"):
+    if chat and not hub.get("chat_templates"):
         tokenizer = {**chat["tokenizer"], **hub.get("tokenizer", {})}
-        hub = {**hub, "tokenizer": tokenizer, "chat_template": chat["template"]}
+        hub = {**hub, "tokenizer": tokenizer, "chat_templates": {"default": chat["template"]}}
     return {ckpt.HUB: hub} if hub else {}
 
 

@@ -1,18 +1,20 @@
 """A chat model's tokenizer settings survive import, training and export; so does a tokenizer re-saved by transformers."""
 
 import json
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import boost
-from boost.convert.chat import end_tokens, merged_tokenizer_config
+from boost.convert.chat import end_tokens, load_template_of, merged_tokenizer_config
 from boost.convert.export import export
 from boost.convert.importing import import_weights
 from boost.convert.vocabulary import read_vocabulary
 from boost.data.tokenizer import load_tokenizer, tokenizer_fingerprint
-from boost.errors import BoostError
+from boost.errors import BoostError, DataError
 from boost.train.checkpoint import open_checkpoint
 from tests import toy
 from tests.cli.commands import say
@@ -28,8 +30,8 @@ MESSAGES = [{"role": "user", "content": "def main"}, {"role": "assistant", "cont
 GENERATION = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [301, 0], "pad_token_id": 2}
 
 
-def chat_folder(path: Path, store: Path, layout: str) -> Path:
-    """A tiny chat model whose folder stores its template as `layout` says."""
+def chat_folder(path: Path, store: Path, templates: dict[str, str], layout: str) -> Path:
+    """A tiny chat model whose folder stores its templates as `layout` says."""
     from tokenizers import AddedToken, Tokenizer
 
     tokenizer = Tokenizer.from_file(str(store / "tokenizer.json"))
@@ -46,12 +48,16 @@ def chat_folder(path: Path, store: Path, layout: str) -> Path:
     }
     (path / "special_tokens_map.json").write_text(json.dumps({"unk_token": "<|endoftext|>", "eos_token": "<|im_end|>"}))
     if layout == "config":
-        config["chat_template"] = TEMPLATE
-    elif layout == "list":
-        templates = {"tool_use": TOOLS, "default": TEMPLATE}
-        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+        config["chat_template"] = (
+            templates["default"]
+            if len(templates) == 1
+            else [{"name": name, "template": text} for name, text in templates.items()]
+        )
     else:
-        (path / "chat_template.jinja").write_text(TEMPLATE)
+        (path / "chat_template.jinja").write_text(templates["default"])
+        for name in templates.keys() - {"default"}:
+            (path / "additional_chat_templates").mkdir(exist_ok=True)
+            (path / "additional_chat_templates" / f"{name}.jinja").write_text(templates[name])
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     (path / "generation_config.json").write_text(json.dumps({**GENERATION, "transformers_version": "4.50.0"}))
     return path
@@ -73,17 +79,22 @@ def files_of(folder: Path) -> dict[str, str]:
     return {f.relative_to(folder).as_posix(): f.read_text() for f in names}
 
 
-def assert_chats(folder: Path, original: Path) -> None:
-    """transformers applies the chat template as with the original folder."""
+def assert_chats(folder: Path, original: Path, templates: dict[str, str]) -> None:
+    """transformers applies chat templates as with the original folder."""
     transformers = pytest.importorskip("transformers")
     ours, theirs = (
         transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=True) for path in (folder, original)
     )
-    assert ours.chat_template == TEMPLATE
-    said, expected = (
-        t.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False) for t in (ours, theirs)
+    assert ours.chat_template == theirs.chat_template == (TEMPLATE if len(templates) == 1 else templates)
+    for name in templates if len(templates) > 1 else (None,):
+        said = [
+            t.apply_chat_template(MESSAGES, chat_template=name, add_generation_prompt=True, return_dict=False)
+            for t in (ours, theirs)
+        ]
+        assert said[0] == said[1]
+    assert 300 in ours.apply_chat_template(
+        MESSAGES, chat_template="default" if len(templates) > 1 else None, return_dict=False
     )
-    assert said == expected and 300 in said
     assert (ours.eos_token, ours.unk_token, ours.padding_side) == ("<|im_end|>", "<|endoftext|>", "left")
     assert (theirs.eos_token, theirs.padding_side) == (ours.eos_token, ours.padding_side)
     assert ours.get_added_vocab() == theirs.get_added_vocab()
@@ -92,11 +103,14 @@ def assert_chats(folder: Path, original: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["config", "list", "file"])
-def test_a_chat_model_comes_back(layout: str, tmp_path: Path, store: Path) -> None:
-    source = chat_folder(tmp_path / "theirs", store, layout)
+@pytest.mark.parametrize("layout", ["config", "files"])
+@pytest.mark.parametrize(
+    "templates", [{"default": TEMPLATE}, {"default": TEMPLATE, "tool_use": TOOLS}], ids=["one", "two"]
+)
+def test_a_chat_model_comes_back(layout: str, templates: dict[str, str], tmp_path: Path, store: Path) -> None:
+    source = chat_folder(tmp_path / "theirs", store, templates, layout)
     out = give(bring(source, tmp_path / "c"), tmp_path / "out")
-    assert_chats(out, source)
+    assert_chats(out, source, templates)
     again = give(bring(out, tmp_path / "c2"), tmp_path / "out2")
     assert files_of(again) == files_of(out)
     # A tokenizer that is named replaces the folder's, with its settings; generation stays the model's.
@@ -108,7 +122,7 @@ def test_a_chat_model_comes_back(layout: str, tmp_path: Path, store: Path) -> No
 @pytest.mark.slow
 def test_a_run_keeps_what_it_starts_from(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Preserved through training, an interruption and another resume."""
-    source = chat_folder(tmp_path / "theirs", store, "file")
+    source = chat_folder(tmp_path / "theirs", store, {"default": TEMPLATE}, "files")
     start, run = bring(source, tmp_path / "c"), tmp_path / "run"
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("def main(x):\n    return x + 1\n" * 400)
@@ -123,7 +137,7 @@ def test_a_run_keeps_what_it_starts_from(tmp_path: Path, store: Path, capsys: py
     assert open_checkpoint(run).position.step == 2
     out = give(run, tmp_path / "out")
     assert (out / "tokenizer.json").read_text() == (give(start, tmp_path / "out0") / "tokenizer.json").read_text()
-    assert_chats(out, source)
+    assert_chats(out, source, {"default": TEMPLATE})
 
 
 @pytest.mark.slow
@@ -181,6 +195,11 @@ def test_a_folder_where_only_the_model_was_saved_again(
         ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}', "is not a template"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"7": {"content": "<new>"}}}', "adds token 7 = '<new>'"),
         ("tokenizer_config.json", "[", "tokenizer_config.json' cannot be read"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [{"name": "../../PWNED", "template": "x"}]}',
+            r"tokenizer_config.json': name of a chat_template = '../../PWNED' is not a file name \(it contains a path sep",
+        ),
         ("chat_template.jinja", b"\xff\xfe\xff", "chat_template.jinja' cannot be read"),
     ],
 )
@@ -195,7 +214,7 @@ def test_damaged_settings_are_named(file: str, content: str | bytes, message: st
 
 @pytest.mark.slow
 def test_generate_uses_the_imported_template(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = chat_folder(tmp_path / "theirs", store, "file")
+    source = chat_folder(tmp_path / "theirs", store, {"default": TEMPLATE}, "files")
     import_weights(source, tmp_path / "ours", None, None, None, GB)
     words = ("--max-tokens", 5, "--greedy", "--json", "--device", "cpu")
     code, out, err = say(capsys, "generate", tmp_path / "ours", "--chat", "--prompt", "def main", *words)
@@ -212,6 +231,30 @@ def test_generate_uses_the_imported_template(store: Path, tmp_path: Path, capsys
     assert end_tokens(open_checkpoint(tmp_path / "ends").data) == [301, 0, expected[1]]
     out = say(capsys, "generate", tmp_path / "ends", "--chat", "--prompt", "def main", *words)[1]
     assert json.loads(out)["tokens"] == expected[: expected.index(expected[1]) + 1]
+
+
+@pytest.mark.parametrize(
+    "name", ["../../PWNED", "/PWNED", "..\\..\\PWNED", "C:PWNED", "..", "", "a\0b", "\ud800", "n" * 250]
+)
+def test_a_template_of_a_checkpoint_writes_nothing_outside(
+    name: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """state.json of a checkpoint may come from a stranger, too."""
+    templates = {"default": TEMPLATE, name: "outside"}
+    config = toy.toy_config("float32", model={"vocab_size": 300})
+    path = save(tmp_path / "in" / "c", config, store / "tokenizer.json")
+    checkpoint = replace(open_checkpoint(path), data={"eos": 0, "hub": {"chat_templates": templates}})
+    (tmp_path / "in" / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "in" / "tmp"))
+    before = {file for file in tmp_path.rglob("*") if not file.is_relative_to(path)}
+    for write in (
+        lambda: export(checkpoint, tmp_path / "in" / "out", None, True, GB),
+        lambda: load_template_of(checkpoint),
+    ):
+        with pytest.raises(DataError, match=r"state\.json': hub\.chat_templates = .* is not a file name") as caught:
+            write()
+        assert "\n" not in str(caught.value)
+    assert {file for file in tmp_path.rglob("*") if not file.is_relative_to(path)} == before
 
 
 def test_settings_of_a_checkpoint_name_no_code() -> None:

@@ -201,6 +201,6 @@ def test_checkpoints_of_a_run_on_conversations_have_their_chat_template(
     chats: Path, store: Path, tmp_path: Path
 ) -> None:
     data = inherited_data(Corpus.open({str(chats): 1.0}), [], None)
-    assert data[HUB]["chat_template"] == CHATML
+    assert data[HUB]["chat_templates"] == {"default": CHATML}
     assert data[HUB]["tokenizer"]["eos_token"] == "<|im_end|>"
     assert inherited_data(Corpus.open({str(store): 1.0}), [], None) == {}
