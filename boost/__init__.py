@@ -20,12 +20,12 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from boost import nn as nn
     from boost.api.model import Model as Model
-    from boost.api.registry import register_family as register_family
     from boost.api.sharding import parallelize as parallelize
     from boost.api.swap import lowrank as lowrank
     from boost.api.trainer import Trainer as Trainer
     from boost.config import Config as Config
     from boost.config import load as load_config
+    from boost.config.families import register_family as register_family
     from boost.config.layouts import register_layout as register_layout
     from boost.errors import BoostError as BoostError
     from boost.train.hooks import Hook as Hook
@@ -40,7 +40,7 @@ _HOMES = {
     "lowrank": "boost.api.swap",
     "nn": "boost.nn:",
     "parallelize": "boost.api.sharding",
-    "register_family": "boost.api.registry",
+    "register_family": "boost.config.families",
     "register_layout": "boost.config.layouts",
 }
 """Where each public name is defined: module, or module:name; an empty name stands for the module itself."""
@@ -65,9 +65,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'boost' has no attribute '{name}'")
     module, separator, attribute = _HOMES[name].partition(":")
     home = importlib.import_module(module)
-    found = home if separator and not attribute else getattr(home, attribute or name)
-    globals()[name] = found
-    return found
+    value = home if separator and not attribute else getattr(home, attribute or name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -17,7 +17,7 @@ from benchmarks.experiments.results import Facts, facts_of
 from benchmarks.experiments.sections import save
 from boost import drawing
 from boost.config import Config
-from boost.config.load import change_family, from_tree
+from boost.config.load import change, from_tree
 from boost.config.schema import Family, ModelConfig
 from boost.data.fit import open_fitting_store
 from boost.optim.schedule import learning_rate
@@ -76,7 +76,7 @@ def configuration(config: Config, family: Family, dtype: str, parallel: dict[str
     bfloat16 applies to GEMMs and activations only; weights are then float32, as in training.
     """
     tree = config.model_dump()
-    change_family(tree["model"], family)
+    change(tree, {"model.family": family})
     tree["train"] |= {"param_dtype": "float32" if dtype == "bfloat16" else dtype, "compute_dtype": dtype}
     tree["parallel"] = parallel
     return from_tree(tree)

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.experiments.contest import Call
 from benchmarks.experiments.plain import PlainStep, whole
 from boost.config import Config
-from boost.config.load import change_family, from_tree
+from boost.config.load import change, from_tree
 from boost.convert.formats import config_json
 from boost.convert.names import entries
 from boost.convert.tensors import TensorWriter
@@ -39,7 +39,7 @@ def peers(config: Config, mesh: Mesh) -> tuple[dict[str, Call], dict[str, str]]:
 def _dense(config: Config) -> Config:
     """The dense model of the same shape, with default [parallel] (these libraries shard it themselves)."""
     tree = config.model_dump()
-    change_family(tree["model"], "dense")
+    change(tree, {"model.family": "dense"})
     tree["parallel"] = {}
     tree["train"] |= {"recompute": "none", "recompute_every": 1}
     return from_tree(tree)

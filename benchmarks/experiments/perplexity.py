@@ -26,7 +26,7 @@ from benchmarks.experiments.resumable import keep, resumed
 from benchmarks.experiments.scores import require_harness, scored, task_folder
 from benchmarks.experiments.sections import save
 from boost.config import Config
-from boost.config.load import change_family, from_tree
+from boost.config.load import change, from_tree
 from boost.config.schema import Family
 from boost.data.fit import open_fitting_store
 from boost.errors import ConfigError, TrainingError
@@ -144,11 +144,11 @@ def configuration(config: Config, family: str, layout: LayoutVariant, dtype: str
             f"optim.name = '{config.optim.name}' is one of the families; use a configuration with 'adamw'"
         )
     tree, of_family = config.model_dump(), FAMILIES[family]
-    change_family(tree["model"], of_family.family)
+    own_optimizer = {f"optim.{key}": value for key, value in of_family.optim.items()}
+    change(tree, {"model.family": of_family.family, **own_optimizer})
     if tree["model"].get("rank") is None:
         tree["model"].pop("rank", None)
     tree["model"] |= of_family.model
-    tree["optim"] |= of_family.optim
     if of_family.optim:
         every = max(config.train.steps // EXACT_STEPS, 1)
         tree["optim"] |= {"exact_every": every, "restart_warmup_steps": min(RESTART_WARMUP, every)}

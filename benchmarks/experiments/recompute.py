@@ -28,7 +28,7 @@ from benchmarks.experiments.sections import save
 from boost import drawing
 from boost.config import Config
 from boost.config.layouts import layout_spec
-from boost.config.load import change_family, from_tree
+from boost.config.load import change, from_tree
 from boost.config.schema import Family, RecomputeName
 from boost.measure.memory import measure_step
 from boost.models.decoder import Decoder, TransformerBlock
@@ -93,7 +93,7 @@ def variants(config: Config, batches: Sequence[int]) -> Iterator[tuple[str, Conf
         for name, parallel in choices:
             for batch in batches:
                 tree = config.model_dump()
-                change_family(tree["model"], family)
+                change(tree, {"model.family": family})
                 tree["parallel"] = {**parallel, "tp": config.parallel.tp}
                 tree["train"] |= {
                     "micro_batch": batch,

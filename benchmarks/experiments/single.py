@@ -21,7 +21,7 @@ from benchmarks.experiments.sections import save
 from benchmarks.experiments.single_report import GEMM
 from boost.config import Config, load
 from boost.config.architecture import flops_per_token, parameter_count
-from boost.config.load import change_family, from_tree
+from boost.config.load import change, from_tree
 from boost.config.schema import Family
 from boost.measure.steps import Stepper
 from boost.parallel.mesh import Mesh, choose_device
@@ -62,7 +62,7 @@ def sizes(name: str | None, overrides: Sequence[str]) -> dict[str, Config]:
 def of_family(config: Config, family: Family) -> Config:
     """The same shape in another family, on one process, without recomputation. Raises ConfigError."""
     tree = config.model_dump()
-    change_family(tree["model"], family)
+    change(tree, {"model.family": family})
     if family != "dense" and tree["model"].get("rank") is None:
         tree["model"].pop("rank", None)
     tree["parallel"] = {}

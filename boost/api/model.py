@@ -73,7 +73,13 @@ class Model(nn.Module):
         `options`: of `boost.nn.Spec`, such as mesh and layout, under which each process keeps its own shards; dtype defaults to
         that of the weights. Raises BoostError.
         """
-        weights = _open(Path(path))
+        path = Path(path)
+        if not path.is_dir():
+            raise ConfigError(
+                f"path = '{path}' is no folder; name a run directory, a checkpoint, or a Hugging Face folder"
+            )
+        is_hf = (path / "config.json").is_file()
+        weights = FolderWeights(path) if is_hf else CheckpointWeights(find_checkpoint(path))
         dtype = options.pop("dtype", None) or weights.dtype()
         dtype = torch.float32 if dtype == torch.float16 else dtype
         spec = spec_of(weights.model, {"dtype": dtype, **options})
@@ -152,7 +158,9 @@ class Model(nn.Module):
                 writer.close()
                 texts = [("tokenizer.json", self._tokenizer_json)] if self._tokenizer_json else []
                 data = {"tokenizer": None, "content": None, "eos": None, "bos": None, "context": None, **self._data}
-                finish_weights(temporary, path, weights_state(self._saved_config(), data), texts)
+                context = int(self._data.get("context") or self.config.train.seq_len)
+                model, dtype = self.decoder.model.model_dump(), dtype_name(self.decoder.spec.dtype)
+                finish_weights(temporary, path, weights_state(weights_config(model, dtype, context), data), texts)
             except OSError as error:
                 raise StorageError(f"path = '{path}' cannot be written: {error.strerror or error}") from None
             finally:
@@ -196,21 +204,9 @@ class Model(nn.Module):
             for dim in range(mesh.ndim):
                 dist.barrier(group=mesh.get_group(dim))
 
-    def _saved_config(self) -> Config:
-        context = int(self._data.get("context") or self.config.train.seq_len)
-        return weights_config(self.decoder.model.model_dump(), dtype_name(self.decoder.spec.dtype), context)
-
 
 def as_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
     """A checked configuration of an object, a nested dict, a TOML file or a preset. Raises ConfigError."""
     if isinstance(source, Config):
         return source
     return from_tree(dict(source)) if isinstance(source, Mapping) else load(str(source))
-
-
-def _open(path: Path) -> CheckpointWeights | FolderWeights:
-    if not path.is_dir():
-        raise ConfigError(f"path = '{path}' is no folder; name a run directory, a checkpoint, or a Hugging Face folder")
-    if (path / "config.json").is_file():
-        return FolderWeights(path)
-    return CheckpointWeights(find_checkpoint(path))

@@ -46,18 +46,16 @@ def parallelize(
     options = {"recompute": spec.recompute, **options}
     first = next(model.parameters())
     given = {"layout": layout, "mesh": mesh, "device": first.device, "dtype": first.dtype}
-    made = spec_of(spec.model, {**given, "compute_dtype": spec.compute_dtype, "seed": spec.seed, **options})
-    sharded = _like(model, made)
+    over = spec_of(spec.model, {**given, "compute_dtype": spec.compute_dtype, "seed": spec.seed, **options})
+    sharded: Any
+    if isinstance(model, Decoder):
+        sharded = Decoder(over, initialized=False)
+    else:
+        sharded = type(model)(over, model.attn.layer if isinstance(model, Block) else model.layer)
     whole = {only.parameter.name: fused.parameter for fused in fused_params(model) for only in fused.slices}
     fill(sharded, lambda parameter: whole[parameter.name])
-    return sharded.train(model.training)
-
-
-def _like(model: Any, spec: Spec) -> Any:
-    """A module of the same type on another mesh."""
-    if isinstance(model, Decoder):
-        return Decoder(spec, initialized=False)
-    return type(model)(spec, model.attn.layer if isinstance(model, Block) else model.layer)
+    result: Sharded = sharded.train(model.training)
+    return result
 
 
 def spec_of(model: ModelConfig, options: Mapping[str, Any]) -> Spec:

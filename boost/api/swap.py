@@ -1,6 +1,7 @@
 """`lowrank`: swaps the linears of any PyTorch or transformers model for factors."""
 
 import fnmatch
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -39,44 +40,43 @@ def lowrank(
         raise ConfigError(
             f"rank = {rank} is no fraction of a linear's width; nearest valid value: {min(max(rank, 0.01), 1.0)}"
         )
-    found = list(_linears(module, include, exclude))
-    chosen = [(name, linear, r) for name, linear in found if _saves(linear, r := _rank(linear, rank))]
+    linears: list[tuple[str, Any]] = list(_linears(module, include, exclude))
+    chosen = []
+    for name, linear in linears:
+        rows, columns = linear.weight.shape
+        r = rank if isinstance(rank, int) else max(int(rank * min(rows, columns)), 1)
+        if r * (rows + columns) < rows * columns:
+            chosen.append((name, linear, r))
     if not chosen:
-        why = "its factors would not be smaller; use a lower rank" if found else "no linear has such a name"
+        why = "its factors would not be smaller; use a lower rank" if linears else "no linear has such a name"
         raise ConfigError(
             f"rank = {rank}, include = {tuple(include)}: nothing to replace in {type(module).__name__}: {why}"
         )
     for name, linear, r in progress(chosen, "factorizing", enabled=init == "svd"):
         parent, _, child = name.rpartition(".")
-        made = LowRankLinear.from_linear(_as_linear(linear), r, init=init, activation=activation)
-        setattr(module.get_submodule(parent), child, made)
+        factors = LowRankLinear.from_linear(_as_linear(linear), r, init=init, activation=activation)
+        setattr(module.get_submodule(parent), child, factors)
     return module
 
 
 def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
     """(name, module) of what may be replaced."""
-    owners: dict[int, int] = {}
-    for _, each in module.named_modules(remove_duplicate=True):
-        for parameter in each.parameters(recurse=False):
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    owners = Counter(id(parameter) for owner in module.modules() for parameter in owner.parameters(recurse=False))
     output = getattr(module, "get_output_embeddings", lambda: None)()
-    inside = [name for name, each in module.named_modules() if isinstance(each, LowRankLinear)]
-    for name, each in module.named_modules():
-        if not name or not _is_linear(each) or any(name.startswith(f"{outer}.") for outer in inside):
+    inside = [name for name, part in module.named_modules() if isinstance(part, LowRankLinear)]
+    for name, linear in module.named_modules():
+        is_linear = type(linear) is nn.Linear or _is_conv1d(linear)
+        if not name or not is_linear or any(name.startswith(f"{outer}.") for outer in inside):
             continue
-        special = each is output or owners[id(each.weight)] > 1
+        special = linear is output or owners[id(linear.weight)] > 1
         if special and name not in include:
             continue
         if _matches(name, include) and not _matches(name, exclude):
-            yield name, each
+            yield name, linear
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or _is_conv1d(module)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -89,17 +89,8 @@ def _as_linear(module: Any) -> nn.Linear:
         return module
     weight = module.weight.detach()
     rows, columns = weight.shape
-    made = nn.Linear(rows, columns, device=weight.device, dtype=weight.dtype)
+    linear = nn.Linear(rows, columns, device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
-        made.weight.copy_(weight.T)
-        made.bias.copy_(module.bias)
-    return made.train(module.training)
-
-
-def _rank(linear: Any, rank: int | float) -> int:
-    return rank if isinstance(rank, int) else max(int(rank * min(linear.weight.shape)), 1)
-
-
-def _saves(linear: Any, rank: int) -> bool:
-    rows, columns = linear.weight.shape
-    return rank * (rows + columns) < rows * columns
+        linear.weight.copy_(weight.T)
+        linear.bias.copy_(module.bias)
+    return linear.train(module.training)

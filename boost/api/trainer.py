@@ -6,20 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from boost.api.model import Model, as_config
+from boost.cli.train import check_before_start
 from boost.config import Config
-from boost.data.fit import open_fitting_store
 from boost.errors import ConfigError, TrainingError
-from boost.parallel.capabilities import require_torch
-from boost.train.checkpoint import fallback_folder
 from boost.train.hooks import Hook
 from boost.train.launch import under_torchrun
-from boost.train.metrics import tracker_modules
 from boost.train.outcome import TrainResult
-from boost.train.resume import check_start, require_nothing_lost, resume_candidates
 from boost.train.run import train
-from boost.train.run_lock import require_unlocked
-from boost.train.rundir import RunDirectory
-from boost.train.teacher import check_teacher
 
 
 class Trainer:
@@ -62,18 +55,7 @@ class Trainer:
                 f"parallel: this mesh has {size} processes, but {started} were started; run this script with "
                 f"torchrun --nproc-per-node {size}"
             )
-        run = RunDirectory(Path(config.run.dir))
-        require_unlocked(run.path)
-        if not run.continued_by(resume):
-            run.require_empty()
-        if resume == "auto":
-            require_nothing_lost(run, resume_candidates("auto", run, fallback_folder(config)), False)
-        tracker_modules(config)
-        require_torch(config.parallel)
-        store = open_fitting_store(config)
-        if self._start_from is not None:
-            check_start(self._start_from, config, store)
-        check_teacher(config, store)
+        check_before_start(config, resume, self._start_from)
 
     def fit(self) -> TrainResult:
         """Trains to the last step, or until a hook or a signal stops the run. Collective: all processes call it.

@@ -1,17 +1,14 @@
-"""`boost checkpoint`: lists, verifies and repairs the checkpoints of a run."""
+"""`boost checkpoint`: lists and verifies the checkpoints of a run."""
 
 import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from boost.cli.terminal import print_table, result_console
-from boost.errors import CheckpointError, ConfigError
+from boost.errors import CheckpointError
 from boost.format import format_bytes
-
-if TYPE_CHECKING:
-    from boost.train.checkpoint.inspect import CheckpointInfo
 
 RUN = "run directory, checkpoints folder, or a single step-... folder"
 
@@ -19,91 +16,83 @@ RUN = "run directory, checkpoints folder, or a single step-... folder"
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "checkpoint",
-        help="list, verify and repair checkpoints",
-        description="Lists, verifies and repairs the checkpoints of a run.\n\n"
-        "  list             step, date, size, state and held-out loss of each checkpoint\n"
-        "  verify           checks every byte against the digests from the save; exit code 1 if anything is damaged\n"
-        "  repair-metadata  rebuilds a missing or unreadable manifest if every tensor file is structurally intact",
+        help="list and verify checkpoints",
+        description="Lists and verifies the checkpoints of a run.\n\n"
+        "  list     step, date, size, state and held-out loss of each checkpoint\n"
+        "  verify   checks every byte against the digests from the save; exit code 1 if anything is damaged",
         epilog="examples:\n"
         "  boost checkpoint list runs/demo\n"
         "  boost checkpoint list runs/demo --json\n"
         "  boost checkpoint verify runs/demo\n"
-        "  boost checkpoint verify runs/demo/checkpoints/step-00000200\n"
-        "  boost checkpoint repair-metadata runs/demo/checkpoints/step-00000200 --yes",
+        "  boost checkpoint verify runs/demo/checkpoints/step-00000200",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, explanation in (
         ("list", "step, date, size, state and held-out loss of each checkpoint"),
         ("verify", "check every byte against the digests from the save"),
-        ("repair-metadata", "rebuild a missing or unreadable manifest"),
     ):
         action = actions.add_parser(name, help=explanation, description=f"{explanation[0].upper()}{explanation[1:]}.")
         action.allow_abbrev = False
         action.add_argument("path", metavar="RUN", help=RUN)
-        if name == "repair-metadata":
-            action.add_argument(
-                "--yes", action="store_true", help="confirm that the new digests describe the files as they are now"
-            )
-        else:
-            action.add_argument("--json", action="store_true", help="print JSON")
+        action.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    return {"list": _list, "verify": _verify, "repair-metadata": _repair}[args.action](args)
+    return {"list": _list, "verify": _verify}[args.action](args)
 
 
 def _list(args: argparse.Namespace) -> int:
     from boost.train.checkpoint import checkpoint_path, read_best
     from boost.train.checkpoint.inspect import checkpoint_folders, inspect
 
-    found = [inspect(path) for path in checkpoint_folders(Path(args.path))]
-    losses, best = _heldout_losses(found[0].path), read_best(found[0].path.parent)
-    best_path = checkpoint_path(found[0].path.parent, best.step) if best else None
-    rows = [_row(info, losses) | {"best": info.path == best_path} for info in found]
+    checkpoints = [inspect(path) for path in checkpoint_folders(Path(args.path))]
+    folder = checkpoints[0].path.parent
+    losses, best = _heldout_losses(folder), read_best(folder)
+    best_path = checkpoint_path(folder, best.step) if best else None
+    rows = [
+        {
+            "path": str(info.path),
+            "step": info.step,
+            "saved": info.saved.isoformat(timespec="seconds"),
+            "bytes": info.bytes,
+            "state": info.status,
+            "problem": info.problem,
+            # The metrics belong to the branch that training continued on.
+            "heldout_loss": None if info.step is None or info.status == "superseded" else losses.get(info.step),
+            "best": info.path == best_path,
+        }
+        for info in checkpoints
+    ]
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for heading, justify in (("step", "right"), ("saved", "left"), ("size", "right"), ("held-out loss", "right")):
-        table.add_column(heading, justify="right" if justify == "right" else "left")
-    table.add_column("state")
-    for info, row in zip(found, rows, strict=True):
+    for heading in ("step", "saved", "size", "held-out loss", "state"):
+        table.add_column(heading, justify="left" if heading in ("saved", "state") else "right")
+    for info, row in zip(checkpoints, rows, strict=True):
         loss = "-" if row["heldout_loss"] is None else f"{row['heldout_loss']:.4f}"
         saved = info.saved.strftime("%Y-%m-%d %H:%M:%S")
         state = f"{info.status}, best" if row["best"] else info.status
         table.add_row(str(info.step), saved, format_bytes(info.bytes), loss, state)
     print_table(result_console(100), table)
-    for info in found:
+    for info in checkpoints:
         if info.problem:
             print(f"{info.path.name}: {info.problem}")
     return 0
 
 
-def _row(info: "CheckpointInfo", losses: dict[int, float]) -> dict[str, Any]:
-    return {
-        "path": str(info.path),
-        "step": info.step,
-        "saved": info.saved.isoformat(timespec="seconds"),
-        "bytes": info.bytes,
-        "state": info.status,
-        "problem": info.problem,
-        # The metrics belong to the branch that training continued on.
-        "heldout_loss": None if info.step is None or info.status == "superseded" else losses.get(info.step),
-    }
-
-
-def _heldout_losses(checkpoint: Path) -> dict[int, float]:
-    """Returns the held-out loss by step, from the metrics of the checkpoint's run; empty if there are none."""
+def _heldout_losses(checkpoints: Path) -> dict[int, float]:
+    """The held-out loss by step, from the metrics of the run of a checkpoints folder; empty if there are none."""
     from boost.errors import BoostError
     from boost.train.metrics import read_metrics
     from boost.train.rundir import RunDirectory
 
     try:
-        lines = read_metrics(RunDirectory(checkpoint.resolve().parent.parent).metrics)
+        lines = read_metrics(RunDirectory(checkpoints.resolve().parent).metrics)
     except (OSError, BoostError):
         return {}
     return {line["step"]: line["heldout_loss"] for line in lines if line.get("kind") == "eval"}
@@ -129,33 +118,11 @@ def _verify(args: argparse.Namespace) -> int:
         strays = check.manifest.strays(path) if not problems else []
         rows.append({"path": str(path), "intact": not problems, "problems": problems, "ignored": strays})
         if not args.json:
-            for line in problems or [f"{path.name}: intact{_note(info, strays)}"]:
+            notes = [info.problem] if info.problem else []
+            notes += [f"not in the manifest, ignored: {', '.join(strays)}"] if strays else []
+            noted = f" ({'; '.join(notes)})" if notes else ""
+            for line in problems or [f"{path.name}: intact{noted}"]:
                 print(line, file=sys.stderr if problems else sys.stdout, flush=True)
     if args.json:
         print(json.dumps(rows, indent=2))
     return 0 if all(row["intact"] for row in rows) else 1
-
-
-def _note(info: "CheckpointInfo", strays: list[str]) -> str:
-    notes = [info.problem] if info.problem else []
-    if strays:
-        notes.append(f"not in the manifest, ignored: {', '.join(strays)}")
-    return f" ({'; '.join(notes)})" if notes else ""
-
-
-def _repair(args: argparse.Namespace) -> int:
-    from boost.train.checkpoint.inspect import rebuild_manifest, require_repairable
-
-    path = Path(args.path)
-    checkpoint = require_repairable(path)
-    if not args.yes:
-        raise ConfigError(
-            f"'{path}' (step {checkpoint.position.step}) is structurally intact, but a rebuilt manifest has digests of the files "
-            "as they are now, not from the save, and cannot detect earlier damage; confirm with --yes"
-        )
-    manifest = rebuild_manifest(path)
-    print(
-        f"rebuilt the manifest of '{path}': {len(manifest.root)} files. Its digests describe the files as they are now, not the "
-        "save: earlier damage inside tensors stays undetected. 'boost checkpoint list' marks the checkpoint accordingly."
-    )
-    return 0

@@ -4,14 +4,11 @@ import argparse
 import json
 from typing import Any
 
-from boost.cli.terminal import print_fact, print_table, result_console
+from boost.cli.terminal import print_table, result_console
 from boost.config import load, presets, to_toml
 from boost.config.architecture import parameter_count
 from boost.config.load import fields, summary, type_name
 from boost.format import format_count
-
-TABLE_WIDTH = 76
-"""Width of the full preset table, in characters."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -81,25 +78,16 @@ def _print_presets(as_json: bool) -> None:
         return
     from rich.table import Table
 
-    console = result_console(80)
-
-    table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)  # to fit in 80 columns
-    short = {"parameters": "params", "seq_len": "seq"}
-    # Narrow terminals omit some columns; 'boost config PRESET' prints them.
-    narrow = ("ffn_dim", "heads", "tp", "pp") if console.width < TABLE_WIDTH else ()
-    columns = [column for column in rows[0] if column != "what" and column not in narrow]
-    for column in columns:
-        table.add_column(
-            short.get(column, column), justify="left" if column in ("preset", "family") else "right", no_wrap=True
+    table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
+    for heading in ("preset", "family", "params", "dim", "layers", "rank", "tp", "seq"):
+        table.add_column(heading, justify="left" if heading in ("preset", "family") else "right", no_wrap=True)
+    table.add_column("what")
+    for row in rows:
+        sizes = (row["dim"], row["layers"], row["rank"] or "", row["tp"], row["seq_len"])
+        table.add_row(
+            row["preset"], row["family"], format_count(row["parameters"]), *(str(size) for size in sizes), row["what"]
         )
-    for row in rows:
-        cells = {**row, "parameters": format_count(row["parameters"]), "rank": row["rank"] or ""}
-        table.add_row(*(str(cells[column]) for column in columns))
-    print_table(console, table)
-    print()
-    longest = max(len(row["preset"]) for row in rows)
-    for row in rows:
-        print_fact(console, row["preset"], row["what"], longest + 2)
+    print_table(result_console(150), table)
 
 
 def _print_fields(as_json: bool) -> None:

@@ -1,12 +1,17 @@
 """`boost eval`: evaluates a checkpoint on held-out text, or on tasks."""
 
 import argparse
-from collections.abc import Mapping
-from typing import Any
+import importlib.util
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from boost.cli.eval_tasks import add_task_arguments, evaluate_tasks, require_tasks
 from boost.cli.inference import add_checkpoint_arguments, dump, open_model, run_on_mesh
+from boost.cli.terminal import print_table, result_console
 from boost.errors import ConfigError
+
+if TYPE_CHECKING:
+    from boost.cli.inference import OpenModel
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -46,7 +51,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="evaluate the first train.seq_len tokens of each document, as GaLore, LORO and CoLA do, instead of all tokens",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add_task_arguments(parser)
+    group = parser.add_argument_group("tasks of lm-evaluation-harness (pip install 'boost-llm[tasks]')")
+    group.add_argument("--tasks", metavar="NAME[,NAME]", help="evaluate these tasks instead of a split")
+    group.add_argument("--task-folder", type=Path, metavar="DIR", help="folder with more tasks (YAML files)")
+    group.add_argument(
+        "--fewshot", type=int, metavar="N", help="few-shot examples per question (default: set by the task)"
+    )
+    group.add_argument("--limit", type=int, metavar="N", help="evaluate only the first N questions of each task")
     return parser
 
 
@@ -54,15 +65,28 @@ def run(args: argparse.Namespace) -> int:
     for flag, value in (("--batch", args.batch), ("--max-tokens", args.max_tokens)):
         if value < 0:
             raise ConfigError(f"{flag} = {value} is too small; smallest valid value: 0 (the default)")
-    require_tasks(args)
+    _check_task_flags(args)
     return run_on_mesh(evaluate_process, args)
 
 
-def by_source(losses: Mapping[str, float], as_json: bool) -> dict[str, Any]:
-    """Entries of the output for the losses of a mixture's stores."""
-    if as_json:
-        return {"losses": dict(losses)} if losses else {}
-    return {f"loss on {name}": loss for name, loss in losses.items()}
+def _check_task_flags(args: argparse.Namespace) -> None:
+    """Raises ConfigError for conflicting flags, or if the harness is not installed."""
+    for flag, value in (("--task-folder", args.task_folder), ("--fewshot", args.fewshot), ("--limit", args.limit)):
+        if value is not None and not args.tasks:
+            raise ConfigError(f"{flag} = {value} has no effect without --tasks; add --tasks NAME")
+    if not args.tasks:
+        return
+    for flag, value in (("--store", args.store), ("--max-tokens", args.max_tokens)):
+        if value:
+            raise ConfigError(f"{flag} = {value} has no effect with --tasks; remove one of them")
+    if args.fewshot is not None and args.fewshot < 0:
+        raise ConfigError(f"--fewshot = {args.fewshot} is too small; smallest valid value: 0")
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError(f"--limit = {args.limit} is too small; smallest valid value: 1")
+    if args.task_folder is not None and not args.task_folder.is_dir():
+        raise ConfigError(f"--task-folder = '{args.task_folder}' is not a folder; pass one with task YAML files")
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("--tasks needs lm-evaluation-harness; install it with: pip install 'boost-llm[tasks]'")
 
 
 def evaluate_process(args: argparse.Namespace) -> int:
@@ -74,7 +98,7 @@ def evaluate_process(args: argparse.Namespace) -> int:
 
     checkpoint, config, mesh, decoder = opened = open_model(args)
     if args.tasks:
-        evaluate_tasks(args, opened)
+        _evaluate_tasks(args, opened)
         mesh.barrier()
         close_mesh()
         return 0
@@ -94,7 +118,7 @@ def evaluate_process(args: argparse.Namespace) -> int:
         by_document=args.by_document,
     )
     if mesh.is_main:
-        facts = {
+        facts: dict[str, Any] = {
             "checkpoint": str(checkpoint.path),
             "step": checkpoint.position.step,
             "split": args.split,
@@ -105,8 +129,48 @@ def evaluate_process(args: argparse.Namespace) -> int:
             "perplexity": result.perplexity,
             "bits_per_byte": result.bits_per_byte,
         }
-        losses = {name: each.loss for name, each in result.sources.items()}
-        dump(facts | by_source(losses, args.json), args.json)
+        losses = {name: of_store.loss for name, of_store in result.sources.items()}  # of a mixture
+        if args.json and losses:
+            facts["losses"] = losses
+        elif losses:
+            facts |= {f"loss on {name}": loss for name, loss in losses.items()}
+        dump(facts, args.json)
     mesh.barrier()
     close_mesh()
     return 0
+
+
+def _evaluate_tasks(args: argparse.Namespace, opened: "OpenModel") -> None:
+    """Evaluates the tasks on this process of the mesh; the main process prints the result. Raises ConfigError and DataError."""
+    from boost.data.tokenizer import load_tokenizer
+    from boost.train.harness import HarnessModel, rows_of, run_tasks
+
+    checkpoint, config, mesh, decoder = opened
+    checkpoint.require_tokenizer()
+    bos, eos = checkpoint.data.get("bos"), checkpoint.data["eos"]
+    if bos is None and eos is None:
+        raise ConfigError(
+            f"'{checkpoint.path}' has no start-of-document token, which --tasks requires; import it with one"
+        )
+    tokenizer = load_tokenizer(checkpoint.tokenizer)
+    batch = args.batch or config.train.micro_batch
+    model = HarnessModel(decoder, tokenizer, bos, eos, config.train.seq_len, batch, mesh.is_main)
+    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    rows = rows_of(run_tasks(model, names, args.task_folder, args.fewshot, args.limit))
+    if not mesh.is_main:
+        return
+    if args.json:
+        facts = {"checkpoint": str(checkpoint.path), "step": checkpoint.position.step}
+        print(json.dumps({**facts, "fewshot": args.fewshot, "limit": args.limit, "tasks": rows}, indent=2))
+        return
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("task")
+    table.add_column("metric")
+    for heading in ("value", "standard error"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        error = "" if row["stderr"] is None else f"{row['stderr']:.4f}"
+        table.add_row(row["task"], row["metric"], f"{row['value']:.4f}", error)
+    print_table(result_console(100), table)

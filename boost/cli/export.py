@@ -19,7 +19,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost export runs/demo --out exported/demo\n"
         "  boost export runs/demo/checkpoints/step-00000600 --out exported/demo-600 --dtype bfloat16\n"
         "  boost export runs/svd --out exported/svd --no-merge      keep the factors\n"
-        "  boost export runs/demo --out exported/demo --push me/demo --private",
+        "  hf upload me/demo exported/demo                          then publish it (huggingface_hub's command)",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -40,12 +40,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="cola: write BoostForCausalLM, which transformers can shard (TP), instead of the official CoLA format",
     )
     add_file_size(parser)
-    parser.add_argument(
-        "--push",
-        metavar="USER/NAME",
-        help="also upload the folder to the Hugging Face Hub (log in first: hf auth login)",
-    )
-    parser.add_argument("--private", action="store_true", help="with --push: make a new repository private")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -70,16 +64,11 @@ def file_bytes(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     limit = file_bytes(args)
-    if args.private and not args.push:
-        raise ConfigError("--private requires --push USER/NAME; add it, or remove --private")
 
     from boost.cli.inference import dump
     from boost.convert.export import export
-    from boost.convert.push import push, require_pushable
     from boost.train.checkpoint import open_checkpoint
 
-    if args.push:
-        require_pushable(args.push)
     checkpoint, out = open_checkpoint(Path(args.checkpoint)), Path(args.out)
     done = export(checkpoint, out, args.dtype, not args.no_merge, limit, not args.own_format)
     facts = {
@@ -94,7 +83,5 @@ def run(args: argparse.Namespace) -> int:
         "dtype": done.dtype,
         "tokenizer": done.tokenizer,
     }
-    if args.push:
-        facts["pushed"] = push(done.path, args.push, args.private)
     dump(facts, args.json)
     return 0

@@ -2,12 +2,15 @@
 
 import argparse
 import json
+import os
+import stat
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.cli.inference import add_checkpoint_arguments, open_model, run_on_mesh
-from boost.cli.prompts import Prompt, is_piped, read_prompts
+from boost.data.chat import Message
 from boost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,8 +19,8 @@ if TYPE_CHECKING:
 MAX_TOKENS = 1 << 20
 """Largest valid --max-tokens. The key/value cache is allocated in full at the start."""
 
-BATCH = 16
-"""Default of --batch."""
+Prompt = str | list[Message]
+"""Text, or the messages of a chat."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -42,35 +45,24 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--prompt",
         action="append",
         metavar="TEXT",
-        help="text to continue; may be repeated; '-' reads all of stdin (default: piped text, or else start a new document)",
+        help="text to continue; may be repeated (default: piped text, or else start a new document)",
     )
     parser.add_argument(
         "--prompts",
         metavar="FILE",
         help='file with one prompt per line, or a .jsonl file with {"prompt": "text"} per line (with --chat also {"messages": '
-        '[{"role": "user", "content": "text"}, ...]}); \'-\' reads stdin',
+        '[{"role": "user", "content": "text"}, ...]})',
     )
     parser.add_argument(
         "--chat", action="store_true", help="treat prompts as user messages, using the chat template of the checkpoint"
     )
-    _add_sampling_arguments(parser)
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one line of JSON per text: prompt (or messages), text, tokens; with --samples also sample",
-    )
-    return parser
-
-
-def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """How many texts, how long, and how their tokens are chosen."""
     parser.add_argument(
         "--batch",
         dest="batch_size",
         type=int,
-        default=BATCH,
+        default=16,
         metavar="N",
-        help=f"sequences that are generated at a time (default {BATCH}); memory of the key/value cache is proportional to it",
+        help="sequences that are generated at a time (default 16); memory of the key/value cache is proportional to it",
     )
     parser.add_argument(
         "--samples",
@@ -97,6 +89,12 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         help="nucleus sampling: sample from the most likely tokens with total probability P (default 0.95)",
     )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one line of JSON per text: prompt (or messages), text, tokens; with --samples also sample",
+    )
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,13 +105,77 @@ def run(args: argparse.Namespace) -> int:
         if value < 1:
             raise ConfigError(f"{flag} = {value} is too small; smallest valid value: 1")
     _sampling(args)
-    args.dialog = args.chat and not (args.prompt or args.prompts or is_piped())
+    args.dialog = args.chat and not (args.prompt or args.prompts or _is_piped())
     if args.dialog and (args.tp != 1 or args.json or args.samples > 1 or not sys.stdin.isatty()):
         raise ConfigError(
             "--chat without --prompt is interactive: it requires a terminal, one process (--tp 1), and no --json or --samples"
         )
-    args.given = [] if args.dialog else read_prompts(args)
+    args.given = [] if args.dialog else _read_prompts(args)
     return run_on_mesh(generate_process, args)
+
+
+def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
+    """The prompts of --prompt and --prompts, in this order. Without either: piped text, or else one empty prompt."""
+    prompts: list[Prompt] = list(args.prompt or [])
+    if args.prompts:
+        prompts += _prompts_of_file(args.prompts, args.chat)
+    elif not prompts and _is_piped():
+        prompts.append(_decoded(sys.stdin.buffer.read(), "standard input").removesuffix("\n"))
+    for prompt in prompts:
+        for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError:
+                raise ConfigError(f"--prompt = {text!r} is not valid UTF-8; use a UTF-8 terminal") from None
+    return prompts or [""]
+
+
+def _is_piped() -> bool:
+    """Whether standard input is a pipe or a file, and this is the only process that reads it."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):  # closed, or replaced by something that is not a file
+        return False
+    return (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)) and "RANK" not in os.environ
+
+
+def _prompts_of_file(name: str, chat: bool) -> list[Prompt]:
+    """One prompt per line that is not blank. In a .jsonl file, it is the key "prompt" of each line, or with `chat` "messages"."""
+    try:
+        text = _decoded(Path(name).read_bytes(), f"--prompts = '{name}'")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--prompts = '{name}' cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if not lines:
+        raise ConfigError(f"--prompts = '{name}' is empty; write one prompt per line")
+    if not name.endswith((".jsonl", ".ndjson")):
+        return [line for _, line in lines]
+    prompts: list[Prompt] = []
+    for number, line in lines:
+        try:
+            content = json.loads(line)
+            prompt = content["messages"] if chat and "messages" in content else content["prompt"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            prompt = None
+        if not isinstance(prompt, str) and not _are_messages(prompt):
+            either = ' or {"messages": [{"role": "user", "content": "text"}, ...]}' if chat else ""
+            raise ConfigError(f'--prompts = \'{name}\': line {number} is not of the form {{"prompt": "text"}}{either}')
+        prompts.append(prompt)
+    return prompts
+
+
+def _are_messages(value: object) -> bool:
+    def is_message(item: object) -> bool:
+        return isinstance(item, dict) and all(isinstance(item.get(key), str) for key in ("role", "content"))
+
+    return isinstance(value, list) and bool(value) and all(map(is_message, value))
+
+
+def _decoded(data: bytes, field: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{field} is not valid UTF-8 (byte {error.start}); convert it") from None
 
 
 def generate_process(args: argparse.Namespace) -> int:
@@ -159,7 +221,7 @@ class Generation:
 
     def answer_all(self, given: list[Prompt]) -> None:
         """Continues or answers prompts and prints the texts in their order, each as soon as the ones before it are printed."""
-        prompts = [self._encode_prompt(each) for each in given]
+        prompts = [self._encode_prompt(prompt) for prompt in given]
         if len(prompts) == self._args.samples == 1 and not self._args.json:
             if isinstance(given[0], str) and not self._args.chat:
                 self._print(given[0], end="")
@@ -198,16 +260,16 @@ class Generation:
         if self._args.chat:
             assert self._render is not None
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            found = self._encode(self._render(messages))
+            tokens = self._encode(self._render(messages))
         else:
             assert isinstance(prompt, str)
-            found = ([] if self._bos is None else [self._bos]) + self._encode(prompt)
-            found = found or ([] if self._eos is None else [self._eos])
-        if not found:
+            tokens = ([] if self._bos is None else [self._bos]) + self._encode(prompt)
+            tokens = tokens or ([] if self._eos is None else [self._eos])
+        if not tokens:
             raise ConfigError(
                 "--prompt is empty, and these weights have no known start-of-document token; pass some text"
             )
-        return found
+        return tokens
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -242,15 +304,15 @@ class Generation:
 
     def _print_text(self, given: list[Prompt], prompt: int, sample: int, tokens: list[int]) -> None:
         """Prints one of several texts."""
-        each, text, samples = given[prompt], self._tokenizer.decode(tokens), self._args.samples
+        said, text, samples = given[prompt], self._tokenizer.decode(tokens), self._args.samples
         if self._args.json:
-            line: dict[str, Any] = {"prompt" if isinstance(each, str) else "messages": each}
+            line: dict[str, Any] = {"prompt" if isinstance(said, str) else "messages": said}
             line |= {"sample": sample} if samples > 1 else {}
             self._print(json.dumps(line | {"text": text, "tokens": tokens}))
             return
         of_samples = f", sample {sample + 1} of {samples}" if samples > 1 else ""
         self._print(f"--- {prompt + 1} of {len(given)}{of_samples}")
-        self._print(text if self._args.chat else f"{each}{text}")
+        self._print(text if self._args.chat else f"{said}{text}")
 
     def _print(self, text: str, end: str = "\n") -> None:
         if self.mesh.is_main:

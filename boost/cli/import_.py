@@ -3,17 +3,10 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from boost.cli.export import add_file_size, file_bytes
 from boost.errors import ConfigError
-
-if TYPE_CHECKING:
-    from boost.convert.compress import Compression
-    from boost.convert.spectrum import Truncation
-
-MOST_ROWS = 35
-"""Maximum number of linears to print one by one. With more, the report has one row per slot, summarized over the blocks."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -22,40 +15,40 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="convert LLaMA or CoLA weights to a checkpoint",
         description="Converts a Hugging Face folder with safetensors weights (stock LLaMA, the official CoLA class, or the output\n"
         "of 'boost export') to a checkpoint at step 0, for 'boost eval', 'generate' and 'train --start-from'.\n"
-        "--family factorizes dense weights, from a folder or a checkpoint, and reports the error of each linear:\n"
-        "with --budget and --calibrate by what each direction costs on calibration text, else by truncated SVD.",
+        "--rank, --energy and --budget factorize the linears of a dense model, from a folder or a checkpoint, into an svd\n"
+        "model, and report the error of each linear: with --budget and --calibrate by what each direction costs on\n"
+        "calibration text, else by truncated SVD.",
         epilog="examples:\n"
         "  boost import models/llama-1b --out checkpoints/llama-1b\n"
         "  boost import models/cola-1b --out checkpoints/cola-1b --tokenizer data/c4\n"
-        "  boost import models/llama-1b --out checkpoints/svd --family svd --rank 512\n"
-        "  boost import runs/dense --out checkpoints/svd --family svd --energy 0.95 --multiple 8\n"
-        "  boost import runs/dense --out checkpoints/svd --family svd --budget 0.6 --calibrate data/mine\n"
+        "  boost import models/llama-1b --out checkpoints/svd --rank 512\n"
+        "  boost import runs/dense --out checkpoints/svd --energy 0.95 --multiple 8\n"
+        "  boost import runs/dense --out checkpoints/svd --budget 0.6 --calibrate data/mine\n"
         "  boost train --start-from checkpoints/svd --distill-from runs/dense --data.store data/mine --run.dir runs/svd",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "source", metavar="DIR", help="Hugging Face folder; with --family, also a boost run or checkpoint"
+        "source", metavar="DIR", help="Hugging Face folder; to factorize, also a boost run or checkpoint"
     )
     parser.add_argument("--out", required=True, metavar="CHECKPOINT", help="output folder; must be empty or not exist")
     parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json or its folder (default: the one in DIR)")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="dtype of the weights (default: as stored; factors: float32)"
     )
-    _add_factorization(parser)
-    add_file_size(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON, including the error of every linear")
-    return parser
-
-
-def _add_factorization(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of factorization."""
-    parser.add_argument("--family", choices=("svd", "cola"), help="factorize dense weights (cola: with --budget only)")
-    parser.add_argument(
+    ranks = parser.add_mutually_exclusive_group()
+    ranks.add_argument("--rank", type=int, metavar="R", help="factorize: rank of every linear")
+    ranks.add_argument(
+        "--energy",
+        type=float,
+        metavar="FRACTION",
+        help="factorize: fraction of the squared singular values of each linear to keep, such as 0.95",
+    )
+    ranks.add_argument(
         "--budget",
         type=float,
         metavar="FRACTION",
-        help="parameters of the factors, as a fraction of those of the linears that they replace, such as 0.6: of all together "
-        "with --calibrate, else of each",
+        help="factorize, with --calibrate: parameters of all factors, as a fraction of those of the linears that they replace, "
+        "such as 0.6",
     )
     parser.add_argument(
         "--calibrate",
@@ -70,25 +63,10 @@ def _add_factorization(parser: argparse.ArgumentParser) -> None:
         help="with --calibrate: calibration tokens, spread evenly over the split (default 262144)",
     )
     parser.add_argument(
-        "--mesh",
-        action="append",
-        default=[],
-        metavar="LAYOUT:TP",
-        help="with --calibrate: layout and TP size that the ranks must fit, such as vanilla:4; may be repeated",
-    )
-    parser.add_argument("--rank", type=int, metavar="R", help="svd: rank of every linear")
-    parser.add_argument(
-        "--energy",
-        type=float,
-        metavar="FRACTION",
-        help="svd: fraction of the squared singular values to keep, such as 0.95",
-    )
-    parser.add_argument(
         "--multiple",
         type=int,
         metavar="N",
-        help="with --energy: round ranks up to a multiple of N (default 1); with --budget: ranks are multiples of N (default 1; "
-        "8 with --calibrate)",
+        help="with --energy: round ranks up to a multiple of N (default 1); with --budget: ranks are multiples of N (default 8)",
     )
     parser.add_argument(
         "--device",
@@ -96,18 +74,38 @@ def _add_factorization(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="device for calibration and SVD (default: a GPU if available)",
     )
+    add_file_size(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON, including the error of every linear")
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
     limit = file_bytes(args)
-    _check_flags(args)
+    if (args.budget is None) != (args.calibrate is None):
+        raise ConfigError("--budget FRACTION and --calibrate STORE require each other; add the other, or use --energy")
+    if args.calibrate_tokens is not None and args.calibrate is None:
+        raise ConfigError("--calibrate-tokens requires --calibrate STORE; add it, or remove --calibrate-tokens")
+    if args.multiple is not None and args.energy is None and args.budget is None:
+        raise ConfigError(
+            "--multiple rounds the ranks that --energy or --budget chooses; add one, or remove --multiple"
+        )
 
     from boost.cli.inference import dump
     from boost.config.architecture import parameter_count
+    from boost.convert.compress import Compression
     from boost.convert.importing import import_weights
+    from boost.convert.spectrum import Truncation
+    from boost.parallel.mesh import choose_device
 
+    how: Compression | Truncation | None = None
+    options: dict[str, Any] = {"multiple": args.multiple, "tokens": args.calibrate_tokens}
+    options = {name: value for name, value in options.items() if value is not None}
+    if args.budget is not None:
+        how = Compression(args.budget, args.calibrate, device=choose_device(args.device).type, **options)
+    elif args.rank is not None or args.energy is not None:
+        how = Truncation(args.rank, args.energy, device=choose_device(args.device).type, **options)
     named = Path(args.tokenizer) if args.tokenizer else None
-    done = import_weights(Path(args.source), Path(args.out), args.dtype, named, _how(args), limit)
+    done = import_weights(Path(args.source), Path(args.out), args.dtype, named, how, limit)
     facts: dict[str, Any] = {
         "checkpoint": str(done.path),
         "family": done.model.family,
@@ -140,74 +138,24 @@ def _missing_tokenizer(source: Path) -> str:
     )
 
 
-def _check_flags(args: argparse.Namespace) -> None:
-    """Raises ConfigError for flags that have no effect together."""
-    for flag, given in (
-        ("--rank", args.rank),
-        ("--energy", args.energy),
-        ("--multiple", args.multiple),
-        ("--budget", args.budget),
-    ):
-        if args.family is None and given is not None:
-            raise ConfigError(f"{flag} requires --family svd; add it, or remove {flag}")
-    if args.calibrate is not None and args.budget is None:
-        raise ConfigError("--calibrate requires --budget FRACTION; add it, or remove --calibrate")
-    for flag, given in (("--calibrate-tokens", args.calibrate_tokens), ("--mesh", args.mesh or None)):
-        if args.calibrate is None and given is not None:
-            raise ConfigError(f"{flag} requires --calibrate STORE; add it, or remove {flag}")
-    if args.family == "cola" and args.calibrate is None:
-        raise ConfigError(
-            "--family cola requires --budget FRACTION and --calibrate STORE; add them, or use --family svd"
-        )
-    for flag, given in (("--rank", args.rank), ("--energy", args.energy)):
-        if args.budget is not None and given is not None:
-            raise ConfigError(f"{flag} and --budget both choose ranks; remove one of them")
-    if args.multiple is not None and args.energy is None and args.budget is None:
-        raise ConfigError(
-            "--multiple rounds the ranks that --energy or --budget chooses; add one, or remove --multiple"
-        )
-
-
-def _how(args: argparse.Namespace) -> "Truncation | Compression | None":
-    if args.family is None:
-        return None
-    from boost.convert.compress import Compression
-    from boost.convert.spectrum import Truncation
-    from boost.parallel.mesh import choose_device
-
-    device = choose_device(args.device).type
-    multiple = {} if args.multiple is None else {"multiple": args.multiple}
-    if args.calibrate is None:
-        return Truncation(args.rank, args.energy, device=device, budget=args.budget, **multiple)
-    tokens = {} if args.calibrate_tokens is None else {"tokens": args.calibrate_tokens}
-    meshes = tuple(args.mesh)
-    return Compression(args.budget, args.calibrate, args.family, meshes=meshes, device=device, **multiple, **tokens)
-
-
 def _print_report(report: dict[str, Any]) -> None:
+    """Prints one row per slot, summarized over the blocks."""
     from rich.console import Console
     from rich.table import Table
 
-    linears, slots = report["linears"], report["slots"]
     calibrated = "calibration" in report
-    title = "truncated SVD" if not calibrated else "truncated SVD, weighted by calibration text; cost: nats per token"
+    title = f"truncated SVD{', weighted by calibration text; cost: nats per token' * calibrated}; all blocks together"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("linear")
     for heading in ("shape", "rank", "energy kept", "relative error", *["cost"] * calibrated):
         table.add_column(heading, justify="right")
-    if len(linears) <= MOST_ROWS:
-        for row in linears:
-            shape, cost = f"{row['d_out']} x {row['d_in']}", [f"{row['cost']:.5f}"] if calibrated else []
-            table.add_row(row["name"], shape, f"{row['rank']}", f"{row['energy']:.4f}", f"{row['error']:.4f}", *cost)
-    else:
-        shapes = {row["name"].split(".", 2)[2]: f"{row['d_out']} x {row['d_in']}" for row in linears}
-        for row in slots:
-            low, high = row["rank_min"], row["rank_max"]
-            ranks = f"{low}" if low == high else f"{low}-{high}, mean {row['rank_mean']:.0f}"
-            errors = f"{row['error_mean']:.4f}, at most {row['error_max']:.4f}"
-            cost = [f"{row['cost']:.5f}"] if calibrated else []
-            slot = f"{row['slot']} ({row['blocks']} blocks)"
-            table.add_row(slot, shapes[row["slot"]], ranks, f"{row['energy']:.4f}", errors, *cost)
+    shapes = {row["name"].split(".", 2)[2]: f"{row['d_out']} x {row['d_in']}" for row in report["linears"]}
+    for row in report["slots"]:
+        low, high = row["rank_min"], row["rank_max"]
+        ranks = f"{low}" if low == high else f"{low}-{high}, mean {row['rank_mean']:.0f}"
+        errors = f"{row['error_mean']:.4f}, at most {row['error_max']:.4f}"
+        cost = [f"{row['cost']:.5f}"] if calibrated else []
+        table.add_row(row["slot"], shapes[row["slot"]], ranks, f"{row['energy']:.4f}", errors, *cost)
     console = Console()
     console.print(table)
     console.print("report.json lists every linear\n")

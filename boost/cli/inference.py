@@ -1,7 +1,7 @@
 """Shared by `boost eval` and `boost generate`: opens a checkpoint and a mesh, and starts processes."""
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,10 @@ def inference_config(saved: Config, tp: int, device: str, batch: int = 0) -> Con
     train = saved.train.model_copy(update={"micro_batch": batch, "global_batch": batch})
     run = saved.run.model_copy(update={"device": device, "recovery": "restart"})
     problem: ConfigError | None = None
-    for parallel in _parallel_configs(saved, tp):
+    # The checkpoint's own layout first, then the others of its family: all load the same weights, and compute the same.
+    for layout in sorted(layouts_of(saved.model), key=lambda layout: layout != saved.parallel.layout):
+        own = {field: getattr(saved.parallel, field) for field in layout_spec(layout).options}
+        parallel = ParallelConfig(layout=layout, tp=tp, grouping=saved.parallel.grouping, **own)
         config = saved.model_copy(update={"parallel": parallel, "train": train, "run": run})
         try:
             check(config)
@@ -55,15 +58,6 @@ def inference_config(saved: Config, tp: int, device: str, batch: int = 0) -> Con
             return config
     assert problem is not None
     raise problem
-
-
-def _parallel_configs(saved: Config, tp: int) -> Iterator[ParallelConfig]:
-    """Yields the checkpoint's own layout, then the other layouts of its family. All load the same weights."""
-    layouts = layouts_of(saved.model)
-    own = saved.parallel.layout  # after training on one process, it may be a layout of another family
-    for layout in sorted(layouts, key=lambda layout: layout != own):
-        kept = {field: getattr(saved.parallel, field) for field in layout_spec(layout).options}
-        yield ParallelConfig(layout=layout, tp=tp, grouping=saved.parallel.grouping, **kept)
 
 
 def run_on_mesh(process: Callable[..., int], args: argparse.Namespace) -> int:

@@ -4,14 +4,26 @@ Commands import torch, tokenizers and other slow modules inside `run`, so that `
 """
 
 import argparse
+import importlib
+import keyword
 import os
 import sys
 from collections.abc import Sequence
 
 from boost import __version__
-from boost.cli import COMMAND_GROUPS, COMMANDS, SubcommandGroup, joined, load_command
 from boost.config.text import printable
 from boost.errors import BoostError, StorageError
+
+COMMAND_GROUPS = {
+    "data": ("prepare",),
+    "training": ("recipe", "train", "config", "eval", "generate"),
+    "models": ("runs", "checkpoint", "export", "import"),
+    "planning": ("plan", "plan calibrate", "inspect"),
+    "clusters": ("verify", "coordinate"),
+}
+"""Commands by heading, in the order that `boost --help` shows."""
+
+COMMANDS = tuple(name for names in COMMAND_GROUPS.values() for name in names)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -22,7 +34,7 @@ class CommandParser(argparse.ArgumentParser):
         formatter.add_usage(self.usage, (), ())
         formatter.add_text(self.description)
         (subparsers,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
-        summaries = {each.dest: each for each in subparsers._get_subactions()}
+        summaries = {summary.dest: summary for summary in subparsers._get_subactions()}
         options = [action for action in self._actions if action is not subparsers]
         for heading, names in COMMAND_GROUPS.items():
             formatter.start_section(heading)
@@ -52,9 +64,9 @@ def build_parser() -> argparse.ArgumentParser:
         dest="command", metavar="COMMAND", prog="boost", required=True, parser_class=argparse.ArgumentParser
     )
     for name in COMMANDS:
-        command = load_command(name)
-        first, _, _ = name.rpartition(" ")
-        subparser = command.add_parser(SubcommandGroup(subparsers, first) if first else subparsers)
+        # plan_calibrate.py is a command of two words; import_.py cannot be called import, a keyword.
+        command = importlib.import_module(f"boost.cli.{name.replace(' ', '_')}{'_' * keyword.iskeyword(name)}")
+        subparser = command.add_parser(subparsers)
         subparser.allow_abbrev = False
         subparser.add_argument("--debug", action="store_true", help="show the full traceback if there is an error")
         subparser.set_defaults(run=command.run)
@@ -68,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words and not overrides:
         parser.print_help()
         return 0
-    return run_command(parser, joined(words), overrides)
+    if " ".join(words[:2]) in COMMANDS and len(words) > 1:
+        words = [" ".join(words[:2]), *words[2:]]
+    return run_command(parser, words, overrides)
 
 
 def run_command(parser: argparse.ArgumentParser, words: Sequence[str], overrides: list[str]) -> int:
@@ -76,11 +90,8 @@ def run_command(parser: argparse.ArgumentParser, words: Sequence[str], overrides
     args, unknown = parser.parse_known_args(words)
     try:
         if not getattr(args, "takes_overrides", False) and overrides + unknown:
-            parser.error(
-                printable(
-                    f"unrecognized arguments: {' '.join(overrides + unknown)} (see {parser.prog} {args.command} --help)"
-                )
-            )
+            words = " ".join(overrides + unknown)
+            parser.error(printable(f"unrecognized arguments: {words} (see {parser.prog} {args.command} --help)"))
         args.overrides = unknown + overrides
         return args.run(args) or 0
     except BoostError as error:

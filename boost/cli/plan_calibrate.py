@@ -10,7 +10,7 @@ from boost.errors import ConfigError
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "calibrate",
+        "plan calibrate",
         help="measure this machine: GEMMs, attention, memory, collectives",
         description="Measures the speed of this machine (GEMM shapes, attention, memory-bound operations, and collectives\n"
         "between its processes) and writes a hardware profile for --gpu. Takes a minute or two. Keep the machine\n"

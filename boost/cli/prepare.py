@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from boost.cli.terminal import result_console
 from boost.format import format_bytes
 
 if TYPE_CHECKING:
@@ -186,12 +187,10 @@ def as_json(result: "PrepareResult") -> dict[str, Any]:
 
 def print_report(result: "PrepareResult") -> None:
     """Prints tables of what was read, what was changed or skipped and why, and what the store contains."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    # A pipe has no width, and truncating names to 80 columns would lose information.
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=200)
+    console = result_console(200)
     report = as_json(result)
     # Text keeps rich from reading a file name such as "[red]" as markup.
     read = Table(title="read", title_justify="left", box=None, pad_edge=False)

@@ -1,23 +1,29 @@
 """`boost recipe`: a published run from its data to its perplexity, in one command that can be interrupted and repeated."""
 
 import argparse
+import json
 import os
+import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from boost.cli.terminal import print_fact, print_table, result_console
 from boost.config import Config
+from boost.config.architecture import parameter_count
 from boost.config.recipes import Recipe, find_recipe, recipes, tokens_of
 from boost.errors import ConfigError, DataError
-from boost.format import format_count
+from boost.format import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
     from boost.data.prepare import PrepareOptions
-    from boost.data.store import TokenStore
 
 SHORT_HELDOUT_TOKENS = 200_000
 """Held-out tokens of a shortened run, at least."""
+CHECKPOINT_BYTES = 12
+"""Bytes of a checkpoint per parameter: weight and two moments in fp32."""
+COLUMN = 14
+"""Where the values of the budget and of the comparison start."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
@@ -25,14 +31,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "recipe",
         help="prepare, train, evaluate and compare a published run",
-        usage="boost recipe [RECIPE] [--data PATH] [--steps N | --max-tokens N] [--yes] [--dry-run]\n"
+        usage="boost recipe [RECIPE] [--data PATH] [--steps N] [--yes] [--dry-run]\n"
         "                    [--section.key value ...]",
         description="Runs a published recipe to the end: prepares its data, trains its preset, evaluates, and compares with the\n"
         "published perplexity. Prints the budget first. Interrupt it at any time; the same command continues.\n"
         "Without RECIPE, lists them.",
         epilog="examples:\n"
         "  boost recipe                                     the list: preset, data, tokens, published perplexity\n"
-        "  boost recipe c4-60m --dry-run                    the budget: tokens, disk, time on this machine, GPU-hours\n"
+        "  boost recipe c4-60m --dry-run                    the budget: tokens, disk, GPU-hours\n"
         "  boost recipe c4-60m --data /data/c4/en --yes     from local copies of C4's files, without asking\n"
         "  boost recipe c4-60m --steps 200 --train.global_batch 16      a rehearsal\n"
         "  boost recipe c4-130m --parallel.dp 8 --train.micro_batch 64  on eight GPUs",
@@ -48,16 +54,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--tokenizer",
         metavar="TOKENIZER",
-        help="instead of the recipe's: a local copy of it, or another one, as for 'boost prepare'",
+        help="instead of the recipe's: a local copy of it, or another one, as for 'boost prepare' (then set --model.vocab_size)",
     )
-    shorter = parser.add_mutually_exclusive_group()
-    shorter.add_argument("--steps", type=int, metavar="N", help="train for N steps")
-    shorter.add_argument("--max-tokens", type=int, metavar="N", help="train on about N tokens")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="train for N steps; warm-up and intervals shrink with it"
+    )
     parser.add_argument("--gpu", default="h100-80g", metavar="PROFILE", help="GPU to plan for (default: %(default)s)")
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help="number of them (default: %(default)s)")
-    parser.add_argument(
-        "--price", type=float, default=2.0, metavar="P", help="assumed USD per GPU-hour (default: %(default)s)"
-    )
     parser.add_argument("--yes", action="store_true", help="do not ask before starting")
     parser.add_argument("--dry-run", action="store_true", help="print the budget and stop")
     parser.set_defaults(takes_overrides=True)
@@ -71,43 +74,32 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"RECIPE is missing before {args.overrides[0]}; 'boost recipe' lists them")
         _print_list()
         return 0
-    _check(args)
+    for flag, value in (("--steps", args.steps), ("--gpus", args.gpus)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} = {value} is too small; smallest valid value: 1")
     if "RANK" in os.environ:
         raise ConfigError(
             "boost recipe runs on one machine and starts its processes itself; for torchrun, write its configuration with "
             f"'boost config {args.recipe}', and use 'boost prepare' and 'boost train'"
         )
     recipe = find_recipe(args.recipe)
-    config = recipe.config(args.overrides, args.steps, args.max_tokens)
+    config = recipe.config(args.overrides, args.steps)
     options = _prepare_options(args, recipe, config)
-
-    from boost.cli.recipe_budget import print_budget
-
     print_budget(args, recipe, config, options)
     if args.dry_run:
         return 0
-    begun = Path(config.run.dir, "config.toml").exists()
-    if not args.yes and not begun and not _confirmed():
-        return 1
-    return _run_stages(args, recipe, config, options)
-
-
-def _check(args: argparse.Namespace) -> None:
-    for flag, value in (("--steps", args.steps), ("--max-tokens", args.max_tokens), ("--gpus", args.gpus)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{flag} = {value} is too small; smallest valid value: 1")
-    if not args.price > 0:
-        raise ConfigError(f"--price = {args.price:g} must be greater than 0 (USD per GPU-hour)")
-
-
-def _confirmed() -> bool:
-    """Asks on the terminal. Raises ConfigError without one."""
-    if not sys.stdin.isatty():
-        raise ConfigError("stdin is not a terminal, so nobody can confirm the budget; add --yes to start, or --dry-run")
-    try:
-        return input("Start? [y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:
-        return False
+    if not args.yes and not Path(config.run.dir, "config.toml").exists():
+        if not sys.stdin.isatty():
+            raise ConfigError(
+                "stdin is not a terminal, so nobody can confirm the budget; add --yes to start, or --dry-run"
+            )
+        try:
+            answer = input("Start? [y/N] ")
+        except EOFError:  # Ctrl-D
+            answer = ""
+        if answer.strip().lower() not in ("y", "yes"):
+            return 1
+    return _run_stages(recipe, config, options)
 
 
 def _prepare_options(args: argparse.Namespace, recipe: Recipe, config: Config) -> "PrepareOptions":
@@ -135,25 +127,87 @@ def _files(folder: Path, split: str) -> tuple[str, ...]:
         raise ConfigError(f"--data {folder}: no such folder; pass the folder that holds the dataset's files")
     if (folder / split).is_dir():
         return (str(folder / split),)
-    found = sorted(str(path) for path in folder.iterdir() if split in path.name and path.is_file())
-    if not found:
+    files = sorted(str(path) for path in folder.iterdir() if split in path.name and path.is_file())
+    if not files:
         raise ConfigError(f"--data {folder}: no file with '{split}' in its name, and no folder '{split}'")
-    return tuple(found)
+    return tuple(files)
 
 
-def _run_stages(args: argparse.Namespace, recipe: Recipe, config: Config, options: "PrepareOptions") -> int:
+def print_budget(args: argparse.Namespace, recipe: Recipe, config: Config, options: "PrepareOptions") -> None:
+    """Prints what a run needs before it starts."""
+    train, model, published = config.train, config.model, tokens_of(recipe.config())
+    tokens, heldout, parameters = tokens_of(config), options.max_heldout_tokens or 0, parameter_count(config.model)
+    step = format_count(train.global_batch * train.seq_len)
+    length = f"{format_count(tokens)} ({train.steps:,} steps of {step}), {format_count(heldout)} held out"
+    if tokens != published:
+        length += f"; the publication: {format_count(published)}"
+    source = args.data
+    if source is None:
+        transfer = format_bytes((tokens + heldout) * recipe.corpus.transfer_bytes, 2)
+        source = f"{options.hf} from the Hugging Face Hub, about {transfer} to transfer (streamed, not stored)"
+
+    store = (tokens + heldout) * (2 if model.vocab_size <= 1 << 16 else 4)
+    checkpoints = (train.keep + 1) * parameters * CHECKPOINT_BYTES
+    existing = options.out.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    disk = (
+        f"{format_bytes(store)} for {options.out}, {format_bytes(checkpoints)} for {train.keep + 1} checkpoints in "
+        f"{config.run.dir}; {format_bytes(free)} are free"
+    )
+    facts = {
+        "recipe": f"{recipe.name}: {model.title} {format_count(parameters)} parameters, {recipe.source}",
+        "tokens": length,
+        "data": f"{source}; tokenizer {options.tokenizer}",
+        "disk": disk + (": NOT ENOUGH" if store + checkpoints > free else ""),
+        f"{args.gpus} x {args.gpu.removesuffix('.toml')}"[:COLUMN]: _plan(args, config, tokens),
+        "published": "perplexity " + ("-" if recipe.perplexity is None else f"{recipe.perplexity:.2f}"),
+    }
+    out = result_console(140)
+    for key, value in facts.items():
+        print_fact(out, key, value, COLUMN)
+
+
+def _plan(args: argparse.Namespace, config: Config, tokens: int) -> str:
+    """The fastest configuration on GPUs, by the planner."""
+    from boost.cli.terminal import searching
+    from boost.config.schema import ParallelConfig
+    from boost.plan.candidates import Request
+    from boost.plan.compare import choices, mesh
+    from boost.plan.hardware import load_hardware
+    from boost.plan.search import Search
+
+    hardware = load_hardware(args.gpu)
+    alone = ParallelConfig.model_validate({"layout": "single"})
+    train = config.train.model_copy(update={"micro_batch": 1, "recompute": "none", "compute_dtype": "bfloat16"})
+    base = config.model_copy(update={"parallel": alone, "train": train})
+    with searching("configurations") as tick:
+        search = Search(Request(base, args.gpus, hardware, frozenset(), 0.08), tick)
+        best = None if search.empty else search.fastest()
+    if best is None:
+        return f"does not fit on {args.gpus} x {args.gpu}; try --gpus {2 * args.gpus}"
+    seconds = tokens / best.time.tokens_per_second
+    where = f"{mesh(best.config.parallel)}, {choices(best.config)}"
+    return f"{format_duration(seconds)} predicted ({where}): {seconds * args.gpus / 3600:.3g} GPU-hours"
+
+
+def _run_stages(recipe: Recipe, config: Config, options: "PrepareOptions") -> int:
     """Prepares, trains and compares. Each stage does nothing if it is done, and continues if it was interrupted."""
     from boost.cli.prepare import print_report, progress_display
-    from boost.cli.recipe_result import compare, final_evaluation
     from boost.cli.train import train_config
     from boost.data.prepare import prepare
 
     print("\n1/3 prepare", flush=True)
     result = prepare(options, progress_display())
     print_report(result)
-    if args.tokenizer:
-        config = _fitted(args, recipe, config, result.store)
-    _require_text(config, result.store)
+    prepared, needed = result.store.split("train").n_tokens, tokens_of(config)
+    if prepared < needed / 4:  # the run would read the same text again and again
+        enough = max(prepared * config.train.steps // needed, 1)
+        raise DataError(
+            f"{result.store.path}: has {format_count(prepared)} training tokens, and the recipe reads {format_count(needed)}; add "
+            f"more of the dataset's files, or pass --steps {enough}"
+        )
     print("\n2/3 train", flush=True)
     if final_evaluation(config) is None:
         code = train_config(config)
@@ -169,37 +223,93 @@ def _run_stages(args: argparse.Namespace, recipe: Recipe, config: Config, option
     return 0
 
 
-def _fitted(args: argparse.Namespace, recipe: Recipe, config: Config, store: "TokenStore") -> Config:
-    """The configuration for another tokenizer: with a vocabulary of its size, unless the recipe's holds it."""
-    if store.largest_token < config.model.vocab_size and store.vocab_size > config.model.vocab_size // 2:
-        return config
-    tp = config.parallel.tp
-    size = ["--model.vocab_size", str(-(-store.vocab_size // tp) * tp)]
-    return recipe.config([*size, *args.overrides], args.steps, args.max_tokens)
+def final_evaluation(config: Config) -> dict[str, Any] | None:
+    """The metrics of the evaluation at the end of the run, on all of the held-out split; None if it is not done."""
+    from boost.train.metrics import read_metrics
+    from boost.train.rundir import RunDirectory
+
+    metrics = RunDirectory(config.run.dir).metrics
+    last = None
+    for line in read_metrics(metrics) if metrics.is_file() else ():
+        if line.get("kind") == "eval" and line.get("final") and line.get("step") == config.train.steps:
+            last = line
+    return last
 
 
-def _require_text(config: Config, store: "TokenStore") -> None:
-    """Raises DataError if the data is much less than the run reads: it would train on the same text again and again."""
-    found, needed = store.split("train").n_tokens, tokens_of(config)
-    if found < needed / 4:
-        raise DataError(
-            f"{store.path}: has {format_count(found)} training tokens, and the recipe reads {format_count(needed)}; add more of "
-            f"the dataset's files, or pass --max-tokens {found}"
+def compare(recipe: Recipe, config: Config) -> None:
+    """Evaluates as the publication does, prints both perplexities, and writes recipe.json to the run directory."""
+    from boost.train.best_effort import best_effort
+
+    path = Path(config.run.dir) / "recipe.json"
+    whole = final_evaluation(config)
+    assert whole is not None
+    share, same = tokens_of(config) / tokens_of(recipe.config()), config.model == recipe.config().model
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        facts = {}
+    if facts.get("step") != config.train.steps:
+        perplexity, tokens = _by_document(config)
+        facts = {
+            "recipe": recipe.name,
+            "perplexity": perplexity,
+            "heldout_tokens": tokens,
+            "perplexity_of_all_tokens": whole["perplexity"],
+            "step": config.train.steps,
+            "training_tokens": tokens_of(config),
+            "published": recipe.perplexity,
+            "source": recipe.source,
+            "complete": same and share == 1,
+        }
+        with best_effort(f"write {path}"):
+            path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+    if recipe.perplexity is None:
+        published = f"- ({recipe.source})"
+    elif same and share == 1:
+        published = (
+            f"{recipe.perplexity:.2f} ({recipe.source}); this run: {facts['perplexity'] / recipe.perplexity - 1:+.1%}"
         )
+    else:
+        reason = f"{'' if same else 'another model, '}{share:.2%} of its tokens"
+        published = f"{recipe.perplexity:.2f} ({recipe.source}); not comparable: this run had {reason}"
+    rows = {
+        "perplexity": f"{facts['perplexity']:.2f} on the first {config.train.seq_len} tokens of each held-out document, as "
+        f"published ({format_count(facts['heldout_tokens'])} tokens)",
+        "all tokens": f"{whole['perplexity']:.2f} on whole documents",
+        "published": published,
+    }
+    out = result_console(140)
+    for key, value in rows.items():
+        print_fact(out, key, value, COLUMN)
+
+
+def _by_document(config: Config) -> tuple[float, int]:
+    """(perplexity, tokens) of the first seq_len tokens of each held-out document."""
+    from boost.cli.inference import open_model
+    from boost.data.store import TokenStore
+    from boost.parallel.mesh import close_mesh
+    from boost.train.evaluate import evaluate
+
+    args = argparse.Namespace(checkpoint=config.run.dir, tp=1, device=config.run.device)
+    _, opened, mesh, decoder = open_model(args)
+    split, train = TokenStore.open(Path(config.data.store)).split("heldout"), config.train
+    result = evaluate(
+        decoder, split, train.seq_len, train.micro_batch, opened.data.isolate_documents, mesh, by_document=True
+    )
+    close_mesh()
+    return result.perplexity, result.tokens
 
 
 def _print_list() -> None:
     from rich.table import Table
 
-    from boost.cli.terminal import print_table, result_console
-
     table = Table(box=None, pad_edge=False, header_style="bold")
-    headings: Sequence[str] = ("recipe", "preset", "data", "tokens", "perplexity", "source")
-    for heading in headings:
+    for heading in ("recipe", "preset", "data", "tokens", "perplexity", "source"):
         table.add_column(heading, justify="right" if heading in ("tokens", "perplexity") else "left")
-    for each in recipes().values():
-        published = "-" if each.perplexity is None else f"{each.perplexity:.2f}"
-        tokens = format_count(tokens_of(each.config()))
-        table.add_row(each.name, each.preset, each.corpus.dataset, tokens, published, each.source)
+    for recipe in recipes().values():
+        published = "-" if recipe.perplexity is None else f"{recipe.perplexity:.2f}"
+        tokens = format_count(tokens_of(recipe.config()))
+        table.add_row(recipe.name, recipe.preset, recipe.corpus.dataset, tokens, published, recipe.source)
     print_table(result_console(140), table)
     print("\n'boost recipe RECIPE --dry-run' prints the budget of one.")

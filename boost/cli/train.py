@@ -11,6 +11,7 @@ from boost.train.faults import KINDS, Fault, parse_fault
 from boost.train.signals import StopRequest
 
 if TYPE_CHECKING:
+    from boost.data.verify import Progress
     from boost.train.launch import Supervise
 
 
@@ -42,12 +43,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "'boost config --fields' explains every key.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_arguments(parser)
-    parser.set_defaults(takes_overrides=True)
-    return parser
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", nargs="?", metavar="CONFIG", help="preset name or TOML file; optional with --start-from"
     )
@@ -84,6 +79,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KIND@STEP[:RANK]",
         help="inject a fault on rank RANK (default 0) at step STEP, to test recovery; may be repeated; kinds are listed below",
     )
+    parser.set_defaults(takes_overrides=True)
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,39 +102,22 @@ def train_config(config: Config) -> int:
 def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request: StopRequest) -> int:
     import torch
 
-    from boost.data.fit import open_fitting_store
-    from boost.train.checkpoint import fallback_folder
     from boost.train.console import progress
     from boost.train.launch import can_fork, launch, under_torchrun
-    from boost.train.metrics import tracker_modules
-    from boost.train.resume import check_start, require_nothing_lost, resume_candidates
-    from boost.train.run_lock import require_unlocked
+    from boost.train.run import train_process
     from boost.train.rundir import RunDirectory
-    from boost.train.teacher import check_teacher
 
     launches = config.parallel.world_size > 1 and not under_torchrun()
     if launches:
         torch.set_num_threads(1)  # because `launch` forks
-    # Check before starting processes, which takes seconds.
-    run = RunDirectory(config.run.dir)
-    may_rejoin = config.run.recovery == "in-step" and not launches  # the main process of a new run checks instead
-    if not may_rejoin:
-        require_unlocked(run.path)
-    if not may_rejoin and not run.continued_by(args.resume):
-        run.require_empty()
-    if args.resume == "auto" and not may_rejoin:
-        require_nothing_lost(run, resume_candidates("auto", run, fallback_folder(config)), args.restart)
-    tracker_modules(config)
-    store = open_fitting_store(config, lambda blocks: progress(blocks, "verify token store"))
-    if args.start_from:
-        check_start(args.start_from, config, store)
-    check_teacher(config, store)
-
-    from boost.parallel.capabilities import require_torch
-    from boost.train.run import train_process
-
-    require_torch(config.parallel)
-
+    check_before_start(
+        config,
+        args.resume,
+        args.start_from,
+        restart=args.restart,
+        rejoins=config.run.recovery == "in-step" and not launches,  # the main process of a new run checks instead
+        progress=lambda blocks: progress(blocks, "verify token store"),
+    )
     work = (config, args.resume, args.start_from, faults, args.restart)
     if not launches:
         return train_process(*work)
@@ -148,11 +128,49 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
         train_process,
         work,
         config.parallel.world_size,
-        log_dir=run.logs,
+        log_dir=RunDirectory(config.run.dir).logs,
         holds_signals=True,
         forks=can_fork(),
         supervise=_supervise(config),
     )
+
+
+def check_before_start(
+    config: Config,
+    resume: str | None,
+    start_from: str | None,
+    *,
+    restart: bool = False,
+    rejoins: bool = False,
+    progress: "Progress" = iter,
+) -> None:
+    """Checks everything that can be checked before the first step, so that a mistake does not cost the start of processes.
+
+    `resume`, `start_from`, `restart`: as of `boost train`. `rejoins`: this process may join a run that others train already, whose
+    run directory is in use. `progress` wraps the verification of the token store. Raises ConfigError, DataError, CheckpointError.
+    """
+    from boost.data.fit import open_fitting_store
+    from boost.parallel.capabilities import require_torch
+    from boost.train.checkpoint import fallback_folder
+    from boost.train.metrics import tracker_modules
+    from boost.train.resume import check_start, require_nothing_lost, resume_candidates
+    from boost.train.run_lock import require_unlocked
+    from boost.train.rundir import RunDirectory
+    from boost.train.teacher import check_teacher
+
+    run = RunDirectory(config.run.dir)
+    if not rejoins:
+        require_unlocked(run.path)
+        if not run.continued_by(resume):
+            run.require_empty()
+        if resume == "auto":
+            require_nothing_lost(run, resume_candidates("auto", run, fallback_folder(config)), restart)
+    tracker_modules(config)
+    require_torch(config.parallel)
+    store = open_fitting_store(config, progress)
+    if start_from is not None:
+        check_start(start_from, config, store)
+    check_teacher(config, store)
 
 
 def _supervise(config: Config) -> "Supervise | None":

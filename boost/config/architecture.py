@@ -139,7 +139,7 @@ def latent_gate_parameters(model: ModelConfig, group: GroupSpec, prefix: str) ->
         if name.startswith("norm_"):
             stored[name] = tuple(of_slots.values())
         else:
-            stored |= {f"{name}_{slot.name.partition('.')[2]}": (each,) for slot, each in of_slots.items()}
+            stored |= {f"{name}_{slot.name.partition('.')[2]}": (gate,) for slot, gate in of_slots.items()}
     return stored
 
 

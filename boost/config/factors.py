@@ -69,24 +69,14 @@ def rate_scale(parameter: Parameter, dim: int) -> float:
     return min(parameter.shape) / dim
 
 
-def needs_whole_factors(optim: OptimConfig) -> bool:
-    """Whether every step (not only one of exact_every) needs whole factors."""
-    return optim.whole_factors
-
-
 def work_dtype(optim: OptimConfig, param_dtype: str) -> str:
     """Dtype of computation and communication on whole factors: fp64 for LORO's exact step, at least fp32 for others."""
     return "float64" if param_dtype == "float64" else optim.factor_dtype
 
 
-def copies(optim: OptimConfig) -> int:
-    """Number of factor-shaped tensors in the workspace: LORO's exact step needs factors and directions."""
-    return optim.factor_copies
-
-
 def factor_buckets(units: Sequence[Sequence[FactorShape]], optim: OptimConfig, itemsize: int) -> list[int]:
     """Number of consecutive `units` (factors of linears with one input) per bucket. A bucket shares its collectives."""
-    sizes = [itemsize * copies(optim) * sum(f.elements for f in unit) for unit in units]
+    sizes = [itemsize * optim.factor_copies * sum(f.elements for f in unit) for unit in units]
     return bucket_lengths(sizes, optim.factor_bucket * BUCKET_BYTES)
 
 

@@ -4,11 +4,12 @@ A family is a subclass of `ModelConfig` with its documentation, its own fields, 
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
 
 from pydantic import BeforeValidator, Field
 
 from boost.config.section import Count, Positive, Tagged, Width
+from boost.errors import ConfigError
 
 if TYPE_CHECKING:
     from boost.config.schema import Config
@@ -264,3 +265,26 @@ class LaXConfig(LowRankConfig):
                     f"block, so its rank must be the same in all blocks; use ranks.{name.partition('.')[2].partition('.')[2]}"
                 )
         yield from super().problems(config)
+
+
+AnyFamily = TypeVar("AnyFamily", bound=type[ModelConfig])
+
+
+def register_family(family: AnyFamily) -> AnyFamily:
+    """Makes a family known to configurations, `boost.nn` and the planner. Usable as a class decorator.
+
+    A family is a subclass of `ModelConfig` (or `LowRankConfig`, `SVDConfig`, ...) whose field `family` is a `Literal` of its name:
+
+        @boost.register_family
+        class WideCoLA(CoLAConfig):
+            family: Literal["wide-cola"] = "wide-cola"
+            rank: Width = 256
+
+    Raises ConfigError if the class has no name of its own.
+    """
+    values = get_args(cast(type[ModelConfig], family).model_fields["family"].annotation)
+    if len(values) != 1 or ModelConfig.choices.get(values[0]) is not family:
+        raise ConfigError(
+            f"{family.__name__} does not name a family of its own; add a field such as family: Literal['my-family'] = 'my-family'"
+        )
+    return family

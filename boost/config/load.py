@@ -1,5 +1,6 @@
 """Loads a validated `Config` from a preset or a TOML file plus dotted overrides, and writes it back to TOML."""
 
+import contextlib
 import difflib
 import re
 import tomllib
@@ -72,7 +73,7 @@ def change(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 def tags() -> list[tuple[str, str]]:
     """(section, key) of every tag, each before the tags that it may change."""
-    return [(section, each.tag()) for section, root in _tagged() for each in (root, *root.parts.values())]
+    return [(section, tagged.tag()) for section, root in _tagged() for tagged in (root, *root.parts.values())]
 
 
 def _tagged() -> Iterator[tuple[str, type[Tagged]]]:
@@ -81,10 +82,16 @@ def _tagged() -> Iterator[tuple[str, type[Tagged]]]:
             yield section, info.annotation
 
 
-def change_family(model: dict[str, Any], family: str, over: str = "cola") -> None:
-    """Sets the family in a [model] table, like `change`. `over`: family of the linears if `family` is lax."""
-    ModelConfig.switch(model, {"family": family, "over": over})
-    model["family"] = family
+_NEGATIVE = "(see docs/negative-results.md)"
+REMOVED = {
+    "model.dlr_alpha": f"2026-11-25 {_NEGATIVE}",
+    "spectron": f"2026-11-25 {_NEGATIVE}",
+    "optim.spectron": f"2026-11-25 {_NEGATIVE}",
+    "optim.frobenius_decay": f"2026-11-26 {_NEGATIVE}",
+    "optim.refresh_only": f"2026-11-26 {_NEGATIVE}",
+    "run.trackio": "2026-11-26; use run.wandb, or TensorBoard",
+}
+"""When keys and names were removed. Keys are ignored at 0 or false, where they did nothing."""
 
 
 def from_tree(tree: dict[str, Any]) -> Config:
@@ -96,12 +103,25 @@ def from_tree(tree: dict[str, Any]) -> Config:
 
 def validated(tree: dict[str, Any]) -> Config:
     """Validates each field of a document, but not the rules between fields. Raises ConfigError."""
-    for section, key in (("model", "dlr_alpha"), ("optim", "frobenius_decay"), ("optim", "refresh_only")):
+    for section, key in (name.split(".") for name in REMOVED if "." in name):
         table = tree.get(section)
-        if isinstance(table, dict) and table.get(key) == 0:  # off, as runs from before the removal of the key wrote it
+        if isinstance(table, dict) and table.get(key) == 0:  # off, as saved configurations have it
             tree = {**tree, section: {name: value for name, value in table.items() if name != key}}
+
+    def as_float(value: Any) -> Any:
+        return float(value) if type(value) is int and abs(value) < 10**300 else value
+
+    # TOML users write `lr = 1`, which strict validation would reject.
+    converted = dict(tree)
+    for key in (key for key, info in fields() if type_name(info) in ("number", _NUMBERS)):
+        section, name = key.split(".", 1)
+        table = converted.get(section)
+        if isinstance(table, dict) and name in table:
+            value = table[name]
+            entries = {entry: as_float(number) for entry, number in value.items()} if isinstance(value, dict) else None
+            converted[section] = {**table, name: as_float(value) if entries is None else entries}
     try:
-        return Config.model_validate(_integers_to_floats(tree))
+        return Config.model_validate(converted)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
 
@@ -113,15 +133,11 @@ def to_toml(config: Config) -> str:
 
 def read_source(source: str) -> dict[str, Any]:
     """Reads the document of a preset or a file without validating it. Raises ConfigError."""
-    path = Path(source)
     if source in presets():
         return tomllib.loads((_PRESETS / f"{source}.toml").read_text(encoding="utf-8"))
-    try:
-        found = path.is_file()
-    except (OSError, ValueError):  # the name is too long or contains NUL
-        found = False
-    if found:
-        return read_toml(path)
+    with contextlib.suppress(OSError, ValueError):  # the name is too long or contains NUL
+        if Path(source).is_file():
+            return read_toml(Path(source))
     raise ConfigError(
         f"no configuration file and no preset named '{brief_text(source)}'; {_suggest(source, presets(), 'preset')}"
     )
@@ -176,40 +192,19 @@ def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"--{key} has no value; write --{key} VALUE ({expected})")
             value = rest.pop(0)
-        yield key, _parse_value(value, expected)
-
-
-def _parse_value(text: str, expected: str) -> Any:
-    if expected not in (_INTEGERS, _TABLE, _NUMBERS, *_TYPE_NAMES.values()) or expected == "text":
-        return text
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):  # not TOML, a number with thousands of digits, or nested too deeply
-        return text
-
-
-def _integers_to_floats(tree: dict[str, Any]) -> dict[str, Any]:
-    """Converts integers to floats in float fields: TOML users write `lr = 1`, which strict validation would reject."""
-    known = dict(fields())
-    result: dict[str, Any] = {}
-    for section, table in tree.items():
-        if not isinstance(table, dict):
-            result[section] = table
-            continue
-        result[section] = {name: _floats(value, known.get(f"{section}.{name}")) for name, value in table.items()}
-    return result
-
-
-def _floats(value: Any, info: FieldInfo | None) -> Any:
-    if info is None or type_name(info) not in ("number", _NUMBERS):
-        return value
-    if isinstance(value, dict):
-        return {key: _floats_of(each) for key, each in value.items()}
-    return _floats_of(value)
-
-
-def _floats_of(value: Any) -> Any:
-    return float(value) if type(value) is int and abs(value) < 10**300 else value
+        parsed: Any = value
+        if expected in (
+            _INTEGERS,
+            _TABLE,
+            _NUMBERS,
+            "true or false",
+            "integer",
+            "number",
+        ):  # else text, or one of some words
+            # Not TOML, a number with thousands of digits, or nested too deeply: validation says what is wrong.
+            with contextlib.suppress(ValueError, RecursionError):
+                parsed = tomllib.loads(f"value = {value}")["value"]
+        yield key, parsed
 
 
 def _explain(error: ValidationError) -> str:
@@ -232,8 +227,7 @@ def _explain(error: ValidationError) -> str:
         case "literal_error":
             choices = [str(choice) for choice in get_args(known[key].annotation)]
             near = _suggest(str(value), choices, "value")
-            says_more = near.startswith(("did you mean", "it was"))
-            return f"{key} = {shown} is not one of {', '.join(choices)}" + f"; {near}" * says_more
+            return f"{key} = {shown} is not one of {', '.join(choices)}" + f"; {near}" * near.startswith("did you mean")
         case "greater_than_equal":
             return f"{key} = {shown} is too small; smallest valid value: {context['ge']}"
         case "greater_than":
@@ -254,20 +248,15 @@ def _explain(error: ValidationError) -> str:
         key, shown = key.rpartition(".")[0], f"an item {shown}"
     examples: dict[str, Any] = {_INTEGERS: [9, 7], _TABLE: "{ attn = 128, mlp = 256 }", _NUMBERS: _MIXTURE_EXAMPLE}
     default = examples.get(type_name(known[key]), known[key].default)
-    example = "" if known[key].is_required() or default is None else f", as {_toml_value(default)}"
+    literal = str(default).lower() if isinstance(default, bool) else repr(default)
+    example = "" if known[key].is_required() or default is None else f", as {literal}"
     return f"{key} = {shown} is not of type {type_name(known[key])}; write {key} = {type_name(known[key])}{example}"
-
-
-def _toml_value(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _suggest(word: str, choices: Any, what: str, prefix: str = "") -> str:
     """'did you mean ...?' with the nearest choice, or the list of all choices."""
-    if word in ("model.dlr_alpha", "optim.frobenius_decay", "optim.refresh_only", "spectron") or word.startswith(
-        "optim.spectron_"
-    ):
-        return "it was removed (see docs/negative-results.md)"
+    if removed := REMOVED.get(word.partition("_")[0] if word.startswith("optim.spectron") else word):
+        return f"it was removed on {removed}"
     names = [str(choice) for choice in choices]
     last = word.rpartition(".")[2]
     near = [name for name in names if name.rpartition(".")[2] == last]  # the right key in the wrong section

@@ -49,18 +49,16 @@ class Recipe:
     perplexity: float | None = None
     """Published held-out perplexity; None if there is none for the whole recipe."""
 
-    def config(self, overrides: Sequence[str] = (), steps: int | None = None, tokens: int | None = None) -> Config:
+    def config(self, overrides: Sequence[str] = (), steps: int | None = None) -> Config:
         """The configuration of the run: the preset with a run directory and a token store of its own, then `overrides`.
 
-        `steps` or `tokens` shorten the run; warm-up and intervals shrink in proportion. Raises ConfigError.
+        `steps` shortens the run; warm-up and intervals shrink in proportion. Raises ConfigError.
         """
         tree = read_source(self.preset)
         given = dict(parse_overrides(overrides))
         published = tokens_of(from_tree(tree))
         change(tree, given)
         whole = from_tree(tree).train
-        if tokens is not None:
-            steps = max(tokens // (whole.global_batch * whole.seq_len), 1)
         if steps is not None and steps != whole.steps:
             change(tree, {key: value for key, value in _shortened(tree, steps).items() if key not in given})
         used = int(tree["train"]["steps"]) * whole.global_batch * whole.seq_len
@@ -94,20 +92,19 @@ def recipes() -> dict[str, Recipe]:
     """All recipes by name."""
     content = tomllib.loads(_FILE.read_text(encoding="utf-8"))
     corpora = {name: Corpus(**table) for name, table in content["data"].items()}
-    found = {}
+    by_name = {}
     for name, table in content["recipes"].items():
         data = name.partition("-")[0]
-        found[name] = Recipe(name, data=data, corpus=corpora[data], **table)
-    return found
+        by_name[name] = Recipe(name, data=data, corpus=corpora[data], **table)
+    return by_name
 
 
 def find_recipe(name: str) -> Recipe:
     """A recipe by its name, or the name of its preset. Raises ConfigError."""
-    known = recipes()
-    for each in known.values():
-        if name in (each.name, each.preset):
-            return each
-    raise ConfigError(f"no recipe named '{name}'; valid names: {', '.join(known)}")
+    for recipe in recipes().values():
+        if name in (recipe.name, recipe.preset):
+            return recipe
+    raise ConfigError(f"no recipe named '{name}'; valid names: {', '.join(recipes())}")
 
 
 def prepare_command(config: Config, store: str | None = None) -> str:
@@ -116,10 +113,11 @@ def prepare_command(config: Config, store: str | None = None) -> str:
     first = next(iter(weights))
     store = store or first
     name = Path(store).name
-    for each in recipes().values():
-        if name == each.data or name.startswith(f"{each.data}-"):
-            command = each.corpus.command(math.ceil(tokens_of(config) * weights[store] / sum(weights.values())), store)
-            same = [r for r in recipes().values() if r.data == each.data and r.config().model == config.model]
+    for recipe in recipes().values():
+        if name == recipe.data or name.startswith(f"{recipe.data}-"):
+            tokens = math.ceil(tokens_of(config) * weights[store] / sum(weights.values()))
+            command = recipe.corpus.command(tokens, store)
+            same = [r for r in recipes().values() if r.data == recipe.data and r.config().model == config.model]
             whole = same and not config.data.mixture
             return command + (f", or run the whole recipe with: boost recipe {same[0].name}" if whole else "")
     if store != first:  # a mixture has one tokenizer

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 
 from boost.config.architecture import block_parameters
 from boost.config.layouts import layout_names, layout_spec, layouts_of, num_shards, spec_of
-from boost.config.numbers import nearest
 from boost.config.schema import Config, ModelConfig
+from boost.config.section import nearest
 from boost.errors import ConfigError
 
 _SOUND_MODELS: "weakref.WeakSet[ModelConfig]" = weakref.WeakSet()
@@ -27,7 +27,9 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _parallel_problems(config)
     yield from _sharding_problems(config)
     yield from _train_problems(config)
-    yield from _data_problems(config)
+    data = config.data
+    if data.mixture and data.store != type(data).model_fields["store"].default:
+        yield f"data.store = '{data.store}' and data.mixture are both set; remove one, or add '{data.store}' to data.mixture"
     yield from config.optim.problems(config)
     yield from config.distill.problems(config)
     yield from _pipeline_problems(config)
@@ -40,17 +42,6 @@ _USUAL = {"model.dim": 16384, "model.layers": 128, "model.vocab_size": 262144, "
 """Dimensions of the largest models, used to find the one that is out of proportion."""
 
 
-def _size_problems(model: ModelConfig) -> Iterator[str]:
-    of_block = sum(parameter.size for parameter in block_parameters(model, 0))
-    total = model.layers * of_block + 2 * model.vocab_size * model.dim
-    if total > MAX_PARAMETERS:
-        field, value = out_of_proportion(model)
-        yield (
-            f"{field} = {value} gives a model of {total:.1e} parameters, and the maximum is "
-            f"{MAX_PARAMETERS:.0e}; set {field} to {_USUAL[field]} or less"
-        )
-
-
 def out_of_proportion(model: ModelConfig) -> tuple[str, int]:
     """The field, and its value, that is largest relative to the largest models."""
     values: dict[str, int] = {field: getattr(model, field.partition(".")[2]) for field in _USUAL}
@@ -60,7 +51,14 @@ def out_of_proportion(model: ModelConfig) -> tuple[str, int]:
 
 def _model_problems(config: Config) -> Iterator[str]:
     model = config.model
-    yield from _size_problems(model)
+    total = model.layers * sum(parameter.size for parameter in block_parameters(model, 0))
+    total += 2 * model.vocab_size * model.dim
+    if total > MAX_PARAMETERS:
+        field, value = out_of_proportion(model)
+        yield (
+            f"{field} = {value} gives a model of {total:.1e} parameters, and the maximum is "
+            f"{MAX_PARAMETERS:.0e}; set {field} to {_USUAL[field]} or less"
+        )
     if model.dim % 2:
         best = nearest(model.dim, model.dim + 2 * model.heads, lambda d: d % (2 * model.heads) == 0)
         yield f"model.dim = {model.dim} must be even, because rotary embedding rotates pairs; nearest valid value: {best}"
@@ -335,20 +333,14 @@ def _shares(kv_heads: int, processes: int) -> bool:
     return kv_heads % processes == 0 or processes % kv_heads == 0
 
 
-def _data_problems(config: Config) -> Iterator[str]:
-    data = config.data
-    if data.mixture and data.store != type(data).model_fields["store"].default:
-        yield f"data.store = '{data.store}' and data.mixture are both set; remove one, or add '{data.store}' to data.mixture"
-
-
 def _train_problems(config: Config) -> Iterator[str]:
-    train, dp = config.train, config.parallel.dp
-    chunk = dp * train.micro_batch
+    train, parallel = config.train, config.parallel
+    chunk = parallel.dp * train.micro_batch
     if train.global_batch % chunk:
         best = max(chunk, (2 * train.global_batch + chunk) // (2 * chunk) * chunk)
         yield (
             f"train.global_batch = {train.global_batch} must be divisible by parallel.dp x train.micro_batch = "
-            f"{dp} x {train.micro_batch} = {chunk}; nearest valid value: {best}"
+            f"{parallel.dp} x {train.micro_batch} = {chunk}; nearest valid value: {best}"
         )
     if train.profile and (len(train.profile) != 2 or train.profile[0] > train.profile[1]):
         first, last = min(train.profile), max(train.profile)
@@ -372,8 +364,22 @@ def _train_problems(config: Config) -> Iterator[str]:
         )
     if "" in train.sample_prompts:
         yield f"train.sample_prompts = {list(train.sample_prompts)!r} contains an empty prompt; remove it"
-    yield from _recompute_problems(config)
-    parallel = config.parallel
+    gatherers = [name for name in layout_names() if layout_spec(name).gathers_latents]
+    if train.recompute.startswith("low-rank") and not config.model.low_rank:
+        yield (
+            f"train.recompute = '{train.recompute}' saves the latents of low-rank bottlenecks; model.family = 'dense' has "
+            "none: use 'full-block' or 'none', or model.family = 'svd' or 'cola'"
+        )
+    if train.recompute == "low-rank-sharded" and parallel.layout not in gatherers:
+        yield (
+            f"train.recompute = 'low-rank-sharded' saves latents before parallel.layout = {_either(gatherers)} gathers them; "
+            f"'{parallel.layout}' gathers none: use 'low-rank', or that layout"
+        )
+    if train.recompute_every > config.model.layers:
+        yield (
+            f"train.recompute_every = {train.recompute_every} exceeds model.layers = {config.model.layers}; "
+            f"largest valid value: {config.model.layers}"
+        )
     gathers_once = parallel.shard == "optimizer" or (parallel.sharded and parallel.pp > 1)
     if train.reduce_dtype == "bfloat16" and gathers_once and not config.divides_moments:
         yield (
@@ -386,24 +392,4 @@ def _train_problems(config: Config) -> Iterator[str]:
         yield (
             f"train.param_dtype = '{train.param_dtype}' is narrower than train.compute_dtype = '{train.compute_dtype}'; "
             f"nearest valid value: '{train.compute_dtype}'"
-        )
-
-
-def _recompute_problems(config: Config) -> Iterator[str]:
-    train, layout = config.train, config.parallel.layout
-    gatherers = [name for name in layout_names() if layout_spec(name).gathers_latents]
-    if train.recompute.startswith("low-rank") and not config.model.low_rank:
-        yield (
-            f"train.recompute = '{train.recompute}' saves the latents of low-rank bottlenecks; model.family = 'dense' has "
-            "none: use 'full-block' or 'none', or model.family = 'svd' or 'cola'"
-        )
-    if train.recompute == "low-rank-sharded" and layout not in gatherers:
-        yield (
-            f"train.recompute = 'low-rank-sharded' saves latents before parallel.layout = {_either(gatherers)} gathers them; "
-            f"'{layout}' gathers none: use 'low-rank', or that layout"
-        )
-    if train.recompute_every > config.model.layers:
-        yield (
-            f"train.recompute_every = {train.recompute_every} exceeds model.layers = {config.model.layers}; "
-            f"largest valid value: {config.model.layers}"
         )

@@ -4,16 +4,15 @@ The docstring below each field is its documentation: `boost config --fields` and
 """
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
 
 from boost.config.compiling import CompileName
-from boost.config.distill import DistillConfig
 from boost.config.families import Family, ModelConfig
 from boost.config.optimizers import OptimConfig
-from boost.config.section import Count, Natural, NonNegative, Place, Positive, Section, Tagged, Width
+from boost.config.section import Count, Fraction, Natural, NonNegative, Place, Positive, Section, Tagged, Width
 
 __all__ = [
     "Config", "DType", "DataConfig", "Family", "ModelConfig", "OptimConfig", "ParallelConfig", "Positive",
@@ -78,16 +77,6 @@ class ParallelConfig(Tagged):
 
     grouping: bool = True
     """True: linears with the same input (q,k,v; gate,up) share one GEMM and one collective. False: each has its own."""
-
-    @classmethod
-    def find(cls, value: object) -> type[Self] | None:
-        found = super().find(value)
-        if found is None and isinstance(value, str):
-            from boost.config import layouts  # imported here because its classes derive from this one
-
-            layouts.load_entry_points()
-            found = super().find(value)
-        return found
 
     @classmethod
     def derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,6 +269,49 @@ class DataConfig(Section):
         return dict(self.mixture) or {self.store: 1.0}
 
 
+class DistillConfig(Section):
+    """Distillation: the model also learns from the predictions of a frozen teacher on the same tokens."""
+
+    teacher: str = ""
+    """Checkpoint of the teacher: a run directory (its latest checkpoint; RUN@best: its best one) or a checkpoint folder. It needs
+    the same tokenizer and model.vocab_size, and may have any family. --distill-from sets it. Empty: no distillation."""
+
+    weight: Fraction = 0.5
+    """w in the loss per token, (1 - w) cross-entropy + w T^2 KL(teacher || model). 0: the text only; 1: the teacher only."""
+
+    temperature: Positive = 1.0
+    """T: both models' logits are divided by it in the KL divergence."""
+
+    hidden: NonNegative = 0.0
+    """Weight of another term per token: the mean squared difference between both models' inputs of the head (final hidden states
+    after the norm). Requires a teacher with the same model.dim."""
+
+    def problems(self, config: "Config") -> Iterator[str]:
+        """Rules of this section that the configuration violates, one line each."""
+        if not self.teacher:
+            for name in type(self).model_fields:
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    yield (
+                        f"distill.{name} = {value} has no effect without distill.teacher; set it to a checkpoint (--distill-from), "
+                        f"or remove distill.{name}"
+                    )
+            return
+        if config.parallel.pp > 1:
+            yield (
+                f"distill.teacher does not support pipelines, but parallel.pp = {config.parallel.pp}; nearest valid value: 1"
+            )
+        if config.run.recovery != "restart":
+            yield (
+                f"distill.teacher does not support run.recovery = '{config.run.recovery}': a replica that rejoins would load the "
+                "teacher while the others train; set run.recovery = 'restart'"
+            )
+        if self.weight == 0 and self.hidden == 0:
+            yield (
+                "distill.weight = 0 and distill.hidden = 0 leave nothing to learn from distill.teacher; set distill.weight, for "
+                "example to 0.5, or remove distill.teacher"
+            )
+
+
 class RunConfig(Section):
     """Run directory, device and experiment trackers."""
 
@@ -335,11 +367,8 @@ class RunConfig(Section):
     wandb: bool = False
     """Also log to Weights & Biases (requires the package wandb and a W&B login). A resumed run continues the same W&B run."""
 
-    trackio: bool = False
-    """Also log to trackio (requires the package trackio). A resumed run continues the same trackio run."""
-
     project: str = "boost"
-    """Project name for W&B and trackio."""
+    """Project name for W&B."""
 
 
 class Config(Section):

@@ -7,7 +7,7 @@ table. To add a choice, write a subclass, in any package. Importing its module r
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -52,8 +52,20 @@ def _hashable(value: Any) -> Any:
     return frozenset((key, _hashable(item)) for key, item in value.items()) if isinstance(value, dict) else value
 
 
+def nearest(value: int, largest: int, legal: Callable[[int], bool]) -> int:
+    """The legal integer from 1 to `largest` that is closest to `value`; of two at the same distance, the larger one.
+
+    Some value up to `largest` must be legal. Fields are bounded, so the search is short.
+    """
+    for distance in range(max(value, largest)):
+        for candidate in (value + distance, value - distance):
+            if 1 <= candidate <= largest and legal(candidate):
+                return candidate
+    return 1
+
+
 PLUGINS = "boost.plugins"
-"""Entry-point group of installed packages whose modules define families, optimizers or schedules."""
+"""Entry-point group of installed packages whose modules define families, optimizers or schedules, or register layouts."""
 
 
 @functools.cache
@@ -111,9 +123,9 @@ class Tagged(Section):
     def choice(cls, values: Mapping[str, Any]) -> type[Self]:
         """The class selected by a table. Raises ValidationError."""
         value = values.get(cls.tag(), cls.model_fields[cls.tag()].default)
-        if (found := cls.find(value)) is None:
+        if (selected := cls.find(value)) is None:
             raise _invalid(cls, "literal_error", cls.tag(), value, expected=" or ".join(cls.choices))
-        return found
+        return selected
 
     @classmethod
     def owners(cls, name: str) -> list[str]:
@@ -213,19 +225,16 @@ class Tagged(Section):
 
 
 def _own(cls: type[Tagged], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of one choice from a flat table, with its parts nested. Keys of other choices are dropped at their defaults, which
-    say nothing (a sweep over layouts may set them for all), and refused at other values."""
+    """The fields of one choice from a flat table, with its parts nested. Raises ValidationError for keys of other choices."""
     own = dict(values)
     for part, root in cls.parts.items():
         if part in own and not isinstance(own[part], root):
             raise _invalid(cls, "extra_forbidden", part, own[part])
         inner = {name: own.pop(name) for name in values if name in root.model_fields or root.owners(name)}
         own.setdefault(part, inner)
-    for name in [name for name in own if name not in cls.model_fields]:
-        if owners := cls.owners(name):
-            value, defaults = own.pop(name), [cls.choices[owner].model_fields[name].default for owner in owners]
-            if value not in ([cls.absent[name]] if name in cls.absent else defaults):
-                raise _misplaced(cls, values.get(cls.tag(), cls.model_fields[cls.tag()].default), name, value)
+    for name, value in own.items():
+        if name not in cls.model_fields and cls.owners(name):
+            raise _misplaced(cls, values.get(cls.tag(), cls.model_fields[cls.tag()].default), name, value)
     return cls.derived(own) | own
 
 

@@ -46,28 +46,20 @@ def whole(model: ModelConfig) -> Stage:
 
 
 def stages(config: Config) -> tuple[Stage, ...]:
-    """All stages of the model, in forward order: as parallel.split says, or balanced.
-
-    Cached, because a search asks for the same stages many times. The cache key is the identity of the sections that determine them;
-    the entries keep these sections alive."""
+    """All stages of the model, in forward order: as parallel.split says, or balanced."""
     parallel = config.parallel
-    if parallel.stages == 1:
-        return (whole(config.model),)
-    key = config.model, config.train, parallel.stages, tuple(parallel.split)
-    if key not in _STAGES:
-        if len(_STAGES) >= _MAX_STAGES:
-            _STAGES.clear()
-        lengths = parallel.split or balanced(costs(config), parallel.stages)
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        listed = tuple(
-            Stage(i, len(lengths), start, length) for i, (start, length) in enumerate(zip(starts, lengths, strict=True))
-        )
-        _STAGES[key] = listed
-    return _STAGES[key]
+    return _stages(config.model, config.train, parallel.stages, tuple(parallel.split))
 
 
-_STAGES: dict[tuple[ModelConfig, TrainConfig, int, tuple[int, ...]], tuple[Stage, ...]] = {}
-_MAX_STAGES = 4096
+@functools.lru_cache(maxsize=4096)  # a search asks for the same stages many times
+def _stages(model: ModelConfig, train: TrainConfig, count: int, split: tuple[int, ...]) -> tuple[Stage, ...]:
+    if count == 1:
+        return (whole(model),)
+    lengths = split or balanced(costs(model, train), count)
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return tuple(
+        Stage(i, len(lengths), start, length) for i, (start, length) in enumerate(zip(starts, lengths, strict=True))
+    )
 
 
 def stages_of(config: Config, pp_rank: int) -> tuple[Stage, ...]:
@@ -84,9 +76,8 @@ class Costs:
     head: float
 
 
-def costs(config: Config) -> Costs:
+def costs(model: ModelConfig, train: TrainConfig) -> Costs:
     """Cost of each part of the model, including recomputation, which MFU does not count."""
-    model, train = config.model, config.train
     tokens = train.micro_batch * train.seq_len
     cost_of = functools.cache(
         lambda layer, policy: (
@@ -118,14 +109,14 @@ def balanced(costs: Costs, count: int) -> tuple[int, ...]:
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for stage in range(count):
         ends = (costs.embedding if stage == 0 else 0) + (costs.head if stage == count - 1 else 0)
-        found: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        longer: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         for start, (worst, squares, lengths) in best.items():
             for end in range(start + 1, layers - (count - 1 - stage) + 1):
                 # Rounded to an integer, so that mirror-image splits cost exactly the same whatever the order of the sums.
                 here = round((before[end] - before[start] + ends) / unit * 1e9)
                 candidate = (max(worst, here), squares + here * here, (*lengths, end - start))
-                found[end] = min(found.get(end, candidate), candidate)
-        best = found
+                longer[end] = min(longer.get(end, candidate), candidate)
+        best = longer
     return best[layers][2]
 
 

@@ -24,17 +24,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); a configuration is a TOML file") from None
-    return parse_toml(text, str(path))
-
-
-def parse_toml(text: str, source: str) -> dict[str, Any]:
-    """Parses a TOML document. `source`: its origin, for error messages. Raises ConfigError."""
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ConfigError(f"{source} is not a valid configuration: values are nested too deeply") from None
+        raise ConfigError(f"{path} is not a valid configuration: values are nested too deeply") from None
     except ValueError as error:  # from tomllib, or an integer with more digits than Python parses
-        raise ConfigError(f"{source} is not valid TOML: {brief_text(str(error), 200)}") from None
+        raise ConfigError(f"{path} is not valid TOML: {brief_text(str(error), 200)}") from None
 
 
 def foreign_encoding(data: bytes) -> str | None:

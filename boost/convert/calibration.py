@@ -91,43 +91,37 @@ def group_name(layer: int, name: str) -> str:
     return f"layers.{layer}.{name}"
 
 
-def named_groups(decoder: Decoder) -> dict[LinearGroup, str]:
-    """The key of every group of a decoder."""
-    blocks = [block for block in decoder.blocks if isinstance(block, TransformerBlock)]
-    return {group: group_name(n, group.shape.name) for n, block in enumerate(blocks) for group in block.groups}
-
-
 def read_batches(store: TokenStore, tokens: int, seq_len: int, device: torch.device) -> list[Batch]:
     """About `tokens` tokens of the training split, in windows spread evenly over it, in batches of `BATCH_TOKENS`."""
     split = store.split("train")
     rows = max(BATCH_TOKENS // seq_len, 1)
-    found = EvaluationBatches(split, seq_len, rows, max_tokens=tokens)
-    return [Batch(*(torch.from_numpy(x).to(device) for x in (each.tokens, each.targets))) for each in found]
+    windows = EvaluationBatches(split, seq_len, rows, max_tokens=tokens)
+    return [Batch(*(torch.from_numpy(x).to(device) for x in (batch.tokens, batch.targets))) for batch in windows]
 
 
-def collect(
-    decoder: Decoder, batches: Sequence[Batch], seed: int = 0, weighted: bool = True
-) -> dict[str, GroupMoments]:
+def collect(decoder: Decoder, batches: Sequence[Batch], seed: int = 0) -> dict[str, GroupMoments]:
     """Moments of every group, by `group_name`, from one forward and backward pass over the batches.
 
     Gradients are those of targets sampled from the model itself (seed `seed`), not of the text: their second moment is
     the Fisher matrix, the curvature of the divergence from this model, also where the model has not converged.
-
-    Not `weighted`: all tokens have importance 1.
     """
-    names, device = named_groups(decoder), decoder.device
-    moments = _empty(decoder.model, device)
+    device, names, moments = decoder.device, dict[LinearGroup, str](), dict[str, GroupMoments]()
+    for layer, block in enumerate(block for block in decoder.blocks if isinstance(block, TransformerBlock)):
+        for group in block.groups:
+            widths = [group.shape.slots[0].d_in, *(slot.d_out for slot in group.shape.slots)]
+            inputs, *outputs = (torch.zeros(width, width, dtype=torch.double, device=device) for width in widths)
+            names[group] = name = group_name(layer, group.shape.name)
+            slots = [slot.name for slot in group.shape.slots]
+            moments[name] = GroupMoments(inputs, dict(zip(slots, outputs, strict=True)))
     generator = torch.Generator(device).manual_seed(seed)
 
     def observe(group: LinearGroup, x_TI: Tensor, outputs: Sequence[Tensor]) -> None:
         if x_TI.requires_grad:  # not in the pass that samples targets
-            _Gradients(moments[names[group]], x_TI.detach(), weighted).watch(group, outputs)
+            _Gradients(moments[names[group]], x_TI.detach()).watch(group, outputs)
 
     trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
     for parameter in trained:
-        parameter.requires_grad_(
-            parameter is decoder.embed
-        )  # no weight gradients: only those of activations are needed
+        parameter.requires_grad_(parameter is decoder.embed)  # activations need gradients, weights do not
     observers_of(decoder).append(observe)
     try:
         for batch in progress(batches, "calibrate"):
@@ -138,11 +132,11 @@ def collect(
         for parameter in trained:
             parameter.requires_grad_(True)
     total = sum(batch.tokens.numel() for batch in batches)
-    for each in moments.values():
-        mean = float(sum(s_T.double().sum() for s_T in each.importance)) / total
-        each.importance = [s_T / mean for s_T in each.importance]
-        each.inputs /= total * mean
-        for moment in each.outputs.values():
+    for of_group in moments.values():
+        mean = float(sum(s_T.double().sum() for s_T in of_group.importance)) / total
+        of_group.importance = [s_T / mean for s_T in of_group.importance]
+        of_group.inputs /= total * mean
+        for moment in of_group.outputs.values():
             moment /= total
     return moments
 
@@ -150,8 +144,8 @@ def collect(
 class _Gradients:
     """Adds one batch to the moments of a group, as the gradients of its outputs arrive."""
 
-    def __init__(self, into: GroupMoments, x_TI: Tensor, weighted: bool) -> None:
-        self._into, self._x_TI, self._weighted = into, x_TI, weighted
+    def __init__(self, into: GroupMoments, x_TI: Tensor) -> None:
+        self._into, self._x_TI = into, x_TI
         self._squares_T = torch.zeros(len(x_TI), device=x_TI.device)
         self._missing = 0
 
@@ -166,8 +160,7 @@ class _Gradients:
         self._missing -= 1
         if self._missing == 0:
             # Gradients that never arrive, of a model with weights of zero, say nothing about tokens.
-            weighted = self._weighted and bool(self._squares_T.any())
-            s_T = self._squares_T if weighted else torch.ones_like(self._squares_T)
+            s_T = self._squares_T if bool(self._squares_T.any()) else torch.ones_like(self._squares_T)
             add_moment(self._into.inputs, weigh(self._x_TI, s_T))
             self._into.importance.append(s_T)
 
@@ -192,19 +185,6 @@ def _sampled(decoder: Decoder, batch: Batch, generator: torch.Generator) -> Tens
     logits_TV = decoder.logits_of(batch.tokens, every_T)
     drawn_T1 = torch.multinomial(logits_TV.float().softmax(-1), 1, generator=generator)
     return drawn_T1.view_as(batch.tokens)
-
-
-def _empty(model: ModelConfig, device: torch.device) -> dict[str, GroupMoments]:
-    def zeros(width: int) -> Tensor:
-        return torch.zeros(width, width, dtype=torch.double, device=device)
-
-    return {
-        group_name(layer, group.name): GroupMoments(
-            zeros(group.slots[0].d_in), {slot.name: zeros(slot.d_out) for slot in group.slots}
-        )
-        for layer in range(model.layers)
-        for group in groups(model, layer)
-    }
 
 
 def moment_bytes(model: ModelConfig) -> int:

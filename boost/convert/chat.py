@@ -33,8 +33,8 @@ def read_tokenizer_settings(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "tokenizer_config.json", "fix or remove it")
     legacy = read_json(folder / "special_tokens_map.json", "fix or remove it")
     tokenizer = {key: value for key, value in (legacy | config).items() if key in _TOKENIZER_KEYS}
-    found = {"tokenizer": tokenizer, "chat_templates": _templates(folder, config)}
-    return {key: value for key, value in found.items() if value}
+    settings = {"tokenizer": tokenizer, "chat_templates": _templates(folder, config)}
+    return {key: value for key, value in settings.items() if value}
 
 
 def read_generation_settings(folder: Path) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 1. One forward and backward pass over the text: second moments of the inputs and output gradients of every linear
    (`boost.convert.calibration`).
-2. Ranks of all linears under one budget, by what each direction costs the loss (`boost.convert.allotment`).
+2. Ranks of all linears under one budget, by what each direction costs the loss (`allot`).
 3. Block by block, group by group (`boost.convert.twins`): truncated SVD in the norm of these moments, with the inputs that the
    factorized blocks before it produce, towards the outputs of the dense model as far as the text supports it (`corrected`).
 """
 
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,10 +17,8 @@ import torch
 from torch import Tensor
 
 from boost.config.architecture import Parameter, Slot, groups, parameter_count
-from boost.config.layouts import layout_names, layout_spec
 from boost.config.load import from_tree
-from boost.config.schema import ModelConfig, ParallelConfig
-from boost.convert.allotment import Candidate, allot
+from boost.config.schema import ModelConfig
 from boost.convert.calibration import (
     BATCH_TOKENS,
     ObservedLayout,
@@ -28,7 +27,7 @@ from boost.convert.calibration import (
     moment_bytes,
     read_batches,
 )
-from boost.convert.spectrum import FactoredLinear, Truncation, low_rank_table, summaries
+from boost.convert.spectrum import FactoredLinear, low_rank_table, slot_rows
 from boost.convert.twins import InputMoments, Twins
 from boost.data.store import TokenStore
 from boost.errors import ConfigError
@@ -51,11 +50,8 @@ from boost.train.hardware import total_memory
 if TYPE_CHECKING:
     from boost.convert.importing import Weights
 
-LATENT_RMS = 0.1
-"""cola: root mean square of the latents before SiLU."""
 HELDOUT_TOKENS = 16384
 """Held-out tokens on which the dense and the factorized model are compared."""
-SPECTRUM_POINTS = 128
 MAX_SEQ_LEN = 1024
 """Maximum length of calibration sequences."""
 
@@ -68,14 +64,10 @@ class Compression:
     """Parameters of all factors as a fraction of those of the linears that they replace (embedding, head and norms stay)."""
     store: str
     """Token store with the calibration text (its training split)."""
-    family: str = "svd"
-    """svd or cola."""
     tokens: int = 1 << 18
     """Calibration tokens."""
     multiple: int = 8
     """Ranks are multiples of this."""
-    meshes: tuple[str, ...] = ()
-    """Layouts and TP sizes that the ranks must fit, such as vanilla:4."""
     device: str = "cpu"
     """Device of both models and of all moments."""
 
@@ -85,50 +77,33 @@ class Compression:
             raise ConfigError(f"--budget = {self.budget} must be in (0, 1]; typical value: 0.6")
         if self.tokens < 1:
             raise ConfigError(f"--calibrate-tokens = {self.tokens} is too small; typical value: {1 << 18}")
-        narrow = min(min(slot.d_in, slot.d_out) for group in groups(dense, 0) for slot in group.slots)
+        narrow = min(min(slot.d_in, slot.d_out) for slot in _slots(dense))
         if not 1 <= self.multiple <= narrow:
             nearest = 1 if self.multiple < 1 else narrow
             raise ConfigError(
                 f"--multiple = {self.multiple} is out of range (1 to {narrow}, the width of the narrowest linear); nearest valid "
                 f"value: {nearest}"
             )
-        step = self.step()
-        if step > narrow:
-            raise ConfigError(
-                f"--multiple = {self.multiple} and --mesh {' '.join(self.meshes)} make ranks multiples of {step}, but the "
-                f"narrowest linear is {narrow} wide; set --multiple 1, or a smaller TP size"
-            )
-        for parallel in self._parallels():
-            from_tree(
-                {"model": {**low_rank_table(dense, self.family), "rank": step}, "parallel": parallel.model_dump()}
-            )
-        smallest = step * sum(slot.d_in + slot.d_out for slot in _slots(dense))
+        smallest = self.multiple * sum(slot.d_in + slot.d_out for slot in _slots(dense))
         if self.room(dense) < smallest:
             nearest_budget = math.ceil(1000 * smallest / linear_parameters(dense)) / 1000
             raise ConfigError(
-                f"--budget = {self.budget} is too small for factors of rank {step} (--multiple) in every linear; smallest valid "
-                f"value: {nearest_budget}, or use a smaller --multiple"
+                f"--budget = {self.budget} is too small for factors of rank {self.multiple} (--multiple) in every linear; smallest "
+                f"valid value: {nearest_budget}, or use a smaller --multiple"
             )
-
-    def step(self) -> int:
-        """The number that must divide every rank: `multiple`, and TP sizes of layouts that shard along the rank."""
-        sizes = [p.tp for p in self._parallels() if layout_spec(p.layout).shards_rank]
-        return math.lcm(self.multiple, *sizes)
+        streams = 4 * self.tokens * (2 * dense.dim + sum(len(groups(dense, n)) for n in range(dense.layers)))
+        needed = 2 * moment_bytes(dense) + 8 * 2 * parameter_count(dense) + streams
+        available = total_memory(torch.device(self.device))
+        if needed > available:
+            raise ConfigError(
+                f"--calibrate needs about {format_bytes(needed)} for both models, the second moments of all linears and the "
+                f"residual streams of {self.tokens} tokens, but the device has {format_bytes(available)}; use a device with more "
+                "memory (--device cpu), fewer --calibrate-tokens, or --energy without calibration"
+            )
 
     def room(self, dense: ModelConfig) -> int:
         """Parameters that all factors may have."""
         return int(self.budget * linear_parameters(dense))
-
-    def _parallels(self) -> list[ParallelConfig]:
-        found = []
-        for text in self.meshes:
-            layout, _, size = text.partition(":")
-            if layout not in layout_names() or not size.isdecimal() or int(size) < 1:
-                raise ConfigError(
-                    f"--mesh = '{text}' is not LAYOUT:TP, such as vanilla:4; layouts: {', '.join(layout_names())}"
-                )
-            found.append(ParallelConfig(layout=layout, tp=int(size)))
-        return found
 
 
 def _slots(model: ModelConfig) -> list[Slot]:
@@ -156,11 +131,9 @@ class CompressedWeights:
                 f"--calibrate = '{compression.store}' has token ids up to {store.largest_token}, but the model has "
                 f"{dense.model.vocab_size}; prepare the text with the model's tokenizer"
             )
-        _require_memory(dense.model, compression)
         decoder = dense_decoder(dense, torch.device(compression.device))
-        done = compress(decoder, store, compression, min(dense.context, MAX_SEQ_LEN))
-        self.model, self.report = done.decoder.model, done.report
-        self._slices = _slices(done.decoder)
+        low, self.report = compress(decoder, store, compression, min(dense.context, MAX_SEQ_LEN))
+        self.model, self._slices = low.model, slices_by_name(low)
 
     def dtype(self) -> torch.dtype:
         return self._dtype
@@ -169,98 +142,109 @@ class CompressedWeights:
         return self._slices[parameter.name].cpu()
 
 
-@dataclass(frozen=True)
-class Method:
-    """Parts of the method, each of which may be left out."""
-
-    gradients: bool = True
-    """Weight output errors and tokens by the moments of gradients. False: all alike, as SVD-LLM (arXiv 2403.07378)."""
-    allot: bool = True
-    """Ranks by cost. False: the same fraction of parameters in every linear."""
-    sequential: bool = True
-    """Inputs of the factorized model, towards outputs of the dense one. False: inputs of the dense model."""
-    shrink: bool = True
-    """Correct weights as far as the text supports it. False: fully, as if it were all text that the model will see."""
-
-
-@dataclass(frozen=True)
-class Compressed:
-    """A factorized model and how it was made."""
-
-    decoder: Decoder
-    report: dict[str, Any]
-
-
 def dense_decoder(weights: "Weights", device: torch.device) -> Decoder:
     """The model to factorize on one process, in fp32 or wider. Raises ConfigError if a weight is not finite."""
-    model = weights.model
     dtype = torch.float64 if weights.dtype() == torch.float64 else torch.float32
-    decoder = new_decoder(model, dtype, device)
+    decoder = new_decoder(weights.model, dtype, device)
     with torch.no_grad():
         for fused in progress(list(fused_params(decoder)), "read weights"):
-            for each in fused.slices:
-                value = weights.read(each.parameter)
+            for param_slice in fused.slices:
+                value = weights.read(param_slice.parameter)
                 if not bool(torch.isfinite(value).all()):
-                    raise ConfigError(
-                        f"{each.parameter.name} contains non-finite values, so it has no SVD; fix the weights"
-                    )
-                each.view(fused.parameter).copy_(value)
+                    name = param_slice.parameter.name
+                    raise ConfigError(f"{name} contains non-finite values, so it has no SVD; fix the weights")
+                param_slice.view(fused.parameter).copy_(value)
     return decoder
 
 
 def compress(
-    decoder: Decoder, store: TokenStore, compression: Compression, seq_len: int, method: Method = Method()
-) -> Compressed:
-    """Factorizes a dense decoder (with an `ObservedLayout`) as `compression` says; it is not changed. Raises BoostError."""
-    dense, device = decoder.model, decoder.device
-    batches = read_batches(store, compression.tokens, seq_len, device)
-    moments, weights = collect(decoder, batches, weighted=method.gradients), dense_weights(decoder)
-    where = {
-        f"layers.{n}.{s.name}": group_name(n, g.name)
-        for n in range(dense.layers)
-        for g in groups(dense, n)
-        for s in g.slots
-    }
-    inputs = {name: moment_root(each.inputs) for name, each in moments.items()}
+    decoder: Decoder, store: TokenStore, compression: Compression, seq_len: int
+) -> tuple[Decoder, dict[str, Any]]:
+    """The factors of a dense decoder (with an `ObservedLayout`; not changed), and a report on them. Raises BoostError."""
+    dense = decoder.model
+    batches = read_batches(store, compression.tokens, seq_len, decoder.device)
+    moments, weights = collect(decoder, batches), dense_weights(decoder)
+    inputs = {group: moment_root(of_group.inputs) for group, of_group in moments.items()}
     outputs = {
-        name: moment_root(moments[group].outputs[name.split(".", 2)[2]])
-        if method.gradients
-        else moment_root(torch.eye(len(weights[name]), device=device))
-        for name, group in where.items()
+        f"{group.rpartition('.')[0]}.{slot}": moment_root(moment)
+        for group, of_group in moments.items()
+        for slot, moment in of_group.outputs.items()
     }
-    importance = {name: each.importance for name, each in moments.items()}
-    del moments
-    values = {
-        name: weighted_values(w_OI, outputs[name], inputs[where[name]])
-        for name, w_OI in progress(list(weights.items()), "spectra")
-    }
-    if method.allot:
-        candidates = {name: Candidate(values[name].square() / 2, sum(w.shape)) for name, w in weights.items()}
-        ranks = allot(candidates, compression.room(dense), compression.step())
-    else:
-        same = Truncation(budget=compression.budget, multiple=compression.step())
-        ranks = {name: same.rank_of(tuple(w.shape)) or 1 for name, w in weights.items()}
+    importance = {group: of_group.importance for group, of_group in moments.items()}
+    del moments  # as large as several models
+
+    candidates = {}
+    for layer in progress(range(dense.layers), "spectra"):
+        for group in groups(dense, layer):
+            for slot in group.slots:
+                name = f"layers.{layer}.{slot.name}"
+                values = weighted_values(weights[name], outputs[name], inputs[group_name(layer, group.name)])
+                candidates[name] = Candidate(values.square() / 2, slot.d_in + slot.d_out)
+    ranks = allot(candidates, compression.room(dense), compression.multiple)
     default = max(set(ranks.values()), key=list(ranks.values()).count)
-    model = from_tree({"model": low_rank_table(dense, compression.family, default, ranks)}).model
-    low = new_decoder(model, decoder.compute_dtype, device)
-    rows = _fill(Twins(decoder, low, batches), outputs, importance, ranks, method)
+    model = from_tree({"model": low_rank_table(dense, default, ranks)}).model
+    low = new_decoder(model, decoder.compute_dtype, decoder.device)
+    rows = _fill(Twins(decoder, low, batches), outputs, importance, ranks)
+
+    split, sequences = store.split("heldout"), max(BATCH_TOKENS // seq_len, 1)
+    heldout = {
+        name: evaluate(trained, split, seq_len, sequences, False, Mesh(trained.device), HELDOUT_TOKENS).loss
+        for name, trained in (("dense", decoder), ("factorized", low))
+    }
     report = {
-        "asked": {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(compression).items()
-            if name != "device"
-        },
-        "calibration": {"tokens": sum(b.tokens.numel() for b in batches), "sequence": seq_len},
+        "asked": {name: value for name, value in asdict(compression).items() if name != "device"},
+        "calibration": {"tokens": sum(batch.tokens.numel() for batch in batches), "sequence": seq_len},
         "parameters": {
-            "factors": sum(ranks[name] * sum(w.shape) for name, w in weights.items()),
+            "factors": sum(rank * candidates[name].size for name, rank in ranks.items()),
             "linears": linear_parameters(dense),
         },
-        "heldout": heldout_losses({"dense": decoder, "factorized": low}, store, seq_len),
-        "slots": [asdict(summary) for summary in summaries(rows)],
+        "heldout": heldout,
+        "slots": slot_rows(rows),
         "linears": [asdict(row) for row in rows],
-        "spectra": {name: _sampled_spectrum(values[name]) for name in ranks},
     }
-    return Compressed(low, report)
+    return low, report
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One linear: what each direction is worth, and what a rank costs."""
+
+    gains: Tensor
+    """[min(O, I)] fp64, descending: fall of the loss from each further rank."""
+    size: int
+    """Parameters per rank: O + I."""
+
+
+def allot(candidates: Mapping[str, Candidate], budget: int, multiple: int = 1) -> dict[str, int]:
+    """Ranks, multiples of `multiple` (or all of a linear narrower than it), that gain the most with at most `budget` parameters.
+
+    Greedy by gain per parameter, which is optimal up to the last step because gains descend. Each linear gets at least one
+    step. If the best next step does not fit, cheaper ones may.
+    """
+    ranks: dict[str, int] = {}
+    queue: list[tuple[float, str, int]] = []
+    left = budget
+
+    def push(name: str) -> None:
+        gains, rank = candidates[name].gains, ranks[name]
+        step = min(multiple, len(gains) // multiple * multiple - rank)
+        if step > 0:
+            heapq.heappush(
+                queue, (-float(gains[rank : rank + step].sum()) / (step * candidates[name].size), name, step)
+            )
+
+    for name, candidate in candidates.items():
+        ranks[name] = min(multiple, len(candidate.gains))
+        left -= ranks[name] * candidate.size
+        push(name)
+    while queue:
+        _, name, step = heapq.heappop(queue)
+        if step * candidates[name].size > left:
+            continue
+        ranks[name] += step
+        left -= step * candidates[name].size
+        push(name)
+    return ranks
 
 
 @torch.no_grad()
@@ -269,56 +253,41 @@ def _fill(
     outputs: Mapping[str, MomentRoot],
     importance: Mapping[str, Sequence[Tensor]],
     ranks: Mapping[str, int],
-    method: Method,
 ) -> list[FactoredLinear]:
     """Fills the factorized model and returns what was done to every linear, in forward order."""
-    dense, low = twins.dense, twins.low
-    weights, slices = dense_weights(dense), _slices(low)
-    for name, tensor in _slices(dense).items():
+    dense = twins.dense
+    weights, slices = dense_weights(dense), slices_by_name(twins.low)
+    for name, tensor in slices_by_name(dense).items():
         if name in slices:  # embedding, norms, head
             slices[name].copy_(tensor)
     rows = list[FactoredLinear]()
     for layer in progress(range(dense.model.layers), "factorize"):
         for index, group in enumerate(groups(dense.model, layer)):
-            s = importance[group_name(layer, group.name)]
-            halves = twins.moments(index, s, method.sequential)
+            halves = twins.moments(index, importance[group_name(layer, group.name)])
             root = moment_root((halves[0] + halves[1]).low)
-            found = {}
             for slot in group.slots:
                 name = f"layers.{layer}.{slot.name}"
-                target_OI, share = corrected(weights[name], halves, outputs[name], method.shrink)
-                found[name] = target_OI, share, factorize_weighted(target_OI, ranks[name], outputs[name], root)
-            for name, (target_OI, share, factors) in found.items():
-                a_RI, b_OR = factors.a_RI, factors.b_OR
+                target_OI, share = corrected(weights[name], halves, outputs[name])
+                factors = factorize_weighted(target_OI, ranks[name], outputs[name], root)
                 rows.append(_row(name, weights[name], factors, share))
-                if low.model.latent_act == "silu":
-                    a_RI = a_RI * (LATENT_RMS / ((a_RI @ root.root).square().sum(1).sqrt()))[:, None]
-                    latents_RR, cross_IR = twins.latent_moments(index, a_RI, s, method.sequential)
-                    # B is the least-squares solution for the latents after SiLU, which is nearly linear at this scale.
-                    b_OR = solve_right(target_OI @ cross_IR, latents_RR)
-                slices[f"{name}.A"].copy_(a_RI)
-                slices[f"{name}.B"].copy_(b_OR)
+                slices[f"{name}.A"].copy_(factors.a_RI)
+                slices[f"{name}.B"].copy_(factors.b_OR)
         twins.advance()
     return rows
 
 
-def corrected(
-    w_OI: Tensor, halves: Sequence[InputMoments], output: MomentRoot, shrink: bool = True
-) -> tuple[Tensor, float]:
+def corrected(w_OI: Tensor, halves: Sequence[InputMoments], output: MomentRoot) -> tuple[Tensor, float]:
     """The weight whose outputs for inputs x' of the factorized model come close to W x, and the share of the correction in it.
 
     W E[x x'^T] E[x' x'^T]^-1 is closest on the calibration text, but most of what it adds to W may be noise, which builds up over
     the blocks. Hence only a share of it is added: the share with which a correction fitted on one half of the text is closest on
     the other half, in the norm of the outputs' gradients, both ways. The correction of the whole text has half the noise of that
-    of a half, so share a of the latter becomes 2 a / (1 + a) of the former. Not `shrink`: all of it.
+    of a half, so share a of the latter becomes 2 a / (1 + a) of the former.
     """
 
     def correction(of: InputMoments) -> Tensor:
         return solve_right(w_OI @ (of.cross - of.low), of.low)
 
-    whole_OI = correction(halves[0] + halves[1])
-    if not shrink:
-        return w_OI + whole_OI, 1.0
     gained = possible = 0.0
     for fitted, held in (halves, halves[::-1]):
         error_OI = output.root.T @ correction(fitted)
@@ -326,40 +295,29 @@ def corrected(
         possible += float(((error_OI @ held.low) * error_OI).sum())
     half = min(max(gained / possible, 0.0), 1.0) if possible > 0 else 0.0
     share = 2 * half / (1 + half)
-    return w_OI + share * whole_OI, share
+    return w_OI + share * correction(halves[0] + halves[1]), share
 
 
-def _row(name: str, w_OI: Tensor, found: Factorization, correction: float) -> FactoredLinear:
-    squares, rank = found.values.square(), found.rank
+def _row(name: str, w_OI: Tensor, factors: Factorization, correction: float) -> FactoredLinear:
+    squares, rank = factors.values.square(), factors.rank
     lost = float(squares[rank:].sum())
     energy = 1 - lost / float(squares.sum().clamp_min(torch.finfo(squares.dtype).tiny))
-    error = float((w_OI - found.b_OR @ found.a_RI).norm() / w_OI.norm())
+    error = float((w_OI - factors.b_OR @ factors.a_RI).norm() / w_OI.norm())
     return FactoredLinear(name, w_OI.shape[0], w_OI.shape[1], rank, energy, error, lost / 2, correction)
-
-
-def _sampled_spectrum(values: Tensor) -> dict[str, Any]:
-    """At most `SPECTRUM_POINTS` of the costs of a linear's directions (half of the squared weighted singular values)."""
-    every = -(-len(values) // SPECTRUM_POINTS)
-    return {"every": every, "costs": [float(f"{cost:.4g}") for cost in (values.square() / 2)[::every].tolist()]}
-
-
-def heldout_losses(models: Mapping[str, Decoder], store: TokenStore, seq_len: int) -> dict[str, float]:
-    """Held-out loss of each model on `HELDOUT_TOKENS` tokens, nats per token."""
-    split, rows = store.split("heldout"), max(BATCH_TOKENS // seq_len, 1)
-    return {
-        name: evaluate(model, split, seq_len, rows, False, Mesh(model.device), HELDOUT_TOKENS).loss
-        for name, model in models.items()
-    }
 
 
 def dense_weights(decoder: Decoder) -> dict[str, Tensor]:
     """Every linear of a dense decoder in fp64, by name, such as layers.3.attn.q."""
-    return {name.removesuffix(".W"): w.double() for name, w in _slices(decoder).items() if name.endswith(".W")}
+    return {name.removesuffix(".W"): w.double() for name, w in slices_by_name(decoder).items() if name.endswith(".W")}
 
 
-def _slices(decoder: Decoder) -> dict[str, Tensor]:
+def slices_by_name(decoder: Decoder) -> dict[str, Tensor]:
     """Views of all parameters, by name."""
-    return {each.parameter.name: each.view(f.parameter.detach()) for f in fused_params(decoder) for each in f.slices}
+    return {
+        param_slice.parameter.name: param_slice.view(fused.parameter.detach())
+        for fused in fused_params(decoder)
+        for param_slice in fused.slices
+    }
 
 
 def new_decoder(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -372,16 +330,3 @@ def new_decoder(model: ModelConfig, dtype: torch.dtype, device: torch.device) ->
             return Decoder(model, layout, dtype)
     finally:
         torch.set_default_dtype(default_dtype)
-
-
-def _require_memory(dense: ModelConfig, compression: Compression) -> None:
-    """Raises ConfigError if both models and all moments exceed the memory of the device."""
-    streams = 4 * compression.tokens * (2 * dense.dim + sum(len(groups(dense, n)) for n in range(dense.layers)))
-    needed = 2 * moment_bytes(dense) + 8 * 2 * parameter_count(dense) + streams
-    available = total_memory(torch.device(compression.device))
-    if needed > available:
-        raise ConfigError(
-            f"--calibrate needs about {format_bytes(needed)} for both models, the second moments of all linears and the residual "
-            f"streams of {compression.tokens} tokens, but the device has {format_bytes(available)}; use a device with more memory "
-            "(--device cpu), fewer --calibrate-tokens, or --energy without calibration"
-        )

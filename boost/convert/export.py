@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from boost import __version__
 from boost.config.architecture import parameter_count
-from boost.convert.card import card
 from boost.convert.chat import merged_generation_config, template_files
 from boost.convert.formats import MODELING_FILE, config_json
-from boost.convert.names import Entry, Form, entries, form_of
+from boost.convert.names import Form, entries, form_of
 from boost.convert.tensors import INDEX, TensorWriter, dtype_name
-from boost.convert.vocabulary import generation_config, tokenizer_files
+from boost.convert.vocabulary import tokenizer_files
 from boost.errors import ConfigError, StorageError
 from boost.train.checkpoint import HUB, Checkpoint
 from boost.train.console import progress
@@ -56,8 +55,10 @@ def export(
         temporary.mkdir(parents=True)
         writer = TensorWriter(temporary, "model", file_bytes)
         for entry in progress(list(entries(model, form)), "exporting"):
-            read = [reader.read(parameter.name) for parameter in entry.parameters]
-            tensor = _tensor(entry, read)
+            parts = [reader.read(parameter.name) for parameter in entry.parameters]
+            tensor = parts[0].T if entry.transposed else parts[0]
+            if len(parts) == 2:  # A and B; multiplied in fp64, so that a merged model is exact in fp32
+                tensor = parts[1].double() @ parts[0].double()
             converted = tensor.to(target or reader.dtype(entry.parameters[0].name))
             if converted.dtype == torch.float16 and converted.isinf().any():
                 raise ConfigError(
@@ -85,14 +86,6 @@ def require_free(out: Path, flag: str) -> None:
         raise ConfigError(f"{flag} = '{out}' exists and is not an empty folder; choose another, or remove it")
 
 
-def _tensor(entry: Entry, parts: list[Tensor]) -> Tensor:
-    """Returns the exported tensor for these parameters. Products are computed in fp64, so that a merged model is exact in fp32."""
-    if len(parts) == 2:
-        a_RI, b_OR = parts
-        return b_OR.double() @ a_RI.double()
-    return parts[0].T if entry.transposed else parts[0]
-
-
 def _texts(
     checkpoint: Checkpoint, form: Form, dtype: str, writer: TensorWriter, weight_map: dict[str, str]
 ) -> Iterator[tuple[str, str]]:
@@ -105,7 +98,9 @@ def _texts(
         yield INDEX, _json({"metadata": {"total_size": writer.total_bytes}, "weight_map": weight_map})
     yield "config.json", _json(config_json(model, form, dtype, context, eos, bos))
     hub = data.get(HUB) or {}
-    yield "generation_config.json", _json(merged_generation_config(generation_config(eos, bos), hub))
+    known = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos}
+    generation = {name: token for name, token in known.items() if token is not None}
+    yield "generation_config.json", _json(merged_generation_config(generation, hub))
     if form in ("cola", "boost"):
         yield MODELING_FILE, resources.files("boost.convert").joinpath(MODELING_FILE).read_text(encoding="utf-8")
     if checkpoint.tokenizer.is_file():
@@ -115,7 +110,58 @@ def _texts(
         yield "tokenizer_config.json", _json(tokenizer_config)
         yield from template_files(checkpoint).items()
     assert form == "merged" or writer.parameters == parameter_count(model)
-    yield "README.md", card(checkpoint, form, writer.parameters, dtype, context)
+    yield "README.md", _card(checkpoint, form, writer.parameters, dtype, context)
+
+
+_WHAT = {
+    "llama": "A LLaMA decoder with dense linears, in the format of `LlamaForCausalLM` from transformers.",
+    "merged": "Trained with low-rank factors; each pair is merged into W = B A, in the format of `LlamaForCausalLM`.",
+    "cola": "CoLA, y = B silu(A x). Tensor names and shapes match the official `ColaForCausalLM`, which can load these weights.",
+    "boost": "A low-rank decoder, y = B act(A x), with its modeling file next to the weights.",
+}
+
+
+def _card(checkpoint: Checkpoint, form: Form, parameters: int, dtype: str, context: int) -> str:
+    """The model card, README.md: describes the model and how to load it."""
+    model = checkpoint.config.model
+    rows = {
+        "family": model.title,
+        "parameters": f"{parameters:,}",
+        "dim / ffn_dim / layers": f"{model.dim} / {model.ffn_dim} / {model.layers}",
+        "heads / key-value heads": f"{model.heads} / {model.kv_heads}",
+        "vocabulary": f"{model.vocab_size:,}",
+        "sequence length": f"{context:,}",
+        "dtype": dtype,
+        "trained": f"{checkpoint.position.step:,} steps, {checkpoint.position.tokens:,} tokens",
+    }
+    if model.low_rank:
+        rows["rank"] = f"{model.rank}" + (f", with {len(model.ranks)} exceptions in config.json" if model.ranks else "")
+    if not model.mlp_silu:
+        rows["gated product"] = "down(gate(x) * up(x)), without silu"
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    trust = ", trust_remote_code=True" if form in ("cola", "boost") else ""
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {checkpoint.path.name}
+
+{_WHAT[form]}
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("."{trust})
+tokenizer = AutoTokenizer.from_pretrained("."{trust})
+```
+
+Exported by boost {__version__}.
+"""
 
 
 def _json(content: dict[str, Any]) -> str:

@@ -105,10 +105,10 @@ def read_folder(path: Path) -> Folder:
     if not content:
         raise ConfigError(f"'{path}' has no config.json; name a Hugging Face folder with safetensors weights")
     kind = content.get("model_type")
-    if kind not in ("llama", "cola", "cola_m", "boost"):
+    if kind not in ("llama", "cola", "boost"):
         raise ConfigError(
             f"model_type = {kind!r} in '{path}/config.json' is not supported; valid values: "
-            "'llama', 'cola' and 'cola_m' (the official classes), and 'boost' (our own exports)"
+            "'llama' and 'cola' (the official classes), and 'boost' (our own exports)"
         )
     where = f"'{path}/config.json'"
     _require_supported(content, where)
@@ -118,7 +118,7 @@ def read_folder(path: Path) -> Folder:
         raise ConfigError(f"max_position_embeddings = {context!r} in {where} is not a length; valid values: 1, 2, ...")
     try:
         table = _model_table(content, where)
-        table |= {"llama": _dense, "cola": _cola, "cola_m": _cola, "boost": _boost}[kind](content, where)
+        table |= {"llama": _dense, "cola": _cola, "boost": _boost}[kind](content, where)
         model = from_tree({"model": table, "parallel": {"layout": "single"}}).model
     except KeyError as error:
         raise ConfigError(f"{where} has no {error.args[0]}; fix the file, or save the model again") from None
@@ -126,18 +126,7 @@ def read_folder(path: Path) -> Folder:
         raise ConfigError(f"{where} cannot be read: {_line(error)}") from None
     except BoostError as error:
         raise ConfigError(f"{where} is not a model that boost can train: {_line(error)}") from None
-    return Folder(
-        model, _form(content), bool(content.get("tie_word_embeddings")), context, *_eos_and_bos(path, content)
-    )
-
-
-def _form(content: dict[str, Any]) -> Form:
-    """Returns the form of a folder. CoLA-M has its own model_type in the official presets, but its class saves CoLA's."""
-    kind, names = content["model_type"], content.get("architectures")
-    if kind == "cola_m" or (kind == "cola" and isinstance(names, list) and "ColaMForCausalLM" in names):
-        return "cola-m"
-    form: Form = kind
-    return form
+    return Folder(model, kind, bool(content.get("tie_word_embeddings")), context, *_eos_and_bos(path, content))
 
 
 def read_json(path: Path, advice: str) -> dict[str, Any]:
@@ -176,8 +165,8 @@ def _rope_type(rope: dict[str, Any]) -> Any:
 
 def _rope(content: dict[str, Any]) -> dict[str, Any]:
     """transformers 5 writes everything in rope_parameters; 4 writes rope_theta, and rope_scaling if there is scaling."""
-    found = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    return found if isinstance(found, dict) else {"rope_type": str(found)}
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    return rope if isinstance(rope, dict) else {"rope_type": str(rope)}
 
 
 def _require_supported(content: dict[str, Any], where: str) -> None:

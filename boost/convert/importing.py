@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -131,8 +130,19 @@ def import_weights(
     """
     require_free(out, "--out")
     weights = open_weights(source, how)
-    vocabulary = _vocabulary(weights, tokenizer)
-    target = getattr(torch, dtype) if dtype else _default_dtype(weights.dtype(), how is not None)
+    if tokenizer is not None and not tokenizer.exists():
+        raise ConfigError(f"--tokenizer = '{tokenizer}' does not exist; pass a tokenizer.json or its folder")
+    vocabulary = None
+    if (path := tokenizer or weights.tokenizer) is not None:
+        vocabulary = read_vocabulary(path, path if path.is_dir() else path.parent)
+    stored = weights.dtype()
+    if stored not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ConfigError(
+            f"the weights are {dtype_name(stored)}; import the original weights in a floating-point dtype"
+        )
+    # Runs do not support float16, and factors are there to be trained.
+    wide = torch.float32 if stored == torch.float16 or (how is not None and stored == torch.bfloat16) else stored
+    target = getattr(torch, dtype) if dtype else wide
     factorizer, report = None, None
     if isinstance(how, Compression):
         weights = compressed = CompressedWeights(weights, how, vocabulary.fingerprint if vocabulary else None)
@@ -142,8 +152,12 @@ def import_weights(
     temporary = begin_weights(out)
     try:
         writer = TensorWriter(temporary / "tensors", "weights", file_bytes)
-        for name, tensor in _converted(weights, factorizer, target):
-            writer.add(f"{PREFIX}{name}", tensor)
+        for parameter in progress(list(parameters(weights.model)), "factorizing" if factorizer else "importing"):
+            if factorizer and parameter.role.endswith(".W"):
+                for name, factor in factorizer.factor(parameter, weights.read(parameter), target):
+                    writer.add(f"{PREFIX}{name}", factor)
+            else:
+                writer.add(f"{PREFIX}{parameter.name}", weights.read(parameter).to(target))
         writer.close()
         table = factorizer.model() if factorizer else weights.model.model_dump()
         config = weights_config(table, dtype_name(target), weights.context)
@@ -162,58 +176,23 @@ def open_weights(source: Path, how: Truncation | Compression | None) -> Weights:
     """Opens the weights of a Hugging Face folder or of a boost checkpoint. Raises BoostError."""
     if not source.is_dir():
         raise ConfigError(f"no folder at '{source}'; pass a Hugging Face folder with safetensors weights")
-    if (source / "config.json").is_file() or not _is_ours(source):
+    names = ("state.json", "manifest.json", "checkpoints", "config.toml")
+    is_ours = any((source / name).exists() for name in names) or any(source.glob("step-*"))
+    if (source / "config.json").is_file() or not is_ours:
         weights: Weights = FolderWeights(source)
     elif how is None:
         raise ConfigError(
             f"'{source}' is already a boost checkpoint; start a run from it with: boost train --start-from {source}, or "
-            "factorize it with --family svd"
+            "factorize it with --rank, --energy or --budget"
         )
     else:
         weights = CheckpointWeights(find_checkpoint(source))
     if how is not None and weights.model.family != "dense":
         raise ConfigError(
-            f"--family {how.family} factorizes dense weights, but '{source}' has model.family = '{weights.model.family}'; "
-            "remove the flag"
+            f"--rank, --energy and --budget factorize dense weights, but '{source}' has model.family = "
+            f"'{weights.model.family}'; remove the flag"
         )
     return weights
-
-
-def _is_ours(source: Path) -> bool:
-    return any(
-        (source / name).exists() for name in ("state.json", "manifest.json", "checkpoints", "config.toml")
-    ) or any(source.glob("step-*"))
-
-
-def _converted(weights: Weights, factorizer: Factorizer | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) of every parameter of the checkpoint."""
-    description = "factorizing" if factorizer else "importing"
-    for parameter in progress(list(parameters(weights.model)), description):
-        if factorizer and parameter.role.endswith(".W"):
-            yield from factorizer.factor(parameter, weights.read(parameter), dtype)
-        else:
-            yield parameter.name, weights.read(parameter).to(dtype)
-
-
-def _default_dtype(stored: torch.dtype, factored: bool) -> torch.dtype:
-    """Returns the dtype of the checkpoint: never float16, which runs do not support, and at least float32 for factors to train."""
-    if stored == torch.float16 or (factored and stored == torch.bfloat16):
-        return torch.float32
-    if stored not in (torch.bfloat16, torch.float32, torch.float64):
-        raise ConfigError(
-            f"the weights are {dtype_name(stored)}; import the original weights in a floating-point dtype"
-        )
-    return stored
-
-
-def _vocabulary(weights: Weights, named: Path | None) -> Vocabulary | None:
-    if named is None and weights.tokenizer is None:
-        return None
-    if named is not None and not named.exists():
-        raise ConfigError(f"--tokenizer = '{named}' does not exist; pass a tokenizer.json or its folder")
-    path = named or weights.tokenizer
-    assert path is not None
-    return read_vocabulary(path, path if path.is_dir() else path.parent)
 
 
 def tokenizer_data(weights: Weights, vocabulary: Vocabulary | None) -> dict[str, Any]:

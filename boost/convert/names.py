@@ -2,8 +2,6 @@
 
 llama   dense weights under the names of transformers' LlamaForCausalLM; merged: the same for svd, with W = B A
 cola    the official CoLA class (github.com/alvin-zyl/CoLA): factors transposed, cola_a [d_in, r] and cola_b [r, d_out]
-cola-m  the official CoLA-M class: same function and shapes, but each factor is in the part of a block that it is checkpointed with,
-        so B of down is in the next block. Read only
 boost   our own modeling file: factors (A.weight, B.weight) and latent gates unchanged, inside LLaMA's module names
 """
 
@@ -11,31 +9,22 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from boost.config.architecture import SLOTS, Parameter, embedding, final_norm, groups, head, parameters
+from boost.config.architecture import SLOTS, Parameter, parameters
 from boost.config.schema import ModelConfig
 
-Form = Literal["llama", "merged", "cola", "cola-m", "boost"]
+Form = Literal["llama", "merged", "cola", "boost"]
 
 _ENDS = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
 _NORMS = {"attn_norm": "input_layernorm.weight", "mlp_norm": "post_attention_layernorm.weight"}
 _MODULES = {
     slot: f"{'self_attn' if slot.startswith('attn') else 'mlp'}.{slot.partition('.')[2]}_proj" for slot in SLOTS
 }
-_LLAMA, _COLA = {"W": "weight"}, {"A": "cola_a", "B": "cola_b"}
-_BOOST = {"A": "A.weight", "B": "B.weight"}
-
-
-_COLA_M = {
-    **{("attn." + p, "A"): f"pre_attn.pre_{p}_proj" for p in "qkv"},
-    **{("attn." + p, "B"): f"self_attn.post_{p}_proj" for p in "qkv"},
-    ("attn.o", "A"): "self_attn.pre_o_proj",
-    ("attn.o", "B"): "post_attn.post_o_proj",
-    **{("mlp." + p, "A"): f"pre_mlp.pre_{p}_proj" for p in ("gate", "up")},
-    **{("mlp." + p, "B"): f"self_mlp.post_{p}_proj" for p in ("gate", "up")},
-    ("mlp.down", "A"): "self_mlp.pre_down_proj",
-    ("mlp.down", "B"): "last_layer_post_mlp.post_down_proj",
+_KINDS: dict[Form, dict[str, str]] = {
+    "llama": {"W": "weight"},
+    "merged": {"W": "weight"},
+    "cola": {"A": "cola_a", "B": "cola_b"},
+    "boost": {"A": "A.weight", "B": "B.weight"},
 }
-"""Modules of CoLA-M. Exception: B of the last block's down is in the same block (post_mlp)."""
 
 
 @dataclass(frozen=True)
@@ -74,43 +63,18 @@ def stored_form(form: Form, names: Collection[str]) -> Form:
 
 def entries(model: ModelConfig, form: Form) -> Iterator[Entry]:
     """Yields every tensor of a folder of this form, in the order of the forward pass."""
-    if form == "merged":
-        yield from _merged(model)
-        return
+    inner: dict[str, Parameter] = {}
     for parameter in parameters(model):
-        transposed = form in ("cola", "cola-m") and parameter.name.endswith((".A", ".B"))
-        shape = parameter.shape[::-1] if transposed else parameter.shape
-        name = _cola_m_name(parameter.name, model.layers) if form == "cola-m" else _name(parameter.name, form)
-        yield Entry(name, shape, (parameter,), transposed)
-
-
-def _cola_m_name(name: str, layers: int) -> str:
-    """Returns the name of a boost parameter in a CoLA-M folder."""
-    if name in _ENDS or name.endswith("norm"):
-        return _name(name, "cola")
-    number, rest = name.split(".", 2)[1:]
-    slot, _, factor = rest.rpartition(".")
-    layer, module = int(number), _COLA_M[slot, factor]
-    if (slot, factor) == ("mlp.down", "B"):
-        layer, module = (layer, "post_mlp.post_down_proj") if layer + 1 == layers else (layer + 1, module)
-    return f"model.layers.{layer}.{module}.{_COLA[factor]}"
-
-
-def _merged(model: ModelConfig) -> Iterator[Entry]:
-    def plain(parameter: Parameter) -> Entry:
-        return Entry(_name(parameter.name, "llama"), parameter.shape, (parameter,))
-
-    yield plain(embedding(model))
-    for layer in range(model.layers):
-        for norm in _NORMS:
-            yield plain(Parameter(f"layers.{layer}.{norm}", (model.dim,), "norm"))
-        for group in groups(model, layer):
-            pairs = zip(*(group.parameters(f"layers.{layer}", factor) for factor in "AB"), strict=True)
-            for a, b in pairs:
-                name = _name(a.name.removesuffix("A") + "W", "llama")
-                yield Entry(name, (b.shape[0], a.shape[1]), (a, b))
-    yield plain(final_norm(model))
-    yield plain(head(model))
+        linear, _, factor = parameter.name.rpartition(".")
+        if form == "merged" and factor == "A":
+            inner[linear] = parameter
+        elif form == "merged" and factor == "B":
+            a = inner.pop(linear)
+            yield Entry(_name(f"{linear}.W", form), (parameter.shape[0], a.shape[1]), (a, parameter))
+        else:
+            transposed = form == "cola" and factor in ("A", "B")
+            shape = parameter.shape[::-1] if transposed else parameter.shape
+            yield Entry(_name(parameter.name, form), shape, (parameter,), transposed)
 
 
 def _name(name: str, form: Form) -> str:
@@ -121,5 +85,4 @@ def _name(name: str, form: Form) -> str:
     if rest in _NORMS:
         return f"model.layers.{layer}.{_NORMS[rest]}"
     slot, _, kind = rest.rpartition(".")
-    kinds = {"llama": _LLAMA, "cola": _COLA, "boost": _BOOST}[form]
-    return f"model.layers.{layer}.{_MODULES[slot]}.{kinds.get(kind, kind)}"
+    return f"model.layers.{layer}.{_MODULES[slot]}.{_KINDS[form].get(kind, kind)}"

@@ -4,9 +4,10 @@ W is replaced by its best rank-r approximation B A (Eckart-Young); the error of 
 `boost/models/factorize.py`.
 """
 
+import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,45 +20,27 @@ from boost.models.factorize import factorize
 
 @dataclass(frozen=True)
 class Truncation:
-    """How ranks are chosen: by `rank`, `energy` or `budget`, exactly one of them."""
+    """How ranks are chosen: by `rank` or by `energy`."""
 
-    family: ClassVar[str] = "svd"
     rank: int | None = None
     """Rank r of every linear, at most its smaller dimension (few key/value heads)."""
     energy: float | None = None
     """Fraction of each linear's squared singular values to keep."""
     multiple: int = 1
-    """With energy: ranks are rounded up to a multiple of this. With budget: rounded down, to at least one multiple."""
+    """With energy: ranks are rounded up to a multiple of this."""
     device: str = "cpu"
     """Device on which the SVDs are computed."""
-    budget: float | None = None
-    """Parameters of the two factors of every linear, as a fraction of the linear's."""
 
     def check(self, model: ModelConfig) -> None:
         """Raises ConfigError naming the flag, its value and the nearest valid one."""
         largest = min(model.dim, model.ffn_dim)
-        if [self.rank, self.energy, self.budget].count(None) != 2:
-            raise ConfigError(
-                "--family svd needs one of --rank R, --energy FRACTION and --budget FRACTION, such as --energy 0.95"
-            )
         if self.rank is not None and not 1 <= self.rank <= largest:
             nearest = 1 if self.rank < 1 else largest
             raise ConfigError(f"--rank = {self.rank} is out of range (1 to {largest}); nearest valid value: {nearest}")
         if self.energy is not None and not 0 < self.energy <= 1:
             raise ConfigError(f"--energy = {self.energy} must be in (0, 1]; typical value: 0.95")
-        if self.budget is not None and not 0 < self.budget <= 1:
-            raise ConfigError(f"--budget = {self.budget} must be in (0, 1]; typical value: 0.6")
         if self.multiple < 1:
             raise ConfigError(f"--multiple = {self.multiple} is too small; smallest valid value: 1")
-
-    def rank_of(self, shape: tuple[int, ...]) -> int | None:
-        """The rank of a linear of shape (O, I) if it follows from the shape; None with `energy`."""
-        if self.rank is not None:
-            return min(self.rank, *shape)
-        if self.budget is None:
-            return None
-        most = int(self.budget * shape[0] * shape[1] / (shape[0] + shape[1]))
-        return min(max(most // self.multiple, 1) * self.multiple, *shape)
 
 
 @dataclass(frozen=True)
@@ -92,7 +75,7 @@ class Factorizer:
         truncation, name = self._truncation, parameter.name.removesuffix(".W")
         if not bool(torch.isfinite(w_OI).all()):
             raise ConfigError(f"{name} contains non-finite values, so it has no SVD; fix the weights")
-        rank = truncation.rank_of(tuple(w_OI.shape))
+        rank = None if truncation.rank is None else min(truncation.rank, *w_OI.shape)
         # With one key/value head, a linear may have fewer singular values than the multiple.
         factors = factorize(w_OI.to(truncation.device), rank, truncation.energy, truncation.multiple)
         energy = 1 - factors.error**2
@@ -104,65 +87,46 @@ class Factorizer:
         """Returns the [model] section of the result, once all linears are factorized; `ranks` lists the exceptions from `rank`."""
         ranks = {linear.name: linear.rank for linear in self.linears}
         default = self._truncation.rank or min(max(ranks.values()), self._dense.dim, self._dense.ffn_dim)
-        return low_rank_table(self._dense, "svd", default, ranks)
+        return low_rank_table(self._dense, default, ranks)
 
     def report(self) -> dict[str, Any]:
         """Returns the options, a summary per slot, and every linear."""
         options = {k: v for k, v in asdict(self._truncation).items() if k != "device" and v is not None}
         return {
             "asked": options,
-            "slots": [asdict(summary) for summary in summaries(self.linears)],
+            "slots": slot_rows(self.linears),
             "linears": [asdict(linear) for linear in self.linears],
         }
 
 
-def low_rank_table(
-    dense: ModelConfig, family: str, rank: int | None = None, ranks: Mapping[str, int] | None = None
-) -> dict[str, Any]:
-    """The [model] section of a low-rank model with the shape of a dense one. `ranks`: of every linear; those that differ from
-    `rank` are listed."""
-    table = dense.model_dump(exclude={"family", "rank", "ranks", "latent_act", "factor_init", "over", "gate"})
-    others = {name: each for name, each in (ranks or {}).items() if each != rank}
-    return {**table, "family": family, "rank": rank, "ranks": _merge_blocks(others, dense.layers)}
-
-
-def _merge_blocks(ranks: dict[str, int], layers: int) -> dict[str, int]:
-    """Replaces `layers.0.attn.k`, ... by `attn.k` where all blocks have the same rank."""
-    result: dict[str, int] = {}
+def low_rank_table(dense: ModelConfig, rank: int, ranks: Mapping[str, int]) -> dict[str, Any]:
+    """The [model] section of an svd model with the shape of a dense one. `ranks`: of every linear; those that differ from `rank`
+    are listed, by block or, if all blocks have the same, by slot."""
+    exceptions: dict[str, int] = {}
     for slot in SLOTS:
-        of_slot = {name: rank for name, rank in ranks.items() if name.endswith(f".{slot}")}
-        uniform = len(of_slot) == layers and len(set(of_slot.values())) == 1
-        result |= {slot: next(iter(of_slot.values()))} if uniform else of_slot
-    return result
+        of_slot = {name: other for name, other in ranks.items() if name.endswith(f".{slot}") and other != rank}
+        uniform = len(of_slot) == dense.layers and len(set(of_slot.values())) == 1
+        exceptions |= {slot: next(iter(of_slot.values()))} if uniform else of_slot
+    return {**dense.model_dump(exclude={"family"}), "family": "svd", "rank": rank, "ranks": exceptions}
 
 
-@dataclass(frozen=True)
-class Summary:
-    """One slot, summarized over all blocks."""
-
-    slot: str
-    blocks: int
-    rank_min: int
-    rank_mean: float
-    rank_max: int
-    energy: float
-    """Mean."""
-    error_mean: float
-    error_max: float
-    cost: float | None
-    """Sum."""
-
-
-def summaries(linears: list[FactoredLinear]) -> list[Summary]:
-    """Summarizes each of the seven slots."""
-    result = []
+def slot_rows(linears: list[FactoredLinear]) -> list[dict[str, Any]]:
+    """For the report: each of the seven slots, summarized over all blocks; energy is the mean, cost the sum."""
+    rows = []
     for slot in SLOTS:
         of_slot = [linear for linear in linears if linear.name.endswith(f".{slot}")]
         ranks, errors = [linear.rank for linear in of_slot], [linear.error for linear in of_slot]
-        count = len(of_slot)
-        energy = sum(linear.energy for linear in of_slot) / count
-        mean = sum(ranks) / count
         costs = [linear.cost for linear in of_slot if linear.cost is not None]
-        ends = sum(errors) / count, max(errors), sum(costs) if costs else None
-        result.append(Summary(slot, count, min(ranks), mean, max(ranks), energy, *ends))
-    return result
+        row = {
+            "slot": slot,
+            "blocks": len(of_slot),
+            "rank_min": min(ranks),
+            "rank_mean": statistics.fmean(ranks),
+            "rank_max": max(ranks),
+            "energy": statistics.fmean(linear.energy for linear in of_slot),
+            "error_mean": statistics.fmean(errors),
+            "error_max": max(errors),
+            "cost": sum(costs) if costs else None,
+        }
+        rows.append(row)
+    return rows

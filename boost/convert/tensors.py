@@ -33,9 +33,9 @@ class TensorFolder:
                 with safe_open(file, framework="pt") as opened:
                     for name in opened.keys():  # noqa: SIM118 (not a dictionary)
                         self._file_of[name] = file
-                        found = opened.get_slice(name)
-                        self.shapes[name] = tuple(found.get_shape())
-                        self._dtypes[name] = str(found.get_dtype())
+                        header = opened.get_slice(name)
+                        self.shapes[name] = tuple(header.get_shape())
+                        self._dtypes[name] = str(header.get_dtype())
             except (SafetensorError, OSError) as error:
                 line = " ".join(str(error).split())
                 raise CheckpointError(f"'{file}' is damaged or not a safetensors file: {line}") from None
@@ -54,8 +54,8 @@ class TensorFolder:
             return [self.path / name for name in sorted(names)]
         # Some folders contain a second copy of the weights under another name.
         single = self.path / "model.safetensors"
-        if found := [single] if single.is_file() else sorted(self.path.glob("*.safetensors")):
-            return found
+        if files := [single] if single.is_file() else sorted(self.path.glob("*.safetensors")):
+            return files
         if pickles := sorted(file.name for pattern in _PICKLES for file in self.path.glob(pattern)):
             raise CheckpointError(
                 f"'{self.path}' stores its weights as a pickle ({pickles[0]}), which can execute code when loaded; if you "
@@ -81,21 +81,21 @@ class TensorFolder:
                 "belongs to these weights"
             )
         for name, shape in expected.items():
-            if (found := self.shapes.get(name, shape)) != shape:
+            if (stored := self.shapes.get(name, shape)) != shape:
                 raise CheckpointError(
-                    f"'{self.path}': tensor '{name}' is {list(found)}, but config.json implies {list(shape)}; check that it "
+                    f"'{self.path}': tensor '{name}' is {list(stored)}, but config.json implies {list(shape)}; check that it "
                     "belongs to these weights"
                 )
 
     def dtype(self, names: Iterable[str]) -> torch.dtype:
         """Returns the narrowest dtype that represents all of these tensors exactly. Raises CheckpointError for others."""
-        found = {self._dtypes[name]: name for name in names}
-        if unsupported := [dtype for dtype in found if dtype not in _FLOATS]:
+        example = {self._dtypes[name]: name for name in names}
+        if unsupported := [dtype for dtype in example if dtype not in _FLOATS]:
             raise CheckpointError(
-                f"'{self.path}': tensor {found[unsupported[0]]!r} has dtype {unsupported[0]}; import the original weights "
+                f"'{self.path}': tensor {example[unsupported[0]]!r} has dtype {unsupported[0]}; import the original weights "
                 f"({', '.join(_FLOATS)})"
             )
-        return functools.reduce(torch.promote_types, (_FLOATS[dtype] for dtype in found))
+        return functools.reduce(torch.promote_types, (_FLOATS[dtype] for dtype in example))
 
     def read(self, name: str) -> Tensor:
         """Reads one tensor to the CPU. Opens the file each time, because pages that stay mapped would count as memory."""

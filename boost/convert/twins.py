@@ -1,6 +1,6 @@
 """Calibration text through a dense model and through its factorized copy, one block after the other.
 
-Legend: x input of a group in the dense model, x' in the factorized one, [T, I]; h = silu(A x') its activated latents, [T, r];
+Legend: x input of a group in the dense model, x' in the factorized one, [T, I];
 s importance of a token (`GroupMoments`).
 """
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from boost.convert.calibration import Batch, add_moment, observers_of, weigh
@@ -42,40 +41,25 @@ class Twins:
         self._tokens = sum(batch.tokens.numel() for batch in batches)
         with torch.no_grad():
             embedded = [dense.layout.embed(b.tokens.reshape(-1), dense.embed, dense.compute_dtype) for b in batches]
-            self._streams = [(x, x) for x in (each.wait() for each in embedded) if isinstance(x, Tensor)]
+            self._streams = [(x, x) for x in (pending.wait() for pending in embedded) if isinstance(x, Tensor)]
 
-    def moments(self, index: int, importance: Sequence[Tensor], sequential: bool = True) -> list[InputMoments]:
+    def moments(self, index: int, importance: Sequence[Tensor]) -> list[InputMoments]:
         """Of group `index` of the current block, over each half of the tokens of every batch.
 
-        `importance`: s of every token, one [T] per batch. Not `sequential`: of x in place of x'.
+        `importance`: s of every token, one [T] per batch.
         """
         width = self._blocks()[0].groups[index].shape.slots[0].d_in
-        halves = [InputMoments(*(self._zeros(width, width) for _ in range(2))) for _ in range(2)]
+        zeros = torch.zeros(width, width, dtype=torch.double, device=self.dense.device)
+        halves = [InputMoments(zeros.clone(), zeros.clone()) for _ in range(2)]
         for (x_TI, low_TI), s_T in zip(self._inputs(index), importance, strict=True):
-            weighted = weigh(x_TI, s_T), weigh(low_TI if sequential else x_TI, s_T)
-            for half, x, used in zip(halves, *(each.tensor_split(2) for each in weighted), strict=True):
-                add_moment(half.low, used)
-                add_moment(half.cross, x, used)
+            x_halves, low_halves = weigh(x_TI, s_T).tensor_split(2), weigh(low_TI, s_T).tensor_split(2)
+            for half, x, low in zip(halves, x_halves, low_halves, strict=True):
+                add_moment(half.low, low)
+                add_moment(half.cross, x, low)
         for half in halves:
             half.low.div_(self._tokens)
             half.cross.div_(self._tokens)
         return halves
-
-    def latent_moments(
-        self, index: int, a_RI: Tensor, importance: Sequence[Tensor], sequential: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """E[s h h^T] [r, r] and E[s x' h^T] [I, r] of h = silu(A x'), fp64; see `moments`."""
-        rank, width = a_RI.shape
-        low, cross = self._zeros(rank, rank), self._zeros(width, rank)
-        for (x_TI, low_TI), s_T in zip(self._inputs(index), importance, strict=True):
-            used_TI = (low_TI if sequential else x_TI).double()
-            h_TR = weigh(F.silu(used_TI @ a_RI.T), s_T)
-            add_moment(low, h_TR)
-            add_moment(cross, weigh(used_TI, s_T), h_TR)
-        return low / self._tokens, cross / self._tokens
-
-    def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.double, device=self._models[0].device)
 
     def advance(self) -> None:
         """Moves both streams to the next block."""
@@ -83,15 +67,15 @@ class Twins:
         self._layer += 1
 
     def _blocks(self) -> list[TransformerBlock]:
-        found = [model.blocks[self._layer] for model in self._models]
-        return [block for block in found if isinstance(block, TransformerBlock)]
+        blocks = [model.blocks[self._layer] for model in self._models]
+        return [block for block in blocks if isinstance(block, TransformerBlock)]
 
     def _inputs(self, index: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(x, x') of a group, batch by batch."""
         groups = [block.groups[index] for block in self._blocks()]
 
         def observe(group: LinearGroup, x_TI: Tensor, _: Sequence[Tensor]) -> None:
-            if any(group is each for each in groups):
+            if any(group is own for own in groups):
                 raise _Found(x_TI)  # the rest of the block is not needed
 
         for model in self._models:
@@ -107,15 +91,15 @@ class Twins:
     def _run(self, number: int) -> tuple[Tensor, Tensor]:
         """Both streams of a batch after the current block, or what observers find in it."""
         rows, length = self._batches[number].tokens.shape
-        found = []
+        streams = []
         for model, block, x in zip(self._models, self._blocks(), self._streams[number], strict=True):
             positions_S = torch.arange(length, device=model.device)
             context = make_context(rows, positions_S, model.model, model.compute_dtype)
             try:
-                found.append(block(model.layout, [Stream(x)], [context])[0].x)
-            except _Found as each:
-                found.append(each.x)
-        return found[0], found[1]
+                streams.append(block(model.layout, [Stream(x)], [context])[0].x)
+            except _Found as stopped:
+                streams.append(stopped.x)
+        return streams[0], streams[1]
 
 
 class _Found(Exception):

@@ -76,14 +76,24 @@ def tokenizer_files(
     original = content.get("post_processor")
     name = None if start is None else tokenizer.id_to_token(start) or f"<{start}>"
     content["post_processor"] = exported = _post_processor(original, name, start)
-    config = merged_tokenizer_config(tokenizer_config(tokenizer, eos, bos, context), hub)
+    ours: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,
+    }
+    # Padding is masked, so any token works as pad; eos is the usual choice without a pad token.
+    for token_name, token in (("bos_token", bos), ("eos_token", eos), ("pad_token", eos)):
+        special = tokenizer.id_to_token(token) if token is not None else None
+        ours |= {token_name: special} if special is not None else {}
+    config = merged_tokenizer_config(ours, hub)
     config[_ORIGINAL_KEY] = original  # even if unchanged: transformers replaces an empty one when it saves
     return text if exported == original else json.dumps(content, indent=2, ensure_ascii=False), config
 
 
-def _post_processor(found: dict[str, Any] | None, name: str | None, start: int | None) -> dict[str, Any] | None:
+def _post_processor(original: dict[str, Any] | None, name: str | None, start: int | None) -> dict[str, Any] | None:
     """Returns a post_processor that prepends the token `start`. Keeps ByteLevel, which adds no tokens and only fixes offsets."""
-    parts = found["processors"] if found and found["type"] == "Sequence" else [found]
+    parts = original["processors"] if original and original["type"] == "Sequence" else [original]
     processors = [part for part in parts if part and part["type"] == "ByteLevel"]
     if start is not None:
         first: list[dict[str, Any]] = [{"SpecialToken": {"id": name, "type_id": 0}}]
@@ -94,26 +104,3 @@ def _post_processor(found: dict[str, Any] | None, name: str | None, start: int |
     if len(processors) > 1:
         return {"type": "Sequence", "processors": processors}
     return processors[0] if processors else None
-
-
-def tokenizer_config(tokenizer: "Tokenizer", eos: int | None, bos: int | None, context: int) -> dict[str, Any]:
-    """Returns the `tokenizer_config.json` that AutoTokenizer needs next to a tokenizer.json.
-
-    Padding is masked, so any token works as pad; eos is the usual choice without a pad token.
-    """
-    content: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context,
-        "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,
-    }
-    for name, token in (("bos_token", bos), ("eos_token", eos), ("pad_token", eos)):
-        text = tokenizer.id_to_token(token) if token is not None else None
-        content |= {name: text} if text is not None else {}
-    return content
-
-
-def generation_config(eos: int | None, bos: int | None) -> dict[str, Any]:
-    """Returns the content of `generation_config.json`."""
-    known = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos}
-    return {name: token for name, token in known.items() if token is not None}

@@ -7,7 +7,7 @@ import os
 import re
 import statistics
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -53,10 +53,6 @@ class RunRecord:
             if points:
                 return [(step, value) for step, value in points if math.isfinite(value)]
         return []
-
-    def tokens_at(self, step: int) -> int:
-        """Tokens trained on after `step` steps."""
-        return step * int(self.config.get("train.global_batch", 0)) * int(self.config.get("train.seq_len", 0))
 
     def summary(self) -> "RunSummary":
         """Its numbers."""
@@ -106,6 +102,13 @@ class RunSummary:
     """Wall-clock time of all steps, without start-up, evaluations and saves."""
 
 
+def config_difference(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
+    """Values by key, one per run, of keys that are not equal in all; None where a run does not have the key. Without run.dir."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if key != "run.dir")
+    values = {key: [run.config.get(key) for run in runs] for key in keys}
+    return {key: of_runs for key, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}
+
+
 def find_runs(folder: Path) -> list[Path]:
     """Run directories in a folder, sorted; the folder itself if it is one. Raises DataError if there is none."""
     if not folder.is_dir():
@@ -141,32 +144,23 @@ def read_run(path: Path) -> RunRecord:
         lines = read_metrics(run.metrics, damaged)
         updated = datetime.datetime.fromtimestamp(run.metrics.stat().st_mtime, datetime.UTC)
     lines = [line for line in lines if isinstance(line.get("step"), int)]
-    config = _last_config(path)
-    state, reason = _state(run, lines)
-    return RunRecord(path, config, lines, len(damaged), state, reason, updated)
+    last = lines[-1] if lines else {}
+    state: State = "failed"
+    reason = ""
+    if is_held(run.path):
+        state = "running"
+    elif last.get("kind") == "end":
+        state, reason = ("stopped" if last.get("state") == "stopped" else "done"), str(last.get("reason", ""))
+    return RunRecord(path, _last_config(path), lines, len(damaged), state, reason, updated)
 
 
 def _last_config(path: Path) -> dict[str, Any]:
-    """The configuration of the last start; as written where this release does not know it."""
-    numbered = {
-        int(match[1] or 1): file for file in path.glob("config*.toml") if (match := _CONFIG.fullmatch(file.name))
-    }
-    file = numbered[max(numbered)]
+    """The configuration of the last start; as written if it does not load here, such as one of a missing plugin."""
+    names = ((re.fullmatch(r"config(?:\.(\d+))?\.toml", file.name), file) for file in path.glob("config*.toml"))
+    _, file = max((int(name[1] or 1), file) for name, file in names if name)
     try:
         return flat_config(load(str(file)).model_dump(mode="json"))
     except BoostError:
         with contextlib.suppress(tomllib.TOMLDecodeError):
             return flat_config(tomllib.loads(file.read_text(encoding="utf-8", errors="replace")))
     raise DataError(f"'{file}' is not a TOML file; restore it, or leave out this run")
-
-
-_CONFIG = re.compile(r"config(?:\.(\d+))?\.toml")
-
-
-def _state(run: RunDirectory, lines: list[dict[str, Any]]) -> tuple[State, str]:
-    if is_held(run.path):
-        return "running", ""
-    last = lines[-1] if lines else {}
-    if last.get("kind") == "end":
-        return ("stopped" if last.get("state") == "stopped" else "done"), str(last.get("reason", ""))
-    return "failed", ""

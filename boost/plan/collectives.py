@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from boost.config.architecture import groups, has_latent_gate
 from boost.config.context import context_comms
-from boost.config.factors import needs_whole_factors
 from boost.config.layouts import spec_of
 from boost.config.layouts.spec import GroupContext, PlannedComm
 from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName
@@ -70,7 +69,7 @@ def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
         result.append(
             Collective("step", "all-reduce", (4,), "float64", parallel.world_size, "step stats", axis="world")
         )
-    if needs_whole_factors(config.optim):
+    if config.optim.whole_factors:
         result += optimizer_collectives(config, pp_rank)
     return result
 

@@ -8,12 +8,10 @@ from boost.config.architecture import Parameter, groups
 from boost.config.factors import (
     Deal,
     FactorShape,
-    copies,
     deal_grams,
     deal_pairs,
     factor_buckets,
     factor_shape,
-    needs_whole_factors,
     rate_scale,
     work_dtype,
 )
@@ -48,7 +46,7 @@ def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     optimizers the list is empty.
     """
     optim, parallel = config.optim, config.parallel
-    if not (needs_whole_factors(optim) or _has_exact_steps(optim)):
+    if not (optim.whole_factors or _has_exact_steps(optim)):
         return []
     dtype, tp = work_dtype(optim, config.train.param_dtype), parallel.tp
     result = []
@@ -59,13 +57,13 @@ def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
             shared = [t for t in stored if t.shard_count(parallel) > 1]
             if shared:
                 p = shared[0].shard_count(parallel)
-                elements = copies(optim) * p * sum(t.shard(parallel) for t in shared)
+                elements = optim.factor_copies * p * sum(t.shard(parallel) for t in shared)
                 axis = "replicas" if over_replicas else "dp"
                 result.append(Collective("step", "all-gather", (elements,), dtype, p, PLACE, axis=axis))
-        if ranks := sum(copies(optim) * shape.elements for shape in shapes if shape.sharded == "rank"):
+        if ranks := sum(optim.factor_copies * shape.elements for shape in shapes if shape.sharded == "rank"):
             result.append(Collective("step", "all-gather", (ranks,), dtype, tp, PLACE))
         kind = "all-gather" if isinstance(optim, LOROConfig) else "all-reduce"
-        grams = copies(optim) * sum(shape.gram for shape in shapes)
+        grams = optim.factor_copies * sum(shape.gram for shape in shapes)
         if small := sum(shape.triangle(tp) for shape in shapes) if isinstance(optim, LOROConfig) else grams:
             result.append(Collective("step", kind, (small,), dtype, tp, PLACE))
         if (p := tp * parallel.dp_cp) > 1 and (deal := _deal(config, bucket)):
@@ -130,7 +128,7 @@ def work_bytes(config: Config, stages: Sequence[Stage]) -> int:
     """
     optim = config.optim
     exact = _has_exact_steps(optim)
-    if not (needs_whole_factors(optim) or exact):
+    if not (optim.whole_factors or exact):
         return 0
     worst = 0
     for units in _buckets(config, stages):

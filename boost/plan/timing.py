@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from boost.config.architecture import first_alike, flops_per_token, has_latent_gate
-from boost.config.factors import needs_whole_factors
 from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName
 from boost.config.stages import Stage, stages
 from boost.config.traffic import Collective
@@ -316,7 +315,7 @@ class Predictor:
         train, parallel = config.train, config.parallel
         batch = {"global_batch": parallel.dp * train.micro_batch * micro_batches}
         work = step_work(config.model_copy(update={"train": train.model_copy(update=batch)}), held)
-        whole = optimizer_collectives(config, held[0].index % parallel.pp) if needs_whole_factors(config.optim) else ()
+        whole = optimizer_collectives(config, held[0].index % parallel.pp) if config.optim.whole_factors else ()
         sent = sum(self._sent(config, collective) for collective in whole)
         return busy(work, self._speeds(config))["step"], work.total(), sent
 

@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl and TensorBoard, optionally W&B and trackio.
+"""Metrics of a run: metrics.jsonl and TensorBoard, optionally W&B.
 
 Each line of metrics.jsonl is a JSON object, such as `{"kind": "step", "step": 120, "loss": 4.3, ...}`. `KINDS` maps each kind to
 the class that defines its fields; other kinds are those of `RunEvent`. JSON has no non-finite numbers, so they are written as the
@@ -347,16 +347,14 @@ def flat_config(tree: dict[str, Any], prefix: str = "", separator: str = ".") ->
 
 
 class _Tracker:
-    """wandb or trackio, which share the API used here. The run id is stored, so that a resumed run continues the same run."""
+    """wandb. The run id is stored, so that a resumed run continues the same run."""
 
     def __init__(self, module: ModuleType, run: RunDirectory, config: Config) -> None:
         self._module, self.name = module, module.__name__
-        name, package = run.path.resolve().name, module.__name__
-        given = os.environ.get("WANDB_RUN_ID") if package == "wandb" else None  # set by a sweep agent
-        run_id = run.tracker_id(package, given or uuid.uuid4().hex[:8])
-        by_name = {"name": f"{name}-{run_id}"}  # trackio resumes runs by name
-        own = {"name": name, "id": run_id, "dir": str(run.path)} if package == "wandb" else by_name
-        module.init(project=config.run.project, config=config.model_dump(), resume="allow", **own)
+        given = os.environ.get("WANDB_RUN_ID")  # set by a sweep agent
+        run_id = run.tracker_id(self.name, given or uuid.uuid4().hex[:8])
+        where = {"project": config.run.project, "name": run.path.resolve().name, "id": run_id, "dir": str(run.path)}
+        module.init(config=config.model_dump(), resume="allow", **where)
 
     def log(self, values: dict[str, Any], step: int) -> None:
         self._module.log(values, step=step)
@@ -366,18 +364,15 @@ class _Tracker:
 
 
 def tracker_modules(config: Config) -> list[ModuleType]:
-    """The packages that run.wandb and run.trackio require. Raises ConfigError if one is missing."""
-    modules = []
-    for name, wanted in (("wandb", config.run.wandb), ("trackio", config.run.trackio)):
-        if not wanted:
-            continue
-        try:
-            modules.append(importlib.import_module(name))
-        except ModuleNotFoundError as error:
-            if error.name != name:
-                raise
-            raise ConfigError(f"run.{name} = true needs the package '{name}': pip install {name}") from None
-    return modules
+    """The package that run.wandb requires, if it is set. Raises ConfigError if it is missing."""
+    if not config.run.wandb:
+        return []
+    try:
+        return [importlib.import_module("wandb")]
+    except ModuleNotFoundError as error:
+        if error.name != "wandb":
+            raise
+        raise ConfigError("run.wandb = true needs the package 'wandb': pip install wandb") from None
 
 
 def read_metrics(path: Path | str, damaged: list[int] | None = None) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 config.toml        the fully resolved configuration; config.2.toml, ... of each later start
 environment.json   versions, hardware, commit and command line; environment.2.json, ... of each later start
 last-saved.json    step of the newest checkpoint, stored apart from the checkpoints, to detect that they are missing
-trackers.json      ids of this run at W&B and trackio, which a resumed run continues
+trackers.json      id of this run at W&B, which a resumed run continues
 run.lock           names the process that trains here (boost.train.run_lock)
 metrics.jsonl      one JSON object per line for every step and every evaluation (boost.train.metrics)
 tensorboard/       the same numbers as TensorBoard events, with the configuration, hyperparameters and samples of text

@@ -1,4 +1,4 @@
-"""`boost checkpoint`: list, verify, repair-metadata."""
+"""`boost checkpoint`: list, verify."""
 
 import json
 import shutil
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from boost.train.checkpoint import complete_checkpoints, open_checkpoint
 from boost.train.metrics import MetricsHook
 from boost.train.resume import resume_candidates
 from tests.cli.commands import say
@@ -69,37 +68,7 @@ def test_verify_names_each_file_that_is_damaged(run: Path, capsys: pytest.Captur
     assert code == 1 and "step-00000004' is incomplete: no manifest.json" in err
 
 
-@pytest.mark.parametrize("manifest", [None, "{", '{"state.json": 3}'])
-def test_repair_rebuilds_a_lost_manifest_after_confirmation(
-    run: Path, capsys: pytest.CaptureFixture[str], manifest: str | None
-) -> None:
-    path = run / "checkpoints/step-00000004"
-    file = path / "manifest.json"
-    file.unlink() if manifest is None else file.write_text(manifest)
-    code, _, err = say(capsys, "checkpoint", "repair-metadata", path)
-    assert code == 2 and "cannot detect earlier damage" in err and "--yes" in err
-    assert file.is_file() == (manifest is not None), "nothing happens without confirmation"
-    code, out, _ = say(capsys, "checkpoint", "repair-metadata", path, "--yes")
-    assert code == 0 and "earlier damage" in out
-    assert open_checkpoint(path).position.step == 4 and path in complete_checkpoints(run / "checkpoints")
-    code, out, _ = say(capsys, "checkpoint", "list", path)
-    assert code == 0 and "digests are from the repair at" in out
-
-
-def test_repair_does_not_hide_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = run / "checkpoints/step-00000004"
-    assert "nothing to repair" in say(capsys, "checkpoint", "repair-metadata", path, "--yes")[2]
-    name = flip(path)
-    code, _, err = say(capsys, "checkpoint", "repair-metadata", path, "--yes")
-    assert code == 2 and name in err and "hide the damage" in err
-    (path / "manifest.json").unlink()
-    (path / "tensors" / name).write_bytes((path / "tensors" / name).read_bytes()[:-8])
-    code, _, err = say(capsys, "checkpoint", "repair-metadata", path, "--yes")
-    assert code == 2 and "damaged: its header describes" in err
-    assert not (path / "manifest.json").exists()
-
-
-@pytest.mark.parametrize("action", ["list", "verify", "repair-metadata"])
+@pytest.mark.parametrize("action", ["list", "verify"])
 def test_no_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         code, _, err = say(capsys, "checkpoint", action, path)

@@ -101,10 +101,7 @@ def test_prompts_of_files(checkpoint: Path, tmp_path: Path, capsys: pytest.Captu
         assert [each["prompt"] for each in lines_of(out)] == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [([], ["a\nb"]), (["--prompt", "-"], ["a\nb"]), (["--prompts", "-"], ["a", "b"]), (["--prompt", "c"], ["c"])],
-)
+@pytest.mark.parametrize(("words", "expected"), [([], ["a\nb"]), (["--prompt", "c"], ["c"])])
 def test_standard_input(
     words: list[str],
     expected: list[str],
@@ -125,7 +122,6 @@ def test_standard_input(
         (b"\xff", ["--prompts", "FILE"], "is not valid UTF-8 (byte 0)"),
         (b'{"text": "x"}', ["--prompts", "FILE"], 'line 1 is not of the form {"prompt": "text"}'),
         (b"", ["--prompts", "nowhere"], "--prompts = 'nowhere' cannot be read: No such file"),
-        (b"", ["--prompt", "-", "--prompts", "-"], "standard input can be read only once"),
         (b"", ["--chat", "--json"], "--chat without --prompt is interactive"),
         (b"", ["--prompt", "a", "--batch", "0"], "--batch = 0 is too small; smallest valid value: 1"),
         (b"", ["--prompt", "a", "--samples", "-1"], "--samples = -1 is too small; smallest valid value: 1"),

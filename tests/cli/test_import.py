@@ -39,10 +39,10 @@ def test_imported_weights_are_evaluated_and_speak(
 
 
 def test_the_error_report(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["import", str(llama), "--family", "svd", "--device", "cpu"]
+    words = ["import", str(llama), "--device", "cpu"]
     code, said, _ = say(capsys, *words, "--out", str(tmp_path / "table"), "--energy", "0.9")
     assert code == 0
-    for heading in ("layers.1.mlp.down", "48 x 32", "energy kept", "relative error", "report.json"):
+    for heading in ("mlp.down", "48 x 32", "energy kept", "relative error", "report.json"):
         assert heading in said
     code, said, _ = say(capsys, *words, "--out", str(tmp_path / "json"), "--rank", "5", "--json")
     facts = json.loads(said)
@@ -51,11 +51,11 @@ def test_the_error_report(llama: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_calibrated_factors(llama: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["import", str(llama), "--family", "svd", "--device", "cpu", "--budget", "0.6", "--multiple", "2"]
+    words = ["import", str(llama), "--device", "cpu", "--budget", "0.6", "--multiple", "2"]
     words += ["--calibrate", str(store), "--calibrate-tokens", "1024"]
-    code, said, err = say(capsys, *words, "--out", str(tmp_path / "table"), "--mesh", "vanilla:2")
+    code, said, err = say(capsys, *words, "--out", str(tmp_path / "table"))
     assert code == 0, err
-    for text in ("layers.1.mlp.down", "48 x 32", "cost", "linears: ", "held-out loss: "):
+    for text in ("mlp.down", "48 x 32", "cost", "linears: ", "held-out loss: "):
         assert text in said
     code, said, _ = say(capsys, "eval", str(tmp_path / "table"), "--store", str(store), "--max-tokens", "512", "--json")
     assert code == 0
@@ -67,9 +67,7 @@ def test_a_run_starts_from_weights_and_is_resumed(
     llama: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start, run = str(tmp_path / "c"), tmp_path / "run"
-    assert (
-        say(capsys, "import", str(llama), "--out", start, "--family", "svd", "--rank", "32", "--device", "cpu")[0] == 0
-    )
+    assert say(capsys, "import", str(llama), "--out", start, "--rank", "32", "--device", "cpu")[0] == 0
     words = ["train", "--start-from", start, "--data.store", str(store), "--run.dir", str(run), *STEPS]
     code, said, err = say(capsys, *words, "--train.steps", "1", "--optim.lr", "1e-30")
     assert code == 0, err
@@ -98,35 +96,10 @@ def test_mistakes_are_one_line(llama: Path, store: Path, tmp_path: Path, capsys:
     begin = ["train", "--data.store", str(store), "--run.dir", out, *STEPS]
     for words, expected in (
         (["import", str(llama), "--out", bare], "is not an empty folder"),
-        (["import", str(llama), "--out", out, "--rank", "4"], "--rank requires --family svd"),
-        (
-            ["import", str(llama), "--out", out, "--family", "svd", "--rank", "4", "--multiple", "8"],
-            "--multiple rounds",
-        ),
-        (["import", str(llama), "--out", out, "--budget", "0.5"], "--budget requires --family"),
-        (
-            ["import", str(llama), "--out", out, "--family", "svd", "--mesh", "btp:2"],
-            "--mesh requires --calibrate STORE",
-        ),
-        (["import", str(llama), "--out", out, "--family", "svd", "--calibrate", "x"], "--calibrate requires --budget"),
-        (["import", str(llama), "--out", out, "--family", "cola"], "--family cola requires --budget"),
-        (
-            [
-                "import",
-                str(llama),
-                "--out",
-                out,
-                "--family",
-                "svd",
-                "--budget",
-                "0.5",
-                "--calibrate",
-                "x",
-                "--rank",
-                "4",
-            ],
-            "--rank and --budget both choose ranks",
-        ),
+        (["import", str(llama), "--out", out, "--rank", "4", "--multiple", "8"], "--multiple rounds"),
+        (["import", str(llama), "--out", out, "--budget", "0.5"], "--budget FRACTION and --calibrate STORE require"),
+        (["import", str(llama), "--out", out, "--calibrate", "x"], "--budget FRACTION and --calibrate STORE require"),
+        (["import", str(llama), "--out", out, "--calibrate-tokens", "9"], "--calibrate-tokens requires --calibrate"),
         (["import", str(llama), "--out", out, "--tokenizer", "/nowhere"], "--tokenizer = '/nowhere' does not exist"),
         (["eval", bare, "--store", str(store)], "has no tokenizer"),
         (["generate", bare], "has no tokenizer"),

@@ -142,13 +142,6 @@ def test_the_progress_bar_draws(monkeypatch, capsys):
     bar.close()
 
 
-def test_help_shows_examples(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        boost("--help")
-    out = capsys.readouterr().out
-    assert stopped.value.code == 0 and "boost prepare --stdlib " in out and "--hf NAME[:CONFIG]" in out
-
-
 def test_conversations(tmp_path, capsys):
     chats = write_conversations(tmp_path / "chats.jsonl", 30)
     arguments = ("--chat", chats, "--tokenizer", chat_tokenizer(tmp_path / "tokenizer"), "--out", tmp_path / "store")

@@ -2,25 +2,19 @@
 
 import io
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from boost.cli import recipe_budget
+from boost.cli import recipe as command_module
 from boost.cli.main import main
 from boost.data.store import TokenStore
-from boost.measure import pace
 from tests.data.web import write_c4
 
 MODEL = {
-    "model.dim": 32, "model.ffn_dim": 64, "model.layers": 1, "model.heads": 2, "model.rank": 8, "train.seq_len": 16,
-    "train.global_batch": 4, "train.micro_batch": 4, "train.compute_dtype": "float32", "run.device": "cpu",
+    "model.dim": 32, "model.ffn_dim": 64, "model.layers": 1, "model.heads": 2, "model.rank": 8, "model.vocab_size": 320,
+    "train.seq_len": 16,
+       "train.global_batch": 4, "train.micro_batch": 4, "train.compute_dtype": "float32", "run.device": "cpu",
     "run.peak_tflops": 1.0,
 }  # fmt: skip
 
@@ -28,8 +22,7 @@ MODEL = {
 @pytest.fixture
 def c4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pace, "training_pace", lambda config: pace.Pace(1000.0, True, "cpu"))
-    monkeypatch.setattr(recipe_budget, "_plan", lambda *_: "a plan")
+    monkeypatch.setattr(command_module, "_plan", lambda *_: "a plan")
     return write_c4(tmp_path / "en")
 
 
@@ -50,7 +43,7 @@ def test_the_budget_comes_first(c4: Path, capsys: pytest.CaptureFixture[str]) ->
     out = capsys.readouterr().out
     for words in (
         "c4-60m: cola ", "384 (6 steps of 64), 200k held out; the publication: 1.31B", f"{c4}; tokenizer train:300",
-        "for data/c4-384, ", "are free", "0:00 of training at 1k tok/s", "a step was timed", "a plan", "perplexity 34.04",
+        "for data/c4-384, ", "are free", "a plan", "perplexity 34.04",
     ):  # fmt: skip
         assert words in out, words
     assert not Path("data").exists() and not Path("runs").exists()
@@ -69,7 +62,6 @@ def test_nobody_to_ask(c4: Path, capsys: pytest.CaptureFixture[str], monkeypatch
         (["c4-60m", "--data", "."], "--data .: no file with 'train' in its name, and no folder 'train'"),
         (["c4-61m"], "no recipe named 'c4-61m'; valid names: c4-60m"),
         (["c4-60m", "--steps", "0"], "--steps = 0 is too small"),
-        (["c4-60m", "--price", "0"], "--price = 0 must be greater than 0"),
     ],
 )
 def test_errors_are_one_line(c4: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,41 +91,4 @@ def test_from_the_data_to_the_comparison(c4: Path, capsys: pytest.CaptureFixture
 
 def test_too_little_data_is_an_error(c4: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(c4, "--yes", steps=10_000)) == 2
-    assert "and the recipe reads 640k; add more of the dataset's files, or pass --max-tokens" in capsys.readouterr().err
-
-
-CHILD = """
-import sys
-from boost.cli import recipe_budget
-from boost.cli.main import main
-from boost.data import encode, prepare
-recipe_budget.print_budget = lambda *_: None
-encode.BATCH_CHARS, prepare.COMMIT_S = 300, 0.0
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.nightly
-def test_a_recipe_that_is_killed_again_and_again(c4: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": ":".join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", CHILD, *command(c4, "--yes", "--train.save_every", "3", steps=60)]
-    subprocess.run(words, env=env, check=True, stdout=subprocess.DEVNULL)
-    expected = json.loads(Path("runs/c4-60m-3840/recipe.json").read_text())
-    tokens = Path("data/c4-3840/store.json").read_bytes()
-    shutil.rmtree("runs")
-    shutil.rmtree("data")
-    kills = 0
-    for seconds in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 600):
-        process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        begun = time.monotonic()
-        while process.poll() is None and time.monotonic() - begun < seconds:
-            time.sleep(0.05)
-        if process.poll() is not None:
-            assert process.returncode == 0
-            break
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        kills += 1
-    assert kills >= 3
-    assert json.loads(Path("runs/c4-60m-3840/recipe.json").read_text()) == expected
-    assert Path("data/c4-3840/store.json").read_bytes() == tokens
+    assert "and the recipe reads 640k; add more of the dataset's files, or pass --steps " in capsys.readouterr().err

@@ -22,7 +22,6 @@ BAD = [
     (["--lr", "1"], ["--lr", "did you mean '--optim.lr'"]),
     (["stray"], ["stray"]),
     (["--train.steps"], ["train.steps", "no value", "integer"]),
-    (["--train.steps", "--train.seed", "1"], ["train.steps", "no value"]),
     (["--train.steps", "abc"], ["train.steps", "'abc'", "integer", "1000"]),
     (["--train.steps", "1.5"], ["train.steps", "1.5", "integer"]),
     (["--train.steps", "0"], ["train.steps = 0", "smallest valid value: 1"]),
@@ -39,7 +38,6 @@ BAD = [
     (["--run.dir="], ["run.dir is empty"]),
     (["--optim.lr", "0"], ["optim.lr = 0", "greater than 0"]),
     (["--optim.lr", "nan"], ["optim.lr"]),
-    (["--optim.lr", "inf"], ["optim.lr"]),
     (["--model.family", "colla"], ["model.family = 'colla'", "did you mean 'cola'"]),
     (["--model.rank", "x"], ["model.rank = 'x'", "integer"]),
     (["--model.heads", "7"], ["model.heads = 7", "model.dim = 512", "nearest valid value: 8"]),
@@ -49,7 +47,6 @@ BAD = [
     (["--model.family", "dense", "--model.rank", "8"], ["model.rank = 8", "not to 'dense'; remove it", "'svd', 'cola' or"]),
     (["--model.family", "dense", "--model.ranks.attn", "8"], ["model.ranks.attn = 8", "not to 'dense'", "remove it"]),
     (["--model.family", "dense", "--model.factor_init", "cola"], ["factor_init = 'cola'", "not to 'dense'"]),
-    (["--model.family", "dense", "--model.latent_act", "silu"], ["latent_act = 'silu'", "not to 'dense'"]),
     (["--model.factor_init", "none"], ["factor_init = 'none'", "cola, xavier, spectral"]),
     (
         ["--model.gate", "tensor"],
@@ -58,7 +55,6 @@ BAD = [
     (["--model.over", "svd"], ["model.over = 'svd'", "'lax'"]),
     (["--model.family", "lax", "--model.gate", "none"], ["model.gate = 'none' is not one of identity, tensor, dense"]),
     (["--model.family", "lax", "--model.over", "dense"], ["model.over = 'dense' is not one of svd, cola"]),
-    (["--model.family", "lax", "--model.over", "none"], ["model.over = 'none' is not one of svd, cola"]),
     (["--model.family", "lax", "--model.ranks.layers.1.attn.q", "8"], ["ranks.layers.1.attn.q", "use ranks.attn.q"]),
     (["--model.ranks.attn.w", "8"], ["model.ranks.attn.w", "attn.q", "layers.0.attn.q"]),
     (["--model.ranks.layers.8.attn.q", "8"], ["model.ranks.layers.8.attn.q", "layers.7.mlp.down"]),
@@ -119,7 +115,6 @@ BAD = [
     (["--parallel.pp", "9"], ["pp x virtual = 9 x 1", "model.layers = 8", "valid value of parallel.pp: 8"]),
     (["--parallel.pp", "2", "--parallel.split", "[5, 4]"], ["split = [5, 4]", "2 numbers", "model.layers = 8"]),
     (["--parallel.split", "[5, 3]"], ["split = [5, 3]", "pp > 1"]),
-    (["--parallel.split", "[3]"], ["split = [3]", "pp > 1"]),
     (
         ["--parallel.pp", "5", "--parallel.schedule", "zero-bubble", "--parallel.virtual", "5"],
         ["pp x virtual = 5 x 5", "nearest valid value of model.layers: 25"],
@@ -160,12 +155,10 @@ BAD = [
     (["--optim.name", "loro", "--model.family", "lax", "--model.over", "svd"], ["model.family = 'lax'", "'svd'"]),
     (["--optim.name", "loro", "--model.family", "svd", "--optim.exact_every", "0"], ["exact_every = 0", "valid value: 1"]),
     (["--optim.name", "muon", "--model.family", "dense"], ["optim.name = 'muon'", "dense", "'svd'"]),
-    (["--optim.muon_nesterov", "false"], ["muon_nesterov = false", "'muon'", "not to 'adamw'"]),
     (
         ["--optim.muon_lr", "0.5"],
         ["optim.muon_lr = 0.5 belongs to optim.name = 'muon', not to 'adamw'; remove it, or use optim.name = 'muon'"],
     ),
-    (["--optim.exact_every", "5"], ["exact_every = 5", "'loro'", "not to 'adamw'"]),
     (["--optim.exact_every", "500"], ["exact_every = 500", "'loro'", "not to 'adamw'"]),
     (["--optim.schedule", "cosine-restarts"], ["'cosine-restarts'", "optim.name = 'loro'"]),
     (
@@ -404,7 +397,7 @@ def test_a_mixture_and_a_store_replace_each_other(tmp_path: Path) -> None:
     [("model", "dlr_alpha", 0.5), ("optim", "name", "spectron"), ("optim", "frobenius_decay", 0.1)],
 )
 def test_what_was_removed_is_refused(section: str, key: str, value: object) -> None:
-    message = r"'(spectron|\w+\.\w+)'.*; it was removed \(see docs/negative-results.md\)$"
+    message = r"'(spectron|\w+\.\w+)'.*; it was removed on 2026-11-2\d \(see docs/negative-results.md\)$"
     with pytest.raises(ConfigError, match=message):
         from_tree({section: {key: value}})
     with pytest.raises(ConfigError, match=message):
@@ -412,4 +405,4 @@ def test_what_was_removed_is_refused(section: str, key: str, value: object) -> N
 
 
 def test_a_saved_configuration_that_does_without_what_was_removed_still_loads() -> None:
-    assert from_tree({"model": {"dlr_alpha": 0.0}, "optim": {"frobenius_decay": 0.0}}) == from_tree({})
+    assert from_tree({"model": {"dlr_alpha": 0.0}, "run": {"trackio": False}}) == from_tree({})

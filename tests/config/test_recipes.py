@@ -34,8 +34,7 @@ def test_a_short_run_keeps_its_proportions() -> None:
     recipe = recipes()["c4-60m"]
     config = recipe.config(steps=100)
     assert (config.train.steps, config.optim.warmup_steps, config.train.eval_every) == (100, 20, 10)
-    assert recipe.config(tokens=10_000_000).train.steps == 10_000_000 // (512 * 256)
-    small = recipe.config(["--train.global_batch", "4", "--train.micro_batch", "4"], tokens=10_240)
+    small = recipe.config(["--train.global_batch", "4", "--train.micro_batch", "4"], steps=10)
     assert small.train.steps == 10 and small.data.store == "data/c4-10240"
     own = recipe.config(["--optim.warmup_steps", "7", "--data.store", "data/mine", "--run.dir=runs/a"], steps=100)
     assert (own.optim.warmup_steps, own.data.store, own.run.dir) == (7, "data/mine", "runs/a")

@@ -66,7 +66,7 @@ LINEAR, OUT_OF_LATENTS, ATTENTION = R * (11 * D + 3 * F), R * (3 * D + 2 * F), D
 )
 def test_a_block_costs_what_it_computes_twice_too(recompute: str, again: int) -> None:
     config = load("boost-7b", ["--train.recompute", recompute])
-    parts = costs(config)
+    parts = costs(config.model, config.train)
     tokens = config.train.micro_batch * config.train.seq_len
     assert parts.blocks == (tokens * (6 * LINEAR + 6 * ATTENTION + again),) * 32
     if recompute == "none":
@@ -74,7 +74,8 @@ def test_a_block_costs_what_it_computes_twice_too(recompute: str, again: int) ->
 
 
 def test_half_the_blocks_recompute() -> None:
-    both = costs(load("boost-7b", ["--train.recompute", "full-block", "--train.recompute_every", "2"])).blocks
+    config = load("boost-7b", ["--train.recompute", "full-block", "--train.recompute_every", "2"])
+    both = costs(config.model, config.train).blocks
     assert both[0] == pytest.approx(4 / 3 * both[1])
 
 

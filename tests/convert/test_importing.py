@@ -137,37 +137,6 @@ def test_an_official_cola_checkpoint(tmp_path: Path, only_lr_act: bool | None, s
     assert json.loads((tmp_path / "back" / "config.json").read_text())["only_lr_act"] is not silu
 
 
-def cola_m_name(name: str) -> str:
-    """CoLA-M's name for a tensor of a two-block model."""
-    parts = name.split(".")
-    if parts[-1] not in ("cola_a", "cola_b"):
-        return name
-    layer, (module, projection, factor) = int(parts[2]), parts[3:]
-    where = {"q": "attn", "k": "attn", "v": "attn", "o": "attn", "gate": "mlp", "up": "mlp", "down": "mlp"}[
-        projection.removesuffix("_proj")
-    ]
-    if projection in ("o_proj", "down_proj"):
-        before, after = (f"self_{where}", f"post_{where}")
-        if projection == "down_proj" and factor == "cola_b" and layer == 0:
-            layer, after = 1, "last_layer_post_mlp"
-    else:
-        before, after = (f"pre_{where}", f"self_{where}")
-    module = f"{before}.pre_{projection}" if factor == "cola_a" else f"{after}.post_{projection}"
-    return f"model.layers.{layer}.{module}.{factor}"
-
-
-@pytest.mark.parametrize("saved_by", ["cola", "cola_m"])
-def test_a_checkpoint_of_cola_m_is_that_of_cola(tmp_path: Path, saved_by: str) -> None:
-    tensors = official_cola(tmp_path / "cola", True)
-    renamed = {cola_m_name(name): value for name, value in tensors.items()}
-    assert "model.layers.0.pre_attn.pre_q_proj.cola_a" in renamed
-    assert "model.layers.1.last_layer_post_mlp.post_down_proj.cola_b" in renamed
-    config = json.loads((tmp_path / "cola" / "config.json").read_text())
-    config |= {"model_type": saved_by, "architectures": ["ColaMForCausalLM"], "lr_act_type": "gelu"}
-    write_folder(tmp_path / "theirs", config, renamed)
-    assert_same(there_and_back(tmp_path / "theirs", tmp_path), tensors)
-
-
 @pytest.mark.parametrize("case", [case for case in CASES if case != "svd-merged"])
 @pytest.mark.slow
 def test_our_own_exports_come_back_to_the_byte(case: str, tmp_path: Path, store: Path) -> None:

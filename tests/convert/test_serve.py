@@ -1,21 +1,11 @@
-"""Serving an export: transformers' continuous batching gives the text of `boost generate`, and so does its server."""
+"""Serving an export: transformers' continuous batching gives the text of `boost generate`."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from boost.convert.export import export
-from boost.data.tokenizer import load_tokenizer
 from boost.train.generate import Sampling, generate_batch
 from tests import toy
 from tests.convert.toys import CASES, loaded, save
@@ -51,54 +41,3 @@ def test_continuous_batching_gives_the_text_of_each_prompt_alone(name: str, tmp_
     )
     found = sorted(outputs.values(), key=lambda output: PROMPTS.index(list(output.prompt_ids)))
     assert [output.generated_tokens for output in found] == expected
-
-
-@pytest.mark.nightly
-def test_transformers_serve(tmp_path: Path, store: Path) -> None:
-    for package in ("fastapi", "uvicorn", "openai"):
-        pytest.importorskip(package)
-    decoder, folder = exported("cola", tmp_path, store, vocab_size=300)
-    tokenizer = load_tokenizer(store / "tokenizer.json")
-    texts = ["def ", "import os", "class Toy", "x"]
-    prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-    expected: list[list[int]] = [[] for _ in prompts]
-    for new in generate_batch(decoder, prompts, 8, Sampling(0.0), 1, batch=4):
-        expected[new.prompt].append(new.token)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--trust-remote-code"]
-    words += ["--continuous-batching", "--cb-num-blocks", "64", "--cb-max-batch-tokens", "256", "--device", "cpu"]
-    words += ["--host", "127.0.0.1", "--port", str(port)]
-    with (tmp_path / "log").open("wb") as log:
-        server = subprocess.Popen(words, stdout=log, stderr=log, env=os.environ | {"HF_HUB_OFFLINE": "1"})
-    try:
-        wait_for(server, f"http://127.0.0.1:{port}/health", tmp_path / "log")
-        with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda text: complete(port, str(folder), text), texts))
-    finally:
-        server.terminate()
-        server.wait()
-    assert found == [tokenizer.decode(tokens) for tokens in expected]
-
-
-def wait_for(server: "subprocess.Popen[bytes]", address: str, log: Path) -> None:
-    """Until the server answers."""
-    while True:
-        assert server.poll() is None, log.read_text()
-        try:
-            urllib.request.urlopen(address, timeout=5).read()
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.2)
-        else:
-            return
-
-
-def complete(port: int, model: str, prompt: str) -> str:
-    """What the server continues a prompt with, greedily."""
-    body = json.dumps({"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0})
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", body.encode(), {"Content-Type": "application/json"}
-    )
-    answer = json.loads(urllib.request.urlopen(request, timeout=120).read())
-    return str(answer["choices"][0]["text"])

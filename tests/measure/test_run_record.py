@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from boost.errors import DataError
-from boost.measure.run_record import find_runs, read_run
+from boost.measure.run_record import config_difference, find_runs, read_run
 from boost.train.metrics import RunEnd
 from boost.train.run_lock import RunLock
 from tests.measure.made_runs import make_run
@@ -61,6 +61,17 @@ def test_the_last_start_of_a_run_has_its_configuration_whatever_wrote_it(tmp_pat
     (path / "config.12.toml").write_text("[")
     with pytest.raises(DataError, match=r"config.12.toml' is not a TOML file"):
         read_run(path)
+
+
+def test_only_keys_that_differ_are_a_difference(tmp_path: Path) -> None:
+    flags = [["--model.family", "svd"], ["--model.family", "dense", "--optim.lr", "0.5"], ["--model.family", "svd"]]
+    runs = [read_run(make_run(tmp_path / str(number), *words)) for number, words in enumerate(flags)]
+    assert config_difference([runs[0], runs[2]]) == {}
+    difference = config_difference(runs)
+    assert difference["model.family"] == ["svd", "dense", "svd"] and difference["optim.lr"][1] == 0.5
+    rank = runs[0].config["model.rank"]
+    assert difference["model.rank"] == [rank, None, rank], "dense has none"
+    assert "run.dir" not in difference and "train.steps" not in difference
 
 
 def test_runs_are_found_in_folders_of_folders(tmp_path: Path) -> None:

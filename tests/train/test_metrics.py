@@ -148,24 +148,17 @@ class FakeTracker(types.ModuleType):
         self.calls.append(("finish",))
 
 
-@pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_a_tracker_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    fake, other = FakeTracker(package), FakeTracker("other")
-    monkeypatch.setitem(sys.modules, package, fake)
-    monkeypatch.setitem(sys.modules, "trackio" if package == "wandb" else "wandb", other)
-    run, config = start(tmp_path / "first", f"--run.{package}", "true", "--run.project", "mine")
+def test_a_tracker_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeTracker("wandb")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run, config = start(tmp_path / "first", "--run.wandb", "true", "--run.project", "mine")
     writer = MetricsWriter(run, config)
     writer.write(step(7))
     writer.write(EvalMetrics(7, 4.0, 54.6, 1.5, 512))
     writer.close()
     (recorded,) = json.loads((tmp_path / "first/trackers.json").read_text()).items()
-    assert recorded == (package, recorded[1]) and len(recorded[1]) == 8
-    own = (
-        ("first", "allow", recorded[1], str(run.path))
-        if package == "wandb"
-        else (f"first-{recorded[1]}", "allow", "", "")
-    )
-    assert fake.calls[0] == ("init", "mine", own[0], "cola", *own[1:])
+    assert recorded == ("wandb", recorded[1]) and len(recorded[1]) == 8
+    assert fake.calls[0] == ("init", "mine", "first", "cola", "allow", recorded[1], str(run.path))
     assert fake.calls[1][1]["train/loss"] == 4.5
     assert fake.calls[1][2] == 7
     assert fake.calls[2][1] == {
@@ -175,20 +168,16 @@ def test_a_tracker_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Mon
         "eval/tokens": 512,
     }
     assert fake.calls[3:] == [("finish",)]
-    assert other.calls == []
 
 
-@pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_a_missing_package_is_one_line_and_costs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
+def test_a_missing_package_is_one_line_and_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write(tmp_path, [step(1), step(2)])
     before = run.metrics.read_bytes()
-    monkeypatch.setitem(sys.modules, package, None)
-    _, config = start(tmp_path, f"--run.{package}", "true")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    _, config = start(tmp_path, "--run.wandb", "true")
     with pytest.raises(ConfigError) as caught:
         MetricsWriter(run, config, resumed_step=1)
-    assert str(caught.value) == f"run.{package} = true needs the package '{package}': pip install {package}"
+    assert str(caught.value) == "run.wandb = true needs the package 'wandb': pip install wandb"
     assert run.metrics.read_bytes() == before
 
 

@@ -41,7 +41,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(store: Path, tmp_p
 
 def test_manifests_that_are_gone_count_as_a_loss(store: Path, tmp_path: Path) -> None:
     run = trained(make_config(store, tmp_path / "run"))
-    run.last_saved.unlink()  # a run of an earlier release has none
+    run.last_saved.unlink()
     for path in ckpt.complete_checkpoints(run.checkpoints):
         (path / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="a checkpoint at step 6"):

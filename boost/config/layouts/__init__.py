@@ -1,11 +1,6 @@
-"""Registry of layouts. `register_layout` adds one; installed packages add theirs through the entry point group `boost.layouts`.
-
-An entry point names a `LayoutSpec` class, such as `my-layout = "my_package.spec:MyLayoutSpec"`. `LayoutSpec.config` is the class
-that `parallel.layout` then selects.
+"""Registry of layouts. `register_layout` adds one; a module that an installed package names in the entry-point group
+`boost.plugins` calls it. `LayoutSpec.config` is the class that `parallel.layout` then selects.
 """
-
-import functools
-from importlib import metadata
 
 from boost.config.layouts.btp import BTPSpec
 from boost.config.layouts.btp_cp import BTPCPSpec
@@ -17,8 +12,7 @@ from boost.config.layouts.spec import LayoutSpec, Placement, local_shape
 from boost.config.layouts.ulysses import UlyssesSpec
 from boost.config.layouts.vanilla import VanillaSpec
 from boost.config.schema import ModelConfig, ParallelConfig
-
-ENTRY_POINTS = "boost.layouts"
+from boost.config.section import load_plugins
 
 _specs: dict[str, LayoutSpec] = {}
 _single = SingleSpec()
@@ -41,14 +35,14 @@ def unregister_layout(name: str) -> None:
 
 def layout_names() -> tuple[str, ...]:
     """Names of all layouts: built-in ones, starting with the defaults of each family, then those of other packages."""
-    load_entry_points()
+    load_plugins()
     return tuple(_specs)
 
 
 def layout_spec(name: str) -> LayoutSpec:
     """The layout with this name. Raises KeyError if there is none; a validated configuration always names a known layout."""
     if name not in _specs:
-        load_entry_points()
+        load_plugins()
     if name not in _specs:
         raise KeyError(f"no layout named '{name}'; there are {', '.join(_specs)}")
     return _specs[name]
@@ -74,14 +68,6 @@ def num_shards(parallel: ParallelConfig) -> int:
     return spec_of(parallel).num_shards(parallel)
 
 
-@functools.cache
-def load_entry_points() -> None:
-    """Registers the layouts of installed packages."""
-    for point in metadata.entry_points(group=ENTRY_POINTS):
-        if point.name not in _specs:
-            register_layout(point.load()())
-
-
 for _spec in (
     BTPSpec(),
     BTPSPSpec(),
@@ -100,7 +86,6 @@ __all__ = [
     "layout_names",
     "layout_spec",
     "layouts_of",
-    "load_entry_points",
     "local_shape",
     "num_shards",
     "placement_of",

@@ -49,8 +49,8 @@ class BTPCPSpec(CrossingSpec):
         words: dict[bool, list[str]] = {}
         for name in ("attn.q", "attn.k", "attn.v", "attn.o"):
             slot = _slot(name, model)
-            each = f"{name[-1]} ({self.sent_to_each(slot, model, parallel)})"
-            words.setdefault(self.crosses_as_heads(slot, model, parallel), []).append(each)
+            size = f"{name[-1]} ({self.sent_to_each(slot, model, parallel)})"
+            words.setdefault(self.crosses_as_heads(slot, model, parallel), []).append(size)
         crossing = [f"{', '.join(names)} as {'heads' if as_heads else 'latents'}" for as_heads, names in words.items()]
         yield f"communicated into and out of attention (elements per token and process): {'; '.join(crossing)}"
         yield from super().notes(model, parallel)
@@ -58,7 +58,7 @@ class BTPCPSpec(CrossingSpec):
     def _widest(self, kv: bool, name: str, model: ModelConfig) -> int:
         names = ("attn.k", "attn.v") if kv else (name,)
         layers = range(model.layers if model.ranks else 1)
-        return max(model.rank_of(layer, each) or 0 for layer in layers for each in names)
+        return max(model.rank_of(layer, slot) or 0 for layer in layers for slot in names)
 
 
 def _slot(name: str, model: ModelConfig) -> Slot:

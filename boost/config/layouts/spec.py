@@ -239,7 +239,7 @@ class LayoutSpec:
 
     def comms(self, context: GroupContext) -> list[PlannedComm]:
         """`group_comms`, with `place` set to the name of the group."""
-        return [replace(each, place=context.group.name) for each in self.group_comms(context)]
+        return [replace(comm, place=context.group.name) for comm in self.group_comms(context)]
 
     def backward(
         self, comms: Sequence[PlannedComm], policy: str, to_the_end: bool = False

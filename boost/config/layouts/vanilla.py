@@ -25,8 +25,8 @@ from boost.config.layouts.spec import (
     Placement,
     PlannedComm,
 )
-from boost.config.numbers import nearest
 from boost.config.schema import Config, ModelConfig, ParallelConfig
+from boost.config.section import nearest
 
 
 class VanillaConfig(ParallelConfig):

@@ -253,8 +253,5 @@ def incomplete_warnings(folder: Path) -> list[str]:
     warnings = []
     with contextlib.suppress(OSError):
         for path in incomplete_checkpoints(folder):
-            warnings.append(
-                f"'{path}' has no {MANIFEST_FILE}, so it is incomplete and was skipped; if its tensors are intact, "
-                f"'boost checkpoint repair-metadata {path}' rebuilds it"
-            )
+            warnings.append(f"'{path}' has no {MANIFEST_FILE}, so it is incomplete and was skipped")
     return warnings

@@ -1,16 +1,15 @@
-"""Implementation of `boost checkpoint`: lists checkpoints and their status, verifies every byte, rebuilds a lost manifest."""
+"""Implementation of `boost checkpoint`: lists checkpoints and their status, verifies every byte."""
 
 import datetime
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from boost.errors import BoostError, CheckpointError, DamagedCheckpointError
+from boost.errors import BoostError, CheckpointError
 from boost.train.checkpoint.folders import MANIFEST_FILE, STATE_FILE, TENSORS, step_of
-from boost.train.checkpoint.manifest import FileEntry, Manifest, check_size, entry_of, new_digest, read_manifest, sync
-from boost.train.checkpoint.state import Checkpoint, open_checkpoint, read_state
+from boost.train.checkpoint.manifest import Manifest, check_size, new_digest, read_manifest
+from boost.train.checkpoint.state import Checkpoint, open_checkpoint
 from boost.train.checkpoint.structure import read_structure
 
 CHUNK_BYTES = 1_000_000
@@ -29,7 +28,7 @@ class CheckpointInfo:
     bytes: int
     saved: datetime.datetime
     problem: str | None = None
-    """What is damaged; that it was saved in trouble; for a rebuilt manifest, that its digests are not those of the save."""
+    """What is damaged, or that it was saved in trouble."""
 
 
 def checkpoint_folders(path: Path) -> list[Path]:
@@ -60,13 +59,12 @@ def _status(path: Path) -> tuple[Status, str | None]:
     if not (path / MANIFEST_FILE).is_file():
         return "incomplete", f"no {MANIFEST_FILE}"
     try:
-        checkpoint, manifest = _open(path)
+        checkpoint, _ = _open(path)
     except BoostError as error:
         return "damaged", str(error)
     position = checkpoint.position
     notes = [f"unusable: {position.trouble}"] if position.trouble else []
     notes += [f"unproven: {position.doubt}"] if position.doubt else []
-    notes += [f"digests are from the repair at {manifest.repaired}"] if manifest.repaired else []
     return ("superseded" if path.name.startswith("superseded-") else "complete"), "; ".join(notes) or None
 
 
@@ -107,50 +105,3 @@ class ByteCheck:
             else:
                 if digest.hexdigest() != entry.blake2b:
                     self.problems.append(f"'{self.path}' is damaged: {name} has changed")
-
-
-def require_repairable(path: Path) -> Checkpoint:
-    """Raises CheckpointError unless a missing or unreadable manifest is the only problem of a checkpoint."""
-    if not (path / STATE_FILE).is_file() or not (path / TENSORS).is_dir():
-        raise CheckpointError(
-            f"'{path}' has no {STATE_FILE} and {TENSORS}; name the step-... folder whose manifest is lost"
-        )
-    if (path / MANIFEST_FILE).is_file():
-        try:
-            manifest = read_manifest(path)
-        except DamagedCheckpointError:
-            pass  # unreadable is the same as missing
-        else:
-            for name in sorted(manifest.root):
-                check_size(path, name, manifest)
-                if entry_of(path / name).blake2b != manifest.root[name].blake2b:
-                    raise CheckpointError(
-                        f"'{path}' has a manifest, and {name} has changed since it was saved: new digests would only hide the "
-                        "damage; use another checkpoint"
-                    )
-            raise CheckpointError(f"'{path}' has an intact manifest; nothing to repair")
-    checkpoint = read_state(path)
-    names = {name: FileEntry(bytes=0, blake2b="0" * 40) for name in _own_files(path)}
-    read_structure(path, Manifest(names), checkpoint.config.model)
-    return checkpoint
-
-
-def rebuild_manifest(path: Path) -> Manifest:
-    """Writes a manifest of the current files, marked as repaired. Raises CheckpointError like `require_repairable`."""
-    require_repairable(path)
-    today = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    entries = {name: entry_of(path / name).model_copy(update={"repaired": today}) for name in _own_files(path)}
-    manifest = Manifest(entries)
-    temporary = path / f".{MANIFEST_FILE}.tmp"
-    temporary.unlink(missing_ok=True)
-    manifest.write(path, temporary.name)
-    os.replace(temporary, path / MANIFEST_FILE)
-    sync(path)
-    return manifest
-
-
-def _own_files(path: Path) -> list[str]:
-    """Files written by a save, without hidden files."""
-    tensors = [each for each in sorted((path / TENSORS).glob("*.safetensors")) if not each.name.startswith(".")]
-    texts = [each for each in sorted(path.glob("*.json")) if each.name != MANIFEST_FILE]
-    return [each.relative_to(path).as_posix() for each in (*texts, *tensors)]

@@ -26,8 +26,6 @@ class FileEntry(BaseModel):
 
     bytes: Annotated[int, Field(ge=0)]
     blake2b: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
-    repaired: str | None = None
-    """Time at which 'boost checkpoint repair-metadata' computed the digest; None: the digest is from the save."""
 
 
 class Manifest(RootModel[dict[str, FileEntry]]):
@@ -44,11 +42,6 @@ class Manifest(RootModel[dict[str, FileEntry]]):
     def tensor_files(self) -> list[str]:
         """Relative paths of the safetensors files."""
         return sorted(n for n in self.root if n.startswith(f"{TENSORS}/") and n.endswith(".safetensors"))
-
-    @property
-    def repaired(self) -> str | None:
-        """Time at which the manifest was rebuilt; None if it is from the save."""
-        return next((entry.repaired for entry in self.root.values() if entry.repaired), None)
 
     def strays(self, path: Path) -> list[str]:
         """Files of a checkpoint that the manifest does not list; they are never opened."""

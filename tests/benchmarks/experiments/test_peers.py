@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.experiments.peers import HF, peers
 from boost.config import Config
-from boost.config.load import change_family, from_tree
+from boost.config.load import change, from_tree
 from boost.measure.steps import Stepper
 from boost.parallel.mesh import Mesh
 from tests import toy
@@ -26,7 +26,7 @@ def ours(config: Config, steps: int) -> list[tuple[float, float]]:
 
 def of_family(config: Config, family: Any) -> Config:
     tree = config.model_dump()
-    change_family(tree["model"], family)
+    change(tree, {"model.family": family})
     return from_tree({**tree, "parallel": {}})
 
 
