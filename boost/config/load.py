@@ -227,7 +227,9 @@ def _explain(error: ValidationError) -> str:
         case "literal_error":
             choices = [str(choice) for choice in get_args(known[key].annotation)]
             near = _suggest(str(value), choices, "value")
-            return f"{key} = {shown} is not one of {', '.join(choices)}" + f"; {near}" * near.startswith("did you mean")
+            return f"{key} = {shown} is not one of {', '.join(choices)}" + f"; {near}" * near.startswith(
+                ("did you mean", "it was removed")
+            )
         case "greater_than_equal":
             return f"{key} = {shown} is too small; smallest valid value: {context['ge']}"
         case "greater_than":

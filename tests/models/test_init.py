@@ -47,13 +47,14 @@ def test_standard_deviation_of_each_factor(family: str) -> None:
 
 def draws(**model: Any) -> tuple[Config, dict[str, Tensor]]:
     """Every initial weight of a 128 x 352 model whose key/value heads have 32 columns, fp64."""
-    config = toy.toy_config(model={"dim": 128, "ffn_dim": 352, "rank": 32, **model})
+    rank = {} if model["family"] == "dense" else {"rank": 32}
+    config = toy.toy_config(model={"dim": 128, "ffn_dim": 352, **rank, **model})
     return config, {p.name: initial_value(p, config.model, 0).double() for p in parameters(config.model)}
 
 
 def test_spectral_factors_are_the_best_of_their_rank_for_the_dense_weights() -> None:
     config, factors = draws(family="svd", factor_init="spectral", ranks={"mlp.down": 48, "attn.v": 40})
-    _, whole = draws(family="dense", rank=None)
+    _, whole = draws(family="dense")
     for name in [name.removesuffix(".W") for name in whole if name.endswith(".W")]:
         a, b = factors[f"{name}.A"], factors[f"{name}.B"]
         rank = config.model.rank_of(0, name.split(".", 2)[2])
