@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from boost.api.model import Model, as_config
-from boost.cli.train import check_before_start
 from boost.config import Config
 from boost.errors import ConfigError, TrainingError
 from boost.train.hooks import Hook
 from boost.train.launch import under_torchrun
 from boost.train.outcome import TrainResult
-from boost.train.run import train
+from boost.train.run import check_before_start, train
 
 
 class Trainer:

@@ -11,7 +11,6 @@ from boost.train.faults import KINDS, Fault, parse_fault
 from boost.train.signals import StopRequest
 
 if TYPE_CHECKING:
-    from boost.data.verify import Progress
     from boost.train.launch import Supervise
 
 
@@ -104,7 +103,7 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
 
     from boost.train.console import progress
     from boost.train.launch import can_fork, launch, under_torchrun
-    from boost.train.run import train_process
+    from boost.train.run import check_before_start, train_process
     from boost.train.rundir import RunDirectory
 
     launches = config.parallel.world_size > 1 and not under_torchrun()
@@ -133,44 +132,6 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
         forks=can_fork(),
         supervise=_supervise(config),
     )
-
-
-def check_before_start(
-    config: Config,
-    resume: str | None,
-    start_from: str | None,
-    *,
-    restart: bool = False,
-    rejoins: bool = False,
-    progress: "Progress" = iter,
-) -> None:
-    """Checks everything that can be checked before the first step, so that a mistake does not cost the start of processes.
-
-    `resume`, `start_from`, `restart`: as of `boost train`. `rejoins`: this process may join a run that others train already, whose
-    run directory is in use. `progress` wraps the verification of the token store. Raises ConfigError, DataError, CheckpointError.
-    """
-    from boost.data.fit import open_fitting_store
-    from boost.parallel.capabilities import require_torch
-    from boost.train.checkpoint import fallback_folder
-    from boost.train.metrics import tracker_modules
-    from boost.train.resume import check_start, require_nothing_lost, resume_candidates
-    from boost.train.run_lock import require_unlocked
-    from boost.train.rundir import RunDirectory
-    from boost.train.teacher import check_teacher
-
-    run = RunDirectory(config.run.dir)
-    if not rejoins:
-        require_unlocked(run.path)
-        if not run.continued_by(resume):
-            run.require_empty()
-        if resume == "auto":
-            require_nothing_lost(run, resume_candidates("auto", run, fallback_folder(config)), restart)
-    tracker_modules(config)
-    require_torch(config.parallel)
-    store = open_fitting_store(config, progress)
-    if start_from is not None:
-        check_start(start_from, config, store)
-    check_teacher(config, store)
 
 
 def _supervise(config: Config) -> "Supervise | None":

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from boost.config import Config
+from boost.data.fit import open_fitting_store
+from boost.data.verify import Progress
 from boost.errors import HangError, StoppedError, TrainingError
+from boost.parallel.capabilities import require_torch
 from boost.parallel.rendezvous import launch_dir
 from boost.train.advice import LongRun, advise
 from boost.train.begin import inherited_data
@@ -29,14 +32,15 @@ from boost.train.faults import Fault
 from boost.train.heartbeat import Heartbeat, process_name, remember_collectives
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
-from boost.train.metrics import MetricsHook
+from boost.train.metrics import MetricsHook, tracker_modules
 from boost.train.outcome import TrainResult
-from boost.train.resume import require_nothing_lost, resume_candidates
-from boost.train.run_lock import RunLock
+from boost.train.resume import check_start, require_nothing_lost, resume_candidates
+from boost.train.run_lock import RunLock, require_unlocked
 from boost.train.rundir import RunDirectory, configure_logging
 from boost.train.samples import heldout_prompt, sample_text
 from boost.train.session import Session
 from boost.train.signals import StopRequest
+from boost.train.teacher import check_teacher
 from boost.train.terminal import outliving_terminal
 from boost.train.worker import leave
 
@@ -50,6 +54,35 @@ SESSIONS = {"restart": "boost.train.session:Session", "in-step": "boost.elastic.
 
 STOPPED_ELSEWHERE = 75
 """Exit code if a signal to another node stopped and saved the run: EX_TEMPFAIL, so that the scheduler retries."""
+
+
+def check_before_start(
+    config: Config,
+    resume: str | None,
+    start_from: str | None,
+    *,
+    restart: bool = False,
+    rejoins: bool = False,
+    progress: Progress = iter,
+) -> None:
+    """Checks everything that can be checked before the first step, so that a mistake does not cost the start of processes.
+
+    `resume`, `start_from`, `restart`: as of `boost train`. `rejoins`: this process may join a run that others train already, whose
+    run directory is in use. `progress` wraps the verification of the token store. Raises ConfigError, DataError, CheckpointError.
+    """
+    run = RunDirectory(config.run.dir)
+    if not rejoins:
+        require_unlocked(run.path)
+        if not run.continued_by(resume):
+            run.require_empty()
+        if resume == "auto":
+            require_nothing_lost(run, resume_candidates("auto", run, fallback_folder(config)), restart)
+    tracker_modules(config)
+    require_torch(config.parallel)
+    store = open_fitting_store(config, progress)
+    if start_from is not None:
+        check_start(start_from, config, store)
+    check_teacher(config, store)
 
 
 def train_process(
