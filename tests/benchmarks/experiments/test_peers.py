@@ -73,7 +73,7 @@ def test_a_library_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_one_process() -> None:
     pytest.importorskip("transformers")
-    config = make(family="dense", rank=None)
+    config = make(family="dense")
     found, reasons = all_peers(config, 1, 1)
     assert reasons == {}
     assert found[HF][0] == pytest.approx(ours(config, 2)[1], rel=1e-5)
