@@ -1,4 +1,4 @@
-"""Gradient sums that can be discarded and computed again, over a mesh whose replicas change."""
+"""Gradient sums that can be discarded and recomputed, over a mesh whose replicas change."""
 
 from collections.abc import Sequence
 from typing import cast

@@ -2,9 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from boost.elastic.gradients import ElasticReducer
 from boost.elastic.hooks import MembershipChange, SlowReplicas, TakeOver
@@ -13,7 +11,6 @@ from boost.elastic.saver import ElasticSaver
 from boost.elastic.step import RecoverableStepper
 from boost.optim.adamw import Optimizer
 from boost.parallel.gradients import StepFlags, StepStats
-from boost.train.checkpoint import CheckpointSaver
 from boost.train.hooks import Hook, TrainStart
 from boost.train.loop import Trainer
 from boost.train.step import Stepper
@@ -27,6 +24,8 @@ if TYPE_CHECKING:
 class ElasticTrainer(Trainer):
     """A `Trainer` whose replicas change. `recovery` agrees with the other processes on who trains."""
 
+    reducer_type = ElasticReducer
+    saver_type = ElasticSaver
     reducer: ElasticReducer
     _saver: ElasticSaver
 
@@ -42,18 +41,12 @@ class ElasticTrainer(Trainer):
         self._is_fitting, self._early = False, list[MembershipChange]()
         self._abandoned_save: int | None = None
 
-    def _build_reducer(self) -> ElasticReducer:
-        return ElasticReducer(self.fused_params, self.mesh, getattr(torch, self.config.train.sum_dtype))
-
     def _build_optimizer(self) -> Optimizer:
         return build_optimizer(self.fused_params, self.config, self.recovery.mesh)
 
     def _build_stepper(self, ahead: bool | None) -> Stepper:
         parts = self.model, self.fused_params, self.reducer, self.optimizer, self.batches
         return RecoverableStepper(self.recovery, self.config, self.mesh, *parts)
-
-    def _build_saver(self, tokenizer: bytes, data: dict[str, Any]) -> CheckpointSaver:
-        return ElasticSaver(self.model, self.optimizer, self.config, tokenizer, data, self.mesh)
 
     def prepare_saves(self) -> None:
         """Nothing: replicas rejoin at different times, so the first save allocates its memory."""

@@ -68,6 +68,9 @@ class Trainer:
     `fit` trains to the end. `step`, `evaluate` and `save` can also be called directly; call them on all processes of the mesh.
     """
 
+    reducer_type: type[GradientReducer] = GradientReducer
+    saver_type: type[ckpt.CheckpointSaver] = ckpt.CheckpointSaver
+
     def __init__(
         self,
         config: Config,
@@ -89,7 +92,7 @@ class Trainer:
         torch.manual_seed(train.seed + mesh.rank)
         self.model: Model = build_model(config, mesh)
         self.fused_params = list(fused_params(self.model))
-        self.reducer = self._build_reducer()
+        self.reducer = self.reducer_type(self.fused_params, mesh, getattr(torch, train.sum_dtype))
         self.optimizer = self._build_optimizer()
         self._stepper = self._build_stepper(ahead)
         self.flops_per_token = flops_per_token(config.model, train.seq_len)
@@ -123,10 +126,8 @@ class Trainer:
         self._rollback: str | None = None
         self.rollbacks = Rollbacks()
         # Read once: the store on disk may be replaced or deleted while the run trains.
-        self._saver = self._build_saver(self.store.tokenizer_json.encode(), self.corpus.identity())
-
-    def _build_reducer(self) -> GradientReducer:
-        return GradientReducer(self.fused_params, self.mesh, getattr(torch, self.config.train.sum_dtype))
+        tokenizer, data = self.store.tokenizer_json.encode(), self.corpus.identity()
+        self._saver = self.saver_type(self.model, self.optimizer, config, tokenizer, data, mesh)
 
     def _build_optimizer(self) -> Optimizer:
         return build_optimizer(self.fused_params, self.config, self.mesh)
@@ -134,9 +135,6 @@ class Trainer:
     def _build_stepper(self, ahead: bool | None) -> Stepper:
         parts = self.model, self.fused_params, self.reducer, self.optimizer, self.batches
         return Stepper(self.config, self.mesh, *parts, ahead)
-
-    def _build_saver(self, tokenizer: bytes, data: dict[str, Any]) -> ckpt.CheckpointSaver:
-        return ckpt.CheckpointSaver(self.model, self.optimizer, self.config, tokenizer, data, self.mesh)
 
     def start(self, resume_from: list[Path], start_from: str | None = None) -> None:
         """Loads the first intact checkpoint of `resume_from`. If the list is empty, starts at step 0 from the weights of
