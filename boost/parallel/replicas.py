@@ -13,11 +13,13 @@ import socket
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from boost.errors import TrainingError
 from boost.models.fused import FusedParam
 from boost.parallel.mesh import Mesh
 
@@ -60,14 +62,17 @@ def check_replicas(fused_params: Sequence[FusedParam], mesh: Mesh) -> ReplicaRep
     Reads every weight about three times without copying it, and never communicates weights.
     """
     digests = [digest((p.tensor for p in fused_params if _copies(p, mesh) == over), mesh.device) for over in _COPIES]
-    strange = _not_finite(fused_params, mesh.device)
+    held = [p.tensor.detach() for p in fused_params]
+    # A maximum keeps NaN and Inf, and is one number where a mask of the weight would be as large as the weight.
+    largest = [x.abs().amax() if x.numel() else torch.zeros((), device=mesh.device) for x in held]
+    strange = torch.stack([~x.isfinite() for x in largest])
     local = torch.stack([*digests, strange.any().long()])
     gathered = [torch.empty_like(local) for _ in range(mesh.size)] if mesh.size > 1 else [local]
     if mesh.size > 1:
         dist.all_gather(gathered, local, group=mesh.everyone.group)
     rows = torch.stack(gathered).tolist()
-    found = compare(rows, (mesh.pp.size, mesh.dp_cp.size, mesh.tp.size))
-    if not found and not any(row[-1] for row in rows):
+    mismatches = compare(rows, (mesh.pp.size, mesh.dp_cp.size, mesh.tp.size))
+    if not mismatches and not any(row[-1] for row in rows):
         return ReplicaReport()
     names = [p.slices[0].parameter.name for p, bad in zip(fused_params, strange.tolist(), strict=True) if bad]
     facts: list[tuple[str, list[str]]] = [(socket.gethostname(), names[:1])]
@@ -75,7 +80,39 @@ def check_replicas(fused_params: Sequence[FusedParam], mesh: Mesh) -> ReplicaRep
         facts = facts * mesh.size
         dist.all_gather_object(facts, (socket.gethostname(), names[:1]), group=mesh.everyone.group)
     not_finite = tuple((rank, name) for rank, (_, bad) in enumerate(facts) for name in bad)
-    return ReplicaReport(tuple(found), not_finite, tuple(host for host, _ in facts))
+    return ReplicaReport(tuple(mismatches), not_finite, tuple(host for host, _ in facts))
+
+
+def require_sound(report: ReplicaReport, step: int, latest: Path | None) -> None:
+    """Raises TrainingError if replicas differ or a weight is not finite. `latest`: the newest checkpoint that passed this check."""
+    if not report.mismatches and not report.not_finite:
+        return
+    faults = []
+    for mismatch in report.mismatches[:3]:
+        who, agreeing = _named(mismatch.processes, report.hosts), mismatch.copies - len(mismatch.processes)
+        if mismatch.certain:
+            has = "has" if len(mismatch.processes) == 1 else "have"
+            faults.append(f"{who} {has} different weights than the {agreeing} replicas that agree")
+        else:
+            faults.append(
+                f"{who} should have the same weights but do not (without a majority, it is unknown which are right)"
+            )
+    faults += [
+        f"weight '{name}' of {_named([rank], report.hosts)} is not finite" for rank, name in report.not_finite[:3]
+    ]
+    more = len(report.mismatches) + len(report.not_finite) - len(faults)
+    cause = "memory or arithmetic failed there" if report.mismatches else "optim.lr is too high, or memory failed there"
+    advice = f"resume from '{latest}' with --resume auto" if latest else "there is no checkpoint: start over"
+    raise TrainingError(
+        f"at step {step}, {'; '.join(faults)}{f' (and {more} more)' if more else ''}: {cause}; these weights were not "
+        f"saved; {advice}, and exclude the machine if it happens again"
+    )
+
+
+def _named(ranks: tuple[int, ...] | list[int], hosts: tuple[str, ...]) -> str:
+    """'process 3 (host a)', 'processes 0 (host a) and 1 (host b)'."""
+    *others, last = [f"{rank} (host {hosts[rank]})" for rank in ranks]
+    return f"processes {', '.join(others)} and {last}" if others else f"process {last}"
 
 
 def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -103,7 +140,7 @@ def compare(rows: Sequence[Sequence[int]], sizes: tuple[int, int, int]) -> list[
         "dp": ranks.transpose(1, 2).flatten(0, 1),
         "tp": ranks.flatten(0, 1),
     }
-    found = []
+    mismatches = []
     for column, over in enumerate(_COPIES):
         for group in groups[over].tolist():
             digests = [rows[rank][column] for rank in group]
@@ -111,9 +148,9 @@ def compare(rows: Sequence[Sequence[int]], sizes: tuple[int, int, int]) -> list[
             if count == len(group):
                 continue
             certain = 2 * count > len(group)
-            odd = [rank for rank, each in zip(group, digests, strict=True) if not certain or each != common]
-            found.append(Mismatch(tuple(odd), len(group), certain))
-    return list(dict.fromkeys(found))
+            odd = [rank for rank, own in zip(group, digests, strict=True) if not certain or own != common]
+            mismatches.append(Mismatch(tuple(odd), len(group), certain))
+    return list(dict.fromkeys(mismatches))
 
 
 def _copies(fused: FusedParam, mesh: Mesh) -> str | None:
@@ -123,10 +160,3 @@ def _copies(fused: FusedParam, mesh: Mesh) -> str | None:
         # Each TP rank's group sums the complete gradients of a weight over dp separately, possibly in another order.
         return "replicas" if whole and (partial or mesh.dp_cp.size == 1) else "dp"
     return "tp" if fused.shard.over == "dp" and whole and partial else None
-
-
-def _not_finite(fused_params: Sequence[FusedParam], device: torch.device) -> Tensor:
-    """Whether each tensor holds NaN or Inf, [number of tensors]."""
-    held = [p.tensor.detach() for p in fused_params]
-    largest = [x.abs().amax() if x.numel() else torch.zeros((), device=device) for x in held]
-    return torch.stack([~x.isfinite() for x in largest])

@@ -1,12 +1,18 @@
-"""Writes that only inform: metrics, heartbeats, reports. If one fails, because a disk is full, the run goes on and saves as usual.
+"""Writes that only inform: metrics, heartbeats, reports, text on the terminal. If one fails, because a disk is full or a terminal
+is closed, the run goes on and saves as usual.
 
-Whatever a process of a run writes outside of a checkpoint is in such a context, unless it is written before the first step.
-Standard output and error are covered by `boost.train.terminal`, the log by its handler (`boost.train.rundir`).
+Whatever a process of a run writes outside of a checkpoint is in such a context, unless it is written before the first step. The
+log is covered by its handler (`boost.train.rundir`).
 """
 
 import contextlib
+import errno
+import io
 import logging
+import os
+import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 log = logging.getLogger("boost")
 
@@ -29,3 +35,45 @@ def best_effort(
             warn(f"cannot {what}: {reason or type(error).__name__}; training continues")
     else:
         _failing.discard(what)
+
+
+class _PatientFile(io.FileIO):
+    """Standard output or error. Text that cannot be written is dropped; once the terminal or the reader is gone, all of it."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno in (errno.EIO, errno.EPIPE):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self.fileno())
+                os.close(null)
+            return len(memoryview(data).cast("B"))
+
+
+@contextlib.contextmanager
+def outliving_terminal() -> Iterator[None]:
+    """Context manager in which writes to stdout and stderr do not fail."""
+    before = sys.stdout, sys.stderr
+    try:
+        sys.stdout, sys.stderr = (_protected(stream, number) for number, stream in enumerate(before, start=1))
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _protected(stream: Any, descriptor: int) -> Any:
+    try:
+        if stream.fileno() != descriptor:
+            return stream
+    except (AttributeError, OSError, ValueError):  # replaced by something that is not a file
+        return stream
+    with contextlib.suppress(OSError):
+        stream.flush()
+    raw = _PatientFile(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=stream.line_buffering
+    )

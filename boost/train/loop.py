@@ -7,7 +7,7 @@ step number. A resumed run is therefore bitwise identical to an uninterrupted on
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,16 @@ from boost.config import Config
 from boost.config.architecture import flops_per_token
 from boost.data.batches import Batches
 from boost.data.fit import open_corpus
-from boost.errors import NonFiniteError, StorageError, TrainingError
+from boost.errors import DamagedCheckpointError, NonFiniteError, StorageError, TrainingError
 from boost.models.fused import fused_params
 from boost.optim.adamw import Optimizer
 from boost.optim.build import build_optimizer
 from boost.optim.schedule import learning_rate
 from boost.parallel.gradients import GradientReducer, StepFlags, StepStats, reduce_flags
 from boost.parallel.mesh import Mesh
-from boost.parallel.replicas import check_replicas
+from boost.parallel.replicas import check_replicas, require_sound
 from boost.parallel.sharding import forget_gathered
 from boost.train import checkpoint as ckpt
-from boost.train.begin import begin
 from boost.train.builtin_hooks import builtin_hooks
 from boost.train.checkpoint import Checkpoint, Position, SavedCheckpoint
 from boost.train.evaluate import Evaluation, EvaluationStopped, evaluate
@@ -38,6 +37,7 @@ from boost.train.hooks import (
     EvaluationEnd,
     Hook,
     HookRunner,
+    Rollback,
     SaveEnd,
     SaveStart,
     StepEnd,
@@ -46,10 +46,9 @@ from boost.train.hooks import (
     TrainStart,
 )
 from boost.train.metrics import EvalMetrics, StepMetrics, step_metrics
-from boost.train.model import Model, build_model
+from boost.train.model import Model, build_model, initialize_model
 from boost.train.outcome import RunTrouble, TrainResult, early_stop
-from boost.train.replica_check import require_sound
-from boost.train.rollback import Rollbacks
+from boost.train.resume import check_resumable, check_start, resume_warnings
 from boost.train.rundir import RunDirectory
 from boost.train.signals import StopRequest
 from boost.train.step import Passes, StepClock, Stepper, Update
@@ -60,6 +59,20 @@ SLOW_SAVE_S = 1.0
 """Log a warning if a save waits longer than this for the previous background save."""
 LAST_SAVE_S = 60.0
 """Maximum wait of a failing run for a background save to finish."""
+
+MAX_ROLLBACKS = 3
+"""Maximum number of rollbacks for the same trouble."""
+PAST_TROUBLE = 32
+"""Steps beyond the furthest step of a rollback after which the trouble is over and the count starts again."""
+
+
+@dataclass
+class Rollbacks:
+    """The rollbacks of a run for its current trouble."""
+
+    count: int = 0
+    furthest: int = 0
+    """The furthest step at which one of them was requested."""
 
 
 class Trainer:
@@ -142,22 +155,56 @@ class Trainer:
 
         Raises CheckpointError if the checkpoint does not match the model or the data, or if all checkpoints are damaged.
         """
-        begin(self, resume_from, start_from)
+        self.warnings += ckpt.incomplete_warnings(self.run.checkpoints)
+        damaged: list[str] = []
+        for path in resume_from:
+            try:
+                checkpoint = ckpt.open_checkpoint(path)
+                check_resumable(checkpoint, self.config, self.corpus)
+                self.load(checkpoint)
+            except DamagedCheckpointError as error:
+                damaged.append(str(error))
+                if len(damaged) == len(resume_from):
+                    raise DamagedCheckpointError("; ".join(damaged)) from None
+                self.warnings.append(f"{error}; trying the previous checkpoint")
+            else:
+                self.resumed_from = checkpoint.path
+                if checkpoint.position.doubt:
+                    self.begin_trouble(checkpoint.position.doubt, ruined=False)
+                self.warnings += resume_warnings(checkpoint, resume_from, self.config)
+                log.info("resumed from %s at step %d", checkpoint.path, self.position.step)
+                break
+        else:
+            if start_from is None:
+                initialize_model(self.model, self.config.train.seed, show=self.mesh.is_main)
+            else:
+                checkpoint = check_start(start_from, self.config, self.store)
+                ckpt.load_weights(checkpoint, self.model, self.mesh)
+                self.started_from = checkpoint.path
+                log.info("initialized from the weights of %s", checkpoint.path)
+        for warning in self.warnings:
+            log.warning(warning)
+        self._supersede_later_checkpoints()
+
+    def _supersede_later_checkpoints(self) -> None:
+        """Marks checkpoints of later steps than the current one, so that --resume auto does not find an abandoned branch."""
+        for folder in self.checkpoint_folders:
+            ckpt.supersede(folder, self.position.step, self.mesh)
 
     def add_data(self, data: dict[str, Any]) -> None:
         """Adds entries to the `data` that this run's checkpoints record."""
         self._saver.add_data(data)
 
-    def load(self, found: Checkpoint) -> None:
+    def load(self, checkpoint: Checkpoint) -> None:
         """Loads weights, optimizer state, RNG states and position of a checkpoint. Collective. Raises CheckpointError."""
-        position = ckpt.load_training_state(found, self.model, self.optimizer, self.mesh)
+        position = ckpt.load_training_state(checkpoint, self.model, self.optimizer, self.mesh)
         forget_gathered(self.model)
         self.position = replace(position, trouble="", doubt="")
 
     @property
     def checkpoint_folders(self) -> list[Path]:
         """Folders of this run's checkpoints: its own, and the one in run.fallback_dir if configured."""
-        return [each for each in (self.run.checkpoints, ckpt.fallback_folder(self.config)) if each]
+        return [folder for folder in (self.run.checkpoints, ckpt.fallback_folder(self.config)) if folder]
 
     @property
     def at_end(self) -> bool:
@@ -197,11 +244,14 @@ class Trainer:
         self._signals_to_reduce = True
         passes: Passes | None = None
         while not self.at_end:
-            if self._signals_to_reduce and self._signal_anywhere():
-                self.finish_save()  # the save in flight may be for this position
-                if not self._is_saved():
-                    self.save_last(urgent=True)
-                return StepFlags.SIGNAL
+            if self._signals_to_reduce:
+                self._signals_to_reduce = False
+                if self.mesh.together(self._signal_now):
+                    self.finish_save()  # the save in flight may be for this position
+                    here = ckpt.checkpoint_path(self.run.checkpoints, self.position.step)
+                    if here not in (self._saved, self.resumed_from):
+                        self.save_last(urgent=True)
+                    return StepFlags.SIGNAL
             if passes is None or not stepper.is_current(passes, self.position):
                 passes = self._begin_step(clock)
             clock.resume()
@@ -229,7 +279,39 @@ class Trainer:
         """What follows a step that does not stop the run, on all processes."""
         if self._rollback:
             reason, self._rollback = self._rollback, None
-            self.rollbacks.roll_back(self, reason)
+            self._roll_back(reason)
+
+    def _roll_back(self, reason: str) -> None:
+        """Returns to the newest proven checkpoint and skips the data since then, as was done by hand for PaLM. Collective.
+
+        Raises TrainingError if there is none, or if MAX_ROLLBACKS did not get the run past the trouble.
+        """
+        self.finish_save()
+        before, rollbacks = self.position, self.rollbacks
+        # Resetting the count earlier would let the run fail at the same step forever.
+        rollbacks.count = rollbacks.count + 1 if before.step <= rollbacks.furthest + PAST_TROUBLE else 1
+        rollbacks.furthest = max(rollbacks.furthest, before.step)
+
+        def load_proven() -> None:
+            # Only the main process searches: others might see a folder that is being renamed.
+            look = self.proven_checkpoint if self.mesh.is_main else lambda: None
+            target = ckpt.run_on_all(self.mesh, look, TrainingError)[0]
+            if target is None:
+                raise TrainingError(f"{reason}; train.on_spike = 'rollback' finds no checkpoint to return to")
+            if rollbacks.count > MAX_ROLLBACKS:
+                raise TrainingError(
+                    f"{reason}; {MAX_ROLLBACKS} rollbacks to '{target}' did not help: resume from it with a lower optim.lr"
+                )
+            self.load(ckpt.open_checkpoint(target))
+            self._supersede_later_checkpoints()  # they may look healthy but are not, and the run may be killed now
+            self.mesh.barrier()
+
+        self.mesh.together(load_proven)
+        undone = before.step - self.position.step
+        self.position = replace(self.position, skipped=before.skipped + undone)
+        self.bad_steps, self.trouble = 0, None
+        self.warn(f"{reason}; rolled back to step {self.position.step}, skipping the data of {undone} steps")
+        self.notify(Hook.on_rollback, Rollback(self.position.step, before.step, reason))
 
     def _begin_step(self, clock: StepClock) -> Passes:
         """Launches the passes of the next step."""
@@ -289,7 +371,7 @@ class Trainer:
         finally:
             self._signals_to_reduce = True
         losses = result.loss, result.perplexity, result.bits_per_byte, result.tokens
-        by_source = {name: each.loss for name, each in result.sources.items()}
+        by_source = {name: source.loss for name, source in result.sources.items()}
         metrics = EvalMetrics(self.position.step, *losses, self.at_end and max_tokens is None, by_source)
         self.recent.append(metrics)
         self.notify(Hook.on_evaluation, EvaluationEnd(metrics, complete=max_tokens is None))
@@ -460,19 +542,9 @@ class Trainer:
         signal = StepFlags.SIGNAL if self._signals.requested else StepFlags.NONE
         return signal | save | (StepFlags.STOP if self._stop_reason is not None else StepFlags.NONE)
 
-    def _signal_anywhere(self) -> bool:
-        """Whether any process has received a stop signal outside of a step. Collective."""
-        self._signals_to_reduce = False
-        return bool(self.mesh.together(self._signal_now))
-
     def _signal_now(self) -> bool:
         own = StepFlags.SIGNAL if self._signals.requested else StepFlags.NONE
         return StepFlags.SIGNAL in reduce_flags(own, self.mesh)
-
-    def _is_saved(self) -> bool:
-        """Whether the current position is already saved, by this run or the one it resumed."""
-        path = ckpt.checkpoint_path(self.run.checkpoints, self.position.step)
-        return path in (self._saved, self.resumed_from)
 
     def _result(self, stopped: StepFlags, evaluation: Evaluation | None) -> TrainResult:
         complete = ckpt.complete_checkpoints(self.run.checkpoints)

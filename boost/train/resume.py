@@ -1,5 +1,7 @@
 """Selects the checkpoint that a run resumes or starts from, and checks that it fits the run."""
 
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,23 @@ def check_start(start_from: str, config: Config, store: TokenStore) -> Checkpoin
     return found
 
 
+def inherited_data(corpus: Corpus, resume_from: Sequence[Path], start_from: str | None) -> dict[str, Any]:
+    """Data that this run's checkpoints inherit from the checkpoint it resumes or starts from: what the original Hugging Face folder
+    contained besides weights, such as a chat template. If that has no template, the one of a store of conversations. Replicas that
+    rejoin later, without loading a checkpoint, need it too."""
+    hub: dict[str, Any] = {}
+    for path in (*resume_from, *([Path(start_from)] if start_from else [])):
+        # A damaged one is reported when it is loaded; a run then falls back to the previous one.
+        with contextlib.suppress(CheckpointError):
+            hub = dict(ckpt.open_checkpoint(path).data.get(ckpt.HUB) or {})
+            break
+    chat = next((store.chat for store in corpus.stores if store.chat), None)
+    if chat and not hub.get("chat_templates"):
+        tokenizer = {**chat["tokenizer"], **hub.get("tokenizer", {})}
+        hub = {**hub, "tokenizer": tokenizer, "chat_templates": {"default": chat["template"]}}
+    return {ckpt.HUB: hub} if hub else {}
+
+
 def check_resumable(found: Checkpoint, config: Config, corpus: Corpus) -> None:
     """Raises ConfigError or CheckpointError if resuming would repeat or skip samples, or train on different data.
 
@@ -133,10 +152,6 @@ def check_resumable(found: Checkpoint, config: Config, corpus: Corpus) -> None:
             f"smallest valid value: {found.position.step}"
         )
     corpus.stores[0].require_tokenizer(str(found.data.get("tokenizer")), f"'{found.path}'")
-    _check_content(found, config, corpus)
-
-
-def _check_content(found: Checkpoint, config: Config, corpus: Corpus) -> None:
     identity = corpus.identity()
     if found.data.get("content") == identity["content"]:
         return

@@ -17,7 +17,7 @@ from boost.errors import HangError, StoppedError, TrainingError
 from boost.parallel.capabilities import require_torch
 from boost.parallel.rendezvous import launch_dir
 from boost.train.advice import LongRun, advise
-from boost.train.begin import inherited_data
+from boost.train.best_effort import outliving_terminal
 from boost.train.checkpoint import checkpoint_path, fallback_folder
 from boost.train.console import ConsoleHook
 from boost.train.failures import (
@@ -34,14 +34,13 @@ from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, tracker_modules
 from boost.train.outcome import TrainResult
-from boost.train.resume import check_start, require_nothing_lost, resume_candidates
+from boost.train.resume import check_start, inherited_data, require_nothing_lost, resume_candidates
 from boost.train.run_lock import RunLock, require_unlocked
 from boost.train.rundir import RunDirectory, configure_logging
 from boost.train.samples import heldout_prompt, sample_text
 from boost.train.session import Session
 from boost.train.signals import StopRequest
 from boost.train.teacher import check_teacher
-from boost.train.terminal import outliving_terminal
 from boost.train.worker import leave
 
 log = logging.getLogger("boost")

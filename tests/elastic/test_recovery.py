@@ -26,7 +26,7 @@ from boost.train.faults import Fault
 from boost.train.launch import Supervise, launch
 from boost.train.loop import Trainer
 from boost.train.metrics import read_metrics
-from boost.train.rollback import Rollbacks
+from boost.train.loop import Rollbacks
 from boost.train.run import train_process
 from tests import toy
 from tests.data.chats import chat_store_in

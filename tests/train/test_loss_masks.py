@@ -13,7 +13,7 @@ from boost.config.architecture import IGNORED
 from boost.config.optimizers import OptimConfig
 from boost.data.mixture import Corpus
 from boost.data.prepare import PrepareOptions, prepare
-from boost.train.begin import inherited_data
+from boost.train.resume import inherited_data
 from boost.train.checkpoint import HUB
 from boost.train.evaluate import Evaluation, evaluate
 from tests import toy
