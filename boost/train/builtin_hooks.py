@@ -148,8 +148,8 @@ class PeriodicCheckpoint(Hook):
         self._saved_step: int | None = None
 
     def state(self) -> dict[str, Any]:
-        found = {"best": self._best, "candidate": self._candidate}
-        return {name: asdict(each) for name, each in found.items() if each}
+        checkpoints = {"best": self._best, "candidate": self._candidate}
+        return {name: asdict(checkpoint) for name, checkpoint in checkpoints.items() if checkpoint}
 
     def take_state(self, state: dict[str, Any]) -> None:
         self._best, self._candidate = (
@@ -173,12 +173,12 @@ class PeriodicCheckpoint(Hook):
             trainer.request_save()
 
     def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
-        found = BestCheckpoint(event.metrics.step, event.metrics.heldout_loss)
+        this = BestCheckpoint(event.metrics.step, event.metrics.heldout_loss)
         # The candidate counts too: its save may still be in flight.
-        lowest = all(found.heldout_loss < each.heldout_loss for each in (self._best, self._candidate) if each)
-        if _comparable(event, self.train) and lowest and math.isfinite(found.heldout_loss):
-            self._candidate = found
-            if trainer.at_end and self._saved_step == found.step:  # the final evaluation follows the last save
+        lowest = all(this.heldout_loss < other.heldout_loss for other in (self._best, self._candidate) if other)
+        if _comparable(event, self.train) and lowest and math.isfinite(this.heldout_loss):
+            self._candidate = this
+            if trainer.at_end and self._saved_step == this.step:  # the final evaluation follows the last save
                 self._record_best(trainer)
 
     def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
@@ -190,15 +190,14 @@ class PeriodicCheckpoint(Hook):
         if event.stopping or (trainer.at_end and not trainer.rolling_back):
             # A failure here fails the run, because no later save would preserve these weights.
             trainer.save_last(urgent=event.stopping)
-        elif not trainer.rolling_back and (event.save_requested or self._is_due(event.metrics.step)):
+            return
+        step, candidate = event.metrics.step, self._candidate
+        is_best = self.train.keep_best and candidate is not None and candidate.step == step
+        if not trainer.rolling_back and (event.save_requested or is_best or _due(step, self.train.save_every)):
             try:
                 trainer.save(wait=not self.train.async_save)
             except (StorageError, NonFiniteError) as error:
                 trainer.warn(f"{error}; training continues and earlier checkpoints are intact")
-
-    def _is_due(self, step: int) -> bool:
-        improved = self.train.keep_best and self._candidate is not None and self._candidate.step == step
-        return improved or _due(step, self.train.save_every)
 
     def after_save(self, trainer: "Trainer", event: SaveEnd) -> None:
         self._saved_at = self._clock()

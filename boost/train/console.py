@@ -33,8 +33,13 @@ PLAIN_INTERVAL_S = 10.0
 """Seconds between the plain lines of `progress`. Work that takes less time prints nothing."""
 
 
-class Console:
-    """Console output of a run, as a context manager. This base class prints nothing."""
+class PlainConsole:
+    """Plain lines for a file or a pipe: the first step, every `log_every`-th step, and the last step. A context manager."""
+
+    def __init__(self, total_steps: int, start_step: int, log_every: int, out: TextIO | None = None) -> None:
+        self._total, self._every, self._out = total_steps, log_every, out
+        self._first = start_step + 1
+        self._eta = EtaEstimator(total_steps)
 
     def __enter__(self) -> Self:
         return self
@@ -46,43 +51,27 @@ class Console:
 
     def step(self, metrics: StepMetrics) -> None:
         """Shows one optimizer step."""
-
-    def evaluation(self, metrics: EvalMetrics) -> None:
-        """Shows one evaluation."""
-
-    def note(self, text: str) -> None:
-        """Shows one line of text."""
-
-    def close(self) -> None:
-        """Restores the terminal."""
-
-
-class PlainConsole(Console):
-    """Plain lines for a file or a pipe: the first step, every `log_every`-th step, and the last step."""
-
-    def __init__(self, total_steps: int, start_step: int, log_every: int, out: TextIO | None = None) -> None:
-        self._total, self._every, self._out = total_steps, log_every, out
-        self._first = start_step + 1
-        self._eta = EtaEstimator(total_steps)
-
-    def step(self, metrics: StepMetrics) -> None:
         eta = self._eta.eta(metrics)
         if metrics.step in (self._first, self._total) or metrics.step % self._every == 0:
             self.note(step_line(metrics, self._total, eta))
 
     def evaluation(self, metrics: EvalMetrics) -> None:
+        """Shows one evaluation."""
         self.note(evaluation_line(metrics, self._total))
 
     def note(self, text: str) -> None:
+        """Shows one line of text."""
         print(text, file=self._out or sys.stdout, flush=True)
 
+    def close(self) -> None:
+        """Restores the terminal."""
 
-class BarConsole(Console):
+
+class BarConsole(PlainConsole):
     """A live bar at the bottom of a terminal; evaluations and notes scroll above it."""
 
     def __init__(self, total_steps: int, start_step: int, rich_console: RichConsole | None = None) -> None:
-        self._total = total_steps
-        self._eta = EtaEstimator(total_steps)
+        super().__init__(total_steps, start_step, log_every=1)
         self._bar = _make_bar(rich_console)
         self._task = self._bar.add_task("train", total=total_steps, completed=start_step, stats="")
 
@@ -94,9 +83,6 @@ class BarConsole(Console):
     def step(self, metrics: StepMetrics) -> None:
         stats = step_stats(metrics, self._eta.eta(metrics), self._bar.console.width)
         self._bar.update(self._task, completed=metrics.step, stats=stats)
-
-    def evaluation(self, metrics: EvalMetrics) -> None:
-        self.note(evaluation_line(metrics, self._total))
 
     def note(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -113,28 +99,35 @@ class ConsoleHook(Hook):
     main_only = True
 
     def __init__(self) -> None:
-        self._console = Console()
+        self._console: PlainConsole | None = None
 
     def on_train_start(self, trainer: "Trainer", event: TrainStart) -> None:
         self._console = make_console(event.total_steps, event.step, trainer.config.train.log_every)
         self._console.__enter__()
         for line in _introduction(trainer):
-            self._console.note(printable(line))
+            self._note(line)
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
-        self._console.step(event.metrics)
+        if self._console:
+            self._console.step(event.metrics)
 
     def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
-        self._console.evaluation(event.metrics)
+        if self._console:
+            self._console.evaluation(event.metrics)
 
     def on_event(self, trainer: "Trainer", event: RunEvent) -> None:
-        self._console.note(printable(event.line()))
+        self._note(event.line())
 
     def on_warning(self, trainer: "Trainer", text: str) -> None:
-        self._console.note(printable(f"warning: {text}"))
+        self._note(f"warning: {text}")
 
     def teardown(self, trainer: "Trainer") -> None:
-        self._console.close()
+        if self._console:
+            self._console.close()
+
+    def _note(self, text: str) -> None:
+        if self._console:  # warnings from before the first step are part of the introduction
+            self._console.note(printable(text))
 
 
 def _introduction(trainer: "Trainer") -> list[str]:
@@ -145,7 +138,14 @@ def _introduction(trainer: "Trainer") -> list[str]:
         f"{trainer.mesh.device.type}, "
         f"{trainer.batches.n_samples} training sequences of {train.seq_len} tokens"
     ]
-    lines += _mixture_lines(trainer)
+    corpus = trainer.corpus
+    if len(corpus.stores) > 1:
+        for name, weight, samples in zip(corpus.names, corpus.weights, trainer.batches.samples_of, strict=True):
+            epochs = float(weight) * train.steps * train.global_batch / samples
+            share = format_percent(float(weight))
+            lines.append(
+                f"  {share} {name}: {samples:,} training sequences, {epochs:.1f} epochs in {train.steps} steps"
+            )
     lines += [f"warning: {warning}" for warning in trainer.warnings]
     if trainer.started_from:
         lines.append(f"initialized from the weights of {trainer.started_from}")
@@ -154,24 +154,11 @@ def _introduction(trainer: "Trainer") -> list[str]:
     return lines
 
 
-def _mixture_lines(trainer: "Trainer") -> list[str]:
-    """`  70% c4: 120,000 sequences, 0.8 epochs`, for each store of a mixture."""
-    corpus, train = trainer.corpus, trainer.config.train
-    if len(corpus.stores) == 1:
-        return []
-    lines = []
-    for name, weight, samples in zip(corpus.names, corpus.weights, trainer.batches.samples_of, strict=True):
-        epochs = float(weight) * train.steps * train.global_batch / samples
-        share = format_percent(float(weight))
-        lines.append(f"  {share} {name}: {samples:,} training sequences, {epochs:.1f} epochs in {train.steps} steps")
-    return lines
-
-
 _live_bars: list[Progress] = []
 """The live bar of this process, if any. A terminal has one live display; other bars are added to it."""
 
 
-def make_console(total_steps: int, start_step: int, log_every: int) -> Console:
+def make_console(total_steps: int, start_step: int, log_every: int) -> PlainConsole:
     """Returns the console for stdout: a progress bar on a terminal, plain lines elsewhere.
 
     `start_step`: number of steps already done in a resumed run.
@@ -203,7 +190,15 @@ def progress(work: int | Iterable[Any], description: str, enabled: bool = True) 
         with _make_bar(terminal, transient=True) as bar:
             yield from _with_bar(bar, items, total, description)
     else:
-        yield from _with_lines(items, total, description)
+        begun = last = time.monotonic()
+        for done, item in enumerate(items, start=1):
+            yield item
+            now = time.monotonic()
+            if now - last >= PLAIN_INTERVAL_S:
+                last = now
+                of = "" if total is None else f"/{total}"
+                line = f"{description} {done}{of}  {_remaining(done, total, now - begun)}".rstrip()
+                print(line, file=sys.stderr, flush=True)
 
 
 def _make_bar(rich_console: RichConsole | None = None, transient: bool = False) -> Progress:
@@ -233,18 +228,6 @@ def _with_bar(bar: Progress, items: Iterable[Item], total: int | None, descripti
         bar.remove_task(task)
 
 
-def _with_lines(items: Iterable[Item], total: int | None, description: str) -> Iterator[Item]:
-    begun = last = time.monotonic()
-    for done, item in enumerate(items, start=1):
-        yield item
-        now = time.monotonic()
-        if now - last >= PLAIN_INTERVAL_S:
-            last = now
-            of = "" if total is None else f"/{total}"
-            line = f"{description} {done}{of}  {_remaining(done, total, now - begun)}".rstrip()
-            print(line, file=sys.stderr, flush=True)
-
-
 def _remaining(done: int, total: int | None, elapsed: float) -> str:
     return "" if total is None else f"eta {format_duration(elapsed / done * (total - done))}"
 
@@ -263,8 +246,8 @@ class EtaEstimator:
             # The first step starts threads, allocates and compiles, so time is measured from its end.
             self._first = (metrics.step, now)
         step, then = self._first
-        each = (now - then) / (metrics.step - step) if metrics.step > step else metrics.seconds
-        return each * (self._total - metrics.step)
+        pace = (now - then) / (metrics.step - step) if metrics.step > step else metrics.seconds
+        return pace * (self._total - metrics.step)
 
 
 def step_line(metrics: StepMetrics, total_steps: int, eta: float) -> str:
@@ -287,12 +270,12 @@ def step_stats(metrics: StepMetrics, eta: float, width: int) -> str:
 def evaluation_line(metrics: EvalMetrics, total_steps: int) -> str:
     """`eval   120/1000  held-out loss 4.3210  perplexity 75.26  bits/byte 1.512  8.2k tokens`; for a mixture followed by
     `  (c4 4.5012  code 3.9007)`."""
-    each = "  ".join(f"{name} {loss:.4f}" for name, loss in metrics.heldout_losses.items())
+    sources = "  ".join(f"{name} {loss:.4f}" for name, loss in metrics.heldout_losses.items())
     return (
         f"eval {_step_of_total(metrics.step, total_steps)}  held-out loss {metrics.heldout_loss:.4f}  "
         f"perplexity {metrics.perplexity:.2f}  bits/byte {metrics.bits_per_byte:.4f}  {format_count(metrics.tokens, 2)} tokens"
-        + f"  ({each})"
-        * bool(each)
+        + f"  ({sources})"
+        * bool(sources)
     )
 
 

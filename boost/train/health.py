@@ -111,11 +111,21 @@ class HealthMonitor(Hook):
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
         if event.empty:  # its loss says nothing about the weights
             return
-        step, found = event.metrics.step, self._detector.judge(event.metrics, event.skipped, event.cross_entropy)
-        if found is None:
-            self._recover(trainer, step)
+        step, trouble = event.metrics.step, self._detector.judge(event.metrics, event.skipped, event.cross_entropy)
+        if trouble is None:
+            self._healthy += 1
+            if trainer.trouble is None:
+                trainer.proven_step = step - 1
+            elif self._healthy < RECOVERED:
+                trainer.begin_trouble(trainer.trouble.text, ruined=False)
+            else:
+                trainer.warn(f"training has recovered: {RECOVERED} steps without trouble up to step {step}")
+                trainer.end_trouble()
+                if self._owes_save:
+                    self._owes_save = False
+                    trainer.request_save()
             return
-        kind, text = found[0], f"{found[0]} at step {step}: {found[1]}"
+        kind, text = trouble[0], f"{trouble[0]} at step {step}: {trouble[1]}"
         self._healthy = 0
         if trainer.trouble is None:
             proven = trainer.proven_checkpoint()
@@ -143,17 +153,3 @@ class HealthMonitor(Hook):
 
     def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
         self._healthy, self._owes_save = 0, False
-
-    def _recover(self, trainer: "Trainer", step: int) -> None:
-        self._healthy += 1
-        if trainer.trouble is None:
-            trainer.proven_step = step - 1
-            return
-        if self._healthy < RECOVERED:
-            trainer.begin_trouble(trainer.trouble.text, ruined=False)
-            return
-        trainer.warn(f"training has recovered: {RECOVERED} steps without trouble up to step {step}")
-        trainer.end_trouble()
-        if self._owes_save:
-            self._owes_save = False
-            trainer.request_save()

@@ -13,6 +13,7 @@ import contextlib
 import enum
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -244,7 +245,7 @@ class Heartbeat:
     ) -> None:
         """`board`: where to publish heartbeats, by default the launcher's folder or the run's store. `incarnation`: see `Beat`."""
         self.rank, self.size = mesh.rank, mesh.size
-        self._make_board, self._incarnation = board or _board, incarnation
+        self._make_board, self._incarnation = board or _usual_board, incarnation
         self._margin = NCCL_MARGIN_S if mesh.device.type == "cuda" else 0.0
         self._timeouts = {
             Phase.START_UP: run.startup_timeout_s,
@@ -313,11 +314,16 @@ class Heartbeat:
             time.sleep(max(0.0, began + SILENCE_S - time.monotonic()))
             if (beats := self._read()) is None:
                 break
-            found = hang_message(waiting, beats, before, self.size, self.timeout_s if waited else None)
-            if found or self._earlier is None:
-                return found
+            message = hang_message(waiting, beats, before, self.size, self.timeout_s if waited else None)
+            if message or self._earlier is None:
+                return message
             self._earlier = None  # the process may have stopped after that reading: take another one
-        return self._blame_store_host(waiting, waited)
+        # The store is not responding: rank 0 hosts it, unless torchrun does.
+        if self.rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or launch_dir():
+            log.warning("heartbeats cannot be read")
+            return None
+        host = f"{process_name(0, self.size)}, which hosts the store of the run, is not responding"
+        return f"{host}; {_waits(waiting, self.size, self.timeout_s if waited else None)}"
 
     def _counts(self) -> tuple[float, dict[int, int]] | None:
         """The time, and the heartbeat count of each process by rank. None if the heartbeats cannot be read."""
@@ -327,29 +333,21 @@ class Heartbeat:
     def _read(self) -> list[Beat] | None:
         """All heartbeats. None if the store fails or is not responding: c10d's client would wait forever for a stopped host."""
         board = self._board
-        found: list[list[Beat]] = []
+        answers: list[list[Beat]] = []
         if board is None:
             return None
 
         def read() -> None:
             with contextlib.suppress(OSError, RuntimeError):
-                found.append(board.read(self.size))
+                answers.append(board.read(self.size))
 
         reader = threading.Thread(target=read, name="boost-heartbeat-read", daemon=True)
         reader.start()
         reader.join(SILENCE_S)
-        if not found:
+        if not answers:
             self._board, self._is_store_silent = None, True  # the connection may stay blocked forever
             return None
-        return found[0]
-
-    def _blame_store_host(self, waiting: Beat, waited: bool) -> str | None:
-        """The diagnosis when the store is not responding: names rank 0, which hosts the store unless torchrun does."""
-        if self.rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or launch_dir():
-            log.warning("heartbeats cannot be read")
-            return None
-        host = f"{process_name(0, self.size)}, which hosts the store of the run, is not responding"
-        return f"{host}; {_waits(waiting, self.size, self.timeout_s if waited else None)}"
+        return answers[0]
 
     def _beat(self, left: bool = False) -> Beat:
         last, issued = latest_collectives()
@@ -389,13 +387,13 @@ class Heartbeat:
             if self._earlier is None and now - since > self.timeout_s - SILENCE_S - INTERVAL_S:
                 self._earlier = self._counts()
             if now - since > self.timeout_s + WATCH_MARGIN_S:
-                found = self.diagnose()
-                if found and not self._over:
-                    self._on_hang(found)
+                message = self.diagnose()
+                if message and not self._over:
+                    self._on_hang(message)
                 self._earlier, since = None, time.monotonic()
 
 
-def _board() -> Board:
+def _usual_board() -> Board:
     if folder := launch_dir():
         return FolderBoard(folder)
     return StoreBoard(dist.distributed_c10d._get_default_store())
@@ -408,7 +406,7 @@ def remember_collectives() -> None:
 
 def latest_collectives() -> tuple[str | None, dict[str, Issued]]:
     """The group of the most recent collective, and the latest recorded collective of each group by group name."""
-    found: dict[str, Issued] = {}
+    issued: dict[str, Issued] = {}
     last, newest = None, -1
     for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         read = getattr(torch._C._distributed_c10d, dump, None)
@@ -418,34 +416,23 @@ def latest_collectives() -> tuple[str | None, dict[str, Issued]]:
             kind = entry["profiling_name"].rpartition(":")[2]
             peer_to_peer = bool(entry["is_p2p"])
             sequence = entry["p2p_seq_id" if peer_to_peer else "collective_seq_id"]
-            found[name] = Issued(kind, sequence, _label(name, description), _bytes(entry), peer_to_peer)
+            inputs = zip(entry.get("input_sizes") or (), entry.get("input_dtypes") or (), strict=False)
+            size = sum(math.prod(shape) * _BYTES.get(dtype, 1) for shape, dtype in inputs)
+            issued[name] = Issued(kind, sequence, _label(name, description), size, peer_to_peer)
             if entry["time_created_ns"] >= newest:
                 last, newest = name, entry["time_created_ns"]
-    for name, each in list(last_exchanges.items()):
+    for name, exchange in list(last_exchanges.items()):
         key = f"{name}, exchanges"  # numbered separately from gloo's own collectives in the group
-        found[key] = Issued(each.operation, each.sequence, _label(name, each.group), each.bytes)
-        if each.time_ns >= newest:
-            last, newest = key, each.time_ns
-    return last, found
+        issued[key] = Issued(exchange.operation, exchange.sequence, _label(name, exchange.group), exchange.bytes)
+        if exchange.time_ns >= newest:
+            last, newest = key, exchange.time_ns
+    return last, issued
 
 
 def _label(name: str, description: str) -> str:
     """Name of a group in messages."""
     label = description.removeprefix("mesh_") if description not in ("", "undefined") else name
     return "all" if label == "default_pg" else label
-
-
-def _bytes(entry: dict[str, object]) -> int:
-    """Total size of a collective's inputs, bytes."""
-    total = 0
-    sizes, dtypes = entry.get("input_sizes"), entry.get("input_dtypes")
-    if isinstance(sizes, list) and isinstance(dtypes, list):
-        for shape, dtype in zip(sizes, dtypes, strict=False):
-            elements = 1
-            for length in shape:
-                elements *= length
-            total += elements * _BYTES.get(dtype, 1)
-    return total
 
 
 def innermost_line(frame: FrameType | None) -> str:
@@ -478,29 +465,22 @@ def hang_message(
     """
     others = [beat for beat in beats if beat.rank != waiting.rank and not beat.left]
     silent = [beat for beat in others if beat.count == before.get(beat.rank)]
-    behind = [beat for beat in others if _is_behind(beat, waiting)]
+    mine, behind = waiting.issued.get(waiting.last or ""), []
+    if mine is not None and not mine.point_to_point:
+        for beat in others:
+            theirs = beat.issued.get(waiting.last or "")
+            if theirs is not None and not theirs.point_to_point and theirs.sequence < mine.sequence:
+                behind.append(beat)
     for blamed, what in ((silent, "is not responding"), (behind, "is behind the others")):
-        if blamed:
-            names = "; ".join(f"{process_name(beat.rank, size)} {what}{_last_seen(beat)}" for beat in blamed)
-            return f"{names}; {_waits(waiting, size, timeout_s)}"
+        names = []
+        for beat in blamed:
+            seen = [f"step {beat.step}", f"phase {beat.phase}"]
+            seen += [f"at {beat.where}"] if beat.where else []
+            seen += [f"last collective {last}"] if (last := beat.issued.get(beat.last or "")) else []
+            names.append(f"{process_name(beat.rank, size)} {what} (last seen in {', '.join(seen)})")
+        if names:
+            return f"{'; '.join(names)}; {_waits(waiting, size, timeout_s)}"
     return None
-
-
-def _is_behind(beat: Beat, waiting: Beat) -> bool:
-    """Whether a process has not issued the collective that `waiting` is blocked in."""
-    mine = waiting.issued.get(waiting.last or "")
-    theirs = beat.issued.get(waiting.last or "")
-    if mine is None or theirs is None or mine.point_to_point or theirs.point_to_point:
-        return False
-    return theirs.sequence < mine.sequence
-
-
-def _last_seen(beat: Beat) -> str:
-    last = beat.issued.get(beat.last or "")
-    parts = [f"step {beat.step}", f"phase {beat.phase}"]
-    parts += [f"at {beat.where}"] if beat.where else []
-    parts += [f"last collective {last}"] if last else []
-    return f" (last seen in {', '.join(parts)})"
 
 
 def _waits(waiting: Beat, size: int, timeout_s: float | None) -> str:

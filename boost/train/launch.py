@@ -160,30 +160,24 @@ def _supervise(spec: LaunchSpec, signals: _Signals) -> dict[int, int]:
         failed = {rank: code for rank, code in codes.items() if code}
         if failed_at is None and (failed or signals.aborted):
             failed_at = time.monotonic()
-        if failed_at is not None and time.monotonic() - failed_at > _grace(spec, codes):
+        if failed_at is None:
+            continue
+        # The others get time to report and exit: more if one is writing a checkpoint, hardly any if one hangs.
+        saving = any(beat.saving and codes[beat.rank] is None for beat in read_beats(spec.folder))
+        grace_s = SAVING_GRACE_S if saving else FAILURE_GRACE_S
+        if any(report.kind == "hung" for report in read_reports(spec.folder)):
+            grace_s = HANG_GRACE_S
+        if time.monotonic() - failed_at > grace_s:
             if spec.log_dir:
-                _ask_for_stacks(running)
+                for process in running:  # they write their stacks before they are killed; a stopped one cannot
+                    if process.pid is not None:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(process.pid, signal.SIGQUIT)
+                time.sleep(0.5)
             break
     else:  # a process may have ended after the last check of exit codes
         failed = {rank: code for rank, process in enumerate(signals.processes) if (code := process.exitcode)}
     return failed or ({0: -signal.SIGKILL} if signals.aborted and failed_at is not None else {})
-
-
-def _grace(spec: LaunchSpec, codes: Mapping[int, int | None]) -> float:
-    """Grace period of the remaining processes in seconds: longer if one is writing a checkpoint, very short if one hangs."""
-    if any(report.kind == "hung" for report in read_reports(spec.folder)):
-        return HANG_GRACE_S
-    saving = {beat.rank for beat in read_beats(spec.folder) if beat.saving}
-    return SAVING_GRACE_S if any(codes[rank] is None for rank in saving) else FAILURE_GRACE_S
-
-
-def _ask_for_stacks(processes: Sequence[BaseProcess]) -> None:
-    """Lets processes write their stacks (`faulthandler`) before they are killed; a stopped process cannot."""
-    for process in processes:
-        if process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGQUIT)
-    time.sleep(0.5)
 
 
 @contextlib.contextmanager
@@ -224,7 +218,12 @@ def _forward_signals(spec: LaunchSpec, forks: bool) -> Iterator[_Signals]:
     over = threading.Event()
     caught = caught_signals()
     before = {number: signal.getsignal(number) for number in caught}
-    receiver = threading.Thread(target=_receive_signals, args=(over, caught), name="boost-signals", daemon=True)
+
+    def receive() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
+        over.wait()
+
+    receiver = threading.Thread(target=receive, name="boost-signals", daemon=True)
     for number in caught:
         signal.signal(number, forward)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, caught)
@@ -259,11 +258,6 @@ def _note(spec: LaunchSpec, signals: _Signals, number: int) -> None:
         signals.aborted = True
 
 
-def _receive_signals(over: threading.Event, caught: Sequence[signal.Signals]) -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
-    over.wait()
-
-
 def _raise_root_cause(
     spec: LaunchSpec, failed: Mapping[int, int], reports: list[FailureReport], signals: _Signals
 ) -> int:
@@ -271,35 +265,31 @@ def _raise_root_cause(
     if signals.aborted or (signal.SIGINT in signals.received and any(code in interrupts for code in failed.values())):
         raise KeyboardInterrupt
     report = root_cause(failed, reports)
-    if isinstance(report, int):
-        raise _killed_error(spec, report, failed[report], signals.received)
+    if isinstance(report, int):  # a process that ended without one
+        code = failed[report]
+        number = -code  # of the signal that ended it
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        if number in signals.received:
+            error = TrainingError(f"stopped by {name} during startup or shutdown; existing checkpoints are intact")
+            error.exit_code = STOPPED_EXIT + number
+            raise error
+        how = f"was killed by {name}" if number > 0 else f"ended with exit code {code}"
+        hint = " (out of memory?)" if number == signal.SIGKILL else ""
+        others = "; the others were stopped" if spec.nproc > 1 else ""
+        raise TrainingError(f"{_process_name(spec, report)} {how}{hint}{others}; {_resume_hint(spec)}")
     if report.kind == "defect":
         print(f"{_process_name(spec, report.rank)} failed:\n{report.message}", file=sys.stderr, flush=True)
         return 1
-    error: BoostError = getattr(errors, report.error)(report.message)
+    failure: BoostError = getattr(errors, report.error)(report.message)
     if report.kind == "lost":
-        error = TrainingError(
+        failure = TrainingError(
             f"{_process_name(spec, report.rank)} lost its connection to another process: {report.message}; {_resume_hint(spec)}"
         )
     elif report.kind == "hung":
-        error = errors.HangError(f"{report.message}; {_resume_hint(spec)}")
-    error.exit_code = report.exit_code
-    error.add_note(f"in {_process_name(spec, report.rank)}:\n{report.trace}")
-    raise error
-
-
-def _killed_error(spec: LaunchSpec, rank: int, exit_code: int, received: Sequence[int]) -> BoostError:
-    """The error for a process that ended without a report. A negative exit code is the number of the signal that ended it."""
-    number = -exit_code
-    if number in received:
-        name = signal.Signals(number).name
-        error = TrainingError(f"stopped by {name} during startup or shutdown; existing checkpoints are intact")
-        error.exit_code = STOPPED_EXIT + number
-        return error
-    how = f"was killed by {_signal_name(number)}" if number > 0 else f"ended with exit code {exit_code}"
-    hint = " (out of memory?)" if number == signal.SIGKILL else ""
-    others = "; the others were stopped" if spec.nproc > 1 else ""
-    return TrainingError(f"{_process_name(spec, rank)} {how}{hint}{others}; {_resume_hint(spec)}")
+        failure = errors.HangError(f"{report.message}; {_resume_hint(spec)}")
+    failure.exit_code = report.exit_code
+    failure.add_note(f"in {_process_name(spec, report.rank)}:\n{report.trace}")
+    raise failure
 
 
 def _process_name(spec: LaunchSpec, rank: int) -> str:
@@ -309,10 +299,3 @@ def _process_name(spec: LaunchSpec, rank: int) -> str:
 def _resume_hint(spec: LaunchSpec) -> str:
     logs = f"; logs: {spec.log_dir}" if spec.log_dir else ""
     return f"resume with --resume auto{logs}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -153,10 +153,14 @@ class MetricsWriter:
         self._reopen_at = 0.0
         self._purge = None if resumed_step is None else resumed_step + 1
         self._draw(lambda board: _describe_run(board, run, config, resumed_step or 0))
-        self._trackers: list[_Tracker] = []
+        self._trackers: list[ModuleType] = []
         for module in modules:
             with best_effort(f"open {module.__name__}", warn):
-                self._trackers.append(_Tracker(module, run, config))
+                # Recorded, so that a resumed run continues the same one. A sweep agent sets the variable.
+                run_id = run.tracker_id(module.__name__, os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8])
+                where = {"project": config.run.project, "name": run.path.resolve().name, "dir": str(run.path)}
+                module.init(config=config.model_dump(), resume="allow", id=run_id, **where)
+                self._trackers.append(module)
 
     def write(self, metrics: StepMetrics | EvalMetrics) -> None:
         """Writes one step or evaluation."""
@@ -171,8 +175,8 @@ class MetricsWriter:
 
         self._draw(add_scalars)
         for tracker in self._trackers:
-            with best_effort(f"log to {tracker.name}", self._warn):
-                tracker.log(named, metrics.step)
+            with best_effort(f"log to {tracker.__name__}", self._warn):
+                tracker.log(named, step=metrics.step)
 
     def event(self, event: RunEvent) -> None:
         """Writes another event of the run."""
@@ -218,13 +222,14 @@ class MetricsWriter:
             with best_effort("write TensorBoard events", self._warn):
                 self._board.close()
         for tracker in self._trackers:
-            with best_effort(f"log to {tracker.name}", self._warn):
+            with best_effort(f"log to {tracker.__name__}", self._warn):
                 tracker.finish()
         self._board, self._trackers = None, []
 
     def _add_line(self, kind: str, event: Any) -> None:
         with best_effort("write metrics.jsonl", self._warn):
-            self._file.write(_to_line({"kind": kind, **dataclasses.asdict(event)}))
+            values = _finite({"kind": kind, **dataclasses.asdict(event)})
+            self._file.write(json.dumps(values, allow_nan=False) + "\n")
             self._file.flush()
 
     def _draw(self, write: "Callable[[SummaryWriter], Any]") -> None:
@@ -346,23 +351,6 @@ def flat_config(tree: dict[str, Any], prefix: str = "", separator: str = ".") ->
     return flat
 
 
-class _Tracker:
-    """wandb. The run id is stored, so that a resumed run continues the same run."""
-
-    def __init__(self, module: ModuleType, run: RunDirectory, config: Config) -> None:
-        self._module, self.name = module, module.__name__
-        given = os.environ.get("WANDB_RUN_ID")  # set by a sweep agent
-        run_id = run.tracker_id(self.name, given or uuid.uuid4().hex[:8])
-        where = {"project": config.run.project, "name": run.path.resolve().name, "id": run_id, "dir": str(run.path)}
-        module.init(config=config.model_dump(), resume="allow", **where)
-
-    def log(self, values: dict[str, Any], step: int) -> None:
-        self._module.log(values, step=step)
-
-    def finish(self) -> None:
-        self._module.finish()
-
-
 def tracker_modules(config: Config) -> list[ModuleType]:
     """The package that run.wandb requires, if it is set. Raises ConfigError if it is missing."""
     if not config.run.wandb:
@@ -381,15 +369,15 @@ def read_metrics(path: Path | str, damaged: list[int] | None = None) -> list[dic
     Raises DataError if any other line is not a JSON object. If a list `damaged` is given, appends the numbers of such lines to it
     instead. Raises FileNotFoundError if the file does not exist.
     """
-    found = []
+    lines = []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
         try:
-            found.append(_from_line(line, path, number))
+            lines.append(_from_line(line, path, number))
         except DataError:
             if damaged is None:
                 raise
             damaged.append(number)
-    return found
+    return lines
 
 
 def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progress: bool = False) -> int:
@@ -423,10 +411,6 @@ def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progre
             aside.writelines(damaged)
     os.replace(temporary, path)
     return len(damaged)
-
-
-def _to_line(values: dict[str, Any]) -> str:
-    return json.dumps(_finite(values), allow_nan=False) + "\n"
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

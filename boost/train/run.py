@@ -118,8 +118,18 @@ def train(
         except StoppedError as stop:
             print(f"stopped by {stop} during startup, before the first step; nothing was lost")
             return None, 0 if request.requested else _stopped_elsewhere()
+
+        def exit_hung(message: str) -> None:
+            """Exits from the heartbeat thread while the main thread hangs in a collective."""
+            error = HangError(message)
+            log.error("%s", message)
+            folder = launch_dir()
+            if folder is None or not failure_report(error, int(os.environ["RANK"])).write(folder):
+                print(f"boost: error: {message}; resume with --resume auto", file=sys.stderr)
+            leave(error.exit_code)
+
         lock = RunLock(config.run.dir) if session.mesh.is_main else contextlib.nullcontext()
-        with lock, session.heartbeat(_exit_hung) as heartbeat:
+        with lock, session.heartbeat(exit_hung) as heartbeat:
             try:
                 given = [*hooks, session.faults(faults)] if faults else hooks
                 result = _train(session, resume, start_from, given, restart)
@@ -171,22 +181,12 @@ def _explained(error: Exception, config: Config, heartbeat: Heartbeat) -> Traini
         return TrainingError(f"{where}{what}; {memory_advice(config.train.micro_batch, config.train.recompute)}")
     if not is_lost_connection(error) and not is_lost_connection(error.__cause__):
         return None
-    if found := heartbeat.diagnose(waited=is_timeout(error) or is_timeout(error.__cause__)):
-        return HangError(found)
+    if message := heartbeat.diagnose(waited=is_timeout(error) or is_timeout(error.__cause__)):
+        return HangError(message)
     if launch_dir():
         return None  # the launcher may know more
     lost = f"{process_name(heartbeat.rank, heartbeat.size)} lost its connection to another process: {first_sentence(error)}"
     return TrainingError(f"{lost}; resume with --resume auto")
-
-
-def _exit_hung(message: str) -> None:
-    """Exits from the heartbeat thread while the main thread hangs in a collective."""
-    error = HangError(message)
-    log.error("%s", message)
-    folder = launch_dir()
-    if folder is None or not failure_report(error, int(os.environ["RANK"])).write(folder):
-        print(f"boost: error: {message}; resume with --resume auto", file=sys.stderr)
-    leave(error.exit_code)
 
 
 def _exit_code(result: TrainResult) -> int:
@@ -215,10 +215,9 @@ def _print_result(config: Config, trainer: Trainer, result: TrainResult) -> None
     if result.evaluation:
         evaluation, entropy = result.evaluation, trainer.heldout.unigram_entropy()
         print(f"\nheld-out loss       {evaluation.loss:.4f} nats/token over {evaluation.tokens} tokens")
-        for name, each in evaluation.sources.items():
-            print(
-                f"  {name:18}{each.loss:.4f} nats/token over {each.tokens} tokens, {each.bits_per_byte:.4f} bits per byte"
-            )
+        for name, source in evaluation.sources.items():
+            loss = f"{source.loss:.4f} nats/token over {source.tokens} tokens"
+            print(f"  {name:18}{loss}, {source.bits_per_byte:.4f} bits per byte")
         print(f"unigram entropy     {entropy:.4f} nats/token (loss of a model that knows only token frequencies)")
         print(f"held-out perplexity {evaluation.perplexity:.2f}")
         print(f"bits per byte       {evaluation.bits_per_byte:.4f}")

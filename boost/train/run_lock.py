@@ -36,7 +36,13 @@ class RunLock:
     def __init__(self, folder: Path | str, beat_s: float = BEAT_S, stale_s: float = STALE_S) -> None:
         self.path = Path(folder) / LOCK_FILE
         self._beat_s, self._stale_s = beat_s, stale_s
-        self._owner = _this_process()
+        self._owner = {
+            "token": uuid.uuid4().hex,
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "started": _started(os.getpid()),
+            "namespace": _namespace(),
+        }
         self._over = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="boost-run-lock", daemon=True)
 
@@ -70,17 +76,13 @@ class RunLock:
         except FileExistsError:
             return False
         except OSError:  # a file system without hard links
-            return self._create_exclusively()
+            try:
+                with open(self.path, "x", encoding="utf-8") as file:
+                    file.write(json.dumps(self._owner))
+            except FileExistsError:
+                return False
         finally:
             draft.unlink()
-        return True
-
-    def _create_exclusively(self) -> bool:
-        try:
-            with open(self.path, "x", encoding="utf-8") as file:
-                file.write(json.dumps(self._owner))
-        except FileExistsError:
-            return False
         return True
 
     def _wait_for_stale(self) -> None:
@@ -99,10 +101,7 @@ class RunLock:
             time.sleep(min(self._beat_s, self._stale_s) / 10)
         if alive:
             raise in_use_error(self.path.parent, owner)
-        self._remove_stale(owner)
-
-    def _remove_stale(self, owner: dict[str, Any]) -> None:
-        """Removes a stale lock. If several processes try, one renames it, and the others find a new lock or none."""
+        # If several processes try, one renames the lock, and the others find a new one or none.
         aside = self.path.with_name(f".{LOCK_FILE}.stale.{self._owner['token']}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
@@ -145,16 +144,6 @@ def in_use_error(folder: Path, owner: dict[str, Any]) -> ConfigError:
     return ConfigError(
         f"run.dir = '{folder}' is in use by {_describe(owner)}; wait for that run, stop it, or choose another --run.dir"
     )
-
-
-def _this_process() -> dict[str, Any]:
-    return {
-        "token": uuid.uuid4().hex,
-        "host": platform.node(),
-        "pid": os.getpid(),
-        "started": _started(os.getpid()),
-        "namespace": _namespace(),
-    }
 
 
 def _is_alive(owner: dict[str, Any]) -> bool | None:

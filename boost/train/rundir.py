@@ -72,9 +72,7 @@ class RunDirectory:
     def record_saved(self, step: int) -> None:
         """Records, atomically, that there is a checkpoint of `step`. Raises StorageError."""
         with storage_errors(self.path):
-            draft = self.last_saved.with_name(f".{self.last_saved.name}.tmp")
-            draft.write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
-            draft.replace(self.last_saved)
+            _replace(self.last_saved, {"step": step})
 
     def last_saved_step(self) -> int | None:
         """The step that was recorded last; None if no checkpoint was saved here."""
@@ -95,9 +93,7 @@ class RunDirectory:
         if tracker not in ids:
             ids[tracker] = proposed
             with storage_errors(self.path):
-                draft = self.trackers.with_name(f".{self.trackers.name}.tmp")
-                draft.write_text(json.dumps(ids) + "\n", encoding="utf-8")
-                draft.replace(self.trackers)
+                _replace(self.trackers, ids)
         return file_name(ids[tracker], self.trackers, tracker)  # W&B names a folder after it
 
     def set_aside_metrics(self) -> None:
@@ -179,6 +175,11 @@ def environment(config: Config) -> dict[str, Any]:
     import numpy
     import torch
 
+    module, folder = Path(sys.argv[0]).stem, Path(sys.argv[0]).parent
+    while (folder / "__init__.py").is_file():
+        module, folder = f"{folder.name}.{module}", folder.parent
+    # As typed: the name of a script, or the module of a package that was run with -m.
+    program = ["python", "-m", module.removesuffix(".__main__")] if "." in module else [Path(sys.argv[0]).name]
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "boost": __version__,
@@ -195,16 +196,8 @@ def environment(config: Config) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "world_size": config.parallel.world_size,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": [*_program(Path(sys.argv[0])), *sys.argv[1:]],
+        "command": [*program, *sys.argv[1:]],
     }
-
-
-def _program(script: Path) -> list[str]:
-    """`script`, the file that runs, as typed: ['boost'], or ['python', '-m', 'boost.cli.main'] for a module of a package."""
-    module, folder = script.stem, script.parent
-    while (folder / "__init__.py").is_file():
-        module, folder = f"{folder.name}.{module}", folder.parent
-    return ["python", "-m", module.removesuffix(".__main__")] if "." in module else [script.name]
 
 
 def git_state() -> dict[str, Any] | None:
@@ -247,6 +240,13 @@ def cpu_model() -> str:
             if key.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
+
+
+def _replace(path: Path, values: dict[str, Any]) -> None:
+    """Writes a JSON file atomically."""
+    draft = path.with_name(f".{path.name}.tmp")
+    draft.write_text(json.dumps(values) + "\n", encoding="utf-8")
+    draft.replace(path)
 
 
 def _write_numbered(folder: Path, stem: str, suffix: str, text: str) -> None:

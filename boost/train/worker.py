@@ -65,10 +65,25 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
     caught = caught_signals()
     for number in caught:
         signal.signal(number, signal.SIG_DFL)
-    threading.Thread(target=_watch_launcher, args=(spec,), name="boost-launcher-watch", daemon=True).start()
+
+    def watch_launcher() -> None:
+        """Stops this process when its launcher dies: with SIGTERM, then forcibly, in case it is stuck in a collective."""
+        while os.getppid() == spec.launcher:
+            time.sleep(0.5)
+        shutil.rmtree(spec.folder, ignore_errors=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(spec.orphan_grace_s)
+        os._exit(1)
+
+    threading.Thread(target=watch_launcher, name="boost-launcher-watch", daemon=True).start()
     if rank and spec.log_dir:
         _redirect_output(spec.log_dir / f"rank{rank}.out")
-    _write_stacks_on_request(stacks_file(spec, rank))
+    stacks: Any = sys.stderr
+    if path := stacks_file(spec, rank):
+        with contextlib.suppress(OSError):  # the main process will report the error
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stacks = open(path, "ab")  # noqa: SIM115 (stays open for the life of the process)
+    faulthandler.register(signal.SIGQUIT, stacks, all_threads=True)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if not spec.holds_signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
@@ -93,16 +108,6 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
 def stacks_file(spec: LaunchSpec, rank: int) -> Path | None:
     """File that stacks are written to on SIGQUIT; None: stderr."""
     return spec.log_dir and spec.log_dir / f"rank{rank}.stacks"
-
-
-def _write_stacks_on_request(path: Path | None) -> None:
-    """On SIGQUIT, writes the stacks of all threads to `path` and continues."""
-    stream: Any = sys.stderr
-    if path:
-        with contextlib.suppress(OSError):  # the main process will report the error
-            path.parent.mkdir(parents=True, exist_ok=True)
-            stream = open(path, "ab")  # noqa: SIM115 (stays open for the life of the process)
-    faulthandler.register(signal.SIGQUIT, stream, all_threads=True)
 
 
 def stay_on_loopback() -> None:
@@ -161,13 +166,3 @@ def _redirect_output(path: Path) -> None:
             _terminal[:] = [(os.dup(descriptor), descriptor) for descriptor in (1, 2)]
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-
-
-def _watch_launcher(spec: LaunchSpec) -> None:
-    """Stops this process when its launcher dies: first with SIGTERM, then forcibly, in case it is stuck in a collective."""
-    while os.getppid() == spec.launcher:
-        time.sleep(0.5)
-    shutil.rmtree(spec.folder, ignore_errors=True)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(spec.orphan_grace_s)
-    os._exit(1)

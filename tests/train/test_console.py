@@ -133,7 +133,11 @@ def test_progress_without_a_terminal_speaks_every_ten_seconds(
             now += 4.0
             yield number
 
-    assert list(console._with_lines(work(6), 6, "evaluating")) == list(range(6))
+    class SixPieces(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            return work(len(self))
+
+    assert list(progress(SixPieces(range(6)), "evaluating")) == list(range(6))
     assert capsys.readouterr().err.splitlines() == ["evaluating 3/6  eta 0:12", "evaluating 6/6  eta 0:00"]
     assert list(progress(work(3), "reading")) == [0, 1, 2]
     assert capsys.readouterr().err.splitlines() == ["reading 3"]
