@@ -94,13 +94,16 @@ def without(guard: Guard, text: str) -> str:
     """The source file without the guard."""
     if not guard.place.replace(".", "").isidentifier():
         if text.count(f"{guard.place}\n") != 1:
-            raise SystemExit(f"{guard.name}: {guard.file} does not have this line once: {guard.place}")
+            raise LookupError(f"{guard.name}: {guard.file} does not have this line once: {guard.place}")
         return text.replace(guard.place, guard.careless)
     owner, _, name = guard.place.rpartition(".")
     body: list[ast.stmt] = ast.parse(text).body
     if owner:
-        body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == owner)
-    function = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == name)
+        body = [part for node in body if isinstance(node, ast.ClassDef) and node.name == owner for part in node.body]
+    functions = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
+    if not functions:
+        raise LookupError(f"{guard.name}: {guard.file} has no function {guard.place}")
+    (function,) = functions
     first = function.body[0]
     lines = text.splitlines(keepends=True)
     at = first.end_lineno if ast.get_docstring(function) else first.lineno - 1

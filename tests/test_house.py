@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from boost.config.layouts import layout_names
+from tests.guards import GUARDS, Guard, without
 from tests.train.commands import toml
 
 REPOSITORY = Path(__file__).parent.parent
@@ -132,6 +133,15 @@ def test_no_layout_is_known_by_its_name_outside_the_layouts() -> None:
         if not name_of(file).startswith(LAYOUT_FOLDERS) and (lines := sorted(compared_names(file)))
     }
     assert found == {}
+
+
+@pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
+def test_every_guard_is_where_the_list_says(guard: Guard) -> None:
+    """`make guards` removes each; what was renamed since must not be missed until then."""
+    without(guard, (ROOT / guard.file).read_text(encoding="utf-8"))
+    assert all(
+        (REPOSITORY / tests.partition("::")[0]).exists() for tests in guard.tests.split() if tests.startswith("tests/")
+    )
 
 
 def test_every_room_is_named() -> None:

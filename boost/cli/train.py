@@ -139,9 +139,9 @@ def _supervise(config: Config) -> "Supervise | None":
     if config.run.recovery == "restart":
         return None
 
-    from boost.elastic.supervise import Replicas
+    from boost.elastic.supervise import Supervisor
 
-    return Replicas.of(config).supervise
+    return Supervisor.of(config).supervise
 
 
 def _config(args: argparse.Namespace) -> Config:

@@ -132,18 +132,17 @@ class Coordinator:
         each other until none is left. A replica marks itself if one of its other processes is silent.
         """
         judged = [member for member in members if member != accuser or self._processes > 1]
-        found = {member.incarnation: why for member in judged if (why := self._status(member))}
-        for name, why in found.items():
+        statuses = {member.incarnation: why for member in judged if (why := self._status(member))}
+        for name, why in statuses.items():
             if why == DEAD:
                 self.exclude(name, DEAD, STATUS_TEXT[DEAD])
-        silent = {name for name, why in found.items() if why == SILENT}
-        self._accuse({accuser.incarnation} if accuser.incarnation in silent else silent, accuser.incarnation)
-
-    def _accuse(self, silent: set[str], accuser: str) -> None:
-        """Adds incarnations to the list of the silent ones: all at once, and only if the accuser is not lost itself."""
-        while silent and not self.store.check([f"gone/{accuser}"]):
+        silent = {name for name, why in statuses.items() if why == SILENT}
+        if accuser.incarnation in silent:
+            silent = {accuser.incarnation}
+        # All at once, and only as long as the accuser is not lost itself.
+        while silent and not self.store.check([f"gone/{accuser.incarnation}"]):
             text, known = self._silent()
-            if accuser in known or silent <= known:
+            if accuser.incarnation in known or silent <= known:
                 return
             self.store.compare_set("silent", text, json.dumps(sorted(known | silent)))
 
@@ -162,9 +161,9 @@ class Coordinator:
         return {by_name[name]: why for name, why in self._lost(by_name).items()}
 
     def _lost(self, incarnations: Collection[str]) -> dict[str, str]:
-        found = dict.fromkeys(self._silent()[1].intersection(incarnations), f"{SILENT}: {STATUS_TEXT[SILENT]}")
+        silent = dict.fromkeys(self._silent()[1].intersection(incarnations), f"{SILENT}: {STATUS_TEXT[SILENT]}")
         gone = [name for name in incarnations if self.store.check([f"gone/{name}"])]
-        return found | {name: self.store.get(f"gone/{name}").decode() for name in gone}
+        return silent | {name: self.store.get(f"gone/{name}").decode() for name in gone}
 
     def announce(self, member: Member) -> None:
         """Announces that this replica is ready to join. One of its processes calls this once all are ready."""
@@ -189,24 +188,21 @@ class Coordinator:
         deadline, pauses = time.monotonic() + timeout_s, _pauses()
         while not self.store.check(["decision/0"]):
             stopped()
-            found = {replica: self._incarnation_of(replica) for replica in range(self._replicas)}
-            if missing := [replica for replica, incarnation in found.items() if incarnation is None]:
+            founders = list[Member]()
+            for replica in range(self._replicas):
+                keys = [f"founds/{replica}/{one}" for one in range(self._processes)]
+                names = {self.store.get(key).decode() for key in keys} if self.store.check(keys) else set()
+                if len(names) == 1:  # all of its processes are there, and of one incarnation
+                    founders.append(Member(replica, names.pop()))
+            if missing := sorted(set(range(self._replicas)) - {founder.replica for founder in founders}):
                 if time.monotonic() > deadline:
                     raise TrainingError(
                         f"replica {missing[0]} of {self._replicas} did not start within run.startup_timeout_s = {timeout_s:g}"
                     )
                 time.sleep(next(pauses))
                 continue
-            self._decide(Decision(0, tuple(Member(replica, name) for replica, name in sorted(found.items()) if name)))
+            self._decide(Decision(0, tuple(founders)))
         return self._first_if_member(member)
-
-    def _incarnation_of(self, replica: int) -> str | None:
-        """The incarnation on which all processes of a replica agree; None if some are missing."""
-        keys = [f"founds/{replica}/{process}" for process in range(self._processes)]
-        if not self.store.check(keys):
-            return None
-        incarnations = {self.store.get(key).decode() for key in keys}
-        return incarnations.pop() if len(incarnations) == 1 else None
 
     def _first_if_member(self, member: Member) -> Decision | None:
         decision = self.decision(0)
@@ -218,10 +214,10 @@ class Coordinator:
 
     def latest(self, since: int = 0) -> Decision | None:
         """The newest decision, starting the search at number `since`."""
-        found = None
+        latest = None
         while self.store.check([f"decision/{since}"]):
-            found, since = self.decision(since), since + 1
-        return found
+            latest, since = self.decision(since), since + 1
+        return latest
 
     def admitted(self, member: Member, since: int) -> Decision | None:
         """The decision that admits an announced member; None if there is none yet."""
@@ -234,7 +230,7 @@ class Coordinator:
         Raises ExcludedError if the others continue without this member, TrainingError if training cannot continue.
         """
         number = before.number + 1
-        self.store.set(_report_key(number, member, process), json.dumps(asdict(report)))
+        self.store.set(f"report/{number}/{member.incarnation}/{process}", json.dumps(asdict(report)))
         pauses = _pauses()
         while not self.store.check([f"decision/{number}"]):
             if why := self.lost_reason(member.incarnation):
@@ -256,9 +252,9 @@ class Coordinator:
         """Waits until all processes of a membership are ready to connect. Raises PeersLostError if the membership ends first."""
         self.store.set(f"ready/{decision.number}/{member.incarnation}/{process}", "")
         waiting = [
-            (other, f"ready/{decision.number}/{other.incarnation}/{each}")
+            (other, f"ready/{decision.number}/{other.incarnation}/{number}")
             for other in decision.members
-            for each in range(self._processes)
+            for number in range(self._processes)
         ]
         pauses = _pauses()
         while waiting := [(other, key) for other, key in waiting if not self.store.check([key])]:
@@ -282,11 +278,12 @@ class Coordinator:
         for member in before.members:
             if member in gone:
                 continue
-            keys = [_report_key(number, member, process) for process in range(self._processes)]
+            keys = [f"report/{number}/{member.incarnation}/{process}" for process in range(self._processes)]
             if not self.store.check(keys):
                 return None
-            reports[member] = [_parse_report(self.store.get(key)) for key in keys]
-        with_state = {member: each for member, each in reports.items() if all(report.has_state for report in each)}
+            values = [json.loads(self.store.get(key)) for key in keys]
+            reports[member] = [Report(**one | {"held": tuple(one["held"])}) for one in values]
+        with_state = {member: own for member, own in reports.items() if all(report.has_state for report in own)}
         lost = {
             member.incarnation: gone.get(member, "did not receive the state")
             for member in before.members
@@ -294,16 +291,23 @@ class Coordinator:
         }
         if refused := _refusal(before, lost, len(with_state)):
             return Decision(number, (), refused=refused, lost=lost)
-        every = [report for each in with_state.values() for report in each]
-        newest = max(every, key=lambda report: report.operation)
-        admits = all(report.admits for report in every)
+        all_reports = [report for own in with_state.values() for report in own]
+        newest = max(all_reports, key=lambda report: report.operation)
+        admits = all(report.admits for report in all_reports)
         joining, seen = self._waiting(before.seen, set(with_state), proposer) if admits else ([], before.seen)
+        # Only what all processes of a member hold counts, and only of the operation at which all resume.
+        held = {
+            member.incarnation: sorted(
+                set.intersection(*(set(r.held if r.operation == newest.operation else ()) for r in own))
+            )
+            for member, own in with_state.items()
+        }
         return Decision(
             number,
             (*with_state, *joining),
             newest.operation,
             newest.result,
-            {member.incarnation: _held_by_all(each, newest.operation) for member, each in with_state.items()},
+            held,
             tuple(member.incarnation for member in joining),
             lost,
             seen,
@@ -311,14 +315,14 @@ class Coordinator:
 
     def _waiting(self, seen: int, inside: set[Member], proposer: Member) -> tuple[list[Member], int]:
         """The announced replicas, once each, and the number of the last announcement."""
-        found: dict[int, Member] = {}
+        waiting: dict[int, Member] = {}
         while self.store.check([f"join/{seen + 1}"]):
             seen += 1
             member = Member(**json.loads(self.store.get(f"join/{seen}")))
             self.exclude_lost([member], proposer)
-            if not self.lost_reason(member.incarnation) and member.replica not in {each.replica for each in inside}:
-                found[member.replica] = member
-        return list(found.values()), seen
+            if not self.lost_reason(member.incarnation) and member.replica not in {m.replica for m in inside}:
+                waiting[member.replica] = member
+        return list(waiting.values()), seen
 
 
 def _refusal(before: Decision, lost: Mapping[str, str], survivors: int) -> str:
@@ -333,21 +337,6 @@ def _refusal(before: Decision, lost: Mapping[str, str], survivors: int) -> str:
             "elsewhere; find out why they do not respond, then resume with --resume auto"
         )
     return ""
-
-
-def _held_by_all(reports: Iterable[Report], operation: int) -> list[int]:
-    """Micro-batches of the operation to resume at that all processes of a member hold."""
-    each = [set(report.held) if report.operation == operation else set[int]() for report in reports]
-    return sorted(set.intersection(*each))
-
-
-def _report_key(number: int, member: Member, process: int) -> str:
-    return f"report/{number}/{member.incarnation}/{process}"
-
-
-def _parse_report(text: bytes) -> Report:
-    values = json.loads(text)
-    return Report(**values | {"held": tuple(values["held"])})
 
 
 def _pauses() -> Iterator[float]:

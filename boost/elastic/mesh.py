@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from boost.config.schema import ParallelConfig
 from boost.elastic.groups import Membership, RecoverableGroup
 from boost.elastic.membership import Decision, Member
-from boost.parallel.mesh import Axis, Mesh, T, set_group_timeout
+from boost.parallel.mesh import Axis, Mesh, T, axes_of
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,8 @@ def open_replica(
 ) -> Replica:
     """Joins this process's replica; its processes share `store`. Blocks until all of them have joined."""
     size = replica_size(parallel)
-    cuda = device.type == "cuda"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,
         rank=process,
         world_size=size,
@@ -65,22 +63,7 @@ def open_replica(
     sizes = {name: n for name, n in parallel.axes.items() if name != "dp"}
     if size == 1:
         return Replica(device, dict.fromkeys(sizes, Axis()))
-    names = tuple(sizes)
-    override = dict.fromkeys(names, "nccl") if cuda else None
-    made = init_device_mesh(
-        device.type,
-        tuple(sizes.values()),
-        mesh_dim_names=names,
-        backend_override=override,  # type: ignore[arg-type]
-    )
-    axes = {}
-    for name in names:
-        axis_mesh = made[name]
-        group = axis_mesh.get_group() if axis_mesh.size() > 1 else None
-        if group is not None:
-            set_group_timeout(group, timeout_s)
-        axes[name] = Axis(axis_mesh.get_local_rank(), axis_mesh.size(), group)
-    return Replica(device, axes, process, size)
+    return Replica(device, axes_of(sizes, device, timeout_s)[1], process, size)
 
 
 @dataclass(eq=False)
@@ -140,5 +123,5 @@ def join_members(
     axes = {**replica.axes, "dp": across(f"dp of {replica.process}", d, n)}
     if "cp" in replica.axes:
         axes["dp_cp"] = across(f"dp_cp of pp {pp.rank} tp {tp.rank}", d * cp.size + cp.rank, n * cp.size)
-    names = tuple(each.incarnation for each in decision.members)
+    names = tuple(member.incarnation for member in decision.members)
     return ElasticMesh(replica.device, axes, copies, rank, size, world=everyone, background=background, members=names)

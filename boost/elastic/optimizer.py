@@ -29,7 +29,7 @@ from boost.errors import TrainingError
 from boost.models.fused import FusedParam
 from boost.optim import build
 from boost.optim.adamw import MOMENTS, Optimizer, Part, decays, fresh_state, fused_adamw, zeros
-from boost.parallel.mesh import Axis, share
+from boost.parallel.mesh import share
 from boost.parallel.replicas import digest
 
 
@@ -91,7 +91,7 @@ class Division:
         """The two replicas that hold a piece. Half of all others lie between them, so they are rarely on one machine."""
         count = len(self.names)
         second = (piece + max(count // 2, 1)) % count
-        return tuple(self.names[each] for each in dict.fromkeys((piece, second)))
+        return tuple(self.names[index] for index in dict.fromkeys((piece, second)))
 
     def pieces_of(self, name: str | None) -> list[int]:
         """Pieces that a replica holds."""
@@ -106,13 +106,13 @@ class Division:
 
         Raises TrainingError if none of them does.
         """
-        found = [[members.index(name) for name in self.holders(i) if name in members] for i in range(len(self.names))]
-        if lost := sum(not each for each in found):
+        holders = [[members.index(n) for n in self.holders(i) if n in members] for i in range(len(self.names))]
+        if lost := holders.count([]):
             raise TrainingError(
-                f"{lost} of {len(found)} parts of the moments are lost: parallel.shard = 'optimizer' keeps two copies of each, and "
-                "both replicas that held them were lost; resume with --resume auto"
+                f"{lost} of {len(holders)} parts of the moments are lost: parallel.shard = 'optimizer' keeps two copies of each, "
+                "and both replicas that held them were lost; resume with --resume auto"
             )
-        return [each[0] for each in found]
+        return [first for first, *_ in holders]
 
 
 Pieces = dict[int, dict[Tensor, dict[str, Tensor]]]
@@ -189,27 +189,30 @@ class DividedAdamW(Optimizer):
         """Sends updated rows to all replicas and, if these have changed, moments to their new holders. Collective."""
         self.discard_transfer()
         if self._mesh.members != self.division.names:
-            self._broadcast_weights()
+            # Each piece of the weights comes from a replica that has updated it.
+            for piece, source in enumerate(self.division.sources(self._mesh.members)):
+                for bucket in self._buckets:
+                    parts = self._weights(bucket, piece)
+                    arrived = self._broadcast(source, parts, parts)
+                    if self._mesh.dp.rank != source:
+                        torch._foreach_copy_(parts, arrived)
             self._reshard_moments()
-        elif self._mesh.dp.group is not None:
-            self._gather(self._mesh.dp)
+        elif (dp := self._mesh.dp).group is not None:
+            # One all-gather per bucket of weights. Pieces are padded to the longest one, by at most a row of each tensor.
+            for bucket in self._buckets:
+                pieces = [self._weights(bucket, piece) for piece in range(dp.size)]
+                longest = max(sum(part.numel() for part in parts) for parts in pieces)
+                own = _flatten_dense_tensors(pieces[dp.rank])
+                own = nn.functional.pad(own, (0, longest - own.numel()))
+                gathered = own.new_empty(dp.size, longest)
+                dist.all_gather(list(gathered.unbind()), own, group=dp.group)
+                for piece, parts in enumerate(pieces):
+                    if piece != dp.rank:
+                        torch._foreach_copy_(parts, _unflatten_dense_tensors(gathered[piece], parts))
         # The barrier comes last: once any process has completed this operation, every process has all data of the exchange.
         if self._mesh.device.type == "cuda":
             torch.cuda.current_stream(self._mesh.device).synchronize()
         self._mesh.barrier()
-
-    def _gather(self, dp: Axis) -> None:
-        """One all-gather per bucket of weights. Pieces are padded to the longest one, by at most a row of each tensor."""
-        for bucket in self._buckets:
-            pieces = [self._weights(bucket, piece) for piece in range(dp.size)]
-            longest = max(sum(part.numel() for part in parts) for parts in pieces)
-            own = _flatten_dense_tensors(pieces[dp.rank])
-            own = nn.functional.pad(own, (0, longest - own.numel()))
-            gathered = own.new_empty(dp.size, longest)
-            dist.all_gather(list(gathered.unbind()), own, group=dp.group)
-            for piece, parts in enumerate(pieces):
-                if piece != dp.rank:
-                    torch._foreach_copy_(parts, _unflatten_dense_tensors(gathered[piece], parts))
 
     def _weights(self, bucket: Sequence[FusedParam], piece: int) -> list[Tensor]:
         return [_rows_view(fused.tensor, self.division.rows(fused.tensor, piece)) for fused in bucket]
@@ -245,15 +248,6 @@ class DividedAdamW(Optimizer):
             self._adopt(*self._pending)
             self._pending = None
 
-    def _broadcast_weights(self) -> None:
-        """Broadcasts each piece of the weights from a replica that has updated it."""
-        for piece, source in enumerate(self.division.sources(self._mesh.members)):
-            for bucket in self._buckets:
-                parts = self._weights(bucket, piece)
-                arrived = self._broadcast(source, parts, parts)
-                if self._mesh.dp.rank != source:
-                    torch._foreach_copy_(parts, arrived)
-
     def _reshard_moments(self) -> None:
         """Collects the moments that this process will hold under a division over the current members."""
         old, new = self.division, Division(self._mesh.members)
@@ -285,12 +279,8 @@ class DividedAdamW(Optimizer):
         """Digests of the moments of each piece; 0 if this process does not hold it."""
         division, pieces = self._pending or (self.division, self._pieces)
         nothing = torch.zeros((), dtype=torch.int64, device=device)
-        return [
-            digest((each for moments in pieces[i].values() for each in moments.values()), device)
-            if i in pieces
-            else nothing
-            for i in range(len(division.names))
-        ]
+        held = {i: [x for moments in piece.values() for x in moments.values()] for i, piece in pieces.items()}
+        return [digest(held[i], device) if i in held else nothing for i in range(len(division.names))]
 
     # Checkpoints.
 

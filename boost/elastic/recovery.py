@@ -86,7 +86,9 @@ class Recovery:
         self._stopped = stopped
         founded = self._coordinator.form_first(self.member, process, run.startup_timeout_s, self._require_not_stopped)
         self.is_restart = founded is None
-        self.decision = self._connected = founded or self._latest()
+        decision = founded or self._coordinator.latest()
+        assert decision is not None, "a restarted replica finds a membership"
+        self.decision = self._connected = decision
         self._lost_reasons: dict[str, str] = {}
         self.mesh = waiting_mesh(self.replica, self.run)
         if founded is not None:
@@ -137,11 +139,11 @@ class Recovery:
                         raise PeersLostError("the membership ended: the output of an aborted kernel is invalid")
                 except PeersLostError as lost:
                     log.info("membership %d is over: %s", self.decision.number, lost)
-                    found = self._recover()
-                    if found is _REPEAT:
+                    of_others = self._recover()
+                    if of_others is _REPEAT:
                         continue
-                    self._complete(found)
-                    return decode(found)
+                    self._complete(of_others)
+                    return decode(of_others)
                 except BoostError as error:
                     self._complete(encode(error))
                     raise
@@ -182,22 +184,19 @@ class Recovery:
         """Joins the next membership. Returns the result of the current operation if another process has it, else _REPEAT."""
         begun = self._agrees_since = time.monotonic()
         try:
-            return self._join_next(begun)
+            while not self.is_over:
+                report = Report(self.operation, self._last, tuple(self.held), admits=self._admits)
+                decision = self._coordinator.agree(self.decision, self.member, self.replica.process, report)
+                try:
+                    self._adopt(decision, begun)
+                except PeersLostError as again:
+                    log.info("membership %d is over: %s", self.decision.number, again)
+                    continue
+                self._repeats = True
+                return self.decision.result if self.operation < self.decision.operation else _REPEAT
+            return None
         finally:
             self._agrees_since = None
-
-    def _join_next(self, begun: float) -> Any:
-        while True:
-            if self.is_over:
-                return None
-            report = Report(self.operation, self._last, tuple(self.held), admits=self._admits)
-            try:
-                self._adopt(self._coordinator.agree(self.decision, self.member, self.replica.process, report), begun)
-            except PeersLostError as again:
-                log.info("membership %d is over: %s", self.decision.number, again)
-                continue
-            self._repeats = True
-            return self.decision.result if self.operation < self.decision.operation else _REPEAT
 
     def _adopt(self, decision: Decision, begun: float) -> None:
         # A membership may end before it is connected: what is reported are the changes since the last one that was.
@@ -209,8 +208,8 @@ class Recovery:
             step=self.trainer.position.step + 1,
             replicas=len(after),
             of=self.trainer.config.parallel.dp,
-            lost=tuple((each.replica, self._lost_reasons[each.incarnation]) for each in sorted(before - after)),
-            joined=tuple(each.replica for each in sorted(after - before)),
+            lost=tuple((member.replica, self._lost_reasons[member.incarnation]) for member in sorted(before - after)),
+            joined=tuple(member.replica for member in sorted(after - before)),
             seconds=time.monotonic() - begun,
         )
         self._connected, self._lost_reasons = decision, {}
@@ -228,12 +227,6 @@ class Recovery:
         self.mesh.become(join_members(self.replica, decision, self.member, self._store, self.membership))
         apply_timeout()
 
-    # Start of training.
-
-    def begin(self, trainer: "ElasticTrainer") -> None:
-        """Starts recovering from lost replicas; before this call, a lost replica ends the run."""
-        self.trainer = trainer
-
     # Replicas that rejoin.
 
     @property
@@ -248,22 +241,23 @@ class Recovery:
     def admit(self) -> None:
         """Admits the waiting replicas. Collective; called between two steps."""
         assert self.trainer is not None, "replicas are only admitted during training"
+
+        def admit() -> None:
+            if not self._repeats:  # a repeated attempt is already in a new membership
+                begun = time.monotonic()
+                self.membership.lost("a replica joins")
+                report = Report(self.operation, self._last, admits=True)
+                decision = self._coordinator.agree(self.decision, self.member, self.replica.process, report)
+                self._adopt(decision, begun)
+            self._transfer_state()
+
         self._admits = True
         try:
-            self.run(self._admit)
+            self.run(admit)
         finally:
             self._admits = False
         self.trainer.transfer.commit_transfer()
         self.trainer.check_replicas(again=True)
-
-    def _admit(self) -> None:
-        if not self._repeats:  # a repeated attempt is already in a new membership
-            begun = time.monotonic()
-            self.membership.lost("a replica joins")
-            report = Report(self.operation, self._last, admits=True)
-            decision = self._coordinator.agree(self.decision, self.member, self.replica.process, report)
-            self._adopt(decision, begun)
-        self._transfer_state()
 
     def enter(self, trainer: "ElasticTrainer") -> None:
         """Waits until the others admit this replica, then receives weights, moments and position from one of them.
@@ -272,7 +266,8 @@ class Recovery:
         signal to a process of this replica.
         """
         since, current = self.decision.number, self.decision
-        _barrier_of_replica(self.replica.size)
+        if self.replica.size > 1:
+            dist.barrier()
         if self.replica.process == 0:
             self._coordinator.announce(self.member)
         while (decision := self._coordinator.admitted(self.member, since)) is None:
@@ -283,7 +278,9 @@ class Recovery:
                 raise ExcludedError(f"the others did not admit this replica ({why})")
             if (latest := self._coordinator.latest(since)) is not None:
                 since, current = latest.number, latest
-            if current.refused or all(self._is_lost(each) for each in current.members):
+            # Under torchrun nobody reports a loss if no member is left to notice it: heartbeats tell.
+            lost = [self._coordinator.lost_reason(m.incarnation) or self._beats.status(m) for m in current.members]
+            if current.refused or all(lost):
                 self._coordinator.exclude_lost(current.members, self.member)  # so that launchers end what hangs
                 raise ExcludedError(current.refused or "no replica with weights is left; resume with --resume auto")
             time.sleep(0.02)
@@ -308,10 +305,6 @@ class Recovery:
         if self._store.check([key]):
             raise StoppedError(self._store.get(key).decode())
 
-    def _is_lost(self, member: Member) -> bool:
-        """Whether a member is gone, or does not answer. Under torchrun nobody reports a loss if no member is left to notice it."""
-        return bool(self._coordinator.lost_reason(member.incarnation) or self._beats.status(member))
-
     def _transfer_state(self, newcomer: "ElasticTrainer | None" = None) -> None:
         """Sends weights, moments and position from the first replica that has them to the joining ones. Collective.
 
@@ -323,12 +316,16 @@ class Recovery:
         if not self.decision.joined:
             self.mesh.barrier()
             return
-        donor = next(i for i, each in enumerate(self.decision.members) if each.incarnation not in self.decision.joined)
+        donor = next(i for i, m in enumerate(self.decision.members) if m.incarnation not in self.decision.joined)
         dp, key = self.mesh.dp, f"state/{self.decision.number}"
         if dp.rank == donor and self.replica.process == 0:
             self._store.set(key, json.dumps(state_of(trainer)))
         if newcomer is not None:
-            take_state(newcomer, json.loads(self._wait_for(key)))
+            while not self._store.check([key]):
+                if self.membership.over.is_set():
+                    raise PeersLostError("the membership ended before the position arrived")
+                time.sleep(0.01)
+            take_state(newcomer, json.loads(self._store.get(key)))
         weights, takes = [fused.tensor.detach() for fused in trainer.fused_params], newcomer is not None
         for tensor in weights:
             sent = tensor if takes or dp.rank == donor else torch.empty_like(tensor)
@@ -337,21 +334,12 @@ class Recovery:
         mine = torch.stack([digest(weights, self.mesh.device), *trainer.transfer.digests(self.mesh.device)])
         digests = [torch.empty_like(mine) for _ in range(dp.size)]
         dist.all_gather(digests, mine, group=dp.group)
-        if any(len(set(found) - {0}) > 1 for found in zip(*(each.tolist() for each in digests), strict=True)):
+        if any(len(set(copies) - {0}) > 1 for copies in zip(*(own.tolist() for own in digests), strict=True)):
             raise TrainingError(
                 f"replica {self.member.replica} differs from the others after the state was transferred: memory or the network "
                 "failed; resume with --resume auto"
             )
         self.mesh.barrier()
-
-    def _wait_for(self, key: str) -> bytes:
-        """Waits for another member to write `key`, and returns its value."""
-        while not self._store.check([key]):
-            if self.membership.over.is_set():
-                raise PeersLostError("the membership ended before the position arrived")
-            time.sleep(0.01)
-        value: bytes = self._store.get(key)
-        return value
 
     # Watching.
 
@@ -416,11 +404,6 @@ class Recovery:
         if has_abandoned() and not launch_dir():
             leave(0)
 
-    def _latest(self) -> Decision:
-        latest = self._coordinator.latest()
-        assert latest is not None, "a restarted replica finds a membership"
-        return latest
-
 
 def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int, dist.Store, dist.Store, str]:
     """(replica, process within it, store of the replica, store of the run, incarnation), read from the environment."""
@@ -452,8 +435,3 @@ def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int,
     if process == 0:
         own.set("incarnation", f"{number}.{uuid.uuid4().hex[:8]}")
     return int(number), process, dist.PrefixStore("replica", own), members, own.get("incarnation").decode()
-
-
-def _barrier_of_replica(size: int) -> None:
-    if size > 1:
-        dist.barrier()

@@ -51,7 +51,7 @@ class ElasticSession(Session):
             self.recovery.enter(elastic)
         else:
             elastic.start(candidates, start_from)
-            self.recovery.begin(elastic)
+            self.recovery.trainer = elastic  # from now on, a lost replica does not end the run
 
     def failed(self, error: Exception) -> None:
         """Tells the others."""

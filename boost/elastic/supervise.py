@@ -2,11 +2,11 @@
 
 import contextlib
 import logging
+import operator
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,22 +28,24 @@ END_S = 30.0
 """Time that a restarting replica has to exit once the run is complete, seconds."""
 
 
-@dataclass(frozen=True)
-class Replicas:
-    """Groups of processes that the launcher ends and restarts together."""
+class Supervisor:
+    """Watches the processes of all replicas of a run until it is complete or no replica can continue."""
 
-    ranks: tuple[tuple[int, ...], ...]
-    """Global ranks of each replica."""
-    restarts: int
-    """Maximum number of restarts per replica."""
+    def __init__(self, replicas: Sequence[Sequence[int]], restarts: int) -> None:
+        """`replicas`: global ranks of each replica. `restarts`: maximum number per replica."""
+        self._replicas, self._restarts = replicas, restarts
+        self._starts = [0] * len(replicas)
+        self._due: dict[int, float] = {}
+        """Time at which a replica is to be restarted, by replica."""
+        self._failed: dict[int, int] = {}
+        """Exit codes, by rank, of processes that have failed and not been restarted since."""
 
     @classmethod
-    def of(cls, config: Config) -> "Replicas":
-        """The replicas of a run."""
+    def of(cls, config: Config) -> "Supervisor":
+        """The supervisor of a configured run."""
         places = [(*replica_of_rank(config.parallel, rank), rank) for rank in range(config.parallel.world_size)]
         numbers = range(config.parallel.dp)
-        ranks = tuple(tuple(rank for of, _, rank in sorted(places) if of == number) for number in numbers)
-        return cls(ranks, config.run.replica_restarts)
+        return cls([[rank for of, _, rank in sorted(places) if of == n] for n in numbers], config.run.replica_restarts)
 
     def supervise(
         self,
@@ -53,46 +55,19 @@ class Replicas:
         received: Sequence[int],
         aborted: Callable[[], bool],
     ) -> dict[int, int]:
-        """Ends and restarts a replica with a failed process as long as another one runs (`boost.train.launch.Supervise`)."""
-        supervisor = Supervisor(folder, self.ranks, self.restarts, start, processes, received)
-        supervisor.start_all()
-        return supervisor.supervise(aborted)
+        """Starts every process; ends and restarts a replica with a failed one as long as another replica runs
+        (`boost.train.launch.Supervise`).
 
-
-class Supervisor:
-    """Watches the processes of all replicas until the run is complete or no replica can continue."""
-
-    def __init__(
-        self,
-        folder: Path,
-        replicas: Sequence[Sequence[int]],
-        restarts: int,
-        start: Callable[[int], BaseProcess],
-        processes: list[BaseProcess],
-        received: Sequence[int],
-    ) -> None:
-        """`replicas`: global ranks of each replica. `restarts`: maximum number per replica. `start`: starts the process of a rank.
-        `processes`: list of processes by rank, updated in place. `received`: signals that the launcher has received so far."""
-        self._folder, self._replicas, self._restarts = folder, replicas, restarts
-        self._start, self._processes, self._received = start, processes, received
-        self._coordinator = Coordinator(file_store(folder / "members"), len(replicas), len(replicas[0]))
-        self._starts = [0] * len(replicas)
-        self._due: dict[int, float] = {}
-        """Time at which a replica is to be restarted, by replica."""
-        self._failed: dict[int, int] = {}
-        """Exit codes, by rank, of processes that have failed and not been restarted since."""
-
-    def start_all(self) -> None:
-        """Starts every process."""
-        self._processes[:] = [None] * sum(map(len, self._replicas))  # type: ignore[list-item]
+        Returns an empty dict if the run is complete; the exit codes of the failed processes, by rank, if no replica could
+        continue. The caller ends the processes that are left.
+        """
+        self._folder, self._start, self._processes = folder, start, processes
+        self._coordinator = Coordinator(file_store(folder / "members"), len(self._replicas), len(self._replicas[0]))
+        processes[:] = [None] * sum(map(len, self._replicas))  # type: ignore[list-item]
         for replica in range(len(self._replicas)):
             self._start_replica(replica)
-
-    def supervise(self, aborted: Callable[[], bool]) -> dict[int, int]:
-        """Returns an empty dict if the run is complete; the exit codes of the failed processes, by rank, if no replica could
-        continue. The caller ends the processes that are left."""
         complete_at: float | None = None
-        while running := [process for process in self._processes if process.exitcode is None]:
+        while running := [process for process in processes if process.exitcode is None]:
             connection.wait([process.sentinel for process in running], POLL_S)
             if aborted():
                 return self._failed
@@ -101,23 +76,19 @@ class Supervisor:
             if self._failed and self._no_replica_left():
                 self._collect_failures()
                 return self._failed
+            if complete_at is None and any(process.exitcode == 0 for process in processes):
+                complete_at = time.monotonic()
+            is_ending = complete_at is not None or any(number in STOP_SIGNALS for number in received)
             for replica, when in list(self._due.items()):
-                if time.monotonic() >= when and not self._is_ending():
+                if time.monotonic() >= when and not is_ending:
                     del self._due[replica]
                     self._start_replica(replica)
-            if complete_at is None and any(process.exitcode == 0 for process in self._processes):
-                complete_at = time.monotonic()
             if complete_at is not None and time.monotonic() - complete_at > END_S:
                 break
         for replica in range(len(self._replicas)):
             self._check(replica)
-        complete = any(process.exitcode == 0 for process in self._processes)
+        complete = any(process.exitcode == 0 for process in processes)
         return {} if complete else self._failed
-
-    def _is_ending(self) -> bool:
-        return any(number in STOP_SIGNALS for number in self._received) or any(
-            process.exitcode == 0 for process in self._processes
-        )
 
     def _incarnation(self, replica: int) -> str:
         return f"{replica}.{self._starts[replica] - 1}"
@@ -145,8 +116,10 @@ class Supervisor:
             return
         if codes and not set(codes) <= set(self._failed):
             # Signals (negative codes) come first: an exit code may be a consequence of one.
-            rank, code = min(codes.items(), key=lambda each: each[1])
-            self._coordinator.exclude(incarnation, DEAD, f"rank {rank} {_ended(code)}")
+            rank, code = min(codes.items(), key=operator.itemgetter(1))
+            killed = -code in set(signal.Signals)
+            how = f"was killed by {signal.Signals(-code).name}" if killed else f"ended with exit code {code}"
+            self._coordinator.exclude(incarnation, DEAD, f"rank {rank} {how}")
         alive = [rank for rank in ranks if self._processes[rank].exitcode is None]
         for rank in alive:
             self._processes[rank].kill()
@@ -180,10 +153,3 @@ class Supervisor:
             if report.rank not in self._failed:
                 with contextlib.suppress(OSError):
                     (self._folder / f"report{report.rank}.json").unlink()
-
-
-def _ended(code: int) -> str:
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"

@@ -1,24 +1,206 @@
-"""The trainer of a run with in-step recovery: replicas are lost and rejoin while it trains (docs/recovery.md)."""
+"""The trainer of a run with in-step recovery: replicas are lost and rejoin while it trains (docs/recovery.md).
+
+The sums of gradients can be discarded and repeated, so a step keeps its global batch: the survivors compute the micro-batches that
+were lost. A save in flight is abandoned when replicas change, and those that remain repeat it.
+"""
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, cast
 
-from boost.elastic.gradients import ElasticReducer
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from boost.elastic.groups import PeersLostError
 from boost.elastic.hooks import MembershipChange, SlowReplicas, TakeOver
-from boost.elastic.optimizer import DividedAdamW, Transfer, WholeTransfer, build_optimizer
-from boost.elastic.saver import ElasticSaver
-from boost.elastic.step import RecoverableStepper
+from boost.elastic.mesh import ElasticMesh
+from boost.elastic.optimizer import DividedAdamW, Division, Transfer, WholeTransfer, build_optimizer
 from boost.optim.adamw import Optimizer
-from boost.parallel.gradients import StepFlags, StepStats
+from boost.parallel.gradients import (
+    BucketQueue,
+    GradBucket,
+    GradientReducer,
+    LaunchedStats,
+    StepFlags,
+    StepStats,
+    clip_gradients,
+    launch_step_stats,
+)
+from boost.parallel.mesh import Axis, Mesh, share
+from boost.train.checkpoint import Position
+from boost.train.checkpoint.saver import CheckpointSaver
+from boost.train.checkpoint.snapshot import HostBuffer, SaveShare
+from boost.train.heartbeat import set_pace
 from boost.train.hooks import Hook, TrainStart
 from boost.train.loop import Trainer
-from boost.train.step import Stepper
+from boost.train.model import run_passes
+from boost.train.step import Passes, Stepper, Update, now
 
 if TYPE_CHECKING:
     from boost.config import Config
     from boost.elastic.recovery import Recovery
     from boost.train.rundir import RunDirectory
+
+ABANDON_S = 5.0
+"""Seconds to wait for an abandoned save to end; it may be writing a file."""
+
+
+class ElasticReducer(GradientReducer):
+    """A `GradientReducer` that keeps this process's own gradients next to their sums until the next step begins."""
+
+    def queue(self, parameters: Sequence[nn.Parameter], axis: Axis, dtype: torch.dtype | None) -> BucketQueue:
+        """The buckets of `parameters`. An axis of one process has buckets too: others may join."""
+        return BucketQueue(parameters, axis, dtype, _KeptBucket)
+
+    def rejoin(self, mesh: Mesh) -> None:
+        """Sums over the axes of `mesh` from now on."""
+        for queue, axis in zip(self._queues, (mesh.replicas, mesh.dp_cp, mesh.tp), strict=True):
+            queue.axis = axis
+
+    def begin(self, micro_batches: int = 1) -> None:
+        """Starts a step, as in the base class, and forgets the own gradients of the previous one."""
+        super().begin(micro_batches)
+        for queue in self._queues:
+            for bucket in queue.buckets:
+                cast(_KeptBucket, bucket).own = []
+
+    def restore_local(self) -> None:
+        """Discards sums, in flight or complete. Gradients are this process's own again and can be accumulated into. Until the next
+        step only `finish` sums them."""
+        for queue in self._queues:
+            queue.active, queue.next_bucket = False, 0
+            for bucket in queue.buckets:
+                cast(_KeptBucket, bucket).take_back()
+
+
+class _KeptBucket(GradBucket):
+    """A bucket that keeps what it sums."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
+        super().__init__(parameters, dtype)
+        self.own: list[Tensor] = []
+        """This process's own gradients; empty until the sum starts."""
+
+    def launch(self, axis: Axis) -> None:
+        if axis.size > 1:
+            own = self.gradients()
+            # torch sums a single gradient in place instead of in a flat copy.
+            self.own = own if self.is_cast or len(own) > 1 else [own[0].clone()]
+        super().launch(axis)
+
+    def wait(self) -> None:
+        # The base class would copy the sums over this process's own gradients.
+        if self.flat is not None and self.is_cast:
+            for parameter, gradient in zip(self.parameters, self.own, strict=True):
+                parameter.grad = torch.empty_like(gradient)
+        super().wait()
+
+    def take_back(self) -> None:
+        """Restores the gradients from before `launch`. An all-reduce still in flight uses its own memory."""
+        for parameter, gradient in zip(self.parameters, self.own, strict=bool(self.own)):
+            parameter.grad = gradient
+        self.flat, self.own = None, []
+
+
+class RecoverableStepper(Stepper):
+    """A `Stepper` whose gradient reduction and statistics form one operation of a `Recovery`.
+
+    Local gradients are kept next to their sums until the operation is complete, which takes one more copy of them in memory."""
+
+    reducer: ElasticReducer
+
+    def __init__(self, recovery: "Recovery", *parts: Any) -> None:
+        """`parts`: arguments of `Stepper` except `ahead`."""
+        super().__init__(*parts)
+        self.ahead = self.from_tensors = False
+        self.timed_on = torch.device("cpu")
+        self._recovery = recovery
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches per global batch."""
+        return self.config.train.global_batch // self.config.train.micro_batch
+
+    def passes(self, position: Position, lr: float) -> Passes:
+        """Runs the passes of this process's share and starts the reduction of gradients without waiting for it."""
+        versions = self._versions()
+        following = position.step + 1 < self.config.train.steps
+        step = position.step + position.skipped
+        own, dp = self._recovery.own_share(self.micro_batches), self.mesh.dp
+        data = self.prefetcher.take(step, step + 1 if following else None)
+        if own != list(share(self.micro_batches, dp.rank, dp.size)):
+            data = self.prefetcher.read(step, own)
+        self.reducer.begin(data.micro_batches)
+        begun = perf_counter()
+        with self.copies.in_use():
+            loss = run_passes(self.model, data.batches, self.config, divisor=self.tokens)
+        if data.micro_batches:
+            set_pace((perf_counter() - begun) / data.micro_batches)
+        self._recovery.held = own
+        return Passes(position, versions, lr, loss, data.targets)
+
+    def update(self, passes: Passes, flags: StepFlags) -> Update:
+        """Reduces gradients and statistics over the surviving replicas, then updates the weights."""
+        whole = passes
+
+        def attempt() -> Sequence[float]:
+            nonlocal whole
+            if more := self._recovery.remaining(self.micro_batches):
+                self.reducer.restore_local()
+                whole = self._more(whole, more)
+                self._recovery.held += more
+            elif self._recovery.repeats:
+                self.reducer.restore_local()
+            self.reducer.finish()
+            stats = launch_step_stats(self.fused_params, whole.loss, whole.targets, self.tokens, self.mesh, flags)
+            return stats.numbers()
+
+        stats = LaunchedStats.of(self.mesh.together(attempt), self.tokens)
+        numbers = stats.read()
+        if numbers.updates:
+            clip_gradients((s.tensor for s in self.fused_params), numbers, self.config.optim.clip)
+            self.optimizer.step(passes.position.step, passes.lr)
+        return Update(passes.lr, stats, now(self.timed_on))
+
+    def _more(self, passes: Passes, numbers: Sequence[int]) -> Passes:
+        """Runs the passes of further micro-batches and adds them to `passes`."""
+        data = self.prefetcher.read(passes.position.step + passes.position.skipped, numbers)
+        with self.copies.in_use():
+            loss = run_passes(self.model, data.batches, self.config, divisor=self.tokens)
+        return replace(passes, loss=passes.loss + loss, targets=passes.targets + data.targets)
+
+
+class ElasticSaver(CheckpointSaver):
+    """A `CheckpointSaver` of the current replicas."""
+
+    expected_errors = (PeersLostError,)
+    _division: Division | None = None
+    """The division of the moments that the share of this process belongs to."""
+
+    def abandon(self) -> int | None:
+        """Abandons the save in flight because the replicas changed. Returns its step, or None if there was none."""
+        step, thread = self.in_flight, self._thread
+        self._thread = self._share = self._group = None
+        if thread is not None:
+            thread.join(ABANDON_S)
+            self._buffer = HostBuffer()  # the thread may still read the old one
+        return step
+
+    def _open_group(self) -> dist.ProcessGroup | None:
+        return cast(ElasticMesh, self._mesh).background.group
+
+    def _close_group(self, group: dist.ProcessGroup) -> None:
+        """Nothing: the group belongs to the membership."""
+
+    def _current_share(self) -> SaveShare:
+        optimizer = self._optimizer
+        if isinstance(optimizer, DividedAdamW) and (self._share is None or self._division != optimizer.division):
+            optimizer.require_whole()
+            self._share, self._division = None, optimizer.division
+        return super()._current_share()
 
 
 class ElasticTrainer(Trainer):

@@ -44,8 +44,9 @@ class _DistillLoss(torch.autograd.Function):
             s_NV, t_NV = gemm(x_ND, w_VD.t()).to(acc_dtype), gemm(h_NE, head_VE.t()).to(acc_dtype)
             loss_N, cross_entropy_N, d_NV = _chunk(s_NV, t_NV, targets_N, teaching, axis)
             counted_N = (targets_N != IGNORED).to(acc_dtype)
-            difference_ND = _difference(x_ND, h_NE, teaching, acc_dtype)
-            if difference_ND is not None:
+            difference_ND = None
+            if teaching.hidden_weight:
+                difference_ND = x_ND.to(acc_dtype) - h_NE.to(acc_dtype)
                 loss_N = loss_N + teaching.hidden_weight * difference_ND.square().mean(-1)
             total = total + (loss_N * counted_N).sum()
             if teaching.cross_entropy is not None:
@@ -79,11 +80,6 @@ def distill_loss(x_TD: Tensor, w_VD: Tensor, targets_T: Tensor, teaching: Teachi
     return loss
 
 
-def _difference(x_ND: Tensor, h_NE: Tensor, teaching: Teaching, dtype: torch.dtype) -> Tensor | None:
-    """x - h in `dtype`; None if hidden states have no weight."""
-    return x_ND.to(dtype) - h_NE.to(dtype) if teaching.hidden_weight else None
-
-
 def _chunk(
     s_NV: Tensor, t_NV: Tensor, targets_N: Tensor, teaching: Teaching, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,9 +110,9 @@ def _whole_vocabulary(local_5N: Tensor, axis: Axis) -> Tensor:
     (student, temperature), logsumexp (teacher, temperature), teacher's expectation of (t - s) / K."""
     if axis.size == 1:
         return local_5N
-    each_p5N = all_gather(local_5N, axis).view(axis.size, 5, -1)
-    teacher_pN = each_p5N[:, 3]
+    local_p5N = all_gather(local_5N, axis).view(axis.size, 5, -1)
+    teacher_pN = local_p5N[:, 3]
     whole_N = teacher_pN.logsumexp(0)
-    cross_N = ((teacher_pN - whole_N).exp() * each_p5N[:, 4]).sum(0)
-    sums = each_p5N[:, 0].logsumexp(0), each_p5N[:, 1].sum(0), each_p5N[:, 2].logsumexp(0)
+    cross_N = ((teacher_pN - whole_N).exp() * local_p5N[:, 4]).sum(0)
+    sums = local_p5N[:, 0].logsumexp(0), local_p5N[:, 1].sum(0), local_p5N[:, 2].logsumexp(0)
     return torch.stack((*sums, whole_N, cross_N))

@@ -112,21 +112,18 @@ class GradientReducer:
     def finish(self) -> None:
         """Launches the remaining buckets and waits for all of them. Gradients of the stored tensors then hold the sums."""
         for fused in self._trainable:
-            if fused.shard is not None:
-                _set_local_gradient(fused)
+            if fused.shard is not None:  # the local shard of a DTensor's gradient goes where the optimizer expects it
+                assert isinstance(fused.parameter, DTensor)
+                local, gradient = fused.parameter.to_local(), fused.parameter.grad
+                assert local.data_ptr() == fused.tensor.data_ptr(), (
+                    "the optimizer must update the shard that FSDP gathers"
+                )
+                assert isinstance(gradient, DTensor), "every parameter must have a gradient in every step"
+                fused.tensor.grad = gradient.to_local()
         for queue in self._queues:
             queue.launch_until(len(queue.buckets))
         for queue in self._queues:
             queue.wait()
-
-
-def _set_local_gradient(fused: FusedParam) -> None:
-    """Stores the local shard of a DTensor's gradient where the optimizer expects it."""
-    assert isinstance(fused.parameter, DTensor)
-    local, gradient = fused.parameter.to_local(), fused.parameter.grad
-    assert local.data_ptr() == fused.tensor.data_ptr(), "the optimizer must update the same shard that FSDP gathers"
-    assert isinstance(gradient, DTensor), "every parameter must have a gradient in every step"
-    fused.tensor.grad = gradient.to_local()
 
 
 class GradBucket:
@@ -305,10 +302,18 @@ def launch_step_stats(
     squares = loss.new_zeros((), dtype=torch.double)
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for fused in fused_params:
-        if fused.tensor.grad is not None:
-            by_copies[_num_copies(fused, mesh)].append(fused.tensor.grad)
-    for copies, gradients in by_copies.items():  # each of the `copies` processes adds its fraction
-        squares += _sum_of_squares(gradients) / copies
+        if fused.tensor.grad is None:
+            continue
+        copies = mesh.tp.size if fused.placement.dim is None else 1
+        if fused.shard is None:
+            copies *= mesh.dp_cp.size
+        elif fused.shard.over != "dp":
+            copies = 1
+        by_copies[copies].append(fused.tensor.grad)
+    for copies, gradients in by_copies.items():  # each of the processes that hold the same rows adds its fraction
+        # Norms need at least fp32: rounded to bf16, they would depend on how tensors are fused and sharded.
+        dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
+        squares += torch.stack(torch._foreach_norm(gradients, 2, dtype)).double().square().sum() / copies
     counted = targets if mesh.tp.rank == mesh.pp.rank == 0 else 0
     # Filled on the device: copying a number from the host would wait for all launched work.
     local = [loss.new_full((), x, dtype=torch.double) for x in (counted, _encode(flags))]
@@ -352,17 +357,3 @@ def clip_gradients(parameters: Iterable[nn.Parameter], stats: StepStats, max_nor
         factor *= max_norm / stats.gradient_norm
     if factor != 1:
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
-
-
-def _num_copies(fused: FusedParam, mesh: Mesh) -> int:
-    """Number of processes that hold the same rows of a stored tensor."""
-    tp = mesh.tp.size if fused.placement.dim is None else 1
-    if fused.shard is None:
-        return tp * mesh.dp_cp.size
-    return tp if fused.shard.over == "dp" else 1
-
-
-def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
-    # Norms need at least fp32: rounded to bf16, they would depend on how tensors are fused and sharded.
-    dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
-    return torch.stack(torch._foreach_norm(gradients, 2, dtype)).double().square().sum()

@@ -206,32 +206,45 @@ def open_mesh(
     if size == 1:
         return Mesh(chosen)
     if not dist.is_initialized():
-        _join(chosen, timeout_s, stopped)
+        store, rank, size = meet(timeout_s, stopped)
+        if chosen.type == "cuda":
+            _require_exclusive_gpu(chosen, store, rank, size)
+        # On GPUs CPU tensors have gloo: checkpoints, object digests.
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        timeout = datetime.timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return mesh_of(parallel, chosen, timeout_s)
 
 
 def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600) -> Mesh:
     """Builds this process's mesh on an existing process group."""
-    names, sizes = tuple(parallel.axes), tuple(parallel.axes.values())
     backend = _backend(device)
-    of_axes: dict[int | str, Any] | None = dict.fromkeys(names, backend) if backend else None
-    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names, backend_override=of_axes)
-
-    def axis(axis_mesh: DeviceMesh) -> Axis:
-        group = axis_mesh.get_group() if axis_mesh.size() > 1 else None
-        if group is not None:  # init_device_mesh sets the backend's default timeout, half an hour
-            set_group_timeout(group, timeout_s)
-        return Axis(axis_mesh.get_local_rank(), axis_mesh.size(), group)
-
-    axes = {name: axis(device_mesh[name]) for name in names}
+    device_mesh, axes = axes_of(dict(parallel.axes), device, timeout_s)
     weights_mesh = device_mesh["dp"]
-    if "cp" in names:
+    if "cp" in axes:
         ranks = device_mesh.mesh.movedim(-1, 1).flatten(0, 1).flatten(1)
         axes["dp_cp"] = own = _own_group(ranks.tolist(), "dp_cp", timeout_s, backend)
         assert own.group is not None
         weights_mesh = DeviceMesh.from_group(own.group, device.type, mesh_dim_names=("dp_cp",))
     replicas = _own_group(device_mesh.mesh.flatten(1).tolist(), "replicas", timeout_s, backend)
     return Mesh(device, axes, replicas, dist.get_rank(), dist.get_world_size(), device_mesh, weights_mesh)
+
+
+def axes_of(sizes: dict[str, int], device: torch.device, timeout_s: float) -> tuple[DeviceMesh, dict[str, Axis]]:
+    """Divides all processes into axes of these sizes, outermost first. Returns torch's mesh and this process's coordinates."""
+    backend = _backend(device)
+    override: dict[int | str, Any] | None = dict.fromkeys(sizes, backend) if backend else None
+    device_mesh = init_device_mesh(
+        device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=override
+    )
+    axes = {}
+    for name in sizes:
+        own = device_mesh[name]
+        group = own.get_group() if own.size() > 1 else None
+        if group is not None:  # init_device_mesh sets the backend's default timeout, half an hour
+            set_group_timeout(group, timeout_s)
+        axes[name] = Axis(own.get_local_rank(), own.size(), group)
+    return device_mesh, axes
 
 
 def _backend(device: torch.device) -> str | None:
@@ -273,13 +286,3 @@ def close_mesh() -> None:
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _join(device: torch.device, timeout_s: int, stopped: Stopped) -> None:
-    """Joins the group of the whole run: gloo on CPUs; on GPUs NCCL, plus gloo for CPU tensors (checkpoints, object digests)."""
-    store, rank, size = meet(timeout_s, stopped)
-    if device.type == "cuda":
-        _require_exclusive_gpu(device, store, rank, size)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

@@ -39,8 +39,11 @@ def shard(
     )
     owners = {p: (m, name) for m in decoder.modules() for name, p in m.named_parameters(recurse=False)}
     options: dict[str, Any] = {}
-    if outer:
-        options["shard_placement_fn"] = _shard_over_replicas(outer, mesh)
+    if outer:  # these over dp x tp, the other parameters over the default mesh
+        assert mesh.replicas.group is not None
+        replicas = DeviceMesh.from_group(mesh.replicas.group, mesh.device.type)
+        everywhere = _fsdp_common.ShardPlacementResult(None, _fsdp_common.FSDPMeshInfo(mesh=replicas, shard_mesh_dim=0))
+        options["shard_placement_fn"] = lambda parameter: everywhere if parameter in outer else None
     weights = next(decoder.parameters()).dtype
     if decoder.compute_dtype != weights or dtype not in (None, weights):
         # Half of the bytes: weights are cast before the all-gather instead of at their use.
@@ -62,8 +65,18 @@ def shard(
         unit.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(root, "next_logits")
     for parameter, (module, name) in owners.items():
-        if parameter not in norms:
-            _record_shard(module, name, "replicas" if parameter in outer else "dp", mesh)
+        if parameter in norms:
+            continue
+        # Record which rows this process owns.
+        over, size, rank = "dp", mesh.dp_cp.size, mesh.dp_cp.rank
+        if parameter in outer:
+            over, size, rank = "replicas", size * mesh.tp.size, rank * mesh.tp.size + mesh.tp.rank
+        sharded = getattr(module, name)
+        assert isinstance(sharded, DTensor) and isinstance(module, FusedModule)
+        rows = -(-sharded.shape[0] // size)  # as torch.chunk splits: the last processes may have fewer
+        first, local = min(rank * rows, sharded.shape[0]), sharded.to_local().detach()
+        assert local.shape[0] == min(rows, sharded.shape[0] - first)
+        module.shards[name] = ParamShard(nn.Parameter(local), first, over)
 
 
 def last_backward(module: nn.Module, last: bool, parallel: ParallelConfig) -> None:
@@ -86,25 +99,3 @@ def forget_gathered(module: nn.Module) -> None:
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
-
-
-def _shard_over_replicas(outer: set[nn.Parameter], mesh: Mesh) -> Any:
-    """Placement function that shards `outer` over dp x tp and leaves the other parameters on the default mesh."""
-    assert mesh.replicas.group is not None
-    device_mesh = DeviceMesh.from_group(mesh.replicas.group, mesh.device.type)
-    everywhere = _fsdp_common.ShardPlacementResult(None, _fsdp_common.FSDPMeshInfo(mesh=device_mesh, shard_mesh_dim=0))
-    return lambda parameter: everywhere if parameter in outer else None
-
-
-def _record_shard(module: nn.Module, name: str, over: str, mesh: Mesh) -> None:
-    """Records in a module which rows of a parameter this process owns."""
-    parameter = getattr(module, name)
-    assert isinstance(parameter, DTensor) and isinstance(module, FusedModule)
-    local = parameter.to_local().detach()
-    size, rank = mesh.dp_cp.size, mesh.dp_cp.rank
-    if over == "replicas":
-        size, rank = size * mesh.tp.size, rank * mesh.tp.size + mesh.tp.rank
-    rows = -(-parameter.shape[0] // size)  # as torch.chunk splits: the last processes may have fewer
-    first = min(rank * rows, parameter.shape[0])
-    assert local.shape[0] == min(rows, parameter.shape[0] - first)
-    module.shards[name] = ParamShard(nn.Parameter(local), first, over)

@@ -45,7 +45,13 @@ class WorkingCopies:
     def in_use(self) -> Iterator[None]:
         """Context in which modules hold copies of the current weights, for forward and backward passes including recomputation."""
         weights = [module.get_parameter(name) for module, name in self._places]
-        copies = self._copies_of(weights)
+        copies = [nn.Parameter(torch.empty_like(w, dtype=self._dtype), w.requires_grad) for w in weights]
+        if copies:
+            with torch.no_grad():
+                torch._foreach_copy_(list[Tensor](copies), list[Tensor](weights))
+        for weight, copy in zip(weights, copies, strict=True):
+            if weight.requires_grad:
+                copy.register_post_accumulate_grad_hook(functools.partial(self._add_gradient, weight))
         try:
             self._put(copies)
             yield
@@ -55,16 +61,6 @@ class WorkingCopies:
     def _put(self, parameters: list[nn.Parameter]) -> None:
         for (module, name), parameter in zip(self._places, parameters, strict=True):
             setattr(module, name, parameter)
-
-    @torch.no_grad()
-    def _copies_of(self, weights: list[nn.Parameter]) -> list[nn.Parameter]:
-        copies = [nn.Parameter(torch.empty_like(w, dtype=self._dtype), w.requires_grad) for w in weights]
-        if copies:
-            torch._foreach_copy_(list[Tensor](copies), list[Tensor](weights))
-        for weight, copy in zip(weights, copies, strict=True):
-            if weight.requires_grad:
-                copy.register_post_accumulate_grad_hook(functools.partial(self._add_gradient, weight))
-        return copies
 
     @torch.no_grad()
     def _add_gradient(self, weight: nn.Parameter, copy: Tensor) -> None:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from boost.config.schema import ParallelConfig
-from boost.elastic.gradients import ElasticReducer
 from boost.elastic.groups import Membership, PeersLostError, RecoverableGroup, has_abandoned
 from boost.elastic.mesh import replica_of_rank, replica_size
+from boost.elastic.trainer import ElasticReducer
 from boost.models.fused import FusedParam, fused_params
 from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Axis, Mesh

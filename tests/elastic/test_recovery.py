@@ -16,7 +16,7 @@ from boost.elastic.membership import DEAD, SILENT, Coordinator, Decision, Member
 from boost.elastic.mesh import replica_of_rank
 from boost.elastic.messages import decode, encode
 from boost.elastic.recovery import Recovery
-from boost.elastic.supervise import Replicas
+from boost.elastic.supervise import Supervisor
 from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, StorageError, TrainingError
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.replicas import Mismatch, ReplicaReport
@@ -24,9 +24,8 @@ from boost.train.checkpoint import SavedCheckpoint
 from boost.train.evaluate import Evaluation
 from boost.train.faults import Fault
 from boost.train.launch import Supervise, launch
-from boost.train.loop import Trainer
+from boost.train.loop import Rollbacks, Trainer
 from boost.train.metrics import read_metrics
-from boost.train.loop import Rollbacks
 from boost.train.run import train_process
 from tests import toy
 from tests.data.chats import chat_store_in
@@ -219,7 +218,7 @@ def test_a_replica_that_is_an_operation_behind_computes_what_the_others_do_not_h
         train |= {"param_dtype": "float64", "compute_dtype": "float64"}
         config = make_config(store, tmp_path / name, parallel=parallel, train=train)
         config = config.model_copy(update={"run": config.run.model_copy(update={"recovery": recovery})})
-        supervise = Replicas(tuple((rank,) for rank in range(4)), restarts=0).supervise if faults else None
+        supervise = Supervisor(tuple((rank,) for rank in range(4)), restarts=0).supervise if faults else None
         entry, work = (is_behind, (config, None, None, faults)) if faults else (train_process, (config, None))
         assert (
             launch(
@@ -299,7 +298,7 @@ def test_a_rollback_that_loses_a_replica_is_a_rollback(store: Path, tmp_path: Pa
         return [(line["step"], line["loss"]) for line in of("step", lines)]
 
     marker = str(tmp_path / "marker")
-    found = losses_of("killed", marker, "in-step", Replicas(((0,), (1,)), restarts=5).supervise)
+    found = losses_of("killed", marker, "in-step", Supervisor(((0,), (1,)), restarts=5).supervise)
     expected = losses_of("whole", "", "restart", None)
     assert os.path.exists(marker) and [step for step, _ in found] == [step for step, _ in expected]
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-12)
@@ -333,7 +332,7 @@ def test_without_a_fault_it_is_the_same_run_to_the_last_bit(store: Path, tmp_pat
         config = make_config(store, folder / "run", tp=tp, parallel={"dp": 2}, train=train)
         config = config.model_copy(update={"run": config.run.model_copy(update={"recovery": recovery})})
         ranks = tuple(tuple(range(first, first + tp)) for first in range(0, processes, tp))
-        supervise = Replicas(ranks, restarts=0).supervise if recovery == "in-step" else None
+        supervise = Supervisor(ranks, restarts=0).supervise if recovery == "in-step" else None
         work = (str(folder), config, None)
         code = launch(
             counts_collectives,
@@ -422,7 +421,7 @@ def test_one_that_dies_while_state_is_handed_over_is_one_more_loss(store: Path, 
         return found.model_copy(update={"run": found.run.model_copy(update={"recovery": recovery})})
 
     config = config_of("killed", "in-step", dp=3)
-    supervise = Replicas(tuple((rank,) for rank in range(3)), restarts=5).supervise
+    supervise = Supervisor(tuple((rank,) for rank in range(3)), restarts=5).supervise
     marker = tmp_path / "marker"
     work = (str(marker), victim, config, None, None, [Fault("kill", 4, 1), Fault("wait", 6, 2)])
     assert launch(dies_handing_over, work, 3, tmp_path / "logs", holds_signals=True, supervise=supervise) == 0

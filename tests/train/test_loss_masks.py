@@ -13,9 +13,9 @@ from boost.config.architecture import IGNORED
 from boost.config.optimizers import OptimConfig
 from boost.data.mixture import Corpus
 from boost.data.prepare import PrepareOptions, prepare
-from boost.train.resume import inherited_data
 from boost.train.checkpoint import HUB
 from boost.train.evaluate import Evaluation, evaluate
+from boost.train.resume import inherited_data
 from tests import toy
 from tests.data.chats import CHATML, chat_tokenizer, write_conversations
 from tests.distributed import run_distributed
