@@ -75,8 +75,7 @@ class GradientReducer:
         reducer.finish()
 
     Gradients of sharded parameters (`parallel.sharding`) are already reduced to shards when they arrive. Only partial gradients
-    that are sharded over DP alone still need a sum over TP after the backward pass. Schedules that compute weight gradients in
-    a separate pass (zero bubble) do not call gradient hooks; `finish` then launches every bucket.
+    that are sharded over DP alone still need a sum over TP after the backward pass.
     """
 
     def __init__(self, fused_params: Sequence[FusedParam], mesh: Mesh, dtype: torch.dtype | None = None) -> None:

@@ -16,7 +16,6 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
 )
 
 from boost.config.schema import ModelConfig, ParallelConfig
@@ -27,10 +26,7 @@ from boost.models.kernels import statistic_dtype
 from boost.parallel.mesh import Axis
 
 _SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_MULTI: dict[str, Any] = {
-    "interleaved-1f1b": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-}
+"""Schedules of one stage per process."""
 
 
 class StageModule(nn.Module):
@@ -39,7 +35,6 @@ class StageModule(nn.Module):
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
         self.decoder = decoder
-        self.sent_is_detached = False
 
     def forward(
         self, *received: Tensor, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None = None
@@ -48,11 +43,9 @@ class StageModule(nn.Module):
         result = self.decoder(tokens_BS, targets_BS, document_ids_BS, received)
         if self.decoder.stage.has_head:
             return result
-        # Zero bubble detaches sent tensors in place. That works neither on views nor on tensors that a block has saved, such as
-        # latents.
+        # torch's schedules detach what was sent in place, which does not work on views.
         whole = torch.contiguous_format
-        kept = [x._base is not None or (self.sent_is_detached and i > 0) for i, x in enumerate(result)]
-        return tuple(x.clone(memory_format=whole) if k else x.contiguous() for x, k in zip(result, kept, strict=True))
+        return tuple(x.contiguous() if x._base is None else x.clone(memory_format=whole) for x in result)
 
     def next_logits(
         self, tokens_BS: Tensor, caches: tuple[KVCache, ...], rows: CacheRows | None, *received: Tensor
@@ -109,7 +102,6 @@ class Pipeline(nn.Module):
         batch, length = micro_batch
         stages = []
         for module, decoder in zip(self.stage_modules, self.decoders, strict=True):
-            module.sent_is_detached = parallel.schedule == "zero-bubble"  # type: ignore[assignment]
             stage = decoder.stage
             # Meta tensors declare the shapes in advance, so that stages need not exchange them.
             arriving, leaving = (
@@ -138,7 +130,7 @@ class Pipeline(nn.Module):
         if parallel.schedule in _SINGLE:
             short = micro_batches < parallel.pp  # possible after losses; 1F1B needs at least pp
             return _SINGLE["gpipe" if short else parallel.schedule](stages[0], **options)
-        return _MULTI[parallel.schedule](stages, **options)
+        return ScheduleInterleaved1F1B(stages, **options)
 
     def backward(self, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None, divisor: int) -> Tensor:
         """Forward and backward pass of all micro-batches of a step, concatenated along the batch dimension.

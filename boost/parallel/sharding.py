@@ -17,9 +17,22 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 
 from boost.config.schema import ParallelConfig
+from boost.errors import ConfigError
 from boost.models.decoder import Decoder
 from boost.models.fused import FusedModule, ParamShard, fused_params
 from boost.parallel.mesh import Mesh
+
+SHARDS_OVER_SEVERAL_MESHES = hasattr(_fsdp_common, "ShardPlacementResult")
+"""Whether torch's fully_shard can place parameters of one module on different meshes."""
+
+
+def require_torch(parallel: ParallelConfig) -> None:
+    """Raises ConfigError if a requested feature needs a newer torch: 2.13 supports all, 2.11 does not."""
+    if parallel.sharded and parallel.shard_outer and not SHARDS_OVER_SEVERAL_MESHES:
+        raise ConfigError(
+            f"parallel.shard_outer = true needs a newer torch than {torch.__version__}, which can only shard all weights of a "
+            "block over the same processes (2.13 supports it); set it to false"
+        )
 
 
 def shard(

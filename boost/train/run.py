@@ -14,8 +14,8 @@ from boost.config import Config
 from boost.data.fit import open_fitting_store
 from boost.data.verify import Progress
 from boost.errors import HangError, StoppedError, TrainingError
-from boost.parallel.capabilities import require_torch
 from boost.parallel.rendezvous import launch_dir
+from boost.parallel.sharding import require_torch
 from boost.train.advice import LongRun, advise
 from boost.train.best_effort import outliving_terminal
 from boost.train.checkpoint import checkpoint_path, fallback_folder

@@ -78,7 +78,7 @@ COMPOSED: list[dict[str, Any]] = [
     {"parallel": {"cp": 2, "dp": 2, "shard": "optimizer"}, "model": {"kv_heads": 8}},
     {"parallel": {"cp": 2, "tp": 2, "layout": "btp-cp", "shard": "full", "shard_outer": True}},
     {"parallel": {"cp": 2, "pp": 2}},
-    {"parallel": {"cp": 2, "pp": 2, "schedule": "zero-bubble"}, "model": {"kv_heads": 8, "layers": 4}},
+    {"parallel": {"cp": 2, "pp": 2, "schedule": "interleaved-1f1b"}, "model": {"kv_heads": 8, "layers": 4}},
     {"parallel": {"cp": 2, "tp": 2, "layout": "btp-sp"}, "model": {"family": "lax", "gate": "tensor", "rank": 16}},
     {"parallel": {"cp": 2, "tp": 2}, "optim": {"name": "loro", "exact_every": 2}, "model": {"family": "svd"}},
     {"parallel": {"cp": 2, "dp": 2}, "optim": {"name": "muon"}},

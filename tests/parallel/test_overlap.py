@@ -320,5 +320,3 @@ def test_what_halves_need() -> None:
         toy.toy_config(parallel={"tp": 2, **HALVES}, train={"micro_batch": 1, "seq_len": 18})
     with pytest.raises(ConfigError, match=r"train.seq_len = 15 must be divisible by parallel.tp = 2"):
         toy.toy_config(parallel={"tp": 2, "layout": "btp-sp", **HALVES}, train={"seq_len": 15})
-    with pytest.raises(ConfigError, match=r"parallel.overlap = 'halves' does not support .*'zero-bubble'"):
-        toy.toy_config(parallel={"tp": 2, "pp": 2, "schedule": "zero-bubble", **HALVES}, train={"global_batch": 8})

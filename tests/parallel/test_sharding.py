@@ -7,6 +7,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
+from boost.errors import ConfigError
+from boost.parallel import sharding
 from boost.parallel.sharding import shard
 from tests import toy
 from tests.distributed import run_distributed
@@ -42,3 +44,15 @@ def test_gradients_are_plain_sums_on_every_backend(device: str, dtype: str) -> N
     for units in run_distributed(2, reductions_of, device, dtype):
         assert len(units) == 3 and all(plain for plain, *_ in units)
         assert {factor or 1.0 for _, *factors in units for factor in factors} == {1.0}
+
+
+def test_what_an_older_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    outer = toy.toy_config(parallel={"tp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True}).parallel
+    if sharding.SHARDS_OVER_SEVERAL_MESHES:  # torch 2.13
+        sharding.require_torch(outer)
+    monkeypatch.setattr(sharding, "SHARDS_OVER_SEVERAL_MESHES", False)
+    with pytest.raises(ConfigError, match="shard_outer = true needs a newer torch than .*; set it to false"):
+        sharding.require_torch(outer)
+    sharding.require_torch(
+        toy.toy_config(parallel={"pp": 2, "dp": 2, "shard": "full"}, train={"global_batch": 8}).parallel
+    )

@@ -94,7 +94,6 @@ def test_in_pipelines_and_replicas_too(parallel: Row, size: int) -> None:
         ({}, {"working_copies": False}),
         ({"dp": 2, "shard": "full"}, {}),
         ({"dp": 2, "shard": "optimizer"}, {}),
-        ({"pp": 2, "schedule": "zero-bubble"}, {}),
     ],
     ids=str,
 )

@@ -91,7 +91,6 @@ NIGHTLY: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"layout": "ulysses", "tp": 2}),
     ({}, {"layout": "btp-sp", "tp": 2, "overlap": "halves"}),
     ({}, {"tp": 1, "dp": 2}),
-    ({}, {"tp": 1, "pp": 2, "schedule": "zero-bubble"}),
 ]
 EVERY = [
     *(pytest.param(*cell, marks=pytest.mark.slow) for cell in MESHES),

@@ -56,8 +56,6 @@ def test_in_single_precision_too(shard: str) -> None:
 SCHEDULES = [
     {"schedule": "gpipe"},
     {"schedule": "interleaved-1f1b"},
-    {"schedule": "zero-bubble"},
-    {"schedule": "zero-bubble", "virtual": 2},
     {"schedule": "1f1b", "split": [1, 3]},
 ]
 
@@ -110,7 +108,7 @@ def test_outer_factors_are_shared_by_tp_processes_of_one_replica() -> None:
 COMBINED: list[tuple[str, dict[str, Any], str]] = [
     ("cola", {"layout": "btp-sp", "schedule": "interleaved-1f1b", "shard": "full", "shard_outer": True}, "low-rank-sharded"),
     ("cola", {"layout": "btp", "schedule": "1f1b", "shard": "full"}, "low-rank+attention-output"),
-    ("svd", {"layout": "vanilla", "schedule": "zero-bubble", "shard": "optimizer"}, "none"),
+    ("svd", {"layout": "vanilla", "schedule": "1f1b", "shard": "optimizer"}, "none"),
     ("dense", {"layout": "megatron-sp", "schedule": "gpipe", "shard": "optimizer"}, "full-block"),
     ("lax", {"layout": "btp-cp", "schedule": "1f1b", "shard": "full", "shard_outer": True, "overlap": "halves"}, "low-rank"),
 ]  # fmt: skip
@@ -186,7 +184,6 @@ CROSSING = [
     ({"gate": "tensor"}, {"layout": "btp", "grouping": False}),
     ({"gate": "dense"}, {"layout": "btp-sp"}),
     ({"gate": "dense", "over": "svd"}, {"layout": "vanilla"}),
-    ({"gate": "identity"}, {"tp": 1, "schedule": "zero-bubble", "virtual": 2}),
     ({"gate": "tensor"}, {"layout": "btp", "schedule": "interleaved-1f1b"}),
     ({"gate": "tensor"}, {"layout": "btp-sp", "pp": 1, "dp": 2, "shard": "full"}),
 ]
@@ -207,17 +204,11 @@ FAMILIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b"])
 @pytest.mark.parametrize("model", FAMILIES, ids=str)
 def test_every_family_under_every_schedule_is_one_process(model: dict[str, Any], schedule: str) -> None:
     parallel = {"pp": 2, "schedule": schedule}
     check(config_of(parallel, model={"layers": 2 if schedule in ("gpipe", "1f1b") else 4, **model}))
-
-
-@pytest.mark.parametrize(("layout", "grouping"), [("btp", True), ("btp-sp", False), ("vanilla", True)])
-def test_a_gate_under_tensor_parallelism_and_zero_bubble(layout: str, grouping: bool) -> None:
-    parallel = {"pp": 2, "tp": 2, "layout": layout, "grouping": grouping, "schedule": "zero-bubble", "virtual": 1}
-    check(config_of(parallel, model={"family": "lax", "gate": "dense", "layers": 2}))
 
 
 def without_gradients(config: Config) -> tuple[list[float], list[torch.Tensor]]:
@@ -267,10 +258,8 @@ COUNTED = [
     {"pp": 2, "tp": 2, "layout": "btp"},
     *({"pp": 2, "tp": 2, "layout": layout, "family": "lax"} for layout in ("btp-sp", "vanilla")),
     {"pp": 2, "tp": 2, "layout": "btp", "family": "lax", "schedule": "interleaved-1f1b", "grouping": False},
-    *({"pp": 2, "schedule": schedule} for schedule in ("gpipe", "interleaved-1f1b", "zero-bubble")),
-    {"pp": 2, "dp": 2, "schedule": "zero-bubble", "virtual": 3, "shard": "optimizer"},
+    *({"pp": 2, "schedule": schedule} for schedule in ("gpipe", "interleaved-1f1b")),
     {"pp": 2, "dp": 2, "schedule": "interleaved-1f1b", "virtual": 3, "shard": "full"},
-    {"pp": 2, "tp": 2, "layout": "btp", "schedule": "zero-bubble"},
     *({"dp": 2, "tp": 2, "layout": "btp-sp", "shard": shard} for shard in ("none", "optimizer", "full")),
     {"dp": 2, "tp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True},
     {"tp": 2, "layout": "btp-sp", "shard": "optimizer", "shard_outer": True},
@@ -284,9 +273,8 @@ COUNTED = [
 
 @pytest.mark.parametrize("parallel", one_in(2, COUNTED))
 def test_a_step_sends_what_the_table_says(parallel: dict[str, Any]) -> None:
-    recompute = "none" if parallel.get("schedule") == "zero-bubble" else "full-block"
     layers = 2 * parallel.get("virtual", 2)
-    train = {"global_batch": 6, "recompute": recompute}
+    train = {"global_batch": 6, "recompute": "full-block"}
     parallel = dict(parallel)
     family = {"family": "lax", "gate": "dense"} if parallel.pop("family", "") else {}
     config = config_of(parallel, "float32", model={"layers": layers, **family}, train=train)

@@ -31,8 +31,8 @@ from boost.measure.exactness import (
     relative_errors,
 )
 from boost.measure.verify.report import Found, Verifier, worst_of
-from boost.parallel.capabilities import require_torch
 from boost.parallel.mesh import Mesh, mesh_of
+from boost.parallel.sharding import require_torch
 
 LIMITS = {"float64": 1e-9, "float32": 1e-5}
 """Maximum relative errors. AdamW amplifies rounding; without it, float64 errors would be below 1e-12."""

@@ -171,9 +171,8 @@ class BaseLayout:
     @property
     def has_hand_written_nodes(self) -> bool:
         """Whether a custom autograd node may own weights. False if a whole block is recomputed: recomputation stops before the
-        last GEMM only if that GEMM is a node of its own. Also false under zero bubble: a custom node computes all of its
-        gradients in both backward passes, and would communicate twice."""
-        return self.policy.block is call and not self.parallel.splits_backward
+        last GEMM only if that GEMM is a node of its own."""
+        return self.policy.block is call
 
     def up_segment(
         self,
