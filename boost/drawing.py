@@ -68,12 +68,6 @@ def pyplot() -> Any:
     return pyplot
 
 
-def tidy(axis: Any) -> None:
-    """Removes the frame of an axes and adds a light grid."""
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(visible=True)
-
-
 def write(figure: Any, path: Path) -> None:
     """Writes a figure in the format of the suffix of `path`, and closes it. Equal figures give equal SVG files."""
     if path.suffix not in SUFFIXES:

@@ -126,7 +126,7 @@ def column_part(canvas: Canvas, rows: Sequence[DiagramRow], x: float, y: float, 
 
 def sent_per_token(inspection: Inspection) -> float:
     """Bytes that one TP rank sends for a block, forward and backward, per token of the micro-batch."""
-    issued = (item.collective for item in inspection.issued if item.micro_batch == 0)
+    issued = inspection.of_micro_batch
     return sum(c.sent_bytes for c in issued if c.layer == inspection.layer) / inspection.tokens
 
 
@@ -178,7 +178,7 @@ def online_norm_picture() -> None:
 def forward_collectives(norm: str) -> int:
     """Collectives of one block in the forward pass."""
     inspection = inspect(config_of("btp", norm=norm))
-    issued = [item.collective for item in inspection.issued if item.micro_batch == 0]
+    issued = inspection.of_micro_batch
     return sum(c.layer == inspection.layer and c.phase == "forward" for c in issued)
 
 
@@ -248,7 +248,7 @@ def recomputing(policy: str) -> Config:
 def recommunicated(policy: str) -> int:
     """Collectives of one block that the backward pass issues again."""
     inspection = inspect(recomputing(policy))
-    issued = [item.collective for item in inspection.issued if item.micro_batch == 0]
+    issued = inspection.of_micro_batch
     return sum(c.layer == inspection.layer and c.phase == "recompute" for c in issued)
 
 

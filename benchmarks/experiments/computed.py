@@ -5,17 +5,15 @@ All are for boost-7b in bf16 with 4,096-token sequences, the size that the goals
 
 from collections.abc import Iterator
 
-from benchmarks.experiments.document import Goal, Table
 from benchmarks.experiments.published import STEPS, configuration
-from benchmarks.experiments.results import Facts
+from benchmarks.experiments.results import Facts, Goal, Table
 from boost.config import load
 from boost.config.schema import Config
 from boost.config.stages import Stage
 from boost.plan.collectives import step_collectives
 from boost.plan.hardware import load_hardware
 from boost.plan.memory import memory
-from boost.plan.step import block_work, step_work
-from boost.plan.timing import Predictor
+from boost.plan.timing import Predictor, block_work, step_work
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM
 
 SHAPES = ((4, 32, 0.60), (8, 32, 0.33), (4, 8, 0.40))

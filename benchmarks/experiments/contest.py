@@ -20,11 +20,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.experiments.intervals import CONFIDENCE
 from boost.errors import MeasurementError
 from boost.measure.speed import Probe, synchronize
 from boost.parallel.mesh import Mesh
 from boost.train.console import progress
+
+CONFIDENCE = 0.95
+"""Of every interval of the evaluation."""
+
+
+def t_interval(numbers: Sequence[float]) -> tuple[float, float, float]:
+    """(mean, lower, upper): the t interval, at CONFIDENCE, of the mean of two numbers or more. Raises
+    statistics.StatisticsError for fewer."""
+    from scipy.stats import t
+
+    mean, spread = statistics.fmean(numbers), statistics.stdev(numbers)
+    half = float(t.ppf((1 + CONFIDENCE) / 2, len(numbers) - 1)) * spread / math.sqrt(len(numbers))
+    return mean, mean - half, mean + half
+
 
 LEAST_ROUNDS = 7
 """Minimum number of timed rounds."""

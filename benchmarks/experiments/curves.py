@@ -12,8 +12,7 @@ from typing import Any
 
 from benchmarks.commands import add_config, require_least, run_processes, tp_config
 from benchmarks.experiments import colors
-from benchmarks.experiments.document import Figure, Section, Table
-from benchmarks.experiments.results import Facts, facts_of
+from benchmarks.experiments.results import Facts, Figure, Section, Table, facts_of
 from benchmarks.experiments.sections import save
 from boost import drawing
 from boost.config import Config
@@ -219,7 +218,7 @@ def draw(facts: Facts, path: Path) -> None:
             below.set_title(f"relative difference, {dtype}", fontsize=9.5)
         axes[-1][column].set_xlabel("step")
     for axis in axes.flat:
-        drawing.tidy(axis)
+        axis.grid(visible=True)
     drawing.write(figure, path)
 
 

@@ -1,7 +1,7 @@
 """The whole evaluation: experiments one after another, several launches each, from one commit, resumable.
 
 Each launch is a process of its own that writes its result to the work folder. The launches of a part are then merged
-(`benchmarks.experiments.launches`) into the result that the report reads. Experiments that resume by themselves, or compute
+(`benchmarks.experiments.evaluation`) into the result that the report reads. Experiments that resume by themselves, or compute
 without timing, are a single launch.
 """
 
@@ -13,15 +13,51 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.commands import PAGE, RESULTS, require_least
 from benchmarks.experiments import sections
 from benchmarks.experiments.hosts import why_no_hosts
-from benchmarks.experiments.launches import merged
-from benchmarks.experiments.results import read
+from benchmarks.experiments.results import Facts, read, require_one_machine
 from boost.errors import ConfigError, MeasurementError
 from boost.format import format_duration
 from boost.train.rundir import git_state, storage_errors
+
+
+def merged(results: Sequence[Facts]) -> Facts:
+    """One result from those of several launches: each list of seconds becomes a list of launches.
+
+    Raises MeasurementError if the launches are of different experiments, machines, commits, configurations or contenders.
+    """
+    first = results[0]
+    require_one_machine(results)
+    for other in results[1:]:
+        for what, ours, theirs in (
+            ("experiment", first["experiment"], other["experiment"]),
+            ("commit", first["environment"]["git"], other["environment"]["git"]),
+            ("config", first["config"], other["config"]),
+            ("rounds", first["rounds"], other["rounds"]),
+        ):
+            if ours != theirs:
+                raise MeasurementError(f"launches differ in {what}: {ours} and {theirs}; run all launches again")
+    whole: Facts = _merged("", results)
+    return {**whole, "launches": len(results)}
+
+
+def _merged(key: str, values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, dict):
+        if any(not isinstance(value, dict) or value.keys() != first.keys() for value in values):
+            raise MeasurementError(f"launches differ in the names below {key or 'the result'}; run all launches again")
+        return {name: _merged("seconds" if key == "seconds" else name, [v[name] for v in values]) for name in first}
+    if isinstance(first, list):
+        if any(not isinstance(value, list) or len(value) != len(first) for value in values):
+            raise MeasurementError(f"launches differ in the length of {key}; run all launches again")
+        if key == "seconds" and all(isinstance(each, int | float) for each in first):
+            return list(values)
+        return [_merged(key, parts) for parts in zip(*values, strict=True)]
+    return first
+
 
 ROOT = Path(__file__).parents[2]
 """The commands import `benchmarks` from here."""

@@ -4,10 +4,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.experiments.document import Goal
 from benchmarks.experiments.goals import TARGETS, Target, missing, status, target_of
 from benchmarks.experiments.headline import INTERVAL
-from benchmarks.experiments.results import Facts, machine
+from benchmarks.experiments.results import Facts, Goal, machine
 
 NO_DIFFERENCE = "no difference shown"
 """Verdict of a comparison with 1 whose interval holds 1."""

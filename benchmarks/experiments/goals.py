@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.experiments.document import Goal
+from benchmarks.experiments.results import Goal
 from boost.config.text import read_toml
 from boost.errors import MeasurementError
 

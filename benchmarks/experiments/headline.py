@@ -8,9 +8,8 @@ from typing import Any
 
 from benchmarks.experiments import colors, record
 from benchmarks.experiments.contest import Spread, pooled, spread
-from benchmarks.experiments.document import Goal
 from benchmarks.experiments.goals import TARGETS, target_of
-from benchmarks.experiments.results import Facts, machine
+from benchmarks.experiments.results import Facts, Goal, machine
 from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON_SP, PUBLISHED, VANILLA
 from boost import drawing
 
@@ -187,7 +186,7 @@ def draw(facts: Facts, path: Path, narrow: bool = False) -> None:
             va="top",
             color=drawing.MUTED,
         )
-    drawing.tidy(axis)
+    axis.grid(visible=True)
     axis.grid(visible=False, axis="x")
     if narrow:
         axis.set_xlabel("wire speed, Mbit/s")

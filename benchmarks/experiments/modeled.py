@@ -12,10 +12,9 @@ from pathlib import Path
 
 from benchmarks.commands import add_out
 from benchmarks.experiments import colors, computed
-from benchmarks.experiments.document import Figure, Goal, Section, Table
 from benchmarks.experiments.published import SEQUENCES, TOKENS, Comparison, PublishedRow, Way, configuration
 from benchmarks.experiments.published_report import PAPERS_HARDWARE, published_facts, published_parts, ratio_goal
-from benchmarks.experiments.results import Facts, facts_of
+from benchmarks.experiments.results import Facts, Figure, Goal, Section, Table, facts_of
 from benchmarks.experiments.sections import save
 from boost import drawing
 from boost.config import load
@@ -172,7 +171,7 @@ def _draw_steps(facts: Facts, path: Path) -> None:
         [f"{row['size']}\nTP {row['tp']}, PP {row['pp']}" for row in facts["paper"]],
     )
     axis.set_ylabel("seconds per step")
-    drawing.tidy(axis)
+    axis.grid(visible=True)
     axis.grid(visible=False, axis="x")
     figure.legend(loc="outside upper left", ncols=3)
     drawing.write(figure, path)

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from benchmarks.commands import add_config, require_least, run_processes, tp_config
 from benchmarks.experiments.curves import LayoutVariant, at_start, every_layout, heldout, losses
 from benchmarks.experiments.perplexity_report import SINGLE, holds
-from benchmarks.experiments.results import Facts, facts_of, machine
-from benchmarks.experiments.resumable import keep, resumed
+from benchmarks.experiments.results import Facts, facts_of, keep, machine, resumed
 from benchmarks.experiments.scores import require_harness, scored, task_folder
 from benchmarks.experiments.sections import save
 from boost.config import Config

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.experiments import colors
+from benchmarks.experiments.contest import CONFIDENCE, t_interval
 from benchmarks.experiments.curves import shape_words
-from benchmarks.experiments.document import Figure, Section, Table
-from benchmarks.experiments.intervals import CONFIDENCE, t_interval
-from benchmarks.experiments.results import Facts
+from benchmarks.experiments.results import Facts, Figure, Section, Table
 from benchmarks.experiments.scores import EXPLAINED, SCORES
 from boost import drawing
 
@@ -259,7 +258,7 @@ def draw(facts: Facts, path: Path) -> None:
     top.set_ylabel("training loss, nats per token")
     below.set(xlabel="step", ylabel="relative difference")
     for axis in (top, below):
-        drawing.tidy(axis)
+        axis.grid(visible=True)
     drawing.write(figure, path)
 
 

@@ -24,10 +24,8 @@ from boost.config.schema import Config
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import Collective
 from boost.plan.collectives import micro_batch_collectives
-from boost.plan.hardware import Hardware
-from boost.plan.network import seconds as collective_seconds
-from boost.plan.step import block_work
-from boost.plan.timing import Predictor
+from boost.plan.hardware import Hardware, collective_seconds
+from boost.plan.timing import Predictor, block_work
 from boost.plan.work import GEMM, STREAM, Counted, Work
 
 Way = Literal["full-rank", "vanilla", "BOOST"]

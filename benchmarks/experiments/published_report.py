@@ -7,9 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.experiments import published
-from benchmarks.experiments.document import Goal, Table
 from benchmarks.experiments.published import MICRO_BATCHES, STEPS, WAYS, Compared, Comparison
-from benchmarks.experiments.results import Facts
+from benchmarks.experiments.results import Facts, Goal, Table
 from boost.plan.hardware import load_hardware
 
 PAPERS_HARDWARE = "a100-80g"

@@ -21,9 +21,8 @@ from benchmarks.commands import LEAST_ROUNDS, add_config, add_rounds, require_le
 from benchmarks.experiments import colors
 from benchmarks.experiments.contest import Call, Ratio, Seconds, bootstrap, launches, rounds_words, spread, take_turns
 from benchmarks.experiments.curves import contenders
-from benchmarks.experiments.document import Figure, Goal, Section, Table
 from benchmarks.experiments.published import SAVED_PER_ADDED
-from benchmarks.experiments.results import Facts, facts_of, machine
+from benchmarks.experiments.results import Facts, Figure, Goal, Section, Table, facts_of, machine
 from benchmarks.experiments.sections import save
 from boost import drawing
 from boost.config import Config
@@ -382,7 +381,7 @@ def draw(facts: Facts, path: Path) -> None:
                 )
         most = max((row.saved_per_added / 1e9 for row in sound), default=1.0)
         axis.set(title=f"batch {batch}, MB/ms", xlim=(0, 1.22 * most))
-        drawing.tidy(axis)
+        axis.grid(visible=True)
         axis.grid(visible=False, axis="y")
     axes[0][0].set_yticks(range(len(labels)), labels)
     axes[0][0].invert_yaxis()

@@ -41,9 +41,8 @@ from boost.config.stages import Stage
 from boost.config.text import read_toml
 from boost.errors import ConfigError
 from boost.plan.hardware import AttentionSpeed, Hardware, Speeds, load_hardware
-from boost.plan.interval import SPREADS, Spread, kind_of
-from boost.plan.peak import peak
-from boost.plan.step_time import PIPELINE, PassTime
+from boost.plan.memory import peak
+from boost.plan.step_time import PIPELINE, SPREADS, PassTime, Spread, kind_of
 from boost.plan.timing import Predictor
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Work
 from boost.train.console import progress

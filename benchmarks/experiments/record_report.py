@@ -4,11 +4,10 @@ import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.experiments.document import Figure, Goal, Section, Table
 from benchmarks.experiments.record import HELD, errors, held_by_interval, mesh_kind, spreads
-from benchmarks.experiments.results import Facts
+from benchmarks.experiments.results import Facts, Figure, Goal, Section, Table
 from boost import drawing
-from boost.plan.interval import SHARE
+from boost.plan.step_time import SHARE
 
 LIMIT, BIAS_LIMIT, LEAST_GROUP = 0.10, 0.08, 10
 """Limits for the held-out half: mean absolute error, bias of a group, and minimum size of a group in rows."""
@@ -168,7 +167,7 @@ def draw(facts: Facts, path: Path) -> None:
         axis.set(xscale="log", xlabel=words)
         axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axis.minorticks_off()
-        drawing.tidy(axis)
+        axis.grid(visible=True)
         axis.set_title("predicted / measured seconds")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2)

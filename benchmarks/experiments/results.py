@@ -1,31 +1,73 @@
-"""Results of an experiment: its numbers as JSON with everything that they depend on, plus tables and figures.
+"""Results of an experiment: its numbers as JSON with everything that they depend on, and a section of prose, tables and figures.
 
-A result is of one run on one machine. Numbers of two machines are shown side by side, but never divided.
-
-Timings may appear anywhere in the numbers, with the seconds of every round, in order:
-
-    {"name": "btp-sp", "micro_batch": 4, "seconds": [0.31, 0.30, ...], "median_s": 0.305, "counted_bytes": 4096}
-    {"batch": 4, "seconds": {"btp": [0.31, ...], "btp-sp": [0.30, ...]}}
-
-Each of these is a row: `seconds` is a list of numbers, or lists by name. Strings, booleans and integers next to `seconds` and in
-the enclosing objects identify the row. Floats, and integers whose key ends in a unit (`benchmarks.experiments.compare.COUNTED`),
-are results. `python -m benchmarks compare` finds all rows, and pairs those of two results that have the same identity.
+A result is of one run on one machine. Numbers of two machines are shown side by side, but never divided. A section is rendered as
+Markdown next to its results, and as part of the HTML report. Results of experiments that take hours are kept after every run, and
+resumed by the same command.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from benchmarks.experiments.document import Figure, Section, Table
 from boost.config import Config
 from boost.errors import ConfigError, MeasurementError
 from boost.train.rundir import environment, storage_errors
 
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text cells."""
+
+    caption: str
+    headings: tuple[str, ...]
+    """Column headings. A trailing colon marks a numeric column; the word `paper` marks the paper's numbers, which are set apart."""
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure. `draw` writes a file in the matplotlib format of its suffix."""
+
+    name: str
+    """File name without suffix: letters, digits and hyphens."""
+    caption: str
+    draw: Callable[[Path], None]
+
+
+@dataclass(frozen=True)
+class Section:
+    """The report of one experiment. Its command and machine are stored in the results and shown in every format."""
+
+    title: str
+    parts: tuple[str | Table | Figure, ...]
+    """Contents in order. A string is a paragraph, whose only markup is `code`."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A goal of the project, and its result."""
+
+    what: str
+    figure: str
+    """The target, such as '>= 2.3x'."""
+    where: str
+    """Sizes, dtype and device of the result."""
+    found: str
+    """The result with its spread or interval; '' if not measured."""
+    met: bool | None
+    """Whether the goal is met; None: not measured."""
+    kind: Literal["measured", "counted", "modeled"] = "measured"
+    remark: str = ""
+    """The bottleneck if the goal is not met, or the reason why it could not be measured."""
+
+
 Facts = dict[str, Any]
 
 MACHINE = ("cpu", "cores", "gpus", "platform")
-"""Environment keys that identify a machine. Threads, versions and commit may differ; see `differences`."""
+"""Environment keys that identify a machine. Threads, versions and commit may differ."""
 
 
 def facts_of(experiment: str, config: Config, **numbers: Any) -> Facts:
@@ -68,15 +110,6 @@ def require_one_machine(results: Sequence[Facts]) -> None:
                     f"results from different machines cannot be compared: {key} = {first.get(key)!r} in one, "
                     f"{other['environment'].get(key)!r} in another; measure both in one run on the same machine"
                 )
-
-
-def differences(first: Facts, other: Facts) -> list[str]:
-    """Differences between two environments that affect times, except machine and commit: 'torch 2.12.0, then 2.13.0', ..."""
-    return [
-        f"{key} {first.get(key)}, then {other.get(key)}"
-        for key in ("boost", "python", "torch", "cuda", "numpy", "threads", "world_size")
-        if first.get(key) != other.get(key)
-    ]
 
 
 def machine(environment: Facts) -> str:
@@ -126,3 +159,52 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines.append(f"|{'|'.join('--:' if heading.endswith(':') else '---' for heading in headings)}|")
     lines += [f"| {' | '.join(cells)} |" for cells in rows]
     return "\n".join(lines) + "\n"
+
+
+JSON = ".json"
+"""Suffix of results."""
+
+
+def keep(out: Path, facts: Facts, suffix: str = JSON) -> None:
+    """Writes the results so far to `out` with this suffix, atomically. Raises StorageError."""
+    with storage_errors(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        written = out.with_suffix(f"{suffix}.tmp")
+        written.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        os.replace(written, out.with_suffix(suffix))
+
+
+def resumed(fresh: Facts, results: Mapping[str, Any], out: Path, suffix: str = JSON) -> Facts:
+    """`fresh` with its `results` (name: value without results) as kept in `out` with this suffix, or empty if that does not exist.
+
+    `fresh["settings"]` says what may be resumed. Raises ConfigError if the file has results with other settings or is not a result
+    of a resumable experiment.
+    """
+    fresh = {**fresh, "settings": json.loads(json.dumps(fresh["settings"]))}  # as it is read back: lists, not tuples
+    path = out.with_suffix(suffix)
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {**fresh, **results}
+    except ValueError:
+        raise ConfigError(f"--out = '{out}': {path} is not JSON; remove it or choose another --out") from None
+    if not isinstance(kept, dict) or "settings" not in kept:
+        raise ConfigError(
+            f"--out = '{out}': {path} has no settings, so it cannot be resumed (it is of an older version or another experiment); "
+            "remove it or choose another --out"
+        )
+    if (different := next(differences(kept["settings"], fresh["settings"]), None)) is not None:
+        raise ConfigError(
+            f"--out = '{out}' has results with other settings: {different}; use those settings, choose another --out, "
+            f"or remove {path}"
+        )
+    return {**fresh, **{name: kept.get(name, empty) for name, empty in results.items()}}
+
+
+def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    """Yields a message such as 'config.train.steps is 300 there and 400 here' for each setting that differs."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in {**before, **now}:
+            yield from differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
+    elif before != now:
+        yield f"{name} is {json.dumps(before)} there and {json.dumps(now)} here"

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from benchmarks.experiments.document import Goal, Section
-from benchmarks.experiments.results import Facts, as_markdown, save_section
+from benchmarks.experiments.results import Facts, Goal, Section, as_markdown, save_section
 from boost.errors import ConfigError
 
 CHAPTERS: dict[str, tuple[str, ...]] = {

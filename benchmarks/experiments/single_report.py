@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from benchmarks.experiments.contest import Ratio, in_words, launches, ratio, rounds_words, spread
-from benchmarks.experiments.document import Figure, Goal, Section, Table
-from benchmarks.experiments.results import Facts
+from benchmarks.experiments.results import Facts, Figure, Goal, Section, Table
 from boost import drawing
 
 LOW_RANK = ("cola", "svd", "lax")
@@ -197,7 +196,7 @@ def draw(facts: Facts, path: Path) -> None:
     axis.axhline(1, color=drawing.MUTED, linewidth=1, linestyle="--")
     axis.set_xticks(places, [f"{family}\n{size['size']}" for size, family in names])
     axis.set(ylim=(0, 1.1 * max(*ratios, *values)), title="speed-up over dense")
-    drawing.tidy(axis)
+    axis.grid(visible=True)
     axis.grid(visible=False, axis="x")
     figure.legend(loc="outside upper right", ncols=2)
     drawing.write(figure, path)

@@ -6,8 +6,7 @@ from typing import Any
 
 from benchmarks.experiments import colors, published
 from benchmarks.experiments.contest import Ratio, in_words, rounds_words, spread
-from benchmarks.experiments.document import Figure, Goal, Section, Table
-from benchmarks.experiments.results import Facts
+from benchmarks.experiments.results import Facts, Figure, Goal, Section, Table
 from benchmarks.experiments.side_by_side import in_ms, names, shape_of, spread_of, times
 from benchmarks.experiments.steps import (
     BOUND,
@@ -254,7 +253,7 @@ def _bars(facts: Facts, pyplot: Any) -> None:
             axis.annotate(f"{value:,.0f}", (high[place], place), (5, 0), textcoords="offset points", va="center")
         axis.invert_yaxis()
         axis.set(title=f"{group['name']}, ms per step", xlim=(0, 1.08 * max(high)))
-        drawing.tidy(axis)
+        axis.grid(visible=True)
         axis.grid(visible=False, axis="y")
 
 
@@ -282,6 +281,6 @@ def _speedups(facts: Facts, pyplot: Any) -> None:
     for n in titles:
         axis.get_yticklabels()[n].set_fontweight("bold")
     axis.set(xlabel="speed-up; right of 1, ours is faster", xlim=(0, None), ylim=(len(labels) - 0.4, -0.6))
-    drawing.tidy(axis)
+    axis.grid(visible=True)
     axis.grid(visible=False, axis="y")
     axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.2)

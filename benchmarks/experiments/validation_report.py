@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.experiments import colors
-from benchmarks.experiments.document import Figure, Goal, Section, Table
-from benchmarks.experiments.results import Facts, machine, origin
+from benchmarks.experiments.results import Facts, Figure, Goal, Section, Table, machine, origin
 from benchmarks.experiments.validation import GPU, MACHINE, Verdict, off, verdicts
 from boost import drawing
 from boost.format import format_bytes

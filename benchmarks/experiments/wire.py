@@ -32,11 +32,9 @@ import torch
 from benchmarks.commands import LEAST_ROUNDS, add_config, require_least
 from benchmarks.experiments.contest import spread
 from benchmarks.experiments.hosts import Host, hosts, why_no_hosts
-from benchmarks.experiments.results import MACHINE, Facts, facts_of
-from benchmarks.experiments.resumable import keep, resumed
+from benchmarks.experiments.results import MACHINE, Facts, facts_of, keep, resumed
 from benchmarks.experiments.sections import save
-from benchmarks.experiments.wire_facts import on_wire, row_of, wire_name
-from benchmarks.experiments.wire_plan import MARKED, NO_LIMIT, SETS, WireGroup, WireSet
+from benchmarks.experiments.wire_plan import MARKED, NO_LIMIT, SETS, WireGroup, WireSet, on_wire, row_of, wire_name
 from benchmarks.experiments.wire_report import ISSUE, MIB
 from boost.config import Config
 from boost.errors import ConfigError, MeasurementError

@@ -12,24 +12,10 @@ import numpy as np
 
 from benchmarks.experiments.colors import color_of
 from benchmarks.experiments.contest import Ratio, bootstrap, in_words, spread, verdict_words
-from benchmarks.experiments.document import Figure, Goal, Section, Table
-from benchmarks.experiments.results import Facts
+from benchmarks.experiments.results import Facts, Figure, Goal, Section, Table
 from benchmarks.experiments.side_by_side import in_ms, shape_of
-from benchmarks.experiments.step_trace import ProcessStep
 from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PUBLISHED, VANILLA
-from benchmarks.experiments.timeline import draw_on, from_numbers, rows
-from benchmarks.experiments.wire_facts import (
-    collective_seconds,
-    faster,
-    fastest,
-    groups_of,
-    launches_of,
-    names_of,
-    on_wire,
-    row_of,
-    seconds_of,
-    wires,
-)
+from benchmarks.experiments.timeline import ProcessStep, draw_on, from_numbers, rows
 from benchmarks.experiments.wire_plan import (
     BTP_CP,
     DENSE,
@@ -38,10 +24,20 @@ from benchmarks.experiments.wire_plan import (
     MARKED,
     NO_LIMIT,
     ULYSSES,
+    collective_seconds,
+    faster,
+    fastest,
+    groups_of,
+    launches_of,
     name_of,
+    names_of,
+    on_wire,
     plain_and_halved,
+    row_of,
+    seconds_of,
+    wires,
 )
-from boost.drawing import MUTED, SERIES, pyplot, tidy, write
+from boost.drawing import MUTED, SERIES, pyplot, write
 from boost.parallel import collectives
 
 ISSUE = {
@@ -267,7 +263,7 @@ def _draw(facts: Facts, group: str, path: Path) -> None:
     axis.set_xticks([*limited.values()], [f"{rate:,g}" for rate in limited.values()])
     axis.minorticks_off()
     axis.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), handlelength=3.2)
-    tidy(axis)
+    axis.grid(visible=True)
     write(figure, path)
 
 
@@ -346,5 +342,5 @@ def _draw_gains(facts: Facts, path: Path) -> None:
     axis.invert_yaxis()
     axis.set(xlabel="speed-up", xlim=(0, None))
     figure.legend(loc="outside upper right", ncols=2, frameon=False)
-    tidy(axis)
+    axis.grid(visible=True)
     write(figure, path)

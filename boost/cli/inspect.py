@@ -12,7 +12,6 @@ from boost.config.context import context_notes
 from boost.config.layouts import spec_of
 from boost.config.stages import stages
 from boost.config.text import printable
-from boost.config.traffic import Collective
 from boost.errors import ConfigError
 from boost.format import format_bytes, format_count
 
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 
     from boost.measure.memory import MeasuredMemory
     from boost.plan.inspection import CollectiveRow, Inspection
-    from boost.plan.memory import Memory
-    from boost.plan.peak import PeakMemory
+    from boost.plan.memory import Memory, PeakMemory
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -38,7 +36,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost inspect boost-7b --layout megatron --model.family dense\n"
         "  boost inspect boost-7b --memory --train.recompute low-rank\n"
         "  boost inspect boost-13b --memory --pp-rank 1           the second of its two pipeline ranks\n"
-        "  boost inspect boost-7b --layout vanilla --json         machine-readable: one entry per collective\n"
+        "  boost inspect boost-7b --layout vanilla --json         machine-readable: counts per kind and place\n"
         "  boost inspect boost-7b --layout btp --svg btp.svg      a picture of one block\n\n"
         "Bytes are those sent by one process: 2N(p-1)/p for an all-reduce of N bytes over p processes, N(p-1)/p for an\n"
         "all-gather, a reduce-scatter or an all-to-all. Units are decimal: 1 MB = 1,000,000 bytes.",
@@ -60,11 +58,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    overrides = list(args.overrides)
-    overrides += [
-        f"--parallel.{key}={getattr(args, key)}" for key in ("layout", "tp") if getattr(args, key) is not None
-    ]
-    config = load(args.config, overrides)
+    short = {key: getattr(args, key) for key in ("layout", "tp") if getattr(args, key) is not None}
+    config = load(args.config, [*args.overrides, *(f"--parallel.{key}={value}" for key, value in short.items())])
     pp = config.parallel.pp
     if not 0 <= args.pp_rank < pp:
         nearest = min(max(args.pp_rank, 0), pp - 1)
@@ -96,8 +91,7 @@ def run(args: argparse.Namespace) -> int:
 def _memory(config: Config, pp_rank: int) -> "tuple[Memory, PeakMemory, MeasuredMemory | None]":
     """Predicts memory. Without a pipeline or sharding, also measures it by running one process's part of a step on fake
     tensors."""
-    from boost.plan.memory import memory
-    from boost.plan.peak import peak
+    from boost.plan.memory import memory, peak
 
     predicted = memory(config, pp_rank), peak(config, pp_rank)
     if config.parallel.pp > 1 or config.parallel.sharded or config.run.recovery == "in-step":
@@ -156,18 +150,16 @@ def as_json(inspection: "Inspection") -> dict[str, Any]:
             {"name": w.name, "global": w.shape, "local": w.local, "cut": w.where, "partial": w.placement.partial}
             for w in inspection.weights
         ],
-        "collectives": [
-            _collective_as_json(issued.collective) | {"micro_batch": issued.micro_batch} for issued in inspection.issued
-        ],
-        "exact_step": [_collective_as_json(collective) for collective in inspection.exact],
+        "collectives": [_row_as_json(row) for row in inspection.rows],
+        "exact_step": [_row_as_json(row) for row in inspection.exact_rows],
     }
 
 
-def _collective_as_json(collective: Collective) -> dict[str, Any]:
-    c = collective
+def _row_as_json(row: "CollectiveRow") -> dict[str, Any]:
+    c = row.collective
     return {
         "phase": c.phase, "kind": c.kind, "shape": c.shape, "dtype": c.dtype, "bytes": c.sent_bytes, "place": c.place,
-        "layer": c.layer, "processes": c.processes,
+        "processes": c.processes, "count": row.count,
     }  # fmt: skip
 
 
@@ -216,7 +208,7 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
     for phase, title in _PHASES.items():
         _print_collectives(console, [row for row in inspection.rows if row.collective.phase == phase], title)
     _print_collectives(console, inspection.exact_rows, f"every {config.optim.exact_every} steps, in the exact step")
-    if not inspection.issued:
+    if not inspection.rows:
         console.print(Text("\nno collectives: one process"), soft_wrap=True)
         return
     console.print("\nbytes sent by one process", style="bold")

@@ -2,23 +2,31 @@
 
 import argparse
 import json
+import math
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from boost.cli.plan_request import hugging_face_folder, request_of, source_of
 from boost.cli.terminal import searching
-from boost.config import load
-from boost.config.load import validated
+from boost.config import load, presets
+from boost.config.architecture import parameter_count
+from boost.config.load import change, parse_overrides, read_source, validated
+from boost.config.rules import check
+from boost.config.schema import ParallelConfig
 from boost.drawing import needs_matplotlib
 from boost.errors import ConfigError
-from boost.format import format_bytes, format_seconds
+from boost.format import format_bytes
 
 if TYPE_CHECKING:
     from boost.plan.candidates import Request
     from boost.plan.hardware import Hardware
     from boost.plan.search import Plan
+
+
+RUNNERS_UP = 8
+"""How many are shown."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -46,7 +54,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="preset or TOML file to explain without a search")
     parser.add_argument("--model", metavar="M", help="size, preset, TOML file, or Hugging Face folder")
-    parser.add_argument("--family", metavar="F", help="short for --model.family")
     parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs")
     parser.add_argument(
         "--gpu", metavar="PROFILE", help="hardware profile: h100, a100-80g-8, a .toml file, or a datasheet line"
@@ -54,21 +61,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--per-node", type=int, metavar="N", help="GPUs per node (default: from the profile)")
     parser.add_argument("--global-batch", metavar="B", help="sequences or tokens per step (default: from the model)")
     parser.add_argument("--seq", type=int, metavar="L", help="tokens per sequence (default: from the model)")
-    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps of the run")
-    parser.add_argument(
-        "--compute-dtype",
-        metavar="D",
-        help="short for --train.compute_dtype (default: bfloat16)",
-    )
     parser.add_argument(
         "--memory-margin",
         metavar="M",
-        type=_fraction,
+        type=float,
         default=0.08,
-        help="fraction of usable memory to leave free for fragmentation and prediction error: 8%% (default), 0.08, 0",
+        help="fraction of usable memory to leave free for fragmentation and prediction error (default 0.08)",
     )
     parser.add_argument("--price", type=float, metavar="P", help="USD per GPU-hour; prints the cost per 1B tokens")
-    parser.add_argument("--top", type=int, default=8, metavar="K", help="number of runners-up to show (default 8)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--explain", action="store_true", help="break down time and memory of the best plan")
     parser.add_argument(
@@ -93,31 +93,20 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def _fraction(text: str) -> float:
-    """Parses '8%' or '0.08': at least 0 and less than 1."""
-    number = text.removesuffix("%")
-    try:
-        value = float(number) / (100 if number != text else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a fraction below 1; examples: 8%, 0.08")
-    return value
-
-
 def run(args: argparse.Namespace) -> int:
     from boost.plan.hardware import load_hardware, names
 
     if args.gpu is None:
         raise ConfigError(f"--gpu is missing; pass one of {', '.join(names())}, or a .toml file")
     hardware = load_hardware(args.gpu)
-    for name in ("per_node", "gpus", "seq", "steps", "top"):
+    for name in ("per_node", "gpus", "seq"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} = {value} is too small; smallest valid value: 1")
     if args.price is not None and not args.price > 0:
         raise ConfigError(f"--price = {args.price:g} must be greater than 0 (USD per GPU-hour)")
-    if args.compute_dtype is None and args.config is None and "bfloat16" not in hardware.speeds.gemm:
-        args.compute_dtype = next(iter(hardware.speeds.gemm))  # a CPU profile
+    if not 0 <= args.memory_margin < 1:
+        raise ConfigError(f"--memory-margin = {args.memory_margin:g} must be at least 0 and less than 1, such as 0.08")
+
     if args.per_node is not None:
         hardware = hardware.model_copy(update={"per_node": args.per_node})
     if args.write is not None and args.write.exists() and not args.force:
@@ -141,19 +130,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _best(args: argparse.Namespace, request: "Request") -> int:
     from boost.cli import plan_report
-    from boost.plan.compare import alternatives, choices, mesh, notes
-    from boost.plan.search import Search, require_legal, where_it_fits, with_fewer_gpus
+    from boost.plan.explain import alternatives, choices, mesh, notes
+    from boost.plan.search import Search, require_legal, where_it_fits
 
     begun = time.perf_counter()
     with searching("configurations") as tick:
         search = Search(request, tick)
     require_legal(search)
     with searching("comparing") as tick:
-        best, remarks = search.fastest(), list[str]()
-        if (better := with_fewer_gpus(request, best)) is not None:
-            remarks.append(_fewer_gpus_note(request, best, better[1]))
-            search, best = better
-            request = search.request
+        best = search.fastest()
         if best is None:
             nearest = search.smallest()
             assert nearest is not None
@@ -166,7 +151,7 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
             )
         others = alternatives(search, best, tick)
         dense = _dense(request)
-    remarks += notes(search, best, others, dense)
+    remarks = list(notes(search, best, others, dense))
     source = source_of(args.model)
     if args.write is not None:
         command = ["train", str(args.write)]
@@ -175,7 +160,7 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
     else:
         command = ["train", source, *plan_report.flags(best.config, source)]
     report = plan_report.PlanReport(
-        args, request, search, best, others[: args.top], remarks, command, time.perf_counter() - begun
+        args, request, search, best, others[:RUNNERS_UP], remarks, command, time.perf_counter() - begun
     )
     if args.write is not None:
         args.write.write_text(plan_report.written(report), encoding="utf-8", newline="\n")
@@ -184,29 +169,15 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
         return 0
     plan_report.print_report(report)
     if args.explain:
-        from boost.cli.plan_explain import print_explanation
+        from boost.cli.plan_report import print_explanation
 
         print_explanation(best, request.hardware)
     return 0
 
 
-def _fewer_gpus_note(request: "Request", best: "Plan | None", fewer: "Plan") -> str:
-    from boost.plan.compare import choices, mesh
-
-    used, batch = fewer.config.parallel.world_size, request.base.train.global_batch
-    words = f"Uses {used} of {request.gpus} GPUs: {batch:,} sequences do not divide evenly over {request.gpus}"
-    if best is None:
-        return f"{words}, and no configuration that uses all of them fits."
-    return (
-        f"{words}; the fastest configuration that uses all of them ({mesh(best.config.parallel)}, {choices(best.config)}) takes "
-        f"{format_seconds(best.time.seconds)}, {best.time.seconds / fewer.time.seconds - 1:.0%} longer."
-    )
-
-
 def _explain_config(args: argparse.Namespace, hardware: "Hardware") -> int:
     """Explains one configuration without a search."""
-    from boost.cli.plan_explain import print_explanation
-    from boost.cli.plan_report import SCHEMA, as_json, asked_words, console, print_plan
+    from boost.cli.plan_report import SCHEMA, as_json, asked_words, console, print_explanation, print_plan
     from boost.plan.search import Plan, max_peak
     from boost.plan.timing import predict
 
@@ -233,3 +204,120 @@ def _dense(request: "Request") -> "Plan | None":
     tree = base.model_dump(exclude_none=True) | {"model": {**model, "family": "dense"}}
     other = Search(replace(request, base=validated(tree)))
     return other.fastest() or other.smallest()
+
+
+SEARCHED = ("train.micro_batch", "train.recompute", "train.recompute_every")
+"""Keys to search in addition to parallel.*, unless the command line fixes them."""
+
+USUAL_TOKENS = ((1e9, 500_000), (5e9, 1_000_000), (20e9, 2_000_000), (math.inf, 4_000_000))
+"""(maximum number of parameters, tokens per step): GPT-3's batch sizes (arXiv 2005.14165, table 2.1)."""
+
+LEAST_RECIPE = 100_000
+"""A preset with at least this many tokens per step is a training recipe and not only a model size."""
+
+SLACK = 0.05
+"""Maximum relative change when a global batch in tokens is rounded to a divisible number of sequences."""
+
+LONGEST = 8192
+"""Maximum default of --seq, for Hugging Face models with a longer context."""
+
+
+def request_of(args: argparse.Namespace, hardware: "Hardware") -> "Request":
+    """Builds the search request. Raises ConfigError."""
+    from boost.plan.candidates import Request
+
+    changes = dict(parse_overrides(args.overrides))
+    if args.seq is not None:
+        changes["train.seq_len"] = args.seq
+    tree = tree_of_model(args.model)
+    tree.pop("parallel", None)
+    train = tree.setdefault("train", {})
+    for key in SEARCHED:
+        train.pop(key.partition(".")[2], None)
+    dtypes = hardware.speeds.gemm  # a CPU profile may have no speed in bfloat16
+    train.update(compute_dtype="bfloat16" if "bfloat16" in dtypes else next(iter(dtypes)), micro_batch=1)
+    change(tree, changes)
+    base = validated(tree)
+
+    words = args.global_batch
+    is_recipe = base.train.global_batch * base.train.seq_len >= LEAST_RECIPE and hugging_face_folder(args.model) is None
+    keeps_batch = is_recipe or args.model.endswith(".toml") or "train.global_batch" in changes
+    if words is None and not keeps_batch:
+        parameters = parameter_count(base.model)
+        words = f"{next(tokens for most, tokens in USUAL_TOKENS if parameters <= most)}-tokens"
+    if words is not None:
+        sequences = global_batch(words, base.train.seq_len, args.gpus)
+        base = base.model_copy(update={"train": base.train.model_copy(update={"global_batch": sequences})})
+
+    # What is searched is not known yet, so the rules are checked for one process.
+    alone = {"micro_batch": 1, "recompute": "none", "recompute_every": 1}
+    single = {"parallel": ParallelConfig(layout="single"), "train": base.train.model_copy(update=alone)}
+    check(base.model_copy(update=single))
+    fixed = frozenset(key for key in changes if key.startswith("parallel.") or key in SEARCHED)
+    return Request(base, args.gpus, hardware, fixed, args.memory_margin)
+
+
+def global_batch(words: str, seq_len: int, gpus: int) -> int:
+    """Parses '256' (sequences) or '1M-tokens', '500k' (tokens, rounded by at most SLACK to a divisible number of sequences)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)(-tokens|-sequences)?", words.replace(",", "").replace("_", ""))
+    if not match:
+        raise ConfigError(
+            f"--global-batch = '{words}' is not a number of sequences (256) or tokens (1M-tokens, 500k-tokens, 4M)"
+        )
+    number, unit, of = match.groups()
+    amount = float(number) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[unit.lower()]
+    if of != "-tokens" and (not unit or of == "-sequences"):
+        if amount < 1 or amount != int(amount) or amount > 2**31:
+            raise ConfigError(f"--global-batch = '{words}': sequences must be an integer from 1 to {2**31:,}")
+        return int(amount)
+    wanted = amount / seq_len
+    if wanted < 1:
+        raise ConfigError(
+            f"--global-batch = '{words}' is less than one sequence of {seq_len:,} tokens; smallest valid value: {seq_len}-tokens"
+        )
+    if wanted > 2**31:
+        raise ConfigError(f"--global-batch = '{words}' is too large; largest valid value: {2**31} sequences")
+    reach = range(max(round(wanted * (1 - SLACK)), 1), min(round(wanted * (1 + SLACK)), round(wanted) + 5000) + 1)
+
+    def rank(n: int) -> tuple[bool, int, float]:
+        # n & -n: the largest power of two that divides n
+        return n % gpus == 0, n & -n, -abs(n - wanted)
+
+    return max(reach, key=rank, default=round(wanted))
+
+
+def hugging_face_folder(model: str) -> Path | None:
+    """Returns the folder of a config.json; None if `model` is something else."""
+    try:
+        path = Path(model)
+        if path.name == "config.json" and path.is_file():
+            return path.parent
+        return path if (path / "config.json").is_file() else None
+    except (OSError, ValueError):  # the name is too long, or contains NUL
+        return None
+
+
+def source_of(model: str) -> str:
+    """Returns the preset, file or folder for '7b', 'cola-1b', 'my.toml', 'llama/config.json'. Raises ConfigError."""
+    sizes = [name.removeprefix("boost-") for name in presets() if name.startswith("boost-")]
+    if model.lower() in sizes:
+        return f"boost-{model.lower()}"
+    if model not in presets() and not Path(model).is_file() and hugging_face_folder(model) is None:
+        ordered = sorted(sizes, key=lambda size: int(size.rstrip("b")))
+        raise ConfigError(
+            f"--model = '{model}' is not a size, preset, TOML file or Hugging Face folder; sizes: {', '.join(ordered)}; "
+            "'boost config' lists the presets, such as llama3-8b"
+        )
+    return model
+
+
+def tree_of_model(model: str) -> dict[str, Any]:
+    """Reads the document that `--model` names, without validating it. Raises ConfigError, including for a config.json with a
+    field that our decoder does not implement."""
+    folder = hugging_face_folder(model)
+    if folder is None:
+        return read_source(source_of(model))
+    from boost.convert.formats import read_folder
+
+    content = read_folder(folder)
+    return {"model": content.model.model_dump(exclude_none=True), "train": {"seq_len": min(content.context, LONGEST)}}

@@ -174,7 +174,7 @@ def _plan(args: argparse.Namespace, config: Config, tokens: int) -> str:
     from boost.cli.terminal import searching
     from boost.config.schema import ParallelConfig
     from boost.plan.candidates import Request
-    from boost.plan.compare import choices, mesh
+    from boost.plan.explain import choices, mesh
     from boost.plan.hardware import load_hardware
     from boost.plan.search import Search
 

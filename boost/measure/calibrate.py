@@ -70,7 +70,9 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
             points[ALONE] = _sweep(alone, dtypes, quick, "one process alone")
             probes[ALONE] = alone.reference
         mesh.barrier()
-        links = _collectives(watch, dtypes, quick)
+        sizes = [2**n for n in (range(6, 27, 2) if not quick else range(8, 15, 3))]
+        for name in progress(list(dtypes), "collectives", enabled=mesh.is_main):
+            links += collective_points(watch, getattr(torch, name), sizes)
     if mesh.is_main:
         profile = profile_of(mesh, points, probes, links)
     host = _host_us(mesh, profile if mesh.is_main else None)
@@ -111,13 +113,15 @@ def profile_of(
     mesh: Mesh, points: dict[str, list[Point]], probes: dict[str, float], links: Sequence[Point]
 ) -> dict[str, Any]:
     """Returns the profile in its file format, without host_us. `probes`: best seconds of the probe, by sweep."""
-    cuda = mesh.device.type == "cuda"
+    cuda, count = mesh.device.type == "cuda", torch.get_num_threads()
+    device = torch.cuda.get_device_name(mesh.device) if cuda else cpu_model()
+    threads = "" if cuda else f" of {count} {'thread' if count == 1 else 'threads'}"
     total = (
         torch.cuda.mem_get_info()[1] if cuda else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size
     )
     link = {"name": "NVLink or PCIe" if cuda else "loopback", "processes": max(mesh.size, 2)} | _link(links, mesh.size)
     profile: dict[str, Any] = {
-        "title": _title(mesh),
+        "title": f"{device}, {'1 process' if mesh.size == 1 else f'{mesh.size} processes'}{threads}",
         "device": mesh.device.type,
         "per_node": mesh.size,
         "memory_gb": round(total / 1e9, 2),
@@ -259,15 +263,6 @@ def _sweep(watch: Stopwatch, dtypes: Sequence[str], quick: bool, title: str) -> 
     return list(itertools.chain.from_iterable(progress(sweeps, f"sweeps, {title}", enabled=watch.mesh.is_main)))
 
 
-def _collectives(watch: Stopwatch, dtypes: Sequence[str], quick: bool) -> list[Point]:
-    sizes = [2**n for n in (range(6, 27, 2) if not quick else range(8, 15, 3))]
-    return [
-        point
-        for name in progress(list(dtypes), "collectives", enabled=watch.mesh.is_main)
-        for point in collective_points(watch, getattr(torch, name), sizes)
-    ]
-
-
 def _host_us(mesh: Mesh, profile: dict[str, Any] | None) -> float:
     """Host microseconds per operation: step time of a model with almost no work, minus the time of that work."""
     tiny = from_tree(
@@ -286,14 +281,6 @@ def _host_us(mesh: Mesh, profile: dict[str, Any] | None) -> float:
         result = (measured - work) / once.calls * 1e6
     mesh.barrier()
     return max(round(result, 2), 0.0) if mesh.is_main else 0.0
-
-
-def _title(mesh: Mesh) -> str:
-    processes = "1 process" if mesh.size == 1 else f"{mesh.size} processes"
-    if mesh.device.type == "cuda":
-        return f"{torch.cuda.get_device_name(mesh.device)}, {processes}"
-    threads = torch.get_num_threads()
-    return f"{cpu_model()}, {processes} of {threads} {'thread' if threads == 1 else 'threads'}"
 
 
 def summary(hardware: Hardware, points: dict[str, list[Point]], out: Path) -> str:

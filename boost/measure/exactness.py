@@ -90,7 +90,7 @@ class TrainedModel:
     def passes(self, step: int, before_sums: Callable[[], None] = lambda: None) -> StepStats:
         """Runs a step without the update. `before_sums` is called after the passes, before the remaining gradient reductions."""
         cp = self.mesh.cp
-        batches = [each.share(cp.rank, cp.size) for each in made_up_batches(self.config, step, self.mesh.dp.rank)]
+        batches = [batch.share(cp.rank, cp.size) for batch in made_up_batches(self.config, step, self.mesh.dp.rank)]
         whole = [join(batches)] if isinstance(self.model, Pipeline) else batches
         positions = self.config.train.global_batch * self.config.train.seq_len
         self.reducer.begin(len(batches))
@@ -225,5 +225,5 @@ def mean_error(actual: ByName, expected: ByName) -> float:
         ((actual[k].double() - expected[k].double()).square().sum(), expected[k].double().square().sum())
         for k in expected
     ]
-    difference, total = (math.fsum(float(each[i]) for each in squares) for i in (0, 1))
+    difference, total = (math.fsum(float(pair[i]) for pair in squares) for i in (0, 1))
     return math.sqrt(difference / total) if total else 0.0

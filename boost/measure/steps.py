@@ -22,7 +22,7 @@ from boost.parallel.mesh import Mesh
 from boost.plan.categories import GRADIENTS, OPTIMIZER, WEIGHTS
 from boost.plan.collectives import step_collectives
 from boost.plan.hardware import Hardware
-from boost.plan.peak import peak
+from boost.plan.memory import peak
 from boost.plan.timing import predict
 from boost.train.checkpoint import Position
 from boost.train.model import build_model, choose_kernels, host_batch, initialize_model, run_passes
@@ -60,9 +60,8 @@ class Stepper:
 
     def step(self) -> list[Tensor]:
         """Runs one step. Returns the loss, on a process that holds the head, and the local gradients."""
-        choose_kernels(
-            self.config.train.compile, self.mesh.device
-        )  # another model of this process may have chosen others
+        # Another model of this process may have chosen other kernels.
+        choose_kernels(self.config.train.compile, self.mesh.device)
         passes = self._training.passes(Position(0, 0), self.config.optim.lr)
         self.stats = self._training.read(self._training.update(passes, StepFlags.NONE))
         has_head = self.mesh.pp.rank == self.mesh.pp.size - 1
@@ -109,7 +108,7 @@ class ObservedStep:
     @property
     def sent_bytes(self) -> int:
         """Bytes sent by this process."""
-        return sum(each.sent_bytes for each in self.collectives)
+        return sum(c.sent_bytes for c in self.collectives)
 
 
 def look_at(stepper: Stepper) -> ObservedStep:

@@ -65,7 +65,8 @@ class Request:
     margin: float = 0.0
     """Fraction of usable memory that must stay free."""
 
-    _by_layout: dict[str, ParallelConfig | None] = field(default_factory=dict, compare=False, repr=False)
+    _by_layout: dict[str, ParallelConfig | None] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _trains: dict[tuple[Any, ...], TrainConfig] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         assert self.gpus >= 1
@@ -81,6 +82,17 @@ class Request:
             return usual
         section, name = key.split(".")
         return (getattr(getattr(self.base, section), name),)
+
+    def variant(
+        self, parallel: ParallelConfig, micro_batch: int, policy: RecomputeName = "none", every: int = 1
+    ) -> Config:
+        """Returns a variant of the configuration, without validating it. All share the model, which caches find fastest by
+        identity."""
+        key = micro_batch, policy, every
+        if key not in self._trains:
+            changes = {"micro_batch": micro_batch, "recompute": policy, "recompute_every": every}
+            self._trains[key] = self.base.train.model_copy(update=changes)
+        return self.base.model_copy(update={"parallel": parallel, "train": self._trains[key]})
 
     def under(self, layout: str) -> ParallelConfig | None:
         """Returns [parallel] for a layout with the fixed options; None if the layout lacks one of them."""
@@ -152,7 +164,13 @@ def _structures_of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[Para
             continue
         searched = layout_spec(layout).searched
         options = [request.choices(f"parallel.{name}", values) for name, values in searched.items()]
-        for shard, outer in _sharding(request, mesh, layout):
+        has_outer = mesh.tp > 1 and layout_spec(layout).has_whole_factors
+        shards: list[tuple[str, bool]] = []
+        for outer in request.choices("parallel.shard_outer", (False, True) if has_outer else (False,)):
+            # A single replica can only shard outer factors.
+            whole = ["none"] * (not outer) + ["optimizer", "full"] * (mesh.dp_cp > 1 or outer)
+            shards += [(shard, outer) for shard in request.choices("parallel.shard", whole)]
+        for shard, outer in shards:
             for schedule, virtual in _schedules(request, mesh):
                 changes: dict[str, Any] = {**mesh.axes, "cp": mesh.cp, "shard": shard, "shard_outer": outer}
                 changes |= {"schedule": schedule, "virtual": virtual}
@@ -160,15 +178,6 @@ def _structures_of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[Para
                     for values in itertools.product(*options):
                         own = dict(zip(searched, values, strict=True))
                         yield of_layout.model_copy(update={**changes, "overlap": overlap, **own})
-
-
-def _sharding(request: Request, mesh: ParallelConfig, layout: str) -> Iterator[tuple[str, bool]]:
-    """Yields (shard, shard_outer). A single replica can only shard outer factors."""
-    has_outer = mesh.tp > 1 and layout_spec(layout).has_whole_factors
-    for outer in request.choices("parallel.shard_outer", (False, True) if has_outer else (False,)):
-        usual = [*(["none"] * (not outer)), *(["optimizer", "full"] * (mesh.dp_cp > 1 or outer))]
-        for shard in request.choices("parallel.shard", usual):
-            yield shard, outer
 
 
 def _schedules(request: Request, mesh: ParallelConfig) -> Iterator[tuple[str, int]]:
@@ -201,19 +210,3 @@ def policies(request: Request, parallel: ParallelConfig) -> Iterator[tuple[Recom
         every = EVERY if policy != "none" and request.base.model.layers > 1 else EVERY[:1]
         for n in reversed(request.choices("train.recompute_every", every)):
             yield policy, n
-
-
-class Variants:
-    """Builds variants of one configuration. All share its model object, which caches find fastest by identity."""
-
-    def __init__(self, request: Request) -> None:
-        self.base = request.base
-        self._trains: dict[tuple[Any, ...], TrainConfig] = {}
-
-    def of(self, parallel: ParallelConfig, micro_batch: int, policy: RecomputeName = "none", every: int = 1) -> Config:
-        """Returns a variant, without validating it."""
-        key = micro_batch, policy, every
-        if key not in self._trains:
-            changes = {"micro_batch": micro_batch, "recompute": policy, "recompute_every": every}
-            self._trains[key] = self.base.train.model_copy(update=changes)
-        return self.base.model_copy(update={"parallel": parallel, "train": self._trains[key]})

@@ -4,8 +4,9 @@ Legend: T tokens per micro-batch of a TP group, p TP processes; d hidden size, f
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from boost.config.architecture import (
@@ -46,20 +47,11 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class IssuedCollective:
-    """One collective of an optimizer step and its micro-batch."""
-
-    collective: Collective
-    micro_batch: int | None
-    """Index of the micro-batch; None for collectives issued once per step."""
-
-
-@dataclass(frozen=True)
 class CollectiveRow:
     """Collectives of a step that differ only in block and micro-batch."""
 
     collective: Collective
-    """The first of these collectives."""
+    """One of them, without its block."""
     count: int
 
     @property
@@ -87,9 +79,10 @@ class Inspection:
     """T, tokens per micro-batch."""
     micro_batches: int
     """Micro-batches per optimizer step on one process."""
-    issued: tuple[IssuedCollective, ...]
-    """Every collective of one optimizer step, in order of issue."""
-
+    of_micro_batch: tuple[Collective, ...]
+    """Collectives of one micro-batch, in order of issue; all micro-batches issue the same."""
+    of_step: tuple[Collective, ...]
+    """Collectives issued once per optimizer step, in order of issue."""
     exact: tuple[Collective, ...]
     """Additional collectives of LORO's exact step (every optim.exact_every steps). Empty for other optimizers."""
 
@@ -121,27 +114,27 @@ class Inspection:
     @cached_property
     def rows(self) -> tuple[CollectiveRow, ...]:
         """Collectives of a step, aggregated over blocks and micro-batches, in order of first use."""
-        return _aggregated([issued.collective for issued in self.issued])
+        return (*_aggregated(self.of_micro_batch, self.micro_batches), *_aggregated(self.of_step))
 
     @cached_property
     def exact_rows(self) -> tuple[CollectiveRow, ...]:
         """Additional collectives of an exact step, aggregated."""
-        return _aggregated(self.exact)
+        return tuple(_aggregated(self.exact))
 
     @cached_property
     def bytes_per_step(self) -> int:
         """Bytes sent by one process per optimizer step."""
-        return sum(issued.collective.sent_bytes for issued in self.issued)
+        return self.micro_batches * self.bytes_per_micro_batch + sum(c.sent_bytes for c in self.of_step)
 
     @cached_property
     def bytes_of_exact_step(self) -> int:
         """Additional bytes sent by one process in an exact step."""
-        return sum(collective.sent_bytes for collective in self.exact)
+        return sum(c.sent_bytes for c in self.exact)
 
     @cached_property
     def bytes_per_micro_batch(self) -> int:
         """Bytes sent by one process per micro-batch, forward and backward."""
-        return sum(issued.collective.sent_bytes for issued in self.issued if issued.micro_batch == 0)
+        return sum(c.sent_bytes for c in self.of_micro_batch)
 
     @property
     def layer(self) -> int:
@@ -171,13 +164,8 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
     if held[-1].has_head:
         parameters += [final_norm(model), head(model)]
     stored = [tensor for stage in held for tensor in stored_tensors(model, parallel, stage)]
-    # All micro-batches issue the same collectives; those of the step come last.
     collectives = step_collectives(config, pp_rank)
-    of_one = sum(collective.phase != "step" for collective in collectives) // micro_batches
-    issued = [
-        IssuedCollective(collective, None if collective.phase == "step" else position // of_one)
-        for position, collective in enumerate(collectives)
-    ]
+    of_all = [c for c in collectives if c.phase != "step"]
     return Inspection(
         config=config,
         pp_rank=pp_rank,
@@ -187,19 +175,16 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
         parameters_per_process=sum(tensor.shard(parallel) for tensor in stored),
         tokens=train.micro_batch * train.seq_len // parallel.cp,
         micro_batches=micro_batches,
-        issued=tuple(issued),
+        of_micro_batch=tuple(of_all[: len(of_all) // micro_batches]),
+        of_step=tuple(c for c in collectives if c.phase == "step"),
         exact=tuple(optimizer_collectives(config, pp_rank)) if isinstance(config.optim, LOROConfig) else (),
     )
 
 
-def _aggregated(collectives: Sequence[Collective]) -> tuple[CollectiveRow, ...]:
-    counts: dict[tuple[object, ...], int] = {}
-    first: dict[tuple[object, ...], Collective] = {}
-    for c in collectives:
-        key = (c.phase, c.place, c.kind, c.shape, c.dtype, c.processes)
-        first.setdefault(key, c)
-        counts[key] = counts.get(key, 0) + 1
-    return tuple(CollectiveRow(first[key], count) for key, count in counts.items())
+def _aggregated(collectives: Sequence[Collective], times: int = 1) -> list[CollectiveRow]:
+    """Collectives that differ only in their block, counted `times` times each."""
+    counts = Counter(replace(collective, layer=None) for collective in collectives)
+    return [CollectiveRow(collective, count * times) for collective, count in counts.items()]
 
 
 def _weight(parameter: Parameter, model: ModelConfig, parallel: ParallelConfig) -> Weight:

@@ -1,20 +1,35 @@
-"""Predicts the memory of one process: training state, and the activations saved for the backward pass under a recomputation policy.
+"""Predicts the memory of one process: between the passes of a micro-batch, and at the peak of an optimizer step.
 
-Saved activations come from a trace of the decoder (`boost.plan.trace`).
+A trace (`boost.plan.trace`) gives the memory of each kind of block. This module adds up blocks, micro-batches in flight and
+gathered weights with plain arithmetic, because a search calls it thousands of times. Allocator rounding and fragmentation are not
+included.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+from boost.config.attention import document_form
+from boost.config.compiling import compiled_part
 from boost.config.copies import has_working_copies
 from boost.config.schema import Config
 from boost.config.stages import Stage, stages_of
-from boost.config.traffic import ITEMSIZE
-from boost.plan.categories import COPIES, GRADIENTS, LATENTS, OPTIMIZER, SAVED, WEIGHTS
-from boost.plan.optimizer import state_bytes
-from boost.plan.replicas import StoredTensor, moments_share, stored_tensors, with_whole_weights
+from boost.config.traffic import ITEMSIZE, bucket_lengths
+from boost.plan.categories import BUFFERS, COPIES, GRADIENTS, LATENTS, OPTIMIZER, RESIDUAL, SAVED, WEIGHTS, WORK
+from boost.plan.optimizer import state_bytes, work_bytes
+from boost.plan.replicas import (
+    END,
+    Shards,
+    StoredTensor,
+    moments_share,
+    reduced_gradients,
+    stored_tensors,
+    with_whole_weights,
+)
 from boost.plan.tape import Held
-from boost.plan.trace import pass_of_block, trace_loss
+from boost.plan.trace import TracedPass, alike, pass_of_block, trace_embedding, trace_loss
 
 
 @dataclass(frozen=True)
@@ -64,7 +79,11 @@ def memory(config: Config, pp_rank: int = 0) -> Memory:
     """Memory of one process: the training state of its stages, and the activations that one micro-batch saves."""
     config, share = with_whole_weights(config), moments_share(config)
     stages = stages_of(config, pp_rank)
-    saved = [item for stage in stages for layer in stage.numbers for item in _block_saved_tensors(config, layer)]
+    saved, dtype = list[SavedTensor](), config.train.compute_dtype
+    for layer in (layer for stage in stages for layer in stage.numbers):
+        saved += [SavedTensor(held, layer) for held in pass_of_block(config, layer).saved]
+        for size in prev_latents_saved(config, layer):
+            saved.append(SavedTensor(Held(size, LATENTS, "prev_latents", (size // ITEMSIZE[dtype],), dtype, ""), layer))
     if stages[-1].has_head:
         saved += [SavedTensor(held) for held in trace_loss(config).saved]
     stored = [tensor for stage in stages for tensor in stored_tensors(config.model, config.parallel, stage)]
@@ -93,14 +112,6 @@ def _copy(config: Config, tensor: StoredTensor) -> Held | None:
     return Held(tensor.elements * ITEMSIZE[dtype], COPIES, "copy_", (tensor.rows, tensor.columns), dtype, "")
 
 
-def _block_saved_tensors(config: Config, layer: int) -> Iterator[SavedTensor]:
-    yield from (SavedTensor(held, layer) for held in pass_of_block(config, layer).saved)
-    dtype = config.train.compute_dtype
-    for size in prev_latents_saved(config, layer):
-        shape = (size // ITEMSIZE[dtype],)
-        yield SavedTensor(Held(size, LATENTS, "prev_latents", shape, dtype, ""), layer)
-
-
 def prev_latents_saved(config: Config, layer: int, on_gpu: bool = False) -> list[int]:
     """Bytes of each latent of the previous block that only this block keeps alive."""
     saved = pass_of_block(config, layer, on_gpu).prev_saved
@@ -108,3 +119,411 @@ def prev_latents_saved(config: Config, layer: int, on_gpu: bool = False) -> list
         return []
     before = pass_of_block(config, layer - 1, on_gpu).latents_saved
     return [size for size, already in zip(saved, before, strict=True) if size and not already]
+
+
+@dataclass(frozen=True)
+class Action:
+    """One pass of one micro-batch through one stage."""
+
+    kind: Literal["forward", "backward", "input", "weight"]
+    """backward: the full backward pass; input, weight: its two halves under zero bubble."""
+    stage: int
+    """Index among this rank's stages, in forward order."""
+    micro_batch: int
+
+
+def micro_batches(config: Config) -> int:
+    """Number of micro-batches per replica and step."""
+    return config.train.global_batch // (config.parallel.dp * config.train.micro_batch)
+
+
+def actions(config: Config, pp_rank: int) -> list[Action]:
+    """Returns the actions of pipeline rank `pp_rank` in a step, in order."""
+    parallel, count = config.parallel, micro_batches(config)
+    if parallel.pp == 1:
+        return [Action(kind, 0, n) for n in range(count) for kind in ("forward", "backward")]
+    if parallel.schedule == "gpipe":
+        return [Action(kind, 0, n) for kind in ("forward", "backward") for n in range(count)]
+    if parallel.schedule == "1f1b":
+        # Warm-up forward passes, then backward and forward passes alternate.
+        ahead = min(count, parallel.pp - pp_rank)
+        order = [Action("forward", 0, n) for n in range(ahead)]
+        for n in range(count):
+            order.append(Action("backward", 0, n))
+            order += [Action("forward", 0, n + ahead)] * (n + ahead < count)
+        return order
+    return list(_several_stages(parallel.pp, parallel.virtual, count, pp_rank, parallel.schedule == "zero-bubble"))
+
+
+def _several_stages(pp: int, held: int, count: int, rank: int, zero_bubble: bool) -> Iterator[Action]:
+    """Several stages per process. Interleaved 1F1B (arXiv 2104.04473) runs rounds of micro-batches through one stage, then through
+    the next. Zero bubble (arXiv 2401.10241) also defers weight gradients."""
+    a_round = count // max(1, count // pp)
+    total = held * count
+    ahead = min((held - 1) * a_round + (1 if zero_bubble else 2) * (pp - 1 - rank), total)
+    numbers: Counter[tuple[str, int]] = Counter()
+
+    def next_of(kind: Literal["forward", "backward", "input", "weight"], stage: int) -> Action:
+        numbers[kind, stage] += 1
+        return Action(kind, stage, numbers[kind, stage] - 1)
+
+    def backward_stage(step: int) -> int:
+        return held - 1 - (step - ahead) // a_round % held
+
+    waiting: list[int] = []
+    for step in range(total + ahead):
+        if step < total:
+            yield next_of("forward", step // a_round % held)
+        if step < ahead:
+            continue
+        stage = backward_stage(step)
+        yield next_of("input" if zero_bubble else "backward", stage)
+        if zero_bubble:
+            waiting.append(stage)
+            if step - ahead >= rank:
+                yield next_of("weight", waiting.pop(0))
+    yield from (next_of("weight", stage) for stage in waiting)
+
+
+FORWARD = "forward pass of a block"
+BACKWARD = "backward pass of a block"
+LOSS = "loss"
+LOSS_BACKWARD = "backward pass of the loss"
+EMBEDDING = "backward pass of the embedding"
+SUM = "sum of gradients"
+STEP = "optimizer step"
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Memory at the peak, in bytes."""
+
+    by_category: dict[str, int]
+    """Bytes by category (`boost.plan.categories.CATEGORIES`)."""
+    during: str
+    """When the peak occurs: FORWARD, BACKWARD, LOSS, LOSS_BACKWARD, EMBEDDING, SUM or STEP."""
+
+    @property
+    def total(self) -> int:
+        """Sum over all categories."""
+        return sum(self.by_category.values())
+
+
+def peak(config: Config, pp_rank: int = 0, on_gpu: bool = False, enough: float = math.inf) -> PeakMemory:
+    """Peak memory of a step on pipeline rank `pp_rank` (TP rank 0 of replica 0, which has the highest).
+
+    `on_gpu`: as in `boost.plan.trace.trace_block`. `enough`: stops at the first snapshot with more than this many bytes, and
+    returns that snapshot instead of the peak.
+
+    Accurate to a few percent of `boost.measure.memory`; for LORO's exact step and for Muon, to the size of a bucket. With LORO,
+    every step counts as an exact step.
+    """
+    highest = _StepMemory(with_whole_weights(config), pp_rank, on_gpu).peak_memory(enough)
+    moments = int(highest.by_category[OPTIMIZER] * moments_share(config))
+    return replace(highest, by_category=highest.by_category | {OPTIMIZER: moments})
+
+
+@dataclass(frozen=True)
+class _BlockFacts:
+    """Memory of one block and micro-batch."""
+
+    saved: Counter[str]
+    """Saved bytes by category, including latents of the previous block."""
+    traced: TracedPass
+
+
+def _blocks(config: Config, numbers: Iterable[int], on_gpu: bool) -> dict[int, _BlockFacts]:
+    """Computes the facts of these blocks; identical blocks share them."""
+    model, of_kind = config.model, dict[Any, _BlockFacts]()
+    policies, blocks = config.train.recompute_by_layer(model.layers), dict[int, _BlockFacts]()
+    for n in numbers:
+        # Which latents of the previous block stay alive depends on that block too.
+        kind = n if model.has_latent_gates else (alike(model, n), policies[n])
+        if kind not in of_kind:
+            traced = pass_of_block(config, n, on_gpu, config.parallel.splits_backward)
+            saved = traced.by_category
+            if latents := sum(prev_latents_saved(config, n, on_gpu)):
+                saved = saved + Counter({LATENTS: latents})
+            of_kind[kind] = _BlockFacts(saved, traced)
+        blocks[n] = of_kind[kind]
+    return blocks
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """Bytes in addition to the baseline of a pass, at one point in time."""
+
+    name: str
+    saved: Counter[str]
+    temporary: dict[str, int]
+    gathered: dict[str, int] = field(default_factory=dict)
+
+
+class _Storage:
+    """Storage of one process that does not depend on micro-batches or recomputation."""
+
+    def __init__(self, config: Config, stages: Sequence[Stage]) -> None:
+        self.tensors = {stage.index: list(stored_tensors(config.model, config.parallel, stage)) for stage in stages}
+        """Stored tensors by stage index."""
+        self.size = ITEMSIZE[config.train.param_dtype]
+        self.gradient_bytes = [self.size * sum(t.elements for t in tensors) for tensors in self.tensors.values()]
+        """Bytes of all gradients, per stage."""
+        stored = [t for tensors in self.tensors.values() for t in tensors]
+        self.states, self.copies = states_of(config, stored, stages), copies_bytes(config, stored)
+        """Bytes between steps by category; bytes of working copies while passes run."""
+        self.shards = Shards(config, stages, self.tensors)
+        self.buckets = self._bucket_copies(config)
+
+    def _bucket_copies(self, config: Config) -> dict[int | None, int]:
+        """Bytes of the flat copy of a gradient bucket, by the block whose backward pass fills it; None: at the end of the step.
+
+        A bucket of one tensor is not copied. Copies in another dtype all stay allocated until they have been reduced.
+        """
+        parallel, ratio = config.parallel, ITEMSIZE[config.train.sum_dtype] / self.size
+        kept = 0
+        copies: dict[int | None, int] = {}
+        for tensors, _, _ in reduced_gradients(parallel, [t for of_stage in self.tensors.values() for t in of_stage]):
+            sizes = [t.shard(parallel) * self.size for t in tensors]
+            for length in bucket_lengths(sizes):
+                filled, copied = tensors[length - 1].unit, sum(sizes[:length])
+                tensors, sizes = tensors[length:], sizes[length:]
+                if ratio != 1:
+                    kept += int(copied * ratio)
+                    copies[filled if tensors else None] = kept
+                elif length > 1 and (filled is not None or not tensors):
+                    place = filled if tensors else None
+                    copies[place] = max(copies.get(place, 0), copied)
+        return copies | ({None: kept} if kept else {})
+
+
+_STORAGE: dict[Any, _Storage] = {}
+"""A search needs each mesh with many micro-batches."""
+_MAX_STORAGE = 512
+
+
+class _StepMemory:
+    """Replays one optimizer step of one process."""
+
+    def __init__(self, config: Config, pp_rank: int, on_gpu: bool) -> None:
+        self.config, self.on_gpu, parallel = config, on_gpu, config.parallel
+        self.stages = stages_of(config, pp_rank)
+        self.blocks = _blocks(config, [n for stage in self.stages for n in stage.numbers], on_gpu)
+        self.loss, self.embedding = trace_loss(config, on_gpu), trace_embedding(config)
+        train = config.train
+        made_with = (
+            train.param_dtype,
+            train.compute_dtype,
+            train.reduce_dtype,
+            train.working_copies,
+            config.run.recovery,
+        )
+        key = config.model, parallel, config.optim, *made_with, self.stages
+        if key not in _STORAGE:
+            if len(_STORAGE) >= _MAX_STORAGE:
+                _STORAGE.clear()
+            _STORAGE[key] = _Storage(config, self.stages)
+        self.storage = _STORAGE[key]
+        self.states, self.shards, self.buckets = self.storage.states, self.storage.shards, self.storage.buckets
+        self.actions = actions(config, pp_rank)
+        self.micro_batches = micro_batches(config)
+        self.has_pipeline = parallel.pp > 1
+        self.holds_sends = self.has_pipeline and parallel.schedule in ("interleaved-1f1b", "zero-bubble")
+        """Whether the schedule holds send buffers until the end of the step."""
+        self.saved_by_stage: list[Counter[str]] = []
+        """Saved bytes of one micro-batch, by stage and category."""
+        for stage in self.stages:
+            saved: Counter[str] = Counter()
+            for n in stage.numbers:
+                saved.update(self._block_saved(stage, n))
+            if stage.has_head:
+                saved.update(self.loss.by_category)
+            self.saved_by_stage.append(saved)
+        self.in_flight: Counter[int] = Counter()
+        """Micro-batches in flight, by stage."""
+        self.deferring: Counter[int] = Counter()
+        """Micro-batches with deferred weight gradients, by stage (zero bubble)."""
+        self.forward_done = [0 for _ in self.stages]
+        """Completed forward passes, per stage."""
+        self.backward_done = [0 for _ in self.stages]
+        """Completed backward passes, per stage."""
+        self.input_grads_done = [0 for _ in self.stages]
+        """Completed input gradients, per stage."""
+        self._peak: tuple[int, str, dict[str, int]] = (-1, "", {})
+
+    def peak_memory(self, enough: float) -> PeakMemory:
+        """Returns the largest snapshot, or the first one with more than `enough` bytes."""
+        kinds: set[Any] = set()
+        for action in self.actions:
+            stage = action.stage
+            # Passes that start in the same state use the same memory.
+            seen = action.kind, stage, tuple(self.in_flight.items()), tuple(self.deferring.items()), tuple(
+                min(n, 1) + (n == self.micro_batches - 1) for n in self.backward_done
+            )  # fmt: skip
+            if seen not in kinds:
+                kinds.add(seen)
+                self._pass(action)
+                if self._peak[0] > enough:
+                    break
+            self._advance(action)
+        at_end = (
+            _Snapshot(SUM, Counter(), {WORK: self.buckets.get(None, 0)}),
+            _Snapshot(STEP, Counter(), {WORK: work_bytes(self.config, self.stages)}),
+        )
+        self._record(self._with_in_flight(Counter(self.states)), at_end)  # all gradients exist
+        total, name, held = self._peak
+        assert total >= 0
+        return PeakMemory({category: size for category, size in held.items() if size}, name)
+
+    # Snapshots.
+
+    def _pass(self, action: Action) -> None:
+        stage = self.stages[action.stage]
+        if action.kind == "forward":
+            self._record(self._baseline(), self._forward(stage))
+            return
+        if action.kind == "input" and stage.has_embedding:
+            return  # torch defers the whole backward pass of this stage
+        full = action.kind == "backward" or stage.has_embedding
+        weights_only = action.kind == "weight" and not stage.has_embedding
+        if weights_only:
+            # Deferred weight gradients, one group at a time.
+            largest = max(tensor.elements for tensor in self.storage.tensors[stage.index])
+            size = self.storage.size + ITEMSIZE[self.config.train.compute_dtype]
+            self._record(self._baseline(), [_Snapshot(BACKWARD, Counter(), {WORK: largest * size})])
+        else:
+            self._record(self._baseline(), self._backward(stage, action, not full))
+
+    def _advance(self, action: Action) -> None:
+        stage = action.stage
+        first = self.stages[stage].has_embedding
+        if action.kind == "forward":
+            self.in_flight[stage] += 1
+            self.forward_done[stage] += 1
+        elif action.kind == "backward":
+            self.in_flight[stage] -= 1
+            self.backward_done[stage] += 1
+            self.input_grads_done[stage] += 1
+        elif action.kind == "input":
+            self.deferring[stage] += not first
+            self.input_grads_done[stage] += not first
+        else:
+            self.in_flight[stage] -= 1
+            self.deferring[stage] -= not first
+            self.backward_done[stage] += 1
+
+    def _baseline(self) -> Counter[str]:
+        """Bytes held throughout a pass."""
+        held = Counter({WEIGHTS: self.states[WEIGHTS], OPTIMIZER: self.states[OPTIMIZER]})
+        held[COPIES] = self.storage.copies
+        for stage, all_of_it, done in zip(self.stages, self.storage.gradient_bytes, self.backward_done, strict=True):
+            sharded = self.shards.enabled
+            held[GRADIENTS] += self.shards.gradients(stage, done) if sharded else all_of_it * (done > 0)
+        held[WORK] = self._context()
+        return self._with_in_flight(held)
+
+    def _with_in_flight(self, held: Counter[str]) -> Counter[str]:
+        for i, count in self.in_flight.items():
+            for category, size in self.saved_by_stage[i].items():
+                held[category] += count * size
+            sent = self.forward_done[i] if self.holds_sends else count
+            held[BUFFERS] += sent * self._sent_bytes(self.stages[i])
+            if self.holds_sends and not self.stages[i].has_embedding:
+                held[BUFFERS] += self.input_grads_done[i] * self.blocks[self.stages[i].first_layer].traced.input_bytes
+            if self.deferring[i]:
+                deferred = sum(self.blocks[n].traced.deferred for n in self.stages[i].numbers)
+                held[WORK] += self.deferring[i] * (deferred + self.stages[i].has_head * self.loss.input_bytes)
+        # Receive buffers for each micro-batch and stage boundary: activations, and gradients of sent activations.
+        for stage in self.stages if self.has_pipeline else ():
+            received = 0 if stage.has_embedding else self.blocks[stage.numbers[0]].traced.input_bytes
+            held[BUFFERS] += self.micro_batches * (received + self._sent_bytes(stage))
+        return held
+
+    def _record(self, baseline: Counter[str], snapshots: Iterable[_Snapshot]) -> None:
+        baseline_bytes = baseline.total()
+        for snapshot in snapshots:
+            above = snapshot.saved, snapshot.temporary, snapshot.gathered
+            total = baseline_bytes + sum(sum(part.values()) for part in above)
+            if total > self._peak[0]:
+                held = Counter(baseline)
+                for part in above:
+                    held.update(part)
+                self._peak = total, snapshot.name, dict(held)
+
+    def _forward(self, stage: Stage) -> Iterator[_Snapshot]:
+        saved: Counter[str] = Counter()
+        gathered = self.shards.forward(stage, self.in_flight, self.backward_done)
+        for place, n in enumerate(stage.numbers):
+            block = self.blocks[n]
+            received = place == 0 and self.has_pipeline and not stage.has_embedding  # it is in a receive buffer
+            arriving = 0 if received else block.traced.input_bytes
+            yield _Snapshot(FORWARD, +saved, {WORK: arriving + block.traced.forward}, gathered(n))
+            saved += self._block_saved(stage, n)
+        if stage.has_head:
+            arriving = self.blocks[stage.numbers[-1]].traced.output_bytes
+            yield _Snapshot(LOSS, +saved, {WORK: arriving + self.loss.forward}, gathered(None))
+
+    def _backward(self, stage: Stage, action: Action, inputs_only: bool) -> Iterator[_Snapshot]:
+        """The baseline includes this micro-batch's saved activations, which are freed block by block."""
+        done = self.backward_done[action.stage]
+        # Weight gradients are new tensors that stay allocated, or are accumulated into existing ones.
+        is_new = done == 0 or self.shards.scatters_each
+        last = done == self.micro_batches - 1
+        gathered = self.shards.backward(stage, last)
+        freed: Counter[str] = Counter()
+        new = deferred = 0
+        if stage.has_head:
+            extra = self.loss.first_backward if is_new else self.loss.backward
+            yield _Snapshot(LOSS_BACKWARD, Counter(), {WORK: extra}, gathered(None))
+            if inputs_only:
+                deferred = self.loss.input_bytes
+            else:
+                freed.subtract(self.loss.by_category)
+            new += self.shards.new_gradients(stage, None, last, self.loss.new_gradients) * (not done)
+        waiting = 0 if stage.has_head or not self.has_pipeline else self.blocks[stage.numbers[-1]].traced.output_bytes
+        for n in reversed(stage.numbers):
+            block = self.blocks[n]
+            output_grad = 0 if waiting else block.traced.output_bytes
+            waiting = 0
+            extra = block.traced.first_backward if is_new else block.traced.backward
+            if inputs_only:
+                extra = block.traced.input_backward
+            temporary = {GRADIENTS: new, WORK: output_grad + deferred + extra}
+            yield _Snapshot(BACKWARD, Counter(freed), temporary, gathered(n))
+            if inputs_only:
+                deferred += block.traced.deferred
+            else:
+                freed.subtract(self._block_saved(stage, n))
+            new += self.shards.new_gradients(stage, n, last, block.traced.new_gradients) * (not done)
+            if last and self.buckets.get(n):
+                temporary = {GRADIENTS: new, WORK: block.traced.input_bytes + deferred + self.buckets[n]}
+                yield _Snapshot(SUM, Counter(freed), temporary, gathered(n))
+        if stage.has_embedding:
+            extra = self.embedding.first_backward if is_new else self.embedding.backward
+            temporary = {GRADIENTS: new, WORK: self.blocks[stage.numbers[0]].traced.input_bytes + extra}
+            yield _Snapshot(EMBEDDING, Counter(freed), temporary, gathered(END))
+
+    # Baseline.
+
+    def _block_saved(self, stage: Stage, n: int) -> Counter[str]:
+        """Saved activations of a block. The input of a stage is in a receive buffer, which is counted separately."""
+        saved = self.blocks[n].saved
+        if self.has_pipeline and n == stage.first_layer and not stage.has_embedding:
+            saved = Counter(saved)
+            saved[RESIDUAL] -= self.loss.input_bytes
+        return saved
+
+    def _sent_bytes(self, stage: Stage) -> int:
+        """Output of a stage, held until its gradient arrives."""
+        return 0 if stage.has_head or not self.has_pipeline else self.blocks[stage.numbers[-1]].traced.output_bytes
+
+    def _context(self) -> int:
+        """Token ids, positions, rotary angles, and the document mask if attention needs one."""
+        model, train = self.config.model, self.config.train
+        size = ITEMSIZE[train.compute_dtype]
+        length = train.seq_len // self.config.parallel.cp
+        total = length * (8 + 2 * model.head_dim * size) + 8 * train.micro_batch * length
+        device = "cuda" if self.on_gpu else "cpu"
+        form = document_form(device, train.compute_dtype, compiled_part(train.compile, device) == "blocks")
+        if self.config.data.isolate_documents and form == "mask":
+            total += train.micro_batch * train.seq_len**2 * size
+        return total

@@ -16,7 +16,7 @@ from boost.config.factors import (
     work_dtype,
 )
 from boost.config.layouts import placement_of
-from boost.config.optimizers import LOROConfig, MuonConfig, OptimConfig
+from boost.config.optimizers import LOROConfig, MuonConfig
 from boost.config.schema import Config, ParallelConfig
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE, Collective
@@ -46,7 +46,7 @@ def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     optimizers the list is empty.
     """
     optim, parallel = config.optim, config.parallel
-    if not (optim.whole_factors or _has_exact_steps(optim)):
+    if not (optim.whole_factors or isinstance(optim, LOROConfig)):
         return []
     dtype, tp = work_dtype(optim, config.train.param_dtype), parallel.tp
     result = []
@@ -102,10 +102,6 @@ def _deal(config: Config, bucket: Sequence[_FactorUnit]) -> Deal | None:
     return deal_grams(shapes, processes) if isinstance(config.optim, MuonConfig) else None
 
 
-def _has_exact_steps(optim: OptimConfig) -> bool:
-    return isinstance(optim, LOROConfig)
-
-
 def state_bytes(config: Config, stored: Sequence[StoredTensor], stages: Sequence[Stage]) -> int:
     """Bytes of optimizer state for the stored tensors of one process; `stages`: its stages."""
     optim, parallel, itemsize = config.optim, config.parallel, ITEMSIZE[config.train.param_dtype]
@@ -116,7 +112,11 @@ def state_bytes(config: Config, stored: Sequence[StoredTensor], stages: Sequence
         held -= sum(tensor.shard(parallel) for tensor in factors) * itemsize
         counted -= len(factors)
     if isinstance(optim, LOROConfig):
-        counted += sum(_extra_parts(config, stage) for stage in stages)
+        # Slices of fused tensors with different learning rates are updated separately.
+        for layer in (layer for stage in stages for layer in stage.numbers):
+            for group in groups(config.model, layer):
+                scales = {rate_scale(a, config.model.dim) for a in group.parameters("", "A")}
+                counted += len(group.slots) - 1 if len(scales) > 1 else 0
     return held + counted * ITEMSIZE["float32"]
 
 
@@ -127,7 +127,7 @@ def work_bytes(config: Config, stages: Sequence[Stage]) -> int:
     LORO's exact step gathers a bucket of factors and directions in fp64, and computes a basis of each.
     """
     optim = config.optim
-    exact = _has_exact_steps(optim)
+    exact = isinstance(optim, LOROConfig)
     if not (optim.whole_factors or exact):
         return 0
     worst = 0
@@ -209,15 +209,5 @@ def _units(config: Config, stage: Stage) -> Iterator[_FactorUnit]:
     for layer in stage.numbers:
         for group in groups(model, layer):
             downs, ups = (group.parameters(f"layers.{layer}", factor) for factor in "AB")
-            stored = tuple(stored_tensor(model, parallel, layer, *each) for each in (downs, *((up,) for up in ups)))
+            stored = tuple(stored_tensor(model, parallel, layer, *fused) for fused in (downs, *((up,) for up in ups)))
             yield _FactorUnit(tuple((shape(a), shape(b)) for a, b in zip(downs, ups, strict=True)), stored)
-
-
-def _extra_parts(config: Config, stage: Stage) -> int:
-    """Number of extra slices of fused tensors that LORO updates separately: same input, but different learning rates."""
-    extra = 0
-    for layer in stage.numbers:
-        for group in groups(config.model, layer):
-            scales = {rate_scale(a, config.model.dim) for a in group.parameters("", "A")}
-            extra += len(group.slots) - 1 if len(scales) > 1 else 0
-    return extra

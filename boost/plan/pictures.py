@@ -233,9 +233,9 @@ def draw_block(inspection: Inspection, name: str, path: Path) -> None:
         canvas.tensor(piece, MARGIN + 284 * position, bottom + 34, COLORS[0], 0, 3)
         canvas.text(words, MARGIN + 284 * position + 30, bottom + 44.5, 12)
     sent = dict.fromkeys(("forward", "recompute", "backward"), 0)
-    for issued in inspection.issued:
-        if issued.micro_batch == 0 and issued.collective.layer == inspection.layer:
-            sent[issued.collective.phase] += issued.collective.sent_bytes
+    for c in inspection.of_micro_batch:
+        if c.layer == inspection.layer:
+            sent[c.phase] += c.sent_bytes
     summary = "One process, no collectives."
     if total := sum(sent.values()):
         parts = " + ".join(f"{format_bytes(number)} {phase}" for phase, number in sent.items() if number)
@@ -396,9 +396,8 @@ def _bars(inspection: Inspection, group: GroupSpec) -> dict[str, list[DiagramRow
     Labels are such as 'all-reduce T x (3r + statistic) · 152 MB', with the bytes sent by one process.
     """
     labels: dict[tuple[str, str], list[str]] = {}
-    for issued in inspection.issued:
-        c = issued.collective
-        if issued.micro_batch == 0 and c.layer == inspection.layer and c.place == group.name:
+    for c in inspection.of_micro_batch:
+        if c.layer == inspection.layer and c.place == group.name:
             label = f"{c.kind} T x {_symbol(inspection, group, c.shape[-1])} · {format_bytes(c.sent_bytes)}"
             labels.setdefault((_position(inspection, group, c), c.phase), []).append(label)
     bars: dict[str, list[DiagramRow]] = {}

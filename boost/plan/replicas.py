@@ -1,4 +1,4 @@
-"""What one process stores, how rows are sharded over replicas, and the collectives between replicas.
+"""What one process stores, how rows are sharded over replicas, and what that takes: collectives between replicas, and memory.
 
 With `parallel.shard`, each replica stores an equal number of consecutive rows of every matrix; if rows do not divide evenly, the
 last replicas store fewer. All numbers are for the first replica, which stores the most.
@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from boost.config.layouts import Placement, local_shape, placement_of
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.stages import Stage, whole
 from boost.config.traffic import ITEMSIZE, Collective, bucket_lengths
+from boost.plan.categories import GATHERED, WORK
 
 
 class StoredTensor(NamedTuple):
@@ -75,7 +76,7 @@ def stored_tensor(
 
 def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | None = None) -> Sequence[StoredTensor]:
     """Every stored tensor of one process, in forward order. Cached by the fields that they depend on."""
-    of_tp = (getattr(parallel, field) for field in _fields_of_tp(type(parallel)))
+    of_tp = (getattr(parallel, field) for field in type(parallel).model_fields if field not in _NOT_OF_TP)
     key = model, type(parallel), *of_tp, stage
     if key not in _known:
         if len(_known) > 10_000:
@@ -87,11 +88,6 @@ def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | 
 _known: dict[Any, Sequence[StoredTensor]] = {}
 _NOT_OF_TP = ("pp", "dp", "cp", "shard", "shard_outer", "schedule", "virtual", "split", "overlap")
 """Fields of [parallel] that do not affect the tensors of a TP rank."""
-
-
-@functools.cache
-def _fields_of_tp(parallel: type[ParallelConfig]) -> tuple[str, ...]:
-    return tuple(field for field in parallel.model_fields if field not in _NOT_OF_TP)
 
 
 def _stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage) -> Iterator[StoredTensor]:
@@ -152,26 +148,32 @@ def exchange_collectives(config: Config, stages: Sequence[Stage]) -> list[Collec
     return result
 
 
-def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collective]:
-    """Bucketed gradient all-reduces of one optimizer step: partial gradients over TP and DP, complete gradients over DP, and
-    partial gradients of sharded weights over TP."""
-    parallel, dtype, sent = config.parallel, config.train.param_dtype, config.train.sum_dtype
-    stored = [t for stage in stages for t in stored_tensors(config.model, parallel, stage)][::-1]
-    held = [t for t in stored if t.vector or not parallel.sharded]
-    late = [
-        t for t in stored if parallel.sharded and not t.vector and t.placement.partial and not t.over_replicas(parallel)
-    ]
-    result = []
+def reduced_gradients(
+    parallel: ParallelConfig, stored: Sequence[StoredTensor]
+) -> Iterator[tuple[list[StoredTensor], int, str]]:
+    """Yields (tensors, processes, axis) of the gradients that are all-reduced in buckets, from the last tensor to the first:
+    partial gradients over TP and DP, complete gradients over DP, and partial gradients of sharded weights over TP."""
+    whole = [t for t in stored[::-1] if t.vector or not parallel.sharded]
+    shards = [t for t in stored[::-1] if not t.vector and parallel.sharded and not t.over_replicas(parallel)]
     for tensors, processes, axis in (
-        ([t for t in held if t.placement.partial], parallel.tp * parallel.dp_cp, "replicas"),
-        ([t for t in held if not t.placement.partial], parallel.dp_cp, "dp"),
-        (late, parallel.tp, "tp"),
+        ([t for t in whole if t.placement.partial], parallel.tp * parallel.dp_cp, "replicas"),
+        ([t for t in whole if not t.placement.partial], parallel.dp_cp, "dp"),
+        ([t for t in shards if t.placement.partial], parallel.tp, "tp"),
     ):
+        if processes > 1:
+            yield tensors, processes, axis
+
+
+def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collective]:
+    """Bucketed gradient all-reduces of one optimizer step (`reduced_gradients`)."""
+    parallel, dtype, sent = config.parallel, config.train.param_dtype, config.train.sum_dtype
+    stored = [t for stage in stages for t in stored_tensors(config.model, parallel, stage)]
+    result = []
+    for tensors, processes, axis in reduced_gradients(parallel, stored):
         sizes = [t.shard(parallel) for t in tensors]
-        for length in bucket_lengths([size * ITEMSIZE[dtype] for size in sizes]) if processes > 1 else ():
-            result.append(
-                Collective("step", "all-reduce", (sum(sizes[:length]),), sent, processes, "gradients", axis=axis)
-            )
+        for length in bucket_lengths([size * ITEMSIZE[dtype] for size in sizes]):
+            elements = sum(sizes[:length])
+            result.append(Collective("step", "all-reduce", (elements,), sent, processes, "gradients", axis=axis))
             sizes = sizes[length:]
     return result
 
@@ -224,3 +226,104 @@ def _units(config: Config, stage: Stage) -> Iterator[tuple[int | None, int, int,
             if of_shard := elements[unit, over_replicas]:
                 processes = parallel.dp_cp * (parallel.tp if over_replicas else 1)
                 yield unit, processes * of_shard, processes, axis
+
+
+END = "end"
+"""Key of the embedding at the end of a backward pass."""
+
+BytesByUnit = Callable[[int | str | None], dict[str, int]]
+"""Unit (block, None for the head, or END) -> bytes in addition to shards while it runs, by category."""
+
+
+class Shards:
+    """Memory of gathered weights and unreduced gradients on one process."""
+
+    def __init__(self, config: Config, stages: Sequence[Stage], stored: Mapping[int, Sequence[StoredTensor]]) -> None:
+        """`stored`: the stored tensors of each stage, by stage index."""
+        self.parallel, train = config.parallel, config.train
+        self.enabled = self.parallel.sharded
+        self.stages = stages
+        self.compute, self.stored = ITEMSIZE[train.compute_dtype], ITEMSIZE[train.param_dtype]
+        self.units: dict[tuple[int, int | str | None], int] = {}
+        """Elements of each unit, by (stage, block or None)."""
+        self.shards: Counter[tuple[int, int | str | None]] = Counter()
+        """Elements of the shard of each unit."""
+        self.vectors: Counter[int] = Counter()
+        for stage in stages:
+            for tensor in stored[stage.index] if self.enabled else ():
+                if tensor.shard_count(self.parallel) > 1:
+                    key = stage.index, tensor.unit
+                    self.units[key] = self.units.get(key, 0) + tensor.elements
+                    self.shards[key] += tensor.shard(self.parallel)
+                else:
+                    self.vectors[stage.index] += tensor.elements
+        self.ends = sum(elements for (_, unit), elements in self.units.items() if unit is None)
+        """Elements of embedding and head together."""
+        self.blocks = {
+            stage.index: {
+                unit: n for (index, unit), n in self.units.items() if index == stage.index and isinstance(unit, int)
+            }
+            for stage in stages
+        }
+        """Elements of each block, by stage."""
+        self.full = self.enabled and self.parallel.shard == "full"
+        self.has_pipeline = self.parallel.pp > 1
+
+    @property
+    def scatters_each(self) -> bool:
+        """Whether gradients are reduce-scattered after every micro-batch."""
+        return self.full and not self.has_pipeline
+
+    def gradients(self, stage: Stage, done: int) -> int:
+        """Bytes of a stage's gradients after `done` backward passes."""
+        if not done:
+            return 0
+        held_bytes = self.vectors[stage.index] * self.stored
+        if self.scatters_each:
+            return held_bytes + sum(n for (index, _), n in self.shards.items() if index == stage.index) * self.stored
+        return held_bytes + sum(n for (index, _), n in self.units.items() if index == stage.index) * self.stored
+
+    def forward(self, stage: Stage, in_flight: Counter[int], backward_done: Sequence[int]) -> BytesByUnit:
+        """Bytes held during a forward pass."""
+        later = any(in_flight.values()) or any(backward_done)
+
+        def held(unit: int | str | None) -> dict[str, int]:
+            if not self.enabled:
+                return {}
+            held_bytes = later and not self.scatters_each
+            newest = 0 if held_bytes or self.full else self.units.get((stage.index, int(unit or 0)), 0) * self.compute
+            return {GATHERED: self._gathered(stage, unit, held_bytes) + newest}
+
+        return held
+
+    def backward(self, stage: Stage, last: bool) -> BytesByUnit:
+        """Bytes held during a backward pass; `last`: the last one of the step. END: after the embedding's backward pass."""
+        scatters = not self.has_pipeline and (self.full or last)
+
+        def held(unit: int | str | None) -> dict[str, int]:
+            if not self.enabled:
+                return {}
+            result = {GATHERED: self._gathered(stage, unit, self.has_pipeline or not scatters)}
+            if scatters and unit is not None:
+                result[WORK] = self.units.get((stage.index, None if unit == END else unit), 0) * self.stored
+            return result
+
+        return held
+
+    def new_gradients(self, stage: Stage, unit: int | None, last: bool, usual: int) -> int:
+        """Bytes of gradients after a unit's first backward pass: `usual`, or those of the shards if gradients are scattered."""
+        if not self.enabled or self.has_pipeline or not (self.full or last):
+            return usual
+        return self.shards[stage.index, unit] * self.stored
+
+    def _gathered(self, stage: Stage, unit: int | str | None, all_of_it: bool) -> int:
+        """Bytes of gathered weights, including the flat tensor of the most recently gathered unit."""
+        if all_of_it:
+            return sum(self.units.values()) * self.compute
+        ends, blocks = self.ends, self.blocks[stage.index]
+        if unit == END:
+            return ends * self.compute
+        if self.full:
+            newest = max(blocks.values(), default=0) if unit is None else 2 * blocks[int(unit)]
+            return (ends + newest) * self.compute
+        return (ends + sum(n for b, n in blocks.items() if unit is None or b <= int(unit))) * self.compute

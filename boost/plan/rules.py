@@ -35,15 +35,8 @@ from boost.plan.work import (
 # Element-wise operations.
 
 
-def _broadcast(operands: Sequence[ShapeTensor]) -> Shape:
-    if len(operands) == 1 or all(x.shape == operands[0].shape for x in operands):
-        return operands[0].shape
-    return _broadcast_shapes(*(x.shape for x in operands))
-
-
-@functools.lru_cache(maxsize=8192)
-def _broadcast_shapes(*shapes: Shape) -> Shape:
-    return np.broadcast_shapes(*shapes)  # torch.broadcast_shapes imports symbolic shapes first: half a second
+# torch.broadcast_shapes imports symbolic shapes first: half a second.
+_broadcast_shapes = functools.lru_cache(maxsize=8192)(np.broadcast_shapes)
 
 
 def _promoted(operands: Sequence[ShapeTensor]) -> torch.dtype:
@@ -52,14 +45,6 @@ def _promoted(operands: Sequence[ShapeTensor]) -> torch.dtype:
         if x.dtype != dtype and x.shape:
             dtype = torch.promote_types(dtype, x.dtype)
     return dtype
-
-
-def _strides(operands: Sequence[ShapeTensor], shape: Shape) -> Shape:
-    """Strides of the output: those of the first operand that has its shape, made dense."""
-    for x in operands:
-        if x.shape == shape:
-            return contiguous(shape) if x.is_contiguous() else _dense(shape, x.strides)
-    return contiguous(shape)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -75,9 +60,11 @@ def _moved(operands: Sequence[ShapeTensor], numel: int, dtype: torch.dtype, writ
 
 
 def _made(operation: str, operands: Sequence[ShapeTensor], kernel: str = STREAM) -> ShapeTensor:
-    shape, dtype = _broadcast(operands), _promoted(operands)
+    shape, dtype = _broadcast_shapes(*(x.shape for x in operands)), _promoted(operands)
     moves = _moved(operands, math.prod(shape), dtype)
-    strides = _strides(operands, shape)
+    # The first operand that has this shape determines the order of its dimensions.
+    like = next((x for x in operands if x.shape == shape), None)
+    strides = contiguous(shape) if like is None or like.is_contiguous() else _dense(shape, like.strides)
     return make(operands[0], shape, operation, moves, dtype=dtype, inputs=operands, kernel=kernel, strides=strides)
 
 
@@ -104,7 +91,7 @@ def in_place(x: ShapeTensor, *operands: Any) -> ShapeTensor:
     """In-place update of x."""
     _require_no_graph("in-place operation", (x, *operands))
     if not x.is_small:
-        read = [x, *(each for each in operands if isinstance(each, ShapeTensor))]
+        read = [x, *(y for y in operands if isinstance(y, ShapeTensor))]
         x.tape.record_op(STREAM, (x.numel_,), x.dtype, _moved(read, x.numel_, x.dtype))
     return x
 
@@ -216,7 +203,7 @@ def addcmul(bias: ShapeTensor, x: ShapeTensor, weight: ShapeTensor) -> ShapeTens
 # Sums.
 
 
-@rule("reduce")
+@rule("sum")
 def reduce(
     x: ShapeTensor, dim: int | None = None, kernel: str = REDUCE, dtype: torch.dtype | None = None
 ) -> ShapeTensor:
@@ -461,7 +448,7 @@ def attention(
 
     def backward(g: Sequence[Any], s: Sequence[ShapeTensor]) -> Sequence[Any]:
         tape.record_op(ATTENTION_BACKWARD, shape, g[0].dtype)
-        return [make(each, each.shape, "attention_backward", strides=_by_tokens(each.shape)) for each in s[:3]]
+        return [make(x, x.shape, "attention_backward", strides=_by_tokens(x.shape)) for x in s[:3]]
 
     kept = [q, k, v, *([attn_mask] if isinstance(attn_mask, ShapeTensor) else [])]
     return record(made, [q, k, v], backward, kept, saves_result=lambda _: both)
@@ -505,6 +492,9 @@ def zeros(
 # The collectives of boost.parallel.collectives, and its variants for CPU processes.
 
 
+_ops = torch.ops._c10d_functional
+
+
 def _issue(kind: str, payload: Shape, made: Shape, x: ShapeTensor, group: str) -> ShapeTensor:
     axis, _, processes = group.partition(" ")
     x.tape.record_collective(kind, payload, x.dtype, int(processes), axis)
@@ -514,32 +504,17 @@ def _issue(kind: str, payload: Shape, made: Shape, x: ShapeTensor, group: str) -
     return result
 
 
-_ops = torch.ops._c10d_functional
-
-
-@rule(_ops.all_reduce)
-def all_reduce(x: ShapeTensor, op: str, group: str) -> ShapeTensor:
+@rule(_ops.all_reduce, torch.ops.boost.all_reduce)
+def all_reduce(x: ShapeTensor, _: Any, group: str) -> ShapeTensor:
     """[...] -> [...], summed over the group."""
     return _issue(ALL_REDUCE, x.shape, x.shape, x, group)
 
 
-@rule(torch.ops.boost.all_reduce)
-def sum_of_two(x: ShapeTensor, at_once: bool, group: str) -> ShapeTensor:
-    """The same for two CPU processes."""
-    return _issue(ALL_REDUCE, x.shape, x.shape, x, group)
-
-
-@rule(_ops.all_gather_into_tensor)
-def all_gather(x: ShapeTensor, processes: int, group: str) -> ShapeTensor:
-    """[n, ...] -> [p n, ...]."""
+@rule(_ops.all_gather_into_tensor, torch.ops.boost.all_gather)
+def all_gather(x: ShapeTensor, processes: int, *others: Any) -> ShapeTensor:
+    """[n, ...] -> [p n, ...]. The group comes last."""
     gathered = (x.shape[0] * processes, *x.shape[1:])
-    return _issue(ALL_GATHER, gathered, gathered, x, group)
-
-
-@rule(torch.ops.boost.all_gather)
-def gather_on_cpu(x: ShapeTensor, processes: int, at_once: bool, group: str) -> ShapeTensor:
-    """The same for CPU processes."""
-    return all_gather(x, processes, group)
+    return _issue(ALL_GATHER, gathered, gathered, x, others[-1])
 
 
 @rule(_ops.reduce_scatter_tensor)
@@ -554,16 +529,10 @@ def scatter_on_cpu(x: ShapeTensor, processes: int, at_once: bool, group: str) ->
     return reduce_scatter(x, "sum", processes, group)
 
 
-@rule(_ops.all_to_all_single)
-def all_to_all(x: ShapeTensor, received: Sequence[int], sent: Sequence[int], group: str) -> ShapeTensor:
-    """[...] -> [...]; sends rows to every process and receives rows from every process."""
-    return _issue(ALL_TO_ALL, x.shape, x.shape, x, group)
-
-
-@rule(torch.ops.boost.all_to_all)
-def exchange_on_cpu(x: ShapeTensor, processes: int, at_once: bool, group: str) -> ShapeTensor:
-    """The same for CPU processes."""
-    return _issue(ALL_TO_ALL, x.shape, x.shape, x, group)
+@rule(_ops.all_to_all_single, torch.ops.boost.all_to_all)
+def all_to_all(x: ShapeTensor, *others: Any) -> ShapeTensor:
+    """[...] -> [...]; sends rows to every process and receives rows from every process. The group comes last."""
+    return _issue(ALL_TO_ALL, x.shape, x.shape, x, others[-1])
 
 
 @rule(_ops.wait_tensor)

@@ -21,7 +21,6 @@ from boost.errors import ConfigError
 from boost.plan.candidates import (
     POLICIES,
     Request,
-    Variants,
     context_sizes,
     divisors,
     legal,
@@ -30,7 +29,7 @@ from boost.plan.candidates import (
     structures,
 )
 from boost.plan.categories import OPTIMIZER, WEIGHTS
-from boost.plan.peak import PeakMemory, peak
+from boost.plan.memory import PeakMemory, peak
 from boost.plan.step_time import StepTime
 from boost.plan.timing import Predictor
 from boost.plan.trace import trace_block, trace_loss, traced_values
@@ -40,12 +39,6 @@ AXES = ("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp")
 
 FEW_BLOCKS = 3
 """With fewer blocks per stage, full recomputation may need more memory than saving activations."""
-
-MIN_FRACTION = 0.75
-"""Minimum fraction of the GPUs to use, if the batch does not divide over all of them."""
-
-MAX_TRIES = 2
-"""How many smaller GPU counts to try."""
 
 Test = Callable[[Config], bool]
 Tick = Callable[[int, int], None]
@@ -94,7 +87,7 @@ class _SearchNode:
     exact: bool = False
     """Whether `bound` is the predicted time rather than a lower bound."""
     children: list[tuple[float, Config]] | None = None
-    """Candidates that may fit, by step time; None until the node is visited."""
+    """Candidates with their step times, by time; None until the node is visited, empty if even the smallest does not fit."""
 
 
 @dataclass
@@ -105,10 +98,7 @@ class Search:
     tick: Tick | None = None
     considered: int = 0
     """Number of candidates considered."""
-    time_estimates: int = 0
-    """Number of step-time predictions so far."""
-    memory_estimates: int = 0
-    """Number of memory predictions so far."""
+
     _nodes: list[_SearchNode] = field(default_factory=list)
     _peaks: dict[Any, tuple[PeakMemory, int]] = field(default_factory=dict)
     _oom_states: dict[Any, int] = field(default_factory=dict)
@@ -117,7 +107,7 @@ class Search:
     """Smallest micro-batch at which no candidate fits, by structure and by mesh; 0: no micro-batch fits."""
 
     def __post_init__(self) -> None:
-        self.predictor, self._variants = Predictor(self.request.hardware), Variants(self.request)
+        self.predictor = Predictor(self.request.hardware)
         self.usable = self.request.allowed_bytes
         self._limits: dict[tuple[Any, ...], tuple[int, float]] = {}
         """(largest micro-batch that may fit, smallest one that does not), by traced values of [parallel]."""
@@ -161,12 +151,16 @@ class Search:
                     return self.plan(first)
             elif not first.exact:
                 # Replaces the lower bound with the predicted time, and queues the node again.
-                self.time_estimates += 1
-                without = self._variants.of(first.config.parallel, first.config.train.micro_batch)
+                without = self.request.variant(first.config.parallel, first.config.train.micro_batch)
                 first.bound, first.exact = self.predictor.predict(without).seconds, True
                 heapq.heappush(waiting, (first.bound, next(numbers), first))
             else:
-                for seconds, config in self._expand(first):
+                if first.children is None:
+                    configs = self._legal_variants(first.config.parallel, first.config.train.micro_batch)
+                    full = self._out_of_memory(first, min(configs, key=_memory_rank))
+                    timed = [(self.predictor.predict(config).seconds, config) for config in configs if not full]
+                    first.children = sorted(timed, key=lambda child: child[0])
+                for seconds, config in first.children:
                     if test(config):
                         heapq.heappush(waiting, (seconds, next(numbers), config))
         return None
@@ -194,9 +188,8 @@ class Search:
 
     def fits(self, config: Config) -> bool:
         """Whether every pipeline rank fits in memory."""
-        key = self._key(config)
+        key = (config.parallel, config.train)
         if key not in self._peaks and key not in self._oom_states:
-            self.memory_estimates += 1
             held = list[tuple[PeakMemory, int]]()
             for rank in peak_ranks(config):
                 held.append((peak(config, rank, self.predictor.on_gpu, self.usable), rank))
@@ -209,15 +202,10 @@ class Search:
 
     def peak_memory(self, config: Config) -> tuple[PeakMemory, int]:
         """(peak memory, pipeline rank) of the rank that needs the most."""
-        key = self._key(config)
+        key = (config.parallel, config.train)
         if key not in self._peaks:
-            self.memory_estimates += 1
             self._peaks[key] = max_peak(config, self.predictor.on_gpu)
         return self._peaks[key]
-
-    @staticmethod
-    def _key(config: Config) -> tuple[str, str]:
-        return repr(config.parallel), repr(config.train)
 
     def _list(self, parallel: ParallelConfig) -> None:
         """Adds the nodes of one structure, one per micro-batch size."""
@@ -229,32 +217,20 @@ class Search:
                 return  # the smallest micro-batch stays in the list, so that its shortfall can be reported
             choices = list(policies(self.request, parallel))
             config = next(
-                (c for policy in choices if legal(c := self._variants.of(parallel, micro_batch, *policy))), None
+                (c for policy in choices if legal(c := self.request.variant(parallel, micro_batch, *policy))), None
             )
             if config is None:
                 continue
             self.considered += 1 if parallel.schedule == "zero-bubble" else len(choices)
-            without = self._variants.of(parallel, micro_batch)
+            without = self.request.variant(parallel, micro_batch)
             best = self._smallest_structure.get(_mesh(parallel), parallel)
             self._smallest_structure[_mesh(parallel)] = min(best, parallel, key=_schedule_rank)
             self._nodes.append(_SearchNode(self.predictor.lower_bound(without), config))
 
     def _legal_variants(self, parallel: ParallelConfig, micro_batch: int) -> list[Config]:
         """The legal configurations that differ only in recomputation."""
-        variants = (self._variants.of(parallel, micro_batch, *policy) for policy in policies(self.request, parallel))
+        variants = (self.request.variant(parallel, micro_batch, *policy) for policy in policies(self.request, parallel))
         return [config for config in variants if legal(config)]
-
-    def _expand(self, node: _SearchNode) -> list[tuple[float, Config]]:
-        """Returns the children of a node with their step times; empty if even the smallest does not fit."""
-        if node.children is None:
-            configs = self._legal_variants(node.config.parallel, node.config.train.micro_batch)
-            if self._out_of_memory(node, min(configs, key=_memory_rank)):
-                node.children = []
-            else:
-                self.time_estimates += len(configs)
-                timed = [(self.predictor.predict(config).seconds, config) for config in configs]
-                node.children = sorted(timed, key=lambda child: child[0])
-        return node.children
 
     def _out_of_memory(self, node: _SearchNode, smallest: Config) -> bool:
         """Whether no child fits: tests the smallest structure of the mesh first, then the node's own."""
@@ -266,11 +242,11 @@ class Search:
             self._legal_variants(self._smallest_structure[_mesh(parallel)], micro_batch), key=_memory_rank, default=None
         )
         asked = [(_mesh(parallel), of_mesh)] if of_mesh is not None else []
-        for place, config in (*asked, (repr(parallel), smallest)):
+        for place, config in (*asked, (parallel, smallest)):
             if micro_batch >= self._smallest_oom_batch.get(place, micro_batch + 1):
                 return True
             if not self.fits(config):
-                states = self._oom_states.get(self._key(config), 0)
+                states = self._oom_states.get((config.parallel, config.train), 0)
                 self._smallest_oom_batch[place] = 0 if states > self.usable else micro_batch
                 return True
         return False
@@ -378,11 +354,10 @@ def require_legal(search: Search) -> None:
         sizes = ", ".join(map(str, _tp_sizes(search))) or "none"
         problem = problem.partition("; nearest valid value")[0]
         raise ConfigError(f"{problem}; TP sizes that also divide --gpus = {request.gpus}: {sizes}")
-    variants = Variants(request)
     for parallel in structures(request):
         for micro_batch in (*micro_batches(request, parallel.dp), 1):
             for policy in policies(request, parallel):
-                rules.check(variants.of(parallel, micro_batch, *policy))
+                rules.check(request.variant(parallel, micro_batch, *policy))
     raise ConfigError(
         f"no mesh of {request.gpus} GPUs is legal for model.layers = {request.base.model.layers} and these choices; fix fewer"
     )
@@ -427,33 +402,6 @@ def _tp_problem(search: Search, tp: int) -> str:
     return said
 
 
-# Other sizes than those asked for.
-
-
-def with_fewer_gpus(request: Request, best: Plan | None) -> tuple[Search, Plan] | None:
-    """Returns the search and the fastest plan on fewer GPUs if it beats `best`, the plan on all of them; else None.
-
-    The batch may divide better over fewer GPUs: 6 of 7 may be faster than all 7.
-    """
-    faster: tuple[Search, Plan] | None = None
-    for gpus in fewer_gpus(request):
-        search = Search(replace(request, gpus=gpus))
-        plan = search.fastest()
-        if plan is not None and (best is None or plan.time.seconds < best.time.seconds):
-            faster, best = (search, plan), plan
-    return faster
-
-
-def fewer_gpus(request: Request) -> list[int]:
-    """GPU counts to try: those that share the largest factor with the global batch, larger counts first. Empty if the batch divides
-    evenly over all GPUs, or if the mesh is fixed."""
-    gpus, batch = request.gpus, request.base.train.global_batch
-    if batch % gpus == 0 or request.fixed & set(AXES):
-        return []
-    fewer = range(max(math.ceil(MIN_FRACTION * gpus), 1), gpus)
-    return sorted(fewer, key=lambda n: (-math.gcd(batch, n) / n, -n))[:MAX_TRIES]
-
-
 def where_it_fits(search: Search) -> str:
     """For a model that does not fit: the number of GPUs, or the sequence length, at which it does."""
     request = search.request
@@ -483,13 +431,13 @@ def any_fits(request: Request) -> bool:
         parallel = request.base.parallel.model_copy(update={"overlap": "none"})
         base = request.base.model_copy(update={"parallel": parallel})
         request = replace(request, base=base, fixed=request.fixed | {"parallel.overlap"})
-    variants, usable, on_gpu = Variants(request), request.allowed_bytes, request.hardware.is_gpu
+    usable, on_gpu = request.allowed_bytes, request.hardware.is_gpu
     every = request.choices("train.recompute_every", (1,))[0]
     for parallel in structures(request):
         if parallel.schedule != "1f1b" and "parallel.schedule" not in request.fixed:
             continue
         for policy in request.choices("train.recompute", POLICIES[::-1]):
-            config = variants.of(parallel, 1, policy, every)
+            config = request.variant(parallel, 1, policy, every)
             if legal(config) and all(peak(config, rank, on_gpu).total <= usable for rank in peak_ranks(config)):
                 return True
     return False

@@ -53,7 +53,10 @@ class ShapeTensor:
         return answer(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        raise NoRuleError(f"no rule for the tensor method '{name}'; add one to boost.plan.shape_tensor")
+        """A method that is not defined here has a rule of its name."""
+        if name not in RULES:
+            raise NoRuleError(f"no rule for the tensor method '{name}'; add one to boost.plan.rules")
+        return functools.partial(RULES[name], self)
 
     # Properties.
 
@@ -210,15 +213,15 @@ class ShapeTensor:
     def __getitem__(self, key: Any) -> "ShapeTensor":
         assert self.node is None or not torch.is_grad_enabled(), "no rule for indexing under autograd"
         shape, strides, dim = [], [], 0
-        for each in key if isinstance(key, tuple) else (key,):
-            if each is None:
+        for index in key if isinstance(key, tuple) else (key,):
+            if index is None:
                 shape.append(1)
                 strides.append(1)
                 continue
-            if isinstance(each, slice):
-                length = len(range(*each.indices(self.shape[dim])))
+            if isinstance(index, slice):
+                length = len(range(*index.indices(self.shape[dim])))
                 shape.append(length)
-                strides.append(self.strides[dim] * (each.step or 1))
+                strides.append(self.strides[dim] * (index.step or 1))
             dim += 1
         return self.as_view((*shape, *self.shape[dim:]), (*strides, *self.strides[dim:]))
 
@@ -305,9 +308,6 @@ class ShapeTensor:
     def square_(self) -> "ShapeTensor":
         return RULES["in_place"](self)
 
-    def exp_(self) -> "ShapeTensor":
-        return RULES["exp_"](self)
-
     def clamp(self, *_: Any) -> "ShapeTensor":
         return RULES["elementwise"]("clamp", self)
 
@@ -319,23 +319,11 @@ class ShapeTensor:
     def addcmul_(self, first: "ShapeTensor", second: "ShapeTensor", value: float = 1) -> "ShapeTensor":
         return RULES["in_place"](self, first, second)
 
-    def addmm_(self, a: "ShapeTensor", b: "ShapeTensor") -> "ShapeTensor":
-        return RULES["addmm_"](self, a, b)
-
-    def sum(self, dim: int | None = None, dtype: torch.dtype | None = None) -> "ShapeTensor":
-        return RULES["reduce"](self, dim, dtype=dtype)
-
-    def logsumexp(self, dim: int) -> "ShapeTensor":
-        return RULES["logsumexp"](self, dim)
-
     def gather(self, dim: int, index: "ShapeTensor") -> "ShapeTensor":
         return RULES["elementwise"]("gather", index)
 
     def scatter_add_(self, dim: int, index: "ShapeTensor", values: "ShapeTensor") -> "ShapeTensor":
         return self
-
-    def repeat_interleave(self, times: int, dim: int) -> "ShapeTensor":
-        return RULES["repeat_interleave"](self, times, dim)
 
 
 RULES: dict[Any, Any] = {}
@@ -395,8 +383,8 @@ def origin(tape: Tape, operation: str, inputs: Sequence[ShapeTensor]) -> tuple[s
     if tape.scope:
         return tape.scope, ""
     held = [x.storage for x in inputs if x.storage is not None]
-    roles = [each.role for each in held if each.role]
-    return category_of(operation, roles, [each.category for each in held if not each.role])
+    roles = [storage.role for storage in held if storage.role]
+    return category_of(operation, roles, [storage.category for storage in held if not storage.role])
 
 
 def record(

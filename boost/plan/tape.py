@@ -2,8 +2,8 @@
 
 A `ShapeTensor` (`boost.plan.shape_tensor`) has a shape and a dtype but no data. Like a real tensor, it lives as long as something
 references it: Python frames, saved tensors, gradients in flight. The real decoder runs on such tensors, so memory follows from the
-real code. `Tape.live` counts live bytes and `Tape.lives` lists them over time; `Tape.log` lists operations, and `Tape.collectives`
-lists collectives by phase.
+real code. `Tape.live` counts live bytes and `Tape.peak` is their maximum in a pass; `Tape.log` lists operations, and
+`Tape.collectives` lists collectives by phase.
 
 As in torch, the backward pass runs the latest node first, frees its saved tensors afterwards, and accumulates gradients out of
 place. It recomputes a checkpointed function when its first saved tensor is needed, and stops at the last saved tensor.
@@ -59,8 +59,8 @@ class Flight(NamedTuple):
 def work_of(log: Iterable[Operation]) -> Counted:
     """Counts how often each operation of a log runs."""
     counts: dict[Operation, int] = {}
-    for each in log:
-        counts[each] = counts.get(each, 0) + each.times
+    for operation in log:
+        counts[operation] = counts.get(operation, 0) + operation.times
     work: Counted = Counter()
     for (shape, kernel, dtype, moves, place, phase, _), times in counts.items():
         work[Work.of(kernel, shape, name_of(dtype), moves, place, phase)] += times
@@ -89,8 +89,8 @@ class ShapeStorage:
     def __init__(self, tape: "Tape", size: int, category: str, role: str) -> None:
         self.tape, self.bytes, self.category, self.role = tape, size, category, role
         live = tape.live = tape.live + size
-        tape.lives.append(live)
-        tape.first_lives.append(live + tape.new_gradients)
+        tape.peak = max(tape.peak, live)
+        tape.first_peak = max(tape.first_peak, live + tape.new_gradients)
 
     def __del__(self) -> None:
         self.tape.live -= self.bytes
@@ -148,12 +148,12 @@ class Tape:
         Tensors up to either size are too small to count as work, and so is the norm statistic that `processes` processes exchange.
         """
         self.live = 0
-        self.lives: list[int] = [0]
-        """Live bytes at the start of the pass and after each allocation."""
+        self.peak = 0
+        """Most live bytes of the pass."""
         self.new_gradients = 0
         """Bytes of weight gradients so far, for a first micro-batch, whose gradients stay allocated."""
-        self.first_lives: list[int] = [0]
-        """`lives` for a first micro-batch, whose weight gradients stay allocated."""
+        self.first_peak = 0
+        """`peak` for a first micro-batch, whose weight gradients stay allocated."""
         self.alive: dict[int, Held] = {}
         self.place = ""
         """`Work.place` of the operations that follow, and of their gradients."""
@@ -187,16 +187,13 @@ class Tape:
         torch._C._set_grad_enabled(mode)
 
     def begin_pass(self) -> None:
-        """Starts a new list of live bytes."""
-        self.lives, self.first_lives, self.new_gradients = [self.live], [self.live], 0
+        """Starts to look for the peak of a pass."""
+        self.peak = self.first_peak = self.live
+        self.new_gradients = 0
 
-    def lives_above(self, held: int) -> tuple[int, ...]:
-        """Live bytes during this pass, in addition to `held`."""
-        return tuple(live - held for live in self.lives)
-
-    def first_lives_above(self, held: int) -> tuple[int, ...]:
-        """The same for a first micro-batch, whose weight gradients stay allocated."""
-        return tuple(live - held for live in self.first_lives)
+    def peaks_above(self, held: int) -> tuple[int, int]:
+        """Peaks of this pass in addition to `held`: of a later and of a first micro-batch."""
+        return self.peak - held, self.first_peak - held
 
     def record_op(self, kernel: str, shape: tuple[int, ...], dtype: torch.dtype, moves: float = 0.0) -> None:
         """Records an operation. Arguments are those of `Work.of`."""
@@ -206,12 +203,13 @@ class Tape:
     def unrecorded(self) -> Iterator[list[Operation]]:
         """Context that records operations only in the list it yields. Memory that is allocated in it must be freed in it."""
         before, done = len(self.log), list[Operation]()
-        lives, first_lives, live = len(self.lives), len(self.first_lives), self.live
+        peaks, live = (self.peak, self.first_peak), self.live
         try:
             yield done
         finally:
             done += self.log[before:]
-            del self.log[before:], self.lives[lives:], self.first_lives[first_lives:]
+            del self.log[before:]
+            self.peak, self.first_peak = peaks
             assert self.live == live, "memory was not freed"
 
     def record_collective(
@@ -372,7 +370,7 @@ class Tape:
             else:
                 new_bytes = node.widening * sum(g.storage.bytes for g in gradients if g is not None)
                 if node.widening > 1:
-                    self.first_lives.append(self.live + self.new_gradients + new_bytes)
+                    self.first_peak = max(self.first_peak, self.live + self.new_gradients + new_bytes)
                 gradients.clear()
                 self.new_gradients += new_bytes
             return []

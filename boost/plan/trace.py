@@ -6,8 +6,9 @@ element-wise work, collectives, saved tensors and peak memory all come from one 
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from boost.config.architecture import first_alike
 from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName, TrainConfig
 from boost.config.stages import Stage
+from boost.config.traffic import Collective
 from boost.models import kernels
 from boost.models.attention import Context
 from boost.models.decoder import Decoder, TransformerBlock
@@ -22,8 +24,61 @@ from boost.models.interface import NO_RECOMPUTE, Stream, interleave
 from boost.parallel.recompute import policies
 from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
 from boost.plan.shape_tensor import ShapeTensor, contiguous
-from boost.plan.traced import Lives, TracedPass, scaled_pass
+from boost.plan.tape import Flight, Held, Operation, work_of
 from boost.plan.tracer import TracedLayout, Tracer
+from boost.plan.work import Counted
+
+
+@dataclass(frozen=True)
+class PassOps:
+    """Operations of one micro-batch in one block, the loss or the embedding, on one process."""
+
+    log: tuple[Operation, ...]
+    collectives: tuple[Collective, ...]
+    flights: tuple[Flight, ...]
+    """Starts of and waits for collectives."""
+
+    @functools.cached_property
+    def work(self) -> Counted:
+        """Counts how often each operation runs."""
+        return work_of(self.log)
+
+
+@dataclass(frozen=True)
+class TracedPass(PassOps):
+    """Operations and memory of a pass; sizes in bytes."""
+
+    saved: tuple[Held, ...]
+    """Tensors saved for the backward pass, except latents of the previous block."""
+    input_bytes: int
+    """Bytes of the inputs."""
+    output_bytes: int
+    """Bytes of the outputs; their gradients take as many."""
+    forward: int
+    """Peak of the forward pass, in addition to memory held at its start (including inputs)."""
+    backward: int
+    """Peak of the backward pass, in addition to saved tensors and output gradients."""
+    first_backward: int
+    """The same for a first micro-batch, whose weight gradients stay allocated."""
+    new_gradients: int
+    """Bytes of weight gradients."""
+    input_backward: int = 0
+    """The same as `backward` if weight gradients are deferred (zero bubble)."""
+    deferred: int = 0
+    """Bytes of output gradients held for deferred weight gradients, in addition to `saved`."""
+    prev_saved: tuple[int, ...] = ()
+    """Bytes of each latent of the previous block that this block keeps alive; 0 if it does not."""
+    latents_saved: tuple[bool, ...] = ()
+    """Whether each latent for the next block is in `saved`."""
+
+    @functools.cached_property
+    def by_category(self) -> Counter[str]:
+        """Bytes of `saved` by category."""
+        sums: Counter[str] = Counter()
+        for held in self.saved:
+            sums[held.category] += held.bytes
+        return sums
+
 
 IGNORED_FIELDS = {
     "parallel": ("pp", "dp", "shard", "shard_outer", "schedule", "virtual", "split"),
@@ -44,34 +99,14 @@ def trace_block(
     `on_gpu`: the device fuses each chain of element-wise operations into one kernel by default (train.compile). `split_backward`:
     the backward pass defers weight gradients (zero bubble), which sets `input_backward` and `deferred`.
 
-    Large micro-batches are not run, but derived from two smaller ones (`scaled_pass`).
-
     Raises NoRuleError if the model uses an operation without a rule.
     """
-    micro_batch, run = config.train.micro_batch, run_micro_batches(config)
-    if micro_batch <= max(run):
-        return run_block(config, layer, policy, on_gpu, split_backward)
-
-    def compute(bare: Config, gathered: bool) -> TracedPass:
-        small, large = (run_block(with_micro_batch(config, n), layer, policy, on_gpu, split_backward) for n in run)
-        scaled = scaled_pass(small, large, run, micro_batch)
-        return scaled or run_block(config, layer, policy, on_gpu, split_backward)
-
-    traced: TracedPass = cached_trace(config, ("scaled", layer, policy, on_gpu, split_backward))(compute)
-    return traced
-
-
-def run_block(
-    config: Config, layer: int, policy: RecomputeName, on_gpu: bool = False, split_backward: bool = False
-) -> TracedPass:
-    """Runs block `layer` on tensors without data. Arguments are those of `trace_block`."""
-    traced = cached_trace(config, ("block", layer, policy, on_gpu))(
-        lambda bare, gathered: _trace_block(Tracer(bare, gathered, on_gpu), layer, policy)
-    )
+    key = layer, policy, on_gpu
+    traced = _cached(config, ("block", *key), on_gpu, lambda tracer: _trace_block(tracer, layer, policy))
     if not split_backward:
         return traced
-    return cached_trace(config, ("zero bubble", layer, policy, on_gpu))(
-        lambda bare, gathered: _with_split_backward(traced, Tracer(bare, gathered, on_gpu), layer, policy)
+    return _cached(
+        config, ("zero bubble", *key), on_gpu, lambda tracer: _with_split_backward(traced, tracer, layer, policy)
     )
 
 
@@ -88,25 +123,12 @@ def alike(model: ModelConfig, layer: int) -> int:
 
 def trace_loss(config: Config, on_gpu: bool = False) -> TracedPass:
     """Trace of final norm, head and loss."""
-    return cached_trace(_with_whole_backward(config), ("loss", on_gpu))(
-        lambda bare, gathered: _trace_loss(Tracer(bare, gathered, on_gpu))
-    )
+    return _cached(_with_whole_backward(config), ("loss", on_gpu), on_gpu, _trace_loss)
 
 
 def trace_embedding(config: Config) -> TracedPass:
-    """Trace of the embedding; for large micro-batches, derived as for blocks."""
-    config = _with_whole_backward(config)
-    micro_batch, run = config.train.micro_batch, run_micro_batches(config)
-
-    def compute(bare: Config, gathered: bool) -> TracedPass:
-        if micro_batch > max(run):
-            small, large = (trace_embedding(with_micro_batch(config, n)) for n in run)
-            if scaled := scaled_pass(small, large, run, micro_batch):
-                return scaled
-        return _trace_embedding(Tracer(bare, gathered, False))
-
-    traced: TracedPass = cached_trace(config, ("embedding",))(compute)
-    return traced
+    """Trace of the embedding."""
+    return _cached(_with_whole_backward(config), ("embedding",), False, _trace_embedding)
 
 
 def _with_whole_backward(config: Config) -> Config:
@@ -120,65 +142,37 @@ def _with_whole_backward(config: Config) -> Config:
     )
 
 
-# Other micro-batches.
-
-RUN_MICRO_BATCHES = (2, 4)
-"""Micro-batches that are run, to see how sizes scale. Not 1: a dimension of size 1 avoids copies that all others need."""
-
-
-def run_micro_batches(config: Config) -> tuple[int, int]:
-    """RUN_MICRO_BATCHES of this configuration, doubled if a micro-batch runs as two halves."""
-    parts = 1 if config.parallel.overlap == "none" else 2
-    low, high = RUN_MICRO_BATCHES
-    return parts * low, parts * high
-
-
-def with_micro_batch(config: Config, micro_batch: int) -> Config:
-    """Returns the configuration with another micro-batch."""
-    return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": micro_batch})})
-
-
 # Cache.
 
-_TRACES: dict[Any, Any] = {}
+_TRACES: dict[Any, TracedPass] = {}
 _MODULES: dict[Any, Any] = {}
 """Modules on the meta device, by model, [parallel] and module."""
 _MAX_TRACES = 20_000
 
 
-def cached_trace(config: Config, key: Any) -> Callable[[Callable[[Config, bool], Any]], Any]:
-    """Caches a computation on a configuration. Configurations that differ only in IGNORED_FIELDS share the result."""
-    model, gathered = config.model, config.parallel.sharded
+def _cached(config: Config, key: Any, on_gpu: bool, run: Callable[[Tracer], TracedPass]) -> TracedPass:
+    """Caches a trace. Configurations that differ only in IGNORED_FIELDS share the result."""
     whole = (
-        model,
-        gathered,
+        config.model,
+        config.parallel.sharded,
         kernels.BACKENDS["eager"],  # experiments replace it
         config.parallel.splits_backward,
         *traced_values(config.parallel, "parallel"),
         *traced_values(config.train, "train"),
         key,
     )
-
-    def once(compute: Callable[[Config, bool], Any]) -> Any:
-        if whole not in _TRACES:
-            if len(_TRACES) > _MAX_TRACES:
-                _TRACES.clear()
-                _MODULES.clear()
-            _TRACES[whole] = compute(without_ignored(config), gathered)
-        return _TRACES[whole]
-
-    return once
-
-
-@functools.cache
-def _traced_fields(section: type[ParallelConfig] | type[TrainConfig], name: str) -> tuple[str, ...]:
-    return tuple(field for field in section.model_fields if field not in IGNORED_FIELDS[name])
+    if whole not in _TRACES:
+        if len(_TRACES) > _MAX_TRACES:
+            _TRACES.clear()
+            _MODULES.clear()
+        _TRACES[whole] = run(Tracer(without_ignored(config), config.parallel.sharded, on_gpu))
+    return _TRACES[whole]
 
 
 @functools.lru_cache(_MAX_TRACES)
 def traced_values(section: ParallelConfig | TrainConfig, name: str) -> tuple[Any, ...]:
     """All values of [parallel] or [train] that affect a micro-batch on one TP group."""
-    return tuple(getattr(section, field) for field in _traced_fields(type(section), name))
+    return tuple(getattr(section, field) for field in type(section).model_fields if field not in IGNORED_FIELDS[name])
 
 
 def without_ignored(config: Config) -> Config:
@@ -203,15 +197,6 @@ def _module(tracer: Tracer, name: Any, make: Callable[[], Any]) -> Any:
     return _MODULES[key]
 
 
-def _block(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[TransformerBlock, Any]:
-    tape = tracer.tape
-    block: TransformerBlock = _module(
-        tracer, layer, lambda: TransformerBlock(tracer.model, layer, tracer.layout, NO_RECOMPUTE, 0)
-    )
-    runs = policies(tape.checkpoint, tape.checkpoint_but_attention, tape.checkpoint_block)[policy]
-    return block, TracedLayout(tracer.layout, tape).with_options(policy=runs)
-
-
 class _BlockInputs(NamedTuple):
     """Inputs of a block. The parts of a micro-batch are concatenated."""
 
@@ -226,8 +211,14 @@ class _BlockInputs(NamedTuple):
 def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[_BlockInputs, list[Any]]:
     """Runs the forward pass. Returns (inputs, residual stream and latents for the next block of each part)."""
     tape, parts = tracer.tape, tracer.parts
-    block, layout = _block(tracer, layer, policy)
-    angles = _angles(tracer), _angles(tracer)
+    block: TransformerBlock = _module(
+        tracer, layer, lambda: TransformerBlock(tracer.model, layer, tracer.layout, NO_RECOMPUTE, 0)
+    )
+    runs = policies(tape.checkpoint, tape.checkpoint_but_attention, tape.checkpoint_block)[policy]
+    layout: Any = TracedLayout(tracer.layout, tape).with_options(policy=runs)
+    # Rotary angles, whose memory is counted elsewhere.
+    shape = tracer.config.train.seq_len // tracer.parallel.cp, tracer.model.head_dim
+    angles: Any = [ShapeTensor(tape, None, shape, contiguous(shape), tracer.dtype, tracer.device) for _ in range(2)]
     context = Context(tracer.config.train.micro_batch, *angles, share=tracer.layout.sequence_share())
     before = tape.live
     streams = []
@@ -247,17 +238,11 @@ def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[_BlockI
     return inputs, [y for stream in after for y in (stream.x, *stream.prev_latents)]
 
 
-def _angles(tracer: Tracer) -> Any:
-    """Rotary angles; their memory is counted elsewhere."""
-    shape = tracer.config.train.seq_len // tracer.parallel.cp, tracer.model.head_dim
-    return ShapeTensor(tracer.tape, None, shape, contiguous(shape), tracer.dtype, tracer.device)
-
-
 def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPass:
     tape = tracer.tape
     with tracer.running():
         inputs, results = _forward(tracer, layer, policy)
-        forward = tape.lives_above(inputs.bytes)
+        forward = tape.peak - inputs.bytes
         sent = [weakref.ref(x.storage) for x in results]
         gradients = tracer.gradients(results)
         output_bytes = sum(x.nbytes for x in gradients)
@@ -272,9 +257,8 @@ def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPas
         before = tape.live
         tape.begin_pass()
         tape.backward(results, gradients)
-        lives = Lives(forward, tape.lives_above(before), tape.first_lives_above(before))
     return TracedPass(
-        *tape.record(), saved, inputs.bytes, output_bytes, lives, tape.new_gradients,
+        *tape.record(), saved, inputs.bytes, output_bytes, forward, *tape.peaks_above(before), tape.new_gradients,
         prev_saved=prev_saved, latents_saved=latents_saved,
     )  # fmt: skip
 
@@ -289,8 +273,7 @@ def _with_split_backward(traced: TracedPass, tracer: Tracer, layer: int, policy:
         tape.begin_pass()
         tape.backward(results, gradients, inputs_only=True)
         deferred = sum({id(g.storage): g.storage.bytes for g in tape.deferred}.values())
-        lives = traced.lives._replace(input_backward=tape.lives_above(before))
-    return replace(traced, lives=lives, deferred=deferred)
+    return replace(traced, input_backward=tape.peak - before, deferred=deferred)
 
 
 def _ends(tracer: Tracer, stage: Stage) -> Decoder:
@@ -314,7 +297,7 @@ def _trace_loss(tracer: Tracer) -> TracedPass:
         while len(values) > 1:
             values.append(values.pop(0) + values.pop(0))
         tape.scope = ""
-        forward = tape.lives_above(input_bytes)
+        forward = tape.peak - input_bytes
         parts.clear()
         total = [values[0].without_storage()]
         saved = tuple(tape.alive.values())
@@ -324,8 +307,7 @@ def _trace_loss(tracer: Tracer) -> TracedPass:
         gradients = tracer.gradients(values)
         values.clear()
         tape.backward(total, gradients)
-        lives = Lives(forward, tape.lives_above(before), tape.first_lives_above(before))
-    return TracedPass(*tape.record(), saved, input_bytes, own, lives, tape.new_gradients)
+    return TracedPass(*tape.record(), saved, input_bytes, own, forward, *tape.peaks_above(before), tape.new_gradients)
 
 
 def _trace_embedding(tracer: Tracer) -> TracedPass:
@@ -336,7 +318,7 @@ def _trace_embedding(tracer: Tracer) -> TracedPass:
         tape.place = "embed"
         embed, parts = tracer.layout.embed, range(tracer.parts)
         rows: list[Any] = interleave([embed(tokens, decoder.embed, tracer.dtype) for _ in parts])
-        forward = tape.lives_above(0)
+        forward = tape.peak
         results = [x.without_storage() for x in rows]
         gradients = tracer.gradients(rows)
         output_bytes = sum(x.nbytes for x in rows)
@@ -344,5 +326,4 @@ def _trace_embedding(tracer: Tracer) -> TracedPass:
         before = tape.live
         tape.begin_pass()
         tape.backward(results, gradients)
-        lives = Lives(forward, tape.lives_above(before), tape.first_lives_above(before))
-    return TracedPass(*tape.record(), (), 0, output_bytes, lives, tape.new_gradients)
+    return TracedPass(*tape.record(), (), 0, output_bytes, forward, *tape.peaks_above(before), tape.new_gradients)

@@ -14,7 +14,7 @@ from benchmarks.experiments.computed import elementwise_bytes, seven
 from boost.config.schema import Config
 from boost.models import kernels
 from boost.models.kernels import BACKENDS, KERNELS, Kernel, gated_product, rotary, using
-from boost.plan.step import block_work
+from boost.plan.timing import block_work
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM
 from tests.models.kernel_arguments import angles, arguments, numbers
 

@@ -17,7 +17,7 @@ from boost.optim.muon import newton_schulz
 from boost.parallel.counting import CollectiveCounter
 from boost.plan.collectives import step_collectives
 from boost.plan.optimizer import iterations, optimizer_collectives
-from boost.plan.step import step_work
+from boost.plan.timing import step_work
 from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import one_in

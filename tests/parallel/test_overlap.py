@@ -14,8 +14,7 @@ from boost.measure.memory import measure
 from boost.models.interface import Pending, interleave
 from boost.parallel.counting import KINDS
 from boost.plan.collectives import step_collectives
-from boost.plan.memory import memory
-from boost.plan.peak import peak
+from boost.plan.memory import memory, peak
 from boost.plan.timing import Predictor
 from boost.plan.trace import trace_block
 from boost.plan.work import ATTENTION

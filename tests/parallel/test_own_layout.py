@@ -20,8 +20,7 @@ from boost.parallel.norms import _Scale, scale
 from boost.plan.candidates import Request
 from boost.plan.collectives import step_collectives
 from boost.plan.inspection import inspect
-from boost.plan.memory import memory
-from boost.plan.peak import peak
+from boost.plan.memory import memory, peak
 from boost.plan.pictures import block_rows
 from boost.plan.search import Search
 from boost.plan.shape_tensor import NoRuleError

@@ -5,7 +5,7 @@ import pytest
 from boost.config import load
 from boost.errors import ConfigError
 from boost.plan.hardware import load_hardware, origin
-from boost.plan.interval import interval
+from boost.plan.step_time import interval
 from boost.plan.timing import predict
 
 CARD = "tflops=165,mem=24,bw=1008,link=pcie4"

@@ -18,7 +18,7 @@ def local(inspection: Inspection) -> dict[str, tuple[int, ...]]:
 
 
 def forward_of_a_block(inspection: Inspection) -> list[tuple[Any, ...]]:
-    block = [issued.collective for issued in inspection.issued if issued.collective.layer == 0]
+    block = [c for c in inspection.of_micro_batch if c.layer == 0]
     return [(c.place, c.kind, *c.shape) for c in block if c.phase == "forward"]
 
 
@@ -72,7 +72,7 @@ def test_forward_collectives_of_a_block(name: str, expected: list[tuple[Any, ...
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_btp_sp_sends_half_of_what_btp_sends_for_latents(tp: int) -> None:
     def latents(name: str) -> int:
-        collectives = [issued.collective for issued in inspected(name, f"--parallel.tp={tp}").issued]
+        collectives = inspected(name, f"--parallel.tp={tp}").of_micro_batch
         return sum(c.sent_bytes for c in collectives if c.layer is not None and c.shape[-1] != 1)
 
     assert latents("btp, sync") == 2 * latents("btp-sp") > 0
@@ -95,24 +95,15 @@ def test_shards_add_up_to_the_whole(name: str, tp: int) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_collective_of_a_step_is_there_with_its_micro_batch(name: str) -> None:
-    inspection = inspected(name, "--train.micro_batch=1", "--parallel.dp=2")
-    issued = inspection.issued
-    assert inspection.micro_batches == 2
-    assert [one.collective for one in issued] == step_collectives(inspection.config)
-    numbers = [one.micro_batch for one in issued if one.micro_batch is not None]
-    assert numbers == sorted(numbers)
-    assert numbers.count(0) == numbers.count(1) == len(numbers) / 2 > 0
-    assert all((one.collective.phase == "step") == (one.micro_batch is None) for one in issued)
-    step = sum(one.collective.sent_bytes for one in issued if one.micro_batch is None)
-    assert inspection.bytes_per_step == 2 * inspection.bytes_per_micro_batch + step
-    assert inspection.bytes_per_token * inspection.tokens == pytest.approx(inspection.bytes_per_micro_batch)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
 def test_rows_add_up_to_the_step(name: str) -> None:
-    inspection = inspected(name)
-    assert sum(row.count for row in inspection.rows) == len(inspection.issued)
+    inspection = inspected(name, "--train.micro_batch=1", "--parallel.dp=2")
+    assert inspection.micro_batches == 2
+    assert [*inspection.of_micro_batch * 2, *inspection.of_step] == step_collectives(inspection.config)
+    assert all((c.phase == "step") == (c in inspection.of_step) for c in step_collectives(inspection.config))
+    of_step = sum(c.sent_bytes for c in inspection.of_step)
+    assert inspection.bytes_per_step == 2 * inspection.bytes_per_micro_batch + of_step
+    assert inspection.bytes_per_token * inspection.tokens == pytest.approx(inspection.bytes_per_micro_batch)
+    assert sum(row.count for row in inspection.rows) == len(step_collectives(inspection.config))
     assert sum(row.total_bytes for row in inspection.rows) == inspection.bytes_per_step
     keys = [(c.phase, c.place, c.kind, c.shape) for c in (row.collective for row in inspection.rows)]
     assert len(set(keys)) == len(keys)
@@ -131,4 +122,4 @@ def test_one_process_holds_and_computes_everything() -> None:
     assert inspection.layout == "single"
     assert all(weight.local == weight.shape and weight.where == "replicated" for weight in inspection.weights)
     assert inspection.parameters_per_process == inspection.parameters
-    assert (inspection.residual, inspection.issued, inspection.bytes_per_step) == ((T, D), (), 0)
+    assert (inspection.residual, inspection.rows, inspection.bytes_per_step) == ((T, D), (), 0)

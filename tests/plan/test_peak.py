@@ -18,8 +18,7 @@ from boost.measure.memory import measure
 from boost.plan import trace
 from boost.plan.categories import WORK
 from boost.plan.collectives import step_collectives
-from boost.plan.peak import BACKWARD, STEP, SUM, _StepMemory, peak
-from boost.plan.schedules import actions
+from boost.plan.memory import BACKWARD, STEP, SUM, _StepMemory, actions, peak
 from boost.plan.shape_tensor import NoRuleError, leaf, make
 from boost.plan.tape import Tape
 from boost.plan.trace import IGNORED_FIELDS, pass_of_block, without_ignored

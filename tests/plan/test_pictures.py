@@ -115,7 +115,7 @@ def test_gated_latents() -> None:
 @pytest.mark.parametrize("name", [*LAYOUTS, "vanilla, lax"])
 def test_every_collective_of_a_block_is_drawn_once(name: str) -> None:
     inspection = inspected("vanilla", *LAX) if name == "vanilla, lax" else inspected(name)
-    block = [issued.collective for issued in inspection.issued if issued.collective.layer == inspection.layer]
+    block = [c for c in inspection.of_micro_batch if c.layer == inspection.layer]
 
     def kinds(collectives: list[Collective], phase: str) -> list[str]:
         return sorted(c.kind for c in collectives if c.phase == phase)

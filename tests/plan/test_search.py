@@ -12,9 +12,9 @@ from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
 from boost.plan.candidates import Request, context_sizes, divisors, legal, structures
 from boost.plan.collectives import step_collectives
-from boost.plan.compare import alternatives, notes, time_difference
+from boost.plan.explain import alternatives, notes, time_difference
 from boost.plan.hardware import load_hardware
-from boost.plan.search import Search, any_fits, fewer_gpus, max_peak, require_legal, where_it_fits, with_fewer_gpus
+from boost.plan.search import Search, any_fits, max_peak, require_legal, where_it_fits
 from boost.plan.step_time import GEMMS, HOST
 from boost.plan.timing import Predictor
 from tests.plan.toys import base, every_candidate, hardware
@@ -170,17 +170,6 @@ def test_a_margin_stays_free() -> None:
     assert with_margin.plan(whole.config).shortfall > 0
 
 
-def test_tight_memory_suggests_a_smaller_plan() -> None:
-    config = base("--model.layers=8", "--train.global_batch=64")
-    whole = Search(Request(config, 4, hardware(80e9))).fastest()
-    assert whole is not None
-    search = Search(Request(config, 4, hardware(whole.memory * 1.05)))
-    best = search.fastest()
-    assert best is not None
-    said = " ".join(notes(search, best, [], None))
-    assert "With more headroom: " in said or "Memory is tight" in said
-
-
 def test_micro_batches_are_divisors() -> None:
     config = base("--train.global_batch=60")
     found = {
@@ -212,19 +201,6 @@ def test_tp_stays_inside_a_node() -> None:
     wide = request.base.model_copy(update={"parallel": ParallelConfig(layout="btp", tp=8)})
     fixed = replace(request, base=wide, fixed=frozenset({"parallel.tp"}))
     assert {parallel.tp for parallel in structures(fixed)} == {8}
-
-
-def test_fewer_gpus_where_the_batch_divides() -> None:
-    config = base("--train.global_batch=64", "--model.layers=2")
-    request = Request(config, 5, hardware())
-    assert fewer_gpus(request) == [4] and fewer_gpus(replace(request, gpus=4)) == []
-    assert fewer_gpus(replace(request, fixed=frozenset({"parallel.pp"}))) == []
-    found = with_fewer_gpus(request, Search(request).fastest())
-    assert found is not None
-    search, plan = found
-    assert plan.config.parallel.dp == search.request.gpus == 4
-    quick = replace(plan, time=replace(plan.time, seconds=plan.time.seconds / 2))
-    assert with_fewer_gpus(request, quick) is None
 
 
 def test_explanations_name_the_differences() -> None:

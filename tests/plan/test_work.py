@@ -15,10 +15,8 @@ from boost.config.load import from_tree
 from boost.config.stages import whole
 from boost.measure.memory import fake_mesh
 from boost.parallel.working import WorkingCopies
-from boost.plan import trace
-from boost.plan.step import block_work, ends_work, step_work
-from boost.plan.trace import run_block, trace_block, with_micro_batch
-from boost.plan.traced import TracedPass
+from boost.plan.timing import block_work, ends_work, step_work
+from boost.plan.trace import trace_block
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, SILU, SILU_BACKWARD, Work, gemm
 from boost.train.model import build_decoder
 
@@ -120,7 +118,7 @@ def casts_of_a_step(config: Any) -> float:
     def moved(copies: bool) -> float:
         train = config.train.model_copy(update={"working_copies": copies, "global_batch": config.train.micro_batch})
         work = step_work(config.model_copy(update={"train": train}), stages)
-        return sum(each.bytes * times for each, times in work.items())
+        return sum(operation.bytes * times for operation, times in work.items())
 
     return moved(config.train.working_copies) - moved(False)
 
@@ -190,69 +188,10 @@ def test_every_gemm_and_the_bytes_of_everything_else_are_those_dispatched(case: 
             assert moved[phase][kernel] == pytest.approx(size, rel=0.05), (phase, kernel)
 
 
-OTHER_MICRO_BATCHES = (8, 32)
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("case", CASES)
-def test_all_micro_batches_follow_from_two(case: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compares operations, collectives, and live tensors over time."""
-    config = configuration(*CASES[case])
-    layer = LAYERS - 1
-    for policy in {config.train.recompute, "none"}:
-        for micro_batch in OTHER_MICRO_BATCHES:
-            other = with_micro_batch(config, micro_batch)
-            run = run_block(other, layer, policy, on_gpu)
-            with monkeypatch.context() as patch:
-                refuse_to_run(patch, micro_batch)
-                assert trace_block(other, layer, policy, on_gpu) == run
-
-
-def refuse_to_run(patch: pytest.MonkeyPatch, micro_batch: int) -> None:
-    """Fails if this micro-batch is run instead of derived."""
-    usual = trace.run_block
-
-    def run(config: Any, *rest: Any) -> TracedPass:
-        assert config.train.micro_batch != micro_batch, "run, not derived"
-        return usual(config, *rest)
-
-    patch.setattr(trace, "run_block", run)
-
-
-@pytest.mark.parametrize("overlap", ["none", "halves"])
-@pytest.mark.parametrize("policy", ["none", "low-rank", "full-block"])
-def test_a_micro_batch_that_is_no_multiple_of_those_run(
-    overlap: str, policy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = configuration(COLA, {"layout": "btp", "overlap": overlap}, {})
-    for micro_batch in (10, 14) if overlap == "halves" else (5, 7):
-        other = with_micro_batch(config, micro_batch)
-        run = run_block(other, 0, policy)
-        with monkeypatch.context() as patch:
-            refuse_to_run(patch, micro_batch)
-            assert trace_block(other, 0, policy) == run
-
-
-def test_deferred_weight_gradients_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_bubble_defers_weight_gradients() -> None:
     config = configuration(COLA, {"layout": "btp", "pp": 2, "schedule": "zero-bubble"}, {})
-    other = with_micro_batch(config, 8)
-    run = run_block(other, 0, "none", False, True)
-    refuse_to_run(monkeypatch, 8)
-    assert trace_block(other, 0, "none", False, True) == run
-    assert run.deferred > 0 and run.input_backward > 0
-
-
-def test_traces_that_do_not_scale_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = with_micro_batch(configuration(COLA, {"layout": "btp"}, {}), 8)
-    monkeypatch.setattr(trace, "_TRACES", {})
-    usual = trace.run_block
-
-    def lacking(config: Any, *rest: Any) -> TracedPass:
-        found = usual(config, *rest)
-        return replace(found, log=found.log[:-1]) if config.train.micro_batch == 4 else found
-
-    monkeypatch.setattr(trace, "run_block", lacking)
-    assert trace_block(config, 0, "none") == usual(config, 0, "none")
+    traced = trace_block(config, 0, "none", False, True)
+    assert traced.input_backward > traced.deferred > 0
 
 
 def test_flops_are_those_that_mfu_counts() -> None:

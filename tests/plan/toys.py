@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from boost.config import Config, load
 from boost.config.schema import ParallelConfig
-from boost.plan.candidates import Request, Variants, legal, micro_batches, policies, structures
+from boost.plan.candidates import Request, legal, micro_batches, policies, structures
 from boost.plan.hardware import Hardware, load_hardware
 from boost.plan.inspection import Inspection, inspect
 
@@ -41,10 +41,9 @@ def inspected(name: str = "btp", *overrides: str) -> Inspection:
 
 def every_candidate(request: Request) -> Iterator[Config]:
     """Yields every legal configuration: the brute force that tests compare the search with."""
-    variants = Variants(request)
     for parallel in structures(request):
         for micro_batch in micro_batches(request, parallel.dp):
             for policy, every in policies(request, parallel):
-                config = variants.of(parallel, micro_batch, policy, every)
+                config = request.variant(parallel, micro_batch, policy, every)
                 if legal(config):
                     yield config

@@ -77,9 +77,8 @@ def config_of(model: ModelConfig, parallel: dict[str, Any], cell: Cell) -> Confi
     """The configuration of a cell. Raises ConfigError if it is not legal."""
     mesh = parallel | cell.sections.get("parallel", {})
     exact = cell.dtype == "float64"
-    tokens = (
-        4 * mesh.get("cp", 1) * mesh.get("tp", 1)
-    )  # two chunks per process, each split into halves across processes
+    # Two chunks per process, each split into halves across processes.
+    tokens = 4 * mesh.get("cp", 1) * mesh.get("tp", 1)
     train: dict[str, Any] = {
         "seq_len": tokens * math.ceil(32 / tokens),
         "micro_batch": 2,
@@ -193,9 +192,8 @@ def _text(cell: Cell, errors: dict[str, float]) -> str:
 
 
 def _holds(cell: Cell, errors: dict[str, float]) -> bool:
-    if errors["table"]:
-        return False
-    return errors["ratio"] <= LIMIT_BF16 if "ratio" in errors else errors["error"] <= LIMITS[cell.dtype]
+    right = errors["ratio"] <= LIMIT_BF16 if "ratio" in errors else errors["error"] <= LIMITS[cell.dtype]
+    return right and not errors["table"]
 
 
 Results = dict[str, dict[str, float] | str]
@@ -243,11 +241,11 @@ def verify(verifier: Verifier, model: ModelConfig, compiled: str, own: Config | 
     """Runs one check per row. `own`: the user's configuration, whose mesh and options are checked as well."""
     mesh = verifier.mesh
     verifier.section(f"Layouts: {model.family}, against one process ({STEPS} steps; errors are relative)")
-    every = list(rows(model, mesh.size, mesh.device.type == "cuda", compiled))
+    listed = list(rows(model, mesh.size, mesh.device.type == "cuda", compiled))
     if own is not None and own.parallel.world_size == mesh.size:
-        every.insert(0, _own_row(own))
+        listed.insert(0, _own_row(own))
     advice = "this layout computes wrong results on these machines: report it with this command's JSON"
-    for row in every:
+    for row in listed:
         verifier.check(
             row.name,
             functools.partial(run_row, model, row, mesh),

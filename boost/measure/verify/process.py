@@ -7,7 +7,7 @@ import torch
 
 from boost.config import Config, load
 from boost.config.schema import ModelConfig, ParallelConfig
-from boost.measure.verify import arithmetic, devices, layouts, links, step
+from boost.measure.verify import collectives, devices, layouts, step
 from boost.measure.verify.report import Found, Report, Unequal, Verifier
 from boost.parallel.mesh import Axis, close_mesh, mesh_of, open_mesh, world_size
 from boost.plan.hardware import load_hardware, profile_of
@@ -51,9 +51,9 @@ def verify_process(request: Request, out: Path) -> int:
             devices.verify(verifier)
         axes = _axes(request, mesh.size, mesh.device)
         if axes and "collectives" in request.sections:
-            arithmetic.verify(verifier, axes, mesh.device)
+            collectives.verify(verifier, axes, mesh.device)
         if axes and "links" in request.sections:
-            links.verify(verifier, axes, dtype, hardware)
+            collectives.verify_links(verifier, axes, dtype, hardware)
         if "layouts" in request.sections:
             layouts.verify(verifier, request.model, request.compiled, request.own)
         if "step" in request.sections:

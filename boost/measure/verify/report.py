@@ -113,7 +113,7 @@ class Report:
 
     def read(self, path: Path) -> None:
         """Adds the checks of a written report without printing them again. Raises OSError, ValueError."""
-        self.checks += [Check(**each) for each in json.loads(path.read_text(encoding="utf-8"))["checks"]]
+        self.checks += [Check(**check) for check in json.loads(path.read_text(encoding="utf-8"))["checks"]]
 
 
 class Unequal(Exception):

@@ -43,7 +43,7 @@ class RunError(Exception):
 def verify(report: Report, model: ModelConfig, processes: int, device: str) -> None:
     """Runs all checks with `processes` processes on this machine."""
     report.section(TITLE)
-    with tempfile.TemporaryDirectory(prefix="boost-verify-") as folder:
+    with _exits_at_sigterm(), tempfile.TemporaryDirectory(prefix="boost-verify-") as folder:
         trial = _Trial(Path(folder), model, processes, device)
         checks: dict[str, Callable[[], Found]] = {"trains and saves": trial.first, "deterministic": trial.deterministic}
         checks["killed and resumed"] = trial.killed
@@ -59,6 +59,17 @@ def verify(report: Report, model: ModelConfig, processes: int, device: str) -> N
                 note(result)
             if name == "trains and saves" and result.verdict != "ok":
                 return  # all others compare with this run
+
+
+@contextmanager
+def _exits_at_sigterm() -> Iterator[None]:
+    """By default SIGTERM ends a process without its `finally` blocks, and the run that it has started would go on without it: it
+    has a session of its own."""
+    usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, usual)
 
 
 class _Trial:
@@ -162,17 +173,13 @@ class _Trial:
     @contextmanager
     def _started(self, name: str, *words: str) -> Iterator[subprocess.Popen[str]]:
         """Context in which the command runs; it is killed with its child processes at exit."""
-        train = [
-            sys.executable,
-            "-m",
-            "boost.cli.main",
-            "train",
-            str(self.config),
-            "--run.dir",
-            str(self.folder / name),
-        ]
+        train = ["-m", "boost.cli.main", "train", str(self.config), "--run.dir", str(self.folder / name)]
         process = subprocess.Popen(
-            [*train, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+            [sys.executable, *train, *words],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         try:
             yield process

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.experiments import report, sections
-from benchmarks.experiments.document import Figure, Goal, Section, Table
-from benchmarks.experiments.results import Facts, facts_of
+from benchmarks.experiments.results import Facts, Figure, Goal, Section, Table, facts_of
 from boost import drawing
 from boost.config import load
 

@@ -1,5 +1,7 @@
 """Contenders are interleaved; ratios are within a round; zeros and too few rounds are rejected."""
 
+import math
+import statistics
 import time
 from types import SimpleNamespace
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.experiments import contest
-from benchmarks.experiments.contest import LEAST_ROUNDS, WARM_UP, ratio, refuse_zeros, spread, take_turns
+from benchmarks.experiments.contest import LEAST_ROUNDS, WARM_UP, ratio, refuse_zeros, spread, t_interval, take_turns
 from boost.errors import MeasurementError
 from boost.parallel.mesh import Mesh
 from tests import toy
@@ -188,3 +190,14 @@ def test_a_statistic_may_be_infinite_without_one_launch() -> None:
 
     found = contest.bootstrap(per_time, [[1.0] * 7, [1.0] * 7, [0.0] * 7])
     assert (found.low, found.value, found.high) == (2.0, pytest.approx(6.0), np.inf)
+
+
+def test_five_numbers() -> None:
+    mean, low, high = t_interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    half = 2.776445 * math.sqrt(2.5) / math.sqrt(5)
+    assert (mean, low, high) == pytest.approx((3.0, 3.0 - half, 3.0 + half), rel=1e-6)
+
+
+def test_one_number_has_no_interval() -> None:
+    with pytest.raises(statistics.StatisticsError):
+        t_interval([1.0])

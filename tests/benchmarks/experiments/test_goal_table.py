@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.experiments.document import Goal
 from benchmarks.experiments.goal_table import NO_DIFFERENCE, goal_rows, shows_no_difference, verdict
+from benchmarks.experiments.results import Goal
 
 NAME = "btp-sp against btp, time"
 

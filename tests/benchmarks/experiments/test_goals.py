@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.experiments.document import Goal
 from benchmarks.experiments.goals import TARGETS, missing, status, target_of
+from benchmarks.experiments.results import Goal
 from boost.errors import MeasurementError
 
 FOUND = Goal("btp-sp against btp, bytes", "0.50x", "here", "0.50x", True, "counted")

@@ -3,8 +3,7 @@
 from typing import Any
 
 from benchmarks.experiments import headline
-from benchmarks.experiments.document import Goal
-from benchmarks.experiments.results import Facts
+from benchmarks.experiments.results import Facts, Goal
 from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON_SP, PUBLISHED, VANILLA
 
 ENVIRONMENT = {"gpus": [], "cpu": "Slow CPU", "cores": 2}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.experiments import ladder_report
+from benchmarks.experiments import ladder
 from benchmarks.experiments.ladder import LADDER, facts_from, measured_steps, ratios
 from benchmarks.experiments.steps import BTP, BTP_SP, PUBLISHED, VANILLA
 from benchmarks.experiments.wire_plan import BTP_CP, BTP_SYNC, BTP_UNGROUPED, FORMS, MAIN
@@ -51,7 +51,7 @@ def test_steps_without_a_measurement_are_passed_over(tmp_path: Path) -> None:
     assert [(step.name, step.before) for step in measured_steps(some)] == [
         (PUBLISHED, ""), (VANILLA, PUBLISHED), (BTP, VANILLA), (BTP_CP, BTP), (BTP_SP, BTP),
     ]  # fmt: skip
-    section = ladder_report.section(facts_from(made_up({name: SECONDS[name] for name in some})))
+    section = ladder.section(facts_from(made_up({name: SECONDS[name] for name in some})))
     assert str(section.parts[-1]).startswith(f"Not measured: {BTP_UNGROUPED}, {BTP_SYNC}, ")
     with pytest.raises(ConfigError, match="the main set has no step of the ladder"):
         facts_from(made_up({"megatron": 1.0}))

@@ -25,8 +25,7 @@ from benchmarks.experiments.record_report import LIMIT, goals
 from benchmarks.experiments.results import Facts
 from boost.config import load
 from boost.plan.hardware import load_hardware
-from boost.plan.interval import SHARE, SPREADS
-from boost.plan.step_time import PIPELINE
+from boost.plan.step_time import PIPELINE, SHARE, SPREADS
 from boost.plan.work import Work
 
 

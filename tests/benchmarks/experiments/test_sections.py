@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.commands import EXPERIMENTS
 from benchmarks.experiments import recompute, results, sections
-from benchmarks.experiments.document import Table
+from benchmarks.experiments.results import Table
 from boost.errors import ConfigError
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"

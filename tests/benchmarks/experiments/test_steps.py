@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from benchmarks.experiments import shares, side_by_side, steps
 from benchmarks.experiments.contest import LEAST_ROUNDS, refuse_zeros
-from benchmarks.experiments.document import Table
-from benchmarks.experiments.results import Facts, facts_of
+from benchmarks.experiments.results import Facts, Table, facts_of
 from benchmarks.experiments.shares import exposed_collectives
 from benchmarks.experiments.side_by_side import TimingGroup
 from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PUBLISHED, VANILLA, Machine

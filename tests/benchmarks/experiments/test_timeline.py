@@ -2,12 +2,115 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.commands import main
-from benchmarks.experiments.step_trace import Interval, ProcessStep
-from benchmarks.experiments.timeline import as_numbers, from_numbers, rows
+from benchmarks.experiments.timeline import (
+    Interval,
+    ProcessStep,
+    as_numbers,
+    from_numbers,
+    read_step,
+    rows,
+    total,
+    union,
+    without,
+)
+from boost.errors import ConfigError, DataError
+
+
+def event(name: str, begin: float, end: float, category: str = "cpu_op") -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": begin * 1e3, "dur": (end - begin) * 1e3}
+
+
+def trace(folder: Path, *events: dict[str, Any], rank: int = 0) -> Path:
+    path = folder / "profile" / f"rank{rank}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"baseTimeNanoseconds": 0, "traceEvents": [{"ph": "M", "name": "x"}, *events]}))
+    return path
+
+
+STEP = event("step 7", 0, 100, "user_annotation")
+ON_CPU = (
+    STEP,
+    event("aten::mm", 0, 30),
+    event("aten::t", 5, 6),
+    event("start all_reduce #1 of tp, 64 bytes", 20, 21, "user_annotation"),
+    event("start all_reduce #2 of tp, 64 bytes", 30, 31, "user_annotation"),
+    event("_c10d_functional::wait_tensor", 40, 60),
+    event("wait for all_reduce #1 of tp, 64 bytes", 40, 55, "user_annotation"),
+    event("aten::add", 60, 80),
+    event("wait for all_reduce #2 of tp, 64 bytes", 80, 90, "user_annotation"),
+    event("aten::mm", 95, 200),
+)
+
+
+def milliseconds(intervals: tuple[Interval, ...]) -> list[tuple[float, float]]:
+    return [(round(begin * 1e3, 6), round(end * 1e3, 6)) for begin, end in intervals]
+
+
+def test_a_collective_of_a_cpu_is_on_the_wire_from_its_start_to_the_end_of_its_wait(tmp_path: Path) -> None:
+    number, step = read_step(trace(tmp_path, *ON_CPU), 0)
+    assert number == 7
+    assert milliseconds(step.computing) == [(0, 30), (55, 80), (95, 100)]
+    assert milliseconds(step.flying) == [(20, 90)], "the second starts while the first is in flight"
+    assert milliseconds(step.waiting) == [(30, 55), (80, 90)]
+
+
+def test_kernels_of_a_gpu_are_one_or_the_other(tmp_path: Path) -> None:
+    events = (
+        STEP,
+        event("aten::mm", 0, 90),
+        event("ampere_gemm", 10, 50, "kernel"),
+        event("ncclDevKernel_AllReduce_Sum_bf16", 40, 60, "kernel"),
+    )
+    _, step = read_step(trace(tmp_path, *events), 0)
+    assert milliseconds(step.computing) == [(10, 50)], "host activity is not drawn"
+    assert milliseconds(step.waiting) == [(50, 60)]
+
+
+def test_a_step_that_sends_nothing_waits_for_nothing(tmp_path: Path) -> None:
+    _, step = read_step(trace(tmp_path, STEP, event("aten::mm", 0, 9)), 0)
+    assert step.flying == () and step.waiting == ()
+
+
+def test_the_middle_step_unless_asked(tmp_path: Path) -> None:
+    path = trace(tmp_path, *(event(f"step {n}", 10 * n, 10 * n + 9, "user_annotation") for n in (3, 4, 5)))
+    assert read_step(path, 0)[0] == 4
+    assert read_step(path, 0, 5)[0] == 5
+    with pytest.raises(ConfigError, match=r"--step = 9 was not recorded in .*rank0.json; recorded steps: 3, 4, 5$"):
+        read_step(path, 0, 9)
+
+
+def test_invalid_traces_give_one_line(tmp_path: Path) -> None:
+    path = trace(tmp_path, event("aten::mm", 0, 9))
+    with pytest.raises(DataError, match=r"rank0.json has no step"):
+        read_step(path, 0)
+    for text in ("", "[1]", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": [{"ph": "X", "name": "step 1"}]}'):
+        path.write_text(text)
+        with pytest.raises(DataError, match="is not a trace written by train.profile"):
+            read_step(path, 0)
+
+
+points = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), max_size=8)
+
+
+@given(points, points)
+def test_intervals_are_sets_of_points(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+    left, right = (union(Interval(begin, begin + length) for begin, length in each) for each in (some, others))
+
+    def covered(intervals: tuple[Interval, ...]) -> set[int]:
+        return {n for begin, end in intervals for n in range(int(begin), int(end))}
+
+    assert covered(left) == {n for begin, length in some for n in range(begin, begin + length)}
+    assert total(left) == len(covered(left))
+    difference = without(left, right)
+    assert covered(difference) == covered(left) - covered(right)
+    assert total(difference) == len(covered(difference))
 
 
 def recorded_run(folder: Path) -> Path:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.commands import main
 from benchmarks.experiments import validation
-from benchmarks.experiments.document import Table
+from benchmarks.experiments.results import Table
 from benchmarks.experiments.validation import GPU, MACHINE, MeasuredStep
 from benchmarks.experiments.validation_report import section
 from boost.config.load import from_tree

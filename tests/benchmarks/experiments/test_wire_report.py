@@ -3,12 +3,10 @@
 import pytest
 
 from benchmarks.experiments import wire_report
-from benchmarks.experiments.document import Table
 from benchmarks.experiments.goals import target_of
-from benchmarks.experiments.results import Facts
+from benchmarks.experiments.results import Facts, Table
 from benchmarks.experiments.steps import BTP, BTP_SP
-from benchmarks.experiments.wire_facts import seconds_of, wires
-from benchmarks.experiments.wire_plan import BTP_CP, BTPS, MEGATRONS, VANILLAS
+from benchmarks.experiments.wire_plan import BTP_CP, BTPS, MEGATRONS, VANILLAS, seconds_of, wires
 from boost.errors import MeasurementError
 from tests.benchmarks.experiments.wires import made_up
 

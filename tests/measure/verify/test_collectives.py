@@ -1,13 +1,15 @@
-"""Collectives against plain arithmetic."""
+"""Collectives against plain arithmetic, and their speeds against a profile."""
 
 import pytest
 import torch
 
 from boost.config.traffic import ALL_REDUCE
-from boost.measure.verify import arithmetic
-from boost.measure.verify.arithmetic import COMMS, DTYPES, expected, wrong_functions
+from boost.measure.speed import Point
+from boost.measure.verify import collectives as checks
+from boost.measure.verify.collectives import COMMS, DTYPES, _judged, expected, wrong_functions
 from boost.measure.verify.report import Report, Verifier
 from boost.parallel import collectives
+from boost.plan.hardware import Link
 from tests import toy
 from tests.distributed import run_distributed
 
@@ -36,13 +38,13 @@ def test_a_wrong_sum_is_found_in_every_function_that_has_one() -> None:
 
 
 def wrong_where_one_process_errs() -> list[str]:
-    usual = arithmetic.PLAIN[ALL_REDUCE]
+    usual = checks.PLAIN[ALL_REDUCE]
     with pytest.MonkeyPatch.context() as patch:
         mesh = toy.mesh(2)
         if mesh.rank == 1:
-            patch.setitem(arithmetic.PLAIN, ALL_REDUCE, lambda x, axis: usual(x, axis) + 1)
+            patch.setitem(checks.PLAIN, ALL_REDUCE, lambda x, axis: usual(x, axis) + 1)
         verifier = Verifier(mesh, Report(say=lambda line: None))
-        arithmetic.verify(verifier, {"all": mesh.tp}, toy.CPU)
+        checks.verify(verifier, {"all": mesh.tp}, toy.CPU)
     return [check.verdict for check in verifier.report.checks]
 
 
@@ -62,3 +64,28 @@ def test_plain_arithmetic() -> None:
     assert of("all-gather", 0) == [1, 2, 3, 4]
     assert (of("reduce-scatter", 0), of("reduce-scatter", 1)) == ([4], [6])
     assert (of("all-to-all", 0), of("all-to-all", 1)) == ([1, 3], [2, 4])
+
+
+LINK = Link(name="wire", latency_us=10.0, gb_s=10.0)
+
+
+def points(factor: float) -> list[Point]:
+    """Points of two processes whose link is `factor` times slower than LINK."""
+    found = []
+    for size in (1 << 14, 1 << 24):
+        for kind, sent in (("all-reduce", size), ("all-gather", size // 2)):
+            found.append(Point(kind, "float32", (size,), factor * (10e-6 + sent / 10e9)))
+    return found
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "ok"), (0.5, "ok"), (3.0, "note")])
+def test_a_slow_link_is_noted(factor: float, verdict: str) -> None:
+    found = _judged([points(factor)], 2, LINK)
+    assert (found.verdict, f"{factor:.2f}x the profile's time" in found.detail) == (verdict, True), found.detail
+
+
+def test_without_a_profile_there_are_numbers_only() -> None:
+    found = _judged([points(1.0)], 2, None)
+    assert found.verdict == "ok" and "profile" not in found.detail
+    assert "GB/s at 16.8 MB: all-reduce 9.9, all-gather 9.9" in found.detail
+    assert len(found.numbers["points"]) == 4
