@@ -15,7 +15,7 @@ from boost.config.load import change, parse_overrides, read_source, tags, valida
 from boost.format import format_bytes, format_count, format_rate, format_seconds
 from boost.plan.candidates import Request
 from boost.plan.categories import CATEGORIES
-from boost.plan.explain import Alternative, busiest, choices, mesh, products, rows_that_matter, sent
+from boost.plan.explain import Alternative, choices, mesh, products, rows_that_matter, sent
 from boost.plan.hardware import Hardware
 from boost.plan.search import Plan, Search
 from boost.plan.step_time import PARTS, fit_probability, interval
@@ -348,10 +348,10 @@ _BAR = 28
 
 def print_explanation(plan: Plan, hardware: Hardware) -> None:
     """Prints the breakdown of time, GEMMs, collectives and memory."""
-    from boost.cli.plan_report import console
 
     out = console()
-    rank = busiest(plan.config, Predictor(hardware))
+    passes = Predictor(hardware).passes(plan.config)
+    rank = max(range(len(passes)), key=lambda rank: passes[rank].total)
     where = f", pipeline rank {rank} (the slowest)" if plan.config.parallel.pp > 1 else ""
     out.print(f"\ntime of a step{where}", style="bold")
     _print_parts(out, plan.time.parts, {part: format_seconds(s) for part, s in plan.time.parts.items()}, PARTS)

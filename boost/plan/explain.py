@@ -36,7 +36,7 @@ from boost.plan.step_time import (
     TENSOR,
     StepTime,
 )
-from boost.plan.timing import Predictor, block_work, ends_work, step_work
+from boost.plan.timing import block_work, ends_work, step_work
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted, Work
 
 WORDS = {
@@ -321,12 +321,6 @@ def sent(config: Config, hardware: Hardware, pp_rank: int) -> list[CollectiveTot
             CollectiveTotal(collective, times, link, times * collective_seconds(collective, parallel, hardware))
         )
     return totals
-
-
-def busiest(config: Config, predictor: Predictor) -> int:
-    """The slowest pipeline rank."""
-    passes = predictor.passes(config)
-    return max(range(len(passes)), key=lambda rank: passes[rank].total)
 
 
 def rows_that_matter(totals: Sequence[WorkTotal], share: float = 0.97) -> Iterator[WorkTotal]:

@@ -200,13 +200,11 @@ class Link(Section):
             if name in self.measured:
                 of_two = seconds_at(self.measured[name], payload)
                 return of_two * _rounds(kind, processes) / _rounds(kind, self.processes) / share
+        # Where the switch reduces, the largest group size of the table that is reached counts.
+        reached = [gb_s for least, gb_s in self.all_reduce if kind == "all-reduce" and processes >= least]
         half, on_link = self.half_mb * 1e6, sent / share
         ramp = half * on_link / (on_link + half) if on_link else 0.0
-        return self.latency_us * _MICRO + (on_link + ramp) / (self._gb_s(kind, processes) * _GIGA)
-
-    def _gb_s(self, kind: str, processes: int) -> float:
-        reached = [gb_s for least, gb_s in self.all_reduce if kind == "all-reduce" and processes >= least]
-        return reached[-1] if reached else self.gb_s
+        return self.latency_us * _MICRO + (on_link + ramp) / ((reached[-1] if reached else self.gb_s) * _GIGA)
 
 
 def _rounds(kind: str, processes: int) -> float:

@@ -22,7 +22,6 @@ from boost.plan.candidates import (
     POLICIES,
     Request,
     context_sizes,
-    divisors,
     legal,
     micro_batches,
     policies,
@@ -348,12 +347,7 @@ def require_legal(search: Search) -> None:
     if not search.empty:
         return
     request = search.request
-    _require_mesh(search)
-    # A fixed TP size that does not divide the model: the message lists those that do.
-    if "parallel.tp" in request.fixed and (problem := _tp_problem(search, request.base.parallel.tp)):
-        sizes = ", ".join(map(str, _tp_sizes(search))) or "none"
-        problem = problem.partition("; nearest valid value")[0]
-        raise ConfigError(f"{problem}; TP sizes that also divide --gpus = {request.gpus}: {sizes}")
+    _require_mesh(request)
     for parallel in structures(request):
         for micro_batch in (*micro_batches(request, parallel.dp), 1):
             for policy in policies(request, parallel):
@@ -363,43 +357,18 @@ def require_legal(search: Search) -> None:
     )
 
 
-def _require_mesh(search: Search) -> None:
+def _require_mesh(request: Request) -> None:
     """Raises ConfigError if the product of the fixed mesh sizes does not match the number of GPUs."""
-    request = search.request
     sizes = {key: getattr(request.base.parallel, key.partition(".")[2]) for key in AXES if key in request.fixed}
     for key, size in sizes.items():
         if request.gpus % size:
-            if key == "parallel.tp" and (valid := _tp_sizes(search)):
-                best = min(valid, key=lambda n: (abs(n - size), n))
-            else:
-                best = rules.nearest(size, request.gpus, lambda n: request.gpus % n == 0)
+            best = rules.nearest(size, request.gpus, lambda n: request.gpus % n == 0)
             raise ConfigError(f"{key} = {size} must divide --gpus = {request.gpus}; nearest valid value: {best}")
     made = math.prod(sizes.values())
     free = set(AXES) - sizes.keys() - ({"parallel.cp"} if len(context_sizes(request, 1)) == 1 else set())
     if sizes and (request.gpus % made or (not free and made != request.gpus)):
         words = " x ".join(f"{key} = {size}" for key, size in sizes.items())
         raise ConfigError(f"{words} = {made} processes, but --gpus = {request.gpus}; drop one of them")
-
-
-def _tp_sizes(search: Search) -> list[int]:
-    """TP sizes that divide the model and the GPUs."""
-    return [tp for tp in divisors(search.request.gpus) if not _tp_problem(search, tp)]
-
-
-def _tp_problem(search: Search, tp: int) -> str:
-    """The rule that keeps the model from being sharded over `tp` processes under any layout; '' if it can be."""
-    request, said = search.request, ""
-    base = request.base
-    asked = base.model_copy(update={"parallel": base.parallel.model_copy(update={"tp": tp})})
-    mesh = request.fixed - {"parallel.pp", "parallel.dp", "parallel.cp"} | {"parallel.tp"}
-    for parallel in structures(replace(request, base=asked, gpus=tp, fixed=mesh)):
-        try:
-            rules.check(search._one_tp_group(parallel, 1))
-        except ConfigError as error:
-            said = said or str(error)
-        else:
-            return ""
-    return said
 
 
 def where_it_fits(search: Search) -> str:

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -197,19 +197,9 @@ def _module(tracer: Tracer, name: Any, make: Callable[[], Any]) -> Any:
     return _MODULES[key]
 
 
-class _BlockInputs(NamedTuple):
-    """Inputs of a block. The parts of a micro-batch are concatenated."""
-
-    prev_bytes: list[int]
-    """Bytes of each latent of the previous block."""
-    prev_memory: list[Any]
-    """Weak references to the memory of these latents."""
-    bytes: int
-    """Total bytes of all inputs."""
-
-
-def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[_BlockInputs, list[Any]]:
-    """Runs the forward pass. Returns (inputs, residual stream and latents for the next block of each part)."""
+def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[int, list[tuple[int, Any]], list[Any]]:
+    """Runs the forward pass. Returns (bytes of all inputs; bytes of each latent of the previous block, with a weak reference to its
+    memory; residual stream and latents for the next block of each part)."""
     tape, parts = tracer.tape, tracer.parts
     block: TransformerBlock = _module(
         tracer, layer, lambda: TransformerBlock(tracer.model, layer, tracer.layout, NO_RECOMPUTE, 0)
@@ -232,33 +222,31 @@ def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[_BlockI
         streams.append(Stream(x, tuple(prev)))
     input_bytes = tape.live - before
     tape.begin_pass()
-    latents = [h for stream in streams for h in stream.prev_latents]
-    inputs = _BlockInputs([h.nbytes for h in latents], [weakref.ref(h.storage) for h in latents], input_bytes)
+    latents = [(h.nbytes, weakref.ref(h.storage)) for stream in streams for h in stream.prev_latents]
     after = block(layout, streams, context.halves() if parts == 2 else [context])
-    return inputs, [y for stream in after for y in (stream.x, *stream.prev_latents)]
+    return input_bytes, latents, [y for stream in after for y in (stream.x, *stream.prev_latents)]
 
 
 def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPass:
     tape = tracer.tape
     with tracer.running():
-        inputs, results = _forward(tracer, layer, policy)
-        forward = tape.peak - inputs.bytes
+        input_bytes, prev, results = _forward(tracer, layer, policy)
+        forward = tape.peak - input_bytes
         sent = [weakref.ref(x.storage) for x in results]
         gradients = tracer.gradients(results)
         output_bytes = sum(x.nbytes for x in gradients)
         for_next = {id(x.storage) for x in gradients}
         results = [x.without_storage() for x in results]  # owned by the next block
-        own = {id(ref()) for ref in inputs.prev_memory if ref() is not None}
+        own = {id(ref()) for _, ref in prev if ref() is not None}
         saved = tuple(held for key, held in tape.alive.items() if key not in own and key not in for_next)
         outputs = len(sent) // tracer.parts  # residual stream and latents of one part
         latents_saved = tuple(ref() is not None for i, ref in enumerate(sent) if i % outputs)
-        held = zip(inputs.prev_memory, inputs.prev_bytes, strict=True)
-        prev_saved = tuple(size if ref() is not None else 0 for ref, size in held)
+        prev_saved = tuple(size if ref() is not None else 0 for size, ref in prev)
         before = tape.live
         tape.begin_pass()
         tape.backward(results, gradients)
     return TracedPass(
-        *tape.record(), saved, inputs.bytes, output_bytes, forward, *tape.peaks_above(before), tape.new_gradients,
+        *tape.record(), saved, input_bytes, output_bytes, forward, *tape.peaks_above(before), tape.new_gradients,
         prev_saved=prev_saved, latents_saved=latents_saved,
     )  # fmt: skip
 
@@ -266,7 +254,7 @@ def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPas
 def _with_split_backward(traced: TracedPass, tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPass:
     tape = tracer.tape
     with tracer.running():
-        _, results = _forward(tracer, layer, policy)
+        *_, results = _forward(tracer, layer, policy)
         gradients = tracer.gradients(results)
         results = [x.without_storage() for x in results]
         before = tape.live

@@ -99,7 +99,8 @@ class Tracer:
         try:
             for function in functions:
                 function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
-            loss.chunks, documents.last_queries = self._chunks, _virtual_mask
+            mask = torch.empty(0)  # on devices it is only described, and uses no memory
+            loss.chunks, documents.last_queries = self._chunks, lambda tokens, keys: mask
             with _Rules(self.tape, self.device), kernels.using(self.backend):
                 yield
         finally:
@@ -115,14 +116,6 @@ class Tracer:
             if times:
                 yield start
         self.tape.times = 1
-
-
-_DESCRIPTION = torch.empty(0)
-
-
-def _virtual_mask(tokens: int, keys: int) -> torch.Tensor:
-    """Stands in for a mask that is only described and uses no memory."""
-    return _DESCRIPTION
 
 
 class _KernelFacts(NamedTuple):
@@ -296,9 +289,7 @@ class TracedLayout:
 
     def _at(self, place: str, function: Callable[..., Pending[Any]], *arguments: Any) -> Pending[Any]:
         self._tape.place = place
-        pending = function(*arguments)
-
-        return self._wrapped(place, pending)
+        return self._wrapped(place, function(*arguments))
 
     def _wrapped(self, place: str, pending: Pending[Any]) -> Pending[Any]:
         if isinstance(pending, Done):

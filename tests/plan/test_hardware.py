@@ -312,9 +312,9 @@ def test_peaks_of_profiles_and_of_training_are_one_table(name: str) -> None:
 )
 def test_spans(axis: str, mesh: tuple[int, int, int], per_node: int, expected: Span) -> None:
     tp, pp, dp = mesh
-    found = span(axis, ParallelConfig(tp=tp, pp=pp, dp=dp, layout="btp"), per_node)
-    assert found == expected
-    assert found.inside == (found.per_node == found.processes)
+    actual = span(axis, ParallelConfig(tp=tp, pp=pp, dp=dp, layout="btp"), per_node)
+    assert actual == expected
+    assert actual.inside == (actual.per_node == actual.processes)
 
 
 def reduced(elements: int, processes: int, axis: str = "tp", kind: str = "all-reduce") -> Collective:

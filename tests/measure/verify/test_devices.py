@@ -19,31 +19,31 @@ GPU: Facts = {
 
 
 def test_this_machine_is_described() -> None:
-    found = facts(toy.CPU)
-    assert same_software([found, found]).verdict == "ok"
-    assert "cpu" in devices_of([found]).detail
+    result = facts(toy.CPU)
+    assert same_software([result, result]).verdict == "ok"
+    assert "cpu" in devices_of([result]).detail
 
 
 def test_another_version_on_one_process_fails() -> None:
     other = GPU | {"software": {"torch": "2.12.0", "NCCL": "2.29"}}
-    found = same_software([GPU, other])
-    assert (found.verdict, found.detail) == ("failed", "torch is 2.13.0 on rank 0 and 2.12.0 on rank 1")
+    result = same_software([GPU, other])
+    assert (result.verdict, result.detail) == ("failed", "torch is 2.13.0 on rank 0 and 2.12.0 on rank 1")
 
 
 def test_processes_and_their_gpus_by_node() -> None:
-    found = devices_of([GPU, GPU | {"device": "cuda:1"}, GPU | {"host": "b"}])
-    assert found.verdict == "ok"
-    assert found.detail.startswith(
+    result = devices_of([GPU, GPU | {"device": "cuda:1"}, GPU | {"host": "b"}])
+    assert result.verdict == "ok"
+    assert result.detail.startswith(
         "node 0: ranks 0: cuda:0, 1: cuda:1 (NVIDIA H100 80GB HBM3, 80 GB); node 1: ranks 2:"
     )
-    assert all("host" not in rank for rank in found.numbers["ranks"]), "reports are shared"
+    assert all("host" not in rank for rank in result.numbers["ranks"]), "reports are shared"
     assert devices_of([GPU, GPU | {"name": "NVIDIA A100"}]).verdict == "note"
 
 
 def test_memory_that_somebody_else_uses_is_noted() -> None:
     assert free_memory([GPU, GPU]).verdict == "ok"
-    found = free_memory([GPU, GPU | {"free": 40e9}])
-    assert (found.verdict, found.detail) == ("note", "50% of the GPU memory of rank 1 is in use")
+    result = free_memory([GPU, GPU | {"free": 40e9}])
+    assert (result.verdict, result.detail) == ("note", "50% of the GPU memory of rank 1 is in use")
 
 
 @pytest.mark.parametrize(("chosen", "verdict"), [("", "note"), ("eth0", "ok")])
