@@ -284,12 +284,7 @@ def memory_as_json(predicted: "Memory", peak: "PeakMemory", measured: "MeasuredM
         "moment": peak.during,
         "measured": measured.kept if measured else None,
         "peak": measured.peak if measured else None,
-        "kept": [
-            {"category": k.held.category, "what": k.held.made_by, "shape": k.held.shape, "dtype": k.held.dtype,
-             "bytes": k.bytes, "place": k.held.place, "layer": k.layer}
-            for k in predicted.saved
-        ],
-    }  # fmt: skip
+    }
 
 
 def print_memory(config: Config, predicted: "Memory", peak: "PeakMemory", measured: "MeasuredMemory | None") -> None:

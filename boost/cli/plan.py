@@ -40,7 +40,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "Predicts only: starts no processes and takes seconds.",
         epilog="examples:\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --global-batch 1M-tokens --seq 4096\n"
-        "  boost plan --model 7b --gpus 16 --gpu a100-80g --global-batch 256 --price 1.8      with the cost per 1B tokens\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --parallel.tp 4 --explain           explain the best with TP 4\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --write run.toml                    then: boost train run.toml\n"
         "  boost plan run.toml --gpu a100-80g                                                 explain your configuration\n"
@@ -68,7 +67,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         default=0.08,
         help="fraction of usable memory to leave free for fragmentation and prediction error (default 0.08)",
     )
-    parser.add_argument("--price", type=float, metavar="P", help="USD per GPU-hour; prints the cost per 1B tokens")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--explain", action="store_true", help="break down time and memory of the best plan")
     parser.add_argument(
@@ -102,8 +100,6 @@ def run(args: argparse.Namespace) -> int:
     for name in ("per_node", "gpus", "seq"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} = {value} is too small; smallest valid value: 1")
-    if args.price is not None and not args.price > 0:
-        raise ConfigError(f"--price = {args.price:g} must be greater than 0 (USD per GPU-hour)")
     if not 0 <= args.memory_margin < 1:
         raise ConfigError(f"--memory-margin = {args.memory_margin:g} must be at least 0 and less than 1, such as 0.08")
 
@@ -185,7 +181,7 @@ def _explain_config(args: argparse.Namespace, hardware: "Hardware") -> int:
     held, pp_rank = max_peak(config, hardware.is_gpu)
     plan = Plan(config, predict(config, hardware), held, pp_rank, hardware.usable_bytes, args.memory_margin)
     if args.json:
-        facts = {"schema": SCHEMA, "argv": asked_words(args), **as_json(plan, args.price, hardware)}
+        facts = {"schema": SCHEMA, "argv": asked_words(args), **as_json(plan, hardware)}
         print(json.dumps(facts, indent=2))
     else:
         print_plan(console(), plan, args, hardware)

@@ -35,7 +35,7 @@ def _print_json(args: argparse.Namespace, request: Request, rows: Grid) -> None:
     column = "tp" if args.by_tokens else "gpus"
     answers = [
         {"tokens": cell.tokens, column: cell.column, "label": cell.label}
-        | ({} if cell.plan is None else as_json(cell.plan, args.price, request.hardware))
+        | ({} if cell.plan is None else as_json(cell.plan, request.hardware))
         for row in rows
         for cell in row
     ]

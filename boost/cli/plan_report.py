@@ -122,15 +122,14 @@ def asked_words(args: argparse.Namespace) -> list[str]:
 
 # JSON.
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the --json output; incremented if a key changes its meaning or is removed. 2: intervals, probabilities, both MFUs.
-3: without the software stack."""
+3: without the software stack. 4: without the cost."""
 
 
-def as_json(plan: Plan, price: float | None, hardware: Hardware) -> dict[str, Any]:
+def as_json(plan: Plan, hardware: Hardware) -> dict[str, Any]:
     """Converts a configuration and its prediction to JSON values, in seconds and bytes."""
     time = plan.time
-    cost = {} if price is None else {"cost_per_billion_tokens": time.cost_per_billion(price)}
     return {
         "fits": plan.shortfall <= 0,
         "fits_probability": fit_probability(plan.memory, plan.usable),
@@ -146,7 +145,6 @@ def as_json(plan: Plan, price: float | None, hardware: Hardware) -> dict[str, An
         "memory_by_category": plan.peak.by_category,
         "memory_moment": plan.peak.during,
         "pp_rank": plan.pp_rank,
-        **cost,
         "config": plan.config.model_dump(),
     }
 
@@ -164,10 +162,9 @@ def print_json(report: PlanReport) -> None:
         "global_batch": train.global_batch,
         "tokens": train.global_batch * train.seq_len,
         "considered": search.considered,
-        "best": as_json(report.best, args.price, hardware),
+        "best": as_json(report.best, hardware),
         "runners_up": [
-            {"kinds": other.kinds, "why": other.why, **as_json(other.plan, args.price, hardware)}
-            for other in report.others
+            {"kinds": other.kinds, "why": other.why, **as_json(other.plan, hardware)} for other in report.others
         ],
         "notes": report.notes,
         "command": launch(report),
@@ -246,9 +243,6 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: H
         "memory": f"{format_bytes(plan.memory)} of {format_bytes(plan.usable)} usable per GPU ({room}{process}; "
         f"{plan.margin:.0%} stay free); fits with a probability of {chance}",
     }
-    if args.price is not None:
-        cost = time.cost_per_billion(args.price)
-        facts["cost"] = f"{cost:,.2f} USD per 1B tokens at {args.price:g} USD per GPU-hour"
     for key, value in facts.items():
         print_fact(out, f"  {key}", value)
     parts = sorted(time.parts.items(), key=lambda part: -part[1])

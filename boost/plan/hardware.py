@@ -317,7 +317,7 @@ def _raw(name: str) -> dict[str, Any]:
     own = name.endswith(".toml")
     path = Path(name) if own else PROFILES / f"{full_name(name)}.toml"
     if not path.is_file():
-        if name.endswith(".toml"):
+        if own:
             raise ConfigError(f"--gpu = '{name}': no such file; 'boost plan calibrate --out {name}' creates one")
         close = difflib.get_close_matches(name.lower(), names(), n=1, cutoff=0.3)
         hint = f"did you mean '{close[0]}'? " if close else ""

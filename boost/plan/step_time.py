@@ -134,10 +134,6 @@ class StepTime:
         """MFU as PaLM and Megatron-LM count it, with the masked half of the attention scores."""
         return self.mfu * (1 + self.masked_flops / self.flops)
 
-    def cost_per_billion(self, price: float) -> float:
-        """Cost of 1B tokens at `price` per device-hour."""
-        return price * self.devices * 1e9 / self.tokens_per_second / 3600
-
 
 MEASURED = ("a100", "h100")
 """Architectures with published speeds."""

@@ -208,8 +208,10 @@ def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[int, li
     layout: Any = TracedLayout(tracer.layout, tape).with_options(policy=runs)
     # Rotary angles, whose memory is counted elsewhere.
     shape = tracer.config.train.seq_len // tracer.parallel.cp, tracer.model.head_dim
-    angles: Any = [ShapeTensor(tape, None, shape, contiguous(shape), tracer.dtype, tracer.device) for _ in range(2)]
-    context = Context(tracer.config.train.micro_batch, *angles, share=tracer.layout.sequence_share())
+    angles: list[Any] = [
+        ShapeTensor(tape, None, shape, contiguous(shape), tracer.dtype, tracer.device) for _ in range(2)
+    ]
+    context = Context(tracer.config.train.micro_batch, angles[0], angles[1], share=tracer.layout.sequence_share())
     before = tape.live
     streams = []
     for _ in range(parts):

@@ -63,9 +63,6 @@ def test_memory_by_category(policy: str, capsys: pytest.CaptureFixture[str]) -> 
     for category, size in held["predicted"].items():
         assert held["measured"].get(category, 0) == size
     assert sum(held["predicted_peak"].values()) == pytest.approx(sum(held["peak"].values()), rel=0.1)
-    assert sum(k["bytes"] for k in held["kept"]) == sum(held["predicted"].values()) - sum(
-        held["predicted"][category] for category in ("weights", "gradients", "optimizer")
-    )
     assert (held["predicted"]["wide activations"] == 0) == (policy != "none")
     code, out, _ = say(capsys, *words)
     assert code == 0

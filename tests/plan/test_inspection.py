@@ -69,15 +69,6 @@ def test_forward_collectives_of_a_block(name: str, expected: list[tuple[Any, ...
     assert forward_of_a_block(inspected(name)) == expected
 
 
-@pytest.mark.parametrize("tp", [2, 4, 8])
-def test_btp_sp_sends_half_of_what_btp_sends_for_latents(tp: int) -> None:
-    def latents(name: str) -> int:
-        collectives = inspected(name, f"--parallel.tp={tp}").of_micro_batch
-        return sum(c.sent_bytes for c in collectives if c.layer is not None and c.shape[-1] != 1)
-
-    assert latents("btp, sync") == 2 * latents("btp-sp") > 0
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("tp", [2, 8])
 def test_shards_add_up_to_the_whole(name: str, tp: int) -> None:
