@@ -1,6 +1,7 @@
 """The result of `boost plan` as text, JSON and a configuration, the command that runs the best plan, and its --explain."""
 
 import argparse
+import itertools
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +16,9 @@ from boost.config.load import change, parse_overrides, read_source, tags, valida
 from boost.format import format_bytes, format_count, format_rate, format_seconds
 from boost.plan.candidates import Request
 from boost.plan.categories import CATEGORIES
-from boost.plan.explain import Alternative, choices, mesh, products, rows_that_matter, sent
-from boost.plan.hardware import Hardware
+from boost.plan.explain import Alternative, choices, mesh, products
+from boost.plan.hardware import Hardware, collective_seconds, span
+from boost.plan.inspection import inspect
 from boost.plan.search import Plan, Search
 from boost.plan.step_time import PARTS, fit_probability, interval
 from boost.plan.timing import Predictor
@@ -338,11 +340,12 @@ def written(report: PlanReport) -> str:
 
 _PHASES = {"forward": "fwd", "recompute": "recompute", "backward": "bwd", "step": "step"}
 _BAR = 28
+SHOWN = 0.97
+"""Fraction of the time of GEMMs and attention that is listed."""
 
 
 def print_explanation(plan: Plan, hardware: Hardware) -> None:
     """Prints the breakdown of time, GEMMs, collectives and memory."""
-
     out = console()
     passes = Predictor(hardware).passes(plan.config)
     rank = max(range(len(passes)), key=lambda rank: passes[rank].total)
@@ -389,7 +392,10 @@ def _print_products(out: "Console", plan: Plan, hardware: Hardware, rank: int) -
     from rich.table import Table
 
     listed = products(plan.config, hardware, rank)
-    shown = list(rows_that_matter(listed))
+    # The longest ones, until they cover nearly all of the time.
+    before = itertools.accumulate((total.seconds for total in listed), initial=0.0)
+    whole = sum(total.seconds for total in listed)
+    shown = [total for total, seconds in zip(listed, before, strict=False) if seconds < SHOWN * whole]
     out.print("\nGEMMs and attention of one process per step", style="bold")
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for heading in ("place", "pass"):
@@ -397,11 +403,12 @@ def _print_products(out: "Console", plan: Plan, hardware: Hardware, rank: int) -
     for heading in ("m x n x k", "calls", "TFLOP", "bytes", "FLOP/byte", "time", "of peak"):
         table.add_column(heading, justify="right", no_wrap=True)
     for total in shown:
-        work = total.work
+        work, flops = total.work, total.calls * total.work.flops
         shape = work.shape if work.shape[0] > 1 else work.shape[1:]
         table.add_row(
-            work.place, _PHASES[work.phase], " x ".join(f"{n}" for n in shape), f"{total.calls:,}", f"{total.flops / 1e12:,.1f}",
-            format_bytes(total.bytes), f"{work.intensity:,.0f}", format_seconds(total.seconds), f"{total.share_of_peak:.0%}",
+            work.place, _PHASES[work.phase], " x ".join(f"{n}" for n in shape), f"{total.calls:,}", f"{flops / 1e12:,.1f}",
+            format_bytes(total.calls * work.bytes), f"{work.intensity:,.0f}", format_seconds(total.seconds),
+            f"{flops / total.seconds / total.peak_flops:.0%}",
         )  # fmt: skip
     print_table(out, table)
     rest = listed[len(shown) :]
@@ -418,9 +425,9 @@ def _print_products(out: "Console", plan: Plan, hardware: Hardware, rank: int) -
 def _print_sent(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> None:
     from rich.table import Table
 
-    listed = sent(plan.config, hardware, rank)
+    rows, parallel = inspect(plan.config, rank).rows, plan.config.parallel
     out.print("\ncollectives of one process per step", style="bold")
-    if not listed:
+    if not rows:
         out.print("none: one process")
         return
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
@@ -428,10 +435,12 @@ def _print_sent(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> No
         table.add_column(heading, no_wrap=True)
     for heading in ("processes", "count", "sent", "time"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for total in listed:
-        c = total.collective
+    for row in rows:
+        c = row.collective
+        link = hardware.node if span(c.axis, parallel, hardware.per_node).inside else hardware.network
+        seconds = row.count * collective_seconds(c, parallel, hardware)
         table.add_row(
-            c.axis, c.place, _PHASES[c.phase], c.kind, total.link, f"{c.processes}", f"{total.times:,}", format_bytes(total.bytes),
-            format_seconds(total.seconds),
+            c.axis, c.place, _PHASES[c.phase], c.kind, link.name, f"{c.processes}", f"{row.count:,}",
+            format_bytes(row.total_bytes), format_seconds(seconds),
         )  # fmt: skip
     print_table(out, table)

@@ -1,24 +1,21 @@
 """Explains why the best configuration wins: compares it with the best of every other kind, and breaks one configuration down.
 
-Comparisons name the parts of the step time that differ, or the memory shortfall. A breakdown lists GEMMs, attention and collectives
-of one pipeline rank in a step, with their times.
+Comparisons name the parts of the step time that differ, or the memory shortfall. A breakdown lists GEMMs and attention of one
+pipeline rank in a step, with their times.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from boost.config.architecture import first_alike, parameter_count
 from boost.config.layouts import layouts_of
 from boost.config.schema import Config, ParallelConfig
 from boost.config.stages import stages_of
-from boost.config.traffic import Collective
 from boost.format import format_bytes, format_count, format_seconds
 from boost.plan.candidates import context_sizes
-from boost.plan.collectives import micro_batch_collectives
-from boost.plan.hardware import QUANTITIES, Hardware, collective_seconds, origin, provenance_words, span
-from boost.plan.replicas import gathers, gradient_collectives
+from boost.plan.hardware import QUANTITIES, Hardware, origin, provenance_words
 from boost.plan.search import Plan, Search, Test, Tick, any_config
 from boost.plan.step_time import (
     ATTENTION_TIME,
@@ -235,38 +232,6 @@ class WorkTotal:
     peak_flops: float
     """Peak FLOP/s of the device in this dtype."""
 
-    @property
-    def flops(self) -> int:
-        """Total FLOPs of all calls."""
-        return self.calls * self.work.flops
-
-    @property
-    def bytes(self) -> int:
-        """Total bytes read and written."""
-        return self.calls * self.work.bytes
-
-    @property
-    def share_of_peak(self) -> float:
-        """Achieved FLOP/s as a fraction of peak."""
-        return self.flops / self.seconds / self.peak_flops
-
-
-@dataclass(frozen=True)
-class CollectiveTotal:
-    """All identical collectives in a step, on one process."""
-
-    collective: Collective
-    times: int
-    link: str
-    """Name of the link in the hardware profile."""
-    seconds: float
-    """Total seconds, overlapped or not."""
-
-    @property
-    def bytes(self) -> int:
-        """Total bytes sent by one process."""
-        return self.times * self.collective.sent_bytes
-
 
 PRODUCTS = (GEMM, ATTENTION, ATTENTION_BACKWARD)
 
@@ -297,37 +262,3 @@ def products(config: Config, hardware: Hardware, pp_rank: int) -> list[WorkTotal
         if work.kernel in PRODUCTS
     ]
     return sorted(totals, key=lambda total: -total.seconds)
-
-
-def sent(config: Config, hardware: Hardware, pp_rank: int) -> list[CollectiveTotal]:
-    """Collectives of pipeline rank `pp_rank` in a step, in order of first use, TP collectives first."""
-    train, parallel = config.train, config.parallel
-    count = train.global_batch // (parallel.dp * train.micro_batch)
-    held, tokens = stages_of(config, pp_rank), train.micro_batch * train.seq_len // parallel.cp
-    policies = train.recompute_by_layer(config.model.layers)
-    times_of: Counter[Collective] = Counter()
-    for stage in held:
-        for sent_once in micro_batch_collectives(
-            config.model, parallel, tokens, train.compute_dtype, True, policies, stage
-        ):
-            times_of[replace(sent_once, layer=None)] += count
-    for sent_once in (*gradient_collectives(config, held), *gathers(config, held)):
-        times_of[replace(sent_once, layer=None)] += count if sent_once.phase in ("forward", "backward") else 1
-    totals = []
-    for collective, times in times_of.items():
-        inside = span(collective.axis, parallel, hardware.per_node).inside
-        link = hardware.node.name if inside else hardware.network.name
-        totals.append(
-            CollectiveTotal(collective, times, link, times * collective_seconds(collective, parallel, hardware))
-        )
-    return totals
-
-
-def rows_that_matter(totals: Sequence[WorkTotal], share: float = 0.97) -> Iterator[WorkTotal]:
-    """Yields the first rows until they cover `share` of the total time."""
-    whole, covered = sum(total.seconds for total in totals), 0.0
-    for total in totals:
-        if covered >= share * whole:
-            return
-        covered += total.seconds
-        yield total
