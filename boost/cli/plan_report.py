@@ -351,7 +351,8 @@ def print_explanation(plan: Plan, hardware: Hardware) -> None:
     rank = max(range(len(passes)), key=lambda rank: passes[rank].total)
     where = f", pipeline rank {rank} (the slowest)" if plan.config.parallel.pp > 1 else ""
     out.print(f"\ntime of a step{where}", style="bold")
-    _print_parts(out, plan.time.parts, {part: format_seconds(s) for part, s in plan.time.parts.items()}, PARTS)
+    meanings = {part: meaning for part, (meaning, _) in PARTS.items()}
+    _print_parts(out, plan.time.parts, {part: format_seconds(s) for part, s in plan.time.parts.items()}, meanings)
     if plan.time.hidden > 0:
         out.print(f"DP and TP collectives overlapped with computation: {format_seconds(plan.time.hidden)}", style="dim")
     _print_products(out, plan, hardware, rank)

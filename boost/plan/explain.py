@@ -17,33 +17,9 @@ from boost.format import format_bytes, format_count, format_seconds
 from boost.plan.candidates import context_sizes
 from boost.plan.hardware import QUANTITIES, Hardware, origin, provenance_words
 from boost.plan.search import Plan, Search, Test, Tick, any_config
-from boost.plan.step_time import (
-    ATTENTION_TIME,
-    BUBBLE,
-    CONTEXT,
-    GEMMS,
-    HOST,
-    OPTIMIZER_TIME,
-    OTHER,
-    PIPELINE,
-    RECOMPUTED,
-    REPLICAS,
-    REST,
-    STRAGGLERS,
-    TENSOR,
-    StepTime,
-)
+from boost.plan.step_time import HOST, PARTS, StepTime
 from boost.plan.timing import block_work, ends_work, step_work
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted, Work
-
-WORDS = {
-    GEMMS: "in GEMMs", ATTENTION_TIME: "in attention", OTHER: "in element-wise operations",
-    RECOMPUTED: "of recomputation", HOST: "waiting for the host", TENSOR: "in TP collectives",
-    CONTEXT: "in CP collectives",
-    PIPELINE: "of pipeline sends", BUBBLE: "of pipeline bubble", REPLICAS: "in DP collectives",
-    OPTIMIZER_TIME: "in the optimizer", STRAGGLERS: "waiting for stragglers", REST: "elsewhere",
-}  # fmt: skip
-"""Phrase for each part of a step: '12 ms more ...'."""
 
 MOST = 0.8
 """Lists the largest differences until they cover this fraction of the total."""
@@ -129,7 +105,7 @@ def why(best: Plan, other: Plan) -> str:
 
 def time_difference(best: StepTime, other: StepTime) -> str:
     """Names the parts in which `other` spends more time than `best`: '310 ms more in TP collectives, ...'."""
-    delta = {part: other.parts.get(part, 0.0) - best.parts.get(part, 0.0) for part in WORDS}
+    delta = {part: other.parts.get(part, 0.0) - best.parts.get(part, 0.0) for part in PARTS}
     more = sorted(((seconds, part) for part, seconds in delta.items() if seconds > 0), reverse=True)
     less = sorted((seconds, part) for part, seconds in delta.items() if seconds < 0)
     wanted, covered, words = MOST * sum(seconds for seconds, _ in more), 0.0, []
@@ -137,8 +113,10 @@ def time_difference(best: StepTime, other: StepTime) -> str:
         if covered >= wanted:
             break
         covered += seconds
-        words.append(f"{format_seconds(seconds)} more {WORDS[part]}")
-    saved = [f"{format_seconds(-seconds)} less {WORDS[part]}" for seconds, part in less[:1] if -seconds > covered / 4]
+        words.append(f"{format_seconds(seconds)} more {PARTS[part][1]}")
+    saved = [
+        f"{format_seconds(-seconds)} less {PARTS[part][1]}" for seconds, part in less[:1] if -seconds > covered / 4
+    ]
     return "; ".join([", ".join(words), *saved]) if words else "no difference in the prediction"
 
 

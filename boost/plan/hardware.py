@@ -384,6 +384,9 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:
     return names
 
 
+# The cost of a collective. Global ranks are ordered (pp, dp, cp, tp) with TP innermost, and are assigned to nodes in that order.
+
+
 @dataclass(frozen=True)
 class Span:
     """How the processes of a collective are spread over nodes."""

@@ -28,22 +28,21 @@ STRAGGLERS = "stragglers"
 REST = "rest"
 
 PARTS = {
-    GEMMS: "forward and backward pass, including the head",
-    ATTENTION_TIME: "softmax(q k^T) v and its gradients",
-    OTHER: "norms, activations, rotary, residual, loss, casts",
-    RECOMPUTED: "operations recomputed in the backward pass",
-    HOST: "device waits for kernel launches",
-    TENSOR: "exposed part of collectives over TP ranks",
-    CONTEXT: "exposed part of attention's collectives over CP ranks",
-    PIPELINE: "to and from neighboring stages",
-    BUBBLE: "stages wait for each other",
-    REPLICAS: "exposed part of collectives for gradients and sharded weights",
-    OPTIMIZER_TIME: "gradient norm, clipping, update",
-    STRAGGLERS: "waiting for the slowest node",
-    REST: "batches, step stats",
+    GEMMS: ("forward and backward pass, including the head", "in GEMMs"),
+    ATTENTION_TIME: ("softmax(q k^T) v and its gradients", "in attention"),
+    OTHER: ("norms, activations, rotary, residual, loss, casts", "in element-wise operations"),
+    RECOMPUTED: ("operations recomputed in the backward pass", "of recomputation"),
+    HOST: ("device waits for kernel launches", "waiting for the host"),
+    TENSOR: ("exposed part of collectives over TP ranks", "in TP collectives"),
+    CONTEXT: ("exposed part of attention's collectives over CP ranks", "in CP collectives"),
+    PIPELINE: ("to and from neighboring stages", "of pipeline sends"),
+    BUBBLE: ("stages wait for each other", "of pipeline bubble"),
+    REPLICAS: ("exposed part of collectives for gradients and sharded weights", "in DP collectives"),
+    OPTIMIZER_TIME: ("gradient norm, clipping, update", "in the optimizer"),
+    STRAGGLERS: ("waiting for the slowest node", "waiting for stragglers"),
+    REST: ("batches, step stats", "elsewhere"),
 }
-"""Parts of the step time, with a description."""
-
+"""Parts of the step time, with a description and a phrase: '12 ms more ...'."""
 
 Seconds = defaultdict[str, float]
 """Seconds by name."""

@@ -163,6 +163,9 @@ def _is_summed(shape: FactorShape, parallel: ParallelConfig) -> bool:
     return shape.gram > 0 and parallel.tp > 1
 
 
+# Their time.
+
+
 def predict(config: Config, hardware: Hardware) -> StepTime:
     """Predicts the time of a regular step. Raises ConfigError if the hardware profile has no speed for a dtype."""
     return Predictor(hardware).predict(config)
