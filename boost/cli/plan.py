@@ -102,7 +102,6 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} = {value} is too small; smallest valid value: 1")
     if not 0 <= args.memory_margin < 1:
         raise ConfigError(f"--memory-margin = {args.memory_margin:g} must be at least 0 and less than 1, such as 0.08")
-
     if args.per_node is not None:
         hardware = hardware.model_copy(update={"per_node": args.per_node})
     if args.write is not None and args.write.exists() and not args.force:
@@ -165,15 +164,13 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
         return 0
     plan_report.print_report(report)
     if args.explain:
-        from boost.cli.plan_report import print_explanation
-
-        print_explanation(best, request.hardware)
+        plan_report.print_explanation(best, request.hardware)
     return 0
 
 
 def _explain_config(args: argparse.Namespace, hardware: "Hardware") -> int:
     """Explains one configuration without a search."""
-    from boost.cli.plan_report import SCHEMA, as_json, asked_words, console, print_explanation, print_plan
+    from boost.cli import plan_report
     from boost.plan.search import Plan, max_peak
     from boost.plan.timing import predict
 
@@ -181,11 +178,11 @@ def _explain_config(args: argparse.Namespace, hardware: "Hardware") -> int:
     held, pp_rank = max_peak(config, hardware.is_gpu)
     plan = Plan(config, predict(config, hardware), held, pp_rank, hardware.usable_bytes, args.memory_margin)
     if args.json:
-        facts = {"schema": SCHEMA, "argv": asked_words(args), **as_json(plan, hardware)}
-        print(json.dumps(facts, indent=2))
+        asked = {"schema": plan_report.SCHEMA, "argv": plan_report.asked_words(args)}
+        print(json.dumps({**asked, **plan_report.as_json(plan, hardware)}, indent=2))
     else:
-        print_plan(console(), plan, args, hardware)
-        print_explanation(plan, hardware)
+        plan_report.print_plan(plan_report.console(), plan, args, hardware)
+        plan_report.print_explanation(plan, hardware)
     return 0
 
 

@@ -21,7 +21,16 @@ def print_grid(args: argparse.Namespace, request: Request) -> int:
             f"{args.model} does not fit on {args.gpus} x {args.gpu} without a pipeline; add --parallel.pp"
         )
     if args.json:
-        _print_json(args, request, rows)
+        column = "tp" if args.by_tokens else "gpus"
+        answers = [
+            {"tokens": cell.tokens, column: cell.column, "label": cell.label}
+            | ({} if cell.plan is None else as_json(cell.plan, request.hardware))
+            for row in rows
+            for cell in row
+        ]
+        question = f"fastest layout by tokens per step and {'TP size' if args.by_tokens else 'number of GPUs'}"
+        facts = {"schema": SCHEMA, "argv": asked_words(args), "question": question, "answers": answers}
+        print(json.dumps(facts, indent=2))
     else:
         _print_table(args, request, rows)
     if args.svg is not None:
@@ -29,18 +38,6 @@ def print_grid(args: argparse.Namespace, request: Request) -> int:
         if not args.json:
             print(f"\n{args.svg} written")
     return 0
-
-
-def _print_json(args: argparse.Namespace, request: Request, rows: Grid) -> None:
-    column = "tp" if args.by_tokens else "gpus"
-    answers = [
-        {"tokens": cell.tokens, column: cell.column, "label": cell.label}
-        | ({} if cell.plan is None else as_json(cell.plan, request.hardware))
-        for row in rows
-        for cell in row
-    ]
-    question = f"fastest layout by tokens per step and {'TP size' if args.by_tokens else 'number of GPUs'}"
-    print(json.dumps({"schema": SCHEMA, "argv": asked_words(args), "question": question, "answers": answers}, indent=2))
 
 
 def _print_table(args: argparse.Namespace, request: Request, rows: Grid) -> None:

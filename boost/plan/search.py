@@ -209,7 +209,11 @@ class Search:
     def _list(self, parallel: ParallelConfig) -> None:
         """Adds the nodes of one structure, one per micro-batch size."""
         for micro_batch in micro_batches(self.request, parallel.dp):
-            if not self._tp_is_legal(parallel, micro_batch):
+            # Whether a TP group is legal does not depend on the rest of the mesh.
+            key = *traced_values(parallel, "parallel"), micro_batch
+            if key not in self._tp_legal:
+                self._tp_legal[key] = legal(self._one_tp_group(parallel, micro_batch))
+            if not self._tp_legal[key]:
                 continue
             known = any(node.config.parallel is parallel for node in self._nodes[-1:])
             if known and not self._may_fit(parallel, micro_batch):
@@ -266,13 +270,6 @@ class Search:
         return base.model_copy(
             update={"parallel": parallel.model_copy(update=changes), "train": base.train.model_copy(update=train)}
         )
-
-    def _tp_is_legal(self, parallel: ParallelConfig, micro_batch: int) -> bool:
-        """Whether this TP sharding of the model is legal. Cached across meshes."""
-        key = *traced_values(parallel, "parallel"), micro_batch
-        if key not in self._tp_legal:
-            self._tp_legal[key] = legal(self._one_tp_group(parallel, micro_batch))
-        return self._tp_legal[key]
 
     def _may_fit(self, parallel: ParallelConfig, micro_batch: int) -> bool:
         """Whether a block and the loss fit without any training state. If not, no configuration fits."""

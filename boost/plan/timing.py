@@ -315,7 +315,12 @@ class Predictor:
     def _pass_time(self, config: Config, runs: Sequence[PassOps]) -> PassTime:
         """Time of operations in sequence, and of waiting for collectives."""
         log = [operation for run in runs for operation in run.log]
-        priced = self._priced(config, log)
+        # Device seconds of operations, of these and of all others so far, multiplied by how often each runs.
+        speeds = self._speeds(config)
+        priced = self._seconds[speeds]
+        for operation in log:
+            if operation not in priced:
+                priced[operation] = sum(n * speeds.seconds(work) for work, n in work_of([operation]).items())
         by_kind: dict[tuple[str, str], float] = defaultdict(float)
         for operation in log:
             by_kind[operation.phase, operation.kernel] += priced[operation]
@@ -338,15 +343,6 @@ class Predictor:
         result.backward = seconds["recompute"] + seconds["backward"] + sum(backward)
         result.weight_gradients = seconds[f"backward {GEMMS}"] / 2
         return result
-
-    def _priced(self, config: Config, log: Sequence[Operation]) -> dict[Operation, float]:
-        """Device seconds of these operations, and of all others priced before, multiplied by how often each runs."""
-        speeds = self._speeds(config)
-        known = self._seconds[speeds]
-        for operation in log:
-            if operation not in known:
-                known[operation] = sum(n * speeds.seconds(work) for work, n in work_of([operation]).items())
-        return known
 
     def _sent(self, config: Config, c: Collective) -> float:
         """Seconds of one collective."""
