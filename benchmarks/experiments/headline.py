@@ -8,13 +8,10 @@ from typing import Any
 
 from benchmarks.experiments import colors, record
 from benchmarks.experiments.contest import Spread, pooled, spread
-from benchmarks.experiments.goals import TARGETS, target_of
+from benchmarks.experiments.goals import INTERVAL, TARGETS, target_of
 from benchmarks.experiments.results import Facts, Goal, machine
 from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON_SP, PUBLISHED, VANILLA
 from boost import drawing
-
-INTERVAL = re.compile(r"(?P<value>\d[\d.]*) \((?P<low>[\d.]+) to (?P<high>[\d.]+)\)")
-"""A ratio with its interval, as `contest.in_words` writes it."""
 
 NOT_MEASURED = "not measured"
 

@@ -25,7 +25,7 @@ from markupsafe import Markup, escape
 from benchmarks.commands import PAGE, RESULTS
 from benchmarks.experiments import colors, headline, origins, sections
 from benchmarks.experiments.colors import TONES
-from benchmarks.experiments.goal_table import VERDICTS, goal_rows
+from benchmarks.experiments.goals import VERDICTS, goal_rows
 from benchmarks.experiments.results import Facts, Figure, Goal, Section, Table, figures, machine, origin, read
 from benchmarks.experiments.wire_plan import SETS
 from boost.config.schema import DType

@@ -1,10 +1,20 @@
-"""The project's goals: every finding is matched to its target, and only measurements decide."""
+"""Goals: their names, what decides them, and the rows of the report's table."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from benchmarks.experiments.goals import TARGETS, missing, status, target_of
+from benchmarks.experiments.goals import (
+    NO_DIFFERENCE,
+    TARGETS,
+    goal_rows,
+    missing,
+    shows_no_difference,
+    status,
+    target_of,
+    verdict,
+)
 from benchmarks.experiments.results import Goal
 from boost.errors import MeasurementError
 
@@ -52,3 +62,43 @@ def test_what_was_not_measured_says_why() -> None:
     assert "python -m benchmarks single" in missing(target_of("low-rank MFU, 1B, bf16, one GPU"))
     assert "GPU" in missing(target_of("low-rank MFU, 1B, bf16, one GPU"))
     assert "GPU" not in missing(target_of("latents kept without recomputation"))
+
+
+NAME = "btp-sp against btp, time"
+
+
+def goal(found: str, met: bool | None, figure: str = "never slower", what: str = NAME) -> Goal:
+    return Goal(what, figure, "here", found, met)
+
+
+@pytest.mark.parametrize(
+    ("found", "met", "figure", "expected"),
+    [
+        ("1.02 (0.96 to 1.16) x", False, "never slower", NO_DIFFERENCE),
+        ("1.02 (0.96 to 1.16) x", False, ">= 1.0x", NO_DIFFERENCE),
+        ("0.90 (0.86 to 0.96) x", False, "never slower", "not met"),
+        ("1.02 (0.98 to 1.04) x", False, ">= 1.5x", "not met"),
+        ("1.10 (1.02 to 1.16) x", True, "never slower", "met"),
+        ("", None, "never slower", "not measured"),
+    ],
+)
+def test_an_interval_that_holds_one_is_no_difference(found: str, met: bool | None, figure: str, expected: str) -> None:
+    assert verdict(goal(found, met, figure)) == expected
+
+
+def test_every_interval_must_hold_one() -> None:
+    assert shows_no_difference(goal("1.02 (0.98 to 1.04) x", False, ">= 1.5x"))
+    assert not shows_no_difference(goal("1.02 (0.98 to 1.04), 1.20 (1.10 to 1.30)", False, ">= 1.5x"))
+    assert not shows_no_difference(goal("0.95 (0.90 to 1.02)", False, ">= 0.93 of ideal", "TP=2 against the ideal"))
+
+
+def row(*goals: Goal) -> dict[str, Any]:
+    facts = {"experiment": "steps", "environment": {"gpus": [], "cpu": "Slow CPU", "cores": 2}}
+    return next(each for each in goal_rows([(facts, goals)]) if each["target"].what == NAME)
+
+
+def test_one_result_that_is_worse_decides() -> None:
+    even, worse = goal("1.02 (0.96 to 1.16) x", False), goal("0.90 (0.86 to 0.96) x", False)
+    assert row(even)["status"] == NO_DIFFERENCE and row(even, worse)["status"] == "not met"
+    assert row()["status"] == "not measured" and row()["found"] == []
+    assert row(even)["found"][0]["machine"] == "Slow CPU, 2 cores"
