@@ -199,6 +199,8 @@ def _dense(request: "Request") -> "Plan | None":
     return other.fastest() or other.smallest()
 
 
+# What is searched for: the model, the batch and the fixed choices.
+
 SEARCHED = ("train.micro_batch", "train.recompute", "train.recompute_every")
 """Keys to search in addition to parallel.*, unless the command line fixes them."""
 

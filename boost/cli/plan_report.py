@@ -338,6 +338,8 @@ def written(report: PlanReport) -> str:
     return "\n".join(lines) + "\n" + to_toml(runnable(best.config, Path(args.write).stem, asked))
 
 
+# --explain.
+
 _PHASES = {"forward": "fwd", "recompute": "recompute", "backward": "bwd", "step": "step"}
 _BAR = 28
 SHOWN = 0.97

@@ -81,7 +81,11 @@ def _forward(
         for place in _places(model, parallel, dtype, stage):
             yield from _issued("forward", place, part, dtype, parallel)
         if stage.has_head and parallel.tp > 1:
-            yield from _loss(model, parallel, part, dtype)
+            # Under every layout, one all-gather of (logsumexp, target logit) per chunk of tokens.
+            step = chunk_tokens(model.vocab_size // parallel.tp)
+            for start in range(0, part, step):
+                shape = (parallel.tp, 2, min(step, part - start))
+                yield Collective("forward", "all-gather", shape, statistic_dtype(dtype), parallel.tp, "loss")
     if not stage.has_head:
         yield from stage_sends("forward", model, parallel, tokens, dtype, stage.numbers[-1])
 
@@ -170,11 +174,3 @@ def _issued(
         yield Collective(
             phase, kind, shape, planned.dtype or dtype, processes, planned.place, planned.layer, planned.axis
         )
-
-
-def _loss(model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str) -> Iterator[Collective]:
-    """One all-gather of (logsumexp, target logit) per chunk of tokens, under every layout."""
-    step = chunk_tokens(model.vocab_size // parallel.tp)
-    for start in range(0, tokens, step):
-        shape = (parallel.tp, 2, min(step, tokens - start))
-        yield Collective("forward", "all-gather", shape, statistic_dtype(dtype), parallel.tp, "loss")

@@ -47,7 +47,14 @@ KEYS = {
 
 def tree_of(line: str, base: dict[str, Any]) -> dict[str, Any]:
     """Builds the raw profile of a datasheet line. `base`: the raw profile of BASE. Raises ConfigError for an invalid line."""
-    said = _parsed(line)
+    said: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in line.split(","))):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if key not in KEYS or not equals or not value:
+            raise ConfigError(
+                f"--gpu = '{line}': '{part}' is not one of {', '.join(f'{key}=' for key in KEYS)}; {_HELP}"
+            )
+        said[key] = value
     missing = [key for key in ("tflops", "mem", "bw") if key not in said]
     if missing:
         raise ConfigError(f"--gpu = '{line}' lacks {missing[0]} ({KEYS[missing[0]]}); {_HELP}")
@@ -79,18 +86,6 @@ def tree_of(line: str, base: dict[str, Any]) -> dict[str, Any]:
     tree["node"].update(name="NVLink" if ramp == "nvlink" else "PCIe", gb_s=link, half_mb=RAMP_MB[ramp], all_reduce=[])
     tree["network"].update(name="network", gb_s=0.9 * port / 8)
     return tree
-
-
-def _parsed(line: str) -> dict[str, str]:
-    said: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in line.split(","))):
-        key, equals, value = (word.strip() for word in part.partition("="))
-        if key not in KEYS or not equals or not value:
-            raise ConfigError(
-                f"--gpu = '{line}': '{part}' is not one of {', '.join(f'{key}=' for key in KEYS)}; {_HELP}"
-            )
-        said[key] = value
-    return said
 
 
 def _number(line: str, said: dict[str, str], key: str, otherwise: float | None = None) -> float:

@@ -58,6 +58,8 @@ from boost.plan.work import (
     moved,
 )
 
+# Operations of one process in a training step: embedding, blocks, loss, and the work after the last backward pass.
+
 
 def block_work(config: Config, layer: int, policy: RecomputeName, on_gpu: bool) -> Counted:
     """Operations of one block and micro-batch, with their phases. `on_gpu`: see `boost.plan.trace.trace_block`."""
@@ -426,7 +428,8 @@ class Predictor:
         work = step_work(config.model_copy(update={"train": train.model_copy(update=batch)}), held)
         whole = optimizer_collectives(config, held[0].index % parallel.pp) if config.optim.whole_factors else ()
         sent = sum(self._sent(config, collective) for collective in whole)
-        return busy(work, self._speeds(config))["step"], work.total(), sent
+        speeds = self._speeds(config)
+        return sum(times * speeds.seconds(operation) for operation, times in work.items()), work.total(), sent
 
     def _per_micro_batch(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
         """Caches `function` per micro-batch: configurations with the same model, TP, layout and micro-batch share the result."""
@@ -451,16 +454,6 @@ class Predictor:
 
 
 _flops_per_token = functools.lru_cache(64)(flops_per_token)
-
-
-def busy(work: Counted, speeds: Speeds) -> Seconds:
-    """Device seconds by '<phase>' and by '<phase> <part>'."""
-    result: Seconds = defaultdict(float)
-    for operation, times in work.items():
-        seconds = times * speeds.seconds(operation)
-        result[operation.phase] += seconds
-        result[f"{operation.phase} {_part(operation.kernel)}"] += seconds
-    return result
 
 
 def _name(sent: Collective) -> str:
