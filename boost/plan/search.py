@@ -22,6 +22,7 @@ from boost.plan.candidates import (
     POLICIES,
     Request,
     context_sizes,
+    divisors,
     legal,
     micro_batches,
     policies,
@@ -359,7 +360,7 @@ def _require_mesh(request: Request) -> None:
     sizes = {key: getattr(request.base.parallel, key.partition(".")[2]) for key in AXES if key in request.fixed}
     for key, size in sizes.items():
         if request.gpus % size:
-            best = rules.nearest(size, request.gpus, lambda n: request.gpus % n == 0)
+            best = min(divisors(request.gpus), key=lambda n: (abs(n - size), n))
             raise ConfigError(f"{key} = {size} must divide --gpus = {request.gpus}; nearest valid value: {best}")
     made = math.prod(sizes.values())
     free = set(AXES) - sizes.keys() - ({"parallel.cp"} if len(context_sizes(request, 1)) == 1 else set())

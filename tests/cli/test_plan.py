@@ -54,7 +54,7 @@ def test_the_report_says_how_to_run_it_and_why(capsys: pytest.CaptureFixture[str
     code, out, _ = say(capsys, *SMALL, "--explain")
     assert code == 0
     for words in ("fastest configuration that fits", "boost train cola-60m", "runners-up", "Pure data parallelism beats TP here",
-                  "The dense model of this shape", "per 1B tokens", "GEMMs and attention",
+                  "The dense model of this shape", "GEMMs and attention",
                   "collectives of one process", "peak memory of one GPU"):  # fmt: skip
         assert words in out, words
     assert max(len(line.rstrip()) for line in out.splitlines() if "hardware" not in line) <= 130
