@@ -134,10 +134,12 @@ def test_it_draws_and_says_what_was_hidden(tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "pictures" / "one.png").read_bytes().startswith(b"\x89PNG")
 
 
-STEP = ProcessStep(1, Interval(10.0, 10.1), (Interval(10.0, 10.03), Interval(10.055, 10.08)), (Interval(10.02, 10.09),))
+RECORDED = ProcessStep(
+    1, Interval(10.0, 10.1), (Interval(10.0, 10.03), Interval(10.055, 10.08)), (Interval(10.02, 10.09),)
+)
 
 
 def test_numbers_of_a_step() -> None:
-    assert list(rows([STEP])) == [("1", "100.0", "55.0", "70.0", "35.0", "50%")]
-    again = from_numbers(json.loads(json.dumps(as_numbers(STEP))))
-    assert list(rows([again])) == list(rows([STEP]))
+    assert list(rows([RECORDED])) == [("1", "100.0", "55.0", "70.0", "35.0", "50%")]
+    again = from_numbers(json.loads(json.dumps(as_numbers(RECORDED))))
+    assert list(rows([again])) == list(rows([RECORDED]))
