@@ -16,8 +16,7 @@ from benchmarks.experiments.contest import Call
 from benchmarks.experiments.plain import PlainStep, whole
 from boost.config import Config
 from boost.config.load import change, from_tree
-from boost.convert.formats import config_json
-from boost.convert.names import entries
+from boost.convert.formats import config_json, entries
 from boost.convert.tensors import TensorWriter
 from boost.errors import StorageError
 from boost.models.init import initial_value

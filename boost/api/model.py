@@ -1,5 +1,6 @@
 """`Model`: a language model with its tokenizer, from a preset, a checkpoint, or a Hugging Face folder."""
 
+import contextlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,17 +15,16 @@ from torch.distributed.tensor import DTensor
 from boost.api.sharding import fill, spec_of
 from boost.config import Config, load
 from boost.config.load import change, from_tree, read_source
-from boost.convert.chat import end_tokens
 from boost.convert.export import export, require_free
 from boost.convert.importing import CheckpointWeights, FolderWeights, tokenizer_data, weights_config
 from boost.convert.tensors import TensorWriter, dtype_name
-from boost.convert.vocabulary import read_vocabulary
+from boost.convert.vocabulary import end_tokens, read_vocabulary
 from boost.data.tokenizer import parse_tokenizer
-from boost.errors import ConfigError, StorageError
+from boost.errors import ConfigError
 from boost.nn import Decoder
 from boost.train.checkpoint import find_checkpoint, open_checkpoint
 from boost.train.generate import Sampling, generate
-from boost.train.weights import PREFIX, begin_weights, finish_weights, weights_state
+from boost.train.weights import PREFIX, finish_weights, weights_state, writing_weights
 
 FILE_BYTES = 5 * 10**9
 """Largest weight file that is written."""
@@ -80,7 +80,7 @@ class Model(nn.Module):
             )
         is_hf = (path / "config.json").is_file()
         weights = FolderWeights(path) if is_hf else CheckpointWeights(find_checkpoint(path))
-        dtype = options.pop("dtype", None) or weights.dtype()
+        dtype = options.pop("dtype", None) or weights.dtype
         dtype = torch.float32 if dtype == torch.float16 else dtype
         spec = spec_of(weights.model, {"dtype": dtype, **options})
         decoder = Decoder(spec, initialized=False)
@@ -147,24 +147,18 @@ class Model(nn.Module):
         path, is_writer = Path(path), self._is_writer
         require_free(path, "path")  # on all ranks: none must wait for one that was refused
         self._barrier()
-        if is_writer:
-            temporary = begin_weights(path)
-            writer = TensorWriter(temporary / "tensors", "weights", FILE_BYTES)
-        for name, tensor in self.decoder.whole_parameters():
-            if is_writer:
-                writer.add(f"{PREFIX}{name}", tensor.cpu())
-        if is_writer:
-            try:
+        with writing_weights(path, "path") if is_writer else contextlib.nullcontext() as temporary:
+            writer = TensorWriter(temporary / "tensors", "weights", FILE_BYTES) if temporary else None
+            for name, tensor in self.decoder.whole_parameters():
+                if writer:
+                    writer.add(f"{PREFIX}{name}", tensor.cpu())
+            if writer and temporary:
                 writer.close()
                 texts = [("tokenizer.json", self._tokenizer_json)] if self._tokenizer_json else []
                 data = {"tokenizer": None, "content": None, "eos": None, "bos": None, "context": None, **self._data}
                 context = int(self._data.get("context") or self.config.train.seq_len)
                 model, dtype = self.decoder.model.model_dump(), dtype_name(self.decoder.spec.dtype)
                 finish_weights(temporary, path, weights_state(weights_config(model, dtype, context), data), texts)
-            except OSError as error:
-                raise StorageError(f"path = '{path}' cannot be written: {error.strerror or error}") from None
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
         self._barrier()
         return path
 

@@ -65,7 +65,9 @@ def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) 
     output = getattr(module, "get_output_embeddings", lambda: None)()
     inside = [name for name, part in module.named_modules() if isinstance(part, LowRankLinear)]
     for name, linear in module.named_modules():
-        is_linear = type(linear) is nn.Linear or _is_conv1d(linear)
+        # transformers' Conv1D is a linear whose weight is transposed; found without importing transformers.
+        is_conv1d = type(linear).__name__ == "Conv1D" and hasattr(linear, "nf")
+        is_linear = type(linear) is nn.Linear or is_conv1d
         if not name or not is_linear or any(name.startswith(f"{outer}.") for outer in inside):
             continue
         special = linear is output or owners[id(linear.weight)] > 1
@@ -77,11 +79,6 @@ def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D, a linear whose weight is transposed; found without importing transformers."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def _as_linear(module: Any) -> nn.Linear:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from boost.cli.terminal import print_table, result_console
-from boost.errors import CheckpointError
 from boost.format import format_bytes
 
 RUN = "run directory, checkpoints folder, or a single step-... folder"
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     from boost.train.checkpoint import checkpoint_path, read_best
-    from boost.train.checkpoint.inspect import checkpoint_folders, inspect
+    from boost.train.checkpoint.read import checkpoint_folders, inspect
 
     checkpoints = [inspect(path) for path in checkpoint_folders(Path(args.path))]
     folder = checkpoints[0].path.parent
@@ -99,28 +98,17 @@ def _heldout_losses(checkpoints: Path) -> dict[int, float]:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from boost.train.checkpoint.inspect import ByteCheck, checkpoint_folders, inspect
-    from boost.train.console import progress
+    from boost.train.checkpoint.read import checkpoint_folders, inspect, problems_of
 
     rows = []
     for path in checkpoint_folders(Path(args.path)):
-        problems = []
         if (info := inspect(path)).status == "incomplete":
             problems = [f"'{path}' is incomplete: {info.problem}"]
         else:
-            try:
-                check = ByteCheck(path)
-                for _ in progress(check, f"{path.name} (MB)"):
-                    pass
-                problems = check.problems
-            except CheckpointError as error:
-                problems = [str(error)]
-        strays = check.manifest.strays(path) if not problems else []
-        rows.append({"path": str(path), "intact": not problems, "problems": problems, "ignored": strays})
+            problems = problems_of(path)
+        rows.append({"path": str(path), "intact": not problems, "problems": problems})
         if not args.json:
-            notes = [info.problem] if info.problem else []
-            notes += [f"not in the manifest, ignored: {', '.join(strays)}"] if strays else []
-            noted = f" ({'; '.join(notes)})" if notes else ""
+            noted = f" ({info.problem})" if info.problem else ""
             for line in problems or [f"{path.name}: intact{noted}"]:
                 print(line, file=sys.stderr if problems else sys.stdout, flush=True)
     if args.json:

@@ -196,7 +196,7 @@ class Generation:
     """A checkpoint's model and tokenizer, on this process of the mesh."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from boost.convert.chat import end_tokens, load_template_of
+        from boost.convert.vocabulary import end_tokens, load_template_of
         from boost.data.tokenizer import load_tokenizer
         from boost.models.inference import prepare_inference
 

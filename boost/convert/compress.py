@@ -3,7 +3,7 @@
 1. One forward and backward pass over the text: second moments of the inputs and output gradients of every linear
    (`boost.convert.calibration`).
 2. Ranks of all linears under one budget, by what each direction costs the loss (`allot`).
-3. Block by block, group by group (`boost.convert.twins`): truncated SVD in the norm of these moments, with the inputs that the
+3. Block by block, group by group (`Twins`): truncated SVD in the norm of these moments, with the inputs that the
    factorized blocks before it produce, towards the outputs of the dense model as far as the text supports it (`corrected`).
 """
 
@@ -21,20 +21,20 @@ from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
 from boost.convert.calibration import (
     BATCH_TOKENS,
+    InputMoments,
     ObservedLayout,
+    Twins,
     collect,
     group_name,
     moment_bytes,
     read_batches,
 )
 from boost.convert.spectrum import FactoredLinear, low_rank_table, slot_rows
-from boost.convert.twins import InputMoments, Twins
 from boost.data.store import TokenStore
 from boost.errors import ConfigError
 from boost.format import format_bytes
 from boost.models.decoder import Decoder
 from boost.models.factorize import (
-    Factorization,
     MomentRoot,
     factorize_weighted,
     moment_root,
@@ -122,7 +122,7 @@ class CompressedWeights:
         """Calibrates, allots ranks and factorizes. `tokenizer`: fingerprint of the model's, if known. Raises BoostError."""
         compression.check(dense.model)
         self.context, self.eos, self.bos = dense.context, dense.eos, dense.bos
-        self.tokenizer, self.hub, self._dtype = dense.tokenizer, dense.hub, dense.dtype()
+        self.tokenizer, self.hub, self.dtype = dense.tokenizer, dense.hub, dense.dtype
         store = TokenStore.open(compression.store)
         if tokenizer is not None:
             store.require_tokenizer(tokenizer, "the model")
@@ -135,16 +135,13 @@ class CompressedWeights:
         low, self.report = compress(decoder, store, compression, min(dense.context, MAX_SEQ_LEN))
         self.model, self._slices = low.model, slices_by_name(low)
 
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
     def read(self, parameter: Parameter) -> Tensor:
         return self._slices[parameter.name].cpu()
 
 
 def dense_decoder(weights: "Weights", device: torch.device) -> Decoder:
     """The model to factorize on one process, in fp32 or wider. Raises ConfigError if a weight is not finite."""
-    dtype = torch.float64 if weights.dtype() == torch.float64 else torch.float32
+    dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
     decoder = new_decoder(weights.model, dtype, device)
     with torch.no_grad():
         for fused in progress(list(fused_params(decoder)), "read weights"):
@@ -269,7 +266,13 @@ def _fill(
                 name = f"layers.{layer}.{slot.name}"
                 target_OI, share = corrected(weights[name], halves, outputs[name])
                 factors = factorize_weighted(target_OI, ranks[name], outputs[name], root)
-                rows.append(_row(name, weights[name], factors, share))
+                squares, w_OI = factors.values.square(), weights[name]
+                lost = float(squares[factors.rank :].sum())
+                energy = 1 - lost / float(squares.sum().clamp_min(torch.finfo(squares.dtype).tiny))
+                error = float((w_OI - factors.b_OR @ factors.a_RI).norm() / w_OI.norm())
+                rows.append(
+                    FactoredLinear(name, slot.d_out, slot.d_in, factors.rank, energy, error, lost / 2, correction=share)
+                )
                 slices[f"{name}.A"].copy_(factors.a_RI)
                 slices[f"{name}.B"].copy_(factors.b_OR)
         twins.advance()
@@ -296,14 +299,6 @@ def corrected(w_OI: Tensor, halves: Sequence[InputMoments], output: MomentRoot) 
     half = min(max(gained / possible, 0.0), 1.0) if possible > 0 else 0.0
     share = 2 * half / (1 + half)
     return w_OI + share * correction(halves[0] + halves[1]), share
-
-
-def _row(name: str, w_OI: Tensor, factors: Factorization, correction: float) -> FactoredLinear:
-    squares, rank = factors.values.square(), factors.rank
-    lost = float(squares[rank:].sum())
-    energy = 1 - lost / float(squares.sum().clamp_min(torch.finfo(squares.dtype).tiny))
-    error = float((w_OI - factors.b_OR @ factors.a_RI).norm() / w_OI.norm())
-    return FactoredLinear(name, w_OI.shape[0], w_OI.shape[1], rank, energy, error, lost / 2, correction)
 
 
 def dense_weights(decoder: Decoder) -> dict[str, Tensor]:

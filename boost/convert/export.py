@@ -12,11 +12,9 @@ import torch
 
 from boost import __version__
 from boost.config.architecture import parameter_count
-from boost.convert.chat import merged_generation_config, template_files
-from boost.convert.formats import MODELING_FILE, config_json
-from boost.convert.names import Form, entries, form_of
+from boost.convert.formats import MODELING_FILE, Form, config_json, entries, form_of
 from boost.convert.tensors import INDEX, TensorWriter, dtype_name
-from boost.convert.vocabulary import tokenizer_files
+from boost.convert.vocabulary import merged_generation_config, template_files, tokenizer_files
 from boost.errors import ConfigError, StorageError
 from boost.train.checkpoint import HUB, Checkpoint
 from boost.train.console import progress
@@ -110,7 +108,7 @@ def _texts(
         yield "tokenizer_config.json", _json(tokenizer_config)
         yield from template_files(checkpoint).items()
     assert form == "merged" or writer.parameters == parameter_count(model)
-    yield "README.md", _card(checkpoint, form, writer.parameters, dtype, context)
+    yield "README.md", _card(checkpoint, form)
 
 
 _WHAT = {
@@ -121,24 +119,8 @@ _WHAT = {
 }
 
 
-def _card(checkpoint: Checkpoint, form: Form, parameters: int, dtype: str, context: int) -> str:
-    """The model card, README.md: describes the model and how to load it."""
-    model = checkpoint.config.model
-    rows = {
-        "family": model.title,
-        "parameters": f"{parameters:,}",
-        "dim / ffn_dim / layers": f"{model.dim} / {model.ffn_dim} / {model.layers}",
-        "heads / key-value heads": f"{model.heads} / {model.kv_heads}",
-        "vocabulary": f"{model.vocab_size:,}",
-        "sequence length": f"{context:,}",
-        "dtype": dtype,
-        "trained": f"{checkpoint.position.step:,} steps, {checkpoint.position.tokens:,} tokens",
-    }
-    if model.low_rank:
-        rows["rank"] = f"{model.rank}" + (f", with {len(model.ranks)} exceptions in config.json" if model.ranks else "")
-    if not model.mlp_silu:
-        rows["gated product"] = "down(gate(x) * up(x)), without silu"
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+def _card(checkpoint: Checkpoint, form: Form) -> str:
+    """The model card, README.md: what the model is, and how to load it. Sizes are in config.json."""
     trust = ", trust_remote_code=True" if form in ("cola", "boost") else ""
     return f"""---
 library_name: transformers
@@ -149,9 +131,7 @@ pipeline_tag: text-generation
 
 {_WHAT[form]}
 
-| | |
-|---|---|
-{table}
+{checkpoint.config.model.title}; trained for {checkpoint.position.step:,} steps, {checkpoint.position.tokens:,} tokens.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

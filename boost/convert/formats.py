@@ -1,16 +1,23 @@
-"""Converts between Hugging Face's `config.json` and our [model] section."""
+"""The formats of Hugging Face folders: their `config.json` as our [model] section, and the names of their tensors.
+
+llama   dense weights under the names of transformers' LlamaForCausalLM; merged: the same for svd, with W = B A
+cola    the official CoLA class (github.com/alvin-zyl/CoLA): factors transposed, cola_a [d_in, r] and cola_b [r, d_out]
+boost   our own modeling file: factors (A.weight, B.weight) and latent gates unchanged, inside LLaMA's module names
+"""
 
 import json
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from boost import __version__
+from boost.config.architecture import SLOTS, Parameter, parameters
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
-from boost.convert.names import Form
 from boost.errors import BoostError, ConfigError
 
+Form = Literal["llama", "merged", "cola", "boost"]
 MODELING_FILE = "modeling_boost.py"
 
 _FIELDS = {
@@ -33,6 +40,18 @@ _ROPE = {
 """Our names -> transformers' names, for Llama 3.1's RoPE scaling (rope_type = 'llama3')."""
 _CLASSES = {"cola": "Cola", "boost": "Boost"}
 MODEL_TYPES = {"llama": "llama", "merged": "llama", "cola": "cola", "boost": "boost"}
+_ENDS = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
+_NORMS = {"attn_norm": "input_layernorm.weight", "mlp_norm": "post_attention_layernorm.weight"}
+_MODULES = {
+    slot: f"{'self_attn' if slot.startswith('attn') else 'mlp'}.{slot.partition('.')[2]}_proj" for slot in SLOTS
+}
+_KINDS: dict[Form, dict[str, str]] = {
+    "llama": {"W": "weight"},
+    "merged": {"W": "weight"},
+    "cola": {"A": "cola_a", "B": "cola_b"},
+    "boost": {"A": "A.weight", "B": "B.weight"},
+}
+"""Names of tensors: at the ends of a model, of norms, of a linear's module, and of its factors by form."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +136,7 @@ def read_folder(path: Path) -> Folder:
     if not isinstance(context, int) or isinstance(context, bool) or context < 1:
         raise ConfigError(f"max_position_embeddings = {context!r} in {where} is not a length; valid values: 1, 2, ...")
     try:
-        table = _model_table(content, where)
-        table |= {"llama": _dense, "cola": _cola, "boost": _boost}[kind](content, where)
+        table = _model_table(content, where) | _family_table(kind, content, where)
         model = from_tree({"model": table, "parallel": {"layout": "single"}}).model
     except KeyError as error:
         raise ConfigError(f"{where} has no {error.args[0]}; fix the file, or save the model again") from None
@@ -126,7 +144,18 @@ def read_folder(path: Path) -> Folder:
         raise ConfigError(f"{where} cannot be read: {_line(error)}") from None
     except BoostError as error:
         raise ConfigError(f"{where} is not a model that boost can train: {_line(error)}") from None
-    return Folder(model, kind, bool(content.get("tie_word_embeddings")), context, *_eos_and_bos(path, content))
+    generation = read_json(path / "generation_config.json", "fix or remove it")
+
+    def token(name: str) -> int | None:
+        """From a list, takes the first: chat models list end-of-turn tokens too."""
+        for value in (content.get(name), generation.get(name)):
+            first = value[0] if isinstance(value, list) and value else value
+            if isinstance(first, int) and not isinstance(first, bool):
+                return first
+        return None
+
+    tied = bool(content.get("tie_word_embeddings"))
+    return Folder(model, kind, tied, context, token("eos_token_id"), token("bos_token_id"))
 
 
 def read_json(path: Path, advice: str) -> dict[str, Any]:
@@ -153,25 +182,22 @@ def _model_table(content: dict[str, Any], where: str) -> dict[str, Any]:
         raise ConfigError(f"{where} has no {missing[0]}; fix the file, or save the model again")
     table = {ours: content[theirs] for ours, theirs in _FIELDS.items() if theirs in content}
     table["kv_heads"] = content.get("num_key_value_heads") or content["num_attention_heads"]
-    table["rope_theta"] = _rope(content).get("rope_theta") or content.get("rope_theta") or 10000.0
+    kind, rope = _rope(content)
+    table["rope_theta"] = rope.get("rope_theta") or content.get("rope_theta") or 10000.0
     table["init_std"] = content.get("initializer_range") or 0.02
-    rope = _rope(content)
-    return table | {ours: rope[theirs] for ours, theirs in _ROPE.items() if _rope_type(rope) == "llama3"}
+    return table | {ours: rope[theirs] for ours, theirs in _ROPE.items() if kind == "llama3"}
 
 
-def _rope_type(rope: dict[str, Any]) -> Any:
-    return rope.get("rope_type", rope.get("type", "default"))
-
-
-def _rope(content: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes everything in rope_parameters; 4 writes rope_theta, and rope_scaling if there is scaling."""
+def _rope(content: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """(type, parameters) of RoPE. transformers 5 has all in rope_parameters; 4 has rope_theta, and rope_scaling if it scales."""
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    return rope if isinstance(rope, dict) else {"rope_type": str(rope)}
+    rope = rope if isinstance(rope, dict) else {"rope_type": str(rope)}
+    return rope.get("rope_type", rope.get("type", "default")), rope
 
 
 def _require_supported(content: dict[str, Any], where: str) -> None:
     """Raises ConfigError for LLaMA features that our decoder does not have."""
-    kind = _rope_type(_rope(content))
+    kind, _ = _rope(content)
     if kind not in ("default", "llama3"):
         raise ConfigError(f"rope_type = {kind!r} in {where}: our decoder supports 'default' and 'llama3'")
     for field in ("attention_bias", "mlp_bias"):
@@ -186,38 +212,82 @@ def _require_supported(content: dict[str, Any], where: str) -> None:
         raise ConfigError(f"quantization_config ({method!r}) in {where}: import the unquantized weights instead")
 
 
-def _dense(content: dict[str, Any], where: str) -> dict[str, Any]:
+def _family_table(kind: str, content: dict[str, Any], where: str) -> dict[str, Any]:
+    """The fields of [model] that depend on the class of the folder's model."""
     act = content.get("hidden_act", "silu")
-    if act not in ("silu", "swish", "linear"):
-        raise ConfigError(f"hidden_act = {act!r} in {where}: our MLP supports 'silu' and 'linear'")
-    return {"family": "dense", "mlp_silu": act != "linear"}
-
-
-def _cola(content: dict[str, Any], where: str) -> dict[str, Any]:
-    """The official classes default only_lr_act to true. They read lr_act_type, but apply hidden_act."""
-    if (value := content.get("hidden_act") or "silu") not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act = {value!r} in {where}: boost supports CoLA with 'silu' only")
+    if kind == "boost":
+        table = {field: content[field] for field in _OWN} | {
+            field: content[field] for field in _ROPE if field in content
+        }
+        # "none" in folders of families that have no such field
+        return {field: value for field, value in table.items() if field not in ("over", "gate") or value != "none"}
+    if kind == "llama":
+        if act not in ("silu", "swish", "linear"):
+            raise ConfigError(f"hidden_act = {act!r} in {where}: our MLP supports 'silu' and 'linear'")
+        return {"family": "dense", "mlp_silu": act != "linear"}
+    if act and act not in ("silu", "swish"):
+        raise ConfigError(f"hidden_act = {act!r} in {where}: boost supports CoLA with 'silu' only")
+    # The official classes default only_lr_act to true. They read lr_act_type, but apply hidden_act.
     rank = content.get("rank") or content["hidden_size"] // 4
     return {"family": "cola", "rank": rank, "mlp_silu": not content.get("only_lr_act", True)}
 
 
-def _boost(content: dict[str, Any], where: str) -> dict[str, Any]:
-    own = {field: content[field] for field in _OWN}
-    for field in ("over", "gate"):  # "none" in folders of families that have no such field
-        if own[field] == "none":
-            del own[field]
-    return own | {field: content[field] for field in _ROPE if field in content}
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a folder, and the boost parameters that it is made from."""
+
+    name: str
+    shape: tuple[int, ...]
+    parameters: tuple[Parameter, ...]
+    """One parameter, or (A, B) if the tensor is the product B A."""
+    transposed: bool = False
 
 
-def _eos_and_bos(path: Path, content: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Returns (eos, bos) token ids. From a list, takes the first: chat models list end-of-turn tokens too."""
-    generation = read_json(path / "generation_config.json", "fix or remove it")
+def form_of(model: ModelConfig, merge: bool, official: bool = True) -> Form:
+    """Returns the form in which a model is exported. `merge`: merge the factors of linears without activation into one matrix;
+    `official`: prefer the official CoLA format over our own where it supports the model.
 
-    def token(name: str) -> int | None:
-        for value in (content.get(name), generation.get(name)):
-            first = value[0] if isinstance(value, list) and value else value
-            if isinstance(first, int) and not isinstance(first, bool):
-                return first
-        return None
+    The official CoLA class supports one rank, silu in every bottleneck, as many key/value heads as query heads, because it computes
+    the width of all heads as hidden_size / num_attention_heads, and RoPE without scaling. Other models use our own modeling file.
+    """
+    if model.family == "dense":
+        return "llama"
+    if model.family == "svd" and model.latent_act == "none" and merge:
+        return "merged"
+    plain = model.kv_heads == model.heads and model.rope_factor == 1
+    if official and model.family == "cola" and model.latent_act == "silu" and not model.ranks and plain:
+        return "cola"
+    return "boost"
 
-    return token("eos_token_id"), token("bos_token_id")
+
+def stored_form(form: Form, names: Collection[str]) -> Form:
+    """Returns the form that matches the tensor names of a folder. config.json alone does not determine it: transformers and peft
+    may save the factors of a CoLA model under the names of its modules."""
+    return "boost" if "model.layers.0.self_attn.q_proj.A.weight" in names else form
+
+
+def entries(model: ModelConfig, form: Form) -> Iterator[Entry]:
+    """Yields every tensor of a folder of this form, in the order of the forward pass."""
+    inner: dict[str, Parameter] = {}
+    for parameter in parameters(model):
+        linear, _, factor = parameter.name.rpartition(".")
+        if form == "merged" and factor == "A":
+            inner[linear] = parameter
+        elif form == "merged" and factor == "B":
+            a = inner.pop(linear)
+            yield Entry(_name(f"{linear}.W", form), (parameter.shape[0], a.shape[1]), (a, parameter))
+        else:
+            transposed = form == "cola" and factor in ("A", "B")
+            shape = parameter.shape[::-1] if transposed else parameter.shape
+            yield Entry(_name(parameter.name, form), shape, (parameter,), transposed)
+
+
+def _name(name: str, form: Form) -> str:
+    """Returns the name of a boost parameter in a folder of this form."""
+    if name in _ENDS:
+        return _ENDS[name]
+    layer, rest = name.split(".", 2)[1:]
+    if rest in _NORMS:
+        return f"model.layers.{layer}.{_NORMS[rest]}"
+    slot, _, kind = rest.rpartition(".")
+    return f"model.layers.{layer}.{_MODULES[slot]}.{_KINDS[form].get(kind, kind)}"

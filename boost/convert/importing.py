@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,18 +13,16 @@ from boost.config import Config
 from boost.config.architecture import Parameter, parameters
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
-from boost.convert.chat import read_generation_settings
 from boost.convert.compress import CompressedWeights, Compression
 from boost.convert.export import require_free
-from boost.convert.formats import read_folder
-from boost.convert.names import entries, stored_form
+from boost.convert.formats import entries, read_folder, stored_form
 from boost.convert.spectrum import Factorizer, Truncation
 from boost.convert.tensors import TensorFolder, TensorWriter, dtype_name
-from boost.convert.vocabulary import Vocabulary, read_vocabulary
-from boost.errors import ConfigError, StorageError
+from boost.convert.vocabulary import Vocabulary, read_generation_settings, read_vocabulary
+from boost.errors import ConfigError
 from boost.train.checkpoint import HUB, find_checkpoint, open_checkpoint
 from boost.train.console import progress
-from boost.train.weights import PREFIX, WeightReader, begin_weights, finish_weights, weights_state
+from boost.train.weights import PREFIX, WeightReader, finish_weights, weights_state, writing_weights
 
 MAX_SEQ_LEN = 2048
 """Maximum sequence length for evaluation if the model has a longer context. Training runs set train.seq_len."""
@@ -40,11 +37,9 @@ class Weights(Protocol):
     bos: int | None
     tokenizer: Path | None
     hub: dict[str, Any]
-    """Settings of the original Hugging Face folder (`boost.convert.chat`)."""
-
-    def dtype(self) -> torch.dtype:
-        """Returns the widest dtype of the weights."""
-        ...
+    """Settings of the original Hugging Face folder (`boost.convert.vocabulary`)."""
+    dtype: torch.dtype
+    """The widest dtype of the weights."""
 
     def read(self, parameter: Parameter) -> Tensor:
         """Returns the full parameter, on the CPU."""
@@ -69,12 +64,9 @@ class FolderWeights:
         self._tied = folder.tied
         self._tensors.check(self._entries.values(), frozenset({self._entries["head"].name} if folder.tied else ()))
         names = {entry.name for entry in self._entries.values()}
-        self._dtype = self._tensors.dtype(name for name in self._tensors.shapes if name in names)
+        self.dtype = self._tensors.dtype(name for name in self._tensors.shapes if name in names)
         self.tokenizer = path if (path / "tokenizer.json").is_file() else None
         self.hub = read_generation_settings(path)
-
-    def dtype(self) -> torch.dtype:
-        return self._dtype
 
     def read(self, parameter: Parameter) -> Tensor:
         entry = self._entries["embed" if self._tied and parameter.name == "head" else parameter.name]
@@ -93,9 +85,7 @@ class CheckpointWeights:
         self.tokenizer = checkpoint.tokenizer if checkpoint.tokenizer.is_file() else None
         self.hub = checkpoint.data.get(HUB) or {}
         self._reader = WeightReader(checkpoint)
-
-    def dtype(self) -> torch.dtype:
-        return self._reader.dtype("embed")
+        self.dtype = self._reader.dtype("embed")
 
     def read(self, parameter: Parameter) -> Tensor:
         return self._reader.read(parameter.name)
@@ -135,7 +125,7 @@ def import_weights(
     vocabulary = None
     if (path := tokenizer or weights.tokenizer) is not None:
         vocabulary = read_vocabulary(path, path if path.is_dir() else path.parent)
-    stored = weights.dtype()
+    stored = weights.dtype
     if stored not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ConfigError(
             f"the weights are {dtype_name(stored)}; import the original weights in a floating-point dtype"
@@ -149,8 +139,7 @@ def import_weights(
         report = compressed.report
     elif how is not None:
         factorizer = Factorizer(weights.model, how)
-    temporary = begin_weights(out)
-    try:
+    with writing_weights(out, "--out") as temporary:
         writer = TensorWriter(temporary / "tensors", "weights", file_bytes)
         for parameter in progress(list(parameters(weights.model)), "factorizing" if factorizer else "importing"):
             if factorizer and parameter.role.endswith(".W"):
@@ -165,10 +154,6 @@ def import_weights(
         texts = [("report.json", json.dumps(report, indent=2))] if report else []
         texts += [("tokenizer.json", vocabulary.json)] if vocabulary else []
         finish_weights(temporary, out, weights_state(config, tokenizer_data(weights, vocabulary)), texts)
-    except OSError as error:
-        raise StorageError(f"--out = '{out}' cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return Imported(out, config.model, dtype_name(target), writer.total_bytes, vocabulary is not None, report)
 
 

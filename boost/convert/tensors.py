@@ -9,8 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from boost.convert.formats import read_json
-from boost.convert.names import Entry
+from boost.convert.formats import Entry, read_json
 from boost.errors import CheckpointError, StorageError
 from boost.paths import file_name
 

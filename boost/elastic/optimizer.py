@@ -27,7 +27,7 @@ from boost.config.traffic import bucket_lengths
 from boost.elastic.mesh import ElasticMesh
 from boost.errors import TrainingError
 from boost.models.fused import FusedParam
-from boost.optim import build
+from boost.optim import adamw
 from boost.optim.adamw import MOMENTS, Optimizer, Part, decays, fresh_state, fused_adamw, zeros
 from boost.parallel.mesh import share
 from boost.parallel.replicas import digest
@@ -313,4 +313,4 @@ def build_optimizer(fused_params: Sequence[FusedParam], config: Config, mesh: El
     """The optimizer that `config.optim` describes; with parallel.shard, AdamW with sharded moments."""
     if config.divides_moments:
         return DividedAdamW(fused_params, config.optim, mesh)
-    return build.build_optimizer(fused_params, config, mesh)
+    return adamw.build_optimizer(fused_params, config, mesh)

@@ -18,7 +18,7 @@ from boost.config.traffic import Collective
 from boost.data.batches import Batch, join
 from boost.models.fused import fused_params
 from boost.models.interface import local_slice
-from boost.optim.build import build_optimizer
+from boost.optim.adamw import build_optimizer
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.gradients import GradientReducer, StepStats, clip_gradients, launch_step_stats
 from boost.parallel.mesh import Mesh

@@ -23,7 +23,7 @@ from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
 from boost.models.interface import Pending
 from boost.models.kernels import BACKENDS, using
-from boost.optim.build import build_optimizer
+from boost.optim.adamw import build_optimizer
 from boost.parallel.mesh import Axis, Mesh
 from boost.parallel.working import WorkingCopies
 from boost.plan.categories import GRADIENTS, LOGITS, OPTIMIZER, SAVED, WEIGHTS, WORK, category_of, short_role

@@ -15,7 +15,7 @@ from boost.data.batches import Batch, Batches
 from boost.measure.memory import MemoryTracker
 from boost.measure.speed import synchronize
 from boost.models.fused import fused_params
-from boost.optim.build import build_optimizer
+from boost.optim.adamw import build_optimizer
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.gradients import GradientReducer, StepFlags, StepStats
 from boost.parallel.mesh import Mesh

@@ -1,6 +1,7 @@
 """Causal attention with rotary embeddings over the local heads.
 
-Legend: B sequences, S tokens of each, T = B * S, H query heads and K key/value heads on this process, E width of a head.
+Legend: B sequences, S tokens of each, T = B * S, H query heads and K key/value heads on this process, E width of a head; cp
+processes of the context axis, c tokens of a chunk.
 """
 
 import math
@@ -10,14 +11,72 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from boost.config.context import chunks_of
 from boost.config.schema import ModelConfig
 from boost.models.cache import CacheRows, KVCache, NextTokenRows
 from boost.models.documents import Documents, causal, documents_of
 from boost.models.kernels import rotary
-from boost.models.sequence_share import SequenceShare
 
 KeysValues = tuple[Tensor, ...]
 """Rotated keys and values [B, K, S, E] of the first half of each sequence, used by the second half; empty if not needed."""
+
+
+@dataclass(frozen=True)
+class SequenceShare:
+    """This process's share of each sequence on the context axis (`boost.config.context`): two chunks, one from each half of the
+    sequence; or the chunk of one half only."""
+
+    rank: int
+    cp: int
+    gathers_keys: bool
+    """Whether keys and values are gathered while queries stay local. Otherwise attention gets all tokens of some heads."""
+    documents: tuple[Documents | None, ...] = (None, None)
+    """Documents of the queries of each local chunk, if keys are gathered."""
+    halves_held: tuple[int, ...] = (0, 1)
+    """Halves of the sequence that this share covers: 0 the first, 1 the second."""
+
+    @property
+    def chunks(self) -> list[int]:
+        """Indices of the local chunks."""
+        both = chunks_of(self.rank, self.cp)
+        return [both[half] for half in self.halves_held]
+
+    def halves(self) -> "tuple[SequenceShare, SequenceShare]":
+        """Shares of the first and of the second half of the sequence."""
+        first, second = (
+            replace(self, documents=(own,), halves_held=(half,)) for half, own in enumerate(self.documents)
+        )
+        return first, second
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Positions of the `tokens` local tokens of a sequence, int64."""
+        c = tokens // len(self.chunks)
+        return torch.cat([torch.arange(number * c, (number + 1) * c, device=device) for number in self.chunks])
+
+    def to_sequences(self, x: Tensor, batch: int) -> Tensor:
+        """Reorders rows from process order (one process after another) to sequence order. Copies, unless the order is the same."""
+        return _reordered(x, self._order(batch))
+
+    def to_processes(self, x: Tensor, batch: int) -> Tensor:
+        """Inverse of `to_sequences`."""
+        order = self._order(batch)
+        return _reordered(x, sorted(range(len(order)), key=order.__getitem__))
+
+    def _order(self, batch: int) -> list[int]:
+        """For each chunk of each sequence, its index in process order."""
+        places = []
+        for index, half in enumerate(self.halves_held):
+            ranks = range(self.cp) if half == 0 else range(self.cp - 1, -1, -1)
+            places += [(rank, index) for rank in ranks]
+        held = len(self.halves_held)
+        return [(rank * batch + b) * held + index for b in range(batch) for rank, index in places]
+
+
+def _reordered(x: Tensor, order: Sequence[int]) -> Tensor:
+    if list(order) == list(range(len(order))):
+        return x
+    blocks = x.split(x.shape[0] // len(order))
+    return torch.cat([blocks[number] for number in order])
 
 
 @dataclass(frozen=True)
@@ -51,20 +110,19 @@ class Context:
         documents = _split(self.documents, sizes)
         shares = [self.share] * 2
         if self.share is not None:
-            of_chunks = [_split(each, sizes) for each in self.share.documents]
-            shares = [self.share.of_sequences(each) for each in zip(*of_chunks, strict=True)]
-        each = zip(sizes, documents, shares, strict=True)
-        return [replace(self, batch=n, documents=found, share=share) for n, found, share in each]
+            of_chunks = [_split(chunk, sizes) for chunk in self.share.documents]
+            shares = [replace(self.share, documents=half) for half in zip(*of_chunks, strict=True)]
+        halves = zip(sizes, documents, shares, strict=True)
+        return [replace(self, batch=n, documents=own, share=share) for n, own, share in halves]
 
     def _halves_of_tokens(self) -> "list[Context]":
         held = self.cos.shape[0] // 2
         shares = (None, None) if self.share is None else self.share.halves()
         tokens = held if self.share is None else held * self.share.cp
         ends = (0, tokens), (tokens, 2 * tokens)
-        documents = [None if self.documents is None else self.documents.part(*each) for each in ends]
-        angles = zip(self.cos.split(held), self.sin.split(held), strict=True)
-        each = zip(angles, documents, shares, strict=True)
-        first, second = (Context(1, *of_half, found, share=share) for of_half, found, share in each)
+        documents = [None if self.documents is None else self.documents.part(*half) for half in ends]
+        halves = zip(self.cos.split(held), self.sin.split(held), documents, shares, strict=True)
+        first, second = (Context(1, cos, sin, own, share=share) for cos, sin, own, share in halves)
         passed: list[KeysValues] = []
         return [replace(first, after=passed), replace(second, before=passed)]
 
@@ -72,10 +130,10 @@ class Context:
         """Takes the keys and values of the preceding half for the calling block."""
         return self.before.pop(0) if self.before is not None else ()
 
-    def leave(self, found: KeysValues) -> None:
+    def leave(self, keys_values: KeysValues) -> None:
         """Hands this block's keys and values to the following half."""
         if self.after is not None:
-            self.after.append(found)
+            self.after.append(keys_values)
 
 
 def _split(documents: Documents | None, sizes: Sequence[int]) -> "Sequence[Documents | None]":
@@ -107,8 +165,8 @@ def make_context(
         documents = documents_of(document_ids_BS, positions.device, dtype, compiled)
     if documents is not None and share is not None and share.gathers_keys:
         c = positions.shape[0] // len(share.chunks)
-        each = [documents.part(number * c, (number + 1) * c) for number in share.chunks]
-        share, documents = share.of_sequences(each), None
+        of_chunks = tuple(documents.part(number * c, (number + 1) * c) for number in share.chunks)
+        share, documents = replace(share, documents=of_chunks), None
     return Context(batch, angles.cos().to(dtype), angles.sin().to(dtype), documents, share=share)
 
 
@@ -156,10 +214,15 @@ def attend(
     q, k, v = (y.view(context.batch, -1, y.shape[-1] // head_dim, head_dim).transpose(1, 2) for y in (q_TO, k_TO, v_TO))
     if context.rows is not None:
         k, v = context.rows.store(context.caches[layer_index], k, v)
-    found = (k, v) if context.after is not None else ()
+    keys_values = (k, v) if context.after is not None else ()
     documents, share = context.documents, context.share
     if before:
-        k, v = _prepended(before, k, v, None if documents is None else documents.tokens_before)
+        length = before[0].shape[2]
+        tokens = None if documents is None else documents.tokens_before
+        tokens = length if tokens is None else tokens
+        k, v = (
+            torch.cat((x.narrow(2, length - tokens, tokens), y), dim=2) for x, y in zip(before, (k, v), strict=True)
+        )
     if share is not None and share.gathers_keys:
         a = _attend_chunks(q, k, v, share)
     elif documents is not None:
@@ -168,24 +231,16 @@ def attend(
         a = context.rows.attend(q, k, v)
     else:
         a = causal(q, k, v)
-    return a.transpose(1, 2).reshape(q_TO.shape), found
+    return a.transpose(1, 2).reshape(q_TO.shape), keys_values
 
 
 def _attend_chunks(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, share: SequenceShare) -> Tensor:
     """Attention of the local chunks' queries to all keys of the sequence up to their own."""
-    c, found = q_BHSE.shape[2] // len(share.chunks), []
+    c, attended = q_BHSE.shape[2] // len(share.chunks), []
     for index, (number, documents) in enumerate(zip(share.chunks, share.documents, strict=True)):
         end = (number + 1) * c
         q, k, v = q_BHSE.narrow(2, index * c, c), k_BKSE.narrow(2, 0, end), v_BKSE.narrow(2, 0, end)
-        found.append(causal(q, k, v) if documents is None else documents.attend(q, k, v))
-    if len(found) == 1:
-        return found[0]
-    return torch.cat([a.transpose(1, 2) for a in found], dim=1).transpose(1, 2)
-
-
-def _prepended(before: KeysValues, k: Tensor, v: Tensor, tokens: int | None) -> Sequence[Tensor]:
-    """Prepends the last `tokens` of the preceding keys and values (None: all of them)."""
-    length = before[0].shape[2]
-    tokens = length if tokens is None else tokens
-    each = zip(before, (k, v), strict=True)
-    return [torch.cat((x.narrow(2, length - tokens, tokens), y), dim=2) for x, y in each]
+        attended.append(causal(q, k, v) if documents is None else documents.attend(q, k, v))
+    if len(attended) == 1:
+        return attended[0]
+    return torch.cat([a.transpose(1, 2) for a in attended], dim=1).transpose(1, 2)

@@ -58,8 +58,8 @@ class PromptRows:
         """Stores keys and values of the prompts, [B, K, S, E], or packed, [1, K, T, E]. Returns them."""
         for x_BKSE, stored in ((k_BKSE, cache.keys), (v_BKSE, cache.values)):
             whole = x_BKSE.shape[0] == len(self.rows)
-            each = x_BKSE.unbind() if whole else x_BKSE[0].split(self.lengths, dim=1)
-            for row, x_KSE in zip(self.rows, each, strict=True):
+            prompts = x_BKSE.unbind() if whole else x_BKSE[0].split(self.lengths, dim=1)
+            for row, x_KSE in zip(self.rows, prompts, strict=True):
                 stored[row, :, : x_KSE.shape[1]] = x_KSE
         return k_BKSE, v_BKSE
 

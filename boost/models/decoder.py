@@ -15,7 +15,7 @@ from boost.config import architecture
 from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
 from boost.config.stages import Stage, whole
-from boost.models.attention import Context, make_context
+from boost.models.attention import Context, SequenceShare, make_context
 from boost.models.cache import CacheRows, KVCache, NextTokenRows, PromptRows
 from boost.models.fused import FusedModule
 from boost.models.group import FusedLinearGroup, LinearGroup
@@ -30,7 +30,6 @@ from boost.models.interface import (
     interleave,
     local_kv_heads,
 )
-from boost.models.sequence_share import SequenceShare
 from boost.models.sublayers import MLP, Attention
 
 
@@ -74,7 +73,7 @@ class TransformerBlock(Attention, MLP, FusedModule):
         return self._compiled_call_impl is not None
 
     def _run(self, layout: Layout, streams: Sequence[Stream], contexts: Sequence[Context]) -> list[Stream]:
-        runs = [self.start(layout, *each) for each in zip(streams, contexts, strict=True)]
+        runs = [self.start(layout, stream, context) for stream, context in zip(streams, contexts, strict=True)]
         return interleave(runs, layout.lag)
 
     @property
@@ -109,8 +108,9 @@ class Decoder(FusedModule):
         policies = policies or [NO_RECOMPUTE] * model.layers
         if self.stage.has_embedding:
             self.add_fused_param("embed", (architecture.embedding(model),), layout)
-        each = enumerate(self.stage.numbers)
-        self.blocks = nn.ModuleList(TransformerBlock(model, n, layout, policies[n], index) for index, n in each)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(model, n, layout, policies[n], index) for index, n in enumerate(self.stage.numbers)
+        )
         if self.stage.has_head:
             self.add_fused_param("final_norm", (architecture.final_norm(model),), layout)
             self.add_fused_param("head", (architecture.head(model),), layout)
@@ -138,20 +138,23 @@ class Decoder(FusedModule):
         layout, parts, streams = self._run_parts(tokens_BS, document_ids_BS, received)
         if not self.stage.has_head:
             sent = [(stream.x, *stream.prev_latents) for stream in streams]
-            return tuple(torch.cat(each) for each in zip(*sent, strict=True)) if len(sent) > 1 else sent[0]
+            return tuple(torch.cat(halves) for halves in zip(*sent, strict=True)) if len(sent) > 1 else sent[0]
         sizes = [part.tokens_BS.numel() for part in parts]
         targets = targets_BS.reshape(-1).split(sizes)
-        taught = [()] * len(parts) if teaching is None else [(each,) for each in teaching.split(sizes)]
-        each = zip(streams, targets, taught, strict=True)
-        first, *rest = interleave([layout.loss(s.x, self.final_norm, self.head, t, *taught) for s, t, taught in each])
+        taught = [None] * len(parts) if teaching is None else teaching.split(sizes)
+        losses = [
+            layout.loss(stream.x, self.final_norm, self.head, targets_T, of_part)
+            for stream, targets_T, of_part in zip(streams, targets, taught, strict=True)
+        ]
+        first, *rest = interleave(losses)
         return first + rest[0] if rest else first
 
     @torch.no_grad()
     def head_inputs(self, tokens_BS: Tensor, document_ids_BS: Tensor | None = None) -> Tensor:
         """The final norm of all tokens, [T, d], replicated over TP, of a model that is one stage. Arguments as of `forward`."""
         layout, _, streams = self._run_parts(tokens_BS, document_ids_BS, ())
-        found = interleave([layout.head_input(stream.x, self.final_norm) for stream in streams])
-        return torch.cat(found) if len(found) > 1 else found[0]
+        inputs = interleave([layout.head_input(stream.x, self.final_norm) for stream in streams])
+        return torch.cat(inputs) if len(inputs) > 1 else inputs[0]
 
     @torch.no_grad()
     def next_logits(
@@ -272,22 +275,24 @@ class Decoder(FusedModule):
         if not halves:
             return [_Part(tokens_BS, context, received)]
         tokens = tokens_BS.tensor_split(2, dim=0 if tokens_BS.shape[0] > 1 else 1)
-        rows = [self.layout.residual_shape(each.numel())[0] for each in tokens]
+        rows = [self.layout.residual_shape(half_BS.numel())[0] for half_BS in tokens]
         arrived = zip(*(x.split(rows) for x in received), strict=True) if received else [()] * 2
-        return [_Part(*each) for each in zip(tokens, context.halves(), arrived, strict=True)]
+        return [_Part(*half) for half in zip(tokens, context.halves(), arrived, strict=True)]
 
     def _run_blocks(self, layout: Layout, parts: "Sequence[_Part]") -> list[Stream]:
         if self.stage.has_embedding:
             tokens = [part.tokens_BS.reshape(-1) for part in parts]
-            rows = interleave([layout.embed(each, self.embed, self.compute_dtype) for each in tokens])
+            rows = interleave([layout.embed(tokens_T, self.embed, self.compute_dtype) for tokens_T in tokens])
             streams = [Stream(x) for x in rows]
         else:
             streams = [Stream(part.received[0], part.received[1:]) for part in parts]
         contexts = [part.context for part in parts]
         policies = [block.policy if torch.is_grad_enabled() else NO_RECOMPUTE for block in self._blocks]
         if len(parts) > 1 and all(b.is_plain and p.block is call for b, p in zip(self._blocks, policies, strict=True)):
-            each = zip(streams, contexts, strict=True)
-            runs = [self._start_blocks(0, layout, policies, context, stream) for stream, context in each]
+            runs = [
+                self._start_blocks(0, layout, policies, context, stream)
+                for stream, context in zip(streams, contexts, strict=True)
+            ]
             return interleave(runs, layout.lag)
         for block, policy in zip(self.blocks, policies, strict=True):
             streams = block(layout.with_options(policy=policy), streams, contexts)

@@ -41,8 +41,8 @@ class Documents:
         """Splits the documents into parts with `sizes` sequences each."""
         slices = [slice(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
         if self.mask is not None:
-            return [replace(self, lengths=self.lengths[each], mask=self.mask[each]) for each in slices]
-        return [self._like(self.lengths[each], self.before[each]) for each in slices]
+            return [replace(self, lengths=self.lengths[rows], mask=self.mask[rows]) for rows in slices]
+        return [self._like(self.lengths[rows], self.before[rows]) for rows in slices]
 
     def part(self, start: int, end: int) -> "Documents":
         """Documents of tokens `start` to `end` of each sequence, which attend to keys up to `end`."""
@@ -81,7 +81,12 @@ class Documents:
         if self.form == "varlen":
             assert self.starts_N is not None
             starts = self.starts_N, self.starts_N if self.key_starts_N is None else self.key_starts_N
-            a_THE = _varlen(q_THE, k_TKE, v_TKE, starts, k_BKSE.shape[2])
+            from torch.nn.attention.varlen import varlen_attn
+
+            # The sequence length instead of the longest document's, so that it is the same in all batches of compiled code.
+            longest, grouped = k_BKSE.shape[2], q_THE.shape[1] != k_TKE.shape[1]
+            a_THE = varlen_attn(q_THE, k_TKE, v_TKE, *starts, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
+            assert isinstance(a_THE, Tensor), "varlen_attn returns one tensor unless asked for more"
         else:
             a_THE = _segments(q_THE, k_TKE, v_TKE, self.lengths, before)
         return a_THE.unflatten(0, (q_BHSE.shape[0], -1)).transpose(1, 2)
@@ -95,9 +100,9 @@ def _with_keys_before(lengths: Sequence[Sequence[int]], before: Sequence[int]) -
 def _last_tokens(x_BKSE: Tensor, needed: Sequence[int]) -> Tensor:
     """The last `needed` tokens of each sequence, concatenated, [tokens, K, E]."""
     x_BSKE, length = x_BKSE.transpose(1, 2), x_BKSE.shape[2]
-    if all(each == length for each in needed):
+    if all(tokens == length for tokens in needed):
         return x_BSKE.flatten(0, 1)
-    return torch.cat([row[length - each :] for row, each in zip(x_BSKE, needed, strict=True)])
+    return torch.cat([row[length - tokens :] for row, tokens in zip(x_BSKE, needed, strict=True)])
 
 
 def causal(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
@@ -140,7 +145,7 @@ _MASK_ROWS = 256
 
 def _causal_by_rows(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
     """`causal` for few queries: processes blocks of rows, each with a view of one shared mask."""
-    tokens, keys, found = q_BHSE.shape[2], k_BKSE.shape[2], []
+    tokens, keys, attended = q_BHSE.shape[2], k_BKSE.shape[2], []
     most = min(tokens, _MASK_ROWS)
     hidden = torch.ones(most, keys, dtype=torch.bool, device=q_BHSE.device).triu(keys - most + 1)
     mask = torch.zeros(most, keys, dtype=q_BHSE.dtype, device=q_BHSE.device).masked_fill_(hidden, -math.inf)
@@ -150,9 +155,9 @@ def _causal_by_rows(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
         q, k, v = q_BHSE.narrow(2, start, rows), k_BKSE.narrow(2, 0, seen), v_BKSE.narrow(2, 0, seen)
         of_rows = mask.narrow(0, most - rows, rows).narrow(1, keys - seen, seen)
         grouped = q.shape[1] != k.shape[1]
-        found.append(F.scaled_dot_product_attention(q, k, v, attn_mask=of_rows, enable_gqa=grouped))
+        attended.append(F.scaled_dot_product_attention(q, k, v, attn_mask=of_rows, enable_gqa=grouped))
     # Concatenates along tokens in memory, the layout of each block.
-    return torch.cat([a.transpose(1, 2) for a in found], dim=1).transpose(1, 2)
+    return torch.cat([a.transpose(1, 2) for a in attended], dim=1).transpose(1, 2)
 
 
 def documents_of(document_ids_BS: Tensor, device: torch.device, dtype: torch.dtype, compiled: bool) -> Documents | None:
@@ -167,7 +172,7 @@ def documents_of(document_ids_BS: Tensor, device: torch.device, dtype: torch.dty
     lengths = _lengths(document_ids_BS)
     if form == "mask":
         return Documents(form, lengths, mask=_mask(document_ids_BS.to(device, non_blocking=True), dtype))
-    if all(len(each) == 1 for each in lengths):
+    if all(len(sequence) == 1 for sequence in lengths):
         return None
     return Documents(form, lengths, _starts(lengths, device) if form == "varlen" else None)
 
@@ -197,8 +202,8 @@ def _segments(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, lengths: Lengths, bef
     """[T, H, E], one document after another. `before`: extra keys at the front of each sequence's first document."""
     sizes = list(itertools.chain(*lengths))
     key_sizes = list(itertools.chain(*_with_keys_before(lengths, before)))
-    each = ((q_THE, sizes), (k_TKE, key_sizes), (v_TKE, key_sizes))
-    queries, keys, values = ([x.transpose(0, 1)[None] for x in y.split(lengths)] for y, lengths in each)
+    cuts = ((q_THE, sizes), (k_TKE, key_sizes), (v_TKE, key_sizes))
+    queries, keys, values = ([x.transpose(0, 1)[None] for x in whole.split(parts)] for whole, parts in cuts)
     attended = [causal(q, k, v) for q, k, v in zip(queries, keys, values, strict=True)]
     return torch.cat([a[0].transpose(0, 1) for a in attended])
 
@@ -212,14 +217,3 @@ def _has_varlen() -> bool:
     except ImportError:
         return False
     return {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
-
-
-def _varlen(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, starts: tuple[Tensor, Tensor], longest: int) -> Tensor:
-    """[T, H, E]. `starts`: of queries and of keys. `longest`: the sequence length instead of the longest document, so that it
-    is the same in all batches of compiled code."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    grouped = q_THE.shape[1] != k_TKE.shape[1]
-    attended = varlen_attn(q_THE, k_TKE, v_TKE, *starts, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
-    assert isinstance(attended, Tensor), "varlen_attn returns one tensor unless asked for more"
-    return attended

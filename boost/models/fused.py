@@ -59,11 +59,11 @@ class FusedParam:
     def slices_of(self, start: int, rows: int) -> Iterator[ParamSlice]:
         """The slice of each parameter in rows `start : start + rows` of `tensor`."""
         first = start + (self.shard.first if self.shard else 0)
-        for each in self.slices:
-            begin = max(each.start, first)
-            end = min(each.start + each.rows, first + rows)
+        for whole in self.slices:
+            begin = max(whole.start, first)
+            end = min(whole.start + whole.rows, first + rows)
             if begin < end:
-                yield ParamSlice(each.parameter, begin - first, end - begin, begin - each.start)
+                yield ParamSlice(whole.parameter, begin - first, end - begin, begin - whole.start)
 
 
 class FusedModule(nn.Module):

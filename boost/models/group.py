@@ -16,8 +16,7 @@ from boost.config.schema import ModelConfig
 from boost.models.fused import FusedModule
 from boost.models.interface import Latents, Layout, Saved, Stream
 from boost.models.latent_gate import LatentGate
-from boost.models.linear import linear
-from boost.models.up_proj import StartCollective, up_project
+from boost.models.linear import StartCollective, linear, up_project
 
 
 class LinearGroup:
@@ -97,12 +96,12 @@ class LinearGroup:
     def scale_act_and_project(
         self, latents: Sequence[Tensor], scale_T1: Tensor | None, start_grad_sum: StartCollective | None = None
     ) -> list[Tensor]:
-        """B act(c u) of private latents, one [T, O] per slot. Saves only u (`boost.models.up_proj`)."""
+        """B act(c u) of private latents, one [T, O] per slot. Saves only u (`boost.models.linear`)."""
         weights, silu = self.stored_weights(), self.latent_act == "silu"
         if len(latents) == 1:
             return up_project(latents[0], scale_T1, silu, weights, start_grad_sum)
-        each = zip(latents, weights, strict=True)
-        return [y for u, b in each for y in up_project(u, scale_T1, silu, [b], start_grad_sum)]
+        slots = zip(latents, weights, strict=True)
+        return [y for u, b in slots for y in up_project(u, scale_T1, silu, [b], start_grad_sum)]
 
     def take_latents(self, stream: Stream, grouped: bool) -> tuple[Latents, Stream]:
         """Takes the previous block's latents for this group from the stream. Returns (latents, remaining stream)."""
@@ -137,8 +136,8 @@ class LinearGroup:
 
     def stored_weights(self) -> list[Tensor]:
         """The same as they are stored."""
-        each = zip(self.stored_outer(), self.own_heads, strict=True)
-        return [w if own is None else w.narrow(0, *own) for w, own in each]
+        outer = zip(self.stored_outer(), self.own_heads, strict=True)
+        return [w if own is None else w.narrow(0, *own) for w, own in outer]
 
 
 class FusedLinearGroup(LinearGroup, FusedModule):
@@ -159,10 +158,11 @@ class FusedLinearGroup(LinearGroup, FusedModule):
             self.add_fused_param("A", shape.parameters(prefix, "A"), layout)
             self._outer = [self._store_outer("B", (parameter,), layout) for parameter in shape.parameters(prefix, "B")]
         else:
-            alike = itertools.groupby(shape.parameters(prefix, "W"), lambda each: layout.placement(each.role))
+            alike = itertools.groupby(shape.parameters(prefix, "W"), lambda parameter: layout.placement(parameter.role))
             self._outer = [self._store_outer("W", tuple(parameters), layout) for _, parameters in alike]
         whole = [self.placements[name].dim is None for name in self._outer for _ in self.slices[name]]
-        self.own_heads = [own_head(model, layout, *each) for each in zip(shape.slots, whole, strict=True)]
+        slots = zip(shape.slots, whole, strict=True)
+        self.own_heads = [own_head(model, layout, slot, is_whole) for slot, is_whole in slots]
         has_latent_gate = architecture.has_latent_gate(model, layer)
         self.latent_gate = LatentGate(model, shape, prefix, layout) if has_latent_gate else None
         self.feeds_next = model.has_latent_gates and layer + 1 < model.layers

@@ -53,7 +53,13 @@ def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor
             return _spectral(*_drawn(parameter, model), seed)[kind]
         finally:
             torch.set_num_threads(threads)
-    std = _standard_deviation(parameter, kind, model)
+    std = model.init_std
+    if kind in ("A", "B") and model.factor_init == "xavier":
+        std = math.sqrt(2 / sum(parameter.shape))
+    elif kind in ("A", "B"):  # as in CoLA's official code: the same for both factors of a linear
+        slot = slot_of(model, parameter.name)
+        assert slot.rank is not None
+        std = slot.rank**-0.25 * (slot.d_in + slot.d_out) ** -0.25
     return torch.randn(parameter.shape, generator=_generator(parameter.name, seed)).mul_(std)
 
 
@@ -131,18 +137,3 @@ def _spectral(name: str, shape: tuple[int, int], rank: int, std: float, seed: in
 def _generator(name: str, seed: int) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-
-
-def _standard_deviation(parameter: Parameter, kind: str, model: ModelConfig) -> float:
-    """Standard deviation of a parameter's initial distribution.
-
-    cola: both factors s = r^(-1/4) (d_in + d_out)^(-1/4) of their linear (as in the official code); xavier: sqrt(2 / (fan_in +
-    fan_out)) per factor; others: model.init_std.
-    """
-    if kind not in ("A", "B"):
-        return model.init_std
-    if model.factor_init == "xavier":
-        return math.sqrt(2 / sum(parameter.shape))
-    slot = slot_of(model, parameter.name)
-    assert slot.rank is not None
-    return slot.rank**-0.25 * (slot.d_in + slot.d_out) ** -0.25

@@ -24,9 +24,8 @@ from boost.config.architecture import Parameter, Slot
 from boost.config.layouts import LayoutSpec, Placement
 
 if TYPE_CHECKING:
-    from boost.models.attention import Context
+    from boost.models.attention import Context, SequenceShare
     from boost.models.group import LinearGroup
-    from boost.models.sequence_share import SequenceShare
 
 Latents = tuple[Tensor, ...]
 """Latents passed from one block to the next, one tensor per group or per slot; empty for families without latent gates."""
@@ -84,8 +83,8 @@ class Pending(Generic[T]):
         """Chains work on the result. The work may start a collective too."""
 
         def wait() -> "U | Pending[U]":
-            found = self.wait()
-            return found.then(work) if isinstance(found, Pending) else work(found)
+            result = self.wait()
+            return result.then(work) if isinstance(result, Pending) else work(result)
 
         return Pending(wait)
 
@@ -100,8 +99,8 @@ class Done(Pending[T]):
         self.result = result
 
     def then(self, work: "Callable[[T], U | Pending[U]]") -> "Pending[U]":
-        found = work(self.result)
-        return found if isinstance(found, Pending) else Done(found)
+        after = work(self.result)
+        return after if isinstance(after, Pending) else Done(after)
 
 
 def interleave(runs: Sequence[Pending[T]], lag: int = 0) -> list[T]:
@@ -110,17 +109,17 @@ def interleave(runs: Sequence[Pending[T]], lag: int = 0) -> list[T]:
 
     Autograd runs nodes in the reverse order of their creation, so the backward pass is interleaved too.
     """
-    found: list[Any] = list(runs)
-    if len(found) == 1:  # without the bookkeeping, which would take a tenth of the time of a token in a small model
-        while isinstance(found[0], Pending):
-            found[0] = found[0].wait()
-        return found
-    for number in range(len(found)):
-        for _ in range(lag * (len(found) - 1 - number)):
-            found[number] = found[number].wait() if isinstance(found[number], Pending) else found[number]
-    while any(isinstance(each, Pending) for each in found):
-        found = [each.wait() if isinstance(each, Pending) else each for each in found]
-    return found
+    chains: list[Any] = list(runs)
+    if len(chains) == 1:  # without the bookkeeping, which would take a tenth of the time of a token in a small model
+        while isinstance(chains[0], Pending):
+            chains[0] = chains[0].wait()
+        return chains
+    for number in range(len(chains)):
+        for _ in range(lag * (len(chains) - 1 - number)):
+            chains[number] = chains[number].wait() if isinstance(chains[number], Pending) else chains[number]
+    while any(isinstance(chain, Pending) for chain in chains):
+        chains = [chain.wait() if isinstance(chain, Pending) else chain for chain in chains]
+    return chains
 
 
 class Teaching(NamedTuple):

@@ -55,8 +55,8 @@ class LatentGate(FusedModule):
     def gated_sum(self, latents: Sequence[Tensor], prev_latents: Sequence[Tensor]) -> list[Tensor]:
         """u + G(h). `prev_latents`: one whole latent [T, r] per slot, or this process's shard if the gate does not mix."""
         gated = [self._gated(h, slot) for slot, h in enumerate(prev_latents)]
-        of_each = [[gated[slot] for slot in slots] for slots in self.slots_of(latents)]
-        return [u + (g[0] if len(g) == 1 else torch.cat(g, dim=-1)) for u, g in zip(latents, of_each, strict=True)]
+        beside = [[gated[slot] for slot in slots] for slots in self.slots_of(latents)]
+        return [u + (g[0] if len(g) == 1 else torch.cat(g, dim=-1)) for u, g in zip(latents, beside, strict=True)]
 
     def norm_stats(self, mixed: Tensor, slots: range) -> Tensor:
         """Sums over this process's shard of each latent and of its squares, [T, 2 slots], fp64."""
@@ -86,9 +86,8 @@ class LatentGate(FusedModule):
                 self._slot_param(name, slot).to(h_Tr.dtype) for name in ("gate_rows", "gate_columns")
             )
             h_Tab = h_Tr.unflatten(-1, (rows_Aa.shape[1], columns_bb.shape[1]))
-            if (
-                rows_Aa.shape[0] < rows_Aa.shape[1]
-            ):  # sharded: multiply by its own rows first, which skips those of other processes
+            # Sharded: multiply by its own rows first, which skips those of other processes.
+            if rows_Aa.shape[0] < rows_Aa.shape[1]:
                 return linear(rows_Aa @ h_Tab, columns_bb).flatten(1)
             return (rows_Aa @ linear(h_Tab, columns_bb)).flatten(1)
         return h_Tr

@@ -25,13 +25,13 @@ class Attention:
     def start_attention(self, layout: Layout, stream: Stream, context: Context) -> Pending[Stream]:
         """Runs attention up to its first collective. The result is the stream after attention."""
         entered = layout.in_proj_comm(stream, self.attn_norm, self.qkv)
-        return entered.then(lambda found: self._run_attention(layout, context, *found))
+        return entered.then(lambda arrived: self._run_attention(layout, context, *arrived))
 
     def _run_attention(self, layout: Layout, context: Context, saved: Saved, stream: Stream) -> Pending[Stream]:
         if context.share is not None:
             return self._run_shared_attention(layout, context, saved, stream)
-        found = layout.policy.attention(self._attention, layout, context, saved, context.take())
-        partial, latents, keys_values = found
+        arguments = layout, context, saved, context.take()
+        partial, latents, keys_values = layout.policy.attention(self._attention, *arguments)
         context.leave(keys_values)
         return layout.out_proj_comm(stream.put(latents), partial, self.o)
 
@@ -72,7 +72,7 @@ class MLP:
     def start_mlp(self, layout: Layout, stream: Stream) -> Pending[Stream]:
         """Runs the MLP up to its first collective. The result is the stream after the MLP."""
         entered = layout.in_proj_comm(stream, self.mlp_norm, self.gate_up)
-        return entered.then(lambda found: self._run_mlp(layout, *found))
+        return entered.then(lambda arrived: self._run_mlp(layout, *arrived))
 
     def _run_mlp(self, layout: Layout, saved: Saved, stream: Stream) -> Pending[Stream]:
         partial, latents = layout.policy.local(self._gated_product, layout, saved)

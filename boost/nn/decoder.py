@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from boost.config import architecture
-from boost.config.architecture import IGNORED, Parameter
+from boost.config.architecture import IGNORED
 from boost.config.stages import whole
 from boost.errors import ConfigError
 from boost.models import decoder
@@ -19,19 +19,8 @@ from boost.models.fused import FusedModule, fused_params
 from boost.models.init import initialize
 from boost.models.interface import interleave
 from boost.nn.spec import Spec, autocast_resolved
-from boost.nn.sublayers import Block, Norm, add_norm, as_spec
+from boost.nn.sublayers import Block, Weight, add_weight, as_spec
 from boost.nn.weights import local_weight, no_sync, shard_weights, whole_weight
-
-
-class Table(nn.Module):
-    """A weight of V rows, or of this process's: the embedding, or the head."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape))
-
-    def extra_repr(self) -> str:
-        return ", ".join(map(str, self.weight.shape))
 
 
 class Decoder(decoder.Decoder):
@@ -45,10 +34,10 @@ class Decoder(decoder.Decoder):
     gradients are complete after `backward`. Weights are a function of (seed, parameter name): the same on every mesh.
     """
 
-    embedding: Table
+    embedding: Weight
     layers: nn.ModuleList
-    norm: Norm
-    lm_head: Table
+    norm: Weight
+    lm_head: Weight
 
     def __init__(self, spec: Spec | None = None, *, initialized: bool = True, **sizes: Any) -> None:
         """From a `Spec`, or from what `Spec` takes. `initialized` = False leaves the weights to be loaded. Raises ConfigError."""
@@ -57,17 +46,13 @@ class Decoder(decoder.Decoder):
         self.model, self.layout, self.compute_dtype = spec.model, spec.layout, spec.compute_dtype
         self.stage = whole(spec.model)
         with spec.allocation():
-            self._add_table("embedding", architecture.embedding(spec.model))
+            add_weight(self, spec, "embedding", architecture.embedding(spec.model))
             self.layers = nn.ModuleList(Block(spec, n, _alone=False) for n in range(spec.model.layers))
-            add_norm(self, spec, "norm", architecture.final_norm(spec.model))
-            self._add_table("lm_head", architecture.head(spec.model))
+            add_weight(self, spec, "norm", architecture.final_norm(spec.model))
+            add_weight(self, spec, "lm_head", architecture.head(spec.model))
         if initialized and spec.device.type != "meta":
             initialize(self, spec.seed)
         self._sums = shard_weights(self, spec)
-
-    def _add_table(self, attribute: str, parameter: Parameter) -> None:
-        self.add_module(attribute, Table(self.spec.local_shape(parameter)))
-        self.describe_child(f"{attribute}.weight", parameter, self.layout)
 
     # What the decoder of a run has as fused parameters.
 

@@ -63,19 +63,29 @@ class Spec:
         Raises ConfigError: one line with the field, its value, and the nearest valid value.
         """
         self.tp = tp_axis(mesh)
-        self.tp_mesh = _tp_mesh(mesh, self.tp)
+        self.tp_mesh: DeviceMesh | None = None
+        if isinstance(mesh, DeviceMesh) and self.tp.size > 1:
+            self.tp_mesh = mesh["tp"] if mesh.ndim > 1 else mesh
+        elif self.tp.group is not None:
+            self.tp_mesh = DeviceMesh.from_group(
+                self.tp.group, "cuda" if "nccl" in dist.get_backend(self.tp.group) else "cpu"
+            )
         self.seed = seed
         self.dtype = dtype or torch.get_default_dtype()
         self.compute_dtype = compute_dtype or self.dtype
-        self.device = _device(mesh, device)
+        if device is not None:
+            self.device = torch.device(device)
+        elif isinstance(mesh, DeviceMesh) and mesh.device_type != "cpu":
+            self.device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+        else:
+            self.device = torch.get_default_device()
         if recompute not in POLICIES:
             raise ConfigError(f"recompute = '{recompute}' is not a policy; valid values: {', '.join(POLICIES)}")
         self.recompute = recompute
         config = _config(family, layout, self.tp.size, fields)
         self.model: ModelConfig = config.model
         self.parallel: ParallelConfig = config.parallel
-        axes = {"tp": self.tp}
-        self.mesh = Mesh(self.device, axes, rank=self.tp.rank, size=self.tp.size)
+        self.mesh = Mesh(self.device, {"tp": self.tp}, rank=self.tp.rank, size=self.tp.size)
         self.layout: Layout = layout_for(self.model, self.parallel, self.mesh)
 
     @contextmanager
@@ -129,23 +139,6 @@ def tp_axis(mesh: DeviceMesh | dist.ProcessGroup | None) -> Axis:
     return Axis(dist.get_rank(mesh), size, mesh) if size > 1 else Axis()
 
 
-def _tp_mesh(mesh: DeviceMesh | dist.ProcessGroup | None, axis: Axis) -> DeviceMesh | None:
-    if axis.size == 1:
-        return None
-    if isinstance(mesh, DeviceMesh):
-        return mesh["tp"] if mesh.ndim > 1 else mesh
-    assert axis.group is not None
-    return DeviceMesh.from_group(axis.group, "cuda" if "nccl" in dist.get_backend(axis.group) else "cpu")
-
-
-def _device(mesh: DeviceMesh | dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if isinstance(mesh, DeviceMesh) and mesh.device_type != "cpu":
-        return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-    return torch.get_default_device()
-
-
 def _config(family: str, layout: str | None, tp: int, fields: dict[str, Any]) -> Config:
     """The checked configuration of these sizes. Training's fields keep their defaults; they do not concern modules."""
     names = {name for name, _ in ParallelConfig.keys()}  # noqa: SIM118  a method of the class
@@ -157,8 +150,7 @@ def _config(family: str, layout: str | None, tp: int, fields: dict[str, Any]) ->
         raise ConfigError(f"{fixed[0]} = {parallel[fixed[0]]!r} is not part of a module; pass the TP ranks as mesh")
     if isinstance(dim := model.get("dim"), int) and "ffn_dim" not in model:
         model["ffn_dim"] = -(-8 * dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
-    found = ModelConfig.find(family)
-    if layout is None and found is not None:
+    if layout is None and ModelConfig.find(family) is not None:
         layout = layouts_of(ModelConfig.model_validate({"family": family}))[0]
     chosen = {"layout": layout} if layout is not None else {}
     return from_tree({"model": model, "parallel": {**parallel, **chosen, "tp": tp}})

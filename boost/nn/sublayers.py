@@ -1,10 +1,12 @@
 """`LowRankAttention`, `LowRankMLP`, and `Block`: the sublayers of a decoder as modules, under any layout.
 
+The mathematics is that of `boost.models`; here the linears of a group are separate modules.
+
 Legend: B sequences, S tokens of each, T = B * S, D width of the residual stream held here: dim, or dim / p where it is sharded.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,31 +17,179 @@ from boost.errors import ConfigError
 from boost.models.attention import Context, make_context
 from boost.models.decoder import TransformerBlock
 from boost.models.fused import FusedModule
-from boost.models.group import LinearGroup
+from boost.models.group import LinearGroup, own_head
 from boost.models.init import initialize
-from boost.models.interface import NO_RECOMPUTE, Done, Layout, Pending, Stream, interleave
+from boost.models.interface import NO_RECOMPUTE, Done, Layout, Pending, Saved, Stream, interleave
+from boost.models.latent_gate import LatentGate
+from boost.models.linear import gemms
 from boost.models.sublayers import MLP, Attention
-from boost.nn.groups import Gate, SeparateLinears, make_linears
+from boost.nn.linear import LowRankLinear
 from boost.nn.spec import Spec, autocast_resolved
 from boost.nn.weights import local_weight, shard_weights
 from boost.parallel.recompute import POLICIES
 
 
-class Norm(nn.Module):
-    """The weight of an RMSNorm, [D]. Layouts apply it together with the projection that follows."""
+class Gate(LatentGate):
+    """A latent gate with a tensor for each parameter. Sharded along dim 0, a tensor of several parameters would be a DTensor whose
+    rows are in an order of their own."""
 
-    def __init__(self, width: int) -> None:
+    def add_fused_param(self, attribute: str, parameters: Sequence[Parameter], layout: Layout) -> None:
+        if attribute.startswith("norm_"):
+            for name, parameter in zip(self._names, parameters, strict=True):
+                super().add_fused_param(f"{attribute}_{name}", (parameter,), layout)
+        else:
+            super().add_fused_param(attribute, parameters, layout)
+
+    def _slot_param(self, name: str, slot: int) -> Tensor:
+        return local_weight(self, f"{name}_{self._names[slot]}")
+
+    def _norm(self, slots: range) -> tuple[Tensor, Tensor]:
+        weight, bias = ([self._slot_param(name, slot) for slot in slots] for name in ("norm_weight", "norm_bias"))
+        return torch.cat(weight), torch.cat(bias)
+
+
+class SeparateLinears(LinearGroup):
+    """A `LinearGroup` whose weights belong to modules of their own, looked up at each use: an adapter may have replaced a factor.
+
+    For training, grouped factors A are concatenated for their GEMM, a copy of 3 r d numbers for qkv; fused parameters need none.
+    """
+
+    def __init__(self, owner: nn.Module, spec: Spec, layer: int, shape: architecture.GroupSpec) -> None:
+        """`owner` has the linears as children q_proj, k_proj, ..."""
+        model, layout = spec.model, spec.layout
+        self.shape, self.low_rank, self.latent_act = shape, model.low_rank, model.latent_act
+        self._owner, self._names = owner, [child_name(slot) for slot in shape.slots]
+        self.latent_gate: LatentGate | None = None
+        self.feeds_next = model.has_latent_gates and layer + 1 < model.layers
+        roles = [parameter.role for parameter in shape.parameters("", "B" if self.low_rank else "W")]
+        self.own_heads = [
+            own_head(model, layout, slot, layout.placement(role).dim is None)
+            for slot, role in zip(shape.slots, roles, strict=True)
+        ]
+
+    @property
+    def linears(self) -> list[nn.Module]:
+        """One a slot."""
+        return [self._owner.get_submodule(name) for name in self._names]
+
+    @property
+    def inner(self) -> list[nn.Module]:
+        """Factors A, one a slot."""
+        return [cast(LowRankLinear, linear).A for linear in self.linears]
+
+    @property
+    def outer(self) -> list[nn.Module]:
+        """Factors B, or whole linears of a dense group, one a slot."""
+        return [cast(LowRankLinear, linear).B for linear in self.linears] if self.low_rank else self.linears
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every weight is used as it is stored: no module was replaced, such as by an adapter, and none has a hook."""
+        return all(type(module) is nn.Linear and not module._forward_hooks for module in self._modules())
+
+    def _modules(self) -> list[nn.Module]:
+        return [*(self.inner if self.low_rank else ()), *self.outer]
+
+    @property
+    def A(self) -> Tensor:  # type: ignore[override]
+        weights = [_weight(module) for module in self.inner]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+    @property
+    def ranks_here(self) -> Sequence[int]:
+        return [cast(nn.Linear, module).out_features for module in self.inner]
+
+    def stored_outer(self) -> list[Tensor]:
+        return [_weight(module) for module in self.outer]
+
+    # With adapters, modules are called. Where all are plain linears, grouped and hand-written kernels apply.
+
+    @property
+    def has_private_latents(self) -> bool:
+        # torch.compile does not evaluate a property of super() (2.13 and 2.15 take it for true, without an error).
+        return self.latent_gate is None and not self.feeds_next and self.is_plain
+
+    def down_proj(self, x_TI: Tensor, grouped: bool) -> list[Tensor]:
+        if self.is_plain:
+            if grouped and not torch.is_grad_enabled():
+                # During generation, concatenating A for each token would take longer than its product.
+                return [gemms([(x_TI, _weight(module).to(x_TI.dtype).t()) for module in self.inner])]
+            return super().down_proj(x_TI, grouped)
+        latents = [module(x_TI) for module in self.inner]
+        return [torch.cat(latents, dim=-1)] if grouped and len(latents) > 1 else latents
+
+    def up_proj(self, h: Sequence[Tensor]) -> list[Tensor]:
+        if self.is_plain:
+            return super().up_proj(h)
+        if len(h) == 1 and len(self.shape.slots) > 1:
+            h = h[0].split(list(self.ranks_here), dim=-1)
+        return [module(h_Tr) for module, h_Tr in zip(self.outer, h, strict=True)]
+
+    def dense(self, saved: Saved, grouped: bool) -> list[Tensor]:
+        if self.is_plain:
+            return super().dense(saved, grouped)
+        return [module(saved.tensors[0]) for module in self.outer]
+
+
+def _weight(module: nn.Module) -> Tensor:
+    if type(module) is not nn.Linear:
+        raise RuntimeError(
+            f"a factor is a {type(module).__name__}, and layouts over several TP ranks need plain weights; merge adapters first"
+        )
+    return local_weight(module)
+
+
+def make_linears(module: FusedModule, spec: Spec, layer: int, shape: architecture.GroupSpec) -> SeparateLinears:
+    """Adds the linears of a group to `module` as q_proj, k_proj, ..., uninitialized, and returns the group."""
+    prefix = f"layers.{layer}"
+    for slot in shape.slots:
+        name = child_name(slot)
+        if slot.rank is None:
+            (weight,) = _parameters(shape, prefix, "W", slot)
+            out_local, in_local = spec.local_shape(weight)
+            linear: nn.Module = nn.Linear(in_local, out_local, bias=False)
+            described = {f"{name}.weight": weight}
+        else:
+            (a,), (b,) = (_parameters(shape, prefix, factor, slot) for factor in "AB")
+            # A rank may exceed the width of a shard, which `LowRankLinear.__init__` refuses.
+            linear = LowRankLinear.__new__(LowRankLinear)
+            nn.Module.__init__(linear)
+            linear.activation = spec.model.latent_act
+            for factor, parameter in (("A", a), ("B", b)):
+                out_local, in_local = spec.local_shape(parameter)
+                linear.add_module(factor, nn.Linear(in_local, out_local, bias=False))
+            described = {f"{name}.A.weight": a, f"{name}.B.weight": b}
+        module.add_module(name, linear)
+        for attribute, parameter in described.items():
+            module.describe_child(attribute, parameter, spec.layout)
+    return SeparateLinears(module, spec, layer, shape)
+
+
+def child_name(slot: architecture.Slot) -> str:
+    """q_proj for attn.q."""
+    return f"{slot.name.partition('.')[2]}_proj"
+
+
+def _parameters(shape: architecture.GroupSpec, prefix: str, factor: str, slot: architecture.Slot) -> list[Parameter]:
+    return [p for p in shape.parameters(prefix, factor) if p.name == f"{prefix}.{slot.name}.{factor}"]
+
+
+class Weight(nn.Module):
+    """The weight of an RMSNorm, [D], which layouts apply together with the projection that follows; or of the embedding or the
+    head: V rows, or those of this process."""
+
+    def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.empty(shape))
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}"
+        return ", ".join(map(str, self.weight.shape))
 
 
 class Sublayer(FusedModule):
     """A pre-norm residual sublayer under a layout."""
 
-    norm: Norm
+    norm: Weight
 
     def __init__(self, spec: Spec | None, layer: int, sizes: dict[str, Any]) -> None:
         super().__init__()
@@ -47,11 +197,6 @@ class Sublayer(FusedModule):
         self.model, self.layout = self.spec.model, self.spec.layout
         """As `initialize` reads them."""
         self.layer = layer
-
-    def add_norm(self, name: str) -> None:
-        """Adds `norm`, which is the parameter `name` of the block."""
-        parameter = Parameter(f"layers.{self.layer}.{name}", (self.model.dim,), "norm")
-        add_norm(self, self.spec, "norm", parameter)
 
     def add_linears(self, shape: architecture.GroupSpec) -> SeparateLinears:
         """Adds the linears of a group, and the latent gate that belongs to it."""
@@ -62,10 +207,6 @@ class Sublayer(FusedModule):
             group.latent_gate = gate
         return group
 
-    def run(self, x: Tensor, batch: int | None, start: Callable[[Layout, Stream, Context], Pending[Stream]]) -> Tensor:
-        """Runs a sublayer or a block by itself on the residual stream, [B, S, D] or [T, D]."""
-        return run_alone(self.spec, x, batch, start)
-
 
 def as_spec(spec: Spec | None, sizes: dict[str, Any]) -> Spec:
     """`spec`, or one made from sizes. Raises ConfigError if both are given."""
@@ -74,10 +215,9 @@ def as_spec(spec: Spec | None, sizes: dict[str, Any]) -> Spec:
     return spec if spec is not None else Spec(**sizes)
 
 
-def add_norm(module: FusedModule, spec: Spec, attribute: str, parameter: Parameter) -> None:
-    """Adds an RMSNorm weight as a child module."""
-    (width,) = spec.local_shape(parameter)
-    module.add_module(attribute, Norm(width))
+def add_weight(module: FusedModule, spec: Spec, attribute: str, parameter: Parameter) -> None:
+    """Adds the weight of a norm, of the embedding or of the head as a child module."""
+    module.add_module(attribute, Weight(*spec.local_shape(parameter)))
     module.describe_child(f"{attribute}.weight", parameter, spec.layout)
 
 
@@ -122,7 +262,7 @@ class LowRankAttention(Attention, Sublayer):
         self.head_dim, self.layer_index = self.model.head_dim, layer
         qkv, o, _, _ = architecture.groups(self.model, layer)
         with self.spec.allocation():
-            self.add_norm("attn_norm")
+            add_weight(self, self.spec, "norm", Parameter(f"layers.{layer}.attn_norm", (self.model.dim,), "norm"))
             self.qkv = self.add_linears(qkv)
             self.o = self.add_linears(o)
         finish(self, _alone)
@@ -136,7 +276,7 @@ class LowRankAttention(Attention, Sublayer):
 
         A token-sharded stream (btp-sp, megatron-sp) is [T / p, D], consecutive tokens of all sequences; `batch` is then B.
         """
-        return self.run(x, batch, self.start_attention)
+        return run_alone(self.spec, x, batch, self.start_attention)
 
 
 class LowRankMLP(MLP, Sublayer):
@@ -151,7 +291,7 @@ class LowRankMLP(MLP, Sublayer):
         self.mlp_silu = self.model.mlp_silu
         _, _, gate_up, down = architecture.groups(self.model, layer)
         with self.spec.allocation():
-            self.add_norm("mlp_norm")
+            add_weight(self, self.spec, "norm", Parameter(f"layers.{layer}.mlp_norm", (self.model.dim,), "norm"))
             self.gate_up = self.add_linears(gate_up)
             self.down = self.add_linears(down)
         finish(self, _alone)
@@ -162,7 +302,7 @@ class LowRankMLP(MLP, Sublayer):
 
     def forward(self, x: Tensor, batch: int | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]: the residual stream after the MLP, as `LowRankAttention.forward`."""
-        return self.run(x, batch, lambda layout, stream, context: self.start_mlp(layout, stream))
+        return run_alone(self.spec, x, batch, lambda layout, stream, _: self.start_mlp(layout, stream))
 
 
 class Block(TransformerBlock):

@@ -1,5 +1,6 @@
-"""AdamW over stored parameters: torch's fused implementation with weight-decay groups. Its state exists from the start."""
+"""The optimizer interface, and AdamW: torch's fused implementation with weight-decay groups, whose state exists from the start."""
 
+import pkgutil
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -123,6 +124,12 @@ class Optimizer:
             yield from moments.values()
         for state in self.adamw.state.values():
             yield state["step"]
+
+
+def build_optimizer(fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> Optimizer:
+    """Builds the optimizer that `config.optim` describes, with zero moments."""
+    optimizer: Optimizer = pkgutil.resolve_name(config.optim.builder)(fused_params, config, mesh)
+    return optimizer
 
 
 def plain_adamw(fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> Optimizer:

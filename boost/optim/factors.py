@@ -94,20 +94,10 @@ class FactorBuckets:
         """
         stored = [fused for unit in bucket for fused in unit.fused_params]
         whole = _gather_rows(stored, [value(fused).to(self.dtype) for fused in stored], self.mesh)
-        by_name = {_key(fused): each for fused, each in zip(stored, whole, strict=True)}
+        # By name: comparing two `FusedParam`s would compare their tensors.
+        whole_of = {fused.slices[0].parameter.name: rows for fused, rows in zip(stored, whole, strict=True)}
         factors = [factor for unit in bucket for factor in unit.factors]
-        return self._gather_ranks(factors, {f.name: f.tall(by_name[_key(f.fused)]) for f in factors})
-
-    def summed_grams(self, tall: Mapping[str, Tensor], bucket: Sequence[FactorUnit]) -> dict[str, Tensor]:
-        """T^T T [R, R] of the tall factors T [N, R] of a bucket whose rows are sharded over TP, by name: one all-reduce."""
-        summed = [f for unit in bucket for f in unit.factors if f.shape.gram and self.mesh.tp.size > 1]
-        if not summed:
-            return {}
-        flat = all_reduce(torch.cat([(tall[f.name].mT @ tall[f.name]).flatten() for f in summed]), self.mesh.tp)
-        grams = flat.split([f.shape.gram for f in summed])
-        return {f.name: gram.view(f.shape.rank, f.shape.rank) for f, gram in zip(summed, grams, strict=True)}
-
-    def _gather_ranks(self, factors: Sequence[Factor], tall: dict[str, Tensor]) -> dict[str, Tensor]:
+        tall = {f.name: f.tall(whole_of[f.fused.slices[0].parameter.name]) for f in factors}
         sharded = [f.name for f in factors if f.shape.sharded == "rank" and self.mesh.tp.size > 1]
         if sharded:
             p = self.mesh.tp.size
@@ -117,6 +107,15 @@ class FactorBuckets:
                 n, local, k = tall[name].shape
                 tall[name] = parts.reshape(p, n, local, k).transpose(0, 1).reshape(n, p * local, k)
         return tall
+
+    def summed_grams(self, tall: Mapping[str, Tensor], bucket: Sequence[FactorUnit]) -> dict[str, Tensor]:
+        """T^T T [R, R] of the tall factors T [N, R] of a bucket whose rows are sharded over TP, by name: one all-reduce."""
+        summed = [f for unit in bucket for f in unit.factors if f.shape.gram and self.mesh.tp.size > 1]
+        if not summed:
+            return {}
+        flat = all_reduce(torch.cat([(tall[f.name].mT @ tall[f.name]).flatten() for f in summed]), self.mesh.tp)
+        grams = flat.split([f.shape.gram for f in summed])
+        return {f.name: gram.view(f.shape.rank, f.shape.rank) for f, gram in zip(summed, grams, strict=True)}
 
 
 def _units(fused_params: Sequence[FusedParam], mesh: Mesh) -> Iterator[FactorUnit]:
@@ -150,10 +149,6 @@ def _gather_rows(stored: Sequence[FusedParam], local: Sequence[Tensor], mesh: Me
             rows = sum(param_slice.rows for param_slice in stored[i].slices)
             whole[i] = parts.reshape(axis.size * shares[i], *local[i].shape[1:])[:rows]
     return whole
-
-
-def _key(fused: FusedParam) -> str:
-    return fused.slices[0].parameter.name
 
 
 def solve_all(deal: Deal, solve: Callable[[int], Tensor], like: Tensor, axis: Axis) -> list[Tensor]:

@@ -66,7 +66,12 @@ class Muon(Optimizer):
         tall = {name: x[..., 0] for name, x in self.factors.tall(bucket, self._direction).items()}
         for factor, p_RR in self._solved(bucket, tall):
             for view, value in factor.own(factor.fused.tensor, tall[factor.name] @ p_RR):
-                view.sub_(value, alpha=rate * _adjusted(factor, self.optim))
+                rows, columns = factor.parameter.shape  # of the whole parameter, not of this process's shard
+                if self.optim.muon_adjust == "match_rms_adamw":
+                    adjusted = 0.2 * math.sqrt(max(rows, columns))
+                else:
+                    adjusted = math.sqrt(max(1, rows / columns))
+                view.sub_(value, alpha=rate * adjusted)
 
     def _solved(self, bucket: Sequence[FactorUnit], tall: Mapping[str, Tensor]) -> Iterator[tuple[Factor, Tensor]]:
         """The matrix [R, R] of the iteration for every factor of a bucket.
@@ -126,11 +131,3 @@ def newton_schulz(gram_RR: Tensor, steps: int) -> Tensor:
         if step < steps - 1:
             g_RR = q_RR @ g_RR @ q_RR
     return p_RR
-
-
-def _adjusted(factor: Factor, optim: MuonConfig) -> float:
-    """Factor by which the learning rate is multiplied, from the parameter's whole shape."""
-    rows, columns = factor.parameter.shape
-    if optim.muon_adjust == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))

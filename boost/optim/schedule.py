@@ -53,7 +53,7 @@ def _with_restarts(schedule: CosineRestarts, optim: OptimConfig, step: int, step
     at the step of the restart. As in the published runs, restarts are counted anew after warmup, restart_delay later, and the
     cosine of that count has no delay.
     """
-    every, low, delay = optim.exact_every, optim.min_lr_ratio, schedule.restart_delay
+    cycle, low, delay = optim.exact_every, optim.min_lr_ratio, schedule.restart_delay
     span = max(1, steps - optim.warmup_steps)
 
     def cosine(position: float) -> float:
@@ -61,14 +61,14 @@ def _with_restarts(schedule: CosineRestarts, optim: OptimConfig, step: int, step
 
     if step < optim.warmup_steps:
         top = cosine(optim.warmup_steps + delay)
-        number, since = divmod(step, every)
+        number, since = divmod(step, cycle)
         envelope = low + (top - low) * step / optim.warmup_steps
-        target = low + (top - low) * number * every / optim.warmup_steps
+        target = low + (top - low) * number * cycle / optim.warmup_steps
     else:
         position = step - delay
-        number, since = divmod(position, every)
+        number, since = divmod(position, cycle)
         envelope = low + (1 - low) * cosine(position)
-        target = low + (1 - low) * cosine(number * every)
+        target = low + (1 - low) * cosine(number * cycle)
     if number > 0 and since < schedule.restart_warmup_steps:
         return optim.lr * (RESTART_FLOOR + (target - RESTART_FLOOR) * since / schedule.restart_warmup_steps)
     return optim.lr * envelope

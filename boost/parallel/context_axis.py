@@ -12,8 +12,8 @@ from torch import Tensor
 from boost.config.context import crosses_as_heads, local_heads
 from boost.config.layouts.spec import EXCHANGE, GATHER, Comm
 from boost.config.schema import ModelConfig, ParallelConfig
+from boost.models.attention import SequenceShare
 from boost.models.interface import Done, Pending
-from boost.models.sequence_share import SequenceShare
 from boost.parallel.collectives import InFlight, features_to_rows, heads_for_each, rows_to_features
 from boost.parallel.mesh import Axis
 

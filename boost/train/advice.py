@@ -1,16 +1,13 @@
-"""What a person wants to know before a run spends hours: too little data, a slow dtype, no saves, days to go. One line each."""
+"""What a person wants to know before a run spends hours: too little data, a slow dtype, no saves. One line each."""
 
 import logging
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
-from boost.format import format_count, format_duration, format_rate
-from boost.train.console import EtaEstimator
+from boost.format import format_count
 from boost.train.hardware import measured_flops
-from boost.train.hooks import Hook, StepEnd
 
 if TYPE_CHECKING:
     from boost.train.loop import Trainer
@@ -21,10 +18,6 @@ MANY_EPOCHS = 4.0
 """Repeating data up to 4 times is about as good as new data (arXiv 2305.16264)."""
 FEW_HELDOUT_TOKENS = 50_000
 """With fewer tokens, the standard error of the held-out perplexity is above about 1% (losses vary by 2 to 3 nats per token)."""
-DAY_S = 86_400.0
-ETA_STEPS = 10
-"""Steps after which the remaining time is estimated, or ETA_S seconds if that is earlier."""
-ETA_S = 60.0
 
 
 def advise(trainer: "Trainer") -> None:
@@ -64,40 +57,9 @@ def start_advice(trainer: "Trainer") -> Iterator[str]:
             "no checkpoints until the end of the run (train.save_every and train.save_minutes are 0): a crash loses all of it"
         )
     if train.compute_dtype == "bfloat16" and trainer.mesh.device.type == "cpu":
-        yield from _slow_bf16(trainer.mesh.device)
-
-
-def _slow_bf16(device: torch.device) -> Iterator[str]:
-    half, single = (measured_flops(device, dtype) for dtype in (torch.bfloat16, torch.float32))
-    if half < single:
-        yield (
-            f"bfloat16 is slow on this CPU: GEMMs take {single / half:.1f} times as long as in float32; "
-            'set train.compute_dtype = "float32"'
-        )
-
-
-class LongRun(Hook):
-    """Warns once, after a few steps, if the run will take more than a day."""
-
-    main_only = True
-
-    def __init__(self) -> None:
-        self._eta: EtaEstimator | None = None
-        self._steps, self._seconds = 0, 0.0
-        self._done = False
-
-    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
-        if self._done:
-            return
-        metrics = event.metrics
-        self._eta = self._eta or EtaEstimator(trainer.config.train.steps)
-        eta = self._eta.eta(metrics)
-        self._steps, self._seconds = self._steps + 1, self._seconds + metrics.seconds
-        if self._steps < 2 or (self._steps < ETA_STEPS and self._seconds < ETA_S):
-            return
-        self._done = True
-        if math.isfinite(eta) and eta > DAY_S:
-            trainer.warn(
-                f"more than a day to go: {format_duration(eta)} at {format_rate(metrics.tokens_per_second)}; "
-                "set fewer train.steps, or a smaller model; 'boost plan' predicts the time on GPUs"
+        half, single = (measured_flops(trainer.mesh.device, dtype) for dtype in (torch.bfloat16, torch.float32))
+        if half < single:
+            yield (
+                f"bfloat16 is slow on this CPU: GEMMs take {single / half:.1f} times as long as in float32; "
+                'set train.compute_dtype = "float32"'
             )

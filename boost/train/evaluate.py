@@ -11,7 +11,7 @@ import torch
 
 from boost.config.architecture import IGNORED
 from boost.data.batches import Batch, DocumentBatches, EvaluationBatches
-from boost.data.mixture import AnySplit, MixedSplit
+from boost.data.mixture import AnySplit
 from boost.data.store import Split
 from boost.errors import DataError
 from boost.parallel.collectives import all_reduce
@@ -70,21 +70,15 @@ def evaluate(
 
     if isinstance(split, Split):
         return of_store(split, max_tokens, "evaluate")
-    found = {}
+    of_stores: dict[str, Evaluation] = {}
+    loss = bytes_per_token = 0.0
     for name, part, weight in zip(split.names, split.parts, split.weights, strict=True):
         share = None if max_tokens is None else max(round(max_tokens * weight), 1)
-        found[name] = of_store(part, share, f"evaluate {name}")
-    return _weighted(split, found)
-
-
-def _weighted(split: MixedSplit, found: Mapping[str, Evaluation]) -> Evaluation:
-    """The evaluation of a mixture from those of its stores."""
-    weights = dict(zip(split.names, map(float, split.weights), strict=True))
-    parts = dict(zip(split.names, split.parts, strict=True))
-    loss = sum(weights[name] * each.loss for name, each in found.items())
-    bytes_per_token = sum(weights[name] * parts[name].bytes_per_target for name in found)
-    tokens = sum(each.tokens for each in found.values())
-    return Evaluation(tokens, loss, _perplexity(loss), loss / math.log(2) / bytes_per_token, dict(found))
+        of_stores[name] = of_store(part, share, f"evaluate {name}")
+        loss += float(weight) * of_stores[name].loss
+        bytes_per_token += float(weight) * part.bytes_per_target
+    tokens = sum(evaluation.tokens for evaluation in of_stores.values())
+    return Evaluation(tokens, loss, _perplexity(loss), loss / math.log(2) / bytes_per_token, of_stores)
 
 
 def _perplexity(loss: float) -> float:

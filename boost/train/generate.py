@@ -58,8 +58,8 @@ def choose(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Gen
     if sampling.temperature == 0:
         greedy: list[int] = logits_BV.argmax(-1).tolist()
         return greedy
-    each = zip(distribution(logits_BV, sampling).split(1), generators, strict=True)
-    return [int(torch.multinomial(row_1V, 1, generator=generator)) for row_1V, generator in each]
+    rows = zip(distribution(logits_BV, sampling).split(1), generators, strict=True)
+    return [int(torch.multinomial(row_1V, 1, generator=generator)) for row_1V, generator in rows]
 
 
 def distribution(logits_BV: Tensor, sampling: Sampling) -> Tensor:
@@ -99,8 +99,8 @@ def generate(
     model: Model, prompt: Sequence[int], max_tokens: int, sampling: Sampling, eos: Ends = None
 ) -> Iterator[int]:
     """Yields up to `max_tokens` new tokens after a non-empty prompt; stops after yielding (one of) `eos`."""
-    for each in generate_batch(model, [prompt], max_tokens, sampling, eos):
-        yield each.token
+    for new in generate_batch(model, [prompt], max_tokens, sampling, eos):
+        yield new.token
 
 
 def generate_batch(
@@ -184,16 +184,14 @@ class _Batch:
         while waiting or self._sequences:
             first = len(self._sequences)
             while waiting and len(self._sequences) < self._size:
-                self._add(waiting.popleft())
+                sequence = waiting.popleft()
+                self._sequences.append(sequence)
+                # Sample on the CPU, so that a seed gives the same text on every device.
+                self._generators.append(torch.Generator().manual_seed(sequence.seed))
             # Sequences that have just started get their first token now; then all get the next one together.
             logits_BV = self._prefill(first) if first < len(self._sequences) else self._decode()
             started = range(first if first < len(self._sequences) else 0, len(self._sequences))
             yield from self._advance(started, logits_BV, max_tokens, ends)
-
-    def _add(self, sequence: _Sequence) -> None:
-        self._sequences.append(sequence)
-        # Sample on the CPU, so that a seed gives the same text on every device.
-        self._generators.append(torch.Generator().manual_seed(sequence.seed))
 
     def _advance(self, rows: range, logits_BV: Tensor, max_tokens: int, ends: Collection[int]) -> Iterator[NewToken]:
         """Chooses the next token of the sequences in `rows`, and removes those that end."""
@@ -201,20 +199,16 @@ class _Batch:
         chosen = choose(logits_BV, self._sampling, [self._generators[row] for row in rows])
         for sequence, token in zip(sequences, chosen, strict=True):
             sequence.last, sequence.new = token, sequence.new + 1
-        ended = [each.last in ends or each.new == max_tokens for each in sequences]
+        ended = [sequence.last in ends or sequence.new == max_tokens for sequence in sequences]
         for row, is_over in reversed(list(zip(rows, ended, strict=True))):
             if is_over:
-                self._remove(row)
+                last, generator = self._sequences.pop(), self._generators.pop()
+                if row < len(self._sequences):  # the last one takes its row, so that rows stay consecutive
+                    for cache in self._caches:
+                        cache.copy(len(self._sequences), row, last.cached)
+                    self._sequences[row], self._generators[row] = last, generator
         for sequence, is_over in zip(sequences, ended, strict=True):
             yield NewToken(sequence.prompt, sequence.sample, sequence.last, is_over)
-
-    def _remove(self, row: int) -> None:
-        """Removes a sequence. The last one takes its row, so that rows stay consecutive."""
-        sequence, generator = self._sequences.pop(), self._generators.pop()
-        if row < len(self._sequences):
-            for cache in self._caches:
-                cache.copy(len(self._sequences), row, sequence.cached)
-            self._sequences[row], self._generators[row] = sequence, generator
 
     def _prefill(self, first: int) -> Tensor:
         """Runs the prompts of the rows from `first` on. Returns the logits of their next tokens, on the CPU."""
@@ -232,8 +226,8 @@ class _Batch:
             for other in others:
                 for cache in self._caches:
                     cache.copy(row, other, length)
-            for each in (row, *others):
-                self._sequences[each].cached = length
+            for filled in (row, *others):
+                self._sequences[filled].cached = length
         pairs = zip(rows_of.values(), logits, strict=True)
         return torch.cat([logits_1V for rows, logits_1V in pairs for _ in rows])
 
@@ -252,12 +246,12 @@ class _Batch:
 
     def _decode(self) -> Tensor:
         """Runs the newest token of every sequence. Returns the logits of the next ones, on the CPU."""
-        lengths = [each.cached for each in self._sequences]
+        lengths = [sequence.cached for sequence in self._sequences]
         dtype = self._caches[0].keys.dtype if self._caches else torch.float32
         rows = NextTokenRows.of(lengths, self._model.device, dtype)
-        logits_BV = self._next_logits([[each.last] for each in self._sequences], rows)
-        for each in self._sequences:
-            each.cached += 1
+        logits_BV = self._next_logits([[sequence.last] for sequence in self._sequences], rows)
+        for sequence in self._sequences:
+            sequence.cached += 1
         return logits_BV
 
     def _next_logits(self, tokens: list[list[int]], rows: CacheRows) -> Tensor:

@@ -11,8 +11,6 @@ import torch
 from boost.config.gpus import find_peak
 
 _TERA = 1e12
-
-
 _GEMM_SIZE = 1024
 _GEMM_SECONDS = 0.2
 _GEMM_MIN_RUNS = 3
@@ -33,12 +31,12 @@ def peak_flops(device: torch.device, compute_dtype: torch.dtype, override_tflops
 
 def gpu_peak_flops(name: str, compute_dtype: torch.dtype) -> float:
     """FLOP/s of the GPU called `name`; nan if it is not in the table, or for a laptop variant or a MIG slice."""
-    found = find_peak(name)
-    if found is None:
+    peak = find_peak(name)
+    if peak is None:
         return math.nan
-    tflops = found.of_dtype(str(compute_dtype).removeprefix("torch."))
+    tflops = peak.of_dtype(str(compute_dtype).removeprefix("torch."))
     if compute_dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        tflops = found.tf32 or found.fp32
+        tflops = peak.tf32 or peak.fp32
     return math.nan if tflops is None else tflops * _TERA
 
 

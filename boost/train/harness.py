@@ -50,9 +50,9 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        found = self._bos if self._eos is None else self._eos
-        assert found is not None
-        return found
+        token = self._bos if self._eos is None else self._eos
+        assert token is not None
+        return token
 
     @property
     def prefix_token_id(self) -> int:
@@ -80,7 +80,7 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generates answers one after another, each up to its first stop string."""
-        return [self._answer(*each.args) for each in progress(requests, "answer", enabled=self._shows)]
+        return [self._answer(*request.args) for request in progress(requests, "answer", enabled=self._shows)]
 
     def _answer(self, context: str, options: dict[str, Any]) -> str:
         until = options.get("until") or []
@@ -94,8 +94,8 @@ class HarnessModel(TemplateLM):
         for token in generate(self._decoder, prompt, limit, sampling, self._eos):
             tokens.append(token)
             text = self._tokenizer.decode(tokens)
-            if found := [text.index(stop) for stop in stops if stop and stop in text]:
-                return text[: min(found)]
+            if ends := [text.index(stop) for stop in stops if stop and stop in text]:
+                return text[: min(ends)]
         return text
 
     def _loglikelihood_tokens(
@@ -129,8 +129,8 @@ class HarnessModel(TemplateLM):
         score_N = log_NV.gather(-1, target_N[:, None]).squeeze(-1).cpu()
         greedy_N = (log_NV.argmax(-1) == target_N).cpu()
         lengths = [len(target) for target in targets]
-        each = zip(score_N.split(lengths), greedy_N.split(lengths), strict=True)
-        return [(float(score.double().sum()), bool(greedy.all())) for score, greedy in each]
+        parts = zip(score_N.split(lengths), greedy_N.split(lengths), strict=True)
+        return [(float(score.double().sum()), bool(greedy.all())) for score, greedy in parts]
 
 
 def run_tasks(
@@ -152,7 +152,7 @@ def run_tasks(
     manager = _find(names, folder)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
-            found = simple_evaluate(
+            result = simple_evaluate(
                 model, tasks=list(names), num_fewshot=fewshot, limit=limit, bootstrap_iters=bootstraps,
                 task_manager=manager, log_samples=answers,
             )  # fmt: skip
@@ -161,7 +161,7 @@ def run_tasks(
         raise DataError(
             f"--tasks {','.join(names)}: data cannot be loaded: {reason}; check the network or the path"
         ) from None
-    return dict(found or {})
+    return dict(result or {})
 
 
 def _find(names: Sequence[str], folder: Path | None) -> TaskManager:
@@ -182,10 +182,10 @@ def _find(names: Sequence[str], folder: Path | None) -> TaskManager:
     return manager
 
 
-def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_of(result: dict[str, Any]) -> list[dict[str, Any]]:
     """One row per task and metric of the harness's result, which has the keys 'metric,filter' and 'metric_stderr,filter'."""
     rows = []
-    for task, values in found.get("results", {}).items():
+    for task, values in result.get("results", {}).items():
         for key, value in values.items():
             metric, _, name = key.partition(",")
             if not name or metric.endswith("_stderr") or not isinstance(value, int | float):

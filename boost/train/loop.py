@@ -19,8 +19,7 @@ from boost.data.batches import Batches
 from boost.data.fit import open_corpus
 from boost.errors import DamagedCheckpointError, NonFiniteError, StorageError, TrainingError
 from boost.models.fused import fused_params
-from boost.optim.adamw import Optimizer
-from boost.optim.build import build_optimizer
+from boost.optim.adamw import Optimizer, build_optimizer
 from boost.optim.schedule import learning_rate
 from boost.parallel.gradients import GradientReducer, StepFlags, StepStats, reduce_flags
 from boost.parallel.mesh import Mesh

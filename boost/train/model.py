@@ -45,7 +45,15 @@ def build_model(config: Config, mesh: Mesh) -> Model:
     Weights are not initialized. Raises ConfigError if a requested option cannot run here, or if the weights alone exceed the
     device's memory.
     """
-    _require_memory(config, mesh.device)
+    # Before allocation: a process builds its part unsharded and then shards it over replicas.
+    dtype, available = getattr(torch, config.train.param_dtype), total_memory(mesh.device)
+    needed = parameter_count(config.model) // (config.parallel.tp * config.parallel.pp) * dtype.itemsize
+    if needed > available:
+        field, value = out_of_proportion(config.model)
+        raise ConfigError(
+            f"{field} = {value}: the weights of one process take {format_bytes(needed)} in {config.train.param_dtype}, but "
+            f"its device has {format_bytes(available)}; use a smaller model, or more processes (parallel.tp, parallel.pp)"
+        )
     if config.parallel.pp == 1:
         whole = build_decoder(config, mesh)
         _compile_and_shard(whole, whole, config, mesh)
@@ -58,19 +66,6 @@ def build_model(config: Config, mesh: Mesh) -> Model:
     count = train.global_batch // (config.parallel.dp * train.micro_batch)
     pipeline.prepare(config.parallel, count, (train.micro_batch, train.seq_len // config.parallel.cp))
     return pipeline
-
-
-def _require_memory(config: Config, device: torch.device) -> None:
-    """Checks memory before allocation: a process builds its part unsharded and then shards it over replicas."""
-    parallel, dtype = config.parallel, getattr(torch, config.train.param_dtype)
-    needed = parameter_count(config.model) // (parallel.tp * parallel.pp) * dtype.itemsize
-    available = total_memory(device)
-    if needed > available:
-        field, value = out_of_proportion(config.model)
-        raise ConfigError(
-            f"{field} = {value}: the weights of one process take {format_bytes(needed)} in {config.train.param_dtype}, but "
-            f"its device has {format_bytes(available)}; use a smaller model, or more processes (parallel.tp, parallel.pp)"
-        )
 
 
 def initialize_model(model: Model, seed: int, show: bool = False) -> None:

@@ -59,23 +59,21 @@ class Prefetcher:
     def _submit(self, step: int) -> "Future[StepData]":
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "boost-data", initializer=self._enter_thread)
-        return self._executor.submit(self._read, step)
+        dp, train = self._mesh.dp, self._config.train
+        own = share(train.global_batch // train.micro_batch, dp.rank, dp.size)
+        return self._executor.submit(self.read, step, own)
 
     def _enter_thread(self) -> None:
         # A new thread starts on GPU 0, where pinning memory would create a CUDA context for every process of the machine.
         if self._mesh.device.type == "cuda":
             torch.cuda.set_device(self._mesh.device)
 
-    def _read(self, step: int) -> StepData:
-        dp, train = self._mesh.dp, self._config.train
-        return self.read(step, share(train.global_batch // train.micro_batch, dp.rank, dp.size))
-
     def read(self, step: int, numbers: Sequence[int]) -> StepData:
         """Reads the given micro-batches of a step synchronously. Raises DataError."""
         config, cp = self._config, self._mesh.cp
-        each = self._batches.numbered(step, numbers, config.train.micro_batch)
-        found = [batch.share(cp.rank, cp.size) for batch in each]
-        targets = sum(int((batch.targets != IGNORED).sum()) for batch in found)
-        whole = [join(found)] if config.parallel.pp > 1 and found else found
+        whole = self._batches.numbered(step, numbers, config.train.micro_batch)
+        batches = [batch.share(cp.rank, cp.size) for batch in whole]
+        targets = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
+        joined = [join(batches)] if config.parallel.pp > 1 and batches else batches
         pin = self._mesh.device.type == "cuda"
-        return StepData([host_batch(batch, pin) for batch in whole], len(found), targets)
+        return StepData([host_batch(batch, pin) for batch in joined], len(batches), targets)

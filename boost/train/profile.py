@@ -57,13 +57,13 @@ class ProfileHook(Hook):
         self._end_step()
         if self._profiler is None:
             return
-        found, self._profiler = self._profiler, None
+        profiler, self._profiler = self._profiler, None
         if trainer.mesh.device.type == "cuda":
             torch.cuda.synchronize(trainer.mesh.device)
-        found.stop()
+        profiler.stop()
         folder = trainer.run.path / "profile"
         file = folder / f"rank{trainer.mesh.rank}.json"
         with best_effort(f"write the timeline of steps {self.first} to {self.last}", trainer.warn):
             folder.mkdir(parents=True, exist_ok=True)
-            found.export_chrome_trace(str(file))
+            profiler.export_chrome_trace(str(file))
             log.info("timeline of steps %d to %d: %s (ui.perfetto.dev)", self.first, self.last, file)

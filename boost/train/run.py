@@ -16,7 +16,7 @@ from boost.data.verify import Progress
 from boost.errors import HangError, StoppedError, TrainingError
 from boost.parallel.rendezvous import launch_dir
 from boost.parallel.sharding import require_torch
-from boost.train.advice import LongRun, advise
+from boost.train.advice import advise
 from boost.train.best_effort import outliving_terminal
 from boost.train.checkpoint import checkpoint_path, fallback_folder
 from boost.train.console import ConsoleHook
@@ -163,7 +163,7 @@ def _train(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS, which reads it at first use
         torch.use_deterministic_algorithms(True)
     candidates = resume_candidates(resume, run, fallback)
-    trainer = session.trainer(run, [ConsoleHook(), MetricsHook(), LongRun(), *hooks])
+    trainer = session.trainer(run, [ConsoleHook(), MetricsHook(), *hooks])
     trainer.add_data(inherited_data(trainer.corpus, candidates, start_from))
     session.start(trainer, candidates, start_from)
     if mesh.is_main:

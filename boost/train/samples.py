@@ -34,7 +34,7 @@ class TextSamples(Hook):
         prompts = [encode(store, text) for text in self.prompts] or [heldout_prompt(store)]
         with in_phase(Phase.EVALUATION):
             texts = trainer.mesh.together(
-                lambda: [sample_text(model, store, each.ids, self.tokens) for each in prompts]
+                lambda: [sample_text(model, store, prompt.ids, self.tokens) for prompt in prompts]
             )
         for prompt, text in zip(prompts, texts, strict=True):
             trainer.notify(Hook.on_sample, SampleEnd(event.metrics.step, prompt.text, text))

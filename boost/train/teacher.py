@@ -1,6 +1,5 @@
 """The teacher of a distillation: a frozen model, sharded over the same mesh as the model that learns from it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -26,12 +25,12 @@ class Teacher:
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         """`config`: the student's. Builds and loads the teacher. Collective. Raises BoostError."""
-        found = ckpt.open_checkpoint(Path(config.distill.teacher))
+        checkpoint = ckpt.open_checkpoint(Path(config.distill.teacher))
         self._distill = config.distill
-        self.config = teacher_config(config, found.config.model)
+        self.config = teacher_config(config, checkpoint.config.model)
         self.decoder: Decoder = build_decoder(self.config, mesh)
         self.decoder.requires_grad_(False)
-        ckpt.load_weights(found, self.decoder, mesh)
+        ckpt.load_weights(checkpoint, self.decoder, mesh)
         self.cross_entropy = torch.zeros((), dtype=torch.double, device=mesh.device)
         """The student's cross-entropy over the micro-batches since it was last set to 0, summed over this process's targets."""
 
@@ -55,10 +54,10 @@ def check_teacher(config: Config, store: TokenStore) -> Checkpoint | None:
         raise ConfigError(
             f"distill.teacher = '{path}' is a Hugging Face folder; convert it first: boost import {path} --out CHECKPOINT"
         )
-    found = ckpt.open_checkpoint(path)
-    teacher_config(config, found.config.model)
-    store.require_tokenizer(found.require_tokenizer(), f"distill.teacher = '{found.path}'")
-    return found
+    checkpoint = ckpt.open_checkpoint(path)
+    teacher_config(config, checkpoint.config.model)
+    store.require_tokenizer(checkpoint.require_tokenizer(), f"distill.teacher = '{checkpoint.path}'")
+    return checkpoint
 
 
 def teacher_config(config: Config, teacher: ModelConfig) -> Config:
@@ -78,23 +77,19 @@ def teacher_config(config: Config, teacher: ModelConfig) -> Config:
     dtype = config.train.compute_dtype
     train = config.train.model_copy(update={"recompute": "none", "recompute_every": 1, "param_dtype": dtype})
     problem: ConfigError | None = None
-    for parallel in _parallel_configs(config, teacher):
+    own, names = config.parallel, layouts_of(teacher)
+    residual = spec_of(own).residual
+    # The most similar layout of the teacher's family first.
+    for name in sorted(names, key=lambda name: (name != own.layout, layout_spec(name).residual != residual)):
+        fields = ("tp", "dp", "cp", "grouping", "overlap", *layout_spec(name).options)
+        parallel = ParallelConfig(layout=name, **{field: getattr(own, field) for field in fields})
         distill = type(config.distill)()
-        found = config.model_copy(update={"model": teacher, "parallel": parallel, "train": train, "distill": distill})
+        sections = {"model": teacher, "parallel": parallel, "train": train, "distill": distill}
+        fitting = config.model_copy(update=sections)
         try:
-            check(found)
+            check(fitting)
         except ConfigError as error:
             problem = problem or error
         else:
-            return found
+            return fitting
     raise ConfigError(f"distill.teacher = '{config.distill.teacher}' does not fit this mesh: {problem}")
-
-
-def _parallel_configs(config: Config, teacher: ModelConfig) -> Iterator[ParallelConfig]:
-    """Every layout of the teacher's family on the student's mesh, the most similar one first."""
-    own = config.parallel
-    residual, names = spec_of(own).residual, layouts_of(teacher)
-    for name in sorted(names, key=lambda name: (name != own.layout, layout_spec(name).residual != residual)):
-        kept = {field: getattr(own, field) for field in layout_spec(name).options}
-        sizes = {field: getattr(own, field) for field in ("tp", "dp", "cp", "grouping", "overlap")}
-        yield ParallelConfig(layout=name, **sizes, **kept)

@@ -1,38 +1,26 @@
 """Reads and writes weights-only checkpoints tensor by tensor, without a model. Used for conversion to and from other formats."""
 
-import functools
+import contextlib
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from boost.config import Config
 from boost.errors import DamagedCheckpointError, StorageError
 from boost.parallel.mesh import Mesh
 from boost.train.checkpoint import Checkpoint, finalize, verify
-from boost.train.checkpoint.manifest import read_manifest
+from boost.train.checkpoint.files import CheckpointState, read_manifest
 from boost.train.checkpoint.read import ShardReader, quiet
-from boost.train.checkpoint.state import CheckpointState
 
 PREFIX = "model."
 """Prefix of weights among the tensors of a checkpoint."""
-
-
-class _Reader(ShardReader):
-    """Reads the headers of all files once instead of once per tensor."""
-
-    @functools.cached_property
-    def _headers(self) -> Metadata:
-        return super().read_metadata()
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return self._headers
 
 
 class WeightReader:
@@ -44,7 +32,7 @@ class WeightReader:
     def __init__(self, checkpoint: Checkpoint) -> None:
         verify(checkpoint, Mesh(torch.device("cpu")))
         self._path = checkpoint.path
-        self._reader = _Reader(checkpoint.path, read_manifest(checkpoint.path))
+        self._reader = ShardReader(checkpoint.path, read_manifest(checkpoint.path))
         self._tensors = self._reader.read_metadata().state_dict_metadata
 
     def _metadata(self, name: str) -> TensorStorageMetadata:
@@ -78,15 +66,19 @@ def weights_state(config: Config, data: dict[str, Any]) -> dict[str, Any]:
     return state.model_dump()
 
 
-def begin_weights(final: Path) -> Path:
-    """Creates an empty temporary folder for a weights-only checkpoint, next to its final path. Raises StorageError."""
+@contextlib.contextmanager
+def writing_weights(final: Path, field: str) -> Iterator[Path]:
+    """An empty temporary folder for a weights-only checkpoint, next to its final path, to which `finish_weights` moves it. It is
+    removed in any case. Raises StorageError, naming the `field` of the path, if something cannot be written."""
     temporary = final.resolve().with_name(f".{final.resolve().name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / "tensors").mkdir(parents=True)
+        yield temporary
     except OSError as error:
-        raise StorageError(f"'{final}' cannot be written: {error.strerror or error}") from None
-    return temporary
+        raise StorageError(f"{field} = '{final}' cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def finish_weights(temporary: Path, final: Path, state: dict[str, Any], texts: Iterable[tuple[str, str]]) -> None:

@@ -56,7 +56,7 @@ def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_verify_names_each_file_that_is_damaged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoints/step-00000004/.DS_Store").touch()
     code, out, err = say(capsys, "checkpoint", "verify", run)
-    assert code == 0 and out.count("intact") == 3 and "ignored: .DS_Store" in out
+    assert code == 0 and out.count("intact") == 3, "a file that no manifest lists is no damage"
     name = flip(run / "checkpoints/step-00000002")
     code, out, err = say(capsys, "checkpoint", "verify", run)
     assert code == 1 and f"step-00000002' is damaged: tensors/{name} has changed" in err

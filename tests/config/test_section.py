@@ -18,7 +18,7 @@ from boost.config.optimizers import AdamWConfig, LOROConfig, MuonConfig
 from boost.config.schema import Config, ModelConfig, OptimConfig
 from boost.config.section import PLUGINS, Natural, Section, Tagged, load_plugins
 from boost.errors import ConfigError
-from boost.optim.build import build_optimizer
+from boost.optim.adamw import build_optimizer
 from boost.parallel.mesh import Mesh
 from tests import toy
 

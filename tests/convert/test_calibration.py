@@ -1,12 +1,13 @@
-"""Second moments over calibration text, against what is computed by hand."""
+"""Second moments over calibration text, of a dense model and of its factorized copy, against what is computed by hand."""
 
 import pytest
 import torch
-from torch import Tensor
 
+from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
-from boost.convert.calibration import Batch, ObservedLayout, _sampled, add_moment, collect, moment_bytes
-from boost.convert.compress import new_decoder
+from boost.convert.calibration import Batch, ObservedLayout, Twins, _sampled, add_moment, collect, moment_bytes
+from boost.convert.compress import new_decoder, slices_by_name
+from boost.convert.spectrum import low_rank_table
 from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
 from boost.models.init import initialize
@@ -16,9 +17,9 @@ from tests import toy
 @pytest.fixture
 def decoder() -> Decoder:
     model = toy.toy_config(model={"family": "dense", "init_std": 0.3}).model
-    found = new_decoder(model, torch.double, toy.CPU)
-    initialize(found, 0)
-    return found
+    decoder = new_decoder(model, torch.double, toy.CPU)
+    initialize(decoder, 0)
+    return decoder
 
 
 def batch(rows: int, length: int) -> Batch:
@@ -26,21 +27,13 @@ def batch(rows: int, length: int) -> Batch:
     return Batch(tokens, tokens)
 
 
-def weights(decoder: Decoder) -> dict[str, Tensor]:
-    return {each.parameter.name: each.view(f.parameter) for f in fused_params(decoder) for each in f.slices}
-
-
 def test_inputs_are_those_of_the_linears(decoder: Decoder) -> None:
     batches = [batch(2, 8), batch(3, 8)]
     weighted = collect(decoder, batches)
     s = torch.cat(weighted["layers.0.qkv"].importance)
     x = torch.cat([decoder.embed[each.tokens.reshape(-1)] for each in batches]).detach()
-    x = (
-        x
-        * (x.square().mean(-1, keepdim=True) + decoder.model.norm_eps).rsqrt()
-        * weights(decoder)["layers.0.attn_norm"]
-    )
-    x = x.detach()
+    x = x * (x.square().mean(-1, keepdim=True) + decoder.model.norm_eps).rsqrt()
+    x = x * slices_by_name(decoder)["layers.0.attn_norm"]
     assert [len(s_T) for s_T in weighted["layers.0.qkv"].importance] == [16, 24] and float(s.mean()) == pytest.approx(1)
     assert float(s.std()) > 0.1
     torch.testing.assert_close(weighted["layers.0.qkv"].inputs, x.T @ (x * s[:, None]) / len(x), rtol=1e-6, atol=1e-6)
@@ -85,7 +78,7 @@ def test_importance_is_the_squared_gradient_of_all_slots(decoder: Decoder) -> No
 
 def test_a_model_without_gradients_has_tokens_of_equal_importance(decoder: Decoder) -> None:
     with torch.no_grad():
-        weights(decoder)["layers.1.mlp.down.W"].zero_()
+        slices_by_name(decoder)["layers.1.mlp.down.W"].zero_()
     found = collect(decoder, [batch(2, 8)])["layers.1.gate_up"]
     assert float(found.outputs["mlp.up"].abs().max()) == 0
     assert found.importance[0].tolist() == [1.0] * 16 and bool(found.inputs.diagonal().gt(0).all())
@@ -114,3 +107,34 @@ def test_memory_of_the_moments() -> None:
     held = sum(m.nbytes for each in found.values() for m in (each.inputs, *each.outputs.values()))
     assert moment_bytes(model) == held
     assert isinstance(decoder.layout, ObservedLayout)
+
+
+def decoders() -> tuple[Decoder, Decoder]:
+    """A dense model, and a low-rank one with the same embedding and norms but other blocks."""
+    model = toy.toy_config(model={"family": "dense", "init_std": 0.3}).model
+    dense = new_decoder(model, torch.double, toy.CPU)
+    low = new_decoder(from_tree({"model": low_rank_table(model, 8, {})}).model, torch.double, toy.CPU)
+    initialize(dense, 0)
+    initialize(low, 1)
+    with torch.no_grad():
+        theirs = slices_by_name(low)
+        for name, tensor in slices_by_name(dense).items():
+            if name in theirs:
+                theirs[name].copy_(tensor)
+    return dense, low
+
+
+def test_moments_are_those_of_weighted_tokens_and_halves_add_up() -> None:
+    batches = [batch(2, 8), batch(3, 8)]
+    twins = Twins(*decoders(), batches)
+    twins.advance()  # in the first block both have the same inputs
+    s = [torch.rand(one.tokens.numel(), generator=torch.Generator().manual_seed(3)) for one in batches]
+    halves = twins.moments(1, s)
+    x, low = (torch.cat(parts) for parts in zip(*twins._inputs(1), strict=True))
+    assert (x - low).abs().max() > 0.01
+    weight = torch.cat(s).double()[:, None]
+    whole = halves[0] + halves[1]
+    torch.testing.assert_close(whole.low, low.T @ (weight * low) / 40, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(whole.cross, x.T @ (weight * low) / 40, rtol=1e-6, atol=1e-9)
+    first = torch.tensor([*range(8), *range(16, 28)])  # half of the tokens of either batch
+    torch.testing.assert_close(halves[0].low, low[first].T @ (weight * low)[first] / 40, rtol=1e-6, atol=1e-9)

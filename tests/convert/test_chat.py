@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 import boost
-from boost.convert.chat import end_tokens, load_template_of, merged_tokenizer_config
 from boost.convert.export import export
 from boost.convert.importing import import_weights
-from boost.convert.vocabulary import read_vocabulary
+from boost.convert.vocabulary import end_tokens, load_template_of, merged_tokenizer_config, read_vocabulary
 from boost.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from boost.errors import BoostError, DataError
 from boost.train.checkpoint import open_checkpoint

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from boost.config.architecture import parameter_count
+from boost.convert.calibration import InputMoments
 from boost.convert.compress import Candidate, Compression, allot, corrected, linear_parameters
 from boost.convert.importing import Imported, import_weights
-from boost.convert.twins import InputMoments
 from boost.errors import BoostError, ConfigError
 from boost.models.factorize import moment_root, solve_right
 from tests import toy

@@ -11,7 +11,7 @@ from torch import Tensor
 from boost.config import Config
 from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
-from boost.optim.build import build_optimizer
+from boost.optim.adamw import build_optimizer
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Checkpoint, Position, open_checkpoint
 from boost.train.model import build_decoder

@@ -26,13 +26,18 @@ def test_same_seed_same_weights_whatever_the_order() -> None:
     assert not torch.equal(q, k), "each parameter has a draw of its own"
 
 
+def draws(**model: Any) -> tuple[Config, dict[str, Tensor]]:
+    """Every initial weight of a 128 x 352 model whose key/value heads have 32 columns, fp64."""
+    rank = {} if model["family"] == "dense" else {"rank": 32}
+    config = toy.toy_config(model={"dim": 128, "ffn_dim": 352, **rank, **model})
+    return config, {p.name: initial_value(p, config.model, 0).double() for p in parameters(config.model)}
+
+
 @pytest.mark.parametrize("family", ["cola", "svd", "dense"])
 def test_standard_deviation_of_each_factor(family: str) -> None:
-    config = toy.toy_config(
-        model={"family": family, "dim": 128, "ffn_dim": 352} | ({} if family == "dense" else {"rank": 32})
-    )
+    config, values = draws(family=family)
     for p in parameters(config.model):
-        value = initial_value(p, config.model, 0)
+        value = values[p.name]
         if "norm" in p.name:
             assert bool((value == 1).all())
             continue
@@ -43,13 +48,6 @@ def test_standard_deviation_of_each_factor(family: str) -> None:
             "dense": 0.02,
         }[family if p.name.startswith("layers") else "dense"]
         assert value.std().item() == pytest.approx(expected, rel=0.05), p.name
-
-
-def draws(**model: Any) -> tuple[Config, dict[str, Tensor]]:
-    """Every initial weight of a 128 x 352 model whose key/value heads have 32 columns, fp64."""
-    rank = {} if model["family"] == "dense" else {"rank": 32}
-    config = toy.toy_config(model={"dim": 128, "ffn_dim": 352, **rank, **model})
-    return config, {p.name: initial_value(p, config.model, 0).double() for p in parameters(config.model)}
 
 
 def test_spectral_factors_are_the_best_of_their_rank_for_the_dense_weights() -> None:
@@ -125,10 +123,10 @@ def test_gates_start_like_nn_linear_and_norms_as_identity(gate: str) -> None:
             assert value.shape[-1] == fan_in
             assert value.abs().max() <= fan_in**-0.5, name
     for kind in kinds:  # uniform up to the bound: the mean square is a third of its square
-        every = torch.cat([value.flatten() for name, value in weights.items() if name.endswith(kind)])
-        bound = every.new_tensor({"gate_rows": 4, "gate_columns": 8}.get(kind, 32)) ** -0.5
-        assert every.square().mean().item() == pytest.approx(bound.item() ** 2 / 3, rel=0.25)
-        assert every.abs().max() > 0.9 * bound
+        gates = torch.cat([value.flatten() for name, value in weights.items() if name.endswith(kind)])
+        bound = {"gate_rows": 4, "gate_columns": 8}.get(kind, 32) ** -0.5
+        assert gates.square().mean().item() == pytest.approx(bound**2 / 3, rel=0.25)
+        assert gates.abs().max() > 0.9 * bound
 
 
 COLA = [("cola-60m", 42.77), ("cola-130m", 94.00), ("cola-350m", 185.22), ("cola-1b", 609.31), ("cola-7b", 2820.94)]

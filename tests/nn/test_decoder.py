@@ -159,13 +159,13 @@ def test_recomputation_changes_nothing(recompute: str) -> None:
 
 # Under TP.
 
-CELLS = [
+ALL = [
     (name, layout, size, kv_heads)
     for name in FAMILIES
     for layout in layouts_of(boost.nn.Spec(**sizes(name)).model)
     for size, kv_heads in ((2, 8), (4, 2))
 ]
-ON_EACH_COMMIT = CELLS[::4]
+CELLS = [pytest.param(*cell, marks=pytest.mark.nightly if number % 4 else ()) for number, cell in enumerate(ALL)]
 
 
 def under_tp(name: str, layout: str, kv_heads: int) -> dict[str, float]:
@@ -196,21 +196,11 @@ def under_tp(name: str, layout: str, kv_heads: int) -> dict[str, float]:
     }
 
 
-def check(errors: list[dict[str, float]]) -> None:
-    for each in errors:
-        assert each["weights"] == each["collectives"] == 0, each
-        assert max(each.values()) <= 1e-10, each
-
-
-@pytest.mark.parametrize(("name", "layout", "size", "kv_heads"), ON_EACH_COMMIT)
+@pytest.mark.parametrize(("name", "layout", "size", "kv_heads"), CELLS)
 def test_under_a_layout_it_is_the_same_function(name: str, layout: str, size: int, kv_heads: int) -> None:
-    check(run_distributed(size, under_tp, name, layout, kv_heads))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("name", "layout", "size", "kv_heads"), [each for each in CELLS if each not in ON_EACH_COMMIT])
-def test_under_a_layout_it_is_the_same_function_nightly(name: str, layout: str, size: int, kv_heads: int) -> None:
-    check(run_distributed(size, under_tp, name, layout, kv_heads))
+    for errors in run_distributed(size, under_tp, name, layout, kv_heads):
+        assert errors["weights"] == errors["collectives"] == 0, errors
+        assert max(errors.values()) <= 1e-10, errors
 
 
 def logit_gradients(layout: str) -> float:
@@ -278,4 +268,4 @@ def refuse() -> str:
 
 
 def test_sizes_must_suit_the_mesh() -> None:
-    assert all("model.ffn_dim = 49" in each for each in run_distributed(2, refuse))
+    assert all("model.ffn_dim = 49" in said for said in run_distributed(2, refuse))

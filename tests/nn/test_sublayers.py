@@ -42,19 +42,14 @@ def test_a_block_is_the_papers_formula() -> None:
     torch.testing.assert_close(block.mlp(block.attn(x)), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_sublayers_stand_alone() -> None:
-    attention = LowRankAttention(dim=32, heads=8, rank=8, dtype=torch.float64)
-    mlp = LowRankMLP(dim=32, ffn_dim=48, rank=8, dtype=torch.float64)
-    block, x = Block(**SIZES), stream()
-    torch.testing.assert_close(mlp(attention(x)), block(x), rtol=1e-12, atol=0)
-    assert [name for name, _ in mlp.named_children()] == ["norm", "gate_proj", "up_proj", "down_proj"]
-
-
 def test_one_spec_builds_all() -> None:
     spec = Spec(**SIZES)
     assert "dim=32" in repr(spec) and "rank=8" in repr(spec)
     assert torch.equal(Block(spec)(stream()), Block(**SIZES)(stream()))
     assert not torch.equal(Block(spec, layer=1)(stream()), Block(spec)(stream())), "each layer has weights of its own"
+    attention, mlp = LowRankAttention(**SIZES), LowRankMLP(**SIZES)
+    torch.testing.assert_close(mlp(attention(stream())), Block(spec)(stream()), rtol=1e-12, atol=0)
+    assert [name for name, _ in mlp.named_children()] == ["norm", "gate_proj", "up_proj", "down_proj"]
     with pytest.raises(ConfigError, match="rank is part of a Spec; pass either spec or sizes"):
         Block(spec, rank=4)
 

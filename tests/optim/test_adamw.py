@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from boost.models.fused import fused_params
-from boost.optim.adamw import Optimizer, build_adamw
-from boost.optim.build import build_optimizer
+from boost.optim.adamw import Optimizer, build_adamw, build_optimizer
 from boost.parallel.mesh import Mesh
 from tests import toy
 

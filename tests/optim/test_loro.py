@@ -9,9 +9,8 @@ from torch import Tensor
 
 from boost.config import Config
 from boost.models.fused import fused_params
-from boost.optim.build import build_optimizer
-from boost.optim.exact import retract
-from boost.optim.loro import Loro
+from boost.optim.adamw import build_optimizer
+from boost.optim.loro import Loro, retract
 from boost.parallel.mesh import Mesh
 from tests import toy
 from tests.trained import Trained

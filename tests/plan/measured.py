@@ -13,7 +13,7 @@ from boost.config import Config
 from boost.config.schema import TrainConfig
 from boost.measure.memory import MemoryTracker
 from boost.models.fused import fused_params
-from boost.optim.build import build_optimizer
+from boost.optim.adamw import build_optimizer
 from boost.parallel.gradients import GradientReducer
 from boost.parallel.pipeline import Pipeline
 from boost.parallel.sharding import last_backward

@@ -1,9 +1,14 @@
 """A toy run on the test corpus, without the command line."""
 
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from boost.config import Config
 from boost.config.architecture import IGNORED
@@ -38,6 +43,37 @@ def make_trainer(config: Config, *hooks: Hook, ahead: bool | None = None) -> Tra
     """Creates the trainer on the current process group. `ahead`: see `Trainer`."""
     mesh = mesh_of(config.parallel, toy.CPU) if config.parallel.world_size > 1 else Mesh(toy.CPU)
     return Trainer(config, mesh, RunDirectory(config.run.dir), hooks, ahead)
+
+
+def fitted(config: Config, *hooks: Hook) -> Trainer:
+    """A trainer at the end of its run."""
+    trainer = make_trainer(config, *hooks)
+    trainer.start([])
+    trainer.fit()
+    return trainer
+
+
+class Warnings(Hook):
+    """Records warnings."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_warning(self, trainer: Trainer, text: str) -> None:
+        self.seen.append(text)
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, size: int) -> Iterator[Path]:
+    """A file system of `size` bytes; skips the test where mounting is not allowed."""
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+    if not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 def mask_step(trainer: Trainer, step: int) -> None:

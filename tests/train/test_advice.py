@@ -1,4 +1,4 @@
-"""What a run says before its first step, and that of a run that takes days."""
+"""What a run says before its first step."""
 
 from pathlib import Path
 
@@ -7,9 +7,7 @@ import torch
 
 from boost.data.store import TokenStore
 from boost.train import advice
-from boost.train.advice import LongRun, advise, start_advice
-from boost.train.hooks import StepEnd
-from boost.train.metrics import StepMetrics
+from boost.train.advice import advise, start_advice
 from tests.data.chats import chat_store_in
 from tests.train.runs import make_config, make_trainer
 
@@ -93,23 +91,3 @@ def test_advice_is_shown_before_the_first_step(store: Path, tmp_path: Path, caps
     lines = capsys.readouterr().out.splitlines()
     (place,) = [number for number, line in enumerate(lines) if line.startswith("warning: the held-out split of ")]
     assert place < next(number for number, line in enumerate(lines) if line.startswith("step "))
-
-
-@pytest.mark.parametrize(("seconds", "warns"), [(20.0, True), (2.0, False)])
-def test_days_to_go_are_said_once(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, warns: bool
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(advice, "EtaEstimator", lambda total: real(total, lambda: now[0]))
-    real = __import__("boost.train.console", fromlist=["EtaEstimator"]).EtaEstimator
-    trainer = make_trainer(make_config(store, tmp_path / "run", train={"steps": 10_000}))
-    heard: list[str] = []
-    monkeypatch.setattr(trainer, "warn", heard.append)
-    hook = LongRun()
-    for number in range(1, 15):
-        now[0] += seconds
-        metrics = StepMetrics(number, 4.0, 1e-3, 0.4, 8100.0, 0.4, 0, number * 128, seconds)
-        hook.after_step(trainer, StepEnd(metrics, False, False, False, False))
-        assert len(heard) == (warns and number >= 3)
-    if warns:
-        assert heard[0].startswith("more than a day to go: 2d 7:31:40 at 8.1k tok/s") or "2d 7:" in heard[0]

@@ -12,14 +12,14 @@ from boost.errors import StorageError, TrainingError
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Position, SavedCheckpoint, saver
-from boost.train.checkpoint.snapshot import _assign
+from boost.train.checkpoint.slices import _assign
 from boost.train.checkpoint.write import write_snapshot
 from boost.train.hooks import Hook, SaveEnd, SaveStart, StepEnd
 from boost.train.loop import Trainer
 from boost.train.resume import resume_candidates
 from tests import toy
 from tests.distributed import run_distributed
-from tests.train.runs import make_config, make_trainer
+from tests.train.runs import fitted, make_config, make_trainer
 from tests.train.saves import DATA, TOKENIZER, load, mesh_config, save_at, state_of
 from tests.trained import Trained
 
@@ -107,18 +107,11 @@ class Recorder(Hook):
         self.seen.append(f"warning: {text}")
 
 
-def fit(config: Config, *hooks: Hook) -> Trainer:
-    trainer = make_trainer(config, *hooks)
-    trainer.start([])
-    trainer.fit()
-    return trainer
-
-
 def test_training_goes_on_and_hears_of_the_checkpoint_between_steps(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = Recorder(HeldDisk(monkeypatch), None, release_after_step=4)
-    fit(make_config(store, tmp_path, train={"steps": 6, "save_every": 2, "keep": 9, "async_save": True}), recorder)
+    fitted(make_config(store, tmp_path, train={"steps": 6, "save_every": 2, "keep": 9, "async_save": True}), recorder)
     seen = [each for each in recorder.seen if "training waited" not in each]  # what a slow disk is told
     assert seen == [
         *["step 1", "step 2", "save 2", "step 3", "step 4", "saved 2", "save 4"],
@@ -132,7 +125,7 @@ def test_a_save_waits_for_the_one_in_flight(store: Path, tmp_path: Path, monkeyp
     disk = HeldDisk(monkeypatch)
     recorder = Recorder(disk, release_before_save=4)
     monkeypatch.setattr("boost.train.loop.SLOW_SAVE_S", 0.0)
-    fit(make_config(store, tmp_path, train={"steps": 5, "save_every": 2, "keep": 9}), recorder)
+    fitted(make_config(store, tmp_path, train={"steps": 5, "save_every": 2, "keep": 9}), recorder)
     first = recorder.seen.index("saved 2")
     assert recorder.seen[:first] == ["step 1", "step 2", "save 2", "step 3", "step 4"]
     assert "for the checkpoint of step 2, which was still being written" in recorder.seen[first + 1]
@@ -145,7 +138,7 @@ def test_a_failure_in_the_background_is_a_warning_and_the_last_save_is_waited_fo
     disk = HeldDisk(monkeypatch, fails=True)
     disk.release.set()
     recorder = Recorder(disk, None)
-    trainer = fit(make_config(store, tmp_path, train={"steps": 3, "save_every": 1}), recorder)
+    trainer = fitted(make_config(store, tmp_path, train={"steps": 3, "save_every": 1}), recorder)
     said = [seen for seen in recorder.seen if seen.startswith("warning: No space")]
     assert said == ["warning: No space left on device; training continues and earlier checkpoints are intact"] * 2
     assert [p.name for p in ckpt.complete_checkpoints(trainer.run.checkpoints)] == ["step-00000003"]
@@ -202,8 +195,8 @@ def test_every_slice_has_one_writer_and_writers_share_the_work() -> None:
 def test_a_snapshot_is_a_copy() -> None:
     trained = Trained(mesh_config(1), 1)
     before = state_of(trained)
-    share = ckpt.snapshot.SaveShare(trained.model, trained.optimizer, trained.mesh)
-    buffer = ckpt.snapshot.HostBuffer()
+    share = ckpt.slices.SaveShare(trained.model, trained.optimizer, trained.mesh)
+    buffer = ckpt.saver.HostBuffer()
     copies = buffer.copy(share.slices())
     trained.step(1)
     assert {c.name for c in copies} == before.keys() | {"rng.cpu.0"}

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,26 +15,18 @@ from boost.errors import DamagedCheckpointError, NonFiniteError, StorageError
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Position, SavedCheckpoint
-from boost.train.checkpoint.last_save import retry_waits
+from boost.train.checkpoint.saver import retry_waits
 from boost.train.checkpoint.write import write_snapshot
 from boost.train.hooks import Hook, StepEnd
 from boost.train.loop import Trainer
 from boost.train.resume import resume_candidates
 from tests import toy
 from tests.distributed import run_distributed
-from tests.train.runs import make_config, make_trainer
-from tests.train.saves import load, mesh_config, save, save_at, state_of
+from tests.train.runs import Warnings, fitted, make_config, make_trainer, small_disk
+from tests.train.saves import load, mesh_config, save, save_at
 from tests.trained import Trained
 
 ALONE = Mesh(toy.CPU)
-
-
-class Warnings(Hook):
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def on_warning(self, trainer: Trainer, text: str) -> None:
-        self.seen.append(text)
 
 
 class ThenDo(Hook):
@@ -47,11 +38,6 @@ class ThenDo(Hook):
     def after_step(self, trainer: Trainer, event: StepEnd) -> None:
         if event.metrics.step == self.step:
             self.action(trainer)
-
-
-def fit(trainer: Trainer) -> Any:
-    trainer.start([])
-    return trainer.fit()
 
 
 @pytest.fixture
@@ -87,15 +73,15 @@ def test_rotation_goes_on_over_what_cannot_be_deleted(tmp_path: Path, undeletabl
     for step in (1, 2, 3):
         _, path = save(tmp_path, mesh_config(1), step)
         (path / undeletable).touch()
-    ckpt.rotate(tmp_path, 1, 0, (), ALONE)
-    assert [p.name for p in ckpt.complete_checkpoints(tmp_path)] == ["step-00000003"]
+    ckpt.rotate(tmp_path, 2, 0, (), ALONE)
+    assert [p.name for p in ckpt.complete_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
     ckpt.supersede(tmp_path, 2, ALONE)
+    assert ckpt.find_checkpoint(tmp_path).name == "step-00000002"
     save(tmp_path, mesh_config(1), 3)
     ckpt.supersede(tmp_path, 2, ALONE)  # a second one of the same name
-    assert {p.name for p in tmp_path.glob("superseded-*")} == {
-        "superseded-step-00000003",
-        "superseded-step-00000003.2",
-    }
+    aside = sorted(tmp_path.glob("superseded-*"))
+    assert [path.name for path in aside] == ["superseded-step-00000003", "superseded-step-00000003.2"]
+    assert all((path / "manifest.json").is_file() for path in aside), "nothing is lost"
 
 
 def test_a_run_keeps_the_tokenizer_that_it_started_with(store: Path, tmp_path: Path) -> None:
@@ -107,26 +93,15 @@ def test_a_run_keeps_the_tokenizer_that_it_started_with(store: Path, tmp_path: P
     delete = ThenDo(3, lambda _: shutil.rmtree(ours))
     config = make_config(ours, tmp_path / "run", train={"save_every": 2, "keep": 3, "async_save": False})
     warnings = Warnings()
-    trainer = make_trainer(config, replace, delete, warnings)
-    fit(trainer)
+    trainer = fitted(config, replace, delete, warnings)
     saved = ckpt.complete_checkpoints(trainer.run.checkpoints)
     assert len(saved) == 3 and not warnings.seen
     assert {path.joinpath("tokenizer.json").read_bytes() for path in saved} == {tokenizer}
 
 
-def test_stray_files_are_no_damage(tmp_path: Path) -> None:
-    trained, path = save(tmp_path, mesh_config(1))
-    (shard,) = (path / "tensors").iterdir()
-    for name in (".DS_Store", ".nfs000123", "notes.txt", f"tensors/._{shard.name}", "tensors/copy.safetensors"):
-        (path / name).write_bytes(b"not ours")
-    resumed, _ = load(path, mesh_config(1))
-    expected = state_of(trained)
-    assert all(torch.equal(value, expected[name]) for name, value in state_of(resumed).items())
-
-
 def test_a_step_folder_without_a_manifest_is_named_and_never_overwritten(store: Path, tmp_path: Path) -> None:
     config = make_config(store, tmp_path / "run", train={"save_every": 2})
-    fit(make_trainer(config))
+    fitted(config)
     run = tmp_path / "run/checkpoints"
     newest = run / "step-00000006"
     (newest / "manifest.json").unlink()
@@ -145,7 +120,7 @@ def test_a_step_folder_without_a_manifest_is_named_and_never_overwritten(store: 
 
 def test_all_damaged_checkpoints_are_named(store: Path, tmp_path: Path) -> None:
     config = make_config(store, tmp_path / "run", train={"save_every": 2})
-    fit(make_trainer(config))
+    fitted(config)
     for number, path in enumerate(ckpt.complete_checkpoints(tmp_path / "run/checkpoints")):
         for file in (path / "tensors").iterdir():
             content = bytearray(file.read_bytes())
@@ -254,7 +229,9 @@ def test_a_run_resumes_from_its_fallback_folder(store: Path, tmp_path: Path, mon
 
         monkeypatch.setattr("boost.train.checkpoint.saver.write_snapshot", refuse)
 
-    result = fit(make_trainer(config, ThenDo(5, fill)))
+    trainer = make_trainer(config, ThenDo(5, fill))
+    trainer.start([])
+    result = trainer.fit()
     fallback = ckpt.fallback_folder(config)
     assert fallback == tmp_path / "spare" / (tmp_path / "run").relative_to("/") / "checkpoints"
     assert result.checkpoint == fallback / "step-00000005"
@@ -263,21 +240,6 @@ def test_a_run_resumes_from_its_fallback_folder(store: Path, tmp_path: Path, mon
     assert trainer.position.step == 5
     trainer.start(resume_candidates(str(full / "step-00000002"), trainer.run, fallback))
     assert [p.name for p in ckpt.complete_checkpoints(fallback)] == [], "superseded there too"
-
-
-@contextlib.contextmanager
-def small_disk(path: Path, size: int) -> Iterator[Path]:
-    """A tmpfs of `size` bytes; skips the test where mounting is not allowed."""
-    path.mkdir()
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("needs root to mount a tmpfs")
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", path], check=True)
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["here", "background"])
@@ -301,9 +263,8 @@ def test_a_full_disk_costs_the_save_only(store: Path, tmp_path: Path, background
 
         warnings = FreeAtTheEnd()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("boost.train.checkpoint.last_save.FIRST_WAIT_S", 0.1)
-            trainer = make_trainer(config, ThenDo(2, fill), warnings)
-            fit(trainer)
+            patch.setattr("boost.train.checkpoint.saver.FIRST_WAIT_S", 0.1)
+            trainer = fitted(config, ThenDo(2, fill), warnings)
         full = [w for w in warnings.seen if "No space left on device" in w]
         assert len(full) >= 3 and sum("training continues" in w for w in full) == 2
         newest = ckpt.complete_checkpoints(trainer.run.checkpoints)

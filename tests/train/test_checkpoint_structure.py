@@ -11,8 +11,7 @@ import pytest
 from boost.errors import CheckpointError, DamagedCheckpointError
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
-from boost.train.checkpoint.manifest import entry_of
-from boost.train.checkpoint.structure import StoredShard, coverage_problem
+from boost.train.checkpoint.files import StoredShard, coverage_problem, entry_of
 from tests import toy
 from tests.distributed import run_distributed
 from tests.train.saves import mesh_config, save

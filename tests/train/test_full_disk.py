@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook
 from boost.train.rundir import configure_logging
 from tests.train.commands import Command, phases_in, saved_steps, training
-from tests.train.runs import make_config, make_trainer
+from tests.train.runs import Warnings, fitted, make_config, make_trainer, small_disk
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 IN_STEP = ("--parallel.tp", "1", "--parallel.dp", "2", "--train.micro_batch", "2", "--run.recovery", "in-step")
@@ -58,21 +57,16 @@ def test_the_first_failure_of_each_kind_is_said_until_it_works_again() -> None:
         raise ValueError("another")
 
 
-class Warnings(Hook):
-    """Records warnings. `metrics`: fills the disk of the metrics before the first step."""
+class FullMetrics(Hook):
+    """Fills the disk of the metrics before the first step."""
 
-    def __init__(self, metrics: MetricsHook | None = None) -> None:
-        self.seen: list[str] = []
+    def __init__(self, metrics: MetricsHook) -> None:
         self._metrics = metrics
 
     def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
-        if self._metrics:
-            assert self._metrics._writer is not None
-            with open("/dev/full", "wb") as full:
-                os.dup2(full.fileno(), self._metrics._writer._file.fileno())
-
-    def on_warning(self, trainer: Trainer, text: str) -> None:
-        self.seen.append(text)
+        assert self._metrics._writer is not None
+        with open("/dev/full", "wb") as full:
+            os.dup2(full.fileno(), self._metrics._writer._file.fileno())
 
 
 def test_a_run_whose_metrics_log_and_notes_cannot_be_written_trains_and_saves(
@@ -93,10 +87,9 @@ def test_a_run_whose_metrics_log_and_notes_cannot_be_written_trains_and_saves(
 
     monkeypatch.setattr(ckpt, "rotate", full)
     monkeypatch.setattr("boost.train.builtin_hooks.write_best", full)
-    metrics = MetricsHook()
-    hook = Warnings(metrics)
+    metrics, hook = MetricsHook(), Warnings()
     try:
-        trainer = make_trainer(make_config(store, run, train=train), hook, metrics)
+        trainer = make_trainer(make_config(store, run, train=train), hook, FullMetrics(metrics), metrics)
         trainer.start([])
         result = trainer.fit()
     finally:
@@ -131,9 +124,7 @@ def test_a_tracker_that_fails_is_left_out(store: Path, tmp_path: Path, monkeypat
     monkeypatch.setitem(sys.modules, "wandb", Broken())  # type: ignore[arg-type]
     config, hook = make_config(store, tmp_path), Warnings()
     config = config.model_copy(update={"run": config.run.model_copy(update={"wandb": True})})
-    trainer = make_trainer(config, hook, MetricsHook())
-    trainer.start([])
-    assert trainer.fit().position.step == 6
+    assert fitted(config, hook, MetricsHook()).position.step == 6
     assert hook.seen == ["cannot log to wandb: no network; training continues"]
 
 
@@ -170,19 +161,6 @@ def test_output_that_cannot_be_written_does_not_end_a_run(store: Path, tmp_path:
         assert (process.wait(timeout=600), saved_steps(tmp_path / name / "run")) == (0, [3])
 
 
-@contextlib.contextmanager
-def small_disk(path: Path) -> Iterator[None]:
-    """A file system of 4 MB."""
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)]
-    if not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
-
-
 def fill(folder: Path) -> None:
     for size in (1 << 16, 1 << 12, 1):
         with contextlib.suppress(OSError), open(folder / f"fill{size}", "wb", buffering=0) as file:
@@ -216,7 +194,7 @@ SIGNALS = [
 def test_a_signal_saves_although_the_temporary_folder_is_full(
     store: Path, tmp_path: Path, words: tuple[str, ...], number: signal.Signals, process: int
 ) -> None:
-    with small_disk(tmp_path / "shared"), Command(tmp_path, store, *words) as command:
+    with small_disk(tmp_path / "shared", 4 << 20), Command(tmp_path, store, *words) as command:
         command.wait_for(lambda: steps(command.run) > 3)
         fill(command.shared)
         begun = steps(command.run)
@@ -227,7 +205,7 @@ def test_a_signal_saves_although_the_temporary_folder_is_full(
 @pytest.mark.slow
 def test_a_lost_replica_is_left_out_although_the_temporary_folder_is_full(store: Path, tmp_path: Path) -> None:
     """The others agree on the next membership in space that was reserved for it."""
-    with small_disk(tmp_path / "shared"), Command(tmp_path, store, *IN_STEP) as command:
+    with small_disk(tmp_path / "shared", 4 << 20), Command(tmp_path, store, *IN_STEP) as command:
         command.wait_for(lambda: steps(command.run) > 3)
         fill(command.shared)
         os.kill(command.processes()[2], signal.SIGKILL)

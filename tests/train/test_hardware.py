@@ -75,10 +75,6 @@ def test_a_cpu_is_measured_by_its_gemms(dtype: torch.dtype, monkeypatch: pytest.
     assert measured_flops(CPU, dtype) == pytest.approx(2 * 1024**3 / 0.01)
 
 
-def test_measuring_a_cpu_gives_a_believable_number() -> None:
-    assert 1e8 < peak_flops(CPU, torch.float32) < 1e15
-
-
 def test_memory_grows_by_what_is_allocated() -> None:
     before = memory_bytes(CPU)
     block = torch.ones(64 << 20, dtype=torch.uint8)

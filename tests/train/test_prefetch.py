@@ -18,7 +18,7 @@ from boost.train.loop import Trainer
 from boost.train.model import host_batch
 from boost.train.prefetch import Prefetcher
 from tests import toy
-from tests.train.runs import RATE, make_config, make_trainer
+from tests.train.runs import RATE, fitted, make_config, make_trainer
 
 
 class Counted:
@@ -133,9 +133,7 @@ def test_steps_are_read_by_a_thread_one_ahead_and_none_beyond_the_last(
         return usual(batches, step, *rest)
 
     monkeypatch.setattr(Batches, "numbered", noted)
-    trainer = make_trainer(make_config(store, tmp_path, train={"steps": 3}))
-    trainer.start([])
-    trainer.fit()
+    fitted(make_config(store, tmp_path, train={"steps": 3}))
     assert asked == [(step, False) for step in range(3)]
 
 

@@ -5,13 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from boost.errors import ConfigError
 from boost.train.hooks import Hook, StepEnd
 from boost.train.loop import Trainer
 from tests.distributed import run_distributed
-from tests.train.runs import make_config, make_trainer
+from tests.train.runs import fitted, make_config
 
 
 class StopAfter(Hook):
@@ -27,46 +26,40 @@ def operations(file: Path) -> list[str]:
     return [event["name"] for event in json.loads(file.read_text())["traceEvents"] if event.get("cat") == "cpu_op"]
 
 
-def fitted(store: Path, run: Path, *hooks: Hook, profile: list[int]) -> Path:
-    trainer = make_trainer(make_config(store, run, train={"profile": profile, "save_every": 0}), *hooks)
-    trainer.start([])
-    trainer.fit()
+def profiled(store: Path, run: Path, *hooks: Hook, profile: list[int], tp: int = 1) -> Path:
+    trainer = fitted(make_config(store, run, tp, train={"profile": profile, "save_every": 0}), *hooks)
     return run / "profile" / f"rank{trainer.mesh.rank}.json"
 
 
 def test_it_covers_the_steps_asked_for(store: Path, tmp_path: Path) -> None:
-    one, two = (fitted(store, tmp_path / name, profile=[2, last]) for name, last in (("one", 2), ("two", 3)))
+    one, two = (profiled(store, tmp_path / name, profile=[2, last]) for name, last in (("one", 2), ("two", 3)))
     counts = [operations(file).count("aten::mm") for file in (one, two)]
     assert counts[1] == 2 * counts[0] > 0
 
 
 def test_it_is_written_where_a_run_stops_earlier(store: Path, tmp_path: Path) -> None:
-    assert operations(fitted(store, tmp_path, StopAfter(2), profile=[2, 5]))
+    assert operations(profiled(store, tmp_path, StopAfter(2), profile=[2, 5]))
     assert not (tmp_path / "late").exists()
-    assert not fitted(store, tmp_path / "late", profile=[100, 101]).exists()
+    assert not profiled(store, tmp_path / "late", profile=[100, 101]).exists()
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(
     store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tmp_path.joinpath("profile").write_text("in the way")
-    assert fitted(store, tmp_path, profile=[2, 2]).parent.read_text() == "in the way"
+    assert profiled(store, tmp_path, profile=[2, 2]).parent.read_text() == "in the way"
     assert "cannot write the timeline of steps 2 to 2" in caplog.text
 
 
-def profiled(store: str, run: str) -> tuple[list[str], list[str]]:
-    trainer = make_trainer(make_config(Path(store), Path(run), tp=2, train={"profile": [2, 2], "save_every": 0}))
-    trainer.start([])
-    trainer.fit()
-    torch.distributed.barrier()
-    file = Path(run) / "profile" / f"rank{torch.distributed.get_rank()}.json"
+def profiled_on_two(store: Path, run: Path) -> tuple[list[str], list[str]]:
+    file = profiled(store, run, profile=[2, 2], tp=2)
     names = [event.get("name", "") for event in json.loads(file.read_text())["traceEvents"]]
     return operations(file), names
 
 
 def test_collectives_are_in_it(store: Path, tmp_path: Path) -> None:
     """With the notes by which `python -m benchmarks timeline` tells when a collective is in flight."""
-    for operators, names in run_distributed(2, profiled, str(store), str(tmp_path)):
+    for operators, names in run_distributed(2, profiled_on_two, store, tmp_path):
         assert "boost::all_reduce" in operators and "_c10d_functional::wait_tensor" in operators
         assert {name for name in names if re.fullmatch(r"step \d+", name)} == {"step 2"}
         started, waited = (

@@ -21,7 +21,7 @@ from tests import toy
 from tests.cli.commands import say
 from tests.convert.toys import save
 from tests.distributed import run_distributed
-from tests.train.runs import make_config, make_trainer
+from tests.train.runs import fitted, make_config
 
 
 def student(**sections: Any) -> Config:
@@ -135,9 +135,7 @@ def distill_and_ruin(tmp_path: Path, dense: Path, store: Path, tp: int) -> None:
         hook = Ruin(step)
         model = {"family": "svd", "heads": 4, "kv_heads": 4}
         config = make_config(store, tmp_path / f"run{step}", tp, "float32", model=model, train=train, distill=distill)
-        trainer = make_trainer(config, hook)
-        trainer.start([])
-        trainer.fit()
+        trainer = fitted(config, hook)
         assert min(hook.losses) > 1.5 * math.log(300), hook.losses
         steps = [step_of(path) for path in complete_checkpoints(trainer.run.checkpoints)]
         assert steps == ([1, 2, 3, 4] if step == 9 else [1, 2, 4])

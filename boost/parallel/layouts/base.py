@@ -22,12 +22,10 @@ from boost.config.layouts.spec import (
     Comm,
 )
 from boost.config.schema import ModelConfig, ParallelConfig
-from boost.models.attention import Context
+from boost.models.attention import Context, SequenceShare
 from boost.models.group import LinearGroup
 from boost.models.interface import NO_RECOMPUTE, Latents, Pending, RecomputePolicy, Stream, Teaching, call
-from boost.models.linear import linear
-from boost.models.sequence_share import SequenceShare
-from boost.models.up_proj import StartCollective
+from boost.models.linear import StartCollective, linear
 from boost.parallel import collectives
 from boost.parallel.collectives import InFlight
 from boost.parallel.context_axis import QKV, ContextAxis

@@ -15,8 +15,7 @@ from boost.config.layouts.spec import GATHER, SUM_BOTH
 from boost.models.group import LinearGroup
 from boost.models.interface import Latents, Pending, Saved, Stream
 from boost.models.kernels import inverse_rms
-from boost.models.linear import linear
-from boost.models.up_proj import StartCollective
+from boost.models.linear import StartCollective, linear
 from boost.parallel import collectives
 from boost.parallel.collectives import InFlight
 from boost.parallel.layouts.base import BaseLayout

@@ -11,27 +11,22 @@ can be loaded on any mesh and layout. Everything is written to `.step-....tmp`, 
 with the final name is complete. Files that the manifest does not list (.DS_Store, .nfs*, notes) are never opened.
 
 folders.py      names, listing, rotation, setting aside
-manifest.py     sizes and digests of files
-state.py        state.json, and an opened checkpoint
-structure.py    validates headers of tensor files: shapes, offsets, shards that cover each tensor exactly once
-slices.py       this process's slices of weights and moments, and RNG states
-snapshot.py     which process writes which slice; a copy in host memory that training does not change
-write.py        writes a snapshot, on all processes together
-saver.py        foreground and background saves, one at a time
-last_save.py    the last save of a run: retries, fallback folder
-read.py         verifies and loads
-inspect.py      implementation of `boost checkpoint`
+files.py        manifest, state.json, headers of tensor files: schemas and checks; an opened checkpoint
+slices.py       this process's slices of weights, moments and RNG states, and which of them it writes
+write.py        writes a checkpoint, on all processes together
+saver.py        foreground and background saves, one at a time; the last save of a run, with retries and a fallback
+read.py         verifies, loads, inspects
 agreement.py    propagates a failure on one process to all
 """
 
 from boost.train.checkpoint.agreement import run_on_all
+from boost.train.checkpoint.files import FORMAT, HUB, Checkpoint, Position, open_checkpoint
 from boost.train.checkpoint.folders import (
     BestCheckpoint,
     checkpoint_path,
     complete_checkpoints,
     fallback_folder,
     find_checkpoint,
-    incomplete_checkpoints,
     incomplete_warnings,
     marks_of,
     read_best,
@@ -40,17 +35,14 @@ from boost.train.checkpoint.folders import (
     supersede,
     write_best,
 )
-from boost.train.checkpoint.last_save import save_with_retries
 from boost.train.checkpoint.read import load_training_state, load_weights, require_fits, verify
-from boost.train.checkpoint.saver import CheckpointSaver
-from boost.train.checkpoint.snapshot import Snapshot, take_snapshot
-from boost.train.checkpoint.state import FORMAT, HUB, Checkpoint, Position, open_checkpoint
-from boost.train.checkpoint.write import SavedCheckpoint, finalize
+from boost.train.checkpoint.saver import CheckpointSaver, save_with_retries
+from boost.train.checkpoint.write import SavedCheckpoint, Snapshot, finalize
 
 __all__ = [
     "BestCheckpoint", "Checkpoint", "CheckpointSaver", "FORMAT", "HUB", "Position", "SavedCheckpoint", "Snapshot",
-    "checkpoint_path", "complete_checkpoints", "fallback_folder", "finalize", "find_checkpoint", "incomplete_checkpoints",
+    "checkpoint_path", "complete_checkpoints", "fallback_folder", "finalize", "find_checkpoint",
     "incomplete_warnings", "load_training_state", "load_weights", "marks_of", "open_checkpoint", "read_best",
-    "require_fits", "rotate", "run_on_all", "save_with_retries", "step_of", "supersede", "take_snapshot",
+    "require_fits", "rotate", "run_on_all", "save_with_retries", "step_of", "supersede",
     "verify", "write_best",
 ]  # fmt: skip

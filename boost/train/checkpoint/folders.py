@@ -41,33 +41,21 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def step_of(path: Path) -> int | None:
     """The step in a folder's name, including superseded and incomplete ones; None for any other name."""
     name = path.name.removeprefix("superseded-").removeprefix("incomplete-").partition(".")[0]
-    found = _NAME.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def step_folders(folder: Path) -> list[Path]:
     """Step folders, complete or not, oldest first."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    steps = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(steps, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in a folder, oldest first."""
     return [path for path in step_folders(folder) if (path / MANIFEST_FILE).is_file()]
-
-
-def incomplete_checkpoints(folder: Path) -> list[Path]:
-    """Step folders without a manifest that are newer than every complete checkpoint, oldest first. Saves never leave such folders;
-    the manifest was removed later."""
-    complete = complete_checkpoints(folder)
-    newest = step_of(complete[-1]) if complete else None
-    return [
-        path
-        for path in step_folders(folder)
-        if not (path / MANIFEST_FILE).is_file() and (newest is None or (step_of(path) or 0) > newest)
-    ]
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -77,26 +65,22 @@ def find_checkpoint(path: Path) -> Path:
     Raises CheckpointError if there is none.
     """
     if path.name.endswith(BEST) and not path.exists():
-        return _find_best(Path(str(path).removesuffix(BEST)))
+        run = Path(str(path).removesuffix(BEST))
+        for folder in (run / "checkpoints", run):
+            if best := read_best(folder):
+                return checkpoint_path(folder, best.step)
+        raise CheckpointError(
+            f"'{run}{BEST}': no best checkpoint is recorded, because train.keep_best was false or no evaluation has run yet; "
+            f"use '{find_checkpoint(run)}', the newest"
+        )
     if (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file():
         return path
     for folder in (path / "checkpoints", path):
-        if found := complete_checkpoints(folder):
-            return found[-1]
+        if complete := complete_checkpoints(folder):
+            return complete[-1]
     if not path.exists():
         raise CheckpointError(f"no checkpoint at '{path}': no such folder")
     raise CheckpointError(f"no complete checkpoint in '{path}'; pass a run directory or a step-... folder")
-
-
-def _find_best(run: Path) -> Path:
-    for folder in (run / "checkpoints", run):
-        if best := read_best(folder):
-            return checkpoint_path(folder, best.step)
-    newest = find_checkpoint(run)
-    raise CheckpointError(
-        f"'{run}{BEST}': no best checkpoint is recorded, because train.keep_best was false or no evaluation has run yet; "
-        f"use '{newest}', the newest"
-    )
 
 
 def fallback_folder(config: Config) -> Path | None:
@@ -131,8 +115,8 @@ def make_room(final: Path) -> tuple[Path | None, list[str]]:
     if not final.exists():
         return None, []
     if final.is_dir() and ((final / MANIFEST_FILE).is_file() or not any(final.iterdir())):
-        return _rename(final, f".{final.name}.{uuid.uuid4().hex[:8]}.old"), []
-    aside = _rename(final, _unused(final.with_name(f"incomplete-{final.name}")).name)
+        return final.rename(final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.old")), []
+    aside = final.rename(_unused(final.with_name(f"incomplete-{final.name}")))
     return None, [f"'{final}' had no {MANIFEST_FILE}, so it was renamed to '{aside.name}' instead of overwritten"]
 
 
@@ -155,7 +139,7 @@ def rotate(folder: Path, keep: int, keep_every: int, protected: Collection[int],
     def remove_oldest() -> None:
         for path in rotated(complete_checkpoints(folder), keep, keep_every, protected):
             # Renamed first, so that a folder with a checkpoint's name is always complete.
-            removed = _rename(path, f".{path.name}.{uuid.uuid4().hex[:8]}.old")
+            removed = path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old"))
             if problem := remove(removed):
                 log.warning("'%s' cannot be removed entirely: %s", removed, problem)
 
@@ -230,13 +214,9 @@ def supersede(folder: Path, step: int, mesh: Mesh) -> None:
     def set_aside() -> None:
         for path in complete_checkpoints(folder):
             if (step_of(path) or 0) > step:
-                _rename(path, _unused(path.with_name(f"superseded-{path.name}")).name)
+                path.rename(_unused(path.with_name(f"superseded-{path.name}")))
 
     run_on_main(mesh, set_aside, StorageError)
-
-
-def _rename(path: Path, name: str) -> Path:
-    return path.rename(path.with_name(name))
 
 
 def _unused(path: Path) -> Path:
@@ -249,9 +229,12 @@ def _unused(path: Path) -> Path:
 
 
 def incomplete_warnings(folder: Path) -> list[str]:
-    """Warnings about step folders without a manifest that are newer than the newest complete checkpoint."""
-    warnings = []
+    """Warnings about step folders without a manifest that are newer than every complete checkpoint. Saves never leave such folders;
+    the manifest was removed later."""
+    warnings: list[str] = []
     with contextlib.suppress(OSError):
-        for path in incomplete_checkpoints(folder):
-            warnings.append(f"'{path}' has no {MANIFEST_FILE}, so it is incomplete and was skipped")
+        for path in reversed(step_folders(folder)):
+            if (path / MANIFEST_FILE).is_file():
+                break
+            warnings.insert(0, f"'{path}' has no {MANIFEST_FILE}, so it is incomplete and was skipped")
     return warnings

@@ -7,12 +7,16 @@ result between two steps, once all processes have finished.
 
 This is a thread rather than a process because writing, syncing and hashing release the GIL, and because a process would need the
 copy in shared memory.
+
+If the last save of a run fails, the weights are lost, so it is retried and falls back to another folder (`save_with_retries`).
 """
 
 import dataclasses
 import datetime
 import logging
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +28,48 @@ from boost.errors import BoostError, StorageError
 from boost.optim.adamw import Optimizer
 from boost.parallel.mesh import Mesh
 from boost.train.checkpoint.agreement import root_cause, run_on_all
-from boost.train.checkpoint.snapshot import HostBuffer, SaveShare, Snapshot, take_snapshot
-from boost.train.checkpoint.state import Position
-from boost.train.checkpoint.write import SavedCheckpoint, write_snapshot
+from boost.train.checkpoint.files import CheckpointState, Position
+from boost.train.checkpoint.slices import LocalSlice, SaveShare
+from boost.train.checkpoint.write import SavedCheckpoint, Snapshot, write_snapshot
 from boost.train.heartbeat import background_save
 from boost.train.model import Model
 
 log = logging.getLogger("boost")
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 60.0
+"""Seconds between attempts of the last save."""
+
+
+class HostBuffer:
+    """Host memory for one copy of this process's slices, reused by all background saves; pinned if the weights are on a GPU."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self._buffer.nbytes
+
+    def reserve(self, slices: list[LocalSlice]) -> None:
+        """Allocates and touches the memory, so that allocation and page faults do not slow down saves."""
+        total = sum(s.local.nbytes for s in slices)
+        if self.nbytes != total:
+            pinned = any(s.local.is_cuda for s in slices)
+            self._buffer = torch.zeros(total, dtype=torch.uint8, pin_memory=pinned)
+
+    def copy(self, slices: list[LocalSlice]) -> list[LocalSlice]:
+        """Returns the slices with their tensors replaced by copies. Waits for the copies to finish."""
+        self.reserve(slices)
+        copies, begin = [], 0
+        for s in slices:
+            end = begin + s.local.nbytes
+            copy = self._buffer[begin:end].view(s.local.dtype).view(s.local.shape)
+            copies.append(dataclasses.replace(s, local=copy.copy_(s.local, non_blocking=True)))
+            begin = end
+        if any(s.local.is_cuda for s in slices):
+            torch.cuda.current_stream().synchronize()
+        return copies
 
 
 class CheckpointSaver:
@@ -100,9 +139,9 @@ class CheckpointSaver:
         done = self._thread is not None and not self._thread.is_alive()
         if self._mesh.size == 1:
             return done
-        every = torch.tensor(int(done))
-        dist.all_reduce(every, dist.ReduceOp.MIN, group=self._mesh.everyone.group)
-        return bool(every)
+        all_done = torch.tensor(int(done))
+        dist.all_reduce(all_done, dist.ReduceOp.MIN, group=self._mesh.everyone.group)
+        return bool(all_done)
 
     def finish(self) -> SavedCheckpoint:
         """Waits for the save in flight. Raises StorageError or NonFiniteError on every process if it failed on any."""
@@ -135,8 +174,25 @@ class CheckpointSaver:
         self._group = None
 
     def _snapshot(self, position: Position, buffer: HostBuffer | None) -> Snapshot:
-        data = self._tokenizer, self._data
-        return take_snapshot(self._current_share(), self._optimizer, position, self._config, *data, self._mesh, buffer)
+        """This process's part of a checkpoint of the current step. Without a `buffer`, it refers to the weights themselves and must
+        be written before they change."""
+        state = CheckpointState(
+            step=position.step,
+            tokens=position.tokens,
+            updates=self._optimizer.updates,
+            next_sample=(position.step + position.skipped) * self._config.train.global_batch,
+            skipped_steps=position.skipped,
+            trouble=position.trouble,
+            doubt=position.doubt,
+            recent=position.recent,
+            best_heldout_loss=position.best_heldout_loss,
+            stale_evaluations=position.stale_evaluations,
+            processes=self._mesh.size,
+            data=self._data,
+            config=self._config.model_dump(),
+        )
+        slices = self._current_share().slices()
+        return Snapshot(state, self._tokenizer, buffer.copy(slices) if buffer else slices)
 
     def _write(self, folder: Path, snapshot: Snapshot, mesh: Mesh, group: dist.ProcessGroup | None) -> None:
         with background_save():
@@ -150,3 +206,58 @@ class CheckpointSaver:
                     log.exception("the checkpoint of step %d was not saved", snapshot.step)
         if self._thread is threading.current_thread():
             self._outcome = outcome
+
+
+def save_with_retries(
+    save: Callable[[Path], SavedCheckpoint],
+    folder: Path,
+    fallback: Path | None,
+    minutes: float,
+    urgent: bool,
+    warn: Callable[[str], None],
+    sleep: Callable[[float], None] = time.sleep,
+) -> SavedCheckpoint:
+    """Saves to `folder`. If that fails, retries for `minutes` with one warning per attempt, then saves to `fallback`.
+
+    `urgent`: the process may be killed soon, so `fallback` is tried before the retries. The schedule counts waits, not time, so
+    that all processes follow it without communication. Raises StorageError if everything failed.
+    """
+    try:
+        return save(folder)
+    except StorageError as error:
+        last = error
+    waits = list(retry_waits(minutes))
+    if urgent and fallback and (saved := _save_elsewhere(save, fallback, last, warn)):
+        return saved
+    for attempt, wait in enumerate(waits, start=1):
+        warn(
+            f"{last}; free disk space: attempt {attempt} of {len(waits)} in {wait:.0f} s (run.save_retry_minutes = {minutes:g})"
+        )
+        sleep(wait)
+        try:
+            return save(folder)
+        except StorageError as error:
+            last = error
+    if not urgent and fallback and (saved := _save_elsewhere(save, fallback, last, warn)):
+        return saved
+    raise last
+
+
+def retry_waits(minutes: float) -> Iterator[float]:
+    """Seconds before each retry: doubles up to one minute, `minutes` in total."""
+    left, wait = 60 * minutes, FIRST_WAIT_S
+    while left > 0:
+        yield min(wait, left)
+        left -= wait
+        wait = min(2 * wait, LONGEST_WAIT_S)
+
+
+def _save_elsewhere(
+    save: Callable[[Path], SavedCheckpoint], fallback: Path, reason: StorageError, warn: Callable[[str], None]
+) -> SavedCheckpoint | None:
+    warn(f"{reason}; saving in '{fallback}' (run.fallback_dir)")
+    try:
+        return save(fallback)
+    except StorageError as error:
+        warn(str(error))
+        return None

@@ -1,16 +1,73 @@
-"""This process's slices of a checkpoint's tensors: weights and moments by parameter name, and RNG states."""
+"""This process's slices of a checkpoint's tensors: weights and moments by parameter name, and RNG states; and who writes which."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from boost.models.fused import FusedParam, ParamSlice, fused_params
-from boost.optim.adamw import Part
+from boost.optim.adamw import Optimizer, Part
 from boost.parallel.mesh import Mesh
 from boost.train.model import Model
-from boost.train.tensor_slice import TensorSlice
+
+Key = tuple[str, tuple[int, ...]]
+"""Name and offsets of a slice: the same on every process that holds it."""
+
+
+class TensorSlice(Tensor):
+    """A tensor of `shape`, of which this process holds the rectangle `local` at `offsets`, for torch.distributed.checkpoint.
+
+    DTensor describes equal shards along dimensions. That is not always enough: equal shards of a fused tensor are unequal shards of
+    its parameters. This class describes any rectangle, through the protocol that DTensor implements for the checkpoint planner. It
+    supports no computation.
+    """
+
+    local: Tensor
+    offsets: torch.Size
+
+    @staticmethod
+    def __new__(cls, local: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> "TensorSlice":
+        tensor_slice: TensorSlice = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=local.dtype, device=local.device
+        )
+        tensor_slice.local, tensor_slice.offsets = local, torch.Size(offsets)
+        return tensor_slice
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"TensorSlice({tuple(self.local.shape)} at {tuple(self.offsets)} of {tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:  # the planner detaches its tensors
+            return args[0]
+        raise NotImplementedError(f"{func} is not supported on a TensorSlice")
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, self.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=self.__create_chunk_list__()[0],
+                    properties=TensorProperties.create_from_tensor(self.local),
+                    size=self.shape,
+                ),
+            )
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=self.offsets, sizes=self.local.shape)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset == self.offsets
+        return self.local
 
 
 @dataclass(frozen=True)
@@ -25,22 +82,24 @@ class LocalSlice:
 
 def local_slices(model: Model, mesh: Mesh, parts: Iterable[Part] = ()) -> list[LocalSlice]:
     """This process's slices of weights, and of moments in `parts`. Views, not copies."""
-    found, held = [], list(parts)
+    slices, held = list[LocalSlice](), list(parts)
+
+    def add(kind: str, local: Tensor, fused: FusedParam, param_slice: ParamSlice) -> None:
+        parameter, dim = param_slice.parameter, fused.placement.dim
+        offsets = [0] * len(parameter.shape)
+        if dim is not None:  # skips the shards of lower TP ranks
+            offsets[dim] = mesh.tp.rank * (parameter.shape[dim] // mesh.tp.size)
+        offsets[0] += param_slice.offset  # and the rows that other replicas hold
+        slices.append(LocalSlice(f"{kind}.{parameter.name}", local, parameter.shape, tuple(offsets)))
+
     for fused in fused_params(model):
         for param_slice in fused.local_slices():
-            weight = param_slice.view(fused.tensor.detach())
-            found.append(_local_slice("model", weight, fused, param_slice, mesh))
+            add("model", param_slice.view(fused.tensor.detach()), fused, param_slice)
         for first, moments in (part[fused.tensor] for part in held if fused.tensor in part):
             for moment, value in moments.items():
                 for param_slice in fused.slices_of(first, value.shape[0]):
-                    view = param_slice.view(value)
-                    found.append(_local_slice(f"optim.{moment}", view, fused, param_slice, mesh))
-    return found
-
-
-def _local_slice(kind: str, local: Tensor, fused: FusedParam, param_slice: ParamSlice, mesh: Mesh) -> LocalSlice:
-    parameter = param_slice.parameter
-    return LocalSlice(f"{kind}.{parameter.name}", local, parameter.shape, _offsets(fused, param_slice, mesh))
+                    add(f"optim.{moment}", param_slice.view(value), fused, param_slice)
+    return slices
 
 
 def named_slices(model: Model, mesh: Mesh, parts: Iterable[Part] = ()) -> dict[str, Tensor]:
@@ -65,10 +124,38 @@ def restore_random_states(states: dict[str, Tensor]) -> None:
             torch.cuda.set_rng_state(value)
 
 
-def _offsets(fused: FusedParam, param_slice: ParamSlice, mesh: Mesh) -> tuple[int, ...]:
-    """Offsets of a slice in its parameter: they skip the shards of lower TP ranks and the rows held by other replicas."""
-    offsets = [0] * len(param_slice.parameter.shape)
-    if fused.placement.dim is not None:
-        offsets[fused.placement.dim] = mesh.tp.rank * (param_slice.parameter.shape[fused.placement.dim] // mesh.tp.size)
-    offsets[0] += param_slice.offset
-    return tuple(offsets)
+class SaveShare:
+    """The slices that this process writes. Replicas hold the same slices; each slice has one writer, and all processes write about
+    the same amount. Valid for all saves until the optimizer state is resharded. The constructor is collective."""
+
+    def __init__(self, model: Model, optimizer: Optimizer, mesh: Mesh) -> None:
+        self._model, self._optimizer, self._mesh = model, optimizer, mesh
+        held = {(s.name, s.offsets): s.local.nbytes for s in local_slices(model, mesh, optimizer.parts())}
+        by_rank = [held]
+        if mesh.size > 1:
+            by_rank = [held] * mesh.size
+            dist.all_gather_object(by_rank, held, group=mesh.everyone.group)
+        self._keys = _assign(by_rank)[mesh.rank]
+
+    def slices(self) -> list[LocalSlice]:
+        """Views of the current weights and moments, and this process's RNG states."""
+        held = local_slices(self._model, self._mesh, self._optimizer.parts())
+        own = [s for s in held if (s.name, s.offsets) in self._keys]
+        for name, value in random_states(self._mesh).items():
+            own.append(LocalSlice(name, value, tuple(value.shape), (0,)))
+        # Wider dtypes first, so that every tensor of a file is aligned.
+        return sorted(own, key=lambda s: (-s.local.element_size(), s.name, s.offsets))
+
+
+def _assign(by_rank: list[dict[Key, int]]) -> list[set[Key]]:
+    """Assigns each slice to the least loaded process that holds it. Returns the slices of each process."""
+    holders: dict[Key, list[int]] = {}
+    for rank, held in enumerate(by_rank):
+        for key in held:
+            holders.setdefault(key, []).append(rank)
+    load, assigned = [0] * len(by_rank), [set[Key]() for _ in by_rank]
+    for key, ranks in sorted(holders.items(), key=lambda item: (-by_rank[item[1][0]][item[0]], item[0])):
+        writer = min(ranks, key=lambda rank: (load[rank], rank))
+        load[writer] += by_rank[writer][key]
+        assigned[writer].add(key)
+    return assigned

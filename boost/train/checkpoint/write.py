@@ -11,11 +11,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from boost.errors import NonFiniteError, StorageError
 from boost.parallel.mesh import Mesh
 from boost.train.checkpoint.agreement import ProcessFailure, root_cause, run_on_all, run_on_main
+from boost.train.checkpoint.files import (
+    OFFSETS,
+    SHARDING,
+    CheckpointState,
+    FileEntry,
+    Manifest,
+    entry_of,
+    new_digest,
+    sync,
+    write_synced,
+)
 from boost.train.checkpoint.folders import (
     MANIFEST_FILE,
     STATE_FILE,
@@ -26,10 +36,7 @@ from boost.train.checkpoint.folders import (
     make_temporary,
     remove,
 )
-from boost.train.checkpoint.manifest import FileEntry, Manifest, entries_of, new_digest, sync, write_synced
 from boost.train.checkpoint.slices import LocalSlice
-from boost.train.checkpoint.snapshot import Snapshot
-from boost.train.checkpoint.structure import OFFSETS, SHARDING
 
 CHUNK_BYTES = 1 << 20
 """Bytes checked, written and hashed at a time. Fits in a core's cache; writing and hashing release the GIL."""
@@ -41,6 +48,21 @@ _DTYPES = {
     torch.uint8: ("U8", np.uint8),
 }
 _BF16_EXPONENT = 0x7F80
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The part of a checkpoint that one process writes."""
+
+    state: CheckpointState
+    tokenizer: bytes
+    slices: list[LocalSlice]
+    """In file order: wider dtypes first, so that every tensor is aligned."""
+
+    @property
+    def step(self) -> int:
+        """The step that was saved."""
+        return self.state.step
 
 
 @dataclass(frozen=True)
@@ -70,7 +92,13 @@ def write_snapshot(
         if problem := next((problem for _, problem in shards if problem), None):
             raise NonFiniteError(f"checkpoint of step {snapshot.step} not saved: {problem}")
         entries = {name: entry for files, _ in shards for name, entry in files.items()}
-        more = run_on_main(mesh, lambda: _complete(path, final, snapshot, entries), group=group)
+
+        def complete() -> list[str]:
+            entries[STATE_FILE] = write_synced(path / STATE_FILE, snapshot.state.model_dump_json(indent=2).encode())
+            entries[TOKENIZER_FILE] = write_synced(path / TOKENIZER_FILE, snapshot.tokenizer)
+            return _publish(path, final, Manifest(entries))
+
+        more = run_on_main(mesh, complete, group=group)
     except ProcessFailure as error:
         raise StorageError(f"checkpoint of step {snapshot.step} not saved in '{folder}': {error}") from None
     finally:
@@ -81,8 +109,11 @@ def write_snapshot(
 
 def finalize(temporary: Path, final: Path) -> None:
     """Completes a checkpoint written by one process: adds the manifest and renames the folder, replacing an earlier checkpoint."""
-    names = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
-    _publish(temporary, final, Manifest(entries_of(temporary, names)))
+    entries = {}
+    for file in sorted(path for path in temporary.rglob("*") if path.is_file()):
+        sync(file)
+        entries[file.relative_to(temporary).as_posix()] = entry_of(file)
+    _publish(temporary, final, Manifest(entries))
 
 
 def _write_shard(temporary: Path, snapshot: Snapshot, mesh: Mesh) -> tuple[dict[str, FileEntry], str | None]:
@@ -104,11 +135,11 @@ def _files(slices: list[LocalSlice]) -> list[list[LocalSlice]]:
     """Distributes the slices over files. One file is enough unless a tensor has several slices: names are unique within a file."""
     files: list[list[LocalSlice]] = [[]]
     seen: Counter[str] = Counter()
-    for each in slices:
-        if seen[each.name] == len(files):
+    for tensor in slices:
+        if seen[tensor.name] == len(files):
             files.append([])
-        files[seen[each.name]].append(each)
-        seen[each.name] += 1
+        files[seen[tensor.name]].append(tensor)
+        seen[tensor.name] += 1
     return files
 
 
@@ -116,7 +147,10 @@ def _write_tensors(stream: BinaryIO, slices: list[LocalSlice]) -> FileEntry:
     """Writes and syncs a safetensors file, with the offsets of shards in the metadata that torch.distributed.checkpoint expects."""
     digest, written = new_digest(), 0
     for tensor in (None, *slices):
-        data = _raw(tensor.local) if tensor else np.frombuffer(_header(slices), dtype=np.uint8)
+        if tensor is None:
+            data = np.frombuffer(_header(slices), dtype=np.uint8)
+        else:  # without a copy if it is contiguous and in host memory
+            data = tensor.local.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         for begin in range(0, data.size, CHUNK_BYTES):
             chunk = data[begin : begin + CHUNK_BYTES]
             if tensor and not _finite(chunk, tensor.local.dtype):
@@ -130,27 +164,22 @@ def _write_tensors(stream: BinaryIO, slices: list[LocalSlice]) -> FileEntry:
 
 
 def _header(slices: list[LocalSlice]) -> bytes:
-    sharding = {each.name: {OFFSETS: list(each.offsets)} for each in slices}
+    sharding = {tensor.name: {OFFSETS: list(tensor.offsets)} for tensor in slices}
     header: dict[str, Any] = {
         "__metadata__": {"DCP_VERSION": "1.0", SHARDING: json.dumps(sharding), "format": "pt"},
     }
     begin = 0
-    for each in slices:
-        end = begin + each.local.nbytes
-        header[each.name] = {
-            "dtype": _DTYPES[each.local.dtype][0],
-            "shape": list(each.local.shape),
+    for tensor in slices:
+        end = begin + tensor.local.nbytes
+        header[tensor.name] = {
+            "dtype": _DTYPES[tensor.local.dtype][0],
+            "shape": list(tensor.local.shape),
             "data_offsets": [begin, end],
         }
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _raw(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """The bytes of a tensor, without a copy if it is contiguous and in host memory."""
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _finite(chunk: npt.NDArray[np.uint8], dtype: torch.dtype) -> bool:
@@ -160,13 +189,6 @@ def _finite(chunk: npt.NDArray[np.uint8], dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return not ((values & _BF16_EXPONENT) == _BF16_EXPONENT).any()
     return bool(np.isfinite(values).all())
-
-
-def _complete(temporary: Path, final: Path, snapshot: Snapshot, entries: dict[str, FileEntry]) -> list[str]:
-    state = snapshot.state.model_dump_json(indent=2).encode()
-    entries[STATE_FILE] = write_synced(temporary / STATE_FILE, state)
-    entries[TOKENIZER_FILE] = write_synced(temporary / TOKENIZER_FILE, snapshot.tokenizer)
-    return _publish(temporary, final, Manifest(entries))
 
 
 def _publish(temporary: Path, final: Path, manifest: Manifest) -> list[str]:

@@ -1,5 +1,7 @@
-"""Families from other packages."""
+"""The public names: all documented, and nothing heavy imported; families from other packages."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Literal
 
@@ -45,3 +47,18 @@ def test_a_class_without_a_name_of_its_own_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="Nameless does not name a family of its own"):
         boost.register_family(Nameless)
+
+
+def test_every_public_name_exists_and_is_documented() -> None:
+    for package in (boost, boost.nn):
+        for name in package.__all__:
+            assert getattr(package, name).__doc__, name
+            assert name in dir(package)
+    with pytest.raises(AttributeError, match="module 'boost' has no attribute 'modle'"):
+        boost.modle  # noqa: B018
+
+
+@pytest.mark.slow
+def test_it_imports_no_torch() -> None:
+    code = "import sys, boost; sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

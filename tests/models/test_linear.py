@@ -7,7 +7,7 @@ from torch import Tensor
 
 from boost.config import load
 from boost.models.kernels import scaled
-from boost.models.up_proj import up_project
+from boost.models.linear import up_project
 from boost.plan.memory import memory
 
 

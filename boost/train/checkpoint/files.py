@@ -1,0 +1,430 @@
+"""What the files of a checkpoint say, and whether they are intact.
+
+manifest.json lists every file with its size and digest; files that it does not list are never opened. A digest proves that a file
+matches its manifest, not that it is valid. So state.json is checked against its schema, and the header of each tensor file against
+the file (offsets, sizes, dtypes) and against the model: global shapes, and shards that cover each tensor exactly once.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+import torch
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    RootModel,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from boost import __version__
+from boost.config import Config
+from boost.config.architecture import parameters
+from boost.config.load import from_tree
+from boost.config.schema import ModelConfig
+from boost.errors import BoostError, CheckpointError, DamagedCheckpointError
+from boost.paths import file_name
+from boost.train.checkpoint.folders import (
+    MANIFEST_FILE,
+    STATE_FILE,
+    TENSORS,
+    TOKENIZER_FILE,
+    find_checkpoint,
+    step_of,
+)
+
+FORMAT: Literal[1] = 1
+HUB = "hub"
+"""Key in a checkpoint's data: extra content of the Hugging Face folder the weights came from, such as a chat template."""
+
+Counted = Annotated[int, Field(ge=0, lt=2**63)]
+DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
+"""Bytes per element of the dtypes that a checkpoint may contain, by safetensors name."""
+MAX_HEADER_BYTES = 100_000_000
+"""Limit of the safetensors library."""
+SHARDING = "DCP_SHARDING_INFO"
+"""Metadata key under which torch.distributed.checkpoint stores the offsets of shards, as a JSON string."""
+OFFSETS = "saved_offsets"
+
+Index = Annotated[int, Field(ge=0, lt=2**62)]
+
+
+# The manifest.
+
+
+def new_digest() -> hashlib.blake2b:
+    """The hash function of manifests: BLAKE2b with 20 bytes."""
+    return hashlib.blake2b(digest_size=20)
+
+
+class FileEntry(BaseModel):
+    """Manifest entry of one file."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+    bytes: Annotated[int, Field(ge=0)]
+    blake2b: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+
+
+class Manifest(RootModel[dict[str, FileEntry]]):
+    """Entries by path, relative to the checkpoint, with forward slashes."""
+
+    @field_validator("root")
+    @classmethod
+    def _lists_state(cls, root: dict[str, FileEntry]) -> dict[str, FileEntry]:
+        if STATE_FILE not in root:
+            raise ValueError(f"{STATE_FILE} is not in its manifest")
+        return root
+
+    @property
+    def tensor_files(self) -> list[str]:
+        """Relative paths of the safetensors files."""
+        return sorted(n for n in self.root if n.startswith(f"{TENSORS}/") and n.endswith(".safetensors"))
+
+    def write(self, folder: Path) -> None:
+        """Writes manifest.json in `folder` and syncs it to disk."""
+        text = json.dumps(self.model_dump(exclude_none=True), indent=2, sort_keys=True)
+        write_synced(folder / MANIFEST_FILE, text.encode())
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Reads the manifest of a checkpoint. Raises DamagedCheckpointError."""
+    try:
+        manifest = Manifest.model_validate(read_json(path / MANIFEST_FILE))
+    except ValidationError as error:
+        raise DamagedCheckpointError(f"'{path}' is damaged: {MANIFEST_FILE}: {first_problem(error)}") from None
+    for name in manifest.root:
+        file_name(name, path / MANIFEST_FILE, "a file", DamagedCheckpointError, nested=True)
+    return manifest
+
+
+def verify_file(path: Path, name: str, manifest: Manifest) -> None:
+    """Compares every byte of a file with the manifest. Raises DamagedCheckpointError."""
+    check_size(path, name, manifest)
+    try:
+        digest = file_digest(path / name)
+    except OSError as error:
+        raise DamagedCheckpointError(f"'{path}' is damaged: {name} cannot be read: {error.strerror}") from None
+    if digest != manifest.root[name].blake2b:
+        raise DamagedCheckpointError(f"'{path}' is damaged: {name} has changed")
+
+
+def check_size(path: Path, name: str, manifest: Manifest) -> None:
+    """Compares the size of a file with the manifest. Raises DamagedCheckpointError."""
+    file, expected = path / name, manifest.root[name]
+    if not file.is_file():
+        raise DamagedCheckpointError(f"'{path}' is damaged: {name} is missing")
+    if (size := file.stat().st_size) != expected.bytes:
+        raise DamagedCheckpointError(f"'{path}' is damaged: {name} has {size} bytes instead of {expected.bytes}")
+
+
+def entry_of(file: Path) -> FileEntry:
+    """Computes the manifest entry of a file on disk."""
+    return FileEntry(bytes=file.stat().st_size, blake2b=file_digest(file))
+
+
+def file_digest(file: Path) -> str:
+    """Digest of a file on disk."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, new_digest).hexdigest()
+
+
+def write_synced(file: Path, content: bytes) -> FileEntry:
+    """Writes a new file, syncs it to disk, and returns its manifest entry."""
+    with file.open("xb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    digest = new_digest()
+    digest.update(content)
+    return FileEntry(bytes=len(content), blake2b=digest.hexdigest())
+
+
+def sync(path: Path) -> None:
+    """Syncs a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object. Raises DamagedCheckpointError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"'{path.parent}' is not complete: {path.name} is missing") from None
+    except OSError as error:
+        raise DamagedCheckpointError(f"'{path}' cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise DamagedCheckpointError(f"'{path}' is damaged: nested too deeply") from None
+    except ValueError as error:  # not UTF-8, not JSON, or a number with thousands of digits
+        raise DamagedCheckpointError(f"'{path}' is damaged: {error}") from None
+    if not isinstance(value, dict):
+        raise DamagedCheckpointError(f"'{path}' is damaged: it is not a JSON object")
+    return value
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first problem of a validation error, in a few words."""
+    problem = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    return f"{where}: {problem['msg']}" if where else str(problem["msg"]).removeprefix("Value error, ")
+
+
+# state.json.
+
+
+@dataclass(frozen=True)
+class Position:
+    """Position of a run. Together with the configuration, it is enough to resume exactly."""
+
+    step: int
+    """Optimizer steps done. Determines the learning rate and, with `skipped`, the data position."""
+    tokens: int
+    """Tokens trained on."""
+    skipped: int = 0
+    """Steps of data that rollbacks have skipped: step n trains on the data of step n + skipped."""
+    trouble: str = ""
+    """Why the weights are unusable; '' if they are usable. Such a checkpoint is resumed by its path, or if there is no other."""
+    doubt: str = ""
+    """Why it is unknown whether the weights are usable: training was in trouble. A run that resumes from them still is."""
+    recent: dict[str, list[float]] = field(default_factory=dict, compare=False, repr=False)
+    """Loss and gradient norm of recent healthy steps, with which the steps after a resume are compared (`boost.train.health`)."""
+    # State of early stopping. Excluded from comparison, because it does not affect the weights.
+    best_heldout_loss: float | None = field(default=None, compare=False)
+    """Lowest held-out loss of periodic evaluations so far, nats per token; None before the first, and without early stopping."""
+    stale_evaluations: int = field(default=0, compare=False)
+    """Periodic evaluations since the lowest loss."""
+
+
+class CheckpointState(BaseModel):
+    """Content of state.json. Ignores unknown keys, which later releases may add."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+    format: Literal[1] = FORMAT
+    boost: str = __version__
+    torch: str = str(torch.__version__)
+    step: Counted
+    tokens: Counted
+    updates: Counted
+    """Optimizer updates: steps minus skipped ones."""
+    next_sample: Counted
+    """Index of the next training sequence."""
+    processes: Annotated[int, Field(ge=1, le=2**31)]
+    skipped_steps: Counted = 0
+    trouble: str = ""
+    doubt: str = ""
+    recent: dict[str, list[float]] = {}
+    best_heldout_loss: float | None = None
+    stale_evaluations: Counted = 0
+    data: dict[str, Any]
+    config: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.updates > self.step:
+            raise ValueError(f"updates = {self.updates} is more than step = {self.step}")
+        if (self.tokens > 0) != (self.step > 0):
+            raise ValueError(f"tokens = {self.tokens} is inconsistent with step = {self.step}")
+        return self
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk, with its state read and checked."""
+
+    path: Path
+    position: Position
+    config: Config
+    updates: int
+    data: dict[str, Any]
+    """Fingerprints of the run's token store and tokenizer; for imported weights, of their tokenizer."""
+
+    @property
+    def tokenizer(self) -> Path:
+        """Path of the tokenizer file. Imported weights may have none."""
+        return self.path / TOKENIZER_FILE
+
+    def require_tokenizer(self) -> str:
+        """The fingerprint of the tokenizer. Raises CheckpointError if there is none."""
+        if not self.tokenizer.is_file() or not self.data.get("tokenizer"):
+            raise CheckpointError(
+                f"'{self.path}' has no tokenizer, so the meaning of its tokens is unknown; import the weights again "
+                "with --tokenizer PATH (such as a token store)"
+            )
+        return str(self.data["tokenizer"])
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Reads and checks everything except the tensors. Raises CheckpointError."""
+    path = find_checkpoint(path)
+    verify_file(path, STATE_FILE, read_manifest(path))
+    raw = read_json(path / STATE_FILE)
+    if raw.get("format") != FORMAT:
+        raise CheckpointError(f"'{path}' has checkpoint format {raw.get('format')!r:.40}; this version reads {FORMAT}")
+    try:
+        state = CheckpointState.model_validate(raw)
+        config = from_tree(state.config)
+    except ValidationError as error:
+        raise DamagedCheckpointError(f"'{path}/{STATE_FILE}' is damaged: {first_problem(error)}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpointError(f"'{path}/{STATE_FILE}' has a malformed configuration: {error}") from None
+    except BoostError as error:
+        raise CheckpointError(f"'{path}/{STATE_FILE}' has an invalid configuration: {error}") from None
+    if (named := step_of(path)) not in (None, state.step):
+        raise DamagedCheckpointError(f"'{path}' is damaged: {STATE_FILE} says step {state.step}, its folder {named}")
+    if state.next_sample != (state.step + state.skipped_steps) * config.train.global_batch:
+        raise DamagedCheckpointError(
+            f"'{path}' is damaged: next_sample = {state.next_sample} is not step {state.step + state.skipped_steps} x global batch "
+            f"{config.train.global_batch}"
+        )
+    position = Position(
+        state.step,
+        state.tokens,
+        state.skipped_steps,
+        state.trouble,
+        state.doubt,
+        state.recent,
+        state.best_heldout_loss,
+        state.stale_evaluations,
+    )
+    return Checkpoint(path, position, config, state.updates, dict(state.data))
+
+
+# Headers of tensor files.
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(strict=False, extra="forbid")
+
+    dtype: Annotated[str, Field(strict=True, max_length=10)]
+    shape: Annotated[list[Annotated[Index, Field(strict=True)]], Field(max_length=8)]
+    data_offsets: tuple[Annotated[Index, Field(strict=True)], Annotated[Index, Field(strict=True)]]
+
+
+_ENTRIES = TypeAdapter(dict[str, _Entry])
+_SHARDING = TypeAdapter(dict[str, dict[str, list[Annotated[Index, Field(strict=True)]]]])
+
+
+@dataclass(frozen=True)
+class StoredShard:
+    """A rectangular shard of a tensor in a file."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+Shards = Mapping[str, list[StoredShard]]
+"""Shards of each tensor, by tensor name."""
+
+
+def read_structure(path: Path, manifest: Manifest, model: ModelConfig) -> Shards:
+    """Reads and validates the headers of all tensor files. Raises DamagedCheckpointError."""
+    shards: dict[str, list[StoredShard]] = defaultdict(list)
+    for name in manifest.tensor_files:
+        for tensor, shard in _read_header(path, name):
+            shards[tensor].append(shard)
+    _check_coverage(path, shards, {parameter.name: parameter.shape for parameter in parameters(model)})
+    return shards
+
+
+def _read_header(path: Path, name: str) -> Iterator[tuple[str, StoredShard]]:
+    def damaged(what: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(f"'{path / name}' is damaged: {what}")
+
+    header, data_bytes = _header_json(path / name)
+    metadata = header.pop("__metadata__", {})
+    try:
+        entries = _ENTRIES.validate_python(header)
+        text = metadata.get(SHARDING) if isinstance(metadata, dict) else None
+        sharding = _SHARDING.validate_json(text) if text else None
+    except ValidationError as error:
+        raise damaged(f"its header: {first_problem(error)}") from None
+    end = 0
+    for tensor, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, stop = entry.data_offsets
+        expected = math.prod(entry.shape) * DTYPE_BYTES.get(entry.dtype, 0)
+        if entry.dtype not in DTYPE_BYTES:
+            raise damaged(f"dtype {entry.dtype!r} of {tensor}; known dtypes: {', '.join(DTYPE_BYTES)}")
+        if begin != end or stop - begin != expected:
+            raise damaged(f"{tensor} of shape {entry.shape} does not fill bytes {begin} to {stop} after byte {end}")
+        end = stop
+        offsets = [0] * len(entry.shape) if sharding is None else sharding.get(tensor, {}).get(OFFSETS)
+        if offsets is None or len(offsets) != len(entry.shape):
+            raise damaged(f"{tensor} has no valid {OFFSETS} in its sharding metadata")
+        yield tensor, StoredShard(name, entry.dtype, tuple(entry.shape), tuple(offsets))
+    if end != data_bytes:
+        raise damaged(f"its header describes {end} bytes of tensors, the file holds {data_bytes}")
+
+
+def _header_json(file: Path) -> tuple[dict[str, Any], int]:
+    """Returns the header of a safetensors file and the number of bytes after it."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > min(MAX_HEADER_BYTES, size - 8):
+                raise DamagedCheckpointError(f"'{file}' is damaged: a header of {length} bytes in a file of {size}")
+            header = json.loads(stream.read(length))
+    except OSError as error:
+        raise DamagedCheckpointError(f"'{file}' cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise DamagedCheckpointError(f"'{file}' is damaged: its header is not valid JSON") from None
+    if not isinstance(header, dict):
+        raise DamagedCheckpointError(f"'{file}' is damaged: its header is not a JSON object")
+    return header, size - 8 - length
+
+
+def _check_coverage(path: Path, shards: Shards, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    for name, parts in shards.items():
+        kind, _, rest = name.partition(".")
+        if kind == "rng":
+            if len(parts) != 1 or parts[0].dtype != "U8" or len(parts[0].shape) != 1:
+                raise DamagedCheckpointError(f"'{path}' is damaged: {name} is not a single RNG state")
+            continue
+        parameter = rest if kind == "model" else rest.partition(".")[2]
+        shape = shapes.get(parameter) if kind in ("model", "optim") else None
+        if shape is None:
+            raise DamagedCheckpointError(f"'{path}' is damaged: the model has no tensor '{name}' ({parts[0].file})")
+        if len({shard.dtype for shard in parts}) != 1 or parts[0].dtype == "U8":
+            raise DamagedCheckpointError(f"'{path}' is damaged: shards of {name} have inconsistent dtypes")
+        if problem := coverage_problem(shape, parts):
+            raise DamagedCheckpointError(f"'{path}' is damaged: {name}: {problem}")
+    if missing := {f"model.{name}" for name in shapes} - shards.keys():
+        raise DamagedCheckpointError(f"'{path}' has no tensor '{min(missing)}' ({len(missing)} are missing)")
+
+
+def coverage_problem(shape: tuple[int, ...], shards: list[StoredShard]) -> str | None:
+    """Why the shards do not cover a tensor of this shape exactly once; None if they do."""
+    for shard in shards:
+        if len(shard.shape) != len(shape):
+            return f"a shard of shape {list(shard.shape)} in a tensor of shape {list(shape)} ({shard.file})"
+        if any(o + s > n for o, s, n in zip(shard.offsets, shard.shape, shape, strict=True)):
+            return f"a shard of shape {list(shard.shape)} at {list(shard.offsets)} exceeds {list(shape)} ({shard.file})"
+    covered = sum(math.prod(shard.shape) for shard in shards)
+    if covered != math.prod(shape):
+        return f"its shards hold {covered} numbers instead of {math.prod(shape)}"
+    # Boxes [shards, dims]. Two boxes overlap if their intervals overlap in every dimension.
+    begin = np.array([shard.offsets for shard in shards], dtype=np.int64).reshape(len(shards), -1)
+    end = begin + np.array([shard.shape for shard in shards], dtype=np.int64).reshape(len(shards), -1)
+    for i in range(len(shards) - 1):
+        overlap = ((begin[i + 1 :] < end[i]) & (begin[i] < end[i + 1 :])).all(axis=1)
+        if overlap.any():
+            return f"shards in {shards[i].file} and {shards[i + 1 + int(overlap.argmax())].file} overlap"
+    return None
