@@ -122,7 +122,7 @@ class Pipeline(nn.Module):
                     group=self.axis.group,
                 )
             )
-        options = {
+        options: dict[str, Any] = {
             "n_microbatches": micro_batches,
             "loss_fn": lambda loss, _: loss / self._divisor,
             "scale_grads": False,

@@ -30,8 +30,6 @@ from boost.plan.hardware import Hardware
 SCHEDULES = (
     ("1f1b", 1),
     *(("interleaved-1f1b", virtual) for virtual in (2, 3, 4, 6, 8, 12, 16)),
-    ("zero-bubble", 1),
-    ("zero-bubble", 2),
 )
 """(pipeline schedule, stages per process). Combinations with more stages than layers are skipped."""
 

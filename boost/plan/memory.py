@@ -129,8 +129,7 @@ def prev_latents_saved(config: Config, layer: int, on_gpu: bool = False) -> list
 class Action:
     """One pass of one micro-batch through one stage."""
 
-    kind: Literal["forward", "backward", "input", "weight"]
-    """backward: the full backward pass; input, weight: its two halves under zero bubble."""
+    kind: Literal["forward", "backward"]
     stage: int
     """Index among this rank's stages, in forward order."""
     micro_batch: int
@@ -156,37 +155,20 @@ def actions(config: Config, pp_rank: int) -> list[Action]:
             order.append(Action("backward", 0, n))
             order += [Action("forward", 0, n + ahead)] * (n + ahead < count)
         return order
-    return list(_several_stages(parallel.pp, parallel.virtual, count, pp_rank, parallel.schedule == "zero-bubble"))
-
-
-def _several_stages(pp: int, held: int, count: int, rank: int, zero_bubble: bool) -> Iterator[Action]:
-    """Several stages per process. Interleaved 1F1B (arXiv 2104.04473) runs rounds of micro-batches through one stage, then through
-    the next. Zero bubble (arXiv 2401.10241) also defers weight gradients."""
-    a_round = count // max(1, count // pp)
+    # Interleaved 1F1B (arXiv 2104.04473) runs rounds of micro-batches through one stage, then through the next.
+    held, a_round = parallel.virtual, count // max(1, count // parallel.pp)
     total = held * count
-    ahead = min((held - 1) * a_round + (1 if zero_bubble else 2) * (pp - 1 - rank), total)
-    numbers: Counter[tuple[str, int]] = Counter()
-
-    def next_of(kind: Literal["forward", "backward", "input", "weight"], stage: int) -> Action:
-        numbers[kind, stage] += 1
-        return Action(kind, stage, numbers[kind, stage] - 1)
-
-    def backward_stage(step: int) -> int:
-        return held - 1 - (step - ahead) // a_round % held
-
-    waiting: list[int] = []
+    ahead = min((held - 1) * a_round + 2 * (parallel.pp - 1 - pp_rank), total)
+    numbers: Counter[Action] = Counter()
+    order = []
     for step in range(total + ahead):
-        if step < total:
-            yield next_of("forward", step // a_round % held)
-        if step < ahead:
-            continue
-        stage = backward_stage(step)
-        yield next_of("input" if zero_bubble else "backward", stage)
-        if zero_bubble:
-            waiting.append(stage)
-            if step - ahead >= rank:
-                yield next_of("weight", waiting.pop(0))
-    yield from (next_of("weight", stage) for stage in waiting)
+        passes = [Action("forward", step // a_round % held, 0)] if step < total else []
+        if step >= ahead:
+            passes.append(Action("backward", held - 1 - (step - ahead) // a_round % held, 0))
+        for action in passes:
+            order.append(replace(action, micro_batch=numbers[action]))
+            numbers[action] += 1
+    return order
 
 
 # The peak.
@@ -246,7 +228,7 @@ def _blocks(config: Config, numbers: Iterable[int], on_gpu: bool) -> dict[int, _
         # Which latents of the previous block stay alive depends on that block too.
         kind = n if model.has_latent_gates else (alike(model, n), policies[n])
         if kind not in of_kind:
-            traced = pass_of_block(config, n, on_gpu, config.parallel.splits_backward)
+            traced = pass_of_block(config, n, on_gpu)
             saved = traced.by_category
             if latents := sum(prev_latents_saved(config, n, on_gpu)):
                 saved = saved + Counter({LATENTS: latents})
@@ -333,7 +315,7 @@ class _StepMemory:
         self.actions = actions(config, pp_rank)
         self.micro_batches = micro_batches(config)
         self.has_pipeline = parallel.pp > 1
-        self.holds_sends = self.has_pipeline and parallel.schedule in ("interleaved-1f1b", "zero-bubble")
+        self.holds_sends = self.has_pipeline and parallel.schedule == "interleaved-1f1b"
         """Whether the schedule holds send buffers until the end of the step."""
         self.saved_by_stage: list[Counter[str]] = []
         """Saved bytes of one micro-batch, by stage and category."""
@@ -346,14 +328,10 @@ class _StepMemory:
             self.saved_by_stage.append(saved)
         self.in_flight: Counter[int] = Counter()
         """Micro-batches in flight, by stage."""
-        self.deferring: Counter[int] = Counter()
-        """Micro-batches with deferred weight gradients, by stage (zero bubble)."""
         self.forward_done = [0 for _ in self.stages]
         """Completed forward passes, per stage."""
         self.backward_done = [0 for _ in self.stages]
         """Completed backward passes, per stage."""
-        self.input_grads_done = [0 for _ in self.stages]
-        """Completed input gradients, per stage."""
         self._peak: tuple[int, str, dict[str, int]] = (-1, "", {})
 
     def peak_memory(self, enough: float) -> PeakMemory:
@@ -362,7 +340,7 @@ class _StepMemory:
         for action in self.actions:
             stage = action.stage
             # Passes that start in the same state use the same memory.
-            seen = action.kind, stage, tuple(self.in_flight.items()), tuple(self.deferring.items()), tuple(
+            seen = action.kind, stage, tuple(self.in_flight.items()), tuple(
                 min(n, 1) + (n == self.micro_batches - 1) for n in self.backward_done
             )  # fmt: skip
             if seen not in kinds:
@@ -386,35 +364,16 @@ class _StepMemory:
         stage = self.stages[action.stage]
         if action.kind == "forward":
             self._record(self._baseline(), self._forward(stage))
-            return
-        if action.kind == "input" and stage.has_embedding:
-            return  # torch defers the whole backward pass of this stage
-        full = action.kind == "backward" or stage.has_embedding
-        weights_only = action.kind == "weight" and not stage.has_embedding
-        if weights_only:
-            # Deferred weight gradients, one group at a time.
-            largest = max(tensor.elements for tensor in self.storage.tensors[stage.index])
-            size = self.storage.size + ITEMSIZE[self.config.train.compute_dtype]
-            self._record(self._baseline(), [_Snapshot(BACKWARD, Counter(), {WORK: largest * size})])
         else:
-            self._record(self._baseline(), self._backward(stage, action, not full))
+            self._record(self._baseline(), self._backward(stage, action))
 
     def _advance(self, action: Action) -> None:
         stage = action.stage
-        first = self.stages[stage].has_embedding
         if action.kind == "forward":
             self.in_flight[stage] += 1
             self.forward_done[stage] += 1
-        elif action.kind == "backward":
-            self.in_flight[stage] -= 1
-            self.backward_done[stage] += 1
-            self.input_grads_done[stage] += 1
-        elif action.kind == "input":
-            self.deferring[stage] += not first
-            self.input_grads_done[stage] += not first
         else:
             self.in_flight[stage] -= 1
-            self.deferring[stage] -= not first
             self.backward_done[stage] += 1
 
     def _baseline(self) -> Counter[str]:
@@ -434,10 +393,7 @@ class _StepMemory:
             sent = self.forward_done[i] if self.holds_sends else count
             held[BUFFERS] += sent * self._sent_bytes(self.stages[i])
             if self.holds_sends and not self.stages[i].has_embedding:
-                held[BUFFERS] += self.input_grads_done[i] * self.blocks[self.stages[i].first_layer].traced.input_bytes
-            if self.deferring[i]:
-                deferred = sum(self.blocks[n].traced.deferred for n in self.stages[i].numbers)
-                held[WORK] += self.deferring[i] * (deferred + self.stages[i].has_head * self.loss.input_bytes)
+                held[BUFFERS] += self.backward_done[i] * self.blocks[self.stages[i].first_layer].traced.input_bytes
         # Receive buffers for each micro-batch and stage boundary: activations, and gradients of sent activations.
         for stage in self.stages if self.has_pipeline else ():
             received = 0 if stage.has_embedding else self.blocks[stage.numbers[0]].traced.input_bytes
@@ -468,7 +424,7 @@ class _StepMemory:
             arriving = self.blocks[stage.numbers[-1]].traced.output_bytes
             yield _Snapshot(LOSS, +saved, {WORK: arriving + self.loss.forward}, gathered(None))
 
-    def _backward(self, stage: Stage, action: Action, inputs_only: bool) -> Iterator[_Snapshot]:
+    def _backward(self, stage: Stage, action: Action) -> Iterator[_Snapshot]:
         """The baseline includes this micro-batch's saved activations, which are freed block by block."""
         done = self.backward_done[action.stage]
         # Weight gradients are new tensors that stay allocated, or are accumulated into existing ones.
@@ -476,14 +432,11 @@ class _StepMemory:
         last = done == self.micro_batches - 1
         gathered = self.shards.backward(stage, last)
         freed: Counter[str] = Counter()
-        new = deferred = 0
+        new = 0
         if stage.has_head:
             extra = self.loss.first_backward if is_new else self.loss.backward
             yield _Snapshot(LOSS_BACKWARD, Counter(), {WORK: extra}, gathered(None))
-            if inputs_only:
-                deferred = self.loss.input_bytes
-            else:
-                freed.subtract(self.loss.by_category)
+            freed.subtract(self.loss.by_category)
             new += self.shards.new_gradients(stage, None, last, self.loss.new_gradients) * (not done)
         waiting = 0 if stage.has_head or not self.has_pipeline else self.blocks[stage.numbers[-1]].traced.output_bytes
         for n in reversed(stage.numbers):
@@ -491,17 +444,12 @@ class _StepMemory:
             output_grad = 0 if waiting else block.traced.output_bytes
             waiting = 0
             extra = block.traced.first_backward if is_new else block.traced.backward
-            if inputs_only:
-                extra = block.traced.input_backward
-            temporary = {GRADIENTS: new, WORK: output_grad + deferred + extra}
+            temporary = {GRADIENTS: new, WORK: output_grad + extra}
             yield _Snapshot(BACKWARD, Counter(freed), temporary, gathered(n))
-            if inputs_only:
-                deferred += block.traced.deferred
-            else:
-                freed.subtract(self._block_saved(stage, n))
+            freed.subtract(self._block_saved(stage, n))
             new += self.shards.new_gradients(stage, n, last, block.traced.new_gradients) * (not done)
             if last and self.buckets.get(n):
-                temporary = {GRADIENTS: new, WORK: block.traced.input_bytes + deferred + self.buckets[n]}
+                temporary = {GRADIENTS: new, WORK: block.traced.input_bytes + self.buckets[n]}
                 yield _Snapshot(SUM, Counter(freed), temporary, gathered(n))
         if stage.has_embedding:
             extra = self.embedding.first_backward if is_new else self.embedding.backward

@@ -225,7 +225,7 @@ class Search:
             )
             if config is None:
                 continue
-            self.considered += 1 if parallel.schedule == "zero-bubble" else len(choices)
+            self.considered += len(choices)
             without = self.request.variant(parallel, micro_batch)
             best = self._smallest_structure.get(_mesh(parallel), parallel)
             self._smallest_structure[_mesh(parallel)] = min(best, parallel, key=_schedule_rank)
@@ -241,7 +241,6 @@ class Search:
         parallel, micro_batch = node.config.parallel, node.config.train.micro_batch
         if self.request.base.model.layers < FEW_BLOCKS * parallel.stages:
             return False  # recomputing a block may take more memory than saving its activations
-        # A structure may allow fewer policies than the smallest one of its mesh (zero bubble allows none).
         of_mesh = min(
             self._legal_variants(self._smallest_structure[_mesh(parallel)], micro_batch), key=_memory_rank, default=None
         )

@@ -56,8 +56,6 @@ class PassTime:
     forward: float = 0.0
     backward: float = 0.0
     """Backward pass, including recomputation."""
-    weight_gradients: float = 0.0
-    """Part of the backward pass that no other stage waits for."""
     calls: int = 0
     """Operations that the host launches."""
     hidden: tuple[float, float] = (0.0, 0.0)
@@ -76,7 +74,6 @@ class PassTime:
             self.parts[part] += times * seconds
         self.forward += times * other.forward
         self.backward += times * other.backward
-        self.weight_gradients += times * other.weight_gradients
         self.calls += times * other.calls
         self.hidden = self.hidden[0] + times * other.hidden[0], self.hidden[1] + times * other.hidden[1]
         self.waits = self.waits[0] + times * other.waits[0], self.waits[1] + times * other.waits[1]

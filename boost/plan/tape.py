@@ -165,8 +165,6 @@ class Tape:
         self.collectives: list[Collective] = []
         self.small = max(tokens, largest)
         self.tokens, self.statistic = tokens, STATISTIC_TERMS * processes * tokens
-        self.deferred: list[Any] = []
-        """Output gradients held for deferred weight gradients (zero bubble)."""
         self.input_gradients: list[Any] = []
         """Gradients of the pass's inputs."""
         self.log: list[Operation] = []
@@ -321,19 +319,15 @@ class Tape:
 
     # The backward pass.
 
-    def backward(self, roots: list[Any], gradients: list[Any], inputs_only: bool = False) -> None:
-        """Runs the backward pass from `roots`, and empties both lists.
-
-        `inputs_only`: defers weight gradients, as in zero bubble. Saved tensors stay alive, and so do the output gradients that
-        weight gradients need.
-        """
+    def backward(self, roots: list[Any], gradients: list[Any]) -> None:
+        """Runs the backward pass from `roots`, and empties both lists."""
         self.phase = "backward"
         with torch.no_grad():
-            self._backward(roots, gradients, inputs_only)
+            self._backward(roots, gradients)
         self.phase = "forward"
 
-    def _backward(self, roots: list[Any], gradients: list[Any], inputs_only: bool) -> None:
-        waiting, useful = _edges(roots, inputs_only)
+    def _backward(self, roots: list[Any], gradients: list[Any]) -> None:
+        waiting = _pending(roots)
         incoming: dict[GraphNode, list[Any]] = {}
         ready: list[tuple[float, int, GraphNode]] = []
         order = itertools.count()
@@ -356,14 +350,14 @@ class Tape:
         x = gradient = None
         while ready:
             node = heapq.heappop(ready)[2]
-            results = self._run(node, incoming.pop(node), inputs_only, useful)
+            results = self._run(node, incoming.pop(node))
             for i, (target, index) in enumerate(node.edges if results else ()):
-                if target is not None and target in useful:
+                if target is not None:
                     waiting[target] -= 1
                     add_gradient(target, index, results[i])
                 results[i] = None
 
-    def _run(self, node: GraphNode, gradients: list[Any], inputs_only: bool, useful: "set[GraphNode]") -> list[Any]:
+    def _run(self, node: GraphNode, gradients: list[Any]) -> list[Any]:
         if node.backward is None:
             if node.number < 0:
                 self.input_gradients += [g for g in gradients if g is not None]
@@ -374,14 +368,11 @@ class Tape:
                 gradients.clear()
                 self.new_gradients += new_bytes
             return []
-        if inputs_only and any(target is not None and target not in useful for target, _ in node.edges):
-            self.deferred += [g for g in gradients if g is not None]
         saved = self._saved(node)
         self.place = node.place
         results = node.backward(gradients, saved)
         del saved
-        if not inputs_only:
-            node.saved, node.frame = (), None
+        node.saved, node.frame = (), None
         return list(results)
 
 
@@ -390,30 +381,17 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype)[6:]
 
 
-def _edges(roots: Sequence[Any], inputs_only: bool) -> tuple[dict[GraphNode, int], set[GraphNode]]:
-    """Returns (number of pending gradients per node, nodes to run) for a backward pass."""
+def _pending(roots: Sequence[Any]) -> dict[GraphNode, int]:
+    """Number of pending gradients of each node that a backward pass runs."""
     first = [x.node for x in roots if x.node is not None]
-    order: list[GraphNode] = []
-    reached, seen = list(first), set(first)
+    reached, waiting = list(first), dict.fromkeys(first, 0)
     while reached:
-        node = reached.pop()
-        order.append(node)
-        for target, _ in node.edges:
-            if target is not None and target not in seen:
-                seen.add(target)
-                reached.append(target)
-    useful = seen
-    if inputs_only:
-        useful = set()
-        for node in sorted(order, key=lambda node: node.number if node.backward else -1):  # inputs come before
-            is_input = node.backward is None and node.number < 0
-            if is_input or any(target in useful for target, _ in node.edges):
-                useful.add(node)
-    waiting = dict.fromkeys(useful, 0)
-    for node in order:
-        for target, _ in node.edges if node in useful else ():
-            if target is not None and target in useful:
+        for target, _ in reached.pop().edges:
+            if target is not None:
+                if target not in waiting:
+                    waiting[target] = 0
+                    reached.append(target)
                 waiting[target] += 1
     for node in first:
         waiting[node] += 1
-    return waiting, useful
+    return waiting

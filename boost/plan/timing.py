@@ -256,7 +256,7 @@ class Predictor:
         whole: PassTime = self._per_micro_batch(config, "blocks and ends", self._blocks_and_ends, config)
         total = slower * (whole.total - hides * sum(whole.waits))
         count = train.global_batch // (parallel.dp * train.micro_batch)
-        if parallel.schedule == "zero-bubble" or self.hardware.alone is not None:
+        if self.hardware.alone is not None:
             return count * total / parallel.pp
         return (count - 1 / parallel.virtual) * total / parallel.pp + total / parallel.virtual
 
@@ -343,7 +343,6 @@ class Predictor:
         result.parts[TENSOR], result.parts[CONTEXT] = map(sum, zip(forward, backward, strict=True))
         result.forward = seconds["forward"] + sum(forward)
         result.backward = seconds["recompute"] + seconds["backward"] + sum(backward)
-        result.weight_gradients = seconds[f"backward {GEMMS}"] / 2
         return result
 
     def _sent(self, config: Config, c: Collective) -> float:
@@ -436,13 +435,13 @@ class Predictor:
         p, train, per_node = config.parallel, config.train, self.hardware.per_node
         # How groups are spread over nodes, and how many processes run on each node.
         places = (*(span(axis, p, per_node) for axis in ("tp", "cp", "pp")), min(p.world_size, per_node))
-        shared = (*traced_values(p, "parallel"), *traced_values(train, "train"), places, p.splits_backward)
+        shared = (*traced_values(p, "parallel"), *traced_values(train, "train"), places)
         return self._lookup(config, (shared, key), function, arguments)
 
     def _per_step(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
         """Caches `function` for work that is done once per step, independent of the micro-batch."""
         p = config.parallel
-        shared = p.dp, p.cp, p.pp, p.shard, p.shard_outer, p.splits_backward, config.train.working_copies
+        shared = p.dp, p.cp, p.pp, p.shard, p.shard_outer, config.train.working_copies
         return self._lookup(config, (shared, key), function, arguments)
 
     def _lookup(self, config: Config, key: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -471,10 +470,6 @@ def _bubble(config: Config, passes: list[PassTime], worst: PassTime) -> float:
     """Seconds of pipeline bubble on the slowest rank, over all micro-batches.
 
     gpipe and 1F1B: the time of the other ranks in the first and last micro-batch (arXiv 1811.06965, 2006.09503). v stages per
-    rank shorten it v times (arXiv 2104.04473); zero bubble fills it with weight gradients (arXiv 2401.10241).
+    rank shorten it v times (arXiv 2104.04473).
     """
-    schedule = config.parallel.schedule
-    others = sum(one.total for one in passes) - worst.total
-    if schedule == "zero-bubble":
-        others -= 2 * sum(one.weight_gradients for one in passes if one is not worst)
-    return max(others, 0.0) / config.parallel.virtual
+    return (sum(one.total for one in passes) - worst.total) / config.parallel.virtual

@@ -8,7 +8,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,10 +62,6 @@ class TracedPass(PassOps):
     """The same for a first micro-batch, whose weight gradients stay allocated."""
     new_gradients: int
     """Bytes of weight gradients."""
-    input_backward: int = 0
-    """The same as `backward` if weight gradients are deferred (zero bubble)."""
-    deferred: int = 0
-    """Bytes of output gradients held for deferred weight gradients, in addition to `saved`."""
     prev_saved: tuple[int, ...] = ()
     """Bytes of each latent of the previous block that this block keeps alive; 0 if it does not."""
     latents_saved: tuple[bool, ...] = ()
@@ -91,29 +87,21 @@ IGNORED_FIELDS = {
 """Fields that do not affect a micro-batch on one TP group; traces are cached without them."""
 
 
-def trace_block(
-    config: Config, layer: int, policy: RecomputeName, on_gpu: bool = False, split_backward: bool = False
-) -> TracedPass:
+def trace_block(config: Config, layer: int, policy: RecomputeName, on_gpu: bool = False) -> TracedPass:
     """Returns the trace of block `layer` under a recomputation policy.
 
-    `on_gpu`: the device fuses each chain of element-wise operations into one kernel by default (train.compile). `split_backward`:
-    the backward pass defers weight gradients (zero bubble), which sets `input_backward` and `deferred`.
+    `on_gpu`: the device fuses each chain of element-wise operations into one kernel by default (train.compile).
 
     Raises NoRuleError if the model uses an operation without a rule.
     """
-    key = layer, policy, on_gpu
-    traced = _cached(config, ("block", *key), on_gpu, lambda tracer: _trace_block(tracer, layer, policy))
-    if not split_backward:
-        return traced
-    return _cached(
-        config, ("zero bubble", *key), on_gpu, lambda tracer: _with_split_backward(traced, tracer, layer, policy)
-    )
+    key = "block", layer, policy, on_gpu
+    return _cached(config, key, on_gpu, lambda tracer: _trace_block(tracer, layer, policy))
 
 
-def pass_of_block(config: Config, layer: int, on_gpu: bool = False, split_backward: bool = False) -> TracedPass:
+def pass_of_block(config: Config, layer: int, on_gpu: bool = False) -> TracedPass:
     """Trace of block `layer` under the configuration's policy. Identical blocks are traced once."""
     policy = config.train.recompute_by_layer(config.model.layers)[layer]
-    return trace_block(config, alike(config.model, layer), policy, on_gpu, split_backward)
+    return trace_block(config, alike(config.model, layer), policy, on_gpu)
 
 
 def alike(model: ModelConfig, layer: int) -> int:
@@ -123,23 +111,12 @@ def alike(model: ModelConfig, layer: int) -> int:
 
 def trace_loss(config: Config, on_gpu: bool = False) -> TracedPass:
     """Trace of final norm, head and loss."""
-    return _cached(_with_whole_backward(config), ("loss", on_gpu), on_gpu, _trace_loss)
+    return _cached(config, ("loss", on_gpu), on_gpu, _trace_loss)
 
 
 def trace_embedding(config: Config) -> TracedPass:
     """Trace of the embedding."""
-    return _cached(_with_whole_backward(config), ("embedding",), False, _trace_embedding)
-
-
-def _with_whole_backward(config: Config) -> Config:
-    """Replaces zero bubble by 1F1B without working copies, for the trace of embedding and loss. Only blocks split their backward
-    pass, and zero bubble has no working copies."""
-    if not config.parallel.splits_backward:
-        return config
-    parallel = config.parallel.model_copy(update={"schedule": "1f1b"})
-    return config.model_copy(
-        update={"parallel": parallel, "train": config.train.model_copy(update={"working_copies": False})}
-    )
+    return _cached(config, ("embedding",), False, _trace_embedding)
 
 
 # Cache.
@@ -156,7 +133,6 @@ def _cached(config: Config, key: Any, on_gpu: bool, run: Callable[[Tracer], Trac
         config.model,
         config.parallel.sharded,
         kernels.BACKENDS["eager"],  # experiments replace it
-        config.parallel.splits_backward,
         *traced_values(config.parallel, "parallel"),
         *traced_values(config.train, "train"),
         key,
@@ -176,14 +152,12 @@ def traced_values(section: ParallelConfig | TrainConfig, name: str) -> tuple[Any
 
 
 def without_ignored(config: Config) -> Config:
-    """Resets IGNORED_FIELDS to their defaults, but keeps zero bubble."""
+    """Resets IGNORED_FIELDS to their defaults."""
     changes = {}
     for name, fields in IGNORED_FIELDS.items():
         section = getattr(config, name)
         usual = type(section)()
         changes[name] = section.model_copy(update={field: getattr(usual, field) for field in fields})
-    if config.parallel.splits_backward:
-        changes["parallel"] = changes["parallel"].model_copy(update={"pp": 2, "schedule": config.parallel.schedule})
     return config.model_copy(update=changes)
 
 
@@ -251,19 +225,6 @@ def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPas
         *tape.record(), saved, input_bytes, output_bytes, forward, *tape.peaks_above(before), tape.new_gradients,
         prev_saved=prev_saved, latents_saved=latents_saved,
     )  # fmt: skip
-
-
-def _with_split_backward(traced: TracedPass, tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPass:
-    tape = tracer.tape
-    with tracer.running():
-        *_, results = _forward(tracer, layer, policy)
-        gradients = tracer.gradients(results)
-        results = [x.without_storage() for x in results]
-        before = tape.live
-        tape.begin_pass()
-        tape.backward(results, gradients, inputs_only=True)
-        deferred = sum({id(g.storage): g.storage.bytes for g in tape.deferred}.values())
-    return replace(traced, input_backward=tape.peak - before, deferred=deferred)
 
 
 def _ends(tracer: Tracer, stage: Stage) -> Decoder:

@@ -70,7 +70,7 @@ def test_candidates_are_exactly_the_valid_configurations() -> None:
     assert {(p.tp, p.pp, p.dp) for p in parallels} == {
         (t, p, 4 // t // p) for t in (1, 2, 4) for p in (1, 2, 4) if 4 % (t * p) == 0
     }
-    assert {p.schedule for p in parallels} == {"1f1b", "interleaved-1f1b", "zero-bubble"}
+    assert {p.schedule for p in parallels} == {"1f1b", "interleaved-1f1b"}
     assert {p.shard for p in parallels} == {"none", "optimizer", "full"} and {p.shard_outer for p in parallels} == {
         False,
         True,

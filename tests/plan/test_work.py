@@ -16,7 +16,6 @@ from boost.config.stages import whole
 from boost.measure.memory import fake_mesh
 from boost.parallel.working import WorkingCopies
 from boost.plan.timing import block_work, ends_work, step_work
-from boost.plan.trace import trace_block
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, SILU, SILU_BACKWARD, Work, gemm
 from boost.train.model import build_decoder
 
@@ -186,12 +185,6 @@ def test_every_gemm_and_the_bytes_of_everything_else_are_those_dispatched(case: 
     for phase, kernels in seen.bytes.items():
         for kernel, size in kernels.items():
             assert moved[phase][kernel] == pytest.approx(size, rel=0.05), (phase, kernel)
-
-
-def test_zero_bubble_defers_weight_gradients() -> None:
-    config = configuration(COLA, {"layout": "btp", "pp": 2, "schedule": "zero-bubble"}, {})
-    traced = trace_block(config, 0, "none", False, True)
-    assert traced.input_backward > traced.deferred > 0
 
 
 def test_flops_are_those_that_mfu_counts() -> None:

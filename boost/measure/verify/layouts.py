@@ -112,7 +112,6 @@ def rows(model: ModelConfig, processes: int, on_gpu: bool, compiled: str) -> Ite
         yield Row("cp", {"cp": processes}, plain)
         yield Row("pp: 1F1B", {"pp": processes}, plain)
         yield Row("pp: interleaved", {"pp": processes, "schedule": "interleaved-1f1b", "virtual": 2}, plain[:2])
-        yield Row("pp: zero bubble", {"pp": processes, "schedule": "zero-bubble"}, plain[:2])
     else:
         parallel = {"layout": layouts_of(model)[0]}
         yield Row("one process", parallel, tuple(_cells(model, layouts_of(model)[0], parallel, on_gpu, True)))
