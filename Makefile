@@ -62,7 +62,7 @@ DEVICE ?= cpu
 
 train: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
-	$(BIN)/boost train demo --nproc 2 --run.device $(DEVICE) --resume auto
+	$(BIN)/boost train demo --run.device $(DEVICE) --resume auto
 
 # Tests of whole commands mostly wait, so test files run in parallel, with fewer workers for quick tests. A worker starts up to
 # eight processes.

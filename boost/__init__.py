@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from boost.api.swap import lowrank as lowrank
     from boost.api.trainer import Trainer as Trainer
     from boost.config import Config as Config
-    from boost.config import load as load_config
+    from boost.config import load as load_config  # noqa: F401
     from boost.config.families import register_family as register_family
     from boost.config.layouts import register_layout as register_layout
     from boost.errors import BoostError as BoostError
@@ -45,19 +45,7 @@ _HOMES = {
 }
 """Where each public name is defined: module, or module:name; an empty name stands for the module itself."""
 
-__all__ = [
-    "BoostError",
-    "Config",
-    "Hook",
-    "Model",
-    "Trainer",
-    "load_config",
-    "lowrank",
-    "nn",
-    "parallelize",
-    "register_family",
-    "register_layout",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

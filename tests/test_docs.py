@@ -19,8 +19,7 @@ import boost.nn
 from boost.cli.main import build_parser
 from boost.config.families import ModelConfig
 from boost.config.load import fields
-from boost.config.lr_schedules import LRSchedule
-from boost.config.optimizers import OptimConfig
+from boost.config.optimizers import LRSchedule, OptimConfig
 from boost.optim.schedule import learning_rate
 from tests import toy
 from tests.trained import Trained

@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from boost.cli.terminal import print_table, result_console
+from boost.cli.terminal import print_rows
+from boost.errors import BoostError
 from boost.format import format_bytes
-
-RUN = "run directory, checkpoints folder, or a single step-... folder"
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -24,16 +23,17 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost checkpoint list runs/demo --json\n"
         "  boost checkpoint verify runs/demo\n"
         "  boost checkpoint verify runs/demo/checkpoints/step-00000200",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, explanation in (
         ("list", "step, date, size, state and held-out loss of each checkpoint"),
         ("verify", "check every byte against the digests from the save"),
     ):
-        action = actions.add_parser(name, help=explanation, description=f"{explanation[0].upper()}{explanation[1:]}.")
-        action.allow_abbrev = False
-        action.add_argument("path", metavar="RUN", help=RUN)
+        summary = f"{explanation[0].upper()}{explanation[1:]}."
+        action = actions.add_parser(name, help=explanation, description=summary, allow_abbrev=False)
+        action.add_argument(
+            "path", metavar="RUN", help="run directory, checkpoints folder, or a single step-... folder"
+        )
         action.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -45,10 +45,17 @@ def run(args: argparse.Namespace) -> int:
 def _list(args: argparse.Namespace) -> int:
     from boost.train.checkpoint import checkpoint_path, read_best
     from boost.train.checkpoint.read import checkpoint_folders, inspect
+    from boost.train.metrics import read_metrics
+    from boost.train.rundir import RunDirectory
 
     checkpoints = [inspect(path) for path in checkpoint_folders(Path(args.path))]
     folder = checkpoints[0].path.parent
-    losses, best = _heldout_losses(folder), read_best(folder)
+    try:
+        lines = read_metrics(RunDirectory(folder.resolve().parent).metrics)
+    except (OSError, BoostError):  # a copied folder of checkpoints has none
+        lines = []
+    losses = {line["step"]: line["heldout_loss"] for line in lines if line.get("kind") == "eval"}
+    best = read_best(folder)
     best_path = checkpoint_path(folder, best.step) if best else None
     rows = [
         {
@@ -67,34 +74,18 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for heading in ("step", "saved", "size", "held-out loss", "state"):
-        table.add_column(heading, justify="left" if heading in ("saved", "state") else "right")
+    cells = []
     for info, row in zip(checkpoints, rows, strict=True):
         loss = "-" if row["heldout_loss"] is None else f"{row['heldout_loss']:.4f}"
         saved = info.saved.strftime("%Y-%m-%d %H:%M:%S")
         state = f"{info.status}, best" if row["best"] else info.status
-        table.add_row(str(info.step), saved, format_bytes(info.bytes), loss, state)
-    print_table(result_console(100), table)
+        cells.append((info.step, saved, format_bytes(info.bytes), loss, state))
+    headings = ("step", "saved", "size", "held-out loss", "state")
+    print_rows(headings, cells, right=("step", "size", "held-out loss"))
     for info in checkpoints:
         if info.problem:
             print(f"{info.path.name}: {info.problem}")
     return 0
-
-
-def _heldout_losses(checkpoints: Path) -> dict[int, float]:
-    """The held-out loss by step, from the metrics of the run of a checkpoints folder; empty if there are none."""
-    from boost.errors import BoostError
-    from boost.train.metrics import read_metrics
-    from boost.train.rundir import RunDirectory
-
-    try:
-        lines = read_metrics(RunDirectory(checkpoints.resolve().parent).metrics)
-    except (OSError, BoostError):
-        return {}
-    return {line["step"]: line["heldout_loss"] for line in lines if line.get("kind") == "eval"}
 
 
 def _verify(args: argparse.Namespace) -> int:

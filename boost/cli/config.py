@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from boost.cli.terminal import print_table, result_console
+from boost.cli.terminal import print_rows
 from boost.config import load, presets, to_toml
 from boost.config.architecture import parameter_count
 from boost.config.load import fields, summary, type_name
@@ -23,7 +23,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost config my.toml --check       validate a file\n"
         "  boost config cola-1b --parallel.tp 4 --model.ffn_dim 5472 > run.toml\n"
         "  boost config --fields              every key with its type, default and meaning",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "config", nargs="?", metavar="CONFIG", help="preset name or TOML file; without it, list the presets"
@@ -76,18 +75,12 @@ def _print_presets(as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
-    for heading in ("preset", "family", "params", "dim", "layers", "rank", "tp", "seq"):
-        table.add_column(heading, justify="left" if heading in ("preset", "family") else "right", no_wrap=True)
-    table.add_column("what")
+    sizes = ("params", "dim", "layers", "rank", "tp", "seq")
+    cells = []
     for row in rows:
-        sizes = (row["dim"], row["layers"], row["rank"] or "", row["tp"], row["seq_len"])
-        table.add_row(
-            row["preset"], row["family"], format_count(row["parameters"]), *(str(size) for size in sizes), row["what"]
-        )
-    print_table(result_console(150), table)
+        numbers = (row["dim"], row["layers"], row["rank"] or "", row["tp"], row["seq_len"])
+        cells.append((row["preset"], row["family"], format_count(row["parameters"]), *numbers, row["what"]))
+    print_rows(("preset", "family", *sizes, "what"), cells, right=sizes, piped_width=150)
 
 
 def _print_fields(as_json: bool) -> None:

@@ -24,7 +24,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "then start one torchrun per replica:\n"
         f"  BOOST_REPLICA=0 BOOST_COORDINATOR=login:{PORT} torchrun --nproc-per-node 8 --max-restarts 100 \\\n"
         "      -m boost.cli.main train run.toml --parallel.tp 8 --parallel.dp 16 --run.recovery in-step",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--port", type=int, default=PORT, metavar="N", help=f"TCP port (default {PORT})")
     return parser

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.cli.inference import add_checkpoint_arguments, dump, open_model, run_on_mesh
-from boost.cli.terminal import print_table, result_console
+from boost.cli.terminal import print_rows
 from boost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost eval runs/demo --store data/other --split train --max-tokens 100000\n"
         "  boost eval runs/demo --tasks arc_easy,hellaswag --limit 200\n"
         "  boost eval runs/demo --tasks mine --task-folder my-tasks",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_checkpoint_arguments(parser)
     parser.add_argument(
@@ -163,14 +162,8 @@ def _evaluate_tasks(args: argparse.Namespace, opened: "OpenModel") -> None:
         facts = {"checkpoint": str(checkpoint.path), "step": checkpoint.position.step}
         print(json.dumps({**facts, "fewshot": args.fewshot, "limit": args.limit, "tasks": rows}, indent=2))
         return
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("task")
-    table.add_column("metric")
-    for heading in ("value", "standard error"):
-        table.add_column(heading, justify="right")
+    cells = []
     for row in rows:
         error = "" if row["stderr"] is None else f"{row['stderr']:.4f}"
-        table.add_row(row["task"], row["metric"], f"{row['value']:.4f}", error)
-    print_table(result_console(100), table)
+        cells.append((row["task"], row["metric"], f"{row['value']:.4f}", error))
+    print_rows(("task", "metric", "value", "standard error"), cells, right=("value", "standard error"))

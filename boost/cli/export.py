@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from boost.errors import ConfigError
+FILE_BYTES = 5 * 10**9
+"""Maximum size of a weight file, one of which is held in memory."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -20,7 +21,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost export runs/demo/checkpoints/step-00000600 --out exported/demo-600 --dtype bfloat16\n"
         "  boost export runs/svd --out exported/svd --no-merge      keep the factors\n"
         "  hf upload me/demo exported/demo                          then publish it (huggingface_hub's command)",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "checkpoint",
@@ -39,38 +39,17 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         action="store_true",
         help="cola: write BoostForCausalLM, which transformers can shard (TP), instead of the official CoLA format",
     )
-    add_file_size(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
-def add_file_size(parser: argparse.ArgumentParser) -> None:
-    """Adds --shard-gb."""
-    parser.add_argument(
-        "--shard-gb",
-        type=float,
-        default=5.0,
-        metavar="GB",
-        help="maximum size of a weight file in GB; one file is held in memory (default 5)",
-    )
-
-
-def file_bytes(args: argparse.Namespace) -> int:
-    """Returns --shard-gb in bytes. Raises ConfigError."""
-    if not 0 < args.shard_gb < 1e6:
-        raise ConfigError(f"--shard-gb = {args.shard_gb} is not a valid file size; typical value: 5")
-    return max(int(args.shard_gb * 1e9), 1)
-
-
 def run(args: argparse.Namespace) -> int:
-    limit = file_bytes(args)
-
     from boost.cli.inference import dump
     from boost.convert.export import export
     from boost.train.checkpoint import open_checkpoint
 
     checkpoint, out = open_checkpoint(Path(args.checkpoint)), Path(args.out)
-    done = export(checkpoint, out, args.dtype, not args.no_merge, limit, not args.own_format)
+    done = export(checkpoint, out, args.dtype, not args.no_merge, FILE_BYTES, not args.own_format)
     facts = {
         "folder": str(done.path),
         "format": {"llama": "LlamaForCausalLM", "merged": "LlamaForCausalLM", "cola": "ColaForCausalLM"}.get(

@@ -38,7 +38,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost generate runs/demo --prompt 'def ' --samples 5 --temperature 1.0\n"
         "  echo -n 'import ' | boost generate runs/demo\n"
         "  boost generate checkpoints/llama-chat --chat                       interactive chat; with --prompt, a single answer",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_checkpoint_arguments(parser)
     parser.add_argument(
@@ -157,18 +156,15 @@ def _prompts_of_file(name: str, chat: bool) -> list[Prompt]:
             prompt = content["messages"] if chat and "messages" in content else content["prompt"]
         except (ValueError, LookupError, TypeError, RecursionError):
             prompt = None
-        if not isinstance(prompt, str) and not _are_messages(prompt):
+        are_messages = isinstance(prompt, list) and all(
+            isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
+            for item in prompt
+        )
+        if not isinstance(prompt, str) and not (prompt and are_messages):
             either = ' or {"messages": [{"role": "user", "content": "text"}, ...]}' if chat else ""
             raise ConfigError(f'--prompts = \'{name}\': line {number} is not of the form {{"prompt": "text"}}{either}')
         prompts.append(prompt)
     return prompts
-
-
-def _are_messages(value: object) -> bool:
-    def is_message(item: object) -> bool:
-        return isinstance(item, dict) and all(isinstance(item.get(key), str) for key in ("role", "content"))
-
-    return isinstance(value, list) and bool(value) and all(map(is_message, value))
 
 
 def _decoded(data: bytes, field: str) -> str:

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from boost.cli.export import add_file_size, file_bytes
+from boost.cli.export import FILE_BYTES
+from boost.cli.terminal import print_rows
 from boost.errors import ConfigError
 
 
@@ -25,7 +26,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost import runs/dense --out checkpoints/svd --energy 0.95 --multiple 8\n"
         "  boost import runs/dense --out checkpoints/svd --budget 0.6 --calibrate data/mine\n"
         "  boost train --start-from checkpoints/svd --distill-from runs/dense --data.store data/mine --run.dir runs/svd",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "source", metavar="DIR", help="Hugging Face folder; to factorize, also a boost run or checkpoint"
@@ -74,13 +74,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         default="auto",
         help="device for calibration and SVD (default: a GPU if available)",
     )
-    add_file_size(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, including the error of every linear")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    limit = file_bytes(args)
     if (args.budget is None) != (args.calibrate is None):
         raise ConfigError("--budget FRACTION and --calibrate STORE require each other; add the other, or use --energy")
     if args.calibrate_tokens is not None and args.calibrate is None:
@@ -105,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.rank is not None or args.energy is not None:
         how = Truncation(args.rank, args.energy, device=choose_device(args.device).type, **options)
     named = Path(args.tokenizer) if args.tokenizer else None
-    done = import_weights(Path(args.source), Path(args.out), args.dtype, named, how, limit)
+    done = import_weights(Path(args.source), Path(args.out), args.dtype, named, how, FILE_BYTES)
     facts: dict[str, Any] = {
         "checkpoint": str(done.path),
         "family": done.model.family,
@@ -140,30 +138,20 @@ def _missing_tokenizer(source: Path) -> str:
 
 def _print_report(report: dict[str, Any]) -> None:
     """Prints one row per slot, summarized over the blocks."""
-    from rich.console import Console
-    from rich.table import Table
-
     calibrated = "calibration" in report
     title = f"truncated SVD{', weighted by calibration text; cost: nats per token' * calibrated}; all blocks together"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("linear")
-    for heading in ("shape", "rank", "energy kept", "relative error", *["cost"] * calibrated):
-        table.add_column(heading, justify="right")
+    rows = []
     shapes = {row["name"].split(".", 2)[2]: f"{row['d_out']} x {row['d_in']}" for row in report["linears"]}
     for row in report["slots"]:
         low, high = row["rank_min"], row["rank_max"]
         ranks = f"{low}" if low == high else f"{low}-{high}, mean {row['rank_mean']:.0f}"
         errors = f"{row['error_mean']:.4f}, at most {row['error_max']:.4f}"
         cost = [f"{row['cost']:.5f}"] if calibrated else []
-        table.add_row(row["slot"], shapes[row["slot"]], ranks, f"{row['energy']:.4f}", errors, *cost)
-    console = Console()
-    console.print(table)
-    console.print("report.json lists every linear\n")
+        rows.append((row["slot"], shapes[row["slot"]], ranks, f"{row['energy']:.4f}", errors, *cost))
+    numbers = ("shape", "rank", "energy kept", "relative error", *["cost"] * calibrated)
+    print_rows(("linear", *numbers), rows, right=numbers, title=title)
+    print("report.json lists every linear\n")
     if calibrated:
         of, losses = report["parameters"], report["heldout"]
-        console.print(
-            f"linears: {of['factors']:,} of {of['linears']:,} parameters ({of['factors'] / of['linears']:.1%})"
-        )
-        console.print(
-            f"held-out loss: {losses['dense']:.4f} dense, {losses['factorized']:.4f} factorized, nats per token\n"
-        )
+        print(f"linears: {of['factors']:,} of {of['linears']:,} parameters ({of['factors'] / of['linears']:.1%})")
+        print(f"held-out loss: {losses['dense']:.4f} dense, {losses['factorized']:.4f} factorized, nats per token\n")

@@ -65,7 +65,8 @@ def run_on_mesh(process: Callable[..., int], args: argparse.Namespace) -> int:
     from boost.train.checkpoint import open_checkpoint
     from boost.train.launch import launch, under_torchrun
 
-    _config_for(open_checkpoint(Path(args.checkpoint)), args)  # report errors before starting processes
+    saved = open_checkpoint(Path(args.checkpoint)).config
+    inference_config(saved, args.tp, args.device, getattr(args, "batch", 0))  # report errors before starting processes
     if under_torchrun() or args.tp == 1:
         return process(args)
     del args.run  # a function of a command's module, which the processes do not need
@@ -79,15 +80,11 @@ def open_model(args: argparse.Namespace) -> "OpenModel":
     from boost.train.model import build_decoder
 
     checkpoint = open_checkpoint(Path(args.checkpoint))
-    config = _config_for(checkpoint, args)
+    config = inference_config(checkpoint.config, args.tp, args.device, getattr(args, "batch", 0))
     mesh = open_mesh(config.parallel, config.run.device, config.run.timeout_s)
     decoder = build_decoder(config, mesh)
     load_weights(checkpoint, decoder, mesh)
     return checkpoint, config, mesh, decoder
-
-
-def _config_for(checkpoint: "Checkpoint", args: argparse.Namespace) -> Config:
-    return inference_config(checkpoint.config, args.tp, args.device, getattr(args, "batch", 0))
 
 
 def dump(value: dict[str, Any], as_json: bool) -> None:

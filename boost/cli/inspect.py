@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from boost.cli.terminal import print_fact, print_table, result_console
 from boost.config import Config, load
-from boost.config.context import context_notes
+from boost.config.attention import context_notes
 from boost.config.layouts import spec_of
 from boost.config.stages import stages
 from boost.config.text import printable

@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
         # plan_calibrate.py is a command of two words; import_.py cannot be called import, a keyword.
         command = importlib.import_module(f"boost.cli.{name.replace(' ', '_')}{'_' * keyword.iskeyword(name)}")
         subparser = command.add_parser(subparsers)
-        subparser.allow_abbrev = False
+        subparser.allow_abbrev, subparser.formatter_class = False, argparse.RawDescriptionHelpFormatter
         subparser.add_argument("--debug", action="store_true", help="show the full traceback if there is an error")
         subparser.set_defaults(run=command.run)
     return parser

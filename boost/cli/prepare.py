@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from boost.cli.terminal import result_console
+from boost.cli.terminal import print_rows, result_console
 from boost.format import format_bytes
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ one is complete. After a kill, a broken connection or a full disk, the same comm
 
 The suffix determines the format: .jsonl .ndjson (one JSON object per line), .json (the same, or one array), .csv .tsv,
 .parquet, .arrow, and folders of save_to_disk; anything else is text, one document per file. .gz .zst .bz2 .xz are
-decompressed. UTF-16 is converted, CRLF line breaks become LF, and documents of more than 16M characters are split. In
-folders, unreadable files are skipped and reported; a file that you name must be readable. Pickles and other formats that
-can contain code are rejected.
+decompressed, CRLF line breaks become LF, and documents of more than 16M characters are split. In folders, unreadable
+files are skipped and reported; a file that you name must be readable. Pickles and other formats that can contain code
+are rejected.
 
 --from-tokens reads what another tool tokenized: Megatron .bin/.idx and nanoGPT .bin.
 
@@ -51,7 +51,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="tokenize files, a Hugging Face dataset or a code corpus",
         description="Reads text, trains or loads a tokenizer, and writes a token store for 'boost train'.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "inputs",
@@ -187,35 +186,25 @@ def as_json(result: "PrepareResult") -> dict[str, Any]:
 
 def print_report(result: "PrepareResult") -> None:
     """Prints tables of what was read, what was changed or skipped and why, and what the store contains."""
-    from rich.table import Table
     from rich.text import Text
 
     console = result_console(200)
     report = as_json(result)
-    # Text keeps rich from reading a file name such as "[red]" as markup.
-    read = Table(title="read", title_justify="left", box=None, pad_edge=False)
-    read.add_column("source", overflow="fold")
-    for heading in ("files", "documents", "bytes", "tokens", "skipped"):
-        read.add_column(heading, justify="right")
+    keys, rows = ("files", "documents", "bytes", "tokens"), []
     for source in report["sources"]:
         skipped = sum(skip["count"] for skip in source["skipped"].values())
-        numbers = [source[key] for key in ("files", "documents", "bytes", "tokens")]
-        read.add_row(Text(source["name"]), *(f"{number:,}" for number in (*numbers, skipped)))
-    console.print(read)
+        rows.append([source["name"], *(f"{number:,}" for number in (*(source[key] for key in keys), skipped))])
+    print_rows(("source", *keys, "skipped"), rows, right=(*keys, "skipped"), piped_width=200, title="read")
     _print_reasons(console, report["sources"], "notes")
     _print_reasons(console, report["sources"], "skipped")
-    held = Table(title="\nstore", title_justify="left", box=None, pad_edge=False)
-    held.add_column("split")
-    in_loss = ["in the loss"] if result.store.is_masked else []
-    for heading in ("documents", "bytes", "tokens", *in_loss, "bytes/token", "unigram entropy"):
-        held.add_column(heading, justify="right")
+    headings = {"documents": "documents", "bytes": "bytes", "tokens": "tokens"}
+    headings |= {"targets": "in the loss"} if result.store.is_masked else {}
+    rows = []
     for name, split in report["splits"].items():
-        sizes = [f"{split[key]:,}" for key in ("documents", "bytes", "tokens")]
-        counted = [f"{split['targets']:,}"] if result.store.is_masked else []
-        held.add_row(
-            name, *sizes, *counted, f"{split['bytes_per_token']:.3f}", f"{split['unigram_entropy']:.4f} nats/token"
-        )
-    console.print(held)
+        entropy = f"{split['unigram_entropy']:.4f} nats/token"
+        rows.append([name, *(f"{split[key]:,}" for key in headings), f"{split['bytes_per_token']:.3f}", entropy])
+    numbers = (*headings.values(), "bytes/token", "unigram entropy")
+    print_rows(("split", *numbers), rows, right=numbers, piped_width=200, title="\nstore")
     for note in report["notes"]:
         console.print(Text(f"note: {note}"), soft_wrap=True)
     state = "is up to date, nothing to do" if result.up_to_date else f"written in {result.seconds:.1f} s"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from boost.cli.terminal import print_fact, print_table, result_console
+from boost.cli.terminal import print_fact, print_rows, result_console
 from boost.config import Config
 from boost.config.architecture import parameter_count
 from boost.config.recipes import Recipe, find_recipe, recipes, tokens_of
@@ -42,7 +42,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "  boost recipe c4-60m --data /data/c4/en --yes     from local copies of C4's files, without asking\n"
         "  boost recipe c4-60m --steps 200 --train.global_batch 16      a rehearsal\n"
         "  boost recipe c4-130m --parallel.dp 8 --train.micro_batch 64  on eight GPUs",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a recipe, or of its preset")
     parser.add_argument(
@@ -302,14 +301,11 @@ def _by_document(config: Config) -> tuple[float, int]:
 
 
 def _print_list() -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("recipe", "preset", "data", "tokens", "perplexity", "source"):
-        table.add_column(heading, justify="right" if heading in ("tokens", "perplexity") else "left")
+    rows = []
     for recipe in recipes().values():
         published = "-" if recipe.perplexity is None else f"{recipe.perplexity:.2f}"
         tokens = format_count(tokens_of(recipe.config()))
-        table.add_row(recipe.name, recipe.preset, recipe.corpus.dataset, tokens, published, recipe.source)
-    print_table(result_console(140), table)
+        rows.append((recipe.name, recipe.preset, recipe.corpus.dataset, tokens, published, recipe.source))
+    headings = ("recipe", "preset", "data", "tokens", "perplexity", "source")
+    print_rows(headings, rows, right=("tokens", "perplexity"))
     print("\n'boost recipe RECIPE --dry-run' prints the budget of one.")

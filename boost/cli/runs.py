@@ -10,19 +10,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from boost.cli.terminal import print_table, result_console
+from boost.cli.terminal import print_rows
 from boost.errors import ConfigError
 
 if TYPE_CHECKING:
     from boost.measure.run_record import RunRecord
 
 METRICS = ("loss", "heldout_loss")
-"""Curves to print by default."""
-CURVE_ROWS = 10
-"""Rows of a curve: each is a mean over a tenth of the steps."""
+"""Curves to print by default, as means over tenths of the steps."""
 LETTERS = "ABCDEFGHIJ"
 """Short names of compared runs, in the order of the command line."""
-PIPED_WIDTH = 200
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -38,16 +35,16 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost runs compare runs/svd runs/cola\n"
         "  boost runs compare runs/a runs/b runs/c --metric grad_norm\n"
         "  tensorboard --logdir runs        draws the curves",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     what = "one line per run: state, steps, losses, last update"
-    listing = actions.add_parser("list", help=what, description=f"Prints {what}.")
+    listing = actions.add_parser("list", help=what, description=f"Prints {what}.", allow_abbrev=False)
     listing.add_argument(
         "path", metavar="DIR", nargs="?", default="runs", help="folder of run directories (default: runs)"
     )
     what = "numbers, differences between configurations, curves"
-    comparison = actions.add_parser("compare", help=what, description=f"Compares 2 to {len(LETTERS)} runs: {what}.")
+    summary = f"Compares 2 to {len(LETTERS)} runs: {what}."
+    comparison = actions.add_parser("compare", help=what, description=summary, allow_abbrev=False)
     comparison.add_argument("runs", metavar="RUN", nargs="+", help="run directory")
     comparison.add_argument(
         "--metric",
@@ -56,7 +53,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="field of metrics.jsonl to print by steps; may be repeated (default: loss and heldout_loss)",
     )
     for action in (listing, comparison):
-        action.allow_abbrev = False
         action.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -80,7 +76,7 @@ def _list(args: argparse.Namespace) -> int:
         when = record.updated.astimezone().strftime("%Y-%m-%d %H:%M") if record.updated else "-"
         losses = (_number(done.loss), _number(done.heldout_loss))
         rows.append([name, record.state, f"{done.step}/{done.total_steps}", *losses, when])
-    _print_rows(("run", "state", "step", "loss", "held-out", "updated"), rows)
+    print_rows(("run", "state", "step", "loss", "held-out", "updated"), rows, piped_width=200)
     return 0
 
 
@@ -109,28 +105,22 @@ def _compare(args: argparse.Namespace) -> int:
         print(f"{letter}  {record.path}: {record.state}{because}{skipped}")
     print()
     columns = ("", *LETTERS[: len(runs)])
-    _print_rows(columns, _numbers(runs))
+    print_rows(columns, _numbers(runs), piped_width=200)
     if difference:
         print("\nconfiguration differences:")
-        _print_rows(columns, [[key, *map(_shown, values)] for key, values in difference.items()])
+        print_rows(columns, [[key, *map(_shown, values)] for key, values in difference.items()], piped_width=200)
     else:
         print("\nThe configurations are identical.")
     for metric, of_runs in curves.items():
         if any(of_runs):
             print(f"\n{metric.replace('_', ' ')} by step")
-            _print_rows(columns, _curve_rows(of_runs))
+            end = max(step for points in of_runs for step, _ in points)
+            rows = []
+            for first, last in itertools.pairwise(sorted({math.ceil(end * tenth / 10) for tenth in range(11)})):
+                values = [[value for step, value in points if first < step <= last] for points in of_runs]
+                rows.append([str(last), *(_number(statistics.fmean(of_run)) if of_run else "-" for of_run in values)])
+            print_rows(columns, rows, piped_width=200)
     return 0
-
-
-def _curve_rows(curves: Sequence[Sequence[tuple[int, float]]]) -> list[list[str]]:
-    """One row per tenth of the longest curve, with the last step of the tenth and the mean of each run in it."""
-    end = max(step for points in curves for step, _ in points)
-    bounds = sorted({math.ceil(end * row / CURVE_ROWS) for row in range(CURVE_ROWS + 1)})
-    rows = []
-    for first, last in itertools.pairwise(bounds):
-        values = [[value for step, value in points if first < step <= last] for points in curves]
-        rows.append([str(last), *(_number(statistics.fmean(of_run)) if of_run else "-" for of_run in values)])
-    return rows
 
 
 def _facts(runs: "Sequence[RunRecord]") -> list[dict[str, Any]]:
@@ -170,18 +160,6 @@ def _numbers(runs: "Sequence[RunRecord]") -> list[list[str]]:
         }
         columns.append(cells)
     return [[label, *(cells[label] for cells in columns)] for label in columns[0]]
-
-
-def _print_rows(headings: Sequence[str], rows: list[list[str]]) -> None:
-    from rich.table import Table
-    from rich.text import Text  # keeps a value such as "[red]" from being read as markup
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(heading)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    print_table(result_console(PIPED_WIDTH), table)
 
 
 def _number(value: float | None) -> str:

@@ -4,7 +4,7 @@ import gc
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,25 @@ def print_fact(console: "Console", key: str, value: str, column: int = 12) -> No
         lines = textwrap.wrap(value, max(console.width - column, LEAST_LAST_COLUMN), break_on_hyphens=False) or [""]
     for label, line in zip([key, *[""] * len(lines)], lines, strict=False):
         console.print(Text(f"{label:<{column}}{line}"), soft_wrap=True)
+
+
+def print_rows(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    right: Collection[str] = (),
+    piped_width: int = 140,
+    title: str | None = None,
+) -> None:
+    """Prints a table on stdout. `right`: headings of the columns that are aligned to the right."""
+    from rich.table import Table
+    from rich.text import Text  # keeps a value such as "[red]" from being read as markup
+
+    table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in right else "left")
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    print_table(result_console(piped_width), table)
 
 
 def print_table(console: "Console", table: "Table") -> None:

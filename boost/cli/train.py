@@ -1,17 +1,13 @@
 """`boost train`: trains a model, under torchrun or on local processes that it starts."""
 
 import argparse
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from boost.config import Config, load, presets
 from boost.errors import ConfigError
 from boost.train.faults import KINDS, Fault, parse_fault
 from boost.train.signals import StopRequest
-
-if TYPE_CHECKING:
-    from boost.train.launch import Supervise
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -19,7 +15,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "train",
         help="train a model",
-        usage="boost train [CONFIG] [--nproc N] [--resume auto|PATH] [--restart] [--start-from CHECKPOINT]\n"
+        usage="boost train [CONFIG] [--resume auto|PATH] [--restart] [--start-from CHECKPOINT]\n"
         "                   [--distill-from CHECKPOINT] [--section.key value ...]",
         description="Trains a model. CONFIG is a TOML file or a preset name; flags after it override its keys.\n"
         "Without torchrun, it starts tp x pp x dp local processes.",
@@ -40,13 +36,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         f"{faults}\n\n"
         f"presets: {', '.join(presets())}\n"
         "'boost config --fields' explains every key.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "config", nargs="?", metavar="CONFIG", help="preset name or TOML file; optional with --start-from"
-    )
-    parser.add_argument(
-        "--nproc", type=int, metavar="N", help="number of local processes; must equal tp x pp x dp (the default)"
     )
     parser.add_argument(
         "--resume",
@@ -86,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
     # Handle signals before importing torch, which takes seconds.
     with StopRequest() as request:
         config = _config(args)
-        _check_processes(config, args.nproc)
         faults = [parse_fault(text, config.train.steps, config.parallel.world_size) for text in args.inject_fault]
         return _run(args, config, faults, request)
 
@@ -94,7 +85,6 @@ def run(args: argparse.Namespace) -> int:
 def train_config(config: Config) -> int:
     """Trains a configuration from its latest checkpoint, or from the start. Returns the exit code. Raises BoostError."""
     with StopRequest() as request:
-        _check_processes(config, None)
         return _run(argparse.Namespace(resume="auto", start_from=None, restart=False), config, [], request)
 
 
@@ -102,7 +92,7 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
     import torch
 
     from boost.train.console import progress
-    from boost.train.launch import can_fork, launch, under_torchrun
+    from boost.train.launch import Supervise, can_fork, launch, under_torchrun
     from boost.train.run import check_before_start, train_process
     from boost.train.rundir import RunDirectory
 
@@ -123,6 +113,11 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
     if request.requested:
         print(f"stopped by {request.name} during startup, before the first step; nothing was lost")
         return 0
+    supervise: Supervise | None = None
+    if config.run.recovery == "in-step":  # the launcher restarts replicas
+        from boost.elastic.supervise import Supervisor
+
+        supervise = Supervisor.of(config).supervise
     return launch(
         train_process,
         work,
@@ -130,18 +125,8 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
         log_dir=RunDirectory(config.run.dir).logs,
         holds_signals=True,
         forks=can_fork(),
-        supervise=_supervise(config),
+        supervise=supervise,
     )
-
-
-def _supervise(config: Config) -> "Supervise | None":
-    """What the launcher does under in-step recovery: it restarts replicas."""
-    if config.run.recovery == "restart":
-        return None
-
-    from boost.elastic.supervise import Supervisor
-
-    return Supervisor.of(config).supervise
 
 
 def _config(args: argparse.Namespace) -> Config:
@@ -163,19 +148,3 @@ def _config(args: argparse.Namespace) -> Config:
     from boost.train.checkpoint import open_checkpoint
 
     return load(args.config, args.overrides, model=open_checkpoint(Path(args.start_from)).config.model)
-
-
-def _check_processes(config: Config, nproc: int | None) -> None:
-    """Raises ConfigError if the number of processes does not match the mesh."""
-    parallel = config.parallel
-    if config.run.recovery == "in-step" and "BOOST_REPLICA" in os.environ:
-        return  # one of several replicas: `boost.elastic.recovery` counts its processes
-    sizes = {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp} | ({"cp": parallel.cp} if parallel.cp > 1 else {})
-    mesh = f"parallel.{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))} = {parallel.world_size}"
-    if nproc is not None and nproc != parallel.world_size:
-        raise ConfigError(f"--nproc = {nproc} must equal {mesh}; valid value: {parallel.world_size}")
-    started = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else str(parallel.world_size)
-    if started != str(parallel.world_size):
-        raise ConfigError(
-            f"{started or 'no'} processes were started (WORLD_SIZE), but {mesh}; start {parallel.world_size}"
-        )

@@ -32,7 +32,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost verify my.toml --nproc 8\n"
         "  boost verify --only collectives links --gpu local.toml\n"
         "  torchrun --nnodes 2 --nproc-per-node 8 ... -m boost.cli.main verify my.toml   across nodes, without 'runs'",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="preset name or TOML file of a run")
     parser.add_argument(

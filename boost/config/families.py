@@ -142,23 +142,18 @@ class DenseConfig(ModelConfig):
     family: Literal["dense"] = "dense"
 
 
-def _flat(table: Any, prefix: str = "") -> Any:
-    """Flattens nested tables to dotted names: TOML parses a bare `attn.q = 64` as a table in a table."""
+def _by_linear(table: Any, prefix: str = "") -> Any:
+    """Flattens a table of ranks (TOML parses a bare `attn.q = 64` as a table in a table), and replaces `kv` by attn.k and attn.v,
+    unless the table names these too."""
     if not isinstance(table, dict):
         return table
     flat: dict[str, Any] = {}
     for name, value in table.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        flat |= _by_linear(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    if "kv" in flat:
+        rank = flat.pop("kv")
+        flat = {"attn.k": rank, "attn.v": rank} | flat
     return flat
-
-
-def _by_linear(table: Any) -> Any:
-    """Flattens a table of ranks and replaces `kv` by attn.k and attn.v, unless the table names these too."""
-    flat = _flat(table)
-    if not isinstance(flat, dict) or "kv" not in flat:
-        return flat
-    rank = flat.pop("kv")
-    return {"attn.k": rank, "attn.v": rank} | flat
 
 
 class LowRankConfig(ModelConfig):

@@ -82,16 +82,8 @@ def _tagged() -> Iterator[tuple[str, type[Tagged]]]:
             yield section, info.annotation
 
 
-_NEGATIVE = "(see docs/negative-results.md)"
-REMOVED = {
-    "model.dlr_alpha": f"2026-11-25 {_NEGATIVE}",
-    "spectron": f"2026-11-25 {_NEGATIVE}",
-    "optim.spectron": f"2026-11-25 {_NEGATIVE}",
-    "optim.frobenius_decay": f"2026-11-26 {_NEGATIVE}",
-    "optim.refresh_only": f"2026-11-26 {_NEGATIVE}",
-    "run.trackio": "2026-11-26; use run.wandb, or TensorBoard",
-}
-"""When keys and names were removed. Keys are ignored at 0 or false, where they did nothing."""
+_REMOVED = ("model.dlr_alpha", "optim.frobenius_decay", "optim.refresh_only", "run.trackio")
+"""Former keys that published results still contain. Ignored at 0 or false, where they did nothing."""
 
 
 def from_tree(tree: dict[str, Any]) -> Config:
@@ -103,9 +95,9 @@ def from_tree(tree: dict[str, Any]) -> Config:
 
 def validated(tree: dict[str, Any]) -> Config:
     """Validates each field of a document, but not the rules between fields. Raises ConfigError."""
-    for section, key in (name.split(".") for name in REMOVED if "." in name):
+    for section, key in (name.split(".") for name in _REMOVED):
         table = tree.get(section)
-        if isinstance(table, dict) and table.get(key) == 0:  # off, as saved configurations have it
+        if isinstance(table, dict) and table.get(key) == 0:
             tree = {**tree, section: {name: value for name, value in table.items() if name != key}}
 
     def as_float(value: Any) -> Any:
@@ -173,6 +165,8 @@ _TABLE = "table of integers"
 _NUMBERS = "table of numbers"
 _MIXTURE_EXAMPLE = '{ "data/c4" = 0.7, "data/code" = 0.3 }'
 _TYPE_NAMES: dict[Any, str] = {bool: "true or false", int: "integer", float: "number", str: "text"}
+_PARSED = (_INTEGERS, _TABLE, _NUMBERS, "true or false", "integer", "number")
+"""Types whose values on a command line are TOML; the others are text as it is, or one of several words."""
 
 
 def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -193,14 +187,7 @@ def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
                 raise ConfigError(f"--{key} has no value; write --{key} VALUE ({expected})")
             value = rest.pop(0)
         parsed: Any = value
-        if expected in (
-            _INTEGERS,
-            _TABLE,
-            _NUMBERS,
-            "true or false",
-            "integer",
-            "number",
-        ):  # else text, or one of some words
+        if expected in _PARSED:
             # Not TOML, a number with thousands of digits, or nested too deeply: validation says what is wrong.
             with contextlib.suppress(ValueError, RecursionError):
                 parsed = tomllib.loads(f"value = {value}")["value"]
@@ -227,9 +214,7 @@ def _explain(error: ValidationError) -> str:
         case "literal_error":
             choices = [str(choice) for choice in get_args(known[key].annotation)]
             near = _suggest(str(value), choices, "value")
-            return f"{key} = {shown} is not one of {', '.join(choices)}" + f"; {near}" * near.startswith(
-                ("did you mean", "it was removed")
-            )
+            return f"{key} = {shown} is not one of {', '.join(choices)}" + f"; {near}" * near.startswith("did you mean")
         case "greater_than_equal":
             return f"{key} = {shown} is too small; smallest valid value: {context['ge']}"
         case "greater_than":
@@ -257,13 +242,10 @@ def _explain(error: ValidationError) -> str:
 
 def _suggest(word: str, choices: Any, what: str, prefix: str = "") -> str:
     """'did you mean ...?' with the nearest choice, or the list of all choices."""
-    if removed := REMOVED.get(word.partition("_")[0] if word.startswith("optim.spectron") else word):
-        return f"it was removed on {removed}"
     names = [str(choice) for choice in choices]
     last = word.rpartition(".")[2]
     near = [name for name in names if name.rpartition(".")[2] == last]  # the right key in the wrong section
     near = near or difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     if near:
         return f"did you mean '{prefix}{near[0]}'?"
-    listing = ", ".join(names) if len(names) <= 20 else "'boost config --fields' lists them"
-    return f"valid {what}s: {listing}" if len(names) <= 20 else listing
+    return f"valid {what}s: {', '.join(names)}" if len(names) <= 20 else "'boost config --fields' lists them"

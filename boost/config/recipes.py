@@ -13,8 +13,6 @@ from boost.config.load import change, from_tree, parse_overrides, read_source
 from boost.config.schema import Config
 from boost.errors import ConfigError
 
-_FILE = resources.files("boost.config") / "recipes.toml"
-
 
 @dataclass(frozen=True)
 class Corpus:
@@ -77,8 +75,8 @@ def _shortened(tree: dict[str, Any], steps: int) -> dict[str, Any]:
     for key in ("eval_every", "save_every"):
         changes[f"train.{key}"] = max(int(train.get(key, 0) * share), steps // 10, 1)
     if "restart_delay" in optim:  # a multiple of exact_every
-        every = optim["exact_every"]
-        changes["optim.restart_delay"] = int(optim["restart_delay"] * share) // every * every
+        period = optim["exact_every"]
+        changes["optim.restart_delay"] = int(optim["restart_delay"] * share) // period * period
     return changes
 
 
@@ -90,7 +88,7 @@ def tokens_of(config: Config) -> int:
 @functools.cache
 def recipes() -> dict[str, Recipe]:
     """All recipes by name."""
-    content = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    content = tomllib.loads((resources.files("boost.config") / "recipes.toml").read_text(encoding="utf-8"))
     corpora = {name: Corpus(**table) for name, table in content["data"].items()}
     by_name = {}
     for name, table in content["recipes"].items():

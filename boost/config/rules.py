@@ -1,5 +1,6 @@
 """Constraints between fields. The message of each rule names the field, its value and the nearest valid value."""
 
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -15,25 +16,20 @@ _SOUND_MODELS: "weakref.WeakSet[ModelConfig]" = weakref.WeakSet()
 
 def check(config: Config) -> None:
     """Raises ConfigError for the first rule that the configuration violates."""
-    for problem in _problems(config):
+    sound = config.model in _SOUND_MODELS
+    problems = itertools.chain(
+        () if sound else _model_problems(config),
+        _parallel_problems(config),
+        _sharding_problems(config),
+        _train_problems(config),
+        config.optim.problems(config),
+        config.distill.problems(config),
+        _pipeline_problems(config),
+        _recovery_problems(config),
+    )
+    for problem in problems:
         raise ConfigError(problem)
-
-
-def _problems(config: Config) -> Iterator[str]:
-    if config.model not in _SOUND_MODELS:
-        yield from _model_problems(config)
-        _SOUND_MODELS.add(config.model)
-    yield from _context_problems(config)
-    yield from _parallel_problems(config)
-    yield from _sharding_problems(config)
-    yield from _train_problems(config)
-    data = config.data
-    if data.mixture and data.store != type(data).model_fields["store"].default:
-        yield f"data.store = '{data.store}' and data.mixture are both set; remove one, or add '{data.store}' to data.mixture"
-    yield from config.optim.problems(config)
-    yield from config.distill.problems(config)
-    yield from _pipeline_problems(config)
-    yield from _recovery_problems(config)
+    _SOUND_MODELS.add(config.model)
 
 
 MAX_PARAMETERS = 10**13
@@ -77,7 +73,8 @@ def _model_problems(config: Config) -> Iterator[str]:
             "Llama 3.1 uses 1 and 4"
         )
     if model.heads % model.kv_heads:
-        best = nearest(model.kv_heads, model.heads, lambda k: model.heads % k == 0 and _can_share(config, k))
+        parts = num_shards(config.parallel)
+        best = nearest(model.kv_heads, model.heads, lambda k: model.heads % k == 0 and _shares(k, parts))
         yield (
             f"model.kv_heads = {model.kv_heads} must divide model.heads = {model.heads}; nearest valid value: {best}"
         )
@@ -98,14 +95,15 @@ def _nearest_heads(config: Config) -> int:
     return best if suits(best) else nearest(model.heads, model.dim, fits)
 
 
-def _can_share(config: Config, kv_heads: int) -> bool:
-    parts = num_shards(config.parallel)
-    return parts == 1 or _shares(kv_heads, parts)
-
-
 def _parallel_problems(config: Config) -> Iterator[str]:
-    model, parallel = config.model, config.parallel
-    if parallel.tp * parallel.cp > 1:
+    model, parallel, seq_len, cp = config.model, config.parallel, config.train.seq_len, config.parallel.cp
+    if cp > 1 and seq_len % (2 * cp):
+        best = nearest(seq_len, 2 * max(seq_len, 2 * cp), lambda length: length % (2 * cp) == 0)
+        yield (
+            f"train.seq_len = {seq_len} must be divisible by 2 x parallel.cp = {2 * cp}, so that each process gets two equal "
+            f"chunks of a sequence; nearest valid value: {best}"
+        )
+    if parallel.tp * cp > 1:
         yield from _overlap_problems(config)
     if parallel.tp == 1:
         return  # with one process, all layouts are equivalent
@@ -125,17 +123,6 @@ def _parallel_problems(config: Config) -> Iterator[str]:
         )
     yield from _indivisible(config)
     yield from parallel.problems(config)
-
-
-def _context_problems(config: Config) -> Iterator[str]:
-    """Context parallelism: each process must get two equal chunks of every sequence."""
-    train, cp = config.train, config.parallel.cp
-    if cp > 1 and train.seq_len % (2 * cp):
-        best = nearest(train.seq_len, 2 * max(train.seq_len, 2 * cp), lambda length: length % (2 * cp) == 0)
-        yield (
-            f"train.seq_len = {train.seq_len} must be divisible by 2 x parallel.cp = {2 * cp}, so that each process gets two equal "
-            f"chunks of a sequence; nearest valid value: {best}"
-        )
 
 
 def _overlap_problems(config: Config) -> Iterator[str]:
@@ -291,7 +278,8 @@ def _indivisible(config: Config) -> Iterator[str]:
     tokens = train.micro_batch * train.seq_len // parallel.cp
     shards_tokens = spec.residual == "tokens"
     sizes = {"model.dim": model.dim, "model.vocab_size": model.vocab_size}
-    shards_heads = num_shards(parallel) > 1
+    parts = num_shards(parallel)
+    shards_heads = parts > 1
     if shards_heads:
         sizes |= {"model.heads": model.heads} | ({} if spec.mlp_token_local else {"model.ffn_dim": model.ffn_dim})
     sizes |= spec.rank_fields(model)
@@ -307,8 +295,8 @@ def _indivisible(config: Config) -> Iterator[str]:
         yield (
             f"parallel.tp = {tp} must divide {' and '.join(odd)}; nearest valid value: {nearest(tp, model.dim, legal)}"
         )
-    if not _can_share(config, model.kv_heads):
-        best = nearest(model.kv_heads, model.heads, lambda k: model.heads % k == 0 and _can_share(config, k))
+    if not _shares(model.kv_heads, parts):
+        best = nearest(model.kv_heads, model.heads, lambda k: model.heads % k == 0 and _shares(k, parts))
         yield (
             f"model.kv_heads = {model.kv_heads} and parallel.tp = {tp}: one must divide the other; "
             f"nearest valid value of model.kv_heads: {best}"
@@ -334,7 +322,9 @@ def _shares(kv_heads: int, processes: int) -> bool:
 
 
 def _train_problems(config: Config) -> Iterator[str]:
-    train, parallel = config.train, config.parallel
+    train, parallel, data = config.train, config.parallel, config.data
+    if data.mixture and data.store != type(data).model_fields["store"].default:
+        yield f"data.store = '{data.store}' and data.mixture are both set; remove one, or add '{data.store}' to data.mixture"
     chunk = parallel.dp * train.micro_batch
     if train.global_batch % chunk:
         best = max(chunk, (2 * train.global_batch + chunk) // (2 * chunk) * chunk)

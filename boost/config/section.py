@@ -139,10 +139,23 @@ class Tagged(Section):
         for name in dict.fromkeys(names):
             if name in cls.parts:
                 yield from cls.parts[name].keys()
-            elif name == cls.tag():
-                yield name, _tag_info(cls)
-            else:
-                yield name, cls.model_fields.get(name) or _choice_info(cls, name)
+            elif name == cls.tag():  # documented by the first paragraph of each choice's docstring
+                info = copy.copy(cls.model_fields[name])
+                info.annotation = Literal[tuple(cls.choices)]  # type: ignore[assignment]
+                summaries = ((choice.__doc__ or "").partition("\n\n")[0] for choice in cls.choices.values())
+                meanings = [f"{value}: {summary}" for value, summary in zip(cls.choices, summaries, strict=True)]
+                info.description = " ".join(filter(None, [info.description, *meanings]))
+                yield name, info
+            elif name in cls.model_fields:
+                yield name, cls.model_fields[name]
+            else:  # a field of some choices, with a default if they share one
+                owners = cls.owners(name)
+                infos = [cls.choices[owner].model_fields[name] for owner in owners]
+                info = copy.copy(infos[0])
+                info.description = f"Only with {cls.key} = {' | '.join(owners)}. {info.description}"
+                if any(other.default != info.default for other in infos):
+                    info.default = PydanticUndefined
+                yield name, info
 
     @classmethod
     def switch(cls, table: dict[str, Any], changes: Mapping[str, Any]) -> None:
@@ -259,25 +272,3 @@ def _invalid(
     return ValidationError.from_exception_data(
         cls.__name__, [InitErrorDetails(type=kind, loc=(name,), input=value, ctx=context)]
     )
-
-
-def _tag_info(root: type[Tagged]) -> FieldInfo:
-    """The field of the tag, documented by the first paragraph of each choice's docstring."""
-    info = copy.copy(root.model_fields[root.tag()])
-    info.annotation = Literal[tuple(root.choices)]  # type: ignore[assignment]
-    meanings = [
-        f"{value}: {(choice.__doc__ or '').partition(chr(10) * 2)[0]}" for value, choice in root.choices.items()
-    ]
-    info.description = " ".join(filter(None, [info.description, *meanings]))
-    return info
-
-
-def _choice_info(root: type[Tagged], name: str) -> FieldInfo:
-    """A field of some choices: names them, and has a default if they share one."""
-    owners = root.owners(name)
-    infos = [root.choices[owner].model_fields[name] for owner in owners]
-    info = copy.copy(infos[0])
-    info.description = f"Only with {root.key} = {' | '.join(owners)}. {info.description}"
-    if any(other.default != info.default for other in infos):
-        info.default = PydanticUndefined
-    return info

@@ -8,8 +8,6 @@ from boost.errors import ConfigError
 
 _MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 """Byte order marks of encodings other than UTF-8, longest first."""
-_SHOWN = 80
-"""Maximum length of a value in a message, characters."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -63,6 +61,6 @@ def brief(value: object) -> str:
         return "a value nested too deeply"
 
 
-def brief_text(text: str, length: int = _SHOWN) -> str:
+def brief_text(text: str, length: int = 80) -> str:
     """The text; if it is longer than `length`, its beginning and its number of characters."""
     return text if len(text) <= length else f"{text[: length - 20]}... ({len(text)} characters)"

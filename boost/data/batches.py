@@ -9,7 +9,7 @@ Shapes: G samples in a global batch, B in a micro-batch, S tokens in a sequence.
 import bisect
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from boost.config.architecture import IGNORED
-from boost.config.context import chunks_of
+from boost.config.attention import chunks_of
 from boost.data.mixture import AnySplit, Proportions, parts_of
 from boost.data.store import Split
 from boost.errors import ConfigError, DataError
@@ -35,8 +35,8 @@ class Batch:
     document_ids: npt.NDArray[np.int32]
 
     def share(self, rank: int, cp: int) -> "Batch":
-        """The part of one CP rank (of `cp`): tokens and targets [B, S / cp] of its two chunks of each row (`boost.config.context`),
-        with the document ids of whole rows, which attention needs."""
+        """The part of one CP rank (of `cp`): tokens and targets [B, S / cp] of its two chunks of each row
+        (`boost.config.attention`), with the document ids of whole rows, which attention needs."""
         if cp == 1:
             return self
         chunks = [np.split(x, 2 * cp, axis=1) for x in (self.tokens, self.targets)]
@@ -44,10 +44,10 @@ class Batch:
         return Batch(tokens, targets, self.document_ids)
 
 
-def join(batches: Iterable[Batch]) -> Batch:
-    """Concatenates micro-batches along the batch dimension."""
+def join(batches: Iterable[Batch], how: Callable[..., npt.NDArray[Any]] = np.concatenate) -> Batch:
+    """Concatenates micro-batches along the batch dimension; or, with `np.stack`, rows to a batch."""
     rows = [(batch.tokens, batch.targets, batch.document_ids) for batch in batches]
-    tokens, targets, document_ids = (np.concatenate(column) for column in zip(*rows, strict=True))
+    tokens, targets, document_ids = (how(column) for column in zip(*rows, strict=True))
     return Batch(tokens, targets, document_ids)
 
 
@@ -185,7 +185,10 @@ class Batches:
         self._first = list(itertools.accumulate(self.samples_of, initial=0))
         self.n_samples = self._first[-1]
         self._proportions = Proportions([weight for _, weight in parts])
-        self._orders = [shuffled_order(n, _seed_of(seed, i)) for i, n in enumerate(self.samples_of)]
+        # Seeds differ, so that stores of equal size, such as translations, are not read in step.
+        sequences = [np.random.SeedSequence((seed, source)) for source in range(len(parts))]
+        seeds = [seed, *(int(sequence.generate_state(1)[0]) for sequence in sequences[1:])]
+        self._orders = list(map(shuffled_order, self.samples_of, seeds))
 
     def sample_indices(self, step: int) -> npt.NDArray[np.int64]:
         """Sample indices of one optimizer step, int64 [G]; `step` counts from 0."""
@@ -213,7 +216,7 @@ class Batches:
         indices = self.sample_indices(step)
         for number in numbers:
             chosen = indices[number * micro_batch : (number + 1) * micro_batch]
-            yield _stack([self.sample(int(index)) for index in chosen])
+            yield join((self.sample(int(index)) for index in chosen), np.stack)
 
     def sample(self, index: int) -> Batch:
         """One sample by index, as a batch of one row without the row axis: arrays [S]."""
@@ -236,11 +239,6 @@ def _windows(split: Split, seq_len: int) -> EqualWindows | PackedWindows:
             f"set train.seq_len to {smallest} or more"
         )
     return windows
-
-
-def _seed_of(seed: int, source: int) -> int:
-    """Seed of a store's order. Different, so that stores of equal size, such as translations, are not read in step."""
-    return int(np.random.SeedSequence((seed, source)).generate_state(1)[0]) if source else seed
 
 
 class EvaluationBatches:
@@ -275,7 +273,7 @@ class EvaluationBatches:
             samples = [
                 self._windows[i * len(self._windows) // self._selected] if i < self._selected else () for i in numbers
             ]
-            yield _stack([_row(self._split, segments, self._seq_len) for segments in samples])
+            yield join((_row(self._split, segments, self._seq_len) for segments in samples), np.stack)
 
 
 class DocumentBatches:
@@ -337,11 +335,3 @@ def _row(split: Split, segments: Sequence[Segment], seq_len: int) -> Batch:
         at = end
     ids[at:] = document
     return Batch(tokens, targets, ids)
-
-
-def _stack(rows: list[Batch]) -> Batch:
-    return Batch(
-        np.stack([row.tokens for row in rows]),
-        np.stack([row.targets for row in rows]),
-        np.stack([row.document_ids for row in rows]),
-    )

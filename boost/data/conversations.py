@@ -5,7 +5,7 @@
     {"instruction": "...", "input": "...", "output": "..."}                                          Alpaca; `input` is optional
     {"prompt": "...", "completion": "..."}                                                           also with lists of messages
 
-one per line, in a JSON array, or per row of a Parquet file. Text may be compressed, or UTF-16.
+one per line, in a JSON array, or per row of a Parquet file. Text may be compressed.
 """
 
 import json

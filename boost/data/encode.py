@@ -96,7 +96,8 @@ class Encoder:
                 self._drops = self.is_full(split)
             n_bytes = len(piece.encode("utf-8"))
             if self._drops:
-                entry.leave_out(int(self._starts), n_bytes)
+                entry.documents -= self._starts
+                entry.bytes -= n_bytes
             else:
                 ids = encoding.ids
                 if self._unknown_id is not None:

@@ -11,7 +11,7 @@ match files that another tool writes again.
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from boost.data.report import FileReport, PrepareReport
 from boost.data.sources import require_unchanged
 from boost.data.split import choose_split
 from boost.data.store import token_dtype
-from boost.data.tokenizer import find_eos, load_tokenizer, parse_training, vocabulary_size
+from boost.data.tokenizer import find_eos, load_tokenizer, vocabulary_size
 from boost.data.writer import TokenWriter, store_meta
 from boost.errors import DataError
 
@@ -40,7 +40,6 @@ _DECODED_IDS = 1 << 16
 _MEGATRON_MAGIC = b"MMIDIDX\0\0"
 _MEGATRON_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
-_LLM_C_HEADERS = {struct.pack("<2i", 20240520, 1), struct.pack("<2i", 20240801, 7)}
 
 
 @dataclass(frozen=True)
@@ -109,9 +108,6 @@ def _open_raw(path: Path, dtype: str, split: str | None) -> TokenFile:
         raise DataError(
             f"{path}: {size} bytes are not a whole number of {dtype} ids; check --token-dtype, or copy it again"
         )
-    with path.open("rb") as file:
-        if file.read(8) in _LLM_C_HEADERS:  # which would become tokens
-            raise DataError(f"{path}: has the header of llm.c; remove it: tail -c +1025 {path.name} > ids.bin")
     return TokenFile(path, kind, split)
 
 
@@ -165,18 +161,6 @@ class TokenInput:
     def __init__(self, options: "PrepareOptions") -> None:
         assert options.from_tokens is not None
         self.name = options.from_tokens
-        flag = f"--from-tokens {self.name}"
-        if options.inputs or options.stdlib or options.hf is not None or options.heldout_split is not None:
-            raise DataError(f"{flag}: cannot be combined with text; prepare two stores")
-        if parse_training(options.tokenizer) is not None:
-            raise DataError(
-                f"{flag}: needs the tokenizer that made the ids; name it with --tokenizer, such as gpt2 or its tokenizer.json"
-            )
-        for limit in ("max_documents", "max_tokens", "max_heldout_tokens"):
-            if getattr(options, limit) is not None:
-                raise DataError(f"{flag}: takes no --{limit.replace('_', '-')}; remove it")
-        if options.text_field is not None:
-            raise DataError(f"{flag}: has no columns; remove --text-field")
         self._dtype = options.token_dtype
         self.files = open_token_files(Path(self.name), self._dtype, "train" if options.heldout_from else None)
         for path in options.heldout_from:
@@ -195,7 +179,9 @@ class TokenInput:
         consumed = documents = 0
         for file in self.files:
             entry, number, length, read = section.file(file.path.name), 0, 0, 0
-            self._require_unchanged(file)
+            before = {path: self._stats[path] for path in file.paths()}
+            for path, about in before.items():
+                require_unchanged(path, about.st_size, about.st_mtime_ns)
             for ids, end in file.pieces(eos):
                 if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
                     at = int(np.argmax((ids < 0) | (ids >= vocab_size)))
@@ -217,11 +203,8 @@ class TokenInput:
                 else:
                     entry.skip("empty document", f"document {number}")
                 number, length = number + 1, 0
-            self._require_unchanged(file)
-
-    def _require_unchanged(self, file: TokenFile) -> None:
-        for path in file.paths():
-            require_unchanged(path, self._stats[path].st_size, self._stats[path].st_mtime_ns)
+            for path, about in before.items():
+                require_unchanged(path, about.st_size, about.st_mtime_ns)
 
 
 def build_from_tokens(
@@ -243,7 +226,7 @@ def build_from_tokens(
                 f"--from-tokens {tokens.name}: is one document, so that none can be held out; name held-out ids with "
                 "--heldout-from, or the token that ends documents with --eos"
             )
-    count_bytes = ByteCounter(tokenizer)
+    count_bytes = byte_counter(tokenizer)
     progress.phase("copying the ids", tokens.size)
     with TokenWriter(folder, token_dtype(size), eos[1]) as writer:
         for part in tokens.parts(eos[1], size, report, progress):
@@ -262,34 +245,25 @@ def build_from_tokens(
         writer.finish(tokenizer.to_str(), meta, report.details())
 
 
-class ByteCounter:
-    """Counts the UTF-8 bytes of the text of ids, without special tokens: a store records them for bits per byte.
+def byte_counter(tokenizer: "Tokenizer") -> Callable[[npt.NDArray[Any]], int]:
+    """Returns a function that counts the UTF-8 bytes of the text of ids, without special tokens: a store records them for bits per
+    byte.
 
     Exact for byte-level tokenizers, by a table. Others decode the ids in pieces, which can be off by a byte or two per piece.
     """
-
-    def __init__(self, tokenizer: "Tokenizer") -> None:
-        self._tokenizer = tokenizer
-        self._table = _bytes_per_token(tokenizer)
-
-    def __call__(self, ids: npt.NDArray[Any]) -> int:
-        if self._table is not None:
-            return int(self._table[ids].sum())
-        pieces = (ids[at : at + _DECODED_IDS].tolist() for at in range(0, len(ids), _DECODED_IDS))
-        return sum(len(self._tokenizer.decode(piece, skip_special_tokens=True).encode("utf-8")) for piece in pieces)
-
-
-def _bytes_per_token(tokenizer: "Tokenizer") -> npt.NDArray[np.int64] | None:
-    """Bytes of each token [vocab_size] of a byte-level tokenizer, whose tokens have one character per byte; else None."""
     from tokenizers.pre_tokenizers import ByteLevel
 
+    def decoded(ids: npt.NDArray[Any]) -> int:
+        pieces = (ids[at : at + _DECODED_IDS].tolist() for at in range(0, len(ids), _DECODED_IDS))
+        return sum(len(tokenizer.decode(piece, skip_special_tokens=True).encode("utf-8")) for piece in pieces)
+
     if (json.loads(tokenizer.to_str()).get("decoder") or {}).get("type") != "ByteLevel":
-        return None
-    alphabet = set(ByteLevel.alphabet())
+        return decoded
+    alphabet = set(ByteLevel.alphabet())  # of characters that stand for one byte each
     table = np.zeros(vocabulary_size(tokenizer), dtype=np.int64)
     for token, index in tokenizer.get_vocab(with_added_tokens=True).items():
         table[index] = len(token) if alphabet.issuperset(token) else len(token.encode("utf-8"))
     for index, added in tokenizer.get_added_tokens_decoder().items():
         if added.special:
             table[index] = 0
-    return table
+    return lambda ids: int(table[ids].sum())

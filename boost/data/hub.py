@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from boost.data.conversations import document_of
-from boost.data.readers import Document, accept, missing_package
+from boost.data.readers import Document, accept, require
 from boost.data.report import PrepareReport
 from boost.errors import DataError
 
@@ -89,10 +89,7 @@ class HubSource:
         return state | ({"commit": self._commit} if self._commit else {})
 
     def _rows(self, state: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-        try:
-            import datasets
-        except ImportError as error:
-            raise missing_package("a Hugging Face dataset", "datasets") from error
+        datasets = require("datasets", "a Hugging Face dataset")
         datasets.config.STREAMING_READ_MAX_RETRIES = max(datasets.config.STREAMING_READ_MAX_RETRIES, READ_RETRIES)
         with quiet_hub():
             try:

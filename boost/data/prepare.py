@@ -19,8 +19,7 @@ from boost.data.from_tokens import TokenInput, build_from_tokens
 from boost.data.hub import HubSource
 from boost.data.prepare_chat import build_chat
 from boost.data.reading import Progress, Reading
-from boost.data.report import PrepareReport
-from boost.data.sources import FilesSource, SeenInputs, Source
+from boost.data.sources import FilesSource, SeenInputs, Source, StdlibSource
 from boost.data.split import SplitRule, choose_split
 from boost.data.store import FORMAT, STORE_FILE, TokenStore, read_meta, token_dtype
 from boost.data.tokenizer import (
@@ -50,10 +49,15 @@ COMMIT_PAUSE = 20.0
 """At least this many times as long as a commit took: commits take at most a twentieth of the time."""
 
 
-# Options that conversations do not have. An error, so that none is silently ignored.
-_NOT_FOR_CHAT = (
-    "stdlib", "from_tokens", "text_field", "heldout_split", "heldout_from", "max_tokens", "max_heldout_tokens",
-)  # fmt: skip
+_CONFLICTS = {
+    "chat": (
+        "stdlib", "from_tokens", "text_field", "heldout_split", "heldout_from", "max_tokens", "max_heldout_tokens",
+    ),
+    "from_tokens": (
+        "inputs", "stdlib", "hf", "text_field", "heldout_split", "max_documents", "max_tokens", "max_heldout_tokens",
+    ),
+}  # fmt: skip
+"""Options that conversations and token files do not have. An error, so that none is silently ignored."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +164,6 @@ def _open_sources(options: PrepareOptions) -> tuple[list[Source], list[Source]]:
     else:
         heldout.append(HubSource(options.hf, options.heldout_split, options.text_field or "text", options.hf_revision))
     if options.stdlib:
-        from boost.data.stdlib import StdlibSource
-
         sources.append(StdlibSource())
     sources += [FilesSource(path, options.text_field, seen, options.chat) for path in options.inputs]
     if options.hf is not None:
@@ -199,15 +201,20 @@ def _check_options(options: PrepareOptions) -> None:
             raise DataError(f"--{flag.replace('_', '-')} {value}: must be at least 1")
     if options.out.name in ("", ".."):
         raise DataError(f"--out {options.out}: must name a folder, such as data/mine")
-    parse_training(options.tokenizer)
+    training = parse_training(options.tokenizer)
     if options.hf_revision is not None and options.hf is None:
         raise DataError(f"--hf-revision {options.hf_revision}: has no effect without --hf; remove it")
-    if not options.chat:
-        return
-    unused = [f"--{flag.replace('_', '-')}" for flag in _NOT_FOR_CHAT if getattr(options, flag)]
-    if unused:
-        raise DataError(f"--chat reads files of conversations; remove {' and '.join(unused)}")
-    if not Path(options.tokenizer).is_dir():
+    for mode, others in _CONFLICTS.items():
+        unused = [f"--{flag.replace('_', '-')}" for flag in others if getattr(options, mode) and getattr(options, flag)]
+        if unused:
+            flags = " and ".join(unused).replace("--inputs", "INPUT")
+            raise DataError(f"--{mode.replace('_', '-')} cannot be combined with {flags}; remove one of them")
+    if options.from_tokens and training:
+        raise DataError(
+            f"--from-tokens {options.from_tokens}: needs the tokenizer that made the ids; name it with --tokenizer, such as gpt2 "
+            "or its tokenizer.json"
+        )
+    if options.chat and not Path(options.tokenizer).is_dir():
         raise DataError(
             f"--tokenizer {options.tokenizer}: with --chat, name the folder of a tokenizer.json and a chat template, such as "
             "that of the model to fine-tune"
@@ -291,8 +298,6 @@ def _build(
                 next_commit = now + max(COMMIT_S, COMMIT_PAUSE * (now - begun))
         encoder.flush()
         report = reading.report
-        if not any(sizes["documents"] for sizes in writer.sizes.values()):
-            raise _empty(report)
         for name, sizes in writer.sizes.items():
             if not sizes["documents"]:
                 raise DataError(
@@ -310,7 +315,7 @@ def _begin(options: PrepareOptions, reading: Reading) -> tuple[SplitRule, "Token
     if not reading.separate:
         rule = choose_split((document.key for document in reading.documents("scanning the input")), options.heldout)
     if rule is None:
-        raise _empty(reading.report)
+        raise DataError(f"the corpus is empty: {reading.report.skipped_in_words()}; name files that contain text")
     vocab_size = parse_training(options.tokenizer)
     if vocab_size is None:
         tokenizer = load_tokenizer(options.tokenizer)
@@ -319,10 +324,6 @@ def _begin(options: PrepareOptions, reading: Reading) -> tuple[SplitRule, "Token
         tokenizer = train_tokenizer(_train_pieces(reading, rule), vocab_size, options.eos or END_OF_TEXT)
         eos = find_eos(tokenizer, options.eos or END_OF_TEXT)
     return rule, tokenizer, eos
-
-
-def _empty(report: PrepareReport) -> DataError:
-    return DataError(f"the corpus is empty: {report.skipped_in_words()}; name files that contain text")
 
 
 def _notes(options: PrepareOptions, rule: SplitRule, encoder: Encoder, reading: Reading, size: int) -> list[str]:

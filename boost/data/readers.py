@@ -8,6 +8,7 @@ turned out to be damaged is kept.
 import bz2
 import codecs
 import gzip
+import importlib
 import io
 import json
 import lzma
@@ -36,13 +37,8 @@ CHUNK = 1 << 20
 """Bytes to read at a time."""
 
 NOT_UTF8 = "not UTF-8 text"
-BINARY = "binary (holds a NUL byte)"
-EMPTY = "empty"
-NO_STRING = "text field is not a string"
-NOT_JSON_LINE = "not a line of JSON"
 SURROGATE = "not valid Unicode (half of a surrogate pair)"
 CRLF = "with CRLF line breaks, normalized to LF"
-REFUSED = "refused: pickles and binary arrays are never loaded"
 
 # Formats whose loaders can run code. A text pickle (protocol 0) is valid ASCII, so the name alone must refuse it.
 REFUSED_SUFFIXES = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".pt", ".pth", ".ckpt", ".bin", ".idx")
@@ -57,13 +53,8 @@ class Unreadable(Exception):
     """A file that cannot be read: why, where in the file, and how to fix it."""
 
     def __init__(self, reason: str, where: str = "", fix: str = "remove it from the inputs") -> None:
-        super().__init__(reason)
-        self.reason, self.where, self.fix = reason, where, fix
-
-    def as_error(self, path: Path) -> DataError:
-        """The error that ends the run if the user named the file."""
-        where = f" at {self.where}" if self.where else ""
-        return DataError(f"{path}: {self.reason}{where}; {self.fix}")
+        super().__init__(f"{reason} at {where}; {fix}" if where else f"{reason}; {fix}")
+        self.reason, self.where = reason, where
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +75,9 @@ def read_file(
     name = path.name.lower()
     if name.endswith(REFUSED_SUFFIXES):
         tokens = "read token ids with --from-tokens, or " if name.endswith((".bin", ".idx")) else ""
-        raise Unreadable(REFUSED, fix=f"{tokens}export the text as .txt or .jsonl")
+        raise Unreadable(
+            "refused: pickles and binary arrays are never loaded", fix=f"{tokens}export the text as .txt or .jsonl"
+        )
     if name.endswith(JSON_SUFFIXES):
         yield from _read_json(path, key, text_field, entry, report)
     elif name.endswith(CSV_SUFFIXES):
@@ -94,7 +87,7 @@ def read_file(
     elif name.endswith(ARROW_SUFFIXES):
         yield from _read_arrow(path, key, text_field, entry, report)
     else:
-        with open_utf8(path, entry, report) as file:
+        with open_utf8(path, report) as file:
             yield from _accept_pieces(_decoded(file), key, "", entry)
 
 
@@ -104,10 +97,10 @@ def read_file(
 def accept(text: Any, key: str, where: str, entry: FileReport) -> Document | None:
     """A document for the text; or None, and the reason is recorded in the report."""
     if not isinstance(text, str):
-        entry.skip(NO_STRING, f"{where}: {type(text).__name__}".removeprefix(": "))
+        entry.skip("text field is not a string", f"{where}: {type(text).__name__}".removeprefix(": "))
         return None
     if not text or text.isspace():
-        entry.skip(EMPTY, where)
+        entry.skip("empty", where)
         return None
     if "\r\n" in text:
         text = text.replace("\r\n", "\n")
@@ -182,14 +175,14 @@ def find_text_column(wanted: str | None, columns: dict[str, bool], entry: FileRe
     return chosen
 
 
-# ---- Bytes: decompressed by suffix, transcoded from UTF-16 and UTF-32
+# ---- Bytes, decompressed by suffix
 
 
 @contextmanager
-def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[io.BufferedReader]:
-    """Opens a file for reading; a UTF-8 byte order mark remains. Notes in `entry` if it was transcoded.
+def open_utf8(path: Path, report: PrepareReport) -> Iterator[io.BufferedReader]:
+    """Opens a file for reading; a UTF-8 byte order mark remains.
 
-    Raises `Unreadable` for a damaged compressed file, here or in the body of the `with` statement.
+    Raises `Unreadable` for UTF-16 and UTF-32, and for a damaged compressed file, here or in the body of the `with` statement.
     """
     compression = _COMPRESSION.get(path.suffix.lower(), "")
     try:
@@ -203,13 +196,14 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
                 case "xz":
                     opened = lzma.LZMAFile(counted)  # noqa: SIM115
                 case "zstd":
-                    opened = require_pyarrow("zstd files").CompressedInputStream(counted, "zstd")
+                    opened = require("pyarrow", "zstd files").CompressedInputStream(counted, "zstd")
                 case _:
                     opened = counted
             file = io.BufferedReader(opened, CHUNK)
-            if encoding := _foreign_codec(file.peek(200)[:200]):
-                entry.note(f"{encoding.upper()[:6]} text, converted to UTF-8")
-                file = io.BufferedReader(_Transcoder(file, encoding), CHUNK)
+            if encoding := foreign_encoding(file.peek(200)):
+                # An array of small integers looks like UTF-16 without a byte order mark.
+                fix = f"convert it, e.g. with 'iconv -f {encoding} -t utf-8'"
+                raise Unreadable(f"{encoding} text, or binary", fix=fix)
             yield file
     except (EOFError, zlib.error, lzma.LZMAError) as error:
         where = "truncated" if isinstance(error, EOFError) else str(error)
@@ -238,46 +232,6 @@ class _Counted(io.RawIOBase):
         return count
 
 
-class _Transcoder(io.RawIOBase):
-    """A file in another encoding as UTF-8 bytes, without a byte order mark."""
-
-    def __init__(self, file: IO[bytes], encoding: str) -> None:
-        self._file, self._encoding = file, encoding
-        self._decoder = codecs.getincrementaldecoder(encoding)()
-        self._ready, self._read, self._ended = b"", 0, False
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready and not self._ended:
-            data = self._file.read(CHUNK)
-            self._ended = not data
-            try:
-                self._ready = self._decoder.decode(data, final=self._ended).encode("utf-8")
-            except UnicodeDecodeError as error:
-                where = f"byte {self._read - (len(error.object) - len(data)) + error.start}"
-                reason = f"damaged {self._encoding.upper()[:6]} text"
-                raise Unreadable(reason, where, "save it as UTF-8") from error
-            self._read += len(data)
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
-        return count
-
-
-def _foreign_codec(head: bytes) -> str | None:
-    """The codec of text that begins with `head`, if it is UTF-16 or UTF-32; else None."""
-    encoding = foreign_encoding(head)
-    if encoding is None:
-        return None
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
-        return encoding.lower()
-    # Without a byte order mark, an array of small integers looks the same, except that it holds control characters.
-    codec = "utf-16-le" if head[1] == 0 else "utf-16-be"
-    sample = head[: len(head) // 2 * 2].decode(codec, "replace")
-    return codec if all(c.isprintable() or c.isspace() for c in sample) else None
-
-
 def _decoded(file: IO[bytes]) -> Iterator[str]:
     """The text of a file in pieces, without a byte order mark. Raises `Unreadable` with the offset of the first bad byte."""
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
@@ -285,7 +239,7 @@ def _decoded(file: IO[bytes]) -> Iterator[str]:
         data = file.read(CHUNK)
         nul = data.find(b"\0")
         if nul >= 0:
-            raise Unreadable(BINARY, f"byte {offset + nul}")
+            raise Unreadable("binary (holds a NUL byte)", f"byte {offset + nul}")
         try:
             text = decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
@@ -305,7 +259,7 @@ def _decoded(file: IO[bytes]) -> Iterator[str]:
 def json_records(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[tuple[int, str, Any]]:
     """(number from 1, position in words, value) of the records of a JSON file. Bad lines are skipped, which the report says.
     Raises `Unreadable`."""
-    with open_utf8(path, entry, report) as file:
+    with open_utf8(path, report) as file:
         head = bytes(file.peek(CHUNK)).removeprefix(codecs.BOM_UTF8).lstrip()
         is_whole = head.startswith(b"[") or head.partition(b"\n")[0].strip() == b"{"
         name = path.stem if path.suffix.lower() in _COMPRESSION else path.name
@@ -331,7 +285,7 @@ def json_records(path: Path, entry: FileReport, report: PrepareReport) -> Iterat
                 except (ValueError, RecursionError) as error:
                     # The decoder's own message says "line 1", which would be misleading here.
                     position = isinstance(error, json.JSONDecodeError) and f"{error.msg}, column {error.colno}"
-                    entry.skip(NOT_JSON_LINE, f"{where}: {position or error}")
+                    entry.skip("not a line of JSON", f"{where}: {position or error}")
                 else:
                     yield number, where, value
 
@@ -340,11 +294,8 @@ def _whole_json(file: IO[bytes]) -> list[Any]:
     """The elements of a JSON array, or one value. Raises `Unreadable`."""
     data = file.read(MAX_JSON_BYTES + 1)
     if len(data) > MAX_JSON_BYTES:
-        reason, fix = (
-            f"JSON longer than {format_bytes(MAX_JSON_BYTES)}",
-            "convert it to JSON Lines, e.g. with: jq -c '.[]'",
-        )
-        raise Unreadable(reason, fix=fix)
+        reason = f"JSON longer than {format_bytes(MAX_JSON_BYTES)}"
+        raise Unreadable(reason, fix="convert it to JSON Lines, e.g. with: jq -c '.[]'")
     try:
         value = json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -382,8 +333,7 @@ def _read_csv(
     path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
 ) -> Iterator[Document]:
     """Rows of a file with a header; quoted text may hold line breaks."""
-    pyarrow = require_pyarrow("CSV files")
-    from pyarrow import csv
+    pyarrow, csv = (require(module, "CSV files") for module in ("pyarrow", "pyarrow.csv"))
 
     def record_bad_row(bad: Any) -> str:
         entry.skip("not a row of CSV", f"{bad.actual_columns} columns instead of {bad.expected_columns}")
@@ -395,7 +345,7 @@ def _read_csv(
 
     row, blocks = 0, csv.ReadOptions(block_size=MAX_RECORD_BYTES)
     try:
-        with open_utf8(path, FileReport(""), PrepareReport()) as file:
+        with open_utf8(path, PrepareReport()) as file:
             schema = csv.open_csv(file, blocks, parse(lambda _: "skip")).schema
         # The types are inferred from the first block: text that is not UTF-8 is inferred as binary.
         is_text = {
@@ -405,7 +355,7 @@ def _read_csv(
         # As bytes, so that one row that is not UTF-8 does not end the file.
         convert = csv.ConvertOptions(include_columns=[column], column_types={column: pyarrow.binary()})
         with (
-            open_utf8(path, entry, report) as file,
+            open_utf8(path, report) as file,
             csv.open_csv(file, blocks, parse(record_bad_row), convert) as batches,
         ):
             for batch in batches:
@@ -438,7 +388,7 @@ def _read_arrow(
     path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
 ) -> Iterator[Document]:
     """Rows of an Arrow file or stream, as `datasets` saves them."""
-    pyarrow = require_pyarrow("Arrow files")
+    pyarrow = require("pyarrow", "Arrow files")
     with pyarrow.OSFile(str(path)) as file:  # not a memory map: a file that becomes shorter would kill the process
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
@@ -487,12 +437,9 @@ def _rows(values: Iterable[Any], start: int, key: str, entry: FileReport, first_
 @contextmanager
 def open_parquet(path: Path) -> Iterator[Any]:
     """A `pyarrow.parquet.ParquetFile`. Raises `Unreadable`, or `DataError` with the install command if pyarrow is missing."""
-    try:
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise missing_package("Parquet files", "pyarrow") from error
+    parquet = require("pyarrow.parquet", "Parquet files")
     with damage("not a Parquet file"):
-        file = pq.ParquetFile(path)
+        file = parquet.ParquetFile(path)
     with file:
         yield file
 
@@ -511,15 +458,10 @@ def damage(reason: str, where: str = "") -> Iterator[None]:
         raise Unreadable(reason, detail, "copy it again") from error
 
 
-def missing_package(what: str, package: str) -> DataError:
-    """The error for an optional dependency that is not installed."""
-    return DataError(f"reading {what} needs the package {package!r}: pip install {package}")
-
-
-def require_pyarrow(what: str) -> Any:
-    """The module `pyarrow`. Raises `DataError` with the install command if it is missing."""
+def require(module: str, what: str) -> Any:
+    """A module of an optional package. Raises `DataError` with the install command if it is missing."""
     try:
-        import pyarrow
+        return importlib.import_module(module)
     except ImportError as error:
-        raise missing_package(what, "pyarrow") from error
-    return pyarrow
+        package = module.partition(".")[0]
+        raise DataError(f"reading {what} needs the package {package!r}: pip install {package}") from error

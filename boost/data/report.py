@@ -51,11 +51,6 @@ class FileReport:
         """Counts one document or file that was read in another form, such as with other line breaks."""
         self.notes.setdefault(what, Skip()).add(printable(where))
 
-    def leave_out(self, documents: int, n_bytes: int) -> None:
-        """Takes back documents and bytes that were read but not written (`boost.data.encode`)."""
-        self.documents -= documents
-        self.bytes -= n_bytes
-
     def restore(self, saved: dict[str, Any]) -> None:
         """Sets the numbers to those of `as_dict`."""
         self.documents, self.bytes, self.tokens = (int(saved[key]) for key in ("documents", "bytes", "tokens"))

@@ -8,6 +8,7 @@ it is streamed.
 
 import os
 import stat
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,9 @@ from boost.errors import DataError
 # Of folders that `datasets` writes with save_to_disk: one with the splits as folders, and one with the shards of a split.
 DATASET_DICT = "dataset_dict.json"
 DATASET_METADATA = {"dataset_info.json", "state.json"}
+STDLIB_SKIPPED = {"site-packages", "dist-packages", "lib-dynload", "_bundled", "__pycache__"}
+STDLIB_SKIPPED |= {"test", "tests", "idlelib", "idle_test"}
+"""Folders of the standard library. Third-party packages are not part of it; tests and bundled tools would be half of the text."""
 
 
 @dataclass(frozen=True)
@@ -161,11 +165,28 @@ class FilesSource:
             require_unchanged(file.path, file.size, file.mtime_ns)
         except Unreadable as problem:
             if file.explicit:
-                raise problem.as_error(file.path) from problem
+                raise DataError(f"{file.path}: {problem}") from problem
             entry.skip(problem.reason, problem.where)
 
     def fingerprint(self) -> list[Any]:
         return [[file.key, file.size, file.mtime_ns] for file in self.files]
+
+
+class StdlibSource(FilesSource):
+    """The Python files of the running interpreter's standard library: a corpus that needs no download."""
+
+    def __init__(self, root: str | Path | None = None) -> None:
+        super().__init__(root or sysconfig.get_paths()["stdlib"])
+        self.name = "Python standard library"
+
+    def _walk(self) -> Iterator[Path]:
+        paths: list[Path] = []
+        for folder, folders, names in os.walk(self.path):
+            folders[:] = [
+                name for name in folders if name not in STDLIB_SKIPPED and not name.startswith((".", "config-"))
+            ]
+            paths += (path for path in (Path(folder, name) for name in names if name.endswith(".py")) if path.is_file())
+        return iter(sorted(paths, key=Path.as_posix))
 
 
 Source = FilesSource | HubSource

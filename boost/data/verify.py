@@ -14,7 +14,7 @@ import random
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,10 @@ _THREADS = min(8, os.cpu_count() or 1)
 def verify_once(store: TokenStore, progress: Progress = iter) -> None:
     """Calls `verify` unless this machine has already verified the same files. Raises DataError."""
     record = _record_of(store)
-    with _locked(record):
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # the file system may not support locks
+            lock: Any = stack.enter_context(open(record.with_suffix(".lock"), "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
         state: dict[str, Any] = {
             "host": socket.gethostname(),
             "store": str(store.path.resolve()),
@@ -122,13 +125,3 @@ def _cache_folder() -> Path:
             if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
                 return folder
     return folder  # then nothing is cached
-
-
-@contextlib.contextmanager
-def _locked(record: Path) -> Iterator[None]:
-    """Context manager for one process of this machine at a time, if the file system supports locks."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            file: Any = stack.enter_context(open(record.with_suffix(".lock"), "w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

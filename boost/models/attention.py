@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from boost.config.context import chunks_of
+from boost.config.attention import chunks_of
 from boost.config.schema import ModelConfig
 from boost.models.cache import CacheRows, KVCache, NextTokenRows
 from boost.models.documents import Documents, causal, documents_of
@@ -23,7 +23,7 @@ KeysValues = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class SequenceShare:
-    """This process's share of each sequence on the context axis (`boost.config.context`): two chunks, one from each half of the
+    """This process's share of each sequence on the context axis (`boost.config.attention`): two chunks, one from each half of the
     sequence; or the chunk of one half only."""
 
     rank: int

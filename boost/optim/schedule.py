@@ -3,8 +3,7 @@
 import math
 from functools import singledispatch
 
-from boost.config.lr_schedules import Constant, Cosine, CosineRestarts, LRSchedule
-from boost.config.optimizers import OptimConfig
+from boost.config.optimizers import Constant, Cosine, CosineRestarts, LRSchedule, OptimConfig
 
 RESTART_FLOOR = 1e-6
 """Fraction of lr at the first step after a restart, as in LORO's published code."""

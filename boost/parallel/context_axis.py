@@ -1,4 +1,4 @@
-"""Attention over the context-parallel (CP) axis: either exchanges heads or gathers keys and values (`boost.config.context`).
+"""Attention over the context-parallel (CP) axis: either exchanges heads or gathers keys and values (`boost.config.attention`).
 
 Legend: n local tokens of a micro-batch, N = cp n tokens on all CP ranks; H query and K key/value heads of one TP rank, E width
 of a head.
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from boost.config.context import crosses_as_heads, local_heads
+from boost.config.attention import crosses_as_heads, local_heads
 from boost.config.layouts.spec import EXCHANGE, GATHER, Comm
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.models.attention import SequenceShare

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from boost.config import Config
-from boost.config.copies import has_working_copies, may_have_copy
+from boost.config.layouts import spec_of
 from boost.models.fused import FusedModule
 
 
@@ -27,7 +27,7 @@ class WorkingCopies:
     """
 
     def __init__(self, model: nn.Module, config: Config, accumulated: Callable[[nn.Parameter], None]) -> None:
-        """Selects the parameters of a model, or of its pipeline stages, that get a copy under `config` (`boost.config.copies`).
+        """Selects the parameters of a model, or of its pipeline stages, that get a copy under `config`.
 
         `accumulated` is called whenever the gradient of a pass has been added to that of a parameter, because autograd does not
         call the parameter's own hooks.
@@ -35,10 +35,10 @@ class WorkingCopies:
         self._dtype, self._accumulated = getattr(torch, config.train.compute_dtype), accumulated
         self._places = [
             (module, name)
-            for module in (model.modules() if has_working_copies(config) else ())
+            for module in (model.modules() if config.has_working_copies else ())
             if isinstance(module, FusedModule)
             for name, slices in module.slices.items()
-            if may_have_copy(slices[0].parameter.role, config.parallel)
+            if spec_of(config.parallel).may_have_copy(slices[0].parameter.role)
         ]
 
     @contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from boost.config.architecture import groups, has_latent_gate
-from boost.config.context import context_comms
+from boost.config.attention import context_comms
 from boost.config.layouts import spec_of
 from boost.config.layouts.spec import GroupContext, PlannedComm
 from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from boost.config.attention import document_form
-from boost.config.compiling import compiled_part
-from boost.config.copies import has_working_copies
-from boost.config.schema import Config
+from boost.config.schema import Config, compiled_part
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE, bucket_lengths
 from boost.plan.categories import BUFFERS, COPIES, GRADIENTS, LATENTS, OPTIMIZER, RESIDUAL, SAVED, WEIGHTS, WORK
@@ -106,7 +104,7 @@ def copies_bytes(config: Config, stored: Sequence[StoredTensor]) -> int:
 
 def _copy(config: Config, tensor: StoredTensor) -> Held | None:
     """The working copy of a stored tensor; None if it has none."""
-    if not (tensor.may_have_copy and has_working_copies(config)):
+    if not (tensor.may_have_copy and config.has_working_copies):
         return None
     dtype = config.train.compute_dtype
     return Held(tensor.elements * ITEMSIZE[dtype], COPIES, "copy_", (tensor.rows, tensor.columns), dtype, "")

@@ -22,8 +22,7 @@ from boost.config.architecture import (
     head,
     latent_gate_parameters,
 )
-from boost.config.copies import may_have_copy
-from boost.config.layouts import Placement, local_shape, placement_of
+from boost.config.layouts import Placement, local_shape, placement_of, spec_of
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.stages import Stage, whole
 from boost.config.traffic import ITEMSIZE, Collective, bucket_lengths
@@ -41,7 +40,7 @@ class StoredTensor(NamedTuple):
     unit: int | None
     """Block (FSDP unit) that it is gathered with; None: the unit of embedding and head of its stage."""
     may_have_copy: bool
-    """Whether forward and backward use a working copy of it, if working copies are on (`boost.config.copies`)."""
+    """Whether forward and backward use a working copy of it, if working copies are on (`LayoutSpec.may_have_copy`)."""
 
     @property
     def elements(self) -> int:
@@ -70,7 +69,7 @@ def stored_tensor(
     placement = placement_of(parameters[0].role, model, parallel)
     shapes = [local_shape(parameter, placement, parallel.tp) for parameter in parameters]
     rows, columns = sum(shape[0] for shape in shapes), math.prod(shapes[0][1:])
-    copied = may_have_copy(parameters[0].role, parallel)
+    copied = spec_of(parallel).may_have_copy(parameters[0].role)
     return StoredTensor(rows, columns, len(shapes[0]) == 1, placement, unit, copied)
 
 

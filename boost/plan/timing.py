@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from boost.config.architecture import first_alike, flops_per_token, groups, has_latent_gate
-from boost.config.copies import has_working_copies
 from boost.config.factors import FactorShape, factor_shape, work_dtype
 from boost.config.layouts import placement_of
 from boost.config.optimizers import MuonConfig
@@ -110,7 +109,7 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
     accumulated = train.global_batch // (parallel.dp * train.micro_batch)
     # Gradients are copied into a bucket for an all-reduce; if that has another dtype, also copied out of it.
     copied = 2 if train.sum_dtype == dtype else 2 * (1 + ITEMSIZE[train.sum_dtype] / ITEMSIZE[dtype])
-    has_copies, narrow = has_working_copies(as_stored(config)), ITEMSIZE[train.compute_dtype] / ITEMSIZE[dtype]
+    has_copies, narrow = as_stored(config).has_working_copies, ITEMSIZE[train.compute_dtype] / ITEMSIZE[dtype]
     gathers_each = parallel.sharded and parallel.shard == "full"
     for tensor, count in stored.items():
         elements, held = (tensor.elements,), (tensor.shard(parallel),)

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from boost.config.compiling import compiled_part
-from boost.config.copies import has_working_copies, may_have_copy
-from boost.config.schema import Config
+from boost.config.layouts import spec_of
+from boost.config.schema import Config, compiled_part
 from boost.models import documents, kernels
 from boost.models.attention import Context
 from boost.models.fused import FusedModule
@@ -45,7 +44,7 @@ class Tracer:
     def __init__(self, config: Config, gathered: bool, on_gpu: bool) -> None:
         self.config, self.model, self.parallel = config, config.model, config.parallel
         train, p = config.train, config.parallel.tp
-        self.gathered, self.copied = gathered, not gathered and has_working_copies(config)
+        self.gathered, self.copied = gathered, not gathered and config.has_working_copies
         self.dtype, self.stored = getattr(torch, train.compute_dtype), getattr(torch, train.param_dtype)
         self.device = torch.device("cuda" if on_gpu else "cpu")
         part = compiled_part(train.compile, self.device.type)
@@ -81,7 +80,7 @@ class Tracer:
                 for name, slices in part.slices.items():
                     shape = tuple(part._parameters[name].shape)  # type: ignore[union-attr]
                     role = slices[0].parameter.role
-                    copied = self.copied and may_have_copy(role, self.parallel)
+                    copied = self.copied and spec_of(self.parallel).may_have_copy(role)
                     dtype = self.dtype if copied or (self.gathered and len(shape) > 1) else self.stored
                     part._parameters[name] = leaf(  # type: ignore[assignment]
                         self.tape, shape, dtype, self.device, short_role(role), self.stored if copied else None

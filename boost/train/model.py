@@ -12,8 +12,8 @@ from torch.utils._triton import has_triton
 
 from boost.config import Config
 from boost.config.architecture import parameter_count
-from boost.config.compiling import CompiledPart, CompileName, compiled_part
 from boost.config.rules import out_of_proportion
+from boost.config.schema import CompiledPart, CompileName, compiled_part
 from boost.config.stages import Stage, stages_of
 from boost.data.batches import Batch
 from boost.errors import ConfigError

@@ -1,8 +1,11 @@
 """Commands of `boost`, called in this process."""
 
+from pathlib import Path
+
 import pytest
 
 from boost.cli.main import main
+from tests.convert.toys import llama_folder
 
 
 def say(capture: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
@@ -10,3 +13,11 @@ def say(capture: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, 
     code = main([str(word) for word in words])
     out, err = capture.readouterr()
     return code, out, err
+
+
+def llama_of(store: Path, folder: Path) -> Path:
+    """A folder with tiny LLaMA weights and the tokenizer of a token store, whose documents end in token 0."""
+    folder.mkdir(exist_ok=True)
+    llama_folder(folder, vocab_size=300, eos_token_id=0, bos_token_id=None)
+    (folder / "tokenizer.json").write_text((store / "tokenizer.json").read_text())
+    return folder

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from boost.cli.main import main
 from tests.cli.commands import say
-from tests.convert.toys import llama_folder
 
 pytest.importorskip("lm_eval", reason="needs the extra 'tasks': pip install 'boost-llm[tasks]'")
 
@@ -50,16 +48,6 @@ QUESTIONS = [
     {"question": "def main(", "choices": ["argv):", "yield yield yield yield"], "answer": 1},
     {"question": "", "choices": ["a", "bb"], "answer": 0},
 ]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    llama_folder(folder, vocab_size=300, eos_token_id=0, bos_token_id=None)
-    (folder / "tokenizer.json").write_text((store / "tokenizer.json").read_text())
-    out = tmp_path_factory.mktemp("imported") / "c"
-    assert main(["import", str(folder), "--out", str(out)]) == 0
-    return out
 
 
 @pytest.fixture(scope="module")

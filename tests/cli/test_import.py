@@ -10,18 +10,14 @@ import torch
 from boost.train.checkpoint import open_checkpoint
 from boost.train.metrics import read_metrics
 from boost.train.weights import WeightReader
-from tests.cli.commands import say
-from tests.convert.toys import llama_folder
+from tests.cli.commands import llama_of, say
 
 STEPS = ["--train.seq_len", "32", "--train.global_batch", "2", "--train.micro_batch", "2", "--run.device", "cpu"]
 
 
 @pytest.fixture
 def llama(tmp_path: Path, store: Path) -> Path:
-    folder = tmp_path / "llama"
-    llama_folder(folder, vocab_size=300, eos_token_id=0, bos_token_id=None)
-    (folder / "tokenizer.json").write_text((store / "tokenizer.json").read_text())
-    return folder
+    return llama_of(store, tmp_path / "llama")
 
 
 def test_imported_weights_are_evaluated_and_speak(

@@ -1,9 +1,7 @@
 """Results on a 60-column terminal: wrapped at words, never truncated."""
 
 import io
-import os
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,32 +17,17 @@ WIDTH = 60
 
 @pytest.fixture
 def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Runs a command with stdout on a pseudo-terminal of 60 columns and returns its lines."""
+    """Runs a command with stdout on a terminal of 60 columns and returns its lines."""
+    for name, value in {"COLUMNS": str(WIDTH), "NO_COLOR": "1", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
 
     def run(*words: str) -> list[str]:
-        main_end, terminal = os.openpty()
-        chunks: list[bytes] = []
-
-        def read() -> None:
-            try:
-                while chunk := os.read(main_end, 1 << 16):
-                    chunks.append(chunk)
-            except OSError:  # the terminal was closed
-                pass
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        with monkeypatch.context() as patch, open(terminal, "w", encoding="utf-8") as out:
-            patch.setenv("COLUMNS", str(WIDTH))
-            patch.setenv("NO_COLOR", "1")
-            patch.setenv("TERM", "xterm")
-            patch.setattr("sys.stdout", out)
-            code = main(list(words))
-        reader.join(10)
-        os.close(main_end)
-        assert code == 0
-        text = b"".join(chunks).decode().replace("\r\n", "\n")
-        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).splitlines()
+        terminal = io.StringIO()
+        terminal.isatty = lambda: True  # type: ignore[method-assign]
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stdout", terminal)
+            assert main(list(words)) == 0
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue()).splitlines()
 
     return run
 

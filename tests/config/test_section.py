@@ -13,8 +13,7 @@ from pydantic import SerializeAsAny, ValidationError
 from boost.config import load
 from boost.config.families import CoLAConfig, DenseConfig, LaXConfig, LowRankConfig, SVDConfig
 from boost.config.load import fields
-from boost.config.lr_schedules import Constant, Cosine, CosineRestarts
-from boost.config.optimizers import AdamWConfig, LOROConfig, MuonConfig
+from boost.config.optimizers import AdamWConfig, Constant, Cosine, CosineRestarts, LOROConfig, MuonConfig
 from boost.config.schema import Config, ModelConfig, OptimConfig
 from boost.config.section import PLUGINS, Natural, Section, Tagged, load_plugins
 from boost.errors import ConfigError
@@ -68,17 +67,8 @@ def test_a_tag_selects_the_class() -> None:
 
 def test_every_family_has_a_value_for_the_fields_that_all_code_reads() -> None:
     read = (
-        "family",
-        "over",
-        "gate",
-        "rank",
-        "ranks",
-        "latent_act",
-        "factor_init",
-        "mlp_silu",
-        "low_rank",
-        "has_latent_gates",
-        "mixes",
+        *("family", "over", "gate", "rank", "ranks", "latent_act", "factor_init"),
+        *("mlp_silu", "low_rank", "has_latent_gates", "mixes"),
     )
     neutral = ("none", "none", None, {}, "none", "none", True, False, False, False)
     answers = {

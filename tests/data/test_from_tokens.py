@@ -1,19 +1,44 @@
-"""`boost prepare --from-tokens`: the store holds the ids and the documents of the files, and what cannot be right is an error."""
+"""`boost prepare --from-tokens`: the store holds the ids and documents of files written by hand; what is wrong is an error."""
 
 import json
-from itertools import pairwise
+import struct
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from boost.data import from_tokens
-from boost.data.from_tokens import ByteCounter
+from boost.data.from_tokens import byte_counter, open_token_files
 from boost.data.prepare import PrepareOptions, Progress, prepare
 from boost.data.tokenizer import train_tokenizer
 from boost.data.verify import verify
 from boost.errors import DataError
-from tests.data.token_formats import write_megatron
+
+MEGATRON_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
+
+
+def write_megatron(prefix, documents, dtype="uint16"):
+    """PREFIX.bin and PREFIX.idx of documents that consist of sequences of ids; returns the path of the index."""
+    sequences = [sequence for document in documents for sequence in document]
+    item = np.dtype(dtype).itemsize
+    offsets, boundaries = [0], [0]
+    for sequence in sequences:
+        offsets.append(offsets[-1] + len(sequence) * item)
+    for document in documents:
+        boundaries.append(boundaries[-1] + len(document))
+    index = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", MEGATRON_CODES[dtype])
+    index += struct.pack("<QQ", len(sequences), len(boundaries))
+    index += struct.pack(f"<{len(sequences)}i", *map(len, sequences))
+    index += struct.pack(f"<{len(sequences)}q", *offsets[:-1])
+    index += struct.pack(f"<{len(boundaries)}q", *boundaries)
+    letter = np.dtype(dtype).char
+    data = b"".join(struct.pack(f"<{len(s)}{letter if item < 8 else 'q'}", *s) for s in sequences)
+    prefix.with_name(f"{prefix.name}.bin").write_bytes(data)
+    path = prefix.with_name(f"{prefix.name}.idx")
+    path.write_bytes(index)
+    return path
+
 
 TEXTS = [f"Document {i} says: \N{SNOWMAN} é, {i * 7} lines\n" for i in range(60)]
 
@@ -118,11 +143,13 @@ def test_ids_outside_the_vocabulary_are_found(bad, tmp_path, tokenizer, ids):
     ("changes", "message"),
     [
         ({"tokenizer": "train:300"}, "needs the tokenizer that made the ids; name it with --tokenizer"),
-        ({"inputs": ("x.txt",)}, "cannot be combined with text"),
-        ({"stdlib": True}, "cannot be combined with text"),
-        ({"heldout_split": "validation"}, "cannot be combined with text"),
-        ({"text_field": "tokens"}, "has no columns; remove --text-field"),
-        ({"max_tokens": 9}, "takes no --max-tokens; remove it"),
+        ({"inputs": ("x.txt",)}, "--from-tokens cannot be combined with INPUT; remove one of them"),
+        (
+            {"stdlib": True, "max_tokens": 9},
+            "--from-tokens cannot be combined with --stdlib and --max-tokens; remove one",
+        ),
+        ({"heldout_split": "validation"}, "cannot be combined with --heldout-split"),
+        ({"text_field": "tokens"}, "cannot be combined with --text-field"),
         ({"from_tokens": "nowhere.idx"}, r"nowhere\.idx: no such file"),
         ({"eos": "<nope>"}, "--eos <nope>: not a token"),
     ],
@@ -167,8 +194,8 @@ def test_bytes_of_special_and_added_tokens(tokenizer):
     changed = Tokenizer.from_file(tokenizer[1])
     changed.add_special_tokens([AddedToken("<|special|>", special=True)])
     changed.add_tokens(["an added é token"])
-    count, ids = ByteCounter(changed), list(range(302))
-    assert count._table is not None and count(np.array(ids)) == sum(count(np.array([i])) for i in ids)
+    count, ids = byte_counter(changed), list(range(302))
+    assert count(np.array(ids)) == sum(count(np.array([i])) for i in ids)
     for text in TEXTS[:5]:
         encoded = [0, *changed.encode(text).ids, 300, 301]
         assert count(np.array(encoded)) == len(changed.decode(encoded, skip_special_tokens=True).encode())
@@ -178,5 +205,116 @@ def test_bytes_of_other_tokenizers_are_those_of_the_text(monkeypatch):
     monkeypatch.setattr(from_tokens, "_DECODED_IDS", 2)
     tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "snow": 1, "##man": 2, "é": 3}, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece()
-    count = ByteCounter(tokenizer)
-    assert count._table is None and count(np.array([1, 2, 3])) == len("snowman") + len("é".encode())
+    assert byte_counter(tokenizer)(np.array([1, 2, 3])) == len("snowman") + len("é".encode())
+
+
+# ---- The files, in blocks of four ids
+
+EOS = 9
+DOCUMENTS = [[[1, 2, 3]], [[4], [5, EOS]], [[6, EOS, 7, 7, 7, 7, 7]], [[8, EOS]]]
+"""Of sequences: one without eos, one of two sequences, one with eos inside."""
+
+
+@pytest.fixture
+def short_blocks(monkeypatch):
+    monkeypatch.setattr(from_tokens, "_BLOCK", 4)
+
+
+def documents_of(path, dtype="uint16"):
+    """The ids of each document, over all files of a path."""
+    found, current = [], []
+    for file in open_token_files(path, dtype):
+        for ids, end in file.pieces(EOS):
+            current += ids.tolist()
+            if end:
+                found.append(current)
+                current = []
+    assert not current
+    return found
+
+
+@pytest.mark.usefixtures("short_blocks")
+@pytest.mark.parametrize("dtype", MEGATRON_CODES)
+def test_megatron_documents_are_those_of_the_index(dtype, tmp_path):
+    index = write_megatron(tmp_path / "my_text_document", DOCUMENTS, dtype)
+    expected = [list(chain(*document)) for document in DOCUMENTS]
+    for path in (index, index.with_suffix(".bin"), index.with_suffix("")):
+        assert documents_of(path) == expected
+
+
+def test_megatron_empty_documents_and_modes(tmp_path):
+    index = write_megatron(tmp_path / "x", [[[1]], [], [[]], [[2, 3]]])
+    index.write_bytes(index.read_bytes() + bytes(3))  # one byte per sequence, of a multimodal dataset
+    assert documents_of(index) == [[1], [], [], [2, 3]]
+
+
+def change(at, data):
+    return lambda content: content[:at] + data + content[at + len(data) :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (change(0, b"TNTIDX"), r"x\.idx: not an index of Megatron-LM"),
+        (lambda content: content[:20], r"x\.idx: not an index of Megatron-LM"),
+        (change(9, b"\2"), "version 2 of Megatron-LM's index; only version 1"),
+        (change(17, b"\7"), "code 7 for the type of the ids; expected an integer type"),
+        (lambda content: content[:-1], "99 bytes after the header, but 100 for 5 sequences; copy it again"),
+        (change(26, b"\6"), "100 bytes after the header, but 108 for 5 sequences"),
+        (change(34, struct.pack("<i", 4)), "sequences that do not follow one another"),
+        (change(34, struct.pack("<i", -1)), "sequences that do not follow one another"),
+        (change(34 + 60 + 8, struct.pack("<q", 5)), "document indices that do not divide the 5 sequences"),
+        (change(34 + 60 + 32, struct.pack("<q", 4)), "document indices that do not divide the 5 sequences"),
+    ],
+)
+def test_a_damaged_index_is_an_error_that_names_it(damage, message, tmp_path):
+    index = write_megatron(tmp_path / "x", DOCUMENTS)
+    index.write_bytes(damage(index.read_bytes()))
+    with pytest.raises(DataError, match=message):
+        open_token_files(index, "uint16")
+
+
+def test_a_megatron_file_that_does_not_match_its_index(tmp_path):
+    index = write_megatron(tmp_path / "x", DOCUMENTS)
+    data = index.with_suffix(".bin").read_bytes()
+    index.with_suffix(".bin").write_bytes(data[:-2])
+    with pytest.raises(DataError, match=r"x\.bin: has 28 bytes, but x\.idx says 30; copy it again"):
+        open_token_files(index, "uint16")
+    index.with_suffix(".bin").unlink()
+    with pytest.raises(DataError, match=r"x\.bin: no such file"):
+        open_token_files(index, "uint16")
+
+
+@pytest.mark.usefixtures("short_blocks")
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_raw_ids_end_documents_at_eos(dtype, tmp_path):
+    ids = [1, 2, 3, 4, EOS, 5, EOS, EOS, 6, 7]
+    np.array(ids, dtype).tofile(tmp_path / "all.bin")
+    assert documents_of(tmp_path / "all.bin", dtype=dtype) == [[1, 2, 3, 4, EOS], [5, EOS], [EOS], [6, 7]]
+
+
+def test_a_folder_of_nanogpt_has_its_held_out_ids(tmp_path):
+    for name in ("train", "val"):
+        np.array([1, 2], "<u2").tofile(tmp_path / f"{name}.bin")
+    files = open_token_files(tmp_path, "uint16")
+    assert [(file.path.name, file.split) for file in files] == [("train.bin", "train"), ("val.bin", "heldout")]
+    (tmp_path / "val.bin").unlink()
+    assert [file.split for file in open_token_files(tmp_path, "uint16")] == [None]
+
+
+def test_half_an_id_is_an_error(tmp_path):
+    (tmp_path / "x.bin").write_bytes(bytes(7))
+    with pytest.raises(DataError, match="7 bytes are not a whole number of uint16 ids; check --token-dtype"):
+        documents_of(tmp_path / "x.bin")
+
+
+def test_paths_without_tokens_are_one_line(tmp_path):
+    (tmp_path / "x.txt").write_text("text")
+    for path, message in {
+        tmp_path: r"contains no train\.bin",
+        tmp_path / "x.txt": r"expected \.bin or \.idx of Megatron-LM",
+        tmp_path / "none.bin": r"none\.bin: no such file",
+        tmp_path / "prefix": "prefix: no such file",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            open_token_files(path, "uint16")

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from boost.config import Config
-from boost.config.context import chunks_of, crosses_as_heads
+from boost.config.attention import chunks_of, crosses_as_heads
 from boost.errors import ConfigError
 from boost.models.attention import attend, make_context
 from boost.parallel.collectives import run

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from boost.config import Config, traffic
-from boost.config.copies import has_working_copies
 from boost.models.fused import fused_params
 from boost.parallel.gradients import GradientReducer
 from boost.parallel.working import WorkingCopies
@@ -25,7 +24,7 @@ def without(config: Config) -> Config:
 
 def differences(config: Config) -> list[str]:
     """Tensors that differ in any bit after two steps from a run with weights cast at each use."""
-    assert has_working_copies(config), "otherwise this compares a thing with itself"
+    assert config.has_working_copies, "otherwise this compares a thing with itself"
     usual, traffic.BUCKET_BYTES = traffic.BUCKET_BYTES, 1024
     try:
         copied, cast = Trained(config), Trained(without(config))
@@ -101,7 +100,7 @@ def test_no_copies_without_a_benefit(parallel: Row, train: Row) -> None:
     config = toy.toy_config(
         "bfloat16", model={"layers": 4}, parallel=parallel, train={**BF16, "global_batch": 8, **train}
     )
-    assert not has_working_copies(config)
+    assert not config.has_working_copies
     model = torch.nn.Module()
     with WorkingCopies(model, config, lambda _: None).in_use():
         pass
@@ -187,7 +186,7 @@ def test_buckets_are_launched_while_the_last_backward_pass_runs() -> None:
     config = toy.toy_config(
         "bfloat16", parallel={"layout": "btp-sp", "tp": 2, "dp": 2}, train={**BF16, "global_batch": 8}
     )
-    assert has_working_copies(config)
+    assert config.has_working_copies
     for launched, of, as_the_table in run_distributed(4, launched_during_backward, config):
         assert launched == of > 4
         assert as_the_table

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from boost.config import Config, load
-from boost.config.context import context_notes
+from boost.config.attention import context_notes
 from boost.config.rules import check
 from boost.measure.memory import measure
 from boost.plan.candidates import Request, structures

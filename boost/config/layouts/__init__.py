@@ -8,7 +8,8 @@ from boost.config.layouts.btp_sp import BTPSPSpec
 from boost.config.layouts.megatron import MegatronSpec
 from boost.config.layouts.megatron_sp import MegatronSPSpec
 from boost.config.layouts.single import SingleSpec
-from boost.config.layouts.spec import LayoutSpec, Placement, local_shape
+from boost.config.layouts.spec import LayoutSpec, Placement
+from boost.config.layouts.spec import local_shape as local_shape
 from boost.config.layouts.ulysses import UlyssesSpec
 from boost.config.layouts.vanilla import VanillaSpec
 from boost.config.schema import ModelConfig, ParallelConfig
@@ -68,7 +69,8 @@ def num_shards(parallel: ParallelConfig) -> int:
     return spec_of(parallel).num_shards(parallel)
 
 
-for _spec in (
+# The order of the planner and of messages: the first that suits a family is its default.
+_built_in = (
     BTPSpec(),
     BTPSPSpec(),
     BTPCPSpec(),
@@ -77,19 +79,6 @@ for _spec in (
     MegatronSpec(),
     UlyssesSpec(),
     _single,
-):
+)
+for _spec in _built_in:
     register_layout(_spec)
-
-__all__ = [
-    "LayoutSpec",
-    "Placement",
-    "layout_names",
-    "layout_spec",
-    "layouts_of",
-    "local_shape",
-    "num_shards",
-    "placement_of",
-    "register_layout",
-    "spec_of",
-    "unregister_layout",
-]

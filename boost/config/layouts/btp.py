@@ -8,15 +8,7 @@ backward:                               AR(3r)      AR(r)  AR(2r)      AR(r)
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from boost.config.layouts.spec import (
-    GATHER,
-    PARTIAL,
-    SUM_BOTH,
-    GroupContext,
-    LayoutSpec,
-    Placement,
-    PlannedComm,
-)
+from boost.config.layouts.spec import GATHER, PARTIAL, SUM_BOTH, GroupContext, LayoutSpec, Placement, PlannedComm
 from boost.config.schema import ParallelConfig
 from boost.config.traffic import statistic_columns, statistic_dtype
 
@@ -58,10 +50,7 @@ class BTPSpec(LayoutSpec):
             yield PlannedComm(SUM_BOTH, 1, dtype=statistic_dtype(context.dtype))
         elif context.group.side == "enter":
             statistic = statistic_columns(context.dtype, context.parallel.tp)
-        yield from self.latent_sums(context, statistic)
-
-    def latent_sums(self, context: GroupContext, statistic: int) -> Iterator[PlannedComm]:
-        """All-reduces of partial latents and of their gradients. The first one includes the norm statistic."""
+        # All-reduces of partial latents and of their gradients. The first one includes the norm statistic.
         for comm in context.merged(SUM_BOTH, list(context.group.ranks)):
             yield PlannedComm(SUM_BOTH, comm.width, forward_only=statistic)
             statistic = 0

@@ -11,7 +11,7 @@ Elements sent per token, forward and backward: 2 (min(r, d/p) + 2 min(r, d_kv/p)
 from collections.abc import Iterator
 from typing import Literal
 
-from boost.config.architecture import GroupSpec, Slot, groups
+from boost.config.architecture import Slot, groups
 from boost.config.layouts.crossings import CrossingSpec, heads_width
 from boost.config.layouts.spec import PARTIAL, Placement
 from boost.config.schema import ModelConfig, ParallelConfig
@@ -33,7 +33,10 @@ class BTPCPSpec(CrossingSpec):
     def crosses_as_heads(self, slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> bool:
         """Whether one rank's heads are narrower than the widest latent of this projection in any block. All blocks use the same
         choice, and so do k and v."""
-        return heads_width(slot, model, parallel) < self._widest(slot.kv, slot.name, model)
+        names = ("attn.k", "attn.v") if slot.kv else (slot.name,)
+        layers = range(model.layers if model.ranks else 1)
+        widest = max(model.rank_of(layer, name) or 0 for layer in layers for name in names)
+        return heads_width(slot, model, parallel) < widest
 
     def placement(self, role: str, model: ModelConfig, parallel: ParallelConfig) -> Placement:
         sharded = {"q.B": ("attn.q", Placement(0)), "kv.B": ("attn.k", Placement(0)), "o.A": ("attn.o", Placement(1))}
@@ -55,12 +58,6 @@ class BTPCPSpec(CrossingSpec):
         yield f"communicated into and out of attention (elements per token and process): {'; '.join(crossing)}"
         yield from super().notes(model, parallel)
 
-    def _widest(self, kv: bool, name: str, model: ModelConfig) -> int:
-        names = ("attn.k", "attn.v") if kv else (name,)
-        layers = range(model.layers if model.ranks else 1)
-        return max(model.rank_of(layer, slot) or 0 for layer in layers for slot in names)
-
 
 def _slot(name: str, model: ModelConfig) -> Slot:
-    of_block: tuple[GroupSpec, ...] = groups(model, 0)
-    return next(slot for group in of_block for slot in group.slots if slot.name == name)
+    return next(slot for group in groups(model, 0) for slot in group.slots if slot.name == name)

@@ -120,8 +120,7 @@ class LayoutSpec:
     searched: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Options of this layout that the planner searches, with their candidate values. It does not change other options."""
     scaled: ClassVar[frozenset[str]] = frozenset()
-    """Roles of weights that the runtime scales before the cast. They get no working copy (train.working_copies), which would round
-    them twice."""
+    """Roles of weights that the runtime scales before the cast."""
     gathers_latents: ClassVar[bool] = False
     """Whether latents can be saved before they are all-gathered (train.recompute = "low-rank-sharded")."""
     mlp_token_local: ClassVar[bool] = False
@@ -174,6 +173,12 @@ class LayoutSpec:
     def ends_with_comm(self) -> bool:
         """Whether a block ends with a collective: nothing after its last one is needed in the backward pass."""
         return not self.mlp_token_local and self.placements["leave.B" if self.low_rank else "leave.W"].dim == 1
+
+    def may_have_copy(self, role: str) -> bool:
+        """Whether weights of this role can have a working copy (train.working_copies): factors, dense weights and the head, unless
+        they are `scaled`, because the copy would round them twice. The embedding has none because a step casts only some of its
+        rows; norms and latent gates are small."""
+        return role.endswith((".A", ".B", ".W", "head")) and role not in self.scaled
 
     def residual_shape(self, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[int, int]:
         """Local shape of the residual stream for `tokens` tokens."""
