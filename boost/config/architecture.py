@@ -119,8 +119,7 @@ def latent_gate_parameters(model: ModelConfig, group: GroupSpec, prefix: str) ->
 
     LayerNorm: `norm_weight` and `norm_bias` [r]. Dense gate: `gate_weight` [r, r] and `gate_bias` [r]. Tensor gate: `gate_rows`
     [a, a] and `gate_columns` [b, b], applied to a latent as an [a, b] matrix. The LayerNorm parameters of all slots share one
-    tensor. Gate parameters have one tensor per slot (`gate_weight_q`): ranks may differ, and if several GEMMs shared a bias,
-    torch's zero-bubble schedule would compute their weight gradients twice.
+    tensor. Gate parameters have one tensor per slot (`gate_weight_q`), because ranks may differ.
     """
     shapes: dict[str, Callable[[int], tuple[int, ...]]] = {"norm_weight": lambda r: (r,), "norm_bias": lambda r: (r,)}
     if model.gate == "dense":

@@ -82,8 +82,17 @@ def _tagged() -> Iterator[tuple[str, type[Tagged]]]:
             yield section, info.annotation
 
 
-_REMOVED = ("model.dlr_alpha", "optim.frobenius_decay", "optim.refresh_only", "run.trackio")
-"""Former keys that published results still contain. Ignored at 0 or false, where they did nothing."""
+_NEGATIVE = "(see docs/negative-results.md)"
+REMOVED = {
+    "model.dlr_alpha": f"2026-11-25 {_NEGATIVE}",
+    "spectron": f"2026-11-25 {_NEGATIVE}",
+    "optim.spectron": f"2026-11-25 {_NEGATIVE}",
+    "optim.frobenius_decay": f"2026-11-26 {_NEGATIVE}",
+    "optim.refresh_only": f"2026-11-26 {_NEGATIVE}",
+    "zero-bubble": "2026-11-26; use 'interleaved-1f1b'",
+    "run.trackio": "2026-11-26; use run.wandb, or TensorBoard",
+}
+"""When keys and names were removed. Keys are ignored at 0 or false, where they did nothing."""
 
 
 def from_tree(tree: dict[str, Any]) -> Config:
@@ -95,9 +104,9 @@ def from_tree(tree: dict[str, Any]) -> Config:
 
 def validated(tree: dict[str, Any]) -> Config:
     """Validates each field of a document, but not the rules between fields. Raises ConfigError."""
-    for section, key in (name.split(".") for name in _REMOVED):
+    for section, key in (name.split(".") for name in REMOVED if "." in name):
         table = tree.get(section)
-        if isinstance(table, dict) and table.get(key) == 0:
+        if isinstance(table, dict) and table.get(key) == 0:  # off, as saved configurations have it
             tree = {**tree, section: {name: value for name, value in table.items() if name != key}}
 
     def as_float(value: Any) -> Any:
@@ -214,7 +223,9 @@ def _explain(error: ValidationError) -> str:
         case "literal_error":
             choices = [str(choice) for choice in get_args(known[key].annotation)]
             near = _suggest(str(value), choices, "value")
-            return f"{key} = {shown} is not one of {', '.join(choices)}" + f"; {near}" * near.startswith("did you mean")
+            return f"{key} = {shown} is not one of {', '.join(choices)}" + f"; {near}" * near.startswith(
+                ("did you mean", "it was removed")
+            )
         case "greater_than_equal":
             return f"{key} = {shown} is too small; smallest valid value: {context['ge']}"
         case "greater_than":
@@ -242,6 +253,8 @@ def _explain(error: ValidationError) -> str:
 
 def _suggest(word: str, choices: Any, what: str, prefix: str = "") -> str:
     """'did you mean ...?' with the nearest choice, or the list of all choices."""
+    if removed := REMOVED.get(word.partition("_")[0] if word.startswith("optim.spectron") else word):
+        return f"it was removed on {removed}"
     names = [str(choice) for choice in choices]
     last = word.rpartition(".")[2]
     near = [name for name in names if name.rpartition(".")[2] == last]  # the right key in the wrong section

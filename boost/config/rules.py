@@ -149,11 +149,6 @@ def _overlap_problems(config: Config) -> Iterator[str]:
             f"train.seq_len = {train.seq_len} must be divisible by {what}, so that {why} (parallel.overlap = "
             f"'{parallel.overlap}'); nearest valid value: {best}"
         )
-    if parallel.schedule == "zero-bubble" and parallel.pp > 1:
-        yield (
-            f"parallel.overlap = '{parallel.overlap}' does not support parallel.schedule = 'zero-bubble', which splits the "
-            "backward pass; use 'interleaved-1f1b', or overlap = 'none'"
-        )
 
 
 def _either(names: Sequence[str]) -> str:
@@ -186,7 +181,7 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
         return
     if parallel.schedule in ("gpipe", "1f1b") and parallel.virtual > 1:
         yield (
-            f"parallel.virtual = {parallel.virtual} requires parallel.schedule = 'interleaved-1f1b' or 'zero-bubble'; nearest "
+            f"parallel.virtual = {parallel.virtual} requires parallel.schedule = 'interleaved-1f1b'; nearest "
             f"valid value with '{parallel.schedule}': 1"
         )
     if parallel.schedule == "interleaved-1f1b" and parallel.virtual == 1:
@@ -204,17 +199,6 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
         yield (
             f"parallel.split = {split} must have {parallel.stages} numbers (parallel.pp x virtual) that sum to "
             f"model.layers = {layers}; remove it for a balanced split"
-        )
-    recompute = config.train.recompute
-    if parallel.schedule == "zero-bubble" and recompute != "none":
-        yield (
-            f"train.recompute = '{recompute}' does not support parallel.schedule = 'zero-bubble', whose split backward "
-            "passes would each recompute the block; use 'none', or 'interleaved-1f1b'"
-        )
-    if parallel.schedule == "zero-bubble" and parallel.shard == "full" and parallel.sharded:
-        yield (
-            "parallel.shard = 'full' reshards weights after the forward pass and does not support the split backward passes of "
-            "parallel.schedule = 'zero-bubble'; use shard = 'optimizer', or 'interleaved-1f1b'"
         )
     if config.shards_weights and parallel.virtual > 3:
         yield (

@@ -67,10 +67,9 @@ class ParallelConfig(Tagged):
     """True: shard factors that are replicated over TP (the outer factors of btp-sp) over dp x tp instead of dp.
     Requires shard = "optimizer" or "full"."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b"] = "1f1b"
     """Pipeline schedule. gpipe: all forward passes, then all backward passes. 1f1b: alternates forward and backward passes; less
-    activation memory. interleaved-1f1b: several stages per PP rank; smaller bubble, more messages. zero-bubble: fills the bubble
-    with weight gradients."""
+    activation memory. interleaved-1f1b: several stages per PP rank; smaller bubble, more messages."""
 
     virtual: Width = 1
     """Virtual stages per PP rank: rank i holds stages i, i + pp, i + 2 pp, ... Default: 2 for interleaved-1f1b, else 1."""
@@ -106,11 +105,6 @@ class ParallelConfig(Tagged):
     def dp_cp(self) -> int:
         """dp x cp: number of processes that hold the same weights and process different tokens."""
         return self.dp * self.cp
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether input gradients and weight gradients are computed in separate passes (zero bubble)."""
-        return self.pp > 1 and self.schedule == "zero-bubble"
 
     @property
     def axes(self) -> dict[str, int]:
@@ -151,8 +145,8 @@ class TrainConfig(Section):
     working_copies: bool = True
     """True: cast weights to compute_dtype once per step, keep the copies during forward and backward passes, and accumulate their
     gradients in param_dtype in one pass. False: cast a weight each time it is used. Both give the same bits, except for weights
-    that one pass uses twice (parallel.overlap). No effect if the dtypes are equal, if weights are sharded (they are cast before
-    the all-gather), or with the zero-bubble schedule."""
+    that one pass uses twice (parallel.overlap). No effect if the dtypes are equal, or if weights are sharded (they are cast
+    before the all-gather)."""
 
     reduce_dtype: Literal["param_dtype", "bfloat16"] = "param_dtype"
     """Dtype of the gradient reduction over processes at the end of each step (over replicas; over TP for factors that btp-sp
@@ -403,7 +397,7 @@ class Config(Section):
 
     @property
     def has_working_copies(self) -> bool:
-        """Whether the run keeps copies of weights in compute_dtype (train.working_copies). Not if weights are sharded (they are
-        cast before the all-gather), nor with a zero-bubble schedule (it needs the gradients of the stage's own parameters)."""
+        """Whether the run keeps copies of weights in compute_dtype (train.working_copies). Not if weights are sharded: they
+        are cast before the all-gather."""
         is_cast = self.train.compute_dtype != self.train.param_dtype
-        return self.train.working_copies and is_cast and not self.shards_weights and not self.parallel.splits_backward
+        return self.train.working_copies and is_cast and not self.shards_weights

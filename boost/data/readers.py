@@ -87,7 +87,7 @@ def read_file(
     elif name.endswith(ARROW_SUFFIXES):
         yield from _read_arrow(path, key, text_field, entry, report)
     else:
-        with open_utf8(path, report) as file:
+        with open_utf8(path, entry, report) as file:
             yield from _accept_pieces(_decoded(file), key, "", entry)
 
 
@@ -175,14 +175,14 @@ def find_text_column(wanted: str | None, columns: dict[str, bool], entry: FileRe
     return chosen
 
 
-# ---- Bytes, decompressed by suffix
+# ---- Bytes: decompressed by suffix, transcoded from UTF-16 and UTF-32
 
 
 @contextmanager
-def open_utf8(path: Path, report: PrepareReport) -> Iterator[io.BufferedReader]:
-    """Opens a file for reading; a UTF-8 byte order mark remains.
+def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[io.BufferedReader]:
+    """Opens a file for reading; a UTF-8 byte order mark remains. Notes in `entry` if it was transcoded.
 
-    Raises `Unreadable` for UTF-16 and UTF-32, and for a damaged compressed file, here or in the body of the `with` statement.
+    Raises `Unreadable` for a damaged compressed file, here or in the body of the `with` statement.
     """
     compression = _COMPRESSION.get(path.suffix.lower(), "")
     try:
@@ -200,10 +200,9 @@ def open_utf8(path: Path, report: PrepareReport) -> Iterator[io.BufferedReader]:
                 case _:
                     opened = counted
             file = io.BufferedReader(opened, CHUNK)
-            if encoding := foreign_encoding(file.peek(200)):
-                # An array of small integers looks like UTF-16 without a byte order mark.
-                fix = f"convert it, e.g. with 'iconv -f {encoding} -t utf-8'"
-                raise Unreadable(f"{encoding} text, or binary", fix=fix)
+            if encoding := _foreign_codec(file.peek(200)[:200]):
+                entry.note(f"{encoding.upper()[:6]} text, converted to UTF-8")
+                file = io.BufferedReader(_Transcoder(file, encoding), CHUNK)
             yield file
     except (EOFError, zlib.error, lzma.LZMAError) as error:
         where = "truncated" if isinstance(error, EOFError) else str(error)
@@ -230,6 +229,46 @@ class _Counted(io.RawIOBase):
         count = int(self._file.readinto(buffer))
         self._report.consumed += count
         return count
+
+
+class _Transcoder(io.RawIOBase):
+    """A file in another encoding as UTF-8 bytes, without a byte order mark."""
+
+    def __init__(self, file: IO[bytes], encoding: str) -> None:
+        self._file, self._encoding = file, encoding
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+        self._ready, self._read, self._ended = b"", 0, False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready and not self._ended:
+            data = self._file.read(CHUNK)
+            self._ended = not data
+            try:
+                self._ready = self._decoder.decode(data, final=self._ended).encode("utf-8")
+            except UnicodeDecodeError as error:
+                where = f"byte {self._read - (len(error.object) - len(data)) + error.start}"
+                reason = f"damaged {self._encoding.upper()[:6]} text"
+                raise Unreadable(reason, where, "save it as UTF-8") from error
+            self._read += len(data)
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
+def _foreign_codec(head: bytes) -> str | None:
+    """The codec of text that begins with `head`, if it is UTF-16 or UTF-32; else None."""
+    encoding = foreign_encoding(head)
+    if encoding is None:
+        return None
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
+        return encoding.lower()
+    # Without a byte order mark, an array of small integers looks the same, except that it holds control characters.
+    codec = "utf-16-le" if head[1] == 0 else "utf-16-be"
+    sample = head[: len(head) // 2 * 2].decode(codec, "replace")
+    return codec if all(c.isprintable() or c.isspace() for c in sample) else None
 
 
 def _decoded(file: IO[bytes]) -> Iterator[str]:
@@ -259,7 +298,7 @@ def _decoded(file: IO[bytes]) -> Iterator[str]:
 def json_records(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[tuple[int, str, Any]]:
     """(number from 1, position in words, value) of the records of a JSON file. Bad lines are skipped, which the report says.
     Raises `Unreadable`."""
-    with open_utf8(path, report) as file:
+    with open_utf8(path, entry, report) as file:
         head = bytes(file.peek(CHUNK)).removeprefix(codecs.BOM_UTF8).lstrip()
         is_whole = head.startswith(b"[") or head.partition(b"\n")[0].strip() == b"{"
         name = path.stem if path.suffix.lower() in _COMPRESSION else path.name
@@ -345,7 +384,7 @@ def _read_csv(
 
     row, blocks = 0, csv.ReadOptions(block_size=MAX_RECORD_BYTES)
     try:
-        with open_utf8(path, PrepareReport()) as file:
+        with open_utf8(path, FileReport(""), PrepareReport()) as file:
             schema = csv.open_csv(file, blocks, parse(lambda _: "skip")).schema
         # The types are inferred from the first block: text that is not UTF-8 is inferred as binary.
         is_text = {
@@ -355,7 +394,7 @@ def _read_csv(
         # As bytes, so that one row that is not UTF-8 does not end the file.
         convert = csv.ConvertOptions(include_columns=[column], column_types={column: pyarrow.binary()})
         with (
-            open_utf8(path, report) as file,
+            open_utf8(path, entry, report) as file,
             csv.open_csv(file, blocks, parse(record_bad_row), convert) as batches,
         ):
             for batch in batches:

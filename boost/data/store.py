@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from boost.data.blocks import FileArray, block_digest
+from boost.data.blocks import DIGEST_BYTES, FileArray, block_digest
 from boost.data.tokenizer import parse_tokenizer, tokenizer_fingerprint
 from boost.errors import DataError
 
@@ -293,17 +293,34 @@ def read_meta(path: Path) -> dict[str, Any]:
     try:
         meta = json.loads((path / STORE_FILE).read_text(encoding="utf-8"))
         if meta["format"] == FORMAT:
-            if with_digest(meta)["digest"] != meta["digest"]:
-                raise ValueError("the digest does not match the content")
-            kinds = ("tokens", "documents", "targets") if "train.targets" in meta["blocks"] else ("tokens", "documents")
-            files = {REPORT_FILE, TOKENIZER_FILE, *(f"{name}.{kind}" for name in SPLITS for kind in kinds)}
-            if meta["blocks"].keys() != files:  # their names become paths
-                raise ValueError("the block digests do not match the files")
+            _check_shape(meta)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, f"{STORE_FILE} is damaged ({type(error).__name__}: {error})") from error
     if meta["format"] != FORMAT:
         raise damaged(path, f"has format {meta['format']} ({STORE_FILE}), but this version of boost reads {FORMAT}")
     return dict(meta)
+
+
+def _check_shape(meta: Any) -> None:
+    """Accesses every field that is used later, so that a damaged file fails here instead of during training."""
+    masked = "train.targets" in meta["blocks"]
+    for key in ("tokenizer_fingerprint", "input_fingerprint", "options", "report"):
+        meta[key]
+    vocab_size = int(meta["vocab_size"])
+    if meta["dtype"] != token_dtype(vocab_size).str or not 0 <= int(meta["eos"]["id"]) < vocab_size:
+        raise ValueError("dtype, vocab_size and eos are inconsistent")
+    for name in SPLITS:
+        meta["splits"][name]["sha256"]
+        keys = ["tokens", "documents", "bytes", "largest_token"]
+        keys += ["targets", "target_spans", "target_bytes"] if masked else []
+        if min(int(meta["splits"][name][key]) for key in keys) < 1:
+            raise ValueError(f"split {name} is empty")
+    kinds = ("tokens", "documents", "targets") if masked else ("tokens", "documents")
+    files = {REPORT_FILE, TOKENIZER_FILE, *(f"{name}.{kind}" for name in SPLITS for kind in kinds)}
+    if meta["blocks"].keys() != files or any(len(d) % (2 * DIGEST_BYTES) for d in meta["blocks"].values()):
+        raise ValueError("the block digests do not match the files")
+    if with_digest(meta)["digest"] != meta["digest"]:
+        raise ValueError("the digest does not match the content")
 
 
 def with_digest(meta: dict[str, Any]) -> dict[str, Any]:

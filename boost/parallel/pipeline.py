@@ -100,7 +100,7 @@ class Pipeline(nn.Module):
 
     def _make_schedule(self, parallel: ParallelConfig, micro_batches: int, micro_batch: tuple[int, int]) -> Any:
         batch, length = micro_batch
-        stages = []
+        stages: list[Any] = []
         for module, decoder in zip(self.stage_modules, self.decoders, strict=True):
             stage = decoder.stage
             # Meta tensors declare the shapes in advance, so that stages need not exchange them.

@@ -116,11 +116,11 @@ BAD = [
     (["--parallel.pp", "2", "--parallel.split", "[5, 4]"], ["split = [5, 4]", "2 numbers", "model.layers = 8"]),
     (["--parallel.split", "[5, 3]"], ["split = [5, 3]", "pp > 1"]),
     (
-        ["--parallel.pp", "5", "--parallel.schedule", "zero-bubble", "--parallel.virtual", "5"],
+        ["--parallel.pp", "5", "--parallel.schedule", "interleaved-1f1b", "--parallel.virtual", "5"],
         ["pp x virtual = 5 x 5", "nearest valid value of model.layers: 25"],
     ),
     (
-        ["--parallel.pp", "2", "--parallel.dp", "2", "--parallel.schedule", "zero-bubble", "--parallel.virtual", "4",
+        ["--parallel.pp", "2", "--parallel.dp", "2", "--parallel.schedule", "interleaved-1f1b", "--parallel.virtual", "4",
          "--parallel.shard", "optimizer"],
         ["virtual = 4", "three stages", "largest valid value with", ": 3"],
     ),
@@ -134,17 +134,10 @@ BAD = [
     ),
     (["--parallel.pp", "8"], ["global_batch = 32", "4 micro-batches", "'1f1b'", "nearest valid value: 64"]),
     (
-        ["--parallel.pp", "2", "--parallel.schedule", "zero-bubble", "--train.global_batch", "40"],
+        ["--parallel.pp", "2", "--parallel.schedule", "interleaved-1f1b", "--train.global_batch", "40"],
         ["5 micro-batches", "divisible by n // ", "nearest valid value: 48"],
     ),
-    (
-        ["--parallel.pp", "2", "--parallel.schedule", "zero-bubble", "--train.recompute", "low-rank+attention-output"],
-        ["recompute = 'low-rank+attention-output'", "'zero-bubble'", "use 'none', or 'interleaved-1f1b'"],
-    ),
-    (
-        ["--parallel.pp", "2", "--parallel.dp", "2", "--parallel.schedule", "zero-bubble", "--parallel.shard", "full"],
-        ["shard = 'full'", "'zero-bubble'", "use shard = 'optimizer'"],
-    ),
+    (["--parallel.pp", "2", "--parallel.schedule", "zero-bubble"], ["it was removed on", "use 'interleaved-1f1b'"]),
     (["--parallel.shard_outer", "true"], ["shard_outer = true", "shard = 'none'", "'full' or 'optimizer'"]),
     (
         ["--parallel.tp", "2", "--parallel.shard", "full", "--parallel.shard_outer", "true"],
@@ -217,9 +210,12 @@ def test_a_mistake_in_a_file(tmp_path: Path, text: str, words: list[str]) -> Non
         assert word in str(error.value)
 
 
-def test_a_file_that_is_missing() -> None:
+def test_a_file_that_is_missing_or_not_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no preset named 'dmeo'; did you mean 'demo'"):
         load("dmeo")
+    (tmp_path / "x.toml").write_bytes(b"\xff\xfd")
+    with pytest.raises(ConfigError, match="not UTF-8 text"):
+        load(str(tmp_path / "x.toml"))
 
 
 @pytest.mark.parametrize("preset", presets())
@@ -367,8 +363,8 @@ def test_a_mistake_is_answered_before_torch_is_imported() -> None:
         "--parallel.pp 3 --parallel.split [3,3,2] --train.micro_batch 1",
         "--parallel.pp 4 --parallel.schedule gpipe --train.micro_batch 32",
         "--parallel.pp 2 --parallel.schedule interleaved-1f1b",
-        "--parallel.pp 2 --parallel.schedule zero-bubble --parallel.virtual 2 --parallel.dp 2 --parallel.shard optimizer",
-        "--parallel.pp 2 --parallel.schedule zero-bubble --parallel.virtual 4",
+        "--parallel.pp 2 --parallel.schedule interleaved-1f1b --parallel.dp 2 --parallel.shard optimizer",
+        "--parallel.pp 2 --parallel.schedule interleaved-1f1b --parallel.virtual 4",
         "--parallel.schedule interleaved-1f1b",
         "--optim.name loro --model.family svd --optim.schedule cosine-restarts",
         "--optim.name muon --model.family lax --parallel.tp 2 --parallel.dp 2 --parallel.shard full",
@@ -389,7 +385,17 @@ def test_a_mixture_and_a_store_replace_each_other(tmp_path: Path) -> None:
     assert load(str(file), ["--data.mixture", "{ a = 1, b = 2 }"]).data.sources == {"a": 1.0, "b": 2.0}
 
 
-def test_a_key_that_was_removed_is_ignored_where_it_did_nothing() -> None:
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("model", "dlr_alpha", 0.5), ("optim", "name", "spectron"), ("optim", "frobenius_decay", 0.1)],
+)
+def test_what_was_removed_is_refused(section: str, key: str, value: object) -> None:
+    message = r"'(spectron|\w+\.\w+)'.*; it was removed on 2026-11-2\d \(see docs/negative-results.md\)$"
+    with pytest.raises(ConfigError, match=message):
+        from_tree({section: {key: value}})
+    with pytest.raises(ConfigError, match=message):
+        load(None, [f"--{section}.{key}", str(value)])
+
+
+def test_a_saved_configuration_that_does_without_what_was_removed_still_loads() -> None:
     assert from_tree({"model": {"dlr_alpha": 0.0}, "run": {"trackio": False}}) == from_tree({})
-    with pytest.raises(ConfigError, match="unknown key 'optim.frobenius_decay'"):
-        from_tree({"optim": {"frobenius_decay": 0.1}})

@@ -82,7 +82,8 @@ def test_half_the_blocks_recompute() -> None:
 @pytest.mark.parametrize("preset", presets())
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_every_block_is_on_one_process(preset: str, virtual: int) -> None:
-    words = f"--parallel.pp 2 --parallel.schedule zero-bubble --parallel.virtual {virtual} --train.micro_batch 1"
+    schedule = "interleaved-1f1b" if virtual > 1 else "1f1b"
+    words = f"--parallel.pp 2 --parallel.schedule {schedule} --parallel.virtual {virtual} --train.micro_batch 1"
     config = load(preset, words.split())
     held = [stages_of(config, rank) for rank in range(2)]
     numbers = sorted(n for process in held for stage in process for n in stage.numbers)

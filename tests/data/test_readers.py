@@ -214,16 +214,29 @@ def test_zstd_with_a_long_window_names_the_command(tmp_path):
         read(FilesSource(tmp_path / "a.txt.zst"))
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-def test_other_encodings_are_named(encoding, tmp_path):
-    for name, content in {"a.txt": "Some text: é\n", "b.jsonl": '{"text": "é"}\n', "c.csv": "n,text\n1,é\n"}.items():
-        (tmp_path / name).write_bytes(content.encode(encoding))
+ENCODINGS = {
+    "utf-16": "UTF-16",
+    "utf-16-le": "UTF-16",
+    "utf-16-be": "UTF-16",
+    "utf-32": "UTF-32",
+    "bom-16-be": "UTF-16",
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_other_encodings_are_converted_and_noted(encoding, tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "CHUNK", 64)  # so that characters lie across chunks
+    # Without a byte order mark, the first hundred characters must be Latin.
+    text = "Some text. " * 10 + "é \N{SNOWMAN} \N{GRINNING FACE}\n" * 20
+    record = '{"text": "é"}\n' * 12 + '{"text": "\N{GRINNING FACE}"}\n'
+    for name, content in {"a.txt": text, "b.jsonl": record, "c.csv": "n,text\n1,é\n"}.items():
+        codec, mark = ("utf-16-be", codecs.BOM_UTF16_BE) if encoding == "bom-16-be" else (encoding, b"")
+        (tmp_path / name).write_bytes(mark + content.encode(codec))
     documents, report = read(FilesSource(tmp_path))
-    assert documents == []
-    reason = f"{encoding[:6].upper()} text, or binary"
-    assert skips(report) == {(name, reason): [] for name in ("a.txt", "b.jsonl", "c.csv")}
-    with pytest.raises(DataError, match=f"a.txt: {reason}; convert it, e.g. with 'iconv"):
-        read(FilesSource(tmp_path / "a.txt"))
+    assert [text for _, text in documents] == [text, *"é" * 12, "\N{GRINNING FACE}", "é"]
+    noted = f"{ENCODINGS[encoding]} text, converted to UTF-8"
+    assert notes(report) == {(name, noted): [] for name in ("a.txt", "b.jsonl", "c.csv")}
+    assert skips(report) == {}
 
 
 def test_utf8_byte_order_marks_are_left_out(tmp_path):
@@ -236,6 +249,17 @@ def test_utf8_byte_order_marks_are_left_out(tmp_path):
         (tmp_path / name).write_bytes(codecs.BOM_UTF8 + content.encode())
     documents, report = read(FilesSource(tmp_path))
     assert [text for _, text in documents] == ["é"] * 4 and skips(report) == {}
+
+
+def test_binary_data_is_not_taken_for_utf16(tmp_path):
+    (tmp_path / "ids.dat").write_bytes(b"\x05\0\x06\0\x07\0" * 100)
+    (tmp_path / "odd.txt").write_bytes(("text" * 50).encode("utf-16-le") + b"\0\xd8")
+    documents, report = read(FilesSource(tmp_path))
+    assert documents == []
+    assert skips(report) == {
+        ("ids.dat", "binary (holds a NUL byte)"): ["byte 1"],
+        ("odd.txt", "damaged UTF-16 text"): ["byte 400"],
+    }
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json.gz"])
@@ -357,9 +381,13 @@ def test_parquet_of_the_wrong_shape(tmp_path):
         read(FilesSource(tmp_path / "x.parquet"))
     with pytest.raises(DataError, match="column 'n' does not hold strings; choose another with --text-field"):
         read(FilesSource(tmp_path / "x.parquet", text_field="n"))
+    _, report = read(FilesSource(tmp_path))
+    assert ("x.parquet", "no text column found among body, title, n") in skips(report)
     (tmp_path / "x.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match="not a Parquet file"):
         read(FilesSource(tmp_path / "x.parquet"))
+    _, report = read(FilesSource(tmp_path))
+    assert ("x.parquet", "not a Parquet file") in skips(report)
 
 
 def test_damaged_parquet_keeps_what_came_before(tmp_path):
@@ -387,8 +415,12 @@ def test_csv_files(suffix, delimiter, tmp_path):
     assert {reason for _, reason in found} == {"empty", "not a row of CSV", "not UTF-8 text"}
 
 
-def test_a_csv_column_of_numbers_is_text_if_it_is_named(tmp_path):
+def test_csv_without_the_column_is_skipped_in_a_folder_and_an_error_by_name(tmp_path):
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "y.txt").write_text("y")
+    documents, report = read(FilesSource(tmp_path))
+    assert documents == [("y.txt", "y")]
+    assert ("x.csv", "no text column found among a, b") in skips(report)
     with pytest.raises(DataError, match=r"x\.csv: no text column found among a, b; choose one with --text-field"):
         read(FilesSource(tmp_path / "x.csv"))
     assert read(FilesSource(tmp_path / "x.csv", "a"))[0] == [("x.csv:1", "1")]

@@ -150,7 +150,7 @@ DAMAGES = {
     "truncated store.json": (lambda s: (s.path / "store.json").write_text('{"format": 1,'), r"store\.json is damaged"),
     "not an object": (lambda s: (s.path / "store.json").write_text("[]"), r"store\.json is damaged"),
     "no splits": (lambda s: edit_meta(s, splits={}), r"store\.json is damaged"),
-    "wrong dtype": (lambda s: edit_meta(s, dtype="<u4"), "the digest does not match the content"),
+    "wrong dtype": (lambda s: edit_meta(s, dtype="<u4"), "are inconsistent"),
     "newer format": (lambda s: edit_meta(s, format=99), r"has format 99 \(store\.json\)"),
 }
 

@@ -244,7 +244,7 @@ def test_the_gradient_from_the_next_stage_lies_in_its_buffer() -> None:
     stage = memory.stages[0]
     assert not stage.has_head
     action = next(each for each in memory.actions if each.kind == "backward")
-    of_blocks = [each for each in memory._backward(stage, action, False) if each.name == BACKWARD]
+    of_blocks = [each for each in memory._backward(stage, action) if each.name == BACKWARD]
     traced = memory.blocks[stage.numbers[0]].traced
     first, second, *_ = [each.temporary[WORK] for each in of_blocks]
     assert (first, second) == (traced.first_backward, traced.first_backward + traced.output_bytes)
