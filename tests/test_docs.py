@@ -4,7 +4,6 @@ another host."""
 import html
 import importlib
 import re
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -196,23 +195,13 @@ OUTSIDE = re.compile(
 )
 
 
-@pytest.mark.slow
-def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    pytest.importorskip("material")
-    subprocess.run([sys.executable, str(DOCS / "stage.py"), str(tmp_path / "docs")], check=True, cwd=ROOT, timeout=600)
-    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    settings = settings.replace("docs_dir: build/docs", "docs_dir: docs").replace(
-        "site_dir: build/site", "site_dir: site"
-    )
-    settings = settings.replace("paths: [.]", f"paths: [{str(ROOT)!r}]")
-    (tmp_path / "mkdocs.yml").write_text(settings, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict"], cwd=tmp_path, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    for path in (tmp_path / "site").rglob("*"):
+def test_the_site_loads_nothing_from_elsewhere() -> None:
+    site = ROOT / "build" / "site"
+    if not site.is_dir():
+        pytest.skip("make docs builds it, as CI does before the tests")
+    for path in site.rglob("*"):
         if path.suffix == ".html":
             assert OUTSIDE.findall(path.read_text(encoding="utf-8")) == [], path
         elif path.suffix == ".css":
             assert re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", path.read_text(encoding="utf-8")) == [], path
-    assert (tmp_path / "site" / "reference" / "python.html").stat().st_size > 20_000
+    assert (site / "reference" / "python.html").stat().st_size > 20_000

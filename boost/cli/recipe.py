@@ -13,7 +13,7 @@ from boost.config import Config
 from boost.config.architecture import parameter_count
 from boost.config.recipes import Recipe, find_recipe, recipes, tokens_of
 from boost.errors import ConfigError, DataError
-from boost.format import format_bytes, format_count, format_duration
+from boost.format import format_bytes, format_count
 
 if TYPE_CHECKING:
     from boost.data.prepare import PrepareOptions
@@ -38,7 +38,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "Without RECIPE, lists them.",
         epilog="examples:\n"
         "  boost recipe                                     the list: preset, data, tokens, published perplexity\n"
-        "  boost recipe c4-60m --dry-run                    the budget: tokens, disk, GPU-hours\n"
+        "  boost recipe c4-60m --dry-run                    the budget: tokens and disk\n"
         "  boost recipe c4-60m --data /data/c4/en --yes     from local copies of C4's files, without asking\n"
         "  boost recipe c4-60m --steps 200 --train.global_batch 16      a rehearsal\n"
         "  boost recipe c4-130m --parallel.dp 8 --train.micro_batch 64  on eight GPUs",
@@ -58,8 +58,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--steps", type=int, metavar="N", help="train for N steps; warm-up and intervals shrink with it"
     )
-    parser.add_argument("--gpu", default="h100-80g", metavar="PROFILE", help="GPU to plan for (default: %(default)s)")
-    parser.add_argument("--gpus", type=int, default=8, metavar="N", help="number of them (default: %(default)s)")
     parser.add_argument("--yes", action="store_true", help="do not ask before starting")
     parser.add_argument("--dry-run", action="store_true", help="print the budget and stop")
     parser.set_defaults(takes_overrides=True)
@@ -73,9 +71,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"RECIPE is missing before {args.overrides[0]}; 'boost recipe' lists them")
         _print_list()
         return 0
-    for flag, value in (("--steps", args.steps), ("--gpus", args.gpus)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{flag} = {value} is too small; smallest valid value: 1")
+    if args.steps is not None and args.steps < 1:
+        raise ConfigError(f"--steps = {args.steps} is too small; smallest valid value: 1")
     if "RANK" in os.environ:
         raise ConfigError(
             "boost recipe runs on one machine and starts its processes itself; for torchrun, write its configuration with "
@@ -160,35 +157,11 @@ def print_budget(args: argparse.Namespace, recipe: Recipe, config: Config, optio
         "tokens": length,
         "data": f"{source}; tokenizer {options.tokenizer}",
         "disk": disk + (": NOT ENOUGH" if store + checkpoints > free else ""),
-        f"{args.gpus} x {args.gpu.removesuffix('.toml')}"[:COLUMN]: _plan(args, config, tokens),
         "published": "perplexity " + ("-" if recipe.perplexity is None else f"{recipe.perplexity:.2f}"),
     }
     out = result_console(140)
     for key, value in facts.items():
         print_fact(out, key, value, COLUMN)
-
-
-def _plan(args: argparse.Namespace, config: Config, tokens: int) -> str:
-    """The fastest configuration on GPUs, by the planner."""
-    from boost.cli.terminal import searching
-    from boost.config.schema import ParallelConfig
-    from boost.plan.candidates import Request
-    from boost.plan.explain import choices, mesh
-    from boost.plan.hardware import load_hardware
-    from boost.plan.search import Search
-
-    hardware = load_hardware(args.gpu)
-    alone = ParallelConfig.model_validate({"layout": "single"})
-    train = config.train.model_copy(update={"micro_batch": 1, "recompute": "none", "compute_dtype": "bfloat16"})
-    base = config.model_copy(update={"parallel": alone, "train": train})
-    with searching("configurations") as tick:
-        search = Search(Request(base, args.gpus, hardware, frozenset(), 0.08), tick)
-        best = None if search.empty else search.fastest()
-    if best is None:
-        return f"does not fit on {args.gpus} x {args.gpu}; try --gpus {2 * args.gpus}"
-    seconds = tokens / best.time.tokens_per_second
-    where = f"{mesh(best.config.parallel)}, {choices(best.config)}"
-    return f"{format_duration(seconds)} predicted ({where}): {seconds * args.gpus / 3600:.3g} GPU-hours"
 
 
 def _run_stages(recipe: Recipe, config: Config, options: "PrepareOptions") -> int:

@@ -1,13 +1,10 @@
-"""What a person wants to know before a run spends hours: too little data, a slow dtype, no saves. One line each."""
+"""What a person wants to know before a run spends hours: too little data, no saves. One line each."""
 
 import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
-
 from boost.format import format_count
-from boost.train.hardware import measured_flops
 
 if TYPE_CHECKING:
     from boost.train.loop import Trainer
@@ -56,10 +53,3 @@ def start_advice(trainer: "Trainer") -> Iterator[str]:
         yield (
             "no checkpoints until the end of the run (train.save_every and train.save_minutes are 0): a crash loses all of it"
         )
-    if train.compute_dtype == "bfloat16" and trainer.mesh.device.type == "cpu":
-        half, single = (measured_flops(trainer.mesh.device, dtype) for dtype in (torch.bfloat16, torch.float32))
-        if half < single:
-            yield (
-                f"bfloat16 is slow on this CPU: GEMMs take {single / half:.1f} times as long as in float32; "
-                'set train.compute_dtype = "float32"'
-            )

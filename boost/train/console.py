@@ -3,6 +3,7 @@
 `ConsoleHook` prints training progress on the main process. `progress` is the progress bar for all other slow work.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -251,18 +252,19 @@ class EtaEstimator:
 
 
 def step_line(metrics: StepMetrics, total_steps: int, eta: float) -> str:
-    """`step   120/1000  loss 4.3210  lr 2.9e-03  norm 0.41  8.1k tok/s  mfu 41.2%  1.3 GB  eta 3:21`"""
+    """`step   120/1000  loss 4.3210  lr 2.9e-03  norm 0.41  8.1k tok/s  mfu 41.2%  1.3 GB  eta 3:21`; no MFU if it is unknown."""
+    mfu = "" if math.isnan(metrics.mfu) else f"mfu {format_percent(metrics.mfu)}  "
     return (
         f"step {_step_of_total(metrics.step, total_steps)}  loss {metrics.loss:.4f}  "
         f"lr {metrics.lr:.1e}  norm {metrics.gradient_norm:.2f}  {format_rate(metrics.tokens_per_second, 2)}  "
-        f"mfu {format_percent(metrics.mfu)}  {format_bytes(metrics.memory_bytes, 2)}  eta {format_duration(eta)}"
+        f"{mfu}{format_bytes(metrics.memory_bytes, 2)}  eta {format_duration(eta)}"
     )
 
 
 def step_stats(metrics: StepMetrics, eta: float, width: int) -> str:
     """A shorter version of `step_line` for the bar. Includes memory and MFU only if the terminal is wide enough."""
     words = [f"loss {metrics.loss:.4f}", format_rate(metrics.tokens_per_second, 2)]
-    words += [f"mfu {format_percent(metrics.mfu)}"] * (width >= MFU_MIN_WIDTH)
+    words += [f"mfu {format_percent(metrics.mfu)}"] * (width >= MFU_MIN_WIDTH and not math.isnan(metrics.mfu))
     words += [format_bytes(metrics.memory_bytes, 2)] * (width >= BAR_MIN_WIDTH)
     return " ".join([*words, f"eta {format_duration(eta)}"])
 

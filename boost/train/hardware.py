@@ -4,29 +4,24 @@ import math
 import os
 import resource
 import sys
-import time
 
 import torch
 
 from boost.config.gpus import find_peak
 
 _TERA = 1e12
-_GEMM_SIZE = 1024
-_GEMM_SECONDS = 0.2
-_GEMM_MIN_RUNS = 3
 
 
 def peak_flops(device: torch.device, compute_dtype: torch.dtype, override_tflops: float = 0.0) -> float:
-    """Peak FLOP/s of one device in `compute_dtype`: `override_tflops` if not 0, else from boost/config/gpus.toml, else measured.
+    """Peak FLOP/s of one device in `compute_dtype`: `override_tflops` if not 0, else from boost/config/gpus.toml.
 
-    The CPU measurement is the best of several GEMMs with this process's threads and takes about 0.2 s. It is what is achievable
-    now, not a datasheet number. nan for a GPU that is not in the table: set run.peak_tflops.
+    nan for a CPU, whose peak nobody states, and for a GPU that is not in the table: set run.peak_tflops.
     """
     if override_tflops > 0:
         return override_tflops * _TERA
     if device.type == "cuda":
         return gpu_peak_flops(torch.cuda.get_device_name(device), compute_dtype)
-    return measured_flops(device, compute_dtype)
+    return math.nan
 
 
 def gpu_peak_flops(name: str, compute_dtype: torch.dtype) -> float:
@@ -38,21 +33,6 @@ def gpu_peak_flops(name: str, compute_dtype: torch.dtype) -> float:
     if compute_dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         tflops = peak.tf32 or peak.fp32
     return math.nan if tflops is None else tflops * _TERA
-
-
-def measured_flops(device: torch.device, compute_dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of several square GEMMs on `device`, a CPU. The first one is a warm-up and does not count."""
-    a = torch.randn(_GEMM_SIZE, _GEMM_SIZE, generator=torch.Generator().manual_seed(0)).to(device, compute_dtype)
-    out = torch.empty_like(a)
-    torch.mm(a, a, out=out)
-    best, done = math.inf, 0
-    deadline = time.perf_counter() + _GEMM_SECONDS
-    while done < _GEMM_MIN_RUNS or time.perf_counter() < deadline:
-        begun = time.perf_counter()
-        torch.mm(a, a, out=out)
-        best = min(best, time.perf_counter() - begun)
-        done += 1
-    return 2 * _GEMM_SIZE**3 / best
 
 
 def total_memory(device: torch.device) -> int:

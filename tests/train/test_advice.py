@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from boost.data.store import TokenStore
 from boost.train import advice
@@ -66,19 +65,6 @@ def test_conversations_that_see_each_other(tmp_path: Path, enough: None) -> None
         trainer = make_trainer(config.model_copy(update={"model": model, "data": data}))
         said = [line for line in start_advice(trainer) if "conversations" in line]
         assert [line.rpartition("; ")[2] for line in said] == ["set data.isolate_documents = true"] * (not isolate)
-
-
-@pytest.mark.parametrize(("half", "warns"), [(2e10, True), (2e11, False)])
-def test_slow_bfloat16(
-    store: Path, tmp_path: Path, enough: None, monkeypatch: pytest.MonkeyPatch, half: float, warns: bool
-) -> None:
-    monkeypatch.setattr(advice, "measured_flops", lambda _, dtype: half if dtype == torch.bfloat16 else 9e10)
-    expected = [
-        'bfloat16 is slow on this CPU: GEMMs take 4.5 times as long as in float32; set train.compute_dtype = "float32"'
-    ]
-    found = said(store, tmp_path / "run", compute_dtype="bfloat16", param_dtype="float32")
-    assert found == (expected if warns else [])
-    assert said(store, tmp_path / "run") == []
 
 
 def test_advice_is_shown_before_the_first_step(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,7 @@ import torch
 
 from boost.config import ModelConfig
 from boost.config.architecture import flops_per_token
-from boost.train import hardware
-from boost.train.hardware import gpu_peak_flops, measured_flops, memory_bytes, mfu, peak_flops
+from boost.train.hardware import gpu_peak_flops, memory_bytes, mfu, peak_flops
 
 CPU = torch.device("cpu")
 
@@ -54,25 +53,9 @@ def test_tf32_counts_only_where_it_is_allowed() -> None:
 
 
 def test_the_configuration_overrides_everything() -> None:
+    assert math.isnan(peak_flops(CPU, torch.float32)), "a busy CPU once had an MFU of 350%"
     assert peak_flops(CPU, torch.float32, 1.5) == 1.5e12
     assert peak_flops(torch.device("cuda", 0), torch.bfloat16, 2.0) == 2e12
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_cpu_is_measured_by_its_gemms(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    durations = iter([0.04, 0.01, 0.03])
-    clock = [0.0]
-    real = torch.mm
-
-    def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        assert a.dtype == out.dtype == dtype
-        clock[0] += next(durations, 0.2)
-        return real(a, b, out=out)
-
-    monkeypatch.setattr(hardware.torch, "mm", mm)
-    monkeypatch.setattr(hardware.time, "perf_counter", lambda: clock[0])
-    # The first GEMM warms up; the best of the others took 0.01 s for 2 n^3 operations.
-    assert measured_flops(CPU, dtype) == pytest.approx(2 * 1024**3 / 0.01)
 
 
 def test_memory_grows_by_what_is_allocated() -> None:
