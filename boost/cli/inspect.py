@@ -18,7 +18,6 @@ from boost.format import format_bytes, format_count
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from boost.measure.memory import MeasuredMemory
     from boost.plan.inspection import CollectiveRow, Inspection
     from boost.plan.memory import Memory, PeakMemory
 
@@ -50,7 +49,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory",
         action="store_true",
-        help="show memory by category, between the passes and at the peak, predicted and measured",
+        help="show memory by category, between the passes and at the peak",
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw one block (.svg, .png or .pdf)")
     parser.set_defaults(takes_overrides=True)
@@ -75,7 +74,12 @@ def run(args: argparse.Namespace) -> int:
         from boost.plan.pictures import draw_block
 
         draw_block(inspection, name, args.svg)
-    held = _memory(config, args.pp_rank) if args.memory else None
+    held: tuple[Memory, PeakMemory] | None = None
+    if args.memory:
+        from boost.plan.memory import memory as predict_memory
+        from boost.plan.memory import peak as predict_peak
+
+        held = predict_memory(config, args.pp_rank), predict_peak(config, args.pp_rank)
     if args.json:
         memory = {"memory": memory_as_json(*held)} if held else {}
         print(json.dumps(as_json(inspection) | memory | {"notes": notes}, indent=2))
@@ -86,23 +90,6 @@ def run(args: argparse.Namespace) -> int:
     if args.svg is not None:
         print(f"\n{args.svg} written")
     return 0
-
-
-def _memory(config: Config, pp_rank: int) -> "tuple[Memory, PeakMemory, MeasuredMemory | None]":
-    """Predicts memory. Without a pipeline or sharding, also measures it by running one process's part of a step on fake
-    tensors."""
-    from boost.plan.memory import memory, peak
-
-    predicted = memory(config, pp_rank), peak(config, pp_rank)
-    if config.parallel.pp > 1 or config.parallel.sharded or config.run.recovery == "in-step":
-        return *predicted, None
-
-    from rich.console import Console
-
-    with Console(stderr=True).status("running a step on fake tensors to measure its memory"):
-        from boost.measure.memory import measure
-
-        return *predicted, measure(config)
 
 
 def _notes(config: Config) -> Iterator[str]:
@@ -276,18 +263,12 @@ def _print_collectives(console: "Console", rows: "Sequence[CollectiveRow]", titl
     print_table(console, table)
 
 
-def memory_as_json(predicted: "Memory", peak: "PeakMemory", measured: "MeasuredMemory | None") -> dict[str, Any]:
-    """Converts memory to JSON values: bytes on one process, null if not measured."""
-    return {
-        "predicted": predicted.by_category,
-        "predicted_peak": peak.by_category,
-        "moment": peak.during,
-        "measured": measured.kept if measured else None,
-        "peak": measured.peak if measured else None,
-    }
+def memory_as_json(predicted: "Memory", peak: "PeakMemory") -> dict[str, Any]:
+    """Converts memory to JSON values: bytes on one process."""
+    return {"predicted": predicted.by_category, "predicted_peak": peak.by_category, "moment": peak.during}
 
 
-def print_memory(config: Config, predicted: "Memory", peak: "PeakMemory", measured: "MeasuredMemory | None") -> None:
+def print_memory(config: Config, predicted: "Memory", peak: "PeakMemory") -> None:
     """Prints the memory of one process between forward and backward pass, and at the peak."""
     from rich.table import Table
     from rich.text import Text
@@ -299,8 +280,6 @@ def print_memory(config: Config, predicted: "Memory", peak: "PeakMemory", measur
     every = f", every {train.recompute_every} blocks" if train.recompute_every > 1 else ""
     console.print(f"\nmemory of one process, train.recompute = {train.recompute}{every}", style="bold")
     columns = [("predicted", predicted.by_category), ("at the peak", peak.by_category)]
-    if measured:
-        columns = [columns[0], ("measured", measured.kept), columns[1], ("measured", measured.peak)]
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("category", no_wrap=True)
     for heading, _ in columns:
@@ -317,10 +296,6 @@ def print_memory(config: Config, predicted: "Memory", peak: "PeakMemory", measur
     console.print(
         Text(f"Predicted peak during: {peak.during}. Columns to the left of the peak: memory between the passes.")
     )
-    if measured:
-        console.print("Measured on fake tensors, without the allocator's rounding.")
-    else:
-        console.print("Predicted only: a pipeline or sharded weights cannot be measured in one process.")
 
 
 def _shape(shape: tuple[int, ...]) -> str:

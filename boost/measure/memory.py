@@ -1,7 +1,6 @@
 """Measures the memory of a training step at the dispatcher, by tracking every storage from allocation to release.
 
-Works on real and on fake tensors: with fake tensors, one process of a 7B model is measured in seconds on a laptop, with the same
-code that would train it. Allocator rounding and cuBLAS workspaces are not included.
+Works on real and on fake tensors. Allocator rounding and cuBLAS workspaces are not included.
 """
 
 import threading
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,10 +23,9 @@ from boost.models.fused import fused_params
 from boost.models.interface import Pending
 from boost.models.kernels import BACKENDS, using
 from boost.optim.adamw import build_optimizer
-from boost.parallel.mesh import Axis, Mesh
+from boost.parallel.mesh import Mesh
 from boost.parallel.working import WorkingCopies
 from boost.plan.categories import GRADIENTS, LOGITS, OPTIMIZER, SAVED, WEIGHTS, WORK, category_of, short_role
-from boost.train.model import build_decoder
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -134,39 +132,6 @@ class MeasuredMemory:
     def activations(self) -> dict[str, int]:
         """The part of `kept` that is saved for the backward pass."""
         return {category: size for category, size in self.kept.items() if category in SAVED}
-
-
-@dataclass(frozen=True)
-class _FakeGroup:
-    """Stands in for a process group, since fake tensors are not sent."""
-
-    group_name: str = "nobody"
-
-
-def fake_mesh(tp: int, cp: int = 1) -> Mesh:
-    """Returns the mesh of process 0 of `cp` x `tp` processes, for fake tensors."""
-
-    def axis(size: int) -> Axis:
-        return Axis(0, size, _FakeGroup() if size > 1 else None)  # type: ignore[arg-type]
-
-    return Mesh(torch.device("cpu"), {"cp": axis(cp), "tp": axis(tp)})
-
-
-def measure(config: Config) -> MeasuredMemory:
-    """Measures one process of a training step on fake tensors, without using memory or other processes.
-
-    Runs the last micro-batch: if the step has several, gradients of the others already exist. Buckets of the gradient all-reduce
-    are not included, since they replace the gradients.
-    """
-    train = config.train
-    accumulated = train.global_batch // (config.parallel.dp * train.micro_batch)
-    with FakeTensorMode():
-        mesh = fake_mesh(config.parallel.tp, config.parallel.cp)
-        decoder = build_decoder(config, mesh)
-        for parameter in decoder.parameters() if accumulated > 1 else ():
-            parameter.grad = torch.zeros_like(parameter)
-        tokens_BS = torch.zeros(train.micro_batch, train.seq_len // config.parallel.cp, dtype=torch.long)
-        return measure_step(decoder, config, (tokens_BS, tokens_BS), mesh)
 
 
 def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor], mesh: Mesh) -> MeasuredMemory:

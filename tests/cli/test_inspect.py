@@ -55,14 +55,10 @@ def test_json_and_text_for_every_layout(words: list[str], tp: str, capsys: pytes
 
 
 @pytest.mark.parametrize("policy", ["none", "low-rank", "full-block"])
-@pytest.mark.slow
 def test_memory_by_category(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["demo", "--layout", "btp-sp", "--memory", "--train.recompute", policy]
     held = facts(capsys, *words)["memory"]
-    assert held["predicted"]["residual stream"] > 0
-    for category, size in held["predicted"].items():
-        assert held["measured"].get(category, 0) == size
-    assert sum(held["predicted_peak"].values()) == pytest.approx(sum(held["peak"].values()), rel=0.1)
+    assert sum(held["predicted_peak"].values()) > held["predicted"]["residual stream"] > 0
     assert (held["predicted"]["wide activations"] == 0) == (policy != "none")
     code, out, _ = say(capsys, *words)
     assert code == 0
@@ -77,10 +73,9 @@ def test_memory_by_category(policy: str, capsys: pytest.CaptureFixture[str]) -> 
     [["boost-13b", "--pp-rank", "1"], ["boost-7b", "--parallel.dp", "2", "--parallel.shard", "full"]],
     ids=["pipeline", "shards"],
 )
-def test_memory_of_stages_and_shards_is_predicted_only(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_of_stages_and_shards(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     words = [*words, "--memory", "--train.global_batch", "8"]
     held = facts(capsys, *words)["memory"]
-    assert held["measured"] is held["peak"] is None
     assert held["moment"] in ("loss", "backward pass of the loss", "backward pass of a block")
     assert held["predicted_peak"]["latents"] == held["predicted"]["latents"] > 0
     extra = {"pipeline": "pipeline buffers", "shards": "gathered weights"}[
@@ -89,8 +84,7 @@ def test_memory_of_stages_and_shards_is_predicted_only(words: list[str], capsys:
     assert held["predicted_peak"][extra] > 0
     code, out, _ = say(capsys, *words)
     table = out[out.index("memory of one process") :]
-    assert code == 0 and "Predicted only" in table and "measured" not in table.partition("Predicted only")[0]
-    assert f"Predicted peak during: {held['moment']}" in table and extra in table
+    assert code == 0 and f"Predicted peak during: {held['moment']}" in table and extra in table
     assert max(len(line) for line in out.splitlines()) <= 100
 
 

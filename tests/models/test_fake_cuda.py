@@ -18,13 +18,13 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from boost.config import Config
-from boost.measure.memory import fake_mesh
 from boost.models import documents
 from boost.models.kernels import BACKENDS, using
 from boost.parallel.mesh import Mesh
 from boost.plan.collectives import micro_batch_collectives
 from boost.train.model import build_decoder
 from tests import toy
+from tests.fake_memory import fake_mesh
 from tests.matrices import ONE_EACH, Row
 
 pytestmark = [

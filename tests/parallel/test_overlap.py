@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from boost.config import Config
 from boost.config.layouts import layout_spec
 from boost.errors import ConfigError
-from boost.measure.memory import measure
 from boost.models.interface import Pending, interleave
 from boost.parallel.counting import KINDS
 from boost.plan.collectives import step_collectives
@@ -20,6 +19,7 @@ from boost.plan.trace import trace_block
 from boost.plan.work import ATTENTION
 from tests import toy
 from tests.distributed import run_distributed
+from tests.fake_memory import measure
 from tests.matrices import (
     GROUPING,
     LAYOUTS,

@@ -14,7 +14,6 @@ from boost.config import Config
 from boost.config.layouts import layout_names, layout_spec, register_layout, unregister_layout
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
-from boost.measure.memory import measure
 from boost.parallel.collectives import InFlight
 from boost.parallel.norms import _Scale, scale
 from boost.plan.candidates import Request
@@ -29,6 +28,7 @@ from boost.plan.trace import trace_block
 from boost.plan.tracer import Tracer
 from tests import toy
 from tests.distributed import run_distributed
+from tests.fake_memory import measure
 from tests.matrices import memory_config
 from tests.plan.toys import base, hardware
 from tests.trained import Trained, matches_table, relative_errors

@@ -7,7 +7,6 @@ import pytest
 from boost.config import Config, load
 from boost.config.attention import context_notes
 from boost.config.rules import check
-from boost.measure.memory import measure
 from boost.plan.candidates import Request, structures
 from boost.plan.categories import SAVED
 from boost.plan.collectives import step_collectives
@@ -15,6 +14,7 @@ from boost.plan.hardware import load_hardware
 from boost.plan.memory import memory
 from boost.plan.search import Search
 from boost.plan.trace import pass_of_block
+from tests.fake_memory import measure
 from tests.matrices import LAYOUTS, Row, family_of, ids, memory_config, pairwise
 
 SIZES = ((1, 2, 8), (1, 2, 2), (1, 4, 1), (2, 2, 8), (2, 2, 2))

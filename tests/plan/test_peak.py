@@ -13,7 +13,6 @@ from torch.distributed.pipelining import (
 
 from boost.config import Config, load
 from boost.config.schema import OptimConfig
-from boost.measure.memory import measure
 from boost.plan import trace
 from boost.plan.categories import WORK
 from boost.plan.collectives import step_collectives
@@ -23,6 +22,7 @@ from boost.plan.tape import Tape
 from boost.plan.trace import IGNORED_FIELDS, pass_of_block, without_ignored
 from tests import toy
 from tests.distributed import run_distributed
+from tests.fake_memory import measure
 from tests.matrices import MEMORY_CELLS as CELLS
 from tests.matrices import MEMORY_CROSSING as CROSSING
 from tests.matrices import memory_config as config_of
