@@ -43,7 +43,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --parallel.tp 4 --explain           explain the best with TP 4\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --write run.toml                    then: boost train run.toml\n"
         "  boost plan run.toml --gpu a100-80g                                                 explain your configuration\n"
-        "  boost plan --model 7b --gpus 8 --gpu h100-80g --seq 4096 --by-tokens               where each layout is fastest\n\n"
+        "  boost plan --model 7b --gpus 8 --gpu h100-80g --seq 4096 --by-gpus                 where each layout is fastest\n\n"
         "--model takes a size (1b, 3b, 7b, 13b, 30b), a preset (llama3-8b, ...; see 'boost config'), a TOML file (its\n"
         "[parallel] and searched fields are ignored), or the config.json or folder of a Hugging Face model.\n"
         "--parallel.KEY, --train.micro_batch and --train.recompute restrict the search to a value.\n"
@@ -69,20 +69,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--explain", action="store_true", help="break down time and memory of the best plan")
-    parser.add_argument(
-        "--svg", type=Path, metavar="FILE", help="draw the grid of --by-tokens or --by-gpus (.svg, .png or .pdf)"
-    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the grid of --by-gpus (.svg, .png or .pdf)")
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write the best plan as a configuration for 'boost train'"
     )
     parser.add_argument("--force", action="store_true", help="let --write overwrite an existing file")
-    grids = parser.add_mutually_exclusive_group()
-    grids.add_argument(
-        "--by-tokens",
-        action="store_true",
-        help="find the fastest layout by tokens per step and TP size",
-    )
-    grids.add_argument(
+    parser.add_argument(
         "--by-gpus",
         action="store_true",
         help="find the fastest layout by tokens per step and number of GPUs up to --gpus",
@@ -107,8 +99,8 @@ def run(args: argparse.Namespace) -> int:
     if args.write is not None and args.write.exists() and not args.force:
         raise ConfigError(f"{args.write} already exists; add --force to overwrite it")
     if args.svg is not None:
-        if not (args.by_tokens or args.by_gpus):
-            raise ConfigError("--svg draws a grid; add --by-tokens or --by-gpus")
+        if not args.by_gpus:
+            raise ConfigError("--svg draws a grid; add --by-gpus")
         needs_matplotlib()
     if args.config is not None:
         return _explain_config(args, hardware)
@@ -116,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is None:
             raise ConfigError(f"--{name} is missing; example: boost plan --model 7b --gpus 16 --gpu {args.gpu}")
     request = request_of(args, hardware)
-    if args.by_tokens or args.by_gpus:
+    if args.by_gpus:
         from boost.cli.plan_grids import print_grid
 
         return print_grid(args, request)

@@ -1,10 +1,9 @@
-"""The fastest layout over a grid: tokens per step, and TP size or number of GPUs.
+"""The fastest layout over a grid of tokens per step and numbers of GPUs.
 
 More tokens per step amortize the communication that happens once per step. With many GPUs or few tokens, DP alone runs out of
 sequences. Pipelines are not used unless they are fixed.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from boost.plan.candidates import Request, powers_of_two
@@ -26,8 +25,8 @@ class GridPlan:
 
     tokens: int
     """Tokens per step."""
-    column: int
-    """TP size, or number of GPUs."""
+    gpus: int
+    """Number of GPUs."""
     plan: Plan | None
     why_none: str = ""
     """Short reason if there is no plan."""
@@ -49,36 +48,9 @@ class GridPlan:
         words = [f"{parallel.layout} TP {parallel.tp}"] * (parallel.tp > 1) + [f"CP {parallel.cp}"] * (parallel.cp > 1)
         return " ".join(words) or ("DP" if parallel.dp > 1 else "one GPU")
 
-    @property
-    def seconds(self) -> float:
-        """Step time."""
-        assert self.plan is not None
-        return self.plan.time.seconds
-
 
 Grid = list[list[GridPlan]]
 """Rows by tokens per step."""
-
-
-def by_tokens(request: Request, tick: Tick | None = None) -> Grid:
-    """One row per global batch (doubling), one column per TP size within a node."""
-    base, fixed = request.base, request.fixed | {"parallel.tp", "parallel.pp", "train.global_batch"}
-    inside = [tp for tp in powers_of_two(request.gpus) if tp <= request.hardware.per_node]
-    sizes = list(request.choices("parallel.tp", inside))
-    most, sequences = max(MOST_TOKENS // base.train.seq_len, 1), max(request.gpus // max(sizes), 1)
-    batches = [sequences << n for n in range(40) if sequences << n <= most] or [sequences]
-    rows: Grid = []
-    for batch in batches:
-        train, row = base.train.model_copy(update={"global_batch": batch}), list[GridPlan]()
-        for tp in sizes:
-            asked = base.model_copy(update={"train": train, "parallel": base.parallel.model_copy(update={"tp": tp})})
-            plan = Search(replace(request, base=asked, fixed=fixed)).fastest()
-            why = "" if plan else "too few sequences" if batch % (request.gpus // tp) else "does not fit"
-            row.append(GridPlan(batch * base.train.seq_len, tp, plan, why))
-            if tick:
-                tick(len(rows) * len(sizes) + len(row), len(batches) * len(sizes))
-        rows.append(row)
-    return rows
 
 
 def by_gpus(request: Request, tick: Tick | None = None) -> Grid:
@@ -101,25 +73,3 @@ def by_gpus(request: Request, tick: Tick | None = None) -> Grid:
                 tick(len(rows) * len(counts) + len(row), len(batches) * len(counts))
         rows.append(row)
     return rows
-
-
-def fastest(row: Iterable[GridPlan]) -> GridPlan | None:
-    """Returns the fastest cell of a row; ties go to the smaller column."""
-    return min((cell for cell in row if cell.plan is not None), key=lambda cell: cell.seconds, default=None)
-
-
-def slower(cell: GridPlan, row: Sequence[GridPlan]) -> float:
-    """Step time of a cell relative to the fastest cell of its row."""
-    best = fastest(row)
-    assert best is not None
-    return cell.seconds / best.seconds
-
-
-def changes(rows: Grid) -> list[GridPlan]:
-    """Returns the fastest cell of each row whose layout or TP size differs from the previous row's."""
-    result: list[GridPlan] = []
-    for row in rows:
-        best = fastest(row)
-        if best is not None and (not result or (best.kind, best.column) != (result[-1].kind, result[-1].column)):
-            result.append(best)
-    return result

@@ -472,7 +472,6 @@ class GridCell:
     words: str
     kind: str = ""
     """Selects the color; '' leaves the cell uncolored."""
-    framed: bool = False
 
 
 def draw_grid(
@@ -496,7 +495,6 @@ def draw_grid(
         canvas.text(label, MARGIN, y + 25, 13)
         for column, cell in enumerate(cells):
             fill, ink = (hue[cell.kind], PAPER) if cell.kind else (PAPER, MUTED)
-            edge, thick = (INK, 3.0) if cell.framed else (LINE, 1.0)
-            canvas.box(left + column * width + 3, y + 3, width - 6, line - 6, fill, edge, radius=4, line=thick)
-            canvas.text(cell.words, left + column * width + 12, y + 25, 13, ink, bold=cell.framed, room=width - 20)
+            canvas.box(left + column * width + 3, y + 3, width - 6, line - 6, fill, LINE, radius=4, line=1.0)
+            canvas.text(cell.words, left + column * width + 12, y + 25, 13, ink, room=width - 20)
     canvas.write(path)

@@ -140,7 +140,7 @@ def test_a_batch_of_tokens_divides_over_odd_numbers_of_gpus() -> None:
         ([*SMALL, "--parallel.tp", "x"], "parallel.tp"),
         ([*SMALL, "--parallel.tpp", "2"], "unknown key 'parallel.tpp'"),
         ([*SMALL, "--model.family", "denes"], "model.family"),
-        ([*SMALL, "--svg", "x.svg"], "--svg draws a grid; add --by-tokens or --by-gpus"),
+        ([*SMALL, "--svg", "x.svg"], "--svg draws a grid; add --by-gpus"),
         ([*SMALL, "--memory-margin", "1.1"], "--memory-margin = 1.1 must be at least 0 and less than 1"),
         (["--model", "cola-1b", "--gpus", "2", "--gpu", "a100-80g", "--parallel.tp", "2", "--parallel.layout", "btp"],
          "model.ffn_dim = 5461"),
@@ -167,19 +167,6 @@ def test_commands_of_two_words(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["plan", "calibrate", "--help"])
     assert left.value.code == 0 and "usage: boost plan calibrate" in capsys.readouterr().out
-
-
-def test_by_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("boost.plan.grids.MOST_TOKENS", 8192)
-    words = ["--model", "cola-60m", "--gpus", "2", "--gpu", "a100-80g", "--seq", "4096", "--by-tokens"]
-    code, out, err = say(capsys, *words, "--svg", str(tmp_path / "x.svg"))
-    assert code == 0 and not err
-    assert "TP 1" in out and "fastest: " in out and " tokens" in out
-    drawn = (tmp_path / "x.svg").read_text()
-    assert drawn.startswith("<?xml") and "cola-60m" in drawn and drawn.count(", 1.00 x<") >= 1
-    cells = facts(capsys, *words)["answers"]
-    assert {cell["tp"] for cell in cells} == {1, 2}
-    assert any("config" in cell for cell in cells)
 
 
 def test_by_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

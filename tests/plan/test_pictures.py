@@ -199,7 +199,7 @@ def test_long_names_and_markup_are_words(drawn: Callable[..., Any]) -> None:
 
 def test_grids(drawn: Callable[..., Any]) -> None:
     """Each cell has its words, and equal kinds have equal colors."""
-    cells = [GridCell("DP", "DP", framed=True), GridCell("btp TP 8 CP 4", "btp"), GridCell("too few tokens")]
+    cells = [GridCell("DP", "DP"), GridCell("btp TP 8 CP 4", "btp"), GridCell("too few tokens")]
     figure = drawn(draw_grid, "title", "below", "tokens", ["1", "2", "3"], [("4", cells), ("5", cells)])
     assert texts(figure).count("btp TP 8 CP 4") == 2 and {"4", "5", "tokens"} <= set(texts(figure))
     faces = [patch.get_facecolor() for patch in figure.axes[0].patches]
