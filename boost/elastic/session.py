@@ -13,8 +13,8 @@ from boost.train.faults import WAIT_S, Fault, FaultInjection
 from boost.train.heartbeat import Heartbeat
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
+from boost.train.run import Session
 from boost.train.rundir import RunDirectory
-from boost.train.session import Session
 
 
 class ElasticSession(Session):

@@ -7,14 +7,15 @@ import os
 import pkgutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from boost.config import Config
 from boost.data.fit import open_fitting_store
 from boost.data.verify import Progress
 from boost.errors import HangError, StoppedError, TrainingError
-from boost.parallel.rendezvous import launch_dir
+from boost.parallel.mesh import close_mesh, open_mesh
+from boost.parallel.rendezvous import Stopped, launch_dir
 from boost.parallel.sharding import require_torch
 from boost.train.advice import advise
 from boost.train.best_effort import outliving_terminal
@@ -28,7 +29,7 @@ from boost.train.failures import (
     memory_advice,
     out_of_memory,
 )
-from boost.train.faults import Fault
+from boost.train.faults import Fault, FaultInjection
 from boost.train.heartbeat import Heartbeat, process_name, remember_collectives
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
@@ -38,7 +39,6 @@ from boost.train.resume import check_start, inherited_data, require_nothing_lost
 from boost.train.run_lock import RunLock, require_unlocked
 from boost.train.rundir import RunDirectory, configure_logging
 from boost.train.samples import heldout_prompt, sample_text
-from boost.train.session import Session
 from boost.train.signals import StopRequest
 from boost.train.teacher import check_teacher
 from boost.train.worker import leave
@@ -48,11 +48,53 @@ log = logging.getLogger("boost")
 SAMPLE_TOKENS = 120
 """Length of the text sample at the end of a run, in tokens."""
 
-SESSIONS = {"restart": "boost.train.session:Session", "in-step": "boost.elastic.session:ElasticSession"}
+SESSIONS = {"restart": "boost.train.run:Session", "in-step": "boost.elastic.session:ElasticSession"}
 """This process's part in the run, by run.recovery."""
 
 STOPPED_ELSEWHERE = 75
 """Exit code if a signal to another node stopped and saved the run: EX_TEMPFAIL, so that the scheduler retries."""
+
+
+class Session:
+    """One process's part in a run that ends if one of its processes does: how it joins, which trainer it has, how it leaves."""
+
+    def __init__(self, config: Config, stopped: Stopped) -> None:
+        """Joins the mesh. Raises the same errors as `open_mesh`."""
+        self.config = config
+        self.mesh = open_mesh(config.parallel, config.run.device, config.run.startup_timeout_s, stopped)
+
+    @property
+    def rank(self) -> int:
+        """The number of this process in names of log files."""
+        return self.mesh.rank
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended while this process waited to join it."""
+        return False
+
+    def heartbeat(self, on_hang: Callable[[str], None]) -> Heartbeat:
+        """The heartbeat of this process."""
+        return Heartbeat(self.mesh, self.config.run, on_hang)
+
+    def faults(self, faults: Sequence[Fault]) -> Hook:
+        """The hook that injects these faults."""
+        return FaultInjection(list(faults))
+
+    def trainer(self, run: RunDirectory, hooks: Sequence[Hook]) -> Trainer:
+        """Builds the trainer."""
+        return Trainer(self.config, self.mesh, run, hooks)
+
+    def start(self, trainer: Trainer, candidates: list[Path], start_from: str | None) -> None:
+        """Loads the state to start with (`Trainer.start`)."""
+        trainer.start(candidates, start_from)
+
+    def failed(self, error: Exception) -> None:
+        """Called when the run fails with `error` on this process."""
+
+    def close(self) -> None:
+        """Leaves the mesh, when the run is complete."""
+        close_mesh()
 
 
 def check_before_start(
