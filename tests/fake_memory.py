@@ -1,14 +1,38 @@
-"""Measures the memory of one process on fake tensors: nothing is allocated, and a 7B model takes seconds."""
+"""Measures the memory of a step of one process, also on fake tensors: nothing is allocated, and a 7B model takes seconds."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from boost.config import Config
-from boost.measure.memory import MeasuredMemory, measure_step
+from boost.measure.memory import MemoryTracker
+from boost.models.decoder import Decoder
+from boost.models.fused import fused_params
+from boost.models.interface import Pending
+from boost.models.kernels import BACKENDS, using
+from boost.optim.adamw import build_optimizer
 from boost.parallel.mesh import Axis, Mesh
+from boost.parallel.working import WorkingCopies
+from boost.plan.categories import GRADIENTS, LOGITS, OPTIMIZER, SAVED, WEIGHTS, WORK, short_role
 from boost.train.model import build_decoder
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """Live memory of one process in bytes."""
+
+    kept: dict[str, int]
+    """Bytes by category between the forward and the backward pass of a micro-batch; for gradients, after the backward pass."""
+    peak: dict[str, int]
+    """Bytes by category at the peak of the step."""
+
+    @property
+    def activations(self) -> dict[str, int]:
+        """The part of `kept` that is saved for the backward pass."""
+        return {category: size for category, size in self.kept.items() if category in SAVED}
 
 
 @dataclass(frozen=True)
@@ -25,6 +49,49 @@ def fake_mesh(tp: int, cp: int = 1) -> Mesh:
         return Axis(0, size, _FakeGroup() if size > 1 else None)  # type: ignore[arg-type]
 
     return Mesh(torch.device("cpu"), {"cp": axis(cp), "tp": axis(tp)})
+
+
+def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor], mesh: Mesh) -> MeasuredMemory:
+    """Measures a micro-batch, which accumulates gradients, and an update of an existing decoder, on real or fake tensors."""
+    params = list(fused_params(decoder))
+    optimizer = build_optimizer(params, config, mesh)
+    tracker = MemoryTracker()
+    for storage in params:
+        tracker.watch(storage.tensor, WEIGHTS, short_role(storage.slices[0].parameter.role))
+        if storage.tensor.grad is not None:
+            tracker.watch(storage.tensor.grad, GRADIENTS)
+    for value in optimizer.state_tensors():
+        tracker.watch(value, OPTIMIZER)
+
+    def accumulated(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        tracker.watch(parameter.grad, GRADIENTS)
+
+    hooks = [s.tensor.register_post_accumulate_grad_hook(accumulated) for s in params]
+    copies = WorkingCopies(decoder, config, accumulated)
+    usual = decoder.layout.loss
+
+    def loss(*arguments: Any) -> Pending[Tensor]:
+        tracker.scope = LOGITS
+        return usual(*arguments)
+
+    decoder.layout.loss = loss  # type: ignore[method-assign, assignment]
+    try:
+        with tracker, using(BACKENDS["eager"]):  # fake tensors cannot be compiled
+            with copies.in_use():
+                total = decoder(*batch)
+                if not isinstance(total, FakeTensor):
+                    tracker.settle()
+                kept = dict(+tracker.live)
+                tracker.scope = WORK
+                total.backward()
+                kept[GRADIENTS] = tracker.live[GRADIENTS]
+            optimizer.step(0, config.optim.lr)
+    finally:
+        decoder.layout.loss = usual  # type: ignore[method-assign]
+        for hook in hooks:
+            hook.remove()
+    return MeasuredMemory(kept, dict(tracker.peak))
 
 
 def measure(config: Config) -> MeasuredMemory:

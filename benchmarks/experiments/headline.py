@@ -105,13 +105,9 @@ def _losses(results: Sequence[tuple[Facts, Sequence[Goal]]]) -> Headline:
         if values:
             steps = facts["config"]["train"]["steps"]
             shown = f"relative, fp32; maximum of {len(values)} layouts over {steps} steps"
-            return Headline(_scientific(max(values)), "at most", words, shown, "measured", "curves")
+            digits, _, power = f"{max(values):.1e}".partition("e")
+            return Headline(f"{digits} x 10^{int(power)}", "at most", words, shown, "measured", "curves")
     return Headline(NOT_MEASURED, "", words, "", "", "curves")
-
-
-def _scientific(value: float) -> str:
-    digits, _, power = f"{value:.1e}".partition("e")
-    return f"{digits} x 10^{int(power)}"
 
 
 def wire_of(results: Sequence[Facts]) -> Facts | None:

@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import torch
@@ -29,11 +30,15 @@ from boost.config import Config
 from boost.config.layouts import layout_spec
 from boost.config.load import change, from_tree
 from boost.config.schema import Family, RecomputeName
-from boost.measure.memory import measure_step
+from boost.measure.memory import MemoryTracker
 from boost.models.decoder import Decoder, TransformerBlock
+from boost.models.fused import fused_params
 from boost.models.init import initialize
+from boost.models.kernels import BACKENDS, using
 from boost.parallel.mesh import Mesh, close_mesh, open_mesh
 from boost.parallel.recompute import POLICIES
+from boost.parallel.working import WorkingCopies
+from boost.plan.categories import LOGITS, SAVED, WEIGHTS, short_role
 from boost.plan.memory import memory
 from boost.train.console import progress
 from boost.train.model import build_decoder
@@ -124,7 +129,7 @@ def time_variant(name: str, config: Config, mesh: Mesh, rounds: int) -> list[Tim
     kept = {}
     for policy in policies(config):
         _choose(decoder, policy)
-        kept[policy] = sum(measure_step(decoder, config, batch, mesh).activations.values())
+        kept[policy] = _kept_bytes(decoder, config, batch)
     calls: dict[str, Call] = {policy: functools.partial(_pass, decoder, policy, batch) for policy in kept}
     turns = take_turns(calls, mesh, rounds, warm_up=1, words=f"{name}, batch {config.train.micro_batch}")
     return [
@@ -138,6 +143,25 @@ def time_variant(name: str, config: Config, mesh: Mesh, rounds: int) -> list[Tim
         )
         for policy in kept
     ]
+
+
+def _kept_bytes(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor]) -> int:
+    """Bytes that a forward pass saves for the backward pass, apart from those of the loss."""
+    tracker = MemoryTracker()
+    for fused in fused_params(decoder):
+        tracker.watch(fused.tensor, WEIGHTS, short_role(fused.slices[0].parameter.role))
+
+    def loss(*arguments: Any) -> Any:
+        tracker.scope = LOGITS
+        return usual(*arguments)
+
+    usual, copies = decoder.layout.loss, WorkingCopies(decoder, config, lambda _: None)
+    with mock.patch.object(decoder.layout, "loss", loss), tracker, using(BACKENDS["eager"]), copies.in_use():
+        total = decoder(*batch)  # keeps what it saved
+        tracker.settle()
+        kept = sum(size for category, size in tracker.live.items() if category in SAVED)
+    del total
+    return kept
 
 
 def recompute_process(config: Config, batches: Sequence[int], rounds: int, out: Path) -> int:

@@ -255,7 +255,8 @@ def score(rows: Sequence[Row]) -> Iterator[Scored]:
             ),
             key=lambda pair: pair[0],
         )
-        yield Scored(row, seconds, _peak_gib(config, predictor.hardware) if row.peak_gib else None)
+        on_gpu, ranks = predictor.hardware.is_gpu, range(config.parallel.pp if row.peak_gib else 0)
+        yield Scored(row, seconds, max((peak(config, rank, on_gpu).total / 2**30 for rank in ranks), default=None))
 
 
 def hardware_of(row: Row) -> Hardware:
@@ -272,10 +273,6 @@ def hardware_of(row: Row) -> Hardware:
     fields = {name: getattr(own, name) for name in Speeds.model_fields}
     speeds = StackSpeeds(**fields | {"gemm": gemm, "attention": attention, "fusion": source.fusion})
     return hardware.model_copy(update={"speeds": speeds})
-
-
-def _peak_gib(config: Config, hardware: Hardware) -> float:
-    return max(peak(config, rank, hardware.is_gpu).total for rank in range(config.parallel.pp)) / 2**30
 
 
 def configurations(row: Row) -> Iterator[Config]:

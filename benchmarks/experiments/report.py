@@ -240,6 +240,7 @@ def _first_screen(results: Sequence[Result], pictures: dict[Path, bytes], png: b
                 _pictured(figure, name, result.path, pictures, png)
                 svg = pictures[result.path.with_name(f"{name}.svg")].decode()
                 svgs.append(Markup(inline_svg(svg, f"h{len(svgs)}", FIRST_FIGURE)))
+    days = sorted({facts["environment"]["started"][:10] for facts in every})
     return {
         "numbers": headline.numbers([(result.facts, result.goals) for result in results]),
         "svgs": svgs,
@@ -247,13 +248,8 @@ def _first_screen(results: Sequence[Result], pictures: dict[Path, bytes], png: b
         "measured": headline.measured_words(every),
         "modeled": headline.modeled_words(every),
         "commits": origins.in_words(_by_name(results)),
-        "days": _days(every),
+        "days": days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
     }
-
-
-def _days(every: Sequence[Facts]) -> str:
-    days = sorted({facts["environment"]["started"][:10] for facts in every})
-    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
 
 
 def _draw(result: Result, pictures: dict[Path, bytes], png: bool) -> dict[str, str]:

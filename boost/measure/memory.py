@@ -17,15 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from boost.config import Config
-from boost.models.decoder import Decoder
-from boost.models.fused import fused_params
-from boost.models.interface import Pending
-from boost.models.kernels import BACKENDS, using
-from boost.optim.adamw import build_optimizer
-from boost.parallel.mesh import Mesh
-from boost.parallel.working import WorkingCopies
-from boost.plan.categories import GRADIENTS, LOGITS, OPTIMIZER, SAVED, WEIGHTS, WORK, category_of, short_role
+from boost.plan.categories import category_of
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -117,61 +109,3 @@ class _LiveStorage:
     role: str
     size: int
     finalizer: Any
-
-
-@dataclass(frozen=True)
-class MeasuredMemory:
-    """Live memory of one process in bytes."""
-
-    kept: dict[str, int]
-    """Bytes by category between the forward and the backward pass of a micro-batch; for gradients, after the backward pass."""
-    peak: dict[str, int]
-    """Bytes by category at the peak of the step."""
-
-    @property
-    def activations(self) -> dict[str, int]:
-        """The part of `kept` that is saved for the backward pass."""
-        return {category: size for category, size in self.kept.items() if category in SAVED}
-
-
-def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor], mesh: Mesh) -> MeasuredMemory:
-    """Measures a micro-batch, which accumulates gradients, and an update of an existing decoder, on real or fake tensors."""
-    params = list(fused_params(decoder))
-    optimizer = build_optimizer(params, config, mesh)
-    tracker = MemoryTracker()
-    for storage in params:
-        tracker.watch(storage.tensor, WEIGHTS, short_role(storage.slices[0].parameter.role))
-        if storage.tensor.grad is not None:
-            tracker.watch(storage.tensor.grad, GRADIENTS)
-    for value in optimizer.state_tensors():
-        tracker.watch(value, OPTIMIZER)
-
-    def accumulated(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        tracker.watch(parameter.grad, GRADIENTS)
-
-    hooks = [s.tensor.register_post_accumulate_grad_hook(accumulated) for s in params]
-    copies = WorkingCopies(decoder, config, accumulated)
-    usual = decoder.layout.loss
-
-    def loss(*arguments: Any) -> Pending[Tensor]:
-        tracker.scope = LOGITS
-        return usual(*arguments)
-
-    decoder.layout.loss = loss  # type: ignore[method-assign, assignment]
-    try:
-        with tracker, using(BACKENDS["eager"]):  # fake tensors cannot be compiled
-            with copies.in_use():
-                total = decoder(*batch)
-                if not isinstance(total, FakeTensor):
-                    tracker.settle()
-                kept = dict(+tracker.live)
-                tracker.scope = WORK
-                total.backward()
-                kept[GRADIENTS] = tracker.live[GRADIENTS]
-            optimizer.step(0, config.optim.lr)
-    finally:
-        decoder.layout.loss = usual  # type: ignore[method-assign]
-        for hook in hooks:
-            hook.remove()
-    return MeasuredMemory(kept, dict(tracker.peak))

@@ -7,12 +7,12 @@ import torch
 
 from boost.config import Config
 from boost.config.schema import OptimConfig, RecomputeName
-from boost.measure.memory import MeasuredMemory, MemoryTracker, measure_step
+from boost.measure.memory import MemoryTracker
 from boost.plan.categories import SAVED, STATES
 from boost.plan.memory import memory
 from tests import toy
 from tests.distributed import run_distributed
-from tests.fake_memory import measure
+from tests.fake_memory import MeasuredMemory, measure, measure_step
 from tests.matrices import LOCAL
 from tests.matrices import MEMORY_CELLS as CELLS
 from tests.matrices import MEMORY_CROSSING as CROSSING
