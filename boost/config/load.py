@@ -91,8 +91,13 @@ REMOVED = {
     "optim.refresh_only": f"2026-11-26 {_NEGATIVE}",
     "zero-bubble": "2026-11-26; use 'interleaved-1f1b'",
     "run.trackio": "2026-11-26; use run.wandb, or TensorBoard",
+    "train.early_stopping_patience": "2026-11-26; use train.keep_best, or a hook that calls trainer.request_stop",
+    "train.early_stopping_threshold": "2026-11-26; use train.keep_best, or a hook that calls trainer.request_stop",
+    "data.recheck_every": "2026-11-26; data.verify = true verifies the whole store before the first step",
 }
-"""When keys and names were removed. Keys are ignored at 0 or false, where they did nothing."""
+"""When keys and names were removed. Keys are ignored at 0 or false, where they did nothing, and at their `FORMER_DEFAULTS`."""
+FORMER_DEFAULTS = {"data.recheck_every": 100}
+"""Of removed keys that were on by default: every configuration saved before has them."""
 
 
 def from_tree(tree: dict[str, Any]) -> Config:
@@ -106,7 +111,7 @@ def validated(tree: dict[str, Any]) -> Config:
     """Validates each field of a document, but not the rules between fields. Raises ConfigError."""
     for section, key in (name.split(".") for name in REMOVED if "." in name):
         table = tree.get(section)
-        if isinstance(table, dict) and table.get(key) == 0:  # off, as saved configurations have it
+        if isinstance(table, dict) and table.get(key) in (0, FORMER_DEFAULTS.get(f"{section}.{key}", 0)):
             tree = {**tree, section: {name: value for name, value in table.items() if name != key}}
 
     def as_float(value: Any) -> Any:

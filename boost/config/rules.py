@@ -319,17 +319,10 @@ def _train_problems(config: Config) -> Iterator[str]:
     if train.profile and (len(train.profile) != 2 or train.profile[0] > train.profile[1]):
         first, last = min(train.profile), max(train.profile)
         yield f"train.profile = {list(train.profile)} must be [first step, last step]; nearest valid value: [{first}, {last}]"
-    for field in ("keep_best", "early_stopping_patience"):
-        if (value := getattr(train, field)) and not train.eval_every:
-            shown = str(value).lower()
-            yield (
-                f"train.{field} = {shown} needs periodic evaluations, but train.eval_every = 0; "
-                "set train.eval_every, for example to 100"
-            )
-    if train.early_stopping_threshold and not train.early_stopping_patience:
+    if train.keep_best and not train.eval_every:
         yield (
-            f"train.early_stopping_threshold = {train.early_stopping_threshold} has no effect with "
-            "train.early_stopping_patience = 0; set train.early_stopping_patience, for example to 5"
+            "train.keep_best = true needs periodic evaluations, but train.eval_every = 0; "
+            "set train.eval_every, for example to 100"
         )
     if train.sample_prompts and not train.sample_tokens:
         yield (

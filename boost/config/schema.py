@@ -207,13 +207,6 @@ class TrainConfig(Section):
     """True: also save a checkpoint whenever a periodic evaluation reaches the lowest held-out loss so far, and keep it.
     Commands that take a checkpoint accept it as RUN@best, such as runs/demo@best."""
 
-    early_stopping_patience: Natural = 0
-    """Stop after this many consecutive periodic evaluations without an improvement in held-out loss. The run ends with the final
-    evaluation and checkpoint, as after the last step. 0: no early stopping."""
-
-    early_stopping_threshold: NonNegative = 0.0
-    """Minimum improvement over the lowest held-out loss so far, in nats per token."""
-
     spike_sigma: NonNegative = 6.0
     """A loss more than this many standard deviations above the mean of the last 128 healthy steps is a spike; half as many if the
     gradient norm is that far above its own mean. A spike triggers a warning, and checkpoints are marked as unproven until it is
@@ -261,10 +254,6 @@ class DataConfig(Section):
     verify: bool = True
     """True: verify the checksums of the whole store before the first step, at 1 to 2 GB/s per core on up to 8 cores. The result is
     cached per machine until the size, modification time or inode of a file changes. False: verify only file sizes."""
-
-    recheck_every: Natural = 100
-    """Steps between spot checks during training: each process verifies one random 4 MB block of the training tokens of each store
-    (about 5 ms). 0: never."""
 
     @property
     def sources(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Verifies that the files of a token store are what `boost prepare` wrote: all of them before training, samples during training.
+"""Verifies that the files of a token store are what `boost prepare` wrote.
 
 The whole store is read once per machine. The result is cached in `$XDG_CACHE_HOME/boost/verified` (`~/.cache/boost/verified`;
 the temporary folder if that is not writable), one small file per store and host. It is valid as long as the size, modification
@@ -10,7 +10,6 @@ import fcntl
 import functools
 import json
 import os
-import random
 import socket
 import tempfile
 import time
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from boost.data.blocks import BLOCK_BYTES, DIGEST_BYTES, FileArray, block_digest
-from boost.data.store import STORE_FILE, Split, TokenStore, damaged
+from boost.data.store import STORE_FILE, TokenStore, damaged
 from boost.errors import DataError
 
 Progress = Callable[[Iterable[None]], Iterable[None]]
@@ -73,15 +72,6 @@ def verify(store: TokenStore, progress: Progress = iter) -> None:
                 pass
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def recheck(store: TokenStore, split: Split, draw: str) -> None:
-    """Verifies one block of a split's tokens, chosen by the random seed `draw`. Reads the file that the split has open, because a
-    store may be replaced during a run. Raises DataError."""
-    file = f"{split.name}.tokens"
-    if isinstance(split.tokens, FileArray):
-        count = len(store.blocks[file]) // (2 * DIGEST_BYTES)
-        _verify_block(store, split.tokens, file, random.Random(draw).randrange(count))
 
 
 def _verify_block(store: TokenStore, array: FileArray, file: str, index: int) -> None:

@@ -7,14 +7,13 @@ import os
 import re
 import statistics
 import tomllib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from boost.config import load
-from boost.errors import BoostError, DataError
-from boost.train.metrics import flat_config, read_metrics
+from boost.errors import DataError
+from boost.train.metrics import read_metrics
 from boost.train.run_lock import is_held
 from boost.train.rundir import RunDirectory
 
@@ -29,56 +28,14 @@ DEPTH = 5
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run directory."""
+    """One run directory, and the numbers of its run so far. None: there is nothing to compute it from."""
 
     path: Path
-    config: dict[str, Any]
-    """The configuration of the last start by dotted keys, every field resolved."""
-    lines: list[dict[str, Any]] = field(repr=False)
-    """The readable lines of metrics.jsonl."""
-    damaged: int
-    """Lines that are not readable, besides an incomplete last one."""
     state: State
     reason: str
     """Why it was stopped; '' if it was not."""
     updated: datetime.datetime | None
     """When a metric was last written, UTC."""
-
-    def series(self, metric: str) -> list[tuple[int, float]]:
-        """(step, value) of a field of steps or, if those do not have it, of evaluations; finite values only."""
-        for kind in ("step", "eval"):
-            points = [
-                (line["step"], line[metric]) for line in self.lines if line.get("kind") == kind and metric in line
-            ]
-            if points:
-                return [(step, value) for step, value in points if math.isfinite(value)]
-        return []
-
-    def summary(self) -> "RunSummary":
-        """Its numbers."""
-        steps = [line for line in self.lines if line.get("kind") == "step"]
-        losses, heldout = self.series("loss"), self.series("heldout_loss")
-        best = min(heldout, key=lambda point: point[1], default=None)
-        speeds, mfus = ([value for _, value in self.series(name)] for name in ("tokens_per_second", "mfu"))
-        return RunSummary(
-            step=steps[-1]["step"] if steps else 0,
-            total_steps=int(self.config.get("train.steps", 0)),
-            tokens=steps[-1].get("tokens", 0) if steps else 0,
-            loss=statistics.fmean(value for _, value in losses[-RECENT:]) if losses else None,
-            heldout_loss=heldout[-1][1] if heldout else None,
-            best_heldout_loss=best[1] if best else None,
-            best_step=best[0] if best else None,
-            tokens_per_second=statistics.median(speeds) if speeds else None,
-            mfu=statistics.median(mfus) if mfus else None,
-            memory_bytes=max((line.get("memory_bytes", 0) for line in steps), default=None),
-            seconds=sum(value for _, value in self.series("seconds")),
-        )
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """The numbers of a run so far. None: there is nothing to compute it from."""
-
     step: int
     """Steps done."""
     total_steps: int
@@ -100,13 +57,8 @@ class RunSummary:
     """Peak of the main process."""
     seconds: float
     """Wall-clock time of all steps, without start-up, evaluations and saves."""
-
-
-def config_difference(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
-    """Values by key, one per run, of keys that are not equal in all; None where a run does not have the key. Without run.dir."""
-    keys = dict.fromkeys(key for run in runs for key in run.config if key != "run.dir")
-    values = {key: [run.config.get(key) for run in runs] for key in keys}
-    return {key: of_runs for key, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}
+    damaged_lines: int
+    """Unreadable lines of metrics.jsonl, besides an incomplete last one."""
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -151,16 +103,41 @@ def read_run(path: Path) -> RunRecord:
         state = "running"
     elif last.get("kind") == "end":
         state, reason = ("stopped" if last.get("state") == "stopped" else "done"), str(last.get("reason", ""))
-    return RunRecord(path, _last_config(path), lines, len(damaged), state, reason, updated)
+    steps, evaluations = ([line for line in lines if line.get("kind") == kind] for kind in ("step", "eval"))
+    losses, speeds, mfus, seconds = (
+        [line[name] for line in steps if math.isfinite(line.get(name, math.nan))]
+        for name in ("loss", "tokens_per_second", "mfu", "seconds")
+    )
+    heldout = [
+        (line["heldout_loss"], line["step"])
+        for line in evaluations
+        if math.isfinite(line.get("heldout_loss", math.nan))
+    ]
+    best = min(heldout, default=None)
+    return RunRecord(
+        path,
+        state,
+        reason,
+        updated,
+        step=steps[-1]["step"] if steps else 0,
+        total_steps=_total_steps(path),
+        tokens=steps[-1].get("tokens", 0) if steps else 0,
+        loss=statistics.fmean(losses[-RECENT:]) if losses else None,
+        heldout_loss=heldout[-1][0] if heldout else None,
+        best_heldout_loss=best[0] if best else None,
+        best_step=best[1] if best else None,
+        tokens_per_second=statistics.median(speeds) if speeds else None,
+        mfu=statistics.median(mfus) if mfus else None,
+        memory_bytes=max((line.get("memory_bytes", 0) for line in steps), default=None),
+        seconds=sum(seconds),
+        damaged_lines=len(damaged),
+    )
 
 
-def _last_config(path: Path) -> dict[str, Any]:
-    """The configuration of the last start; as written if it does not load here, such as one of a missing plugin."""
+def _total_steps(path: Path) -> int:
+    """Steps of the last start's configuration, which has every field resolved."""
     names = ((re.fullmatch(r"config(?:\.(\d+))?\.toml", file.name), file) for file in path.glob("config*.toml"))
     _, file = max((int(name[1] or 1), file) for name, file in names if name)
-    try:
-        return flat_config(load(str(file)).model_dump(mode="json"))
-    except BoostError:
-        with contextlib.suppress(tomllib.TOMLDecodeError):
-            return flat_config(tomllib.loads(file.read_text(encoding="utf-8", errors="replace")))
-    raise DataError(f"'{file}' is not a TOML file; restore it, or leave out this run")
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        return int(tomllib.loads(file.read_text(encoding="utf-8", errors="replace")).get("train", {}).get("steps", 0))
+    raise DataError(f"'{file}' is not a TOML file; restore it, or move this run elsewhere")

@@ -1,14 +1,13 @@
-"""Built-in hooks: bad step limit, replica and token store checks, early stopping, periodic evaluation and checkpoints."""
+"""Built-in hooks: bad step limit, replica check, periodic evaluation and checkpoints."""
 
 import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from boost.config.schema import Config, TrainConfig
-from boost.data.verify import recheck
 from boost.errors import NonFiniteError, StorageError, TrainingError
 from boost.train import checkpoint as ckpt
 from boost.train.best_effort import best_effort
@@ -24,7 +23,6 @@ from boost.train.hooks import (
     StepStart,
     TrainStart,
 )
-from boost.train.outcome import early_stop
 from boost.train.profile import ProfileHook
 from boost.train.samples import TextSamples
 
@@ -43,9 +41,7 @@ def builtin_hooks(config: Config) -> list[Hook]:
     return [
         BadStepLimit(),
         ReplicaCheck(train.check_replicas_every),
-        StoreCheck(config.data.recheck_every),
         HealthMonitor(SpikeDetector(train.spike_sigma, config.model.vocab_size), train.on_spike == "rollback"),
-        *([EarlyStopping(train.early_stopping_threshold)] if train.early_stopping_patience else []),
         PeriodicEvaluation(train.eval_every, train.eval_tokens or None, at_last_step=train.keep_best),
         PeriodicCheckpoint(train),
         *([TextSamples(train.sample_tokens, train.sample_prompts)] if train.sample_tokens else []),
@@ -87,39 +83,6 @@ class ReplicaCheck(Hook):
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
         if _due(event.metrics.step, self.every):
             trainer.check_replicas()
-
-
-class StoreCheck(Hook):
-    """Verifies a random block of each token store every `every` steps (0: never), a different one on each process."""
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-
-    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
-        if _due(event.metrics.step, self.every):
-            for store, split in zip(trainer.corpus.stores, trainer.batches.splits, strict=True):
-                recheck(store, split, f"{event.metrics.step}/{trainer.mesh.rank}")
-
-
-class EarlyStopping(Hook):
-    """Counts evaluations that do not lower the held-out loss by more than `threshold` nats per token. `Trainer.at_end` ends the run
-    once the count reaches the patience, after the step of that evaluation. All processes have the same count.
-
-    The count is part of the position and is saved in checkpoints, so a rollback or a resumed run restores it.
-    """
-
-    def __init__(self, threshold: float) -> None:
-        self.threshold = threshold
-
-    def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
-        if trainer.at_end or trainer.rolling_back or not _comparable(event, trainer.config.train):
-            return
-        loss, best = event.metrics.heldout_loss, trainer.position.best_heldout_loss
-        improved = math.isfinite(loss) and (best is None or loss < best - self.threshold)
-        counted = (loss, 0) if improved else (best, trainer.position.stale_evaluations + 1)
-        trainer.position = replace(trainer.position, best_heldout_loss=counted[0], stale_evaluations=counted[1])
-        if reason := early_stop(trainer.position, trainer.config.train):
-            log.info("stopping early at step %d: %s", event.metrics.step, reason)
 
 
 class PeriodicEvaluation(Hook):

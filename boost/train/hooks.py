@@ -31,8 +31,8 @@ optimizer state and position as on CPUs; only the gradients are already those of
 Optimizers that need these numbers on the host (`Optimizer.takes_tensors` is False) use the CPU order on GPUs as well.
 
 **Order of hooks.** For each event: the given hooks in their order, then the built-in `BadStepLimit`, `ReplicaCheck`,
-`StoreCheck`, `HealthMonitor`, `EarlyStopping`, `PeriodicEvaluation`, `PeriodicCheckpoint`, `TextSamples`, `ProfileHook`. A given
-hook therefore sees a step before that step is evaluated and saved.
+`HealthMonitor`, `PeriodicEvaluation`, `PeriodicCheckpoint`, `TextSamples`, `ProfileHook`. A given hook therefore sees a step before
+that step is evaluated and saved.
 
 **Processes.** Hooks run on every process; those with `main_only = True` run on the main process only. Hooks on all processes may
 call the collective methods `trainer.save` and `trainer.evaluate`, as long as all processes do so at the same event. If there are

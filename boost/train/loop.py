@@ -46,7 +46,7 @@ from boost.train.hooks import (
 )
 from boost.train.metrics import EvalMetrics, StepMetrics, step_metrics
 from boost.train.model import Model, build_model, initialize_model
-from boost.train.outcome import RunTrouble, TrainResult, early_stop
+from boost.train.outcome import RunTrouble, TrainResult
 from boost.train.resume import check_resumable, check_start, resume_warnings
 from boost.train.rundir import RunDirectory
 from boost.train.signals import StopRequest
@@ -207,9 +207,8 @@ class Trainer:
 
     @property
     def at_end(self) -> bool:
-        """Whether training is over: after the last step, or because of early stopping. The same on all processes."""
-        train = self.config.train
-        return self.position.step >= train.steps or early_stop(self.position, train) is not None
+        """Whether no step is left."""
+        return self.position.step >= self.config.train.steps
 
     def fit(self) -> TrainResult:
         """Trains from the current position to the end and evaluates. Stops early on a signal or at the request of a hook.
@@ -549,8 +548,7 @@ class Trainer:
         complete = ckpt.complete_checkpoints(self.run.checkpoints)
         latest = self._saved or (complete[-1] if complete else None)
         if not stopped:
-            early = early_stop(self.position, self.config.train)
-            return TrainResult(self.position, evaluation, latest, early=early)
+            return TrainResult(self.position, evaluation, latest)
         # A signal takes precedence over a hook: it determines the exit code, which schedulers rely on.
         by_signal = StepFlags.SIGNAL in stopped
         name = self._signals.name or "a signal to another process"

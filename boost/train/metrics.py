@@ -94,7 +94,7 @@ class RunEnd:
     state: str
     """done: the run is complete; stopped: a signal or a hook stopped it, and it can be resumed."""
     reason: str
-    """Name of the signal, or the reason given by the hook or early stopping; empty after the last step."""
+    """Name of the signal, or the reason given by the hook; empty after the last step."""
 
 
 KINDS = {"step": StepMetrics, "eval": EvalMetrics, "sample": SampleEnd, "end": RunEnd}
@@ -134,11 +134,9 @@ class MetricsWriter:
         config: Config,
         resumed_step: int | None = None,
         takes_over: bool = False,
-        at_end: bool = False,
         warn: Callable[[str], None] = log.warning,
     ) -> None:
-        """`takes_over`: the previous main process is lost, and the step after `resumed_step` is in progress. `at_end`: no step is
-        left after `resumed_step`, so the final evaluation is repeated."""
+        """`takes_over`: the previous main process is lost, and the step after `resumed_step` is in progress."""
         self._run, self._warn = run, warn
         self.damaged = 0
         """Number of unreadable lines of an earlier run, which were moved to another file."""
@@ -146,7 +144,7 @@ class MetricsWriter:
         modules = tracker_modules(config)
         with storage_errors(run.path):
             if resumed_step is not None and run.metrics.exists():
-                at_end = at_end or resumed_step == config.train.steps
+                at_end = resumed_step == config.train.steps
                 self.damaged = truncate_metrics(run.metrics, resumed_step, at_end, takes_over)
             self._file = open(run.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         self._board: SummaryWriter | None = None
@@ -272,7 +270,7 @@ class MetricsHook(Hook):
     def _open(self, trainer: "Trainer") -> None:
         if trainer.resumed_from is None and not trainer.position.step:
             trainer.run.set_aside_metrics()
-        state = trainer.position.step, trainer.takes_over, trainer.at_end
+        state = trainer.position.step, trainer.takes_over
         self._writer = MetricsWriter(trainer.run, trainer.config, *state, trainer.warn)
         if self._writer.damaged:
             name = trainer.run.metrics.name
@@ -301,9 +299,7 @@ class MetricsHook(Hook):
 
     def on_train_end(self, trainer: "Trainer", event: TrainEnd) -> None:
         result = event.result
-        end = RunEnd(
-            result.position.step, "stopped" if result.stopped_by else "done", result.stopped_by or result.early or ""
-        )
+        end = RunEnd(result.position.step, "stopped" if result.stopped_by else "done", result.stopped_by or "")
         if self._writer:
             self._writer.end(end)
 

@@ -1,9 +1,8 @@
-"""State of a run: current trouble, early stopping, and the result."""
+"""State of a run: current trouble, and the result."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from boost.config.schema import TrainConfig
 from boost.train.checkpoint import Position
 from boost.train.evaluate import Evaluation
 
@@ -32,15 +31,3 @@ class TrainResult:
     """Whether a signal to any process stopped it."""
     received_signal: bool = False
     """Whether this process received that signal."""
-    early: str | None = None
-    """Why early stopping ended the run, which is then evaluated and saved; None if it did not."""
-
-
-def early_stop(position: Position, train: TrainConfig) -> str | None:
-    """Why early stopping ends a run at this position; None if it does not. Depends only on what checkpoints store, so a resumed run
-    makes the same decision, unless its patience differs."""
-    stale, patience = position.stale_evaluations, train.early_stopping_patience
-    if not patience or stale < patience or position.step >= train.steps:
-        return None
-    lowest = "never finite" if position.best_heldout_loss is None else f"lowest {position.best_heldout_loss:.4f}"
-    return f"no improvement of the held-out loss in {stale} evaluations ({lowest})"

@@ -252,8 +252,6 @@ def _print_result(config: Config, trainer: Trainer, result: TrainResult) -> None
         sample = f"{prompt.text}[...]{sample_text(trainer.model, trainer.store, prompt.ids, SAMPLE_TOKENS)}"
     if not trainer.mesh.is_main:
         return
-    if result.early:
-        print(f"\nstopped early at step {result.position.step} of {config.train.steps}: {result.early}")
     if result.evaluation:
         evaluation, entropy = result.evaluation, trainer.heldout.unigram_entropy()
         print(f"\nheld-out loss       {evaluation.loss:.4f} nats/token over {evaluation.tokens} tokens")

@@ -9,7 +9,7 @@ import pytest
 from boost.train.metrics import MetricsHook
 from boost.train.resume import resume_candidates
 from tests.cli.commands import say
-from tests.train.runs import make_config, make_trainer
+from tests.train.runs import fitted, make_config, make_trainer
 
 
 @pytest.fixture
@@ -21,10 +21,8 @@ def run(trained: Path, tmp_path: Path) -> Path:
 def trained(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Steps 2, 4 and 6, where 6 is left over from before a restart at 4."""
     config = make_config(store, tmp_path_factory.mktemp("trained") / "run", train={"save_every": 2, "eval_every": 4})
-    trainer = make_trainer(config, MetricsHook())
-    trainer.run.path.mkdir(exist_ok=True)
-    trainer.start([])
-    trainer.fit()
+    Path(config.run.dir).mkdir()
+    trainer = fitted(config, MetricsHook())
     four = str(trainer.run.checkpoints / "step-00000004")
     make_trainer(config).start(resume_candidates(four, trainer.run))
     return trainer.run.path

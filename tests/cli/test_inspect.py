@@ -10,16 +10,11 @@ from typing import Any
 import pytest
 
 from boost.cli.main import main
-
-
-def say(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    code = main(["inspect", *words])
-    out, err = capsys.readouterr()
-    return code, out, err
+from tests.cli.commands import say
 
 
 def facts(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    code, out, _ = say(capsys, *words, "--json")
+    code, out, _ = say(capsys, "inspect", *words, "--json")
     assert code == 0
     result: dict[str, Any] = json.loads(out)
     return result
@@ -47,7 +42,7 @@ def test_json_and_text_for_every_layout(words: list[str], tp: str, capsys: pytes
         ratios = [whole // part for whole, part in zip(weight["global"], weight["local"], strict=True)]
         assert sorted(ratios)[-1] == (int(tp) if weight["cut"].startswith("dim") else 1)
         assert weight["partial"] == weight["cut"].startswith("replicated, gradient")
-    code, out, _ = say(capsys, "boost-7b", *words, "--tp", tp)
+    code, out, _ = say(capsys, "inspect", "boost-7b", *words, "--tp", tp)
     assert code == 0
     assert max(len(line) for line in out.splitlines()) <= 100
     assert "…" not in out
@@ -60,7 +55,7 @@ def test_memory_by_category(policy: str, capsys: pytest.CaptureFixture[str]) -> 
     held = facts(capsys, *words)["memory"]
     assert sum(held["predicted_peak"].values()) > held["predicted"]["residual stream"] > 0
     assert (held["predicted"]["wide activations"] == 0) == (policy != "none")
-    code, out, _ = say(capsys, *words)
+    code, out, _ = say(capsys, "inspect", *words)
     assert code == 0
     assert max(len(line) for line in out.splitlines()) <= 100
     table = out[out.index("memory of one process") :]
@@ -82,7 +77,7 @@ def test_memory_of_stages_and_shards(words: list[str], capsys: pytest.CaptureFix
         "shards" if "--parallel.shard" in words else "pipeline"
     ]
     assert held["predicted_peak"][extra] > 0
-    code, out, _ = say(capsys, *words)
+    code, out, _ = say(capsys, "inspect", *words)
     table = out[out.index("memory of one process") :]
     assert code == 0 and f"Predicted peak during: {held['moment']}" in table and extra in table
     assert max(len(line) for line in out.splitlines()) <= 100
@@ -94,7 +89,7 @@ def test_what_an_exact_step_sends_on_top_is_listed_by_itself(capsys: pytest.Capt
     assert (loro["optimizer"], loro["exact_every"], usual["exact_every"]) == ("loro", 500, 0)
     assert loro["collectives"] == usual["collectives"] and usual["exact_step"] == []
     assert loro["bytes_of_exact_step"] == sum(c["count"] * c["bytes"] for c in loro["exact_step"]) > 0
-    out = say(capsys, *words, "--optim.name", "loro")[1]
+    out = say(capsys, "inspect", *words, "--optim.name", "loro")[1]
     assert "collectives, every 500 steps, in the exact step" in out and "per exact step" in out
     muon = facts(capsys, *words, "--optim.name", "muon")
     assert next(c["kind"] for c in muon["collectives"] if c["place"] == "optimizer") == "all-reduce"
@@ -122,32 +117,8 @@ def test_json_says_what_the_preset_is(capsys: pytest.CaptureFixture[str]) -> Non
     }
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["demo", "--layout", "btpp"], "parallel.layout = 'btpp' is not one of btp, btp-cp, btp-sp, megatron, megatron-sp, "
-         "single, ulysses, vanilla; did you mean 'btp'?"),
-        (["boost-7b", "--tp", "3"], "parallel.tp = 3 must divide model.dim = 4096"),
-        (["demo", "--tp", "x"], "parallel.tp = 'x' is not of type integer"),
-        (["demo", "--tp", "0"], "parallel.tp = 0 is too small; smallest valid value: 1"),
-        (["boost-7b", "--layout", "megatron"], "parallel.layout = 'megatron' shards dense linears; model.family = 'cola' has none"),
-        (["boost-13b", "--pp-rank", "2"], "--pp-rank = 2 is not one of the 2 pipeline ranks; nearest valid value: 1"),
-        (["nope"], "no configuration file and no preset named 'nope'"),
-        (["demo", "--model.rnk", "3"], "unknown key 'model.rnk'; did you mean 'model.rank'?"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)  # fmt: skip
-def test_a_mistake_is_one_line_and_exit_code_2(
-    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = say(capsys, *words)
-    assert (code, out) == (2, "")
-    assert err.startswith("boost: error: ") and err.count("\n") == 1
-    assert expected in err
-
-
 def test_a_process_of_a_pipeline_holds_its_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out = say(capsys, "boost-13b")[1]
+    out = say(capsys, "inspect", "boost-13b")[1]
     assert "21, 19 blocks; pipeline rank 0: embedding, blocks 0-20" in out
     first, last = (facts(capsys, "boost-13b", "--pp-rank", rank) for rank in "01")
     assert first["stages"] == [{"index": 0, "first_layer": 0, "layers": 21}]
@@ -167,7 +138,7 @@ def test_a_process_of_a_pipeline_holds_its_stages(capsys: pytest.CaptureFixture[
     assert first["parameters_per_process"] + last["parameters_per_process"] == pytest.approx(
         first["parameters"] / 4, rel=1e-4
     )
-    assert say(capsys, "boost-13b", "--pp-rank", "1", "--svg", str(tmp_path / "x.svg"))[0] == 0
+    assert say(capsys, "inspect", "boost-13b", "--pp-rank", "1", "--svg", str(tmp_path / "x.svg"))[0] == 0
 
 
 def test_shared_weights_are_gathered(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,17 +153,17 @@ def test_shared_weights_are_gathered(capsys: pytest.CaptureFixture[str]) -> None
     for c in shared["collectives"]:
         gathered[c["phase"]] += c["count"] * (c["place"] == "weights")
     assert +gathered == {"forward": 33, "backward": 32}
-    out = say(capsys, *words, "--parallel.shard", "full", "--parallel.shard_outer", "true")[1]
+    out = say(capsys, "inspect", *words, "--parallel.shard", "full", "--parallel.shard_outer", "true")[1]
     assert "replicated; rows sharded over 8" in out and "dim 0 over 4; rows sharded over 2" in out
 
 
 def test_few_key_value_heads_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    out = say(capsys, "boost-7b", "--model.kv_heads", "2")[1]
+    out = say(capsys, "inspect", "boost-7b", "--model.kv_heads", "2")[1]
     assert "note: model.kv_heads = 2 is less than parallel.tp = 4" in out
 
 
 def test_one_process_has_no_collectives_and_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = say(capsys, "demo", "--tp", "1")
+    _, out, _ = say(capsys, "inspect", "demo", "--tp", "1")
     assert "parallel.tp = 1: one process holds all weights" in out
     assert "no collectives" in out and "once a step" not in out
 
@@ -201,13 +172,13 @@ def test_a_file_is_inspected_and_drawn(tmp_path: Path, capsys: pytest.CaptureFix
     _, resolved, _ = (main(["config", "demo"]), *capsys.readouterr())
     (tmp_path / "mine.toml").write_text(resolved)
     picture = tmp_path / "block.svg"
-    code, out, _ = say(capsys, str(tmp_path / "mine.toml"), "--layout", "btp-sp", "--svg", str(picture))
+    code, out, _ = say(capsys, "inspect", str(tmp_path / "mine.toml"), "--layout", "btp-sp", "--svg", str(picture))
     assert code == 0
     assert out.startswith("model       mine: cola, 4 blocks") and f"{picture} written" in out
     text = picture.read_text(encoding="utf-8")
     assert text.startswith("<?xml") and "btp-sp · mine · TP 2" in text
-    assert say(capsys, "demo", "--svg", str(tmp_path / "x.bmp"))[0] == 2
-    assert say(capsys, "demo", "--svg", str(tmp_path / "no" / "x.svg"))[0] != 0
+    assert say(capsys, "inspect", "demo", "--svg", str(tmp_path / "x.bmp"))[0] == 2
+    assert say(capsys, "inspect", "demo", "--svg", str(tmp_path / "no" / "x.svg"))[0] != 0
 
 
 @pytest.mark.slow

@@ -15,19 +15,14 @@ from boost.cli.plan_report import flags
 from boost.config import load
 from boost.config.load import from_tree
 from boost.plan.search import max_peak
+from tests.cli.commands import say
 
 SMALL = ["--model", "cola-60m", "--gpus", "4", "--gpu", "a100-80g", "--global-batch", "64"]
 ON_H100 = [*SMALL[:5], "h100-80g", *SMALL[6:]]
 
 
-def say(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    code = main(["plan", *words])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 def facts(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    code, out, err = say(capsys, *words, "--json")
+    code, out, err = say(capsys, "plan", *words, "--json")
     assert code == 0, err
     result: dict[str, Any] = json.loads(out)
     return result
@@ -51,7 +46,7 @@ def test_json_is_a_plan_that_fits_and_loads(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_report_says_how_to_run_it_and_why(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = say(capsys, *SMALL, "--explain")
+    code, out, _ = say(capsys, "plan", *SMALL, "--explain")
     assert code == 0
     for words in ("fastest configuration that fits", "boost train cola-60m", "runners-up", "Pure data parallelism beats TP here",
                   "The dense model of this shape", "GEMMs and attention",
@@ -69,7 +64,7 @@ def test_what_is_written_loads_and_is_what_was_predicted(capsys: pytest.CaptureF
     assert config.model_dump() == from_tree(config.model_dump(exclude_none=True)).model_dump()
     assert json.loads(json.dumps(config.model_dump())) == best["config"]
     assert file.read_text(encoding="utf-8").startswith("# Chosen by: boost plan --model cola-60m")
-    code, _, err = say(capsys, *words)
+    code, _, err = say(capsys, "plan", *words)
     assert code == 2 and "--force" in err and len(err.splitlines()) == 1
     again = facts(capsys, str(file), "--gpu", "a100-80g")
     assert again["step_seconds"] == pytest.approx(best["step_seconds"], rel=1e-12)
@@ -148,7 +143,7 @@ def test_a_batch_of_tokens_divides_over_odd_numbers_of_gpus() -> None:
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = say(capsys, *words)
+    code, out, err = say(capsys, "plan", *words)
     assert code == 2 and says in err and len(err.splitlines()) == 1 and not out
 
 
@@ -173,7 +168,7 @@ def test_by_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
     monkeypatch.setattr("boost.plan.grids.MOST_TOKENS", 1024)
     drawn = tmp_path / "grid.svg"
     words = [*SMALL[:6], "--seq", "256", "--by-gpus"]
-    code, out, _ = say(capsys, *words, "--svg", str(drawn))
+    code, out, _ = say(capsys, "plan", *words, "--svg", str(drawn))
     assert code == 0 and "4 GPUs" in out and "does not fit" not in drawn.read_text(encoding="utf-8")
     cells = facts(capsys, *words)["answers"]
     assert [(cell["tokens"], cell["gpus"]) for cell in cells] == [(256, 2), (256, 4), (1024, 2), (1024, 4)]
@@ -182,7 +177,7 @@ def test_by_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
 
 def test_a_picture_needs_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("boost.drawing.importlib.util.find_spec", lambda name: None)
-    code, _, err = say(capsys, *SMALL, "--by-gpus", "--svg", "x.svg")
+    code, _, err = say(capsys, "plan", *SMALL, "--by-gpus", "--svg", "x.svg")
     assert code == 2 and "pip install 'boost-llm[plots]'" in err and len(err.splitlines()) == 1
 
 

@@ -387,10 +387,16 @@ def test_a_mixture_and_a_store_replace_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("section", "key", "value"),
-    [("model", "dlr_alpha", 0.5), ("optim", "name", "spectron"), ("optim", "frobenius_decay", 0.1)],
+    [
+        ("model", "dlr_alpha", 0.5),
+        ("optim", "name", "spectron"),
+        ("optim", "frobenius_decay", 0.1),
+        ("train", "early_stopping_patience", 5),
+        ("data", "recheck_every", 10),
+    ],
 )
 def test_what_was_removed_is_refused(section: str, key: str, value: object) -> None:
-    message = r"'(spectron|\w+\.\w+)'.*; it was removed on 2026-11-2\d \(see docs/negative-results.md\)$"
+    message = r"'(spectron|\w+\.\w+)'.*; it was removed on 2026-11-2\d( \(see docs/negative-results.md\)|; \w.*)$"
     with pytest.raises(ConfigError, match=message):
         from_tree({section: {key: value}})
     with pytest.raises(ConfigError, match=message):
@@ -398,4 +404,12 @@ def test_what_was_removed_is_refused(section: str, key: str, value: object) -> N
 
 
 def test_a_saved_configuration_that_does_without_what_was_removed_still_loads() -> None:
-    assert from_tree({"model": {"dlr_alpha": 0.0}, "run": {"trackio": False}}) == from_tree({})
+    train = {"early_stopping_patience": 0, "early_stopping_threshold": 0.0}
+    for every in (0, 100):  # never, and by default
+        tree = {
+            "model": {"dlr_alpha": 0.0},
+            "run": {"trackio": False},
+            "train": train,
+            "data": {"recheck_every": every},
+        }
+        assert from_tree(tree) == from_tree({})

@@ -145,17 +145,6 @@ def test_a_store_that_is_written_while_it_is_verified(store: TokenStore) -> None
         verify.verify_once(store, lambda blocks: (os.utime(store.path / "train.tokens") for _ in blocks))
 
 
-def test_samples_find_what_changed_under_a_run(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block is sampled eventually; here there is one."""
-    split = store.split("train")
-    verify.recheck(store, split, "0/0")
-    about = os.stat(store.path / "train.tokens")
-    flip(store.path / "train.tokens", 77)
-    os.utime(store.path / "train.tokens", ns=(about.st_atime_ns, about.st_mtime_ns))  # a disk leaves no note
-    with pytest.raises(DataError, match=r"train\.tokens is damaged \(between bytes 0 and \d+\)"):
-        verify.recheck(store, split, "0/0")
-
-
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     file=st.sampled_from(FILES),

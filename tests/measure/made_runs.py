@@ -9,16 +9,14 @@ from boost.train.metrics import EvalMetrics, RunEnd, StepMetrics
 from boost.train.rundir import RunDirectory
 
 
-def make_run(
-    path: Path, *overrides: str, steps: int = 20, of: int = 20, floor: float = 3.0, end: RunEnd | None = None
-) -> Path:
-    """`steps` of `of` steps, an evaluation every 5; the loss falls from floor + 2 towards floor. 64 tokens per step."""
+def make_run(path: Path, steps: int = 20, of: int = 20, end: RunEnd | None = None) -> Path:
+    """`steps` of `of` steps, an evaluation every 5; the loss falls from 5 towards 3. 64 tokens per step."""
     sizes = ("--train.steps", str(of), "--train.global_batch", "2", "--train.seq_len", "32", "--train.micro_batch", "1")
-    config = load(None, ["--run.dir", str(path), "--parallel.tp", "1", *sizes, *overrides])
+    config = load(None, ["--run.dir", str(path), "--parallel.tp", "1", *sizes])
     run = RunDirectory.create(config, resume=True)
     lines = []
     for step in range(1, steps + 1):
-        loss = floor + 2.0 / step
+        loss = 3.0 + 2.0 / step
         step_metrics = StepMetrics(step, loss, 1e-3, 0.5, 1000.0 * step, 0.4, 1 << 20, step * 64, 0.5)
         lines.append({"kind": "step", **dataclasses.asdict(step_metrics)})
         if step % 5 == 0:

@@ -39,6 +39,7 @@ def fit(store: Path, folder: Path, losses: list[float], **train: Any) -> Path:
     [
         ([4.0, 5.0, 4.5], {}, 2),
         ([4.0, 3.0, 4.5], {}, 4),
+        ([4.0, 3.0, 4.5], {"save_every": 1}, 4),
         ([4.0, 3.0, 2.0], {}, 6),
         # The final evaluation is of all tokens, so it is compared with none that is not.
         ([4.0, 3.0, 3.5, 2.0], {"eval_tokens": 64}, 4),
@@ -52,6 +53,8 @@ def test_which_checkpoint_is_the_best(
     for path in (f"{run}@best", f"{run}/@best", f"{run}/checkpoints@best"):
         assert find_checkpoint(Path(path)).name == f"step-{best:08d}"
     assert find_checkpoint(run).name == "step-00000006"
+    recorded = {"step": best, "heldout_loss": losses[best // 2 - 1]}
+    assert json.loads((run / "checkpoints/best.json").read_text()) == recorded
 
 
 def test_commands_take_the_best_checkpoint(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,6 +153,18 @@ def test_a_state_that_cannot_be_right_is_damage(tmp_path: Path, sharded: Path, n
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_checkpoint_with_the_state_of_what_was_removed_still_opens(tmp_path: Path, sharded: Path) -> None:
+    path = copy(sharded, tmp_path)
+    expected = ckpt.open_checkpoint(path)
+    state = json.loads((path / "state.json").read_text())
+    state |= {"best_heldout_loss": 3.5, "stale_evaluations": 2}
+    state["config"]["train"] |= {"early_stopping_patience": 0, "early_stopping_threshold": 0.0}
+    state["config"]["data"]["recheck_every"] = 100
+    (path / "state.json").write_text(json.dumps(state))
+    sign(path)
+    assert ckpt.open_checkpoint(path) == expected
+
+
 @pytest.mark.parametrize("content", ["[" * 10**5, "1" * 6000, '{"step": ' + "1" * 6000 + "}"])
 def test_json_that_breaks_parsers_is_damage(tmp_path: Path, sharded: Path, content: str) -> None:
     for name in ("state.json", "manifest.json"):

@@ -11,7 +11,7 @@ from boost.train.checkpoint import complete_checkpoints
 from boost.train.faults import KINDS, Fault, FaultInjection, fail_next_write, flip_exponent_bit, parse_fault
 from boost.train.hooks import BadStep, Hook
 from boost.train.loop import Trainer
-from tests.train.runs import make_config, make_trainer
+from tests.train.runs import fitted, make_config, make_trainer
 
 
 def test_words() -> None:
@@ -88,9 +88,7 @@ def test_a_gradient_that_is_nan_costs_one_step(store: Path, tmp_path: Path) -> N
 def test_a_full_disk_costs_one_save(store: Path, tmp_path: Path) -> None:
     seen = Bad()
     config = make_config(store, tmp_path / "run", train={"save_every": 2, "keep": 5, "async_save": False})
-    trainer = make_trainer(config, seen, FaultInjection([Fault("disk-full", 4)]))
-    trainer.start([])
-    trainer.fit()
+    fitted(config, seen, FaultInjection([Fault("disk-full", 4)]))
     assert [path.name[-1] for path in complete_checkpoints(tmp_path / "run" / "checkpoints")] == ["2", "6"]
     assert "No space left on device" in seen.warnings[1]
 

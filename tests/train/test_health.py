@@ -23,7 +23,7 @@ from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, StepMetrics, read_metrics
 from boost.train.resume import resume_candidates
 from tests.distributed import run_distributed
-from tests.train.runs import RATE, make_config, make_trainer
+from tests.train.runs import RATE, fitted, make_config, make_trainer
 
 VOCABULARY = 300
 
@@ -199,9 +199,7 @@ DIVERGED_4 = "diverged at step 4: loss 100 is above 8.556, 1.5 x ln(vocabulary)"
 def test_a_checkpoint_in_trouble_is_marked_and_repeated_at_its_end(store: Path, tmp_path: Path) -> None:
     config = every_step(store, tmp_path, steps=4 + RECOVERED + 3, save_every=5, keep=9)
     saves = Saves()
-    trainer = make_trainer(config, Spike(4, 100.0), saves)
-    trainer.start([])
-    trainer.fit()
+    trainer = fitted(config, Spike(4, 100.0), saves)
     # 5 and 10 are marked; asked for after step 12, the step after it saves; the last step saves.
     assert saves.marks == {5: ("", DIVERGED_4), 10: ("", DIVERGED_4), 4 + RECOVERED + 1: ("", ""), 15: ("", "")}
     assert saved(trainer) == [4 + RECOVERED + 1, 15]
@@ -277,9 +275,7 @@ def test_weights_that_are_finite_and_worse_never_push_out_the_last_good_checkpoi
 def test_ruined_weights_are_saved_and_marked_only_while_there_is_nothing_better(store: Path, tmp_path: Path) -> None:
     """The first update ruins the weights, before any checkpoint."""
     saves = Saves()
-    trainer = make_trainer(every_step(store, tmp_path, steps=8, save_every=3, keep=3), Rates({1: 50.0}), saves)
-    trainer.start([])
-    trainer.fit()
+    trainer = fitted(every_step(store, tmp_path, steps=8, save_every=3, keep=3), Rates({1: 50.0}), saves)
     assert [step for step, (trouble, _) in saves.marks.items() if trouble.startswith("diverged")] == [3, 6, 8]
     assert saved(trainer) == [8]
 
@@ -372,25 +368,6 @@ def test_what_is_rotated_away(
     """`ruined`: negative numbers are in doubt."""
     made = folders(tmp_path, [10, 20, 30, 40, 50, 60], ruined)
     assert [ckpt.step_of(path) for path in rotated(made, keep, keep_every, protected)] == gone
-
-
-def test_the_best_checkpoint_is_kept(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = every_step(store, tmp_path, save_every=0, keep=1, keep_best=True, eval_every=2, steps=10)
-    losses = iter([5.0, 4.0, 4.5, 4.2, 4.1])
-    trainer = make_trainer(config)
-    usual = trainer._runner.call
-
-    def call(method: Any, *arguments: Any) -> Any:
-        if method is Hook.on_evaluation:
-            event = arguments[1]
-            vars(event.metrics)["heldout_loss"] = next(losses, 9.0)
-        return usual(method, *arguments)
-
-    monkeypatch.setattr(trainer._runner, "call", call)
-    trainer.start([])
-    trainer.fit()
-    assert saved(trainer) == [4, 10]
-    assert json.loads((tmp_path / "checkpoints/best.json").read_text()) == {"step": 4, "heldout_loss": 4.0}
 
 
 def test_checkpoints_by_the_clock(store: Path, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import torch
 from boost.errors import BoostError, StorageError, TrainingError
 from boost.parallel.gradients import StepFlags, launch_step_stats
 from boost.train import hooks, run
-from boost.train.builtin_hooks import BadStepLimit, PeriodicCheckpoint, PeriodicEvaluation, ReplicaCheck, StoreCheck
+from boost.train.builtin_hooks import BadStepLimit, PeriodicCheckpoint, PeriodicEvaluation, ReplicaCheck
+from boost.train.checkpoint import Position
 from boost.train.console import ConsoleHook
 from boost.train.health import HealthMonitor
 from boost.train.hooks import EvaluationEnd, Hook, SaveEnd, SaveStart, StepEnd, StepStart, TrainEnd
@@ -102,7 +103,6 @@ def test_given_hooks_come_before_the_built_in_ones_in_their_order(store: Path, t
     assert [type(hook) for hook in trainer.hooks[2:]] == [
         BadStepLimit,
         ReplicaCheck,
-        StoreCheck,
         HealthMonitor,
         PeriodicEvaluation,
         PeriodicCheckpoint,
@@ -166,16 +166,10 @@ def test_a_stop_asked_for_on_one_process_stops_all_after_the_same_step(store: Pa
 
 def test_a_stop_by_a_hook_exits_with_0_on_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    position = make_position()
+    position = Position(3, 384)
     assert run._exit_code(TrainResult(position, None, None, "a hook of another process")) == 0
     elsewhere = TrainResult(position, None, None, "a signal to another process", by_signal=True)
     assert run._exit_code(elsewhere) == run.STOPPED_ELSEWHERE
-
-
-def make_position() -> Any:
-    from boost.train.checkpoint import Position
-
-    return Position(3, 384)
 
 
 def save_on_request(config: Any) -> list[str]:
@@ -373,17 +367,17 @@ def test_bad_steps_are_counted_in_a_row_and_seen_before_the_limit_ends_the_run(s
     assert skipped == [True, False, True, True]
 
 
-def flags_of(raised: list[int]) -> list[int]:
-    """The union of the flags that each process sets, one after another."""
-    mesh = toy.mesh(tp=len(raised))
+def flags_of(raised: list[tuple[int, int]]) -> list[int]:
+    """The flags that both processes read, for each pair that they set."""
+    mesh = toy.mesh(tp=2)
     loss = torch.zeros((), dtype=torch.double)
-    stats = launch_step_stats([], loss, 1, 1, mesh, StepFlags(raised[mesh.rank])).read()
-    return [stats.flags.value]
+    own = [StepFlags(pair[mesh.rank]) for pair in raised]
+    return [launch_step_stats([], loss, 1, 1, mesh, flags).read().flags.value for flags in own]
 
 
-@pytest.mark.parametrize("raised", [[0, 0], [0, 1], [2, 2], [4, 1], [7, 7]], ids=str)
-def test_flags_of_all_processes_are_united(raised: list[int]) -> None:
-    assert run_distributed(2, flags_of, raised) == [[raised[0] | raised[1]]] * 2
+def test_flags_of_all_processes_are_united() -> None:
+    raised = [(0, 0), (0, 1), (2, 2), (4, 1), (7, 7)]
+    assert run_distributed(2, flags_of, raised) == [[first | second for first, second in raised]] * 2
 
 
 def test_step_evaluate_and_save_work_without_fit(store: Path, tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ from boost.errors import CheckpointError, ConfigError, TrainingError
 from boost.optim.schedule import learning_rate
 from boost.parallel import gradients
 from boost.parallel.pipeline import Pipeline
-from boost.train.hooks import EvaluationEnd, Hook, StepEnd
+from boost.train.hooks import EvaluationEnd, Hook
 from boost.train.loop import Trainer
-from boost.train.metrics import MetricsHook
 from boost.train.model import to_device
 from boost.train.resume import resume_candidates
 from boost.train.rundir import RunDirectory
@@ -254,28 +253,6 @@ def test_another_way_from_an_earlier_checkpoint_is_what_auto_goes_on_with(store:
     assert again.position.step == 3
 
 
-def test_metrics_that_cannot_be_written_do_not_end_the_run(store: Path, tmp_path: Path) -> None:
-    warnings: list[str] = []
-    metrics = MetricsHook()
-
-    class Recorder(Hook):
-        def setup(self, trainer: Trainer) -> None:
-            assert metrics._writer is not None
-            metrics._writer._file.close()
-            metrics._writer._file = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115 - the hook closes it
-
-        def on_warning(self, trainer: Trainer, text: str) -> None:
-            warnings.append(text)
-
-    trainer = make_trainer(make_config(store, tmp_path / "run"), metrics, Recorder())
-    RunDirectory.create(trainer.config, resume=False)
-    trainer.start([])
-    result = trainer.fit()
-    assert result.position.step == 6
-    assert len(warnings) == 1
-    assert "No space left on device; training continues" in warnings[0]
-
-
 def poison(config: Config) -> tuple[list[bool], str]:
     """Steps with a NaN in the last process's weight gradient: whether weights stayed the same, and the error."""
     trainer = make_trainer(config)
@@ -308,30 +285,6 @@ def test_a_nan_on_one_process_changes_no_weight_anywhere_and_ends_the_run(
         assert all(same)
         assert "3 steps in a row" in message
         assert "optim.lr" in message
-
-
-def stop_one(config: Config) -> tuple[int, str | None]:
-    """One process is asked to stop in its third step."""
-    import os
-    import signal
-
-    class Stopper(Hook):
-        def after_step(self, trainer: Trainer, event: StepEnd) -> None:
-            if event.metrics.step == 2 and trainer.mesh.rank == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    trainer = make_trainer(config, Stopper())
-    trainer.start([])
-    result = trainer.fit()
-    assert result.by_signal
-    assert result.received_signal == (trainer.mesh.rank == 1)
-    assert result.stopped_by == ("SIGTERM" if result.received_signal else "a signal to another process")
-    return result.position.step, result.checkpoint and result.checkpoint.name
-
-
-def test_a_signal_to_one_process_saves_on_all(store: Path, tmp_path: Path) -> None:
-    results = run_distributed(2, stop_one, make_config(store, tmp_path / "run", 2, train={"steps": 50}))
-    assert results == [(3, "step-00000003")] * 2
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(store: Path, tmp_path: Path) -> None:

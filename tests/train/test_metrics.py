@@ -97,6 +97,19 @@ def test_resuming_drops_the_steps_that_come_again_and_a_torn_line(tmp_path: Path
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_a_run_resumed_at_its_end_evaluates_and_ends_once(tmp_path: Path) -> None:
+    run, config = start(tmp_path, "--train.steps", "2")
+    sampled, final = (EvalMetrics(2, 4.0, 54.6, 1.5, 512, whole) for whole in (False, True))
+    for resumed_step in (None, 2):
+        writer = MetricsWriter(run, config, resumed_step)
+        for metrics in (final,) if resumed_step else (step(1), step(2), sampled, final):
+            writer.write(metrics)
+        writer.end(RunEnd(2, "done", ""))
+        writer.close()
+    lines = [(line["kind"], line.get("final")) for line in read_metrics(run.metrics)]
+    assert lines == [("step", None), ("step", None), ("eval", False), ("eval", True), ("end", None)]
+
+
 def test_a_crash_while_truncating_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write(tmp_path, [step(1), step(2)])
     before = run.metrics.read_bytes()

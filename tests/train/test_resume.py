@@ -12,14 +12,12 @@ from boost.train import checkpoint as ckpt
 from boost.train.metrics import MetricsHook, read_metrics
 from boost.train.resume import changes, require_nothing_lost, resume_candidates
 from boost.train.rundir import RunDirectory
-from tests.train.runs import make_config, make_trainer
+from tests.train.runs import fitted, make_config, make_trainer
 
 
 def trained(config: Config) -> RunDirectory:
     Path(config.run.dir).mkdir(exist_ok=True)
-    trainer = make_trainer(config, MetricsHook())
-    trainer.start([])
-    trainer.fit()
+    trainer = fitted(config, MetricsHook())
     return trainer.run
 
 
@@ -65,23 +63,17 @@ def test_a_run_that_starts_over_keeps_the_earlier_metrics(store: Path, tmp_path:
     assert len(read_metrics(run.metrics)) == len(before.splitlines())
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        b"garbage\n",
-        *(pytest.param(line, marks=pytest.mark.slow) for line in (b"\xff\xfe\n", b"[1, 2]\n", b"{" * 100_000 + b"\n")),
-    ],
-)
-def test_a_line_of_garbage_does_not_block_a_resume(store: Path, tmp_path: Path, garbage: bytes) -> None:
+def test_lines_of_garbage_do_not_block_a_resume(store: Path, tmp_path: Path) -> None:
+    garbage = [b"garbage\n", b"\xff\xfe\n", b"[1, 2]\n", b"{" * 100_000 + b"\n"]
     config = make_config(store, tmp_path / "run")
     run = trained(config)
     lines = run.metrics.read_bytes().splitlines(keepends=True)
-    run.metrics.write_bytes(b"".join([*lines[:2], garbage, *lines[2:]]))
+    run.metrics.write_bytes(b"".join([*lines[:2], *garbage, *lines[2:]]))
     again = make_trainer(config, MetricsHook())
     again.start(candidates(run))
     again.fit()
     assert [line["step"] for line in read_metrics(run.metrics) if line["kind"] == "step"] == list(range(1, 7))
-    assert (run.path / "metrics.jsonl.damaged").read_bytes() == garbage
+    assert (run.path / "metrics.jsonl.damaged").read_bytes() == b"".join(garbage)
 
 
 def test_every_hyperparameter_that_changes_is_named(store: Path, tmp_path: Path) -> None:

@@ -143,18 +143,22 @@ def signalled_on_one(store: str, run: str, event: str) -> tuple[int, str | None,
             hook = SignalAt(event, 0 if event == "on_train_start" else 2, rank=1)
         elif rank == 1:
             count_batches(patch, 6, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        sections = {"save_every": 2, "eval_every": 2 if event == "evaluation" else 0}
+        # Without saves, only the statistics of the next step can tell the other process.
+        sections = {"save_every": 0 if event == "after_step" else 2, "eval_every": 2 if event == "evaluation" else 0}
         trainer = make_trainer(make_config(Path(store), Path(run), tp=2, train=sections), hook)
         trainer.start([])
         result = trainer.fit()
         torch.distributed.barrier()
+    assert result.by_signal and result.received_signal == (rank == 1)
     return result.position.step, result.stopped_by, saved_steps(Path(run))
 
 
-@pytest.mark.parametrize(("event", "step"), [("on_train_start", 0), ("evaluation", 2), ("before_save", 2)])
-def test_all_processes_stop_where_one_got_the_signal(store: Path, tmp_path: Path, event: str, step: int) -> None:
+@pytest.mark.parametrize(
+    ("event", "saved"), [("on_train_start", [0]), ("after_step", [3]), ("evaluation", [2]), ("before_save", [2])]
+)
+def test_all_processes_stop_where_one_got_the_signal(store: Path, tmp_path: Path, event: str, saved: list[int]) -> None:
     results = run_distributed(2, signalled_on_one, str(store), str(tmp_path), event)
-    assert results == [(step, "a signal to another process", [step]), (step, "SIGTERM", [step])]
+    assert results == [(saved[-1], "a signal to another process", saved), (saved[-1], "SIGTERM", saved)]
 
 
 def signalled_at_random(store: str, run: str, seed: int) -> tuple[int, str | None, list[int]]:

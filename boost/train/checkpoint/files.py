@@ -203,15 +203,10 @@ class Position:
     """Why it is unknown whether the weights are usable: training was in trouble. A run that resumes from them still is."""
     recent: dict[str, list[float]] = field(default_factory=dict, compare=False, repr=False)
     """Loss and gradient norm of recent healthy steps, with which the steps after a resume are compared (`boost.train.health`)."""
-    # State of early stopping. Excluded from comparison, because it does not affect the weights.
-    best_heldout_loss: float | None = field(default=None, compare=False)
-    """Lowest held-out loss of periodic evaluations so far, nats per token; None before the first, and without early stopping."""
-    stale_evaluations: int = field(default=0, compare=False)
-    """Periodic evaluations since the lowest loss."""
 
 
 class CheckpointState(BaseModel):
-    """Content of state.json. Ignores unknown keys, which later releases may add."""
+    """Content of state.json. Ignores unknown keys, which other releases may have."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
@@ -229,8 +224,6 @@ class CheckpointState(BaseModel):
     trouble: str = ""
     doubt: str = ""
     recent: dict[str, list[float]] = {}
-    best_heldout_loss: float | None = None
-    stale_evaluations: Counted = 0
     data: dict[str, Any]
     config: dict[str, Any]
 
@@ -299,8 +292,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
         state.trouble,
         state.doubt,
         state.recent,
-        state.best_heldout_loss,
-        state.stale_evaluations,
     )
     return Checkpoint(path, position, config, state.updates, dict(state.data))
 

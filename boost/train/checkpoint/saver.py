@@ -185,8 +185,6 @@ class CheckpointSaver:
             trouble=position.trouble,
             doubt=position.doubt,
             recent=position.recent,
-            best_heldout_loss=position.best_heldout_loss,
-            stale_evaluations=position.stale_evaluations,
             processes=self._mesh.size,
             data=self._data,
             config=self._config.model_dump(),
