@@ -8,9 +8,8 @@ from typing import Any
 from boost.api.model import Model, as_config
 from boost.config import Config
 from boost.errors import ConfigError, TrainingError
-from boost.train.hooks import Hook
+from boost.train.hooks import Hook, TrainResult
 from boost.train.launch import under_torchrun
-from boost.train.outcome import TrainResult
 from boost.train.run import check_before_start, train
 
 

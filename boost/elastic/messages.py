@@ -9,7 +9,7 @@ from boost.errors import BoostError, TrainingError
 from boost.parallel.replicas import Mismatch, ReplicaReport
 from boost.train.checkpoint import Position, SavedCheckpoint
 from boost.train.evaluate import Evaluation
-from boost.train.outcome import RunTrouble
+from boost.train.hooks import RunTrouble
 
 if TYPE_CHECKING:
     from boost.elastic.trainer import ElasticTrainer

@@ -3,7 +3,8 @@
 `up_project` is the activation and up-projection of a group as one autograd node that saves only latents: y_k = B_k act(c u)_k for
 each slot k.
 
-Legend: T tokens, R latent width of a group (all slots side by side), r of one slot, O local outputs of a slot.
+Legend: T tokens, R latent width of a group (all slots side by side), r of one slot, O local outputs of a slot; V rows
+of a table of width D.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from boost.models.kernels import activated, activated_backward
+from boost.models.kernels import activated, activated_backward, statistic_dtype
 
 StartCollective = Callable[[Tensor], Tensor]
 """Starts a collective whose result has the shape of its operand. Call `wait` before using the result."""
@@ -109,3 +110,31 @@ def _slots(h_TR: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     if len(weights) == 1:
         return [h_TR]
     return h_TR.split([b_Or.shape[1] for b_Or in weights], dim=-1)
+
+
+class _Lookup(torch.autograd.Function):
+    """forward: tokens [T], table [V, D] -> rows [T, D]; wgrad: dtable [V, D] = sum of dy over the tokens of each row,
+    accumulated in fp32 and rounded once. No collective.
+
+    In a bf16 accumulation, the gradient of a token that occurs a thousand times stops growing after a few hundred of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens_T: Tensor, table_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens_T)
+        ctx.rows, ctx.dtype = table_VD.shape[0], table_VD.dtype
+        return F.embedding(tokens_T, table_VD)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor]:
+        (tokens_T,) = ctx.saved_tensors
+        dy_acc_TD = dy_TD.to(statistic_dtype(dy_TD.dtype))
+        return None, torch.ops.aten.embedding_dense_backward(dy_acc_TD, tokens_T, ctx.rows, -1, False).to(ctx.dtype)
+
+
+def lookup(tokens_T: Tensor, table_VD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Differentiable lookup: rows [T, D] of a table, cast to `dtype`."""
+    if table_VD.dtype == statistic_dtype(table_VD.dtype):
+        return F.embedding(tokens_T, table_VD).to(dtype)
+    rows: Tensor = _Lookup.apply(tokens_T, table_VD)
+    return rows.to(dtype)

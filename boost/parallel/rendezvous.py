@@ -96,7 +96,9 @@ def _connect(rank: int, timeout_s: float, stopped: Stopped) -> dist.Store:
             )
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             if hosts:
-                raise TrainingError(f"cannot listen on MASTER_PORT = {port}: {_first_line(error)}") from error
+                raise TrainingError(
+                    f"cannot listen on MASTER_PORT = {port}: {str(error).strip().splitlines()[0]}"
+                ) from error
             if name := stopped():
                 # Rank 0 may still be starting and would wait for this process if it left without a message.
                 leaving_at = leaving_at or time.monotonic() + _LATE_S
@@ -185,7 +187,3 @@ def _answer(store: dist.Store, rank: int, size: int, timeout_s: float, stopped: 
         reading = {other for other in reading if not store.check([f"{ours}/stops/{other}"])}
         time.sleep(0.02)
     raise StoppedError(stop)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]

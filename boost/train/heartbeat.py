@@ -245,7 +245,7 @@ class Heartbeat:
     ) -> None:
         """`board`: where to publish heartbeats, by default the launcher's folder or the run's store. `incarnation`: see `Beat`."""
         self.rank, self.size = mesh.rank, mesh.size
-        self._make_board, self._incarnation = board or _usual_board, incarnation
+        self._make_board, self._incarnation = board, incarnation
         self._margin = NCCL_MARGIN_S if mesh.device.type == "cuda" else 0.0
         self._timeouts = {
             Phase.START_UP: run.startup_timeout_s,
@@ -269,7 +269,12 @@ class Heartbeat:
         _state.phase, _state.step = Phase.START_UP, 0
         if self.size > 1:
             _current = self
-            self._board = self._make_board()
+            folder = launch_dir()
+            if self._make_board is not None:
+                self._board = self._make_board()
+            else:
+                default = dist.distributed_c10d._get_default_store
+                self._board = FolderBoard(folder) if folder else StoreBoard(default())
             with best_effort("write heartbeats"):
                 self._post()
             self._apply_timeout()
@@ -391,12 +396,6 @@ class Heartbeat:
                 if message and not self._over:
                     self._on_hang(message)
                 self._earlier, since = None, time.monotonic()
-
-
-def _usual_board() -> Board:
-    if folder := launch_dir():
-        return FolderBoard(folder)
-    return StoreBoard(dist.distributed_c10d._get_default_store())
 
 
 def remember_collectives() -> None:

@@ -57,9 +57,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    from boost.train.checkpoint import Position
+    from boost.train.evaluate import Evaluation
     from boost.train.loop import Trainer
     from boost.train.metrics import EvalMetrics, StepMetrics
-    from boost.train.outcome import TrainResult
 
 log = logging.getLogger("boost")
 
@@ -180,10 +181,36 @@ class SampleEnd:
 
 
 @dataclass(frozen=True)
+class RunTrouble:
+    """What is currently wrong with a run."""
+
+    text: str
+    ruined: bool
+    """Whether the last step shows that the weights are unusable (`Position.trouble`). If not, they may be fine (`doubt`)."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended."""
+
+    position: "Position"
+    evaluation: "Evaluation | None"
+    """On the whole held-out split; None if a signal or a hook stopped the run."""
+    checkpoint: Path | None
+    """The latest complete checkpoint."""
+    stopped_by: str | None = None
+    """Name of the signal, or the hook's reason, that stopped the run before its last step."""
+    by_signal: bool = False
+    """Whether a signal to any process stopped it."""
+    received_signal: bool = False
+    """Whether this process received that signal."""
+
+
+@dataclass(frozen=True)
 class TrainEnd:
     """Training is over: finished with the final evaluation, or stopped and saved."""
 
-    result: "TrainResult"
+    result: TrainResult
 
 
 class Hook:

@@ -37,16 +37,17 @@ from boost.train.hooks import (
     Hook,
     HookRunner,
     Rollback,
+    RunTrouble,
     SaveEnd,
     SaveStart,
     StepEnd,
     StepStart,
     TrainEnd,
+    TrainResult,
     TrainStart,
 )
 from boost.train.metrics import EvalMetrics, StepMetrics, step_metrics
 from boost.train.model import Model, build_model, initialize_model
-from boost.train.outcome import RunTrouble, TrainResult
 from boost.train.resume import check_resumable, check_start, resume_warnings
 from boost.train.rundir import RunDirectory
 from boost.train.signals import StopRequest

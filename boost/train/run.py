@@ -31,10 +31,9 @@ from boost.train.failures import (
 )
 from boost.train.faults import Fault, FaultInjection
 from boost.train.heartbeat import Heartbeat, process_name, remember_collectives
-from boost.train.hooks import Hook
+from boost.train.hooks import Hook, TrainResult
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, tracker_modules
-from boost.train.outcome import TrainResult
 from boost.train.resume import check_start, inherited_data, require_nothing_lost, resume_candidates
 from boost.train.run_lock import RunLock, require_unlocked
 from boost.train.rundir import RunDirectory, configure_logging

@@ -13,10 +13,9 @@ from boost.train.builtin_hooks import BadStepLimit, PeriodicCheckpoint, Periodic
 from boost.train.checkpoint import Position
 from boost.train.console import ConsoleHook
 from boost.train.health import HealthMonitor
-from boost.train.hooks import EvaluationEnd, Hook, SaveEnd, SaveStart, StepEnd, StepStart, TrainEnd
+from boost.train.hooks import EvaluationEnd, Hook, SaveEnd, SaveStart, StepEnd, StepStart, TrainEnd, TrainResult
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook
-from boost.train.outcome import TrainResult
 from boost.train.rundir import RunDirectory
 from tests import toy
 from tests.distributed import run_distributed

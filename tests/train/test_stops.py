@@ -16,10 +16,9 @@ import torch
 from boost.train import evaluate as evaluating
 from boost.train.checkpoint import complete_checkpoints
 from boost.train.heartbeat import Phase
-from boost.train.hooks import Hook, SaveEnd, SaveStart, StepEnd, StepStart, TrainStart
+from boost.train.hooks import Hook, SaveEnd, SaveStart, StepEnd, StepStart, TrainResult, TrainStart
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, read_metrics
-from boost.train.outcome import TrainResult
 from boost.train.signals import StopRequest
 from tests.distributed import run_distributed
 from tests.train.commands import QUIET, Command, saved_steps

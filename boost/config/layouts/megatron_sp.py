@@ -22,7 +22,7 @@ class MegatronSPSpec(MegatronSpec):
     """Token-sharded residual stream, all-gathers and reduce-scatters of width d."""
 
     config = MegatronSPConfig
-    runtime = "boost.parallel.layouts.megatron_sp:MegatronSP"
+    runtime = "boost.parallel.layouts.megatron:MegatronSP"
     residual = "tokens"
     placements: ClassVar[dict[str, Placement]] = {**MegatronSpec.placements, "norm": PARTIAL, "final_norm": PARTIAL}
     embed_comms = (EXCHANGE,)

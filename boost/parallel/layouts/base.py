@@ -25,12 +25,11 @@ from boost.config.schema import ModelConfig, ParallelConfig
 from boost.models.attention import Context, SequenceShare
 from boost.models.group import LinearGroup
 from boost.models.interface import NO_RECOMPUTE, Latents, Pending, RecomputePolicy, Stream, Teaching, call
-from boost.models.linear import StartCollective, linear
+from boost.models.linear import StartCollective, linear, lookup
 from boost.parallel import collectives
 from boost.parallel.collectives import InFlight
 from boost.parallel.context_axis import QKV, ContextAxis
 from boost.parallel.distill import distill_loss
-from boost.parallel.lookup import lookup
 from boost.parallel.loss import cross_entropy
 from boost.parallel.mesh import Mesh
 from boost.parallel.norms import rms_norm

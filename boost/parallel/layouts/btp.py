@@ -15,11 +15,10 @@ from boost.config.layouts.spec import GATHER, SUM_BOTH
 from boost.models.group import LinearGroup
 from boost.models.interface import Latents, Pending, Saved, Stream
 from boost.models.kernels import inverse_rms
-from boost.models.linear import StartCollective, linear
+from boost.models.linear import StartCollective, linear, lookup
 from boost.parallel import collectives
 from boost.parallel.collectives import InFlight
 from boost.parallel.layouts.base import BaseLayout
-from boost.parallel.lookup import lookup
 from boost.parallel.norms import OnlineSum, project, project_and_measure, scale, sum_of_squares
 
 

@@ -1,4 +1,4 @@
-"""Runtime of `megatron` and, with a token-sharded residual stream, of `megatron-sp`. Shapes: `boost.config.layouts.megatron`.
+"""Runtimes of `megatron` and, with a token-sharded residual stream, of `megatron-sp`. Shapes: `boost.config.layouts.megatron`.
 
 Legend: T tokens, d hidden width, O outputs on this process.
 """
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from boost.models.group import LinearGroup
 from boost.models.interface import Latents, Pending, Saved, Stream
-from boost.parallel.layouts.base import Replicated
+from boost.parallel.layouts.base import Replicated, TokenSharded
 
 
 class Megatron(Replicated):
@@ -43,3 +43,7 @@ class Megatron(Replicated):
         return Pending(lambda: self.start(self.from_shards, group.dense_out(partial))).then(
             lambda update: Pending(lambda: stream.add(update.wait()))
         )
+
+
+class MegatronSP(TokenSharded, Megatron):
+    """All-gathers before a group's first linears, reduce-scatters after its last."""

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from boost.models.group import LinearGroup
 from boost.models.interface import Latents, Pending, Saved, Stream
-from boost.models.linear import linear
+from boost.models.linear import linear, lookup
 from boost.parallel.collectives import InFlight
 from boost.parallel.layouts.base import BaseLayout
-from boost.parallel.lookup import lookup
 
 
 class Single(BaseLayout):
