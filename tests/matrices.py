@@ -86,10 +86,20 @@ def policies(family: str, parallel: Row) -> list[RecomputeName]:
 
 def one_in(count: int, rows: Sequence[Any], names: Sequence[str] | None = None) -> list[Any]:
     """Parameters of a test: every `count`-th row on every commit, and the others by night. `names`: their ids."""
+    return _marked(rows, names, lambda number: number % count > 0)
+
+
+def first(count: int, rows: Sequence[Any], names: Sequence[str] | None = None) -> list[Any]:
+    """The same with the first `count` rows of `pairwise`. As it takes rows with many new pairs first, they soon have every value
+    of every option; those by night add pairs only."""
+    return _marked(rows, names, lambda number: number >= count)
+
+
+def _marked(rows: Sequence[Any], names: Sequence[str] | None, by_night: Callable[[int], bool]) -> list[Any]:
     return [
         pytest.param(
             *(row if isinstance(row, tuple) else (row,)),
-            marks=[pytest.mark.nightly] * (number % count > 0),
+            marks=[pytest.mark.nightly] * by_night(number),
             id=names[number] if names else str(row),
         )
         for number, row in enumerate(rows)

@@ -1,15 +1,21 @@
 """Trains a toy model on any mesh for tests: the trainer's steps on synthetic data."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
-from boost.config import Config
+from boost.config import Config, traffic
 from boost.measure import exactness
 from boost.measure.exactness import Observed, TrainedModel, made_up_batches, matches_table
 from tests import toy
+from tests.distributed import run_distributed
 
-__all__ = ["Trained", "compare", "relative_errors", "matches_table", "made_up_batches", "reference"]
+__all__ = [
+    "Trained", "compare", "compare_with_table", "made_up_batches", "matches_table", "reference", "relative_errors",
+    "require_one_process", "small_buckets",
+]  # fmt: skip
 
 
 class Trained(TrainedModel):
@@ -48,3 +54,28 @@ def compare(config: Config, steps: int = 2) -> dict[str, float]:
 def relative_errors(actual: TrainedModel, steps: int) -> dict[str, float]:
     """The same for a model that has already taken its steps."""
     return exactness.relative_errors(actual, reference(actual.config, steps))
+
+
+def compare_with_table(config: Config, steps: int = 3) -> dict[str, float]:
+    """The same, and whether collectives match the table ("table": 0)."""
+    actual = Trained(config, steps)
+    return {"table": float(not matches_table(config, actual.collectives())), **relative_errors(actual, steps)}
+
+
+def require_one_process(
+    config: Config, function: Callable[..., dict[str, float]] = compare_with_table, *more: Any
+) -> None:
+    """Asserts that on the mesh of `config` every process finds the whole model's results in `function`'s errors, to 1e-10."""
+    for errors in run_distributed(config.parallel.world_size, function, config, *more):
+        assert errors["initial"] == errors.get("table", 0.0) == 0, errors
+        assert max(errors.values()) <= 1e-10, errors
+
+
+@contextmanager
+def small_buckets() -> Iterator[None]:
+    """Gradient sums in many buckets, though the model is small."""
+    usual, traffic.BUCKET_BYTES = traffic.BUCKET_BYTES, 1024
+    try:
+        yield
+    finally:
+        traffic.BUCKET_BYTES = usual

@@ -1,13 +1,8 @@
 """`python -m benchmarks` reports invalid arguments before it starts any process."""
 
-import re
-from pathlib import Path
-
 import pytest
 
 from benchmarks.commands import EXPERIMENTS, main
-
-ROOT = Path(__file__).parents[2]
 
 BAD = [
     (["curves", "--tp", "1"], ["--tp = 1", "smallest valid value: 2"]),
@@ -38,12 +33,6 @@ def test_a_mistake_is_one_line(words: list[str], said: list[str], capsys: pytest
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert all(word in err for word in said), err
-
-
-def test_without_words_the_experiments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if re.match(r" {4}\w", line)]
-    assert listed == list(EXPERIMENTS)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

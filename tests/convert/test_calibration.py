@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from boost.config.load import from_tree
-from boost.config.schema import ModelConfig
 from boost.convert.calibration import Batch, ObservedLayout, Twins, _sampled, add_moment, collect, moment_bytes
 from boost.convert.compress import new_decoder, slices_by_name
 from boost.convert.spectrum import low_rank_table
@@ -99,34 +98,28 @@ def test_sums_over_batches_are_double() -> None:
     assert float(into) == pytest.approx(1e8 + 1e-2, rel=1e-12, abs=0)
 
 
-def test_memory_of_the_moments() -> None:
-    model: ModelConfig = toy.toy_config(model={"family": "dense"}).model
-    decoder = new_decoder(model, torch.double, toy.CPU)
-    initialize(decoder, 0)
+def test_memory_of_the_moments(decoder: Decoder) -> None:
     found = collect(decoder, [batch(1, 4)])
     held = sum(m.nbytes for each in found.values() for m in (each.inputs, *each.outputs.values()))
-    assert moment_bytes(model) == held
+    assert moment_bytes(decoder.model) == held
     assert isinstance(decoder.layout, ObservedLayout)
 
 
-def decoders() -> tuple[Decoder, Decoder]:
-    """A dense model, and a low-rank one with the same embedding and norms but other blocks."""
-    model = toy.toy_config(model={"family": "dense", "init_std": 0.3}).model
-    dense = new_decoder(model, torch.double, toy.CPU)
-    low = new_decoder(from_tree({"model": low_rank_table(model, 8, {})}).model, torch.double, toy.CPU)
-    initialize(dense, 0)
+def low_rank(dense: Decoder) -> Decoder:
+    """A low-rank model with the same embedding and norms but other blocks."""
+    low = new_decoder(from_tree({"model": low_rank_table(dense.model, 8, {})}).model, torch.double, toy.CPU)
     initialize(low, 1)
     with torch.no_grad():
         theirs = slices_by_name(low)
         for name, tensor in slices_by_name(dense).items():
             if name in theirs:
                 theirs[name].copy_(tensor)
-    return dense, low
+    return low
 
 
-def test_moments_are_those_of_weighted_tokens_and_halves_add_up() -> None:
+def test_moments_are_those_of_weighted_tokens_and_halves_add_up(decoder: Decoder) -> None:
     batches = [batch(2, 8), batch(3, 8)]
-    twins = Twins(*decoders(), batches)
+    twins = Twins(decoder, low_rank(decoder), batches)
     twins.advance()  # in the first block both have the same inputs
     s = [torch.rand(one.tokens.numel(), generator=torch.Generator().manual_seed(3)) for one in batches]
     halves = twins.moments(1, s)

@@ -10,16 +10,15 @@ import pytest
 
 import boost
 from boost.convert.export import export
-from boost.convert.importing import import_weights
 from boost.convert.vocabulary import end_tokens, load_template_of, merged_tokenizer_config, read_vocabulary
 from boost.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from boost.errors import BoostError, DataError
 from boost.train.checkpoint import open_checkpoint
 from tests import toy
 from tests.cli.commands import say
-from tests.convert.toys import llama_folder, save
+from tests.convert import toys
+from tests.convert.toys import GB, give, llama_folder, save
 
-GB = 10**9
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -63,12 +62,7 @@ def chat_folder(path: Path, store: Path, templates: dict[str, str], layout: str)
 
 
 def bring(source: Path, out: Path, tokenizer: Path | None = None) -> Path:
-    import_weights(source, out, None, tokenizer, None, GB)
-    return out
-
-
-def give(checkpoint: Path, out: Path) -> Path:
-    export(open_checkpoint(checkpoint), out, None, True, GB)
+    toys.bring(source, out, tokenizer=tokenizer)
     return out
 
 
@@ -140,8 +134,7 @@ def test_a_run_keeps_what_it_starts_from(tmp_path: Path, store: Path, capsys: py
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [None, 300])
-@pytest.mark.parametrize("family", ["svd", "cola", "lax"])
+@pytest.mark.parametrize(("family", "start"), [("svd", 300), ("cola", None), ("lax", 300)])
 def test_a_folder_saved_again_keeps_its_tokenizer(family: str, start: int | None, tmp_path: Path, store: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer
@@ -214,7 +207,7 @@ def test_damaged_settings_are_named(file: str, content: str | bytes, message: st
 @pytest.mark.slow
 def test_generate_uses_the_imported_template(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = chat_folder(tmp_path / "theirs", store, {"default": TEMPLATE}, "files")
-    import_weights(source, tmp_path / "ours", None, None, None, GB)
+    bring(source, tmp_path / "ours")
     words = ("--max-tokens", 5, "--greedy", "--json", "--device", "cpu")
     code, out, err = say(capsys, "generate", tmp_path / "ours", "--chat", "--prompt", "def main", *words)
     assert code == 0, err
@@ -226,7 +219,7 @@ def test_generate_uses_the_imported_template(store: Path, tmp_path: Path, capsys
     assert json.loads(out)["tokens"] == expected
     # Every token that the folder names as an end is one.
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [301, 0, expected[1]]}))
-    import_weights(source, tmp_path / "ends", None, None, None, GB)
+    bring(source, tmp_path / "ends")
     assert end_tokens(open_checkpoint(tmp_path / "ends").data) == [301, 0, expected[1]]
     out = say(capsys, "generate", tmp_path / "ends", "--chat", "--prompt", "def main", *words)[1]
     assert json.loads(out)["tokens"] == expected[: expected.index(expected[1]) + 1]

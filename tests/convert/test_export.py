@@ -1,6 +1,7 @@
 """transformers loads what `boost export` writes and computes the same function."""
 
 import copy
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,29 +16,23 @@ from boost.models.decoder import Decoder
 from boost.train.checkpoint import open_checkpoint
 from boost.train.generate import Sampling, generate
 from tests import toy
-from tests.convert.toys import CASES, all_logits, loaded, save
+from tests.convert.toys import CASES, GB, all_logits, cases, exported, loaded, save
 from tests.distributed import run_distributed
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
 
-GB = 10**9
 
-
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=cases())
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, store: Path) -> tuple[Decoder, Any]:
     """Our decoder, and the transformers model of its export."""
     model, merge, expected = CASES[request.param]
-    folder = tmp_path_factory.mktemp(request.param)
-    path = save(
-        folder / "checkpoints", toy.toy_config("float32", model={"init_std": 0.5, **model}), store / "tokenizer.json"
-    )
-    decoder, checkpoint = loaded(path)
-    export(checkpoint, folder / "out", None, merge, GB)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "out", trust_remote_code=True)
+    home = tmp_path_factory.mktemp(request.param)
+    folder = exported(home, {"init_std": 0.5, **model}, store / "tokenizer.json", merge)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert type(theirs).__name__ == expected
     assert theirs.config.tie_word_embeddings is False
-    return decoder, theirs
+    return loaded(next((home / "c").glob("step-*")))[0], theirs
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -144,10 +139,8 @@ def test_a_model_of_the_configuration_alone_has_sound_weights(pair: tuple[Decode
 
 
 def test_the_official_cola_names_and_shapes(tmp_path: Path, store: Path) -> None:
-    config = toy.toy_config("float32", model={"family": "cola", "mlp_silu": False, "kv_heads": 8})
-    path = save(tmp_path / "c", config, store / "tokenizer.json")
-    export(open_checkpoint(path), tmp_path / "out", None, True, GB)
-    tensors, decoder = load_file(tmp_path / "out" / "model.safetensors"), loaded(path)[0]
+    exported(tmp_path, CASES["cola-linear"][0], store / "tokenizer.json")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
     factors = {
         f"model.layers.{layer}.{module}.{factor}"
         for layer in range(2)
@@ -158,8 +151,6 @@ def test_the_official_cola_names_and_shapes(tmp_path: Path, store: Path) -> None
         f"model.layers.{layer}.{name}_layernorm.weight" for layer in range(2) for name in ("input", "post_attention")
     }
     assert tensors.keys() == factors | norms | {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
-    down = toy.weights(decoder)
-    assert torch.equal(tensors["model.layers.1.mlp.down_proj.cola_a"], down["layers.1.mlp.down.A"].T)
     assert tensors["model.layers.1.mlp.down_proj.cola_a"].shape == (48, 8)
     assert tensors["model.layers.0.self_attn.k_proj.cola_b"].shape == (8, 32)
     said = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -238,8 +229,9 @@ POST_PROCESSORS: dict[str, tuple[dict[str, Any], int | None]] = {
 }
 
 
-@pytest.mark.parametrize("kind", POST_PROCESSORS)
-@pytest.mark.parametrize("family", ["dense", "cola"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [*zip(itertools.cycle(("dense", "cola")), POST_PROCESSORS, strict=False), ("dense", "llama")]
+)
 def test_a_prompt_is_encoded_as_generate_does(kind: str, family: str, tmp_path: Path, store: Path) -> None:
     """As `boost generate`, for any post-processor of the tokenizer: training used none of it, and an end of text would end the
     prompt."""
@@ -259,14 +251,8 @@ def test_a_prompt_is_encoded_as_generate_does(kind: str, family: str, tmp_path: 
     start, eos = (known[0][1] if bos else None), known[1][1]
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     size = tokenizer.get_vocab_size()
-    path = save(
-        tmp_path / "c",
-        toy.toy_config("float32", model={"vocab_size": size, "family": family}),
-        tmp_path / "tokenizer.json",
-        eos,
-        bos=start,
-    )
-    export(open_checkpoint(path), tmp_path / "out", None, True, GB)
+    exported(tmp_path, {"vocab_size": size, "family": family}, tmp_path / "tokenizer.json", eos=eos, bos=start)
+    (path,) = (tmp_path / "c").glob("step-*")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
     ours = load_tokenizer(path / "tokenizer.json")
     for text in ("def main(x):\n    return x + 1\n", "a </s> b<s>"):

@@ -12,18 +12,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from boost.convert.export import export
-from boost.convert.importing import import_weights
 from boost.errors import BoostError, CheckpointError, ConfigError
 from boost.train.checkpoint import open_checkpoint
 from tests import toy
-from tests.convert.toys import CASES, LLAMA, all_logits, llama_folder, loaded, save, write_folder
-
-GB = 10**9
-
-
-def bring(source: Path, out: Path, **choices: Any) -> Any:
-    given: dict[str, Any] = {"dtype": None, "tokenizer": None, "how": None, "file_bytes": GB, **choices}
-    return import_weights(source, out, **given)
+from tests.convert.toys import (
+    CASES,
+    GB,
+    LLAMA,
+    all_logits,
+    bring,
+    cases,
+    exported,
+    llama_folder,
+    loaded,
+    save,
+    write_folder,
+)  # fmt: skip
 
 
 def there_and_back(source: Path, folder: Path, dtype: str | None = None) -> dict[str, Tensor]:
@@ -137,28 +141,25 @@ def test_an_official_cola_checkpoint(tmp_path: Path, only_lr_act: bool | None, s
     assert json.loads((tmp_path / "back" / "config.json").read_text())["only_lr_act"] is not silu
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "svd-merged"])
+@pytest.mark.parametrize("case", cases(case for case in CASES if case != "svd-merged"))
 @pytest.mark.slow
 def test_our_own_exports_come_back_to_the_byte(case: str, tmp_path: Path, store: Path) -> None:
     model, merge, _ = CASES[case]
-    path = save(tmp_path / "c", toy.toy_config("float32", model=model), store / "tokenizer.json")
-    export(open_checkpoint(path), tmp_path / "first", None, merge, GB)
-    expected = load_file(tmp_path / "first" / "model.safetensors")
-    assert_same(there_and_back(tmp_path / "first", tmp_path), expected)
-    ours, imported = open_checkpoint(path), open_checkpoint(tmp_path / "imported")
+    first = exported(tmp_path, model, store / "tokenizer.json", merge)
+    assert_same(there_and_back(first, tmp_path), load_file(first / "model.safetensors"))
+    ours, imported = open_checkpoint(tmp_path / "c"), open_checkpoint(tmp_path / "imported")
     same = set(type(ours.config.model).model_fields) - {"factor_init"}
     assert {f: getattr(ours.config.model, f) for f in same} == {f: getattr(imported.config.model, f) for f in same}
-    first, back = ((tmp_path / name / "config.json").read_text() for name in ("first", "back"))
-    assert json.loads(first) == json.loads(back)
+    said, back = (json.loads((folder / "config.json").read_text()) for folder in (first, tmp_path / "back"))
+    assert said == back
 
 
 @pytest.mark.slow
 def test_what_transformers_saved_again_comes_in(tmp_path: Path, store: Path) -> None:
     """Such as after fine-tuning elsewhere: our fields are still there, in transformers' form of config.json."""
     transformers = pytest.importorskip("transformers")
-    path = save(tmp_path / "c", toy.toy_config("float32", model=CASES["lax-tensor"][0]), store / "tokenizer.json")
-    export(open_checkpoint(path), tmp_path / "first", None, True, GB)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first", trust_remote_code=True)
+    first = exported(tmp_path, CASES["lax-tensor"][0], store / "tokenizer.json")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(first, trust_remote_code=True)
     with torch.no_grad():
         theirs.model.norm.weight.mul_(2)
     theirs.save_pretrained(tmp_path / "tuned")

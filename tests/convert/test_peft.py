@@ -7,18 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from boost.convert.export import export
-from boost.convert.importing import import_weights
-from boost.train.checkpoint import open_checkpoint
 from tests import toy
-from tests.convert.toys import CASES, all_logits, loaded, save
+from tests.convert.toys import CASES, all_logits, bring, cases, exported, loaded
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.slow
 
-GB = 10**9
-FAMILIES = ("dense", "svd-merged", "svd", "cola", "cola-ranks", "lax-identity", "lax-tensor", "lax-dense")
+FAMILIES = cases(("dense", "svd-merged", "svd", "cola", "cola-ranks", "lax-identity", "lax-tensor", "lax-dense"))
 
 
 def load(folder: Path) -> Any:
@@ -30,9 +26,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """An exported model."""
     model, merge, _ = CASES[request.param]
     home = tmp_path_factory.mktemp(request.param)
-    config = toy.toy_config("float32", model={"init_std": 0.5, **model})
-    export(open_checkpoint(save(home / "checkpoints", config, store / "tokenizer.json")), home / "out", None, merge, GB)
-    return home / "out"
+    return exported(home, {"init_std": 0.5, **model}, store / "tokenizer.json", merge)
 
 
 def factors(model: Any) -> list[str]:
@@ -84,7 +78,7 @@ def test_lora_trains_merges_and_comes_back(folder: Path, kind: str, tmp_path: Pa
     assert {n for n, _ in merged.named_parameters()} == {n for n, _ in load(folder).named_parameters()}
     # What is merged is an ordinary folder: transformers loads it again, and `boost import` takes it.
     merged.save_pretrained(tmp_path / "merged")
-    import_weights(tmp_path / "merged", tmp_path / "imported", None, None, None, GB)
+    bring(tmp_path / "merged", tmp_path / "imported")
     with torch.no_grad():
         torch.testing.assert_close(load(tmp_path / "merged")(tokens).logits, expected, **close)
         torch.testing.assert_close(all_logits(loaded(tmp_path / "imported")[0], tokens), expected, rtol=1e-4, atol=1e-4)

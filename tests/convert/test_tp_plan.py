@@ -12,13 +12,12 @@ from boost.convert.export import export
 from boost.parallel.counting import CollectiveCounter
 from boost.train.checkpoint import open_checkpoint
 from tests import toy
-from tests.convert.toys import CASES, save
+from tests.convert.toys import CASES, GB, cases, exported, save
 from tests.distributed import run_distributed
 
 transformers = pytest.importorskip("transformers", minversion="5")
 pytestmark = pytest.mark.slow
 
-GB = 10**9
 SHARDED = {
     "dense": 32, "svd-merged": 32, "svd": 8, "cola": 8, "cola-gqa": 8, "cola-ranks": 8, "cola-rope": 8, "lax-svd": 8,
     "lax-identity": 8, "lax-tensor": 8, "lax-dense": 8,
@@ -84,7 +83,7 @@ def on_two(folder: Path) -> OnTwo:
     )
 
 
-@pytest.mark.parametrize("family", SHARDED)
+@pytest.mark.parametrize("family", cases(SHARDED))
 def test_two_processes_are_the_same_function(family: str, tmp_path: Path, store: Path) -> None:
     model, merge, _ = CASES[family]
     config = toy.toy_config("float32", model={"init_std": 0.5, **model})
@@ -109,7 +108,6 @@ def refused(folder: Path) -> str:
 
 def test_the_official_cola_format_declares_no_plan(tmp_path: Path, store: Path) -> None:
     """transformers would shard cola_a before it transposes it: a one-line error instead of wrong logits."""
-    path = save(tmp_path / "c", toy.toy_config("float32", model=CASES["cola"][0]), store / "tokenizer.json")
-    export(open_checkpoint(path), tmp_path / "out", None, True, GB)
-    for message in run_distributed(2, refused, tmp_path / "out"):
+    folder = exported(tmp_path, CASES["cola"][0], store / "tokenizer.json")
+    for message in run_distributed(2, refused, folder):
         assert "`ColaForCausalLM` has no `tp_plan`" in message

@@ -1,14 +1,18 @@
 """Tiny checkpoints and folders for tests of import and export."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from boost.config import Config
+from boost.convert.export import export
+from boost.convert.importing import import_weights
 from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
 from boost.optim.adamw import build_optimizer
@@ -58,6 +62,14 @@ CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
 }
 """(model, whether factors are merged where they can be, what transformers calls it) of what is exported."""
 
+BY_NIGHT = {"dense-linear", "cola-rope", "cola-linear", "lax-svd", "lax-identity"}
+"""Combinations of what other cases have."""
+
+
+def cases(names: Iterable[str] = CASES) -> list[Any]:
+    """Parameters of a test: names of cases."""
+    return [pytest.param(name, marks=[pytest.mark.nightly] * (name in BY_NIGHT)) for name in names]
+
 
 def save(
     folder: Path, config: Config, tokenizer: Path, eos: int = 0, fingerprint: str = "t", bos: int | None = None
@@ -72,6 +84,26 @@ def save(
     data = {"tokenizer": fingerprint, "content": "c", "eos": eos} | ({} if bos is None else {"bos": bos})
     saver = ckpt.CheckpointSaver(decoder, optimizer, config, tokenizer.read_bytes(), data, mesh)
     return saver.save(folder, Position(3, 96)).path
+
+
+GB = 10**9
+
+
+def exported(folder: Path, model: dict[str, Any], tokenizer: Path, merge: bool = True, **saved: Any) -> Path:
+    """The folder that `boost export` writes of an initialized model, whose checkpoint is in the folder `c` beside it."""
+    path = save(folder / "c", toy.toy_config("float32", model=model), tokenizer, **saved)
+    return give(path, folder / "out", merge)
+
+
+def give(checkpoint: Path, out: Path, merge: bool = True) -> Path:
+    export(open_checkpoint(checkpoint), out, None, merge, GB)
+    return out
+
+
+def bring(source: Path, out: Path, **choices: Any) -> Any:
+    """Imports a folder."""
+    given: dict[str, Any] = {"dtype": None, "tokenizer": None, "how": None, "file_bytes": GB, **choices}
+    return import_weights(source, out, **given)
 
 
 def loaded(path: Path) -> tuple[Decoder, Checkpoint]:

@@ -1,4 +1,4 @@
-"""Training loops of one's own over TP and dp: gradients and five optimizer steps match one process, whatever torch offers is used.
+"""Training loops of one's own over TP and dp: gradients and three optimizer steps match one process, whatever torch offers is used.
 
 Every public module, under every layout, on the meshes tp 1, tp 2 and dp 2 x tp 2. Each way to train below is what a page or a
 habit of PyTorch users suggests: data parallelism, accumulation, clipping, compilation, copies, and replaced parameters.
@@ -36,10 +36,18 @@ LAYOUTS = [
     (family, layout) for family in FAMILIES for layout in layouts_of(boost.nn.Spec(**SIZES, **FAMILIES[family]).model)
 ]
 ON_EACH_COMMIT = [("dense", "megatron-sp"), ("cola", "btp"), ("cola", "btp-sp"), ("lax", "vanilla"), ("lax", "btp-cp")]
-CELLS = [
-    pytest.param(*cell, marks=() if cell in ON_EACH_COMMIT else pytest.mark.nightly, id="-".join(cell))
-    for cell in LAYOUTS
-]
+
+
+def on_commit(chosen: list[tuple[str, str]]) -> list[Any]:
+    """Parameters of a test: every layout, of which all but the chosen ones run by night."""
+    return [
+        pytest.param(*cell, marks=() if cell in chosen else pytest.mark.nightly, id="-".join(cell)) for cell in LAYOUTS
+    ]
+
+
+CELLS = on_commit(ON_EACH_COMMIT)
+WAYS = on_commit(ON_EACH_COMMIT[1:4])
+"""Nine ways to train each: once for each kind of residual stream."""
 
 
 def make(family: str, layout: str | None = None, mesh: DeviceMesh | None = None, **more: Any) -> Decoder:
@@ -72,7 +80,7 @@ def train(
     clip: float = 0.0,
     before_step: Callable[[nn.Module, Tensor, Tensor], None] | None = None,
     divide: int = 1,
-    steps: int = 5,
+    steps: int = 3,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(gradients of the first step, weights after `steps`), whole, by name. `divide`: what data parallelism averages over."""
     tokens, targets = (x.chunk(replicas)[replica] for x in batch())
@@ -179,7 +187,7 @@ def every_way(family: str, layout: str | None, size: int) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "layout"), CELLS)
+@pytest.mark.parametrize(("family", "layout"), WAYS)
 def test_each_way_to_train_over_tp_ranks(family: str, layout: str) -> None:
     for errors in run_distributed(2, every_way, family, layout, 2):
         assert max(errors.values()) <= 1e-9, errors
@@ -301,7 +309,7 @@ PARTS = (boost.nn.Block, boost.nn.LowRankAttention, boost.nn.LowRankMLP)
 
 
 def parts_alone(layout: str) -> dict[str, float]:
-    """Errors of each smaller module on dp 2 x tp 2: FSDP2 over dp, clipped, five steps on a fixed residual stream."""
+    """Errors of each smaller module on dp 2 x tp 2: FSDP2 over dp, clipped, three steps on a fixed residual stream."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     rank, replica = mesh["tp"].get_local_rank(), mesh["dp"].get_local_rank()
     fields: dict[str, Any] = {key: value for key, value in SIZES.items() if key != "layers"}
@@ -312,7 +320,7 @@ def parts_alone(layout: str) -> dict[str, float]:
         if residual == "hidden":
             x = x.chunk(2, dim=-1)[rank]
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-        for _ in range(5):
+        for _ in range(3):
             if residual == "tokens":
                 module(x.flatten(0, 1).chunk(2)[rank], batch=x.shape[0]).square().sum().backward()
             else:
@@ -375,7 +383,7 @@ def functions() -> float:
         model = Functional(over)
         own = x.chunk(2, dim=-1)[mesh["tp"].get_local_rank()] if over else x
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for _ in range(5):
+        for _ in range(3):
             model(own).square().sum().backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()

@@ -15,8 +15,8 @@ from boost.parallel.collectives import run
 from boost.parallel.context_axis import ContextAxis
 from tests import toy
 from tests.distributed import run_distributed
-from tests.matrices import GROUPING, LAYOUTS, LOCAL, Row, config_of, family_of, ids, one_in, pairwise
-from tests.trained import Trained, compare, matches_table, relative_errors
+from tests.matrices import GROUPING, LAYOUTS, LOCAL, Row, config_of, family_of, first, ids, one_in, pairwise
+from tests.trained import compare, require_one_process
 
 SIZES = ((1, 2, 8), (1, 2, 2), (1, 4, 8), (1, 4, 1), (2, 2, 8), (2, 2, 1))
 """(TP, CP, key/value heads) with 8 heads: some exchange heads, some gather keys."""
@@ -53,19 +53,10 @@ def configured(row: Row) -> Config:
     return config_of(model, parallel, tp, "float64", train=train, data={"isolate_documents": row["documents"]})
 
 
-def compare_with_single(config: Config) -> dict[str, float]:
-    """Relative errors of this process against the whole model on one process, and whether collectives match the table."""
-    actual = Trained(config, 3)
-    return {"table": 0.0 if matches_table(config, actual.collectives()) else 1.0, **relative_errors(actual, 3)}
-
-
 @pytest.mark.parametrize("row", one_in(3, ROWS, ids([(row,) for row in ROWS])))
 @pytest.mark.slow
 def test_a_shared_sequence_is_the_function_of_one_process(row: Row) -> None:
-    config = configured(row)
-    for errors in run_distributed(config.parallel.world_size, compare_with_single, config):
-        assert errors["initial"] == errors["table"] == 0
-        assert max(errors.values()) <= 1e-10, errors
+    require_one_process(configured(row))
 
 
 def test_rows_cover_heads_and_gathered_keys() -> None:
@@ -77,11 +68,11 @@ COMPOSED: list[dict[str, Any]] = [
     {"parallel": {"cp": 2, "dp": 2, "shard": "full"}},
     {"parallel": {"cp": 2, "dp": 2, "shard": "optimizer"}, "model": {"kv_heads": 8}},
     {"parallel": {"cp": 2, "tp": 2, "layout": "btp-cp", "shard": "full", "shard_outer": True}},
-    {"parallel": {"cp": 2, "pp": 2}},
     {"parallel": {"cp": 2, "pp": 2, "schedule": "interleaved-1f1b"}, "model": {"kv_heads": 8, "layers": 4}},
     {"parallel": {"cp": 2, "tp": 2, "layout": "btp-sp"}, "model": {"family": "lax", "gate": "tensor", "rank": 16}},
     {"parallel": {"cp": 2, "tp": 2}, "optim": {"name": "loro", "exact_every": 2}, "model": {"family": "svd"}},
     {"parallel": {"cp": 2, "dp": 2}, "optim": {"name": "muon"}},
+    {"parallel": {"cp": 2, "pp": 2}},
 ]
 COMPILED: list[dict[str, Any]] = [
     {"parallel": {"cp": 2}, "train": {"compile": "blocks"}, "model": {"kv_heads": kv_heads}} for kv_heads in (8, 2)
@@ -89,15 +80,12 @@ COMPILED: list[dict[str, Any]] = [
 """Each takes a minute or more in torch's compiler."""
 
 
-@pytest.mark.parametrize(
-    "sections", [*COMPOSED, *(pytest.param(each, marks=pytest.mark.nightly) for each in COMPILED)], ids=str
-)
+@pytest.mark.parametrize("sections", first(7, [*COMPOSED, *COMPILED]))
 @pytest.mark.slow
 def test_it_composes(sections: dict[str, Any]) -> None:
     config = toy.toy_config("float64", **{**sections, "train": {"micro_batch": 1, **sections.get("train", {})}})
     toy.skip_what_torch_cannot(config)
-    for errors in run_distributed(config.parallel.world_size, compare, config):
-        assert max(errors.values()) <= 1e-10, errors
+    require_one_process(config, compare)
 
 
 @pytest.mark.parametrize("heads", [1, pytest.param(4, marks=pytest.mark.nightly)])
@@ -108,8 +96,7 @@ def test_sixteen_thousand_tokens_on_four_processes(heads: int) -> None:
     train = {"seq_len": 16_384, "micro_batch": 1, "global_batch": 1, "recompute": "low-rank"}
     config = toy.toy_config("float64", model=model, parallel={"cp": 4}, train=train)
     assert crosses_as_heads(config.model, config.parallel) == (heads == 4)
-    for errors in run_distributed(4, compare, config, 1):
-        assert max(errors.values()) <= 1e-10, errors
+    require_one_process(config, compare, 1)
 
 
 def attention_both_ways(config: Config) -> float:

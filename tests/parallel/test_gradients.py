@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from boost.config import Config, traffic
+from boost.config import Config
 from boost.errors import ConfigError
 from boost.models.fused import fused_params
 from boost.parallel import gradients
@@ -17,17 +17,14 @@ from boost.parallel.gradients import GradientReducer
 from boost.plan.collectives import step_collectives
 from tests import toy
 from tests.distributed import run_distributed
-from tests.trained import Trained, relative_errors
+from tests.trained import Trained, relative_errors, small_buckets
 
 CONFIG = toy.toy_config(model={"family": "cola"}, parallel={"layout": "btp-sp", "tp": 2, "dp": 2})
 
 
 def in_small_buckets(test: Any, config: Config) -> Any:
-    usual, traffic.BUCKET_BYTES = traffic.BUCKET_BYTES, 1024
-    try:
+    with small_buckets():
         return test(config)
-    finally:
-        traffic.BUCKET_BYTES = usual
 
 
 def backward(config: Config, decoder: Any, seed: int) -> None:

@@ -31,7 +31,7 @@ from tests.distributed import run_distributed
 from tests.fake_memory import measure
 from tests.matrices import memory_config
 from tests.plan.toys import base, hardware
-from tests.trained import Trained, matches_table, relative_errors
+from tests.trained import compare_with_table
 
 NAME = "btp-rsag"
 PACKAGE = Path(__file__).parents[2] / "examples" / "own_layout"
@@ -55,9 +55,7 @@ def _registered() -> Iterator[None]:
 
 def trains(sections: dict[str, Any]) -> dict[str, float]:
     register()
-    config = toy.toy_config("float64", **sections)
-    actual = Trained(config, 3)
-    return {"table": 0.0 if matches_table(config, actual.collectives()) else 1.0, **relative_errors(actual, 3)}
+    return compare_with_table(toy.toy_config("float64", **sections))
 
 
 @pytest.mark.parametrize("model", [{"family": "cola"}, {"family": "lax", "gate": "dense"}], ids=str)

@@ -22,11 +22,14 @@ from tests.matrices import (
     LOW_RANK_LAYOUTS,
     Row,
     config_of,
+    first,
     ids,
     pairwise,
     policies,
     suits,
 )
+from tests.trained import compare as compare_with_single
+from tests.trained import require_one_process
 
 SINGLE: Row = {}
 """One process."""
@@ -128,7 +131,7 @@ def check(same: dict[str, bool], parallel: dict[str, Any], policy: RecomputeName
         assert not same["collectives"], "the table has nothing to count"
 
 
-@pytest.mark.parametrize("row", CELLS, ids=ids([(row,) for row in CELLS]))
+@pytest.mark.parametrize("row", first(18, CELLS, ids([(row,) for row in CELLS])))
 def test_a_policy_changes_no_bit(row: Row) -> None:
     model = {"family": row["family"], "layers": 1 if row["tp"] == 4 else 2}
     verify(row, model, row["dtype"])
@@ -157,7 +160,16 @@ def test_every_second_block_recomputes() -> None:
         assert same["gradients"] and same["table"]
 
 
-@pytest.mark.parametrize("row", CROSSING, ids=ids([(row,) for row in CROSSING]))
+@pytest.mark.parametrize("row", first(9, CROSSING, ids([(row,) for row in CROSSING])))
 @pytest.mark.slow
 def test_latents_that_cross_blocks_are_those_of_the_forward_pass(row: Row) -> None:
     verify(row, {"family": "lax", "gate": row["gate"], "rank": 16, "layers": 3}, "float64")
+
+
+@pytest.mark.parametrize("policy", policies("cola", SINGLE))
+@pytest.mark.parametrize(
+    "parallel", [{"dp": 2, "shard": "full"}, {"pp": 2, "schedule": "gpipe"}, {"pp": 2, "schedule": "1f1b"}], ids=str
+)
+def test_policies_compose_with_fsdp_and_pipelines(parallel: dict[str, Any], policy: RecomputeName) -> None:
+    config = toy.toy_config("float64", parallel=parallel, train={"recompute": policy, "global_batch": 8})
+    require_one_process(config, compare_with_single, 1)

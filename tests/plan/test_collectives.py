@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from benchmarks.experiments.computed import step_bytes
 from boost.config import load
 from boost.config.traffic import BUCKET_BYTES, Collective, bucket_bytes, bucket_lengths
-from boost.plan.collectives import micro_batch_collectives, step_collectives
+from boost.plan.collectives import micro_batch_collectives
 
 
 def test_bytes_that_one_process_sends() -> None:
@@ -102,10 +102,6 @@ def test_without_grouping_every_linear_has_its_own_collective() -> None:
     ):
         assert len(kinds(layout, family, "true")) == merged, layout
         assert len(kinds(layout, family, "false")) == apart, layout
-
-
-def test_one_process_sends_nothing() -> None:
-    assert step_collectives(load("boost-1b")) == []
 
 
 @pytest.mark.parametrize(("tp", "kv_heads", "numbers", "bound"), [(4, 32, 8, 0.60), (8, 32, 4, 0.33), (4, 8, 5, 0.40)])

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from boost.config import Config, load
-from boost.config.attention import context_notes
 from boost.config.rules import check
 from boost.plan.candidates import Request, structures
 from boost.plan.categories import SAVED
@@ -15,7 +14,7 @@ from boost.plan.memory import memory
 from boost.plan.search import Search
 from boost.plan.trace import pass_of_block
 from tests.fake_memory import measure
-from tests.matrices import LAYOUTS, Row, family_of, ids, memory_config, pairwise
+from tests.matrices import LAYOUTS, Row, family_of, ids, memory_config, one_in, pairwise
 
 SIZES = ((1, 2, 8), (1, 2, 2), (1, 4, 1), (2, 2, 8), (2, 2, 2))
 """(TP, CP, key/value heads) of 8 heads."""
@@ -48,10 +47,7 @@ def configured(row: Row) -> Config:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
-    [
-        pytest.param(row, id=ids([(row,)])[0], marks=[pytest.mark.nightly] * (number % 3 > 0))
-        for number, row in enumerate(ROWS)
-    ],
+    one_in(3, ROWS, ids([(row,) for row in ROWS])),
 )
 def test_the_trace_is_the_table_and_keeps_what_fake_tensors_keep(row: Row) -> None:
     config = configured(row)
@@ -85,12 +81,3 @@ def test_seven_billion_parameters_at_131072_tokens_on_eight_gpus() -> None:
     check(plan.config)
     assert plan.config.parallel.cp == 4
     assert plan.memory < plan.usable
-
-
-def test_context_notes() -> None:
-    config = request(131_072, tp=8, cp=4, layout="btp-cp").base
-    assert next(context_notes(config.model, config.parallel)).endswith(
-        "for attention, heads are exchanged, 1 per process"
-    )
-    config = load("llama3-8b", ["--parallel.tp=8", "--parallel.cp=4"])
-    assert next(context_notes(config.model, config.parallel)).endswith("for attention, 1 key/value head is gathered")

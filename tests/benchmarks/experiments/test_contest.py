@@ -1,7 +1,6 @@
 """Contenders are interleaved; ratios are within a round; zeros and too few rounds are rejected."""
 
 import math
-import statistics
 import time
 from types import SimpleNamespace
 
@@ -123,11 +122,6 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
     assert 0.02 < np.median(widths) < 0.2
 
 
-def test_spread() -> None:
-    found = spread([5.0, 1.0, 3.0, 2.0, 4.0])
-    assert (found.low, found.median, found.high, found.rounds) == (2, 3, 4, 5)
-
-
 def test_launches_that_differ_widen_the_interval() -> None:
     """Rounds agree within a launch, launches differ: as 75 independent rounds, the interval would be far too narrow."""
     rng = np.random.default_rng(2)
@@ -139,19 +133,8 @@ def test_launches_that_differ_widen_the_interval() -> None:
     assert found.low < 1.26 and found.high > 1.34
     assert found.high - found.low > 1.3 * (flat.high - flat.low)
     assert spread(over) == spread(contest.pooled(over))
-
-
-def test_the_truth_is_inside_with_launches_that_differ() -> None:
-    """Ten launches whose speed ratio varies by 3 %. A hierarchical bootstrap of few launches is known to be a little too narrow."""
-    rng = np.random.default_rng(3)
-    inside = pooled = 0
-    for _ in range(120):
-        under = rng.lognormal(0, 0.1, (10, 9))
-        over = 1.3 * under * rng.lognormal(0, 0.03, (10, 1)) * rng.lognormal(0, 0.02, (10, 9))
-        found, flat = ratio(over.tolist(), under.tolist()), ratio(over.reshape(-1), under.reshape(-1))
-        inside += found.low <= 1.3 <= found.high
-        pooled += flat.low <= 1.3 <= flat.high
-    assert inside / 120 > 0.85 > pooled / 120
+    quartiles = spread([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert (quartiles.low, quartiles.median, quartiles.high, quartiles.rounds) == (2, 3, 4, 5)
 
 
 def test_the_interval_follows_a_skewed_statistic() -> None:
@@ -169,15 +152,6 @@ def test_launches_must_have_the_same_rounds() -> None:
         ratio([[1.0] * 7, [1.0] * 6], [[1.0] * 7, [1.0] * 6])
     with pytest.raises(ValueError, match="14 over 7 rounds"):
         ratio([[1.0] * 7, [1.0] * 7], [1.0] * 7)
-    assert contest.launches([1.0, 2.0]).tolist() == [[1.0, 2.0]]
-    assert contest.launches([[1.0], [2.0]]).tolist() == [[1.0], [2.0]]
-    assert contest.rounds_words({"rounds": 9}) == "9 interleaved rounds"
-    assert contest.rounds_words({"rounds": 9, "launches": 5}) == "9 interleaved rounds of each of 5 launches"
-
-
-def test_no_difference_is_said() -> None:
-    assert contest.verdict_words(contest.Ratio(1.1, 0.98, 1.2)) == "1.10 (0.98 to 1.20), no difference shown"
-    assert contest.verdict_words(contest.Ratio(1.1, 1.01, 1.2)) == "1.10 (1.01 to 1.20)"
 
 
 @pytest.mark.filterwarnings("error")
@@ -196,8 +170,3 @@ def test_five_numbers() -> None:
     mean, low, high = t_interval([1.0, 2.0, 3.0, 4.0, 5.0])
     half = 2.776445 * math.sqrt(2.5) / math.sqrt(5)
     assert (mean, low, high) == pytest.approx((3.0, 3.0 - half, 3.0 + half), rel=1e-6)
-
-
-def test_one_number_has_no_interval() -> None:
-    with pytest.raises(statistics.StatisticsError):
-        t_interval([1.0])

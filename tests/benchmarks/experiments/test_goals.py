@@ -9,8 +9,6 @@ from benchmarks.experiments.goals import (
     NO_DIFFERENCE,
     TARGETS,
     goal_rows,
-    missing,
-    shows_no_difference,
     status,
     target_of,
     verdict,
@@ -25,18 +23,7 @@ def test_every_target_is_found_by_its_name() -> None:
     assert len({target.what for target in TARGETS}) == len(TARGETS) == 26
     for target in TARGETS:
         assert target_of(target.what) is target
-
-
-@pytest.mark.parametrize(
-    ("said", "what"),
-    [
-        ("`btp-sp` against `btp`, time", "btp-sp against btp, time"),
-        ("latents kept without recomputation (7B)", "latents kept without recomputation"),
-        ("performance model:  Memory", "performance model: memory"),
-    ],
-)
-def test_small_differences_of_wording_do_not_matter(said: str, what: str) -> None:
-    assert target_of(said).what == what
+    assert target_of("latents  kept without recomputation (`7B`)").what == "latents kept without recomputation"
 
 
 @pytest.mark.parametrize(
@@ -58,12 +45,6 @@ def test_only_measurements_decide_and_all_of_them() -> None:
     assert status(target_of("performance model: published ratios"), [replace(FOUND, kind="modeled")]) == "met"
 
 
-def test_what_was_not_measured_says_why() -> None:
-    assert "python -m benchmarks single" in missing(target_of("low-rank MFU, 1B, bf16, one GPU"))
-    assert "GPU" in missing(target_of("low-rank MFU, 1B, bf16, one GPU"))
-    assert "GPU" not in missing(target_of("latents kept without recomputation"))
-
-
 NAME = "btp-sp against btp, time"
 
 
@@ -79,17 +60,12 @@ def goal(found: str, met: bool | None, figure: str = "never slower", what: str =
         ("0.90 (0.86 to 0.96) x", False, "never slower", "not met"),
         ("1.02 (0.98 to 1.04) x", False, ">= 1.5x", "not met"),
         ("1.10 (1.02 to 1.16) x", True, "never slower", "met"),
+        ("1.02 (0.98 to 1.04), 1.20 (1.10 to 1.30)", False, ">= 1.0x", "not met"),
         ("", None, "never slower", "not measured"),
     ],
 )
 def test_an_interval_that_holds_one_is_no_difference(found: str, met: bool | None, figure: str, expected: str) -> None:
     assert verdict(goal(found, met, figure)) == expected
-
-
-def test_every_interval_must_hold_one() -> None:
-    assert shows_no_difference(goal("1.02 (0.98 to 1.04) x", False, ">= 1.5x"))
-    assert not shows_no_difference(goal("1.02 (0.98 to 1.04), 1.20 (1.10 to 1.30)", False, ">= 1.5x"))
-    assert not shows_no_difference(goal("0.95 (0.90 to 1.02)", False, ">= 0.93 of ideal", "TP=2 against the ideal"))
 
 
 def row(*goals: Goal) -> dict[str, Any]:

@@ -41,11 +41,3 @@ def test_numbers_are_those_of_the_goals() -> None:
     assert found[0].interval == "2.15 to 2.25" and "btp-sp, overlapped" in found[0].where and "2.27x" in found[0].where
     assert "d 512" in found[3].where and "2 layouts over 50 steps" in found[4].where
     assert [each.value for each in headline.numbers([])] == [headline.NOT_MEASURED] * 5
-
-
-def test_the_fastest_form_counts() -> None:
-    seconds = {BTP: [2.0] * 3, f"{BTP}, halves": [[1.0, 1.0], [3.0, 1.0]]}
-    facts = result(launch("slow", 400, seconds))
-    found = headline._fastest(facts, 400, (BTP,))
-    assert found is not None and found.median == 1.0 and found.rounds == 4
-    assert headline._fastest(facts, 400, (VANILLA,)) is None and headline._fastest(facts, 7, (BTP,)) is None

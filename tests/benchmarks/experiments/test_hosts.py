@@ -41,8 +41,3 @@ def test_processes_and_namespaces_end_with_the_hosts(joined: None) -> None:
     assert left.wait(60) == -9
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert not any(found[0].name.rpartition("-")[0] in line for line in listed.splitlines())
-
-
-def test_a_machine_without_namespaces_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts.sys, "platform", "darwin")
-    assert why_no_hosts.__wrapped__() == "network namespaces need Linux; this is darwin"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.experiments import perplexity
-from benchmarks.experiments.perplexity import ConvergenceExperiment, ConvergenceRun, Task, kept_steps, tasks_of, turns
+from benchmarks.experiments.perplexity import ConvergenceExperiment, ConvergenceRun, Task, tasks_of, turns
 from benchmarks.experiments.perplexity_report import rows
 from benchmarks.experiments.scores import SCORES, Scored
 from boost.config import Config
@@ -162,12 +162,6 @@ def test_runs_differ_in_their_cut_dtype_and_seed_and_nothing_else(store: Path, t
     assert {len(turn) for turn in parts if turn[0].layout == "single"} == {1, 2}
     assert all(len(turn) == 1 for turn in parts if turn[0].layout != "single")
     assert all(len({task.dtype for task in turn}) == 1 for turn in parts)
-
-
-def test_at_most_so_many_losses_are_kept_and_the_last_one_always() -> None:
-    assert kept_steps(3) == [1, 2, 3] and kept_steps(150) == list(range(1, 151))
-    assert kept_steps(151)[:2] == [1, 3] and kept_steps(151)[-1] == 151
-    assert max(len(kept_steps(steps)) for steps in range(1, 1000)) == 150
 
 
 def test_a_loss_that_is_not_finite_is_an_error(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.experiments.published import COMMUNICATION, GEMM_MS, STEPS, WAYS, Compared, Comparison, configuration
+from benchmarks.experiments.published import GEMM_MS, STEPS, WAYS, Compared, Comparison
 from boost.plan.hardware import Hardware, load_hardware
 
 A100 = load_hardware("a100-80g")
@@ -19,13 +19,6 @@ def of(table: str, compared: list[Compared]) -> list[Compared]:
     return [each for each in compared if each.table == table]
 
 
-def test_every_ratio_of_the_five_rows(compared: list[Compared]) -> None:
-    ratios = of("speed-up of BOOST", compared)
-    assert len(ratios) == 2 * len(STEPS) == 10
-    for each in ratios:
-        assert abs(each.off) <= 0.15, each
-
-
 def test_seconds_are_near_without_a_pipeline_and_low_with_one(compared: list[Compared]) -> None:
     """Loose limits, because the paper does not state its micro-batches, which determine the bubble."""
     seconds = of("step", compared)
@@ -35,51 +28,19 @@ def test_seconds_are_near_without_a_pipeline_and_low_with_one(compared: list[Com
         assert least < each.off < most, each
 
 
-def test_every_ratio_by_architecture(compared: list[Compared]) -> None:
-    ratios = [each for each in of("7B by architecture", compared) if each.unit == "x"]
-    assert len(ratios) == 6
-    for each in ratios:
-        assert abs(each.off) <= 0.15, each
-
-
-def test_communication_volumes_are_equal(compared: list[Compared]) -> None:
-    volumes = of("communication volume", compared)
-    assert len(volumes) == sum(map(len, COMMUNICATION.values())) == 9
-    for each in volumes:
-        assert each.predicted == each.published, each
-
-
-def test_communication_times(compared: list[Compared]) -> None:
-    times = of("communication time", compared)
-    assert len(times) == 9
-    for each in times:
-        assert abs(each.off) <= 0.05, each
-
-
 def test_products(compared: list[Compared]) -> None:
-    """Attention as is; the published MLP times and utilization correspond to four linears, not three."""
+    """The published MLP times correspond to four linears, not three."""
     times = {each.what: each for each in of("GEMM time", compared)}
-    for way in GEMM_MS:
-        assert abs(times[f"7B {way} attention"].off) <= 0.05
-        assert abs(times[f"7B {way} MLP, four linears"].off) <= 0.05
-        assert times[f"7B {way} MLP, three linears"].off < -0.2
-    shares = of("GEMM utilization", compared)
-    assert len(shares) == 4
-    for each in shares:
-        assert abs(each.off) <= 0.05, each
+    assert all(times[f"7B {way} MLP, three linears"].off < -0.2 for way in GEMM_MS)
 
 
 def test_what_is_judged_holds(compared: list[Compared]) -> None:
-    assert all(each.holds for each in compared)
-    judged = Counter(each.table for each in compared if each.limit is not None)
+    assert [each for each in compared if not each.holds] == []
+    judged = Counter((each.table, each.limit) for each in compared if each.limit is not None)
     assert judged == {
-        "speed-up of BOOST": 10,
-        "7B by architecture": 6,
-        "communication volume": 9,
-        "communication time": 9,
-        "GEMM time": 6,
-        "GEMM utilization": 4,
-    }
+        ("speed-up of BOOST", 0.15): 10, ("7B by architecture", 0.15): 6, ("communication volume", 0.0): 9,
+        ("communication time", 0.05): 9, ("GEMM time", 0.05): 6, ("GEMM utilization", 0.05): 4,
+    }  # fmt: skip
 
 
 def changed(section: str, **values: object) -> Hardware:
@@ -114,14 +75,3 @@ def test_other_micro_batches_change_one_verdict(micro_batch: int) -> None:
     beyond = [each for step in Comparison(A100).steps(micro_batch) for each in step.ratios() if not each.holds]
     assert [each.what for each in beyond] == ["13B against vanilla"]
     assert 0.15 < beyond[0].off < 0.20
-
-
-def test_runs_are_described_alike() -> None:
-    for row in STEPS:
-        for way in WAYS:
-            config = configuration(way, row)
-            assert (config.parallel.tp, config.parallel.pp, config.parallel.dp) == (row.tp, row.pp, 1)
-            assert config.train.compute_dtype == config.train.param_dtype == "bfloat16"
-            assert (config.train.seq_len, config.train.global_batch, config.train.micro_batch) == (4096, 4, 1)
-            assert config.model.family == ("dense" if way == "full-rank" else "cola")
-            assert set(config.train.recompute_by_layer(config.model.layers)) == {"none"}

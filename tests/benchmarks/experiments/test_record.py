@@ -103,31 +103,12 @@ def test_fusion_applies_to_passes_only() -> None:
     assert fused.seconds(stepping) == speeds.seconds(stepping) and fused.seconds(product) == speeds.seconds(product)
 
 
-def test_the_paper_is_part_of_it() -> None:
-    rows = [row for row in record().rows if row.source == "boost"]
-    assert len(rows) == 15 and {row.gpus for row in rows} == {1, 2, 4, 8, 16}
-    (row,) = (row for row in rows if row.model == "7B BOOST")
-    assert row.seconds == pytest.approx(0.72)
-    assert [c.train.micro_batch for c in configurations(row)] == [1, 2, 4]
-    assert {c.model.family for c in configurations(row)} != {"dense"}
-
-
 def test_llama_3_on_16_384_gpus() -> None:
     """The largest published run: 405B on 2,048 nodes at 400 TFLOP/s per GPU, predicted within 20 %."""
     (row,) = (row for row in record().rows if row.gpus == 16384)
     assert row.seconds == pytest.approx(6.46, rel=0.01)
     (scored,) = score([row])
     assert scored.predicted_s == pytest.approx(row.seconds, rel=0.2)
-
-
-def test_a_long_sequence_takes_longer_than_its_tokens() -> None:
-    """MPT-7b on eight A100s at 2,048 and 65,536 tokens: measured 4.6 times the time per token, predicted within 10 %."""
-    rows = [
-        row for row in record().rows if (row.model, row.gpu) == ("MPT-7b", "a100-80g-8") and row.seq in (2048, 65536)
-    ]
-    short, long = ((each.predicted_s, each.row.seconds) for each in sorted(score(rows), key=lambda each: each.row.seq))
-    per_token = [long[i] * 96 * 2048 / (short[i] * 16 * 65536) for i in (0, 1)]
-    assert per_token[0] == pytest.approx(per_token[1], rel=0.1)
 
 
 @pytest.fixture(scope="module")

@@ -73,11 +73,6 @@ def test_kernels_of_a_gpu_are_one_or_the_other(tmp_path: Path) -> None:
     assert milliseconds(step.waiting) == [(50, 60)]
 
 
-def test_a_step_that_sends_nothing_waits_for_nothing(tmp_path: Path) -> None:
-    _, step = read_step(trace(tmp_path, STEP, event("aten::mm", 0, 9)), 0)
-    assert step.flying == () and step.waiting == ()
-
-
 def test_the_middle_step_unless_asked(tmp_path: Path) -> None:
     path = trace(tmp_path, *(event(f"step {n}", 10 * n, 10 * n + 9, "user_annotation") for n in (3, 4, 5)))
     assert read_step(path, 0)[0] == 4
@@ -113,19 +108,13 @@ def test_intervals_are_sets_of_points(some: list[tuple[int, int]], others: list[
     assert total(difference) == len(covered(difference))
 
 
-def recorded_run(folder: Path) -> Path:
-    step = {"ph": "X", "cat": "user_annotation", "name": "step 3", "ts": 0.0, "dur": 50e3}
-    work = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 20e3}
-    (folder / "profile").mkdir(parents=True)
-    for rank in range(2):
-        (folder / "profile" / f"rank{rank}.json").write_text(json.dumps({"traceEvents": [step, work]}))
-    return folder
-
-
 @pytest.mark.slow
 def test_it_draws_and_says_what_was_hidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    run = recorded_run(tmp_path / "run")
+    run = tmp_path / "run"
+    run.mkdir()
+    for rank in range(2):  # steps that send nothing wait for nothing
+        trace(run, event("step 3", 0, 50, "user_annotation"), event("aten::mm", 0, 20), rank=rank)
     assert main(["timeline", str(run)]) == 0
     out = capsys.readouterr().out
     assert "step 3" in out and out.count("100%") == 2

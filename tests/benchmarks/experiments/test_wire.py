@@ -163,21 +163,8 @@ def test_other_settings_are_refused_while_launches_are_kept(
 
 
 def test_every_set_is_a_valid_configuration() -> None:
-    assert [each.name for each in MAIN.groups] == ["TP 2"] and MAIN.launches == 5 and MAIN.rounds == 15
     assert [group.processes for group in MESHES.groups] == [4, 4, 2]
-    names = set(MAIN.groups[0].configs("demo", []))
-    assert {
-        BTP,
-        f"{BTP}, halves",
-        "btp, sync",
-        "btp, sync, ungrouped",
-        "vanilla, published",
-    } <= names
-    assert {
-        BTP_CP,
-        f"{BTP_CP}, halves",
-        "btp-sp, halves, compiled",
-    } <= names and "vanilla, published, halves" not in names
+    assert "vanilla, published, halves" not in MAIN.groups[0].configs("demo", [])
     assert {"ulysses, halves", BTP, f"{BTP_CP}, halves"} <= set(MANY.groups[0].configs("demo", []))
 
 

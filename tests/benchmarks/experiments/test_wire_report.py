@@ -4,10 +4,9 @@ import pytest
 
 from benchmarks.experiments import wire_report
 from benchmarks.experiments.goals import target_of
-from benchmarks.experiments.results import Facts, Table
+from benchmarks.experiments.results import Facts
 from benchmarks.experiments.steps import BTP, BTP_SP
-from benchmarks.experiments.wire_plan import BTP_CP, BTPS, MEGATRONS, VANILLAS, seconds_of, wires
-from boost.errors import MeasurementError
+from benchmarks.experiments.wire_plan import BTP_CP, BTPS, MEGATRONS, VANILLAS
 from tests.benchmarks.experiments.wires import made_up
 
 NAMES = [each.name for each in (*MEGATRONS, *VANILLAS, *BTPS)]
@@ -41,23 +40,6 @@ def test_hidden_communication_counts_where_it_is_half_of_the_step() -> None:
     assert [each.split(":")[0] for each in by_layout[:2]] == ["btp, online at 100 Mbit/s", "btp-cp at 100 Mbit/s"]
     assert by_layout[0].split(": ")[1].startswith("0.5") and found.met is False
     assert by_layout[2] == "on no wire 40% to 60% of a step: megatron, megatron-sp, btp-sp, vanilla"
-
-
-def test_a_fraction_of_what_the_wire_hardly_adds_is_not_shown() -> None:
-    seconds = SECONDS | dict.fromkeys([BTP, f"{BTP}, halves"], 15.0)
-    _, hidden = (part for part in wire_report.section(made_up(seconds)).parts if isinstance(part, Table))
-    of_btp = [row[2:] for row in hidden.rows if row[1] == BTP]
-    assert [added for added, _ in of_btp] == ["3%", "6%"]
-    assert of_btp[0][1] == "-" and of_btp[1][1].startswith("0.5")
-
-
-def test_launches_stay_apart(facts: Facts) -> None:
-    group = facts["groups"][0]["group"]
-    seconds = seconds_of(facts, group, "slow", BTP)
-    assert [len(launch) for launch in seconds] == [7, 7, 7] and seconds[0] != seconds[1]
-    assert wires(facts, group) == {"no limit": None, "share-matched": 400.0, "slow": 100.0}
-    with pytest.raises(MeasurementError, match="'btp-sq' was not measured; contenders: megatron"):
-        seconds_of(facts, group, "slow", "btp-sq")
 
 
 def test_steps_of_many_tokens_have_goals_of_their_own() -> None:
