@@ -109,17 +109,14 @@ class RecoverableGroup(dist.ProcessGroup):
             options = dist.ProcessGroupNCCL.Options()
             options.config.blocking = False  # so that abort also works while a communicator is being created
             self._backends["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", own), rank, size, options)
-        self._register()
-        membership.groups.append(self)
-
-    def _register(self) -> None:
-        """Registers the group with torch: by name for functional collectives, by object for object collectives."""
+        # With torch: by name for functional collectives, by object for object collectives.
         world = c10d._world
         c10d._register_process_group(self._label, self)
         world.pg_map[self] = (dist.Backend.GLOO, None)  # type: ignore[assignment]
         world.pg_names[self] = self._label
         world.pg_group_ranks[self] = {rank: rank for rank in range(self.size())}
         world.pg_backend_config[self] = str(c10d.BackendConfig(dist.Backend("gloo")))
+        membership.groups.append(self)
 
     def unregister(self) -> None:
         """Removes the group from torch and disconnects. A group whose collectives still run is abandoned instead."""

@@ -260,7 +260,11 @@ class DividedAdamW(Optimizer):
                 places = [(fused.tensor, name) for fused in bucket for name in MOMENTS]
                 for (tensor, name), value in zip(places, self._broadcast(source, own, like), strict=True):
                     for number, moments in pieces.items():
-                        _copy_rows(value, old.rows(tensor, piece), moments[tensor][name], new.rows(tensor, number))
+                        have, want, target = old.rows(tensor, piece), new.rows(tensor, number), moments[tensor][name]
+                        begin, end = max(have.start, want.start), min(have.stop, want.stop)
+                        if begin < end:  # the rows that both contain
+                            rows = value[begin - have.start : end - have.start]
+                            target[begin - want.start : end - want.start].copy_(rows)
         self._pending = new, pieces
 
     def _broadcast(self, source: int, own: list[Tensor] | None, like: list[Tensor]) -> list[Tensor]:
@@ -299,14 +303,6 @@ class DividedAdamW(Optimizer):
 def _rows_view(tensor: Tensor, rows: range) -> Tensor:
     """Rows of a stored tensor, as a view."""
     return tensor.detach()[rows.start : rows.stop]
-
-
-def _copy_rows(source: Tensor, source_rows: range, target: Tensor, target_rows: range) -> None:
-    """Copies the rows of a stored tensor that both ranges contain."""
-    begin, end = max(source_rows.start, target_rows.start), min(source_rows.stop, target_rows.stop)
-    if begin < end:
-        source = source[begin - source_rows.start : end - source_rows.start]
-        target[begin - target_rows.start : end - target_rows.start].copy_(source)
 
 
 def build_optimizer(fused_params: Sequence[FusedParam], config: Config, mesh: ElasticMesh) -> Optimizer:

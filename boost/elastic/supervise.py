@@ -73,9 +73,16 @@ class Supervisor:
                 return self._failed
             for replica in range(len(self._replicas)):
                 self._check(replica)
-            if self._failed and self._no_replica_left():
-                self._collect_failures()
-                return self._failed
+            if self._failed:
+                latest = self._coordinator.latest()
+                # The failure was during startup, training cannot continue, or no replica that runs has weights.
+                if (
+                    latest is None
+                    or latest.refused
+                    or set(latest.members) == set(self._coordinator.lost_among(latest.members))
+                ):
+                    self._collect_failures()
+                    return self._failed
             if complete_at is None and any(process.exitcode == 0 for process in processes):
                 complete_at = time.monotonic()
             is_ending = complete_at is not None or any(number in STOP_SIGNALS for number in received)
@@ -133,13 +140,6 @@ class Supervisor:
         self._failed.update(known)
         if self._starts[replica] <= self._restarts and self._coordinator.latest() is not None:
             self._due[replica] = time.monotonic() + RESTART_S
-
-    def _no_replica_left(self) -> bool:
-        """Whether no running replica has weights."""
-        latest = self._coordinator.latest()
-        if latest is None or latest.refused:  # the failure was during startup, or training cannot continue
-            return True
-        return len(self._coordinator.lost_among(latest.members)) == len(latest.members)
 
     def _collect_failures(self) -> None:
         """Waits briefly for the other processes to exit and adds their failures: one of their reports may name the cause."""

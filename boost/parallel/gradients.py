@@ -4,7 +4,6 @@ Every parameter counts once in the norm, no matter how many processes hold its s
 """
 
 import enum
-import functools
 import math
 import weakref
 from collections import defaultdict
@@ -192,9 +191,16 @@ class BucketQueue:
             self.buckets.append(bucket(rest[:length], dtype))
             rest = rest[length:]
         self.bucket_of = {p: index for index, made in enumerate(self.buckets) for p in made.parameters}
-        queue = weakref.ref(self)  # parameters own their hooks: a strong reference would keep all parameters alive
-        for parameter, index in self.bucket_of.items():
-            parameter.register_post_accumulate_grad_hook(functools.partial(_gradient_hook, queue, index))
+        reference = weakref.ref(self)  # parameters own their hooks: a strong reference would keep all parameters alive
+
+        @torch.no_grad()
+        def accumulated(parameter: Tensor) -> None:
+            queue = reference()
+            if queue is not None and queue.active:
+                queue.mark_gradient_ready(queue.bucket_of[parameter])  # type: ignore[index]
+
+        for parameter in self.bucket_of:
+            parameter.register_post_accumulate_grad_hook(accumulated)
 
     def prepare_for_backward(self, micro_batches: int) -> None:
         """Starts a step. Gradients from any other backward pass are ignored."""
@@ -222,13 +228,6 @@ class BucketQueue:
         for bucket in self.buckets[self.next_bucket : end]:
             bucket.launch(self.axis)
         self.next_bucket = max(self.next_bucket, end)
-
-
-@torch.no_grad()
-def _gradient_hook(reference: "weakref.ref[BucketQueue]", index: int, parameter: Tensor) -> None:
-    queue = reference()
-    if queue is not None and queue.active:
-        queue.mark_gradient_ready(index)
 
 
 class LaunchedStats:
