@@ -1,4 +1,4 @@
-"""Replica check: all processes that should hold the same weights hold them bit for bit, and all weights are finite.
+"""Replica check: all processes that should hold the same weights and moments hold them bit for bit, and all weights are finite.
 
 After a bit flip in memory, or a wrong result on one device, a replica trains a different model; summed gradients hide this from
 the loss. So every process computes a digest of its weights, and all digests are compared.
@@ -11,7 +11,7 @@ be finite.
 
 import socket
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,12 +56,19 @@ class ReplicaReport:
 
 
 @torch.no_grad()
-def check_replicas(fused_params: Sequence[FusedParam], mesh: Mesh) -> ReplicaReport:
-    """Compares digests of this process's weights with those of all copies. Collective: 4 int64 from each process.
+def check_replicas(
+    fused_params: Sequence[FusedParam], mesh: Mesh, moments: Mapping[Tensor, Mapping[str, Tensor]] | None = None
+) -> ReplicaReport:
+    """Compares digests of this process's weights, and of the `moments` that it holds of them, with those of all copies.
+    Collective: 4 int64 from each process.
 
     Reads every weight about three times without copying it, and never communicates weights.
     """
-    digests = [digest((p.tensor for p in fused_params if _copies(p, mesh) == over), mesh.device) for over in _COPIES]
+    moments = moments or {}
+    digests = []
+    for over in _COPIES:
+        weights = [p.tensor for p in fused_params if _copies(p, mesh) == over]
+        digests.append(digest([*weights, *(m for w in weights for m in moments.get(w, {}).values())], mesh.device))
     held = [p.tensor.detach() for p in fused_params]
     # A maximum keeps NaN and Inf, and is one number where a mask of the weight would be as large as the weight.
     largest = [x.abs().amax() if x.numel() else torch.zeros((), device=mesh.device) for x in held]
@@ -92,10 +99,10 @@ def require_sound(report: ReplicaReport, step: int, latest: Path | None) -> None
         who, agreeing = _named(mismatch.processes, report.hosts), mismatch.copies - len(mismatch.processes)
         if mismatch.certain:
             has = "has" if len(mismatch.processes) == 1 else "have"
-            faults.append(f"{who} {has} different weights than the {agreeing} replicas that agree")
+            faults.append(f"{who} {has} different weights or moments than the {agreeing} replicas that agree")
         else:
             faults.append(
-                f"{who} should have the same weights but do not (without a majority, it is unknown which are right)"
+                f"{who} should have the same weights and moments but do not (without a majority, it is unknown which are right)"
             )
     faults += [
         f"weight '{name}' of {_named([rank], report.hosts)} is not finite" for rank, name in report.not_finite[:3]

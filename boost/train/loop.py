@@ -467,7 +467,7 @@ class Trainer:
         return saved.path
 
     def check_replicas(self, again: bool = False) -> None:
-        """Compares the weights of all replicas. Does nothing if this position was already checked (unless `again`) or if
+        """Compares the weights and moments of all replicas. Does nothing if this position was already checked (unless `again`) or if
         train.check_replicas_every is 0. Collective.
 
         Raises TrainingError on every process; the error names the processes that differ or have a non-finite weight.
@@ -475,7 +475,8 @@ class Trainer:
         self._runner.require_all_processes("check_replicas", self.mesh.size)
         if not self.config.train.check_replicas_every or (self._checked == self.position and not again):
             return
-        report = self.mesh.together(lambda: check_replicas(self.fused_params, self.mesh))
+        moments = self.optimizer.moments
+        report = self.mesh.together(lambda: check_replicas(self.fused_params, self.mesh, moments))
         if report.mismatches or report.not_finite:
             self.finish_save()  # the checkpoint to resume from may still be in flight
         complete = ckpt.complete_checkpoints(self.run.checkpoints)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from boost.config.optimizers import MuonConfig, OptimConfig
 from boost.errors import TrainingError
 from boost.train.hooks import Hook, StepEnd
 from boost.train.loop import Trainer
@@ -14,19 +15,25 @@ from tests.train.runs import make_config, make_trainer
 
 
 class FlipExponentBit(Hook):
-    """Flips an exponent bit of one weight on one process after a step; by default the lowest, which keeps the loss finite."""
+    """Flips an exponent bit of one weight, or of one of its `moment`, on one process after a step; by default the lowest, which
+    keeps the loss finite."""
 
-    def __init__(self, step: int, rank: int, bit: int = 23) -> None:
-        self.step, self.rank, self.bit = step, rank, bit
+    def __init__(self, step: int, rank: int, bit: int = 23, moment: str = "") -> None:
+        self.step, self.rank, self.bit, self.moment = step, rank, bit, moment
 
     def after_step(self, trainer: Trainer, event: StepEnd) -> None:
         if event.metrics.step == self.step and trainer.mesh.rank == self.rank:
-            toy.flip(trainer.fused_params[2].tensor, 5, self.bit)
+            flipped = trainer.fused_params[2].tensor
+            if self.moment:
+                flipped = next(held[self.moment] for held in trainer.optimizer.moments.values() if self.moment in held)
+            toy.flip(flipped, 5, self.bit)
 
 
-def run_with_flip(config: Any, step: int, rank: int, bit: int = 23) -> tuple[str | None, int, list[str]]:
+def run_with_flip(
+    config: Any, step: int, rank: int, bit: int = 23, moment: str = ""
+) -> tuple[str | None, int, list[str]]:
     """(error, step at which the run ended, checkpoints)."""
-    trainer = make_trainer(config, FlipExponentBit(step, rank, bit))
+    trainer = make_trainer(config, FlipExponentBit(step, rank, bit, moment))
     trainer.start([])
     error = None
     try:
@@ -46,9 +53,24 @@ def test_one_flipped_bit_is_found_within_the_interval_and_its_process_named(stor
     for error, step, saved in run_distributed(3, run_with_flip, config_of(store, tmp_path, 3, save_every=3), 7, 1):
         assert error is not None and step == 8 and saved == ["step-00000003", "step-00000006"]
         assert (
-            "at step 8, process 1 (host " in error and "has different weights than the 2 replicas that agree" in error
+            "at step 8, process 1 (host " in error
+            and "has different weights or moments than the 2 replicas that agree" in error
         )
         assert f"resume from '{tmp_path / 'checkpoints' / 'step-00000006'}' with --resume auto" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optim", "moment"), [(OptimConfig(), "exp_avg_sq"), (MuonConfig(), "momentum_buffer")], ids=["adamw", "muon"]
+)
+def test_a_flipped_bit_of_a_moment_is_found_before_it_is_saved(
+    store: Path, tmp_path: Path, optim: OptimConfig, moment: str
+) -> None:
+    """At the last step before a save: the weights of the replicas are still equal."""
+    config = config_of(store, tmp_path, 2, save_every=3, check_replicas_every=1000)
+    config = config.model_copy(update={"optim": optim})
+    for error, step, saved in run_distributed(2, run_with_flip, config, 3, 1, 23, moment):
+        assert error is not None and step == 3 and saved == []
 
 
 @pytest.mark.slow
