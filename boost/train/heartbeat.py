@@ -110,9 +110,12 @@ class Beat:
 
     @classmethod
     def parse(cls, text: str) -> "Beat":
-        """Inverse of `json.dumps(asdict(beat))`."""
-        values = json.loads(text)
-        return cls(**values | {"issued": {name: Issued(**one) for name, one in values["issued"].items()}})
+        """Inverse of `json.dumps(asdict(beat))`. Raises ValueError for any other text."""
+        try:
+            values = json.loads(text)
+            return cls(**values | {"issued": {name: Issued(**one) for name, one in values["issued"].items()}})
+        except (AttributeError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError("not a heartbeat") from error
 
 
 class Board(Protocol):
@@ -149,7 +152,7 @@ def read_beats(folder: Path) -> list[Beat]:
     beats = []
     for path in folder.glob("beat[0-9]*"):
         for _ in range(3):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # being overwritten, or removed
+            with contextlib.suppress(OSError, ValueError):  # being overwritten, or removed
                 beats.append(Beat.parse(path.read_text(encoding="utf-8")))
                 break
             time.sleep(1e-3)
@@ -167,8 +170,12 @@ class StoreBoard:
         self._store.set(f"beat/{rank}", text)
 
     def read(self, size: int) -> list[Beat]:
-        keys = [key for key in (f"beat/{rank}" for rank in range(size)) if self._store.check([key])]
-        return [Beat.parse(self._store.get(key).decode()) for key in keys]
+        beats = []
+        for key in (f"beat/{rank}" for rank in range(size)):
+            if self._store.check([key]):
+                with contextlib.suppress(ValueError):  # whoever reaches the store can write to it
+                    beats.append(Beat.parse(self._store.get(key).decode()))
+        return beats
 
 
 # State of this process. One run at a time, because torch has one default process group.

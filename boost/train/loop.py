@@ -467,8 +467,8 @@ class Trainer:
         return saved.path
 
     def check_replicas(self, again: bool = False) -> None:
-        """Compares the weights and moments of all replicas. Does nothing if this position was already checked (unless `again`) or if
-        train.check_replicas_every is 0. Collective.
+        """Compares the weights and moments of all replicas. Does nothing if this position was already checked (unless `again`) or
+        if train.check_replicas_every is 0. Collective.
 
         Raises TrainingError on every process; the error names the processes that differ or have a non-finite weight.
         """

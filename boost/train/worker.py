@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import fcntl
 import logging
 import os
 import shutil
@@ -65,14 +66,22 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
     caught = caught_signals()
     for number in caught:
         signal.signal(number, signal.SIG_DFL)
+    alive = open(spec.folder / "alive", "ab")  # noqa: SIM115 (locked for the life of the process)
+    fcntl.flock(alive, fcntl.LOCK_SH)
+
+    def remove_folder() -> None:
+        """Removes the launcher's folder if no other process needs it: with in-step recovery it holds the store of the run."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(spec.folder, ignore_errors=True)
 
     def watch_launcher() -> None:
         """Stops this process when its launcher dies: with SIGTERM, then forcibly, in case it is stuck in a collective."""
         while os.getppid() == spec.launcher:
             time.sleep(0.5)
-        shutil.rmtree(spec.folder, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(spec.orphan_grace_s)
+        remove_folder()
         os._exit(1)
 
     threading.Thread(target=watch_launcher, name="boost-launcher-watch", daemon=True).start()
@@ -98,7 +107,7 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
         _report_and_leave(spec, rank, error)
     signal.pthread_sigmask(signal.SIG_BLOCK, caught)  # the work is done: ignore stop signals
     if os.getppid() != spec.launcher:
-        shutil.rmtree(spec.folder, ignore_errors=True)  # the launcher died and cannot clean up
+        remove_folder()  # the launcher died and cannot clean up
     elif code:
         with best_effort("write the exit code"):
             (spec.folder / f"code{rank}").write_text(str(code), encoding="ascii")

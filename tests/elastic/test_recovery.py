@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from boost.train.metrics import read_metrics
 from boost.train.run import train_process
 from tests import toy
 from tests.data.chats import chat_store_in
-from tests.train.commands import QUIET, Command
+from tests.train.commands import LIMIT_S, QUIET, Command, saved_steps
 from tests.train.runs import make_config
 
 FP64 = ("--train.param_dtype", "float64", "--train.compute_dtype", "float64")
@@ -391,6 +392,23 @@ def test_a_stop_signal_saves_and_ends_all(store: Path, tmp_path: Path) -> None:
         code, out, err = command.finish()
     assert code == 0 and "checkpoint saved" in out, out + err
     assert not command.processes()[1:]
+
+
+@pytest.mark.slow
+def test_the_run_saves_and_ends_when_its_launcher_is_killed(store: Path, tmp_path: Path) -> None:
+    """Like a run without recovery. The store of the run is in the launcher's folder, which the last process removes."""
+    with Command(tmp_path, store, *BATCH, *MESHES["dp4"], *QUIET, "--run.recovery", "in-step") as command:
+        metrics = command.run / "metrics.jsonl"
+        command.wait_for(lambda: metrics.exists() and len(read_metrics(metrics)) > 5)
+        processes = command.processes()[1:]
+        os.kill(command.process.pid, signal.SIGKILL)
+        command.process.wait()
+        deadline = time.monotonic() + LIMIT_S
+        while any(Path(f"/proc/{pid}").exists() for pid in processes) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    (end,) = of("end", read_metrics(metrics))
+    assert end["reason"] == "SIGTERM" and saved_steps(command.run) == [end["step"]]
+    assert not list(command.shared.glob("boost-launch-*"))
 
 
 def dies_handing_over(marker: str, victim: str, config: Config, *rest: Any) -> int:

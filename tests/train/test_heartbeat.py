@@ -1,8 +1,10 @@
 """Heartbeats: which process is blamed when a collective hangs, and what the user sees."""
 
+import json
 import os
 import re
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,17 @@ from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Axis, Mesh
 from boost.parallel.rendezvous import LAUNCH_DIR
 from boost.train import heartbeat
-from boost.train.heartbeat import Beat, Heartbeat, Issued, Phase, hang_message, in_phase, latest_collectives, read_beats
+from boost.train.heartbeat import (
+    Beat,
+    Heartbeat,
+    Issued,
+    Phase,
+    StoreBoard,
+    hang_message,
+    in_phase,
+    latest_collectives,
+    read_beats,
+)
 from tests import toy
 from tests.distributed import run_distributed
 
@@ -141,6 +153,14 @@ def test_a_store_that_was_silent_before_the_timeout_is_not_forgotten(monkeypatch
     assert str(beating.diagnose()).startswith(
         "process 1 of 2 (rank 0), which hosts the store of the run, is not responding"
     )
+
+
+@pytest.mark.parametrize("text", ["7", "[]", "{}", '{"issued": 1}', '{"rank": 0, "issued": {}}', "[" * 100000, "\x00"])
+def test_what_others_write_to_the_store_is_no_heartbeat(text: str) -> None:
+    board = StoreBoard(torch.distributed.HashStore())
+    board.post(0, text)
+    board.post(1, json.dumps(asdict(beat(1, 3, 5))))
+    assert board.read(2) == [beat(1, 3, 5)]
 
 
 def records() -> str:
