@@ -115,8 +115,9 @@ def check_before_start(
         require_unlocked(run.path)
         if not run.continued_by(resume):
             run.require_empty()
+        candidates = resume_candidates(resume, run, fallback_folder(config))
         if resume == "auto":
-            require_nothing_lost(run, resume_candidates("auto", run, fallback_folder(config)), restart)
+            require_nothing_lost(run, candidates, restart)
     tracker_modules(config)
     require_torch(config.parallel)
     store = open_fitting_store(config, progress)

@@ -110,7 +110,9 @@ class RunDirectory:
                 self.trackers.rename(self.path / f"trackers.{number}.json")
 
     def require_empty(self) -> None:
-        """Raises ConfigError if a new run would mix with files of an earlier one."""
+        """Raises ConfigError if a new run would mix with files of an earlier one, or of a token store."""
+        if (self.path / "store.json").exists():
+            raise ConfigError(f"run.dir = '{self.path}' is a token store; choose another --run.dir")
         if self.holds_run():
             raise ConfigError(
                 f"run.dir = '{self.path}' holds a run already; resume it with --resume auto, "
@@ -130,9 +132,14 @@ def storage_errors(directory: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
+        where, reason = f" ({error.filename})" if error.filename else "", error.strerror or error
+        links = [
+            path for path in (Path(directory), *Path(directory).parents) if path.is_symlink() and not path.exists()
+        ]
+        if links:
+            where, reason = "", f"'{links[0]}' is a link to '{links[0].readlink()}', which does not exist"
         raise StorageError(
-            f"run.dir = '{directory}' cannot be written: {error.strerror or error}{where}; "
+            f"run.dir = '{directory}' cannot be written: {reason}{where}; "
             "free disk space, fix the path, or choose another --run.dir"
         ) from error
 

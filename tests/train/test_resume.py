@@ -8,9 +8,11 @@ import pytest
 
 from boost.config import Config
 from boost.errors import CheckpointError, ConfigError
+from boost.optim.schedule import learning_rate
 from boost.train import checkpoint as ckpt
 from boost.train.metrics import MetricsHook, read_metrics
-from boost.train.resume import changes, require_nothing_lost, resume_candidates
+from boost.train.resume import changes, require_nothing_lost, resume_candidates, resume_warnings
+from boost.train.run import check_before_start
 from boost.train.rundir import RunDirectory
 from tests.train.runs import fitted, make_config, make_trainer
 
@@ -61,6 +63,21 @@ def test_a_run_that_starts_over_keeps_the_earlier_metrics(store: Path, tmp_path:
     trained(config)
     assert (run.path / "metrics.1.jsonl").read_bytes() == before
     assert len(read_metrics(run.metrics)) == len(before.splitlines())
+
+
+def test_a_checkpoint_that_does_not_exist_is_refused_before_anything_is_written(store: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="missing"):
+        check_before_start(make_config(store, tmp_path / "runs" / "mine"), str(tmp_path / "missing"), None)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_finished_run_that_goes_on_says_how_the_learning_rate_changes(store: Path, tmp_path: Path) -> None:
+    config = make_config(store, tmp_path / "run")
+    found = ckpt.open_checkpoint(candidates(trained(config))[0])
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
+    before, after = (learning_rate(config.optim, 5, 6), learning_rate(config.optim, 6, 9))
+    said = f"the learning rate of step 7 is {after:.4g}, after {before:.4g} at the end of the earlier schedule"
+    assert said in resume_warnings(found, [], longer) and resume_warnings(found, [], config) == []
 
 
 def test_lines_of_garbage_do_not_block_a_resume(store: Path, tmp_path: Path) -> None:

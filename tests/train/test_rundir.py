@@ -128,6 +128,20 @@ def test_a_path_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     assert "--run.dir" in message
 
 
+def test_a_link_to_nowhere_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to(tmp_path / "unmounted")
+    for name in ("runs", "runs/mine"):
+        with pytest.raises(StorageError, match="runs' is a link to '.*unmounted', which does not exist"):
+            RunDirectory.create(make_config(tmp_path / name), resume=False)
+
+
+def test_a_token_store_is_no_run_directory(store: Path) -> None:
+    before = files(store)
+    with pytest.raises(ConfigError, match="is a token store; choose another --run.dir"):
+        RunDirectory.create(make_config(store), resume=False)
+    assert files(store) == before
+
+
 def test_logs_go_to_the_file_of_the_rank_with_times_and_are_appended(
     tmp_path: Path, boost_logger: logging.Logger
 ) -> None:
