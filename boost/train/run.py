@@ -40,7 +40,7 @@ from boost.train.rundir import RunDirectory, configure_logging
 from boost.train.samples import heldout_prompt, sample_text
 from boost.train.signals import StopRequest
 from boost.train.teacher import check_teacher
-from boost.train.worker import leave
+from boost.train.worker import leave, stop_without
 
 log = logging.getLogger("boost")
 
@@ -154,6 +154,10 @@ def train(
     if not launch_dir():
         with contextlib.suppress(OSError):  # stderr may not be a file
             faulthandler.register(signal.SIGQUIT, all_threads=True)
+        if "TORCHELASTIC_RUN_ID" in os.environ and config.run.recovery == "restart":
+            stop_without(
+                os.getppid()
+            )  # a signal that torchrun does not handle ends it, and leaves its processes running
     with outliving_terminal(), StopRequest() as request:
         try:
             session: Session = pkgutil.resolve_name(SESSIONS[config.run.recovery])(config, lambda: request.name)

@@ -75,16 +75,13 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
             fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(spec.folder, ignore_errors=True)
 
-    def watch_launcher() -> None:
-        """Stops this process when its launcher dies: with SIGTERM, then forcibly, in case it is stuck in a collective."""
-        while os.getppid() == spec.launcher:
-            time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
+    def end() -> None:
+        """Ends a process that does not stop, because it is stuck in a collective."""
         time.sleep(spec.orphan_grace_s)
         remove_folder()
         os._exit(1)
 
-    threading.Thread(target=watch_launcher, name="boost-launcher-watch", daemon=True).start()
+    stop_without(spec.launcher, end)
     if rank and spec.log_dir:
         _redirect_output(spec.log_dir / f"rank{rank}.out")
     stacks: Any = sys.stderr
@@ -112,6 +109,18 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
         with best_effort("write the exit code"):
             (spec.folder / f"code{rank}").write_text(str(code), encoding="ascii")
     leave(0)
+
+
+def stop_without(parent: int, afterwards: Callable[[], None] = lambda: None) -> None:
+    """Starts a thread that sends SIGTERM to this process when its parent has died, and then calls `afterwards`."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        afterwards()
+
+    threading.Thread(target=watch, name="boost-launcher-watch", daemon=True).start()
 
 
 def stacks_file(spec: LaunchSpec, rank: int) -> Path | None:

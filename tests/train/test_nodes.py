@@ -124,6 +124,22 @@ def test_a_node_that_takes_anothers_place_is_let_in(
     assert losses(run) == pytest.approx(alone, rel=1e-10)
 
 
+def test_a_torchrun_that_is_killed_leaves_processes_that_save(
+    nodes: tuple[Node, Node], config: Path, tmp_path: Path
+) -> None:
+    """As SIGUSR1 does without --signals-to-handle."""
+    run = tmp_path / "run"
+    agents = start(nodes, config, run, "--train.steps", "5000", "--train.save_every", "0")
+    wait_for_step(agents, run, 3)
+    workers = [*agents[0].workers(), *agents[1].workers()]
+    agents[1].process.send_signal(signal.SIGUSR1)
+    assert agents[1].wait(LIMIT_S) == -signal.SIGUSR1
+    agents[0].wait(LIMIT_S)
+    wait_for([], lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    (saved,) = complete_checkpoints(run / "checkpoints")
+    assert json.loads((saved / "state.json").read_text())["step"] == read_metrics(run / "metrics.jsonl")[-1]["step"]
+
+
 def test_a_signal_to_one_node_saves_and_neither_claims_success(
     nodes: tuple[Node, Node], config: Path, tmp_path: Path
 ) -> None:
