@@ -1,7 +1,9 @@
-"""Names from files that become paths. They may come from strangers, so all are checked here."""
+"""Names from files that become paths, and files that are read whole. Both may come from strangers, so all are checked here."""
 
+import errno
 import os
 import re
+import stat
 from pathlib import Path
 
 from boost.config.text import brief
@@ -9,6 +11,26 @@ from boost.errors import BoostError, DataError
 
 _MAX_BYTES = 200
 """Of a name. File systems allow 255, including the suffix that a caller may add."""
+
+
+READ_LIMIT = 1 << 28
+"""Largest file that is read whole, bytes. The largest tokenizers have 50 MB."""
+
+
+def require_regular(path: Path | str) -> os.stat_result:
+    """Returns the status of a file that may be opened. Raises OSError if there is none, or if it is a pipe or a device (or a link
+    to one): opening or reading it might never end."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return status
+
+
+def read_text(path: Path | str, errors: str = "strict") -> str:
+    """The text of a regular UTF-8 file of at most READ_LIMIT bytes. Raises OSError, UnicodeDecodeError."""
+    if require_regular(path).st_size > READ_LIMIT:
+        raise OSError(errno.EFBIG, f"larger than {READ_LIMIT >> 20} MiB", str(path))
+    return Path(path).read_text(encoding="utf-8", errors=errors)
 
 
 def file_name(

@@ -1,11 +1,14 @@
 """Names from files become paths only if they stay in their folder."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from boost.errors import CheckpointError, DataError
-from boost.paths import file_name
+from boost.paths import file_name, read_text
+from boost.train.metrics import read_metrics
+from boost.train.run_lock import is_held
 from boost.train.rundir import RunDirectory
 
 UNSAFE = ["", ".", "..", "../x", "/x", "a/b", "a\\b", "C:", "c:x", "x\0", "\ud800", "n" * 201, 3, None, ["x"]]
@@ -36,3 +39,40 @@ def test_the_recorded_id_of_a_tracker_is_a_name(tmp_path: Path) -> None:
     assert run.tracker_id("other", "b2") == "a1"
     with pytest.raises(DataError, match=r"trackers\.json': wandb = '../../PWNED' is not a file name"):
         run.tracker_id("wandb", "b2")
+
+
+@pytest.fixture(params=["fifo", "device", "folder"])
+def endless(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Something that may never end when it is opened or read."""
+    path = tmp_path / "file.json"
+    if request.param == "fifo":
+        os.mkfifo(path)
+    elif request.param == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    return path
+
+
+def test_only_regular_files_of_a_sane_size_are_read(endless: Path, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="not a regular file"):
+        read_text(endless)
+    large = tmp_path / "large"
+    with open(large, "wb") as file:
+        file.truncate((1 << 28) + 1)
+    with pytest.raises(OSError, match="larger than 256 MiB"):
+        read_text(large)
+    (tmp_path / "text").write_text("text")
+    (tmp_path / "link").symlink_to("text")
+    assert read_text(tmp_path / "link") == "text"
+
+
+def test_a_run_directory_with_such_files_is_read(endless: Path, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    endless.rename(run.last_saved)
+    assert run.last_saved_step() is None
+    run.last_saved.rename(tmp_path / "run.lock")
+    assert not is_held(tmp_path)
+    (tmp_path / "run.lock").rename(run.metrics)
+    with pytest.raises(OSError, match="not a regular file"):
+        read_metrics(run.metrics)

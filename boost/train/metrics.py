@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 from boost.config import Config, to_toml
 from boost.errors import ConfigError, DataError
 from boost.parallel.gradients import StepStats
+from boost.paths import require_regular
 from boost.train.best_effort import best_effort
 from boost.train.hardware import memory_bytes, mfu
 from boost.train.hooks import EvaluationEnd, Hook, Rollback, RunEvent, SampleEnd, StepEnd, TrainEnd
@@ -365,6 +366,7 @@ def read_metrics(path: Path | str, damaged: list[int] | None = None) -> list[dic
     Raises DataError if any other line is not a JSON object. If a list `damaged` is given, appends the numbers of such lines to it
     instead. Raises FileNotFoundError if the file does not exist.
     """
+    require_regular(path)
     lines = []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
         try:
@@ -383,6 +385,7 @@ def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progre
     and, with `at_end`, the final evaluation, which a run resumed at its end repeats. Lines that are not JSON objects are moved to
     <name>.damaged, so that they do not stop the run. Returns the number of such lines.
     """
+    require_regular(path)
     damaged = []
     temporary = path.with_name(f"{path.name}.tmp")
     with open(path, "rb") as old, open(temporary, "wb") as new:
@@ -424,11 +427,11 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
 def _from_line(line: bytes, path: Path | str, number: int) -> dict[str, Any]:
     try:
         values = json.loads(line)
+        if isinstance(values, dict):
+            return _numbers(values)
     except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
-        raise DataError(f"line {number} of '{path}' is not a JSON object; fix or remove that line")
-    return _numbers(values)
+        pass
+    raise DataError(f"line {number} of '{path}' is not a JSON object; fix or remove that line")
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:

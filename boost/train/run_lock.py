@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from boost.errors import ConfigError
+from boost.paths import read_text
 from boost.train.rundir import storage_errors
 
 log = logging.getLogger("boost")
@@ -175,7 +176,7 @@ def _namespace() -> str | None:
 def _read(path: Path) -> dict[str, Any]:
     """The owner in the lock file; {} if there is no lock, or it cannot be read."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_text(path))
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -27,7 +27,7 @@ from typing import Any
 from boost import __version__
 from boost.config import Config, to_toml
 from boost.errors import ConfigError, StorageError
-from boost.paths import file_name
+from boost.paths import file_name, read_text
 
 BEST = "@best"
 """At the end of a path: the checkpoint of that run with the lowest held-out loss (train.keep_best)."""
@@ -77,7 +77,7 @@ class RunDirectory:
     def last_saved_step(self) -> int | None:
         """The step that was recorded last; None if no checkpoint was saved here."""
         try:
-            return int(json.loads(self.last_saved.read_text(encoding="utf-8"))["step"])
+            return int(json.loads(read_text(self.last_saved))["step"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
@@ -87,7 +87,7 @@ class RunDirectory:
         Raises StorageError; DataError if the id is not a file name."""
         ids: dict[str, str] = {}
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            ids = json.loads(self.trackers.read_text(encoding="utf-8"))
+            ids = json.loads(read_text(self.trackers))
         if not isinstance(ids, dict) or not isinstance(ids.get(tracker, ""), str):
             ids = {}
         if tracker not in ids:
