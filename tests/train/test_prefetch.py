@@ -16,7 +16,7 @@ from boost.parallel.mesh import Axis, Mesh
 from boost.train.hooks import Hook, StepEnd
 from boost.train.loop import Trainer
 from boost.train.model import host_batch
-from boost.train.prefetch import Prefetcher
+from boost.train.step import Prefetcher
 from tests import toy
 from tests.train.runs import RATE, fitted, make_config, make_trainer
 

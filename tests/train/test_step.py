@@ -13,10 +13,10 @@ from boost.config import Config
 from boost.errors import TrainingError
 from boost.train import checkpoint as ckpt
 from boost.train import step as stepping
+from boost.train.builtin_hooks import ProfileHook
 from boost.train.hooks import BadStep, EvaluationEnd, Hook, Rollback, SaveEnd, StepEnd, StepStart
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, read_metrics
-from boost.train.profile import ProfileHook
 from boost.train.resume import resume_candidates
 from boost.train.step import StepClock, Update
 from tests import toy
