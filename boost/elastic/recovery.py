@@ -7,6 +7,7 @@ survivors are in the same operation or in two consecutive ones. Processes that a
 others; otherwise all survivors repeat the operation. Weights change only as a function of results, identically on every process.
 """
 
+import dataclasses
 import datetime
 import json
 import logging
@@ -15,25 +16,29 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from boost import errors
 from boost.config import Config
 from boost.elastic.beats import WAITS_S, WATCH_S, MemberBeats, StoreGuard
 from boost.elastic.groups import Membership, PeersLostError, disconnect_abandoned, has_abandoned
 from boost.elastic.hooks import MembershipChange
 from boost.elastic.membership import DEAD, SLOW, Coordinator, Decision, Member, Report, deal
 from boost.elastic.mesh import join_members, open_replica, replica_of_rank, replica_size, waiting_mesh
-from boost.elastic.messages import decode, encode, state_of, take_state
 from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, TrainingError
 from boost.parallel.mesh import choose_device, share
 from boost.parallel.rendezvous import Stopped, file_store, launch_dir, meet
-from boost.parallel.replicas import digest
+from boost.parallel.replicas import Mismatch, ReplicaReport, digest
 from boost.train.best_effort import best_effort
+from boost.train.checkpoint import Position, SavedCheckpoint
+from boost.train.evaluate import Evaluation
 from boost.train.failures import is_lost_connection
 from boost.train.heartbeat import Beat, Board, FolderBoard, StoreBoard, apply_timeout
+from boost.train.hooks import RunTrouble
 from boost.train.worker import leave
 
 if TYPE_CHECKING:
@@ -435,3 +440,73 @@ def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int,
     if process == 0:
         own.set("incarnation", f"{number}.{uuid.uuid4().hex[:8]}")
     return int(number), process, dist.PrefixStore("replica", own), members, own.get("incarnation").decode()
+
+
+# Messages between processes are JSON, so that reading one never executes code.
+
+
+def state_of(trainer: "ElasticTrainer") -> dict[str, Any]:
+    """What a rejoining replica needs besides weights and moments: the trainer's position and the state of its hooks."""
+    trouble = trainer.trouble
+    return {
+        "position": dataclasses.asdict(trainer.position),
+        "bad_steps": trainer.bad_steps,
+        "optimizer": trainer.transfer.transfer_info(),
+        "proven_step": trainer.proven_step,
+        "rollbacks": vars(trainer.rollbacks),
+        "trouble": dataclasses.asdict(trouble) if trouble else None,
+        "hooks": {type(hook).__name__: hook.state() for hook in trainer.hooks if not hook.main_only},
+    }
+
+
+def take_state(trainer: "ElasticTrainer", state: dict[str, Any]) -> None:
+    """Inverse of `state_of`."""
+    trainer.position = Position(**state["position"])
+    trainer.bad_steps, trainer.proven_step = state["bad_steps"], state["proven_step"]
+    trainer.transfer.load_transfer_info(state["optimizer"])
+    vars(trainer.rollbacks).update(state["rollbacks"])
+    trainer.trouble = RunTrouble(**state["trouble"]) if state["trouble"] else None
+    for hook in trainer.hooks:
+        if found := state["hooks"].get(type(hook).__name__):
+            hook.take_state(found)
+
+
+_KINDS = {kind.__name__: kind for kind in (Evaluation, SavedCheckpoint, ReplicaReport, Mismatch)}
+
+
+def encode(value: Any) -> Any:
+    """Encodes the result of an operation, or the error that it raised, for processes that are one operation behind."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Path):
+        return {"path": str(value)}
+    if isinstance(value, BoostError):
+        return {"error": type(value).__name__, "text": str(value)}
+    if isinstance(value, list | tuple):
+        return {"list" if isinstance(value, list) else "tuple": [encode(each) for each in value]}
+    if isinstance(value, dict):
+        return {"dict": {key: encode(each) for key, each in value.items()}}
+    if type(value).__name__ in _KINDS:
+        fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"kind": type(value).__name__, "fields": fields}
+    return {"unknown": type(value).__name__}
+
+
+def decode(value: Any) -> Any:
+    """Inverse of `encode`. Raises the error if the operation ended with one."""
+    if not isinstance(value, dict):
+        return value
+    if "path" in value:
+        return Path(value["path"])
+    if "error" in value:
+        known = getattr(errors, value["error"], TrainingError)
+        raise known(value["text"])
+    if "list" in value:
+        return [decode(each) for each in value["list"]]
+    if "tuple" in value:
+        return tuple(decode(each) for each in value["tuple"])
+    if "dict" in value:
+        return {key: decode(each) for key, each in value["dict"].items()}
+    if "kind" in value:
+        return _KINDS[value["kind"]](**{name: decode(each) for name, each in value["fields"].items()})
+    raise TrainingError(f"a replica was lost while exchanging {value['unknown']}; resume with --resume auto")

@@ -15,8 +15,7 @@ from boost.config import Config
 from boost.elastic.groups import PeersLostError
 from boost.elastic.membership import DEAD, SILENT, Coordinator, Decision, Member
 from boost.elastic.mesh import replica_of_rank
-from boost.elastic.messages import decode, encode
-from boost.elastic.recovery import Recovery
+from boost.elastic.recovery import Recovery, decode, encode
 from boost.elastic.supervise import Supervisor
 from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, StorageError, TrainingError
 from boost.parallel.counting import CollectiveCounter
