@@ -8,8 +8,8 @@ from boost.cli.terminal import print_table, searching
 from boost.errors import ConfigError
 from boost.format import format_seconds
 from boost.plan.candidates import Request
-from boost.plan.grids import by_gpus
 from boost.plan.pictures import GridCell, draw_grid
+from boost.plan.search import by_gpus
 
 
 def print_grid(args: argparse.Namespace, request: Request) -> int:

@@ -5,9 +5,8 @@ recovery.py    operations, who trains, and what happens when that changes
 membership.py  the protocol by which replicas agree on it, through a store
 groups.py      process groups whose collectives can be abandoned
 mesh.py        a mesh whose replicas change
-trainer.py     the trainer; step.py, gradients.py, optimizer.py, saver.py, hooks.py: its parts
-messages.py    what processes tell each other; beats.py: who responds
-supervise.py   the launcher's part
+trainer.py     the trainer with its gradients, steps and saves; optimizer.py, hooks.py
+beats.py       who responds; supervise.py: the launcher's part
 
 Nothing outside this package knows of it, except where run.recovery is read. docs/recovery.md explains the design.
 """

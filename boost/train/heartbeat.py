@@ -252,7 +252,7 @@ class Heartbeat:
     ) -> None:
         """`board`: where to publish heartbeats, by default the launcher's folder or the run's store. `incarnation`: see `Beat`."""
         self.rank, self.size = mesh.rank, mesh.size
-        self._make_board, self._incarnation = board, incarnation
+        self._make_board, self._incarnation = board or self._usual_board, incarnation
         self._margin = NCCL_MARGIN_S if mesh.device.type == "cuda" else 0.0
         self._timeouts = {
             Phase.START_UP: run.startup_timeout_s,
@@ -276,12 +276,7 @@ class Heartbeat:
         _state.phase, _state.step = Phase.START_UP, 0
         if self.size > 1:
             _current = self
-            folder = launch_dir()
-            if self._make_board is not None:
-                self._board = self._make_board()
-            else:
-                default = dist.distributed_c10d._get_default_store
-                self._board = FolderBoard(folder) if folder else StoreBoard(default())
+            self._board = self._make_board()
             with best_effort("write heartbeats"):
                 self._post()
             self._apply_timeout()
@@ -298,6 +293,10 @@ class Heartbeat:
         if self._board is not None and not self._thread.is_alive():
             with contextlib.suppress(OSError, RuntimeError):
                 self._post(left=True)
+
+    def _usual_board(self) -> Board:
+        folder = launch_dir()
+        return FolderBoard(folder) if folder else StoreBoard(dist.distributed_c10d._get_default_store())
 
     @property
     def timeout_s(self) -> float:

@@ -74,20 +74,12 @@ def resume_warnings(found: Checkpoint, candidates: list[Path], config: Config) -
         advice = f"; if training does not recover, use --resume {earlier[0]}" if earlier else ""
         warnings.append(f"'{found.path}' is not proven: {found.position.doubt}{advice}")
     warnings += [f"changed since '{found.path.name}': {change}" for change in changes(found.config, config)]
-    step, steps = found.position.step, found.config.train.steps
+    step, steps = found.position.step, found.config.train.steps  # a finished run may go on
+    before = learning_rate(found.config.optim, min(step, steps - 1), steps)
     now = learning_rate(config.optim, step, config.train.steps)
-    if step < steps:
-        before = learning_rate(found.config.optim, step, steps)
-        if before != now:
-            warnings.append(
-                f"the learning rate of step {step + 1} is {now:.4g}; without these changes it would be {before:.4g}"
-            )
-    elif step < config.train.steps:  # a finished run goes on
-        last = learning_rate(found.config.optim, step - 1, steps)
-        if last != now:
-            warnings.append(
-                f"the learning rate of step {step + 1} is {now:.4g}, after {last:.4g} at the end of the earlier schedule"
-            )
+    if before != now and step < config.train.steps:
+        was = "; without these changes it would be" if step < steps else ", at the end of the earlier schedule it was"
+        warnings.append(f"the learning rate of step {step + 1} is {now:.4g}{was} {before:.4g}")
     return warnings
 
 

@@ -165,7 +165,7 @@ def test_commands_of_two_words(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_by_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("boost.plan.grids.MOST_TOKENS", 1024)
+    monkeypatch.setattr("boost.plan.search.MOST_TOKENS", 1024)
     drawn = tmp_path / "grid.svg"
     words = [*SMALL[:6], "--seq", "256", "--by-gpus"]
     code, out, _ = say(capsys, "plan", *words, "--svg", str(drawn))

@@ -12,7 +12,7 @@ from boost.config.attention import chunks_of, crosses_as_heads
 from boost.errors import ConfigError
 from boost.models.attention import attend, make_context
 from boost.parallel.collectives import run
-from boost.parallel.context_axis import ContextAxis
+from boost.parallel.layouts.base import ContextAxis
 from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import GROUPING, LAYOUTS, LOCAL, Row, config_of, family_of, first, ids, one_in, pairwise

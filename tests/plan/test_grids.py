@@ -4,10 +4,9 @@ import itertools
 
 import pytest
 
-from boost.plan import grids
+from boost.plan import search as grids
 from boost.plan.candidates import Request
-from boost.plan.grids import Grid, GridPlan
-from boost.plan.search import Search
+from boost.plan.search import Grid, GridPlan, Search
 from tests.plan.toys import base, hardware
 
 

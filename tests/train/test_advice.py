@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from boost.data.store import TokenStore
-from boost.train import advice
-from boost.train.advice import advise, start_advice
+from boost.train import run as advice
+from boost.train.run import advise, start_advice
 from tests.data.chats import chat_store_in
 from tests.train.runs import make_config, make_trainer
 

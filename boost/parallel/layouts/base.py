@@ -4,13 +4,14 @@ Legend: p TP processes, T tokens, N some of them; D hidden width, V vocabulary r
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from boost.config.architecture import Slot
+from boost.config.attention import crosses_as_heads, local_heads
 from boost.config.layouts import LayoutSpec, Placement
 from boost.config.layouts.spec import (
     EXCHANGE,
@@ -24,15 +25,72 @@ from boost.config.layouts.spec import (
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.models.attention import Context, SequenceShare
 from boost.models.group import LinearGroup
-from boost.models.interface import NO_RECOMPUTE, Latents, Pending, RecomputePolicy, Stream, Teaching, call
+from boost.models.interface import NO_RECOMPUTE, Done, Latents, Pending, RecomputePolicy, Stream, Teaching, call
 from boost.models.linear import StartCollective, linear, lookup
 from boost.parallel import collectives
-from boost.parallel.collectives import InFlight
-from boost.parallel.context_axis import QKV, ContextAxis
+from boost.parallel.collectives import InFlight, features_to_rows, heads_for_each, rows_to_features
 from boost.parallel.distill import distill_loss
 from boost.parallel.loss import cross_entropy
-from boost.parallel.mesh import Mesh
+from boost.parallel.mesh import Axis, Mesh
 from boost.parallel.norms import rms_norm
+
+QKV = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values."""
+
+Start = Callable[[Comm, Tensor], InFlight]
+"""Starts a differentiable collective over the context axis."""
+
+
+class ContextAxis:
+    """Attention over the context-parallel (CP) axis: exchanges heads, or gathers keys and values (`boost.config.attention`). One
+    collective in and, if heads are exchanged, one out.
+
+    Legend: n local tokens of a micro-batch, N = cp n tokens on all CP ranks; H query and K key/value heads of one TP rank, E
+    width of a head.
+    """
+
+    def __init__(self, model: ModelConfig, parallel: ParallelConfig, axis: Axis) -> None:
+        self.axis, self.head_dim = axis, model.head_dim
+        self.as_heads = crosses_as_heads(model, parallel)
+        self.heads, self.kv_heads = local_heads(model, parallel)
+
+    def share(self) -> SequenceShare:
+        """This process's share of each sequence."""
+        return SequenceShare(self.axis.rank, self.axis.size, gathers_keys=not self.as_heads)
+
+    def enter(self, start: Start, qkv: QKV, share: SequenceShare, batch: int) -> Pending[QKV]:
+        """Redistributes q, k, v before attention: [n, H E], [n, K E], [n, K E] -> (q, k, v).
+
+        Heads exchanged: [N, H E / cp] and twice [N, K E / cp], of whole sequences. Keys and values gathered: q as it is, and
+        all keys and values, [N, K E] each.
+        """
+        q, k, v = qkv
+        if not self.as_heads:
+            gathering = start(GATHER, torch.cat((k, v), dim=-1))
+
+            def gathered() -> QKV:
+                keys, values = share.to_sequences(gathering.wait(), batch).chunk(2, dim=-1)
+                return q, keys, values
+
+            return Pending(gathered)
+        keys_values = [heads_for_each(x, self.kv_heads, self.axis.size) for x in (k, v)]
+        exchange = start(EXCHANGE, features_to_rows([q, *keys_values], self.axis))
+        kv = max(self.kv_heads // self.axis.size, 1) * self.head_dim
+        widths = [self.heads // self.axis.size * self.head_dim, kv, kv]
+
+        def exchanged() -> QKV:
+            own_q, own_k, own_v = share.to_sequences(exchange.wait(), batch).split(widths, dim=-1)
+            return own_q, own_k, own_v
+
+        return Pending(exchanged)
+
+    def leave(self, start: Start, attended: Tensor, share: SequenceShare, batch: int) -> Pending[Tensor]:
+        """Redistributes attention's output: heads [N, H E / cp] of whole sequences -> [n, H E]. A no-op if keys and values were
+        gathered."""
+        if not self.as_heads:
+            return Done(attended)
+        exchange = start(EXCHANGE, share.to_processes(attended, batch))
+        return Pending(lambda: rows_to_features(exchange.wait(), self.axis))
 
 
 class Options(NamedTuple):
@@ -137,14 +195,14 @@ class BaseLayout:
             if self.size == 1:
                 return logits_TV
             rows = self.start(GATHER_REPLICATED, logits_TV)
-            return Pending(lambda: collectives.rows_to_features(rows.wait(), self.axis))
+            return Pending(lambda: rows_to_features(rows.wait(), self.axis))
 
         return self.head_input(x, gamma).then(finish)
 
     def gathered_logits(self, normed_ND: Tensor, head_VD: Tensor) -> Tensor:
         """Logits over the whole vocabulary, [N, p V], from each process's rows of the head. One all-gather."""
         rows = collectives.all_gather(linear(normed_ND, head_VD), self.axis)
-        return collectives.rows_to_features(rows, self.axis)
+        return rows_to_features(rows, self.axis)
 
     def finish_out_proj(
         self, stream: Stream, latents: InFlight, group: LinearGroup, start_grad_sum: StartCollective | None = None
@@ -198,7 +256,7 @@ class Replicated(BaseLayout):
     def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Pending[Tensor]:
         """Each process looks up its own columns. Forward: one all-gather of width D; backward: nothing."""
         rows = self.start(GATHER_REPLICATED, lookup(tokens_T, table, dtype))
-        return Pending(lambda: collectives.rows_to_features(rows.wait(), self.axis))
+        return Pending(lambda: rows_to_features(rows.wait(), self.axis))
 
     def head_input(self, x: Tensor, gamma: Tensor) -> Pending[Tensor]:
         normed = self.start(self.to_shards, self.norm(x, gamma))
@@ -234,4 +292,4 @@ class TokenSharded(Replicated):
         if self.options.inference:
             return super().embed(tokens_T, table, dtype)
         columns = self.start(EXCHANGE, lookup(tokens_T, table, dtype))
-        return Pending(lambda: collectives.rows_to_features(columns.wait(), self.axis))
+        return Pending(lambda: rows_to_features(columns.wait(), self.axis))
