@@ -367,7 +367,7 @@ def test_a_process_that_stops_is_left_out_and_ended(store: Path, tmp_path: Path)
     assert next(line["lost"] for line in of("membership", found))[0][1].count("does not answer") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_when_all_die_the_run_ends_and_says_why(store: Path, tmp_path: Path) -> None:
     words = (*MESHES["dp4"], "--train.save_every", "4", "--train.steps", "14", "--run.recovery", "in-step")
     code, _, err, _ = trained(tmp_path / "all", store, *words, *faults(*(f"kill@9:{rank}" for rank in range(4))))

@@ -104,6 +104,7 @@ def test_of_a_split_network_the_half_that_reaches_the_store_goes_on_and_the_othe
     assert steps == list(range(1, len(steps) + 1)), "one history"
 
 
+@pytest.mark.nightly
 def test_of_a_split_network_no_part_goes_on_without_a_majority(nodes: tuple[Node, Node], config: Path) -> None:
     """One replica of four can reach the store."""
     agents = start(nodes, config, "abbb")

@@ -69,6 +69,7 @@ def test_the_experiment(joined: None, tmp_path: Path, monkeypatch: pytest.Monkey
     assert not out.with_suffix(".partial").exists()
 
 
+@pytest.mark.nightly
 def test_four_hosts_compute_the_loss_of_one_process(joined: None) -> None:
     contenders = (WireContender(PUBLISHED), HALVED, WireContender(BTP_SP, "halves"))
     group = replace(TINY, contenders=contenders, mesh={"tp": 2, "pp": 2}, collectives=False, recorded=())
