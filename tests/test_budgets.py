@@ -79,9 +79,9 @@ def forward_of_a_block(config: Config) -> Footprint:
 
 
 BLOCKS = {
-    "single": Footprint(calls=200, functions=70, files=13),
-    "btp": Footprint(calls=316, functions=93, files=15),
-    "btp-sp": Footprint(calls=278, functions=94, files=15),
+    "single": Footprint(calls=196, functions=69, files=12),
+    "btp": Footprint(calls=304, functions=92, files=14),
+    "btp-sp": Footprint(calls=274, functions=93, files=14),
 }
 """One block's forward pass, by layout; all but single on two processes."""
 
@@ -107,7 +107,7 @@ class OneStep(Hook):
             self.seen = self.calls.stop()
 
 
-STEP = Footprint(calls=1096, functions=198, files=43)
+STEP = Footprint(calls=1035, functions=189, files=36)
 """One step of `boost train` on one process, with its hooks."""
 
 
