@@ -144,7 +144,9 @@ def _prompts_of_file(name: str, chat: bool) -> list[Prompt]:
         text = _decoded(Path(name).read_bytes(), f"--prompts = '{name}'")
     except (OSError, ValueError) as error:
         raise ConfigError(f"--prompts = '{name}' cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    # Not `splitlines`, which also splits at form feeds and at line separators of Unicode inside of a prompt.
+    numbered = enumerate(text.split("\n"), start=1)
+    lines = [(number, line.removesuffix("\r")) for number, line in numbered if line.strip()]
     if not lines:
         raise ConfigError(f"--prompts = '{name}' is empty; write one prompt per line")
     if not name.endswith((".jsonl", ".ndjson")):

@@ -371,7 +371,7 @@ def _read_json(
 def _read_csv(
     path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
 ) -> Iterator[Document]:
-    """Rows of a file with a header; quoted text may hold line breaks."""
+    """Rows of a file with a header. In CSV, quoted text may hold line breaks; in TSV, a quote is a character like any other."""
     pyarrow, csv = (require(module, "CSV files") for module in ("pyarrow", "pyarrow.csv"))
 
     def record_bad_row(bad: Any) -> str:
@@ -379,8 +379,9 @@ def _read_csv(
         return "skip"
 
     def parse(on_bad_row: Any) -> Any:
-        delimiter = "\t" if ".tsv" in path.name.lower() else ","
-        return csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=on_bad_row)
+        if ".tsv" in path.name.lower():
+            return csv.ParseOptions(delimiter="\t", quote_char=False, invalid_row_handler=on_bad_row)
+        return csv.ParseOptions(newlines_in_values=True, invalid_row_handler=on_bad_row)
 
     row, blocks = 0, csv.ReadOptions(block_size=MAX_RECORD_BYTES)
     try:

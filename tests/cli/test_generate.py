@@ -81,9 +81,10 @@ def test_a_cache_larger_than_memory_is_an_error_of_one_line(
 
 def test_prompts_of_files(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain, structured = tmp_path / "p.txt", tmp_path / "p.jsonl"
-    plain.write_text("def \n\nclass \n")
+    odd = "class \x0c \x85 \u2028"  # what else splits lines, but not those of a file
+    plain.write_text(f"def \r\n\n{odd}\n", encoding="utf-8", newline="")
     structured.write_text('{"prompt": "a\\nb"}\n{"prompt": "class ", "id": 7}\n')
-    for file, expected in ((plain, ["x", "def ", "class "]), (structured, ["x", "a\nb", "class "])):
+    for file, expected in ((plain, ["x", "def ", odd]), (structured, ["x", "a\nb", "class "])):
         code, out, _ = say(capsys, "generate", checkpoint, "--prompts", file, "--prompt", "x", "--json", *SHORT)
         assert code == 0
         assert [each["prompt"] for each in lines_of(out)] == expected
