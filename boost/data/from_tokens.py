@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from boost.data.prepare import PrepareOptions, Progress
 
+_SAMPLE = 4096
+"""Ids at the start of a file by which its dtype is checked."""
 _BLOCK = 1 << 20
 """Ids to read at a time."""
 _DECODED_IDS = 1 << 16
@@ -108,6 +110,9 @@ def _open_raw(path: Path, dtype: str, split: str | None) -> TokenFile:
         raise DataError(
             f"{path}: {size} bytes are not a whole number of {dtype} ids; check --token-dtype, or copy it again"
         )
+    sample = np.fromfile(path, kind, _SAMPLE)
+    if dtype == "uint16" and len(sample) >= 64 and not sample[1::2].any() and sample[::2].any():
+        raise DataError(f"{path}: every second id is 0, as if its ids were uint32; pass --token-dtype uint32")
     return TokenFile(path, kind, split)
 
 
@@ -182,6 +187,11 @@ class TokenInput:
             before = {path: self._stats[path] for path in file.paths()}
             for path, about in before.items():
                 require_unchanged(path, about.st_size, about.st_mtime_ns)
+            if file.ends is None and vocab_size > np.iinfo(file.dtype).max + 1:
+                raise DataError(
+                    f"{file.path}: --token-dtype {self._dtype} cannot hold the ids of a vocabulary of {vocab_size}; pass "
+                    "--token-dtype uint32, or name the tokenizer that made the ids with --tokenizer"
+                )
             for ids, end in file.pieces(eos):
                 if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
                     at = int(np.argmax((ids < 0) | (ids >= vocab_size)))

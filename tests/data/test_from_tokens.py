@@ -9,8 +9,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from boost.data import from_tokens
-from boost.data.from_tokens import byte_counter, open_token_files
+from boost.data.from_tokens import TokenInput, byte_counter, open_token_files
 from boost.data.prepare import PrepareOptions, Progress, prepare
+from boost.data.report import PrepareReport
 from boost.data.tokenizer import train_tokenizer
 from boost.data.verify import verify
 from boost.errors import DataError
@@ -300,6 +301,16 @@ def test_a_folder_of_nanogpt_has_its_held_out_ids(tmp_path):
     assert [(file.path.name, file.split) for file in files] == [("train.bin", "train"), ("val.bin", "heldout")]
     (tmp_path / "val.bin").unlink()
     assert [file.split for file in open_token_files(tmp_path, "uint16")] == [None]
+
+
+def test_a_dtype_that_cannot_be_right_is_an_error(tmp_path, tokenizer, ids):
+    np.concatenate(ids).astype("<u4").tofile(tmp_path / "wide.bin")
+    with pytest.raises(DataError, match=r"wide.bin: every second id is 0, .*pass --token-dtype uint32"):
+        open_token_files(tmp_path / "wide.bin", "uint16")
+    np.arange(1, 50).astype("<u2").tofile(tmp_path / "narrow.bin")
+    made = TokenInput(options(tmp_path, tokenizer, tmp_path / "narrow.bin"))
+    with pytest.raises(DataError, match="--token-dtype uint16 cannot hold the ids of a vocabulary of 70000; pass"):
+        list(made.parts(0, 70_000, PrepareReport(), Progress()))
 
 
 def test_half_an_id_is_an_error(tmp_path):
