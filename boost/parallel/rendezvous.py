@@ -96,9 +96,8 @@ def _connect(rank: int, timeout_s: float, stopped: Stopped) -> dist.Store:
             )
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             if hosts:
-                raise TrainingError(
-                    f"cannot listen on MASTER_PORT = {port}: {str(error).strip().splitlines()[0]}"
-                ) from error
+                reason = str(error).strip().partition("\n")[0]
+                raise TrainingError(f"cannot listen on MASTER_PORT = {port}: {reason}") from error
             if name := stopped():
                 # Rank 0 may still be starting and would wait for this process if it left without a message.
                 leaving_at = leaving_at or time.monotonic() + _LATE_S
