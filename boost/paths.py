@@ -8,10 +8,10 @@ from pathlib import Path
 
 from boost.config.text import brief
 from boost.errors import BoostError, DataError
+from boost.format import format_bytes
 
 _MAX_BYTES = 200
 """Of a name. File systems allow 255, including the suffix that a caller may add."""
-
 
 READ_LIMIT = 1 << 28
 """Largest file that is read whole, bytes. The largest tokenizers have 50 MB."""
@@ -29,7 +29,7 @@ def require_regular(path: Path | str) -> os.stat_result:
 def read_text(path: Path | str, errors: str = "strict") -> str:
     """The text of a regular UTF-8 file of at most READ_LIMIT bytes. Raises OSError, UnicodeDecodeError."""
     if require_regular(path).st_size > READ_LIMIT:
-        raise OSError(errno.EFBIG, f"larger than {READ_LIMIT >> 20} MiB", str(path))
+        raise OSError(errno.EFBIG, f"larger than {format_bytes(READ_LIMIT)}", str(path))
     return Path(path).read_text(encoding="utf-8", errors=errors)
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -66,13 +66,16 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
     caught = caught_signals()
     for number in caught:
         signal.signal(number, signal.SIG_DFL)
-    alive = open(spec.folder / "alive", "ab")  # noqa: SIM115 (locked for the life of the process)
-    fcntl.flock(alive, fcntl.LOCK_SH)
+    in_use: list[BinaryIO] = []
+    with contextlib.suppress(OSError):  # a cleaner of temporary files may have removed it: the run does without
+        in_use.append(open(spec.stop_file, "rb"))  # noqa: SIM115 (locked for the life of the process)
+        fcntl.flock(in_use[0], fcntl.LOCK_SH)
 
     def remove_folder() -> None:
         """Removes the launcher's folder if no other process needs it: with in-step recovery it holds the store of the run."""
         with contextlib.suppress(OSError):
-            fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for file in in_use:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(spec.folder, ignore_errors=True)
 
     def end() -> None:
