@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,22 @@ def quick_tests_start_no_python(request: pytest.FixtureRequest, monkeypatch: pyt
         begin(process, args, *rest, **options)
 
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+
+
+@pytest.fixture(params=["fifo", "device", "folder"])
+def endless(request: pytest.FixtureRequest) -> Callable[[Path], None]:
+    """Puts something in the place of a file that may never end when it is opened or read."""
+
+    def replace(path: Path) -> None:
+        path.unlink(missing_ok=True)
+        if request.param == "fifo":
+            os.mkfifo(path)
+        elif request.param == "device":
+            path.symlink_to("/dev/zero")
+        else:
+            path.mkdir()
+
+    return replace
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from boost.config.architecture import parameter_count
 from boost.config.recipes import Recipe, find_recipe, recipes, tokens_of
 from boost.errors import ConfigError, DataError
 from boost.format import format_bytes, format_count
+from boost.paths import read_text
 
 if TYPE_CHECKING:
     from boost.data.prepare import PrepareOptions
@@ -217,7 +218,7 @@ def compare(recipe: Recipe, config: Config) -> None:
     assert whole is not None
     share, same = tokens_of(config) / tokens_of(recipe.config()), config.model == recipe.config().model
     try:
-        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        facts: dict[str, Any] = json.loads(read_text(path))
     except (OSError, ValueError):
         facts = {}
     if facts.get("step") != config.train.steps:

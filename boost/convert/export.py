@@ -16,6 +16,7 @@ from boost.convert.formats import MODELING_FILE, Form, config_json, entries, for
 from boost.convert.tensors import INDEX, TensorWriter, dtype_name
 from boost.convert.vocabulary import merged_generation_config, template_files, tokenizer_files
 from boost.errors import ConfigError, StorageError
+from boost.paths import read_text
 from boost.train.checkpoint import HUB, Checkpoint
 from boost.train.console import progress
 from boost.train.weights import WeightReader
@@ -102,7 +103,7 @@ def _texts(
     if form in ("cola", "boost"):
         yield MODELING_FILE, resources.files("boost.convert").joinpath(MODELING_FILE).read_text(encoding="utf-8")
     if checkpoint.tokenizer.is_file():
-        text = checkpoint.tokenizer.read_text(encoding="utf-8")
+        text = read_text(checkpoint.tokenizer)
         text, tokenizer_config = tokenizer_files(text, eos, bos, data.get("bos"), context, hub)
         yield "tokenizer.json", text
         yield "tokenizer_config.json", _json(tokenizer_config)

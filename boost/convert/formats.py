@@ -16,6 +16,7 @@ from boost.config.architecture import SLOTS, Parameter, parameters
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
 from boost.errors import BoostError, ConfigError
+from boost.paths import read_text
 
 Form = Literal["llama", "merged", "cola", "boost"]
 MODELING_FILE = "modeling_boost.py"
@@ -161,7 +162,7 @@ def read_folder(path: Path) -> Folder:
 def read_json(path: Path, advice: str) -> dict[str, Any]:
     """Reads a JSON object; empty if there is no file. Raises ConfigError if it cannot be read or is not an object."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

@@ -53,7 +53,7 @@ class TensorFolder:
             return [self.path / name for name in sorted(names)]
         # Some folders contain a second copy of the weights under another name.
         single = self.path / "model.safetensors"
-        if files := [single] if single.is_file() else sorted(self.path.glob("*.safetensors")):
+        if files := [single] if single.is_file() else sorted(filter(Path.is_file, self.path.glob("*.safetensors"))):
             return files
         if pickles := sorted(file.name for pattern in _PICKLES for file in self.path.glob(pattern)):
             raise CheckpointError(

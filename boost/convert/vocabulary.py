@@ -12,7 +12,7 @@ from boost.convert.formats import read_json
 from boost.data.chat import Message, load_chat_template
 from boost.data.tokenizer import find_eos, load_tokenizer, parse_tokenizer, tokenizer_fingerprint
 from boost.errors import DataError
-from boost.paths import file_name
+from boost.paths import file_name, read_text
 from boost.train.checkpoint import HUB, Checkpoint
 from boost.train.checkpoint.folders import STATE_FILE
 
@@ -159,7 +159,7 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         files["default"] = folder / TEMPLATE_FILE
     for name, file in files.items():
         try:
-            templates[name] = file.read_text(encoding="utf-8")
+            templates[name] = read_text(file)
         except (OSError, ValueError) as error:
             raise DataError(f"'{file}' cannot be read ({error}); fix or remove it") from None
     return templates

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from boost.errors import DataError
+from boost.paths import require_regular
 
 BLOCK_BYTES = 1 << 22
 """Bytes per digest: a few milliseconds to read and hash."""
@@ -56,6 +57,7 @@ class FileArray:
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self.path, self.dtype = path, dtype
         try:
+            require_regular(path)
             self._descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from boost.data.blocks import DIGEST_BYTES, FileArray, block_digest
 from boost.data.tokenizer import parse_tokenizer, tokenizer_fingerprint
 from boost.errors import DataError
+from boost.paths import read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -163,7 +164,7 @@ class TokenStore:
         path = Path(path)
         meta = read_meta(path)
         try:
-            tokenizer_json = (path / TOKENIZER_FILE).read_text(encoding="utf-8")
+            tokenizer_json = read_text(path / TOKENIZER_FILE)
             fingerprint = tokenizer_fingerprint(tokenizer_json)
         except (OSError, ValueError, RecursionError) as error:
             raise damaged(path, f"{TOKENIZER_FILE} cannot be read ({error})") from error
@@ -291,7 +292,7 @@ def read_meta(path: Path) -> dict[str, Any]:
             f"{path}: not a token store (no {STORE_FILE}); create one with: boost prepare INPUT --out STORE"
         )
     try:
-        meta = json.loads((path / STORE_FILE).read_text(encoding="utf-8"))
+        meta = json.loads(read_text(path / STORE_FILE))
         if meta["format"] == FORMAT:
             _check_shape(meta)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.errors import DataError
+from boost.paths import read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -127,7 +128,7 @@ def _configured_eos(spec: str | Path | None) -> str:
     path = Path(spec or os.devnull)
     folder = path.parent if path.is_file() else path
     try:
-        token: Any = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
+        token: Any = json.loads(read_text(folder / "tokenizer_config.json")).get("eos_token")
     except (OSError, ValueError, AttributeError, RecursionError):
         return ""
     if isinstance(token, dict):

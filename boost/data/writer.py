@@ -38,6 +38,7 @@ from boost.data.store import (
 from boost.data.tokenizer import tokenizer_fingerprint, vocabulary_size
 from boost.data.verify import verify
 from boost.errors import DataError, StorageError
+from boost.paths import read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -166,7 +167,7 @@ def save_progress(folder: Path, progress: dict[str, Any]) -> None:
 def read_progress(store: Path) -> dict[str, Any] | None:
     """The last commit of an unfinished store; None if there is none, or it is damaged."""
     try:
-        progress: dict[str, Any] = json.loads((sibling(store, "tmp") / RESUME_FILE).read_text(encoding="utf-8"))
+        progress: dict[str, Any] = json.loads(read_text(sibling(store, "tmp") / RESUME_FILE))
         return progress if with_digest(progress)["digest"] == progress["digest"] else None
     except (OSError, ValueError, KeyError, AttributeError, RecursionError):
         return None

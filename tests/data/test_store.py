@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from boost.data.blocks import FileArray
 from boost.data.prepare import PrepareOptions, prepare
 from boost.data.store import Spans, Split, TokenStore, boundaries_of, token_dtype
 from boost.data.tokenizer import tokenizer_fingerprint
@@ -162,6 +163,15 @@ def test_damage_is_one_line_that_names_the_command_that_fixes_it(store, name):
     with pytest.raises(DataError, match=message) as caught:
         TokenStore.open(store.path)
     assert "boost prepare" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["store.json", "tokenizer.json", "train.tokens", "heldout.documents"])
+def test_only_regular_files_are_opened(store, endless, name):
+    endless(store.path / name)
+    with pytest.raises(DataError, match=r"boost prepare"):
+        TokenStore.open(store.path)
+    with pytest.raises(DataError, match="not a regular file"):
+        FileArray(store.path / name, np.dtype("u1"))
 
 
 def test_missing_store_and_foreign_folder(tmp_path):

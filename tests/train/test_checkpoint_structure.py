@@ -177,6 +177,20 @@ def test_json_that_breaks_parsers_is_damage(tmp_path: Path, sharded: Path, conte
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "a shard", "best.json"])
+def test_only_regular_files_are_read(tmp_path: Path, sharded: Path, endless: Callable[[Path], None], name: str) -> None:
+    path = copy(sharded, tmp_path)
+    if name == "best.json":
+        endless(tmp_path / name)
+        assert ckpt.read_best(tmp_path) is None
+        return
+    endless(next(path.glob("tensors/*")) if name == "a shard" else path / name)
+    assert ckpt.complete_checkpoints(tmp_path) == [path] * (name != "manifest.json")
+    assert ckpt.marks_of(path) == ("", "")
+    with pytest.raises(DamagedCheckpointError):  # a run that resumes takes the one before
+        ckpt.verify(ckpt.open_checkpoint(path), ALONE)
+
+
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "tensors/../../x", "a//b", "nul\0", "C:x"])
 def test_a_manifest_lists_files_of_its_checkpoint_only(tmp_path: Path, sharded: Path, name: str) -> None:
     path = copy(sharded, tmp_path)

@@ -34,7 +34,7 @@ from boost.config.architecture import parameters
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
 from boost.errors import BoostError, CheckpointError, DamagedCheckpointError
-from boost.paths import file_name
+from boost.paths import file_name, read_text
 from boost.train.checkpoint.folders import (
     MANIFEST_FILE,
     STATE_FILE,
@@ -163,7 +163,7 @@ def sync(path: Path) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object. Raises DamagedCheckpointError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
     except FileNotFoundError:
         raise DamagedCheckpointError(f"'{path.parent}' is not complete: {path.name} is missing") from None
     except OSError as error:

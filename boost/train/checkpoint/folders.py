@@ -22,6 +22,7 @@ from typing import Any
 from boost.config import Config
 from boost.errors import CheckpointError, StorageError
 from boost.parallel.mesh import Mesh
+from boost.paths import read_text
 from boost.train.checkpoint.agreement import run_on_main
 from boost.train.rundir import BEST
 
@@ -171,7 +172,7 @@ def rotated(complete: Sequence[Path], keep: int, keep_every: int, protected: Col
 def marks_of(path: Path) -> tuple[str, str]:
     """(trouble, doubt) of a checkpoint, see `Position`, as recorded in it; empty if there is none, or if it cannot be read."""
     try:
-        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        state = json.loads(read_text(path / STATE_FILE))
         return str(state.get("trouble", "")), str(state.get("doubt", ""))
     except (OSError, ValueError, AttributeError, RecursionError):
         return "", ""
@@ -189,7 +190,7 @@ class BestCheckpoint:
 def read_best(folder: Path) -> BestCheckpoint | None:
     """The best checkpoint of a run; None if none is recorded, or if it was deleted."""
     try:
-        values = json.loads((folder / BEST_FILE).read_text(encoding="utf-8"))
+        values = json.loads(read_text(folder / BEST_FILE))
         best = BestCheckpoint(int(values["step"]), float(values["heldout_loss"]))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
