@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from boost.convert.export import export, require_free
 from boost.convert.importing import CheckpointWeights, FolderWeights, tokenizer_data, weights_config
 from boost.convert.tensors import TensorWriter, dtype_name
 from boost.convert.vocabulary import end_tokens, read_vocabulary
-from boost.data.tokenizer import parse_tokenizer
+from boost.data.tokenizer import continuation, parse_tokenizer
 from boost.errors import ConfigError
 from boost.nn import Decoder
 from boost.train.checkpoint import find_checkpoint, open_checkpoint
@@ -138,7 +139,14 @@ class Model(nn.Module):
             new.append(token)
             if on_token is not None:
                 on_token(token)
-        return self.tokenizer.decode(new) if is_text else new
+        context = int(self._data.get("context") or self.config.train.seq_len)
+        if len(ids) + len(new) > context:
+            warnings.warn(
+                f"prompt and text have {len(ids) + len(new)} tokens, but this model was made for {context}; expect nonsense after "
+                "that, or lower max_tokens",
+                stacklevel=2,
+            )
+        return continuation(self.tokenizer, ids, new) if is_text else new
 
     def save(self, path: str | Path) -> Path:
         """Writes a checkpoint of weights and tokenizer, which `boost train --start-from`, `eval`, `generate`, `export` and

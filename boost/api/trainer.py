@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from boost.api.model import Model, as_config
-from boost.config import Config
+from boost.config import Config, for_weights
 from boost.errors import ConfigError, TrainingError
+from boost.train.checkpoint import open_checkpoint
 from boost.train.hooks import Hook, TrainResult
 from boost.train.launch import under_torchrun
 from boost.train.run import check_before_start, train
@@ -39,11 +40,15 @@ class Trainer:
             config: a configuration, a nested dict, a TOML file, or the name of a preset.
             hooks: called around each step on every process, before the built-in ones (`boost.Hook`).
             resume: "auto" resumes from the latest checkpoint in run.dir, or starts if there is none; or a checkpoint.
-            start_from: a checkpoint whose weights the run begins with, at step 0.
+            start_from: a checkpoint whose weights the run begins with, at step 0. Unless `config` chooses them, the learning
+                rate and train.seq_len suit these weights, as of `boost train --start-from`.
 
         Raises ConfigError, DataError, or CheckpointError: everything that can be checked before the first step is checked here.
         """
-        self.config = config = as_config(config)
+        config = as_config(config)
+        if start_from is not None:
+            config = for_weights(config, open_checkpoint(Path(start_from)).config)
+        self.config = config
         self.hooks = tuple(hooks)
         self._resume, self._start_from = resume, None if start_from is None else str(start_from)
         size = config.parallel.world_size

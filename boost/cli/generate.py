@@ -5,12 +5,14 @@ import json
 import os
 import stat
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.cli.inference import add_checkpoint_arguments, open_model, run_on_mesh
 from boost.data.chat import Message
+from boost.data.tokenizer import TextStream, continuation
 from boost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -206,6 +208,7 @@ class Generation:
         # Imported weights may have a bos. In our own token stores, a document starts after the eos of the previous one.
         self._bos = checkpoint.data.get("bos")
         self._tokenizer = load_tokenizer(checkpoint.tokenizer)
+        self._context = checkpoint.context
         if not args.chat:
             return
         self._render = load_template_of(checkpoint)
@@ -235,7 +238,8 @@ class Generation:
             ended |= {key} if new.is_last else set()
             while following in ended:
                 assert following is not None
-                self._print_text(given, *following, tokens.pop(following))
+                prompt, sample = following
+                self._print_text(given, prompt, sample, prompts[prompt], tokens.pop(following))
                 following = next(order, None)
 
     def dialog(self) -> None:
@@ -281,28 +285,33 @@ class Generation:
 
         args = self._args
         batch, samples = (1, 1) if args.dialog else (args.batch_size, args.samples)
-        return generate_batch(
+        lengths: Counter[tuple[int, int]] = Counter()
+        for new in generate_batch(
             self._model, prompts, args.max_tokens, _sampling(args), self._ends, samples=samples, batch=batch
-        )
+        ):
+            lengths[new.prompt, new.sample] += 1
+            yield new
+        longest = max(len(prompts[prompt]) + length for (prompt, _), length in lengths.items())
+        if longest > self._context and self.mesh.is_main:
+            print(
+                f"warning: prompt and text have up to {longest} tokens, but this model was made for {self._context}; expect "
+                "nonsense after that, or lower --max-tokens",
+                file=sys.stderr,
+            )
 
     def _stream(self, prompt: list[int]) -> str:
         """Generates one text and prints it token by token. Returns it."""
-        tokens: list[int] = []
-        written = ""
+        stream = TextStream(self._tokenizer, prompt)
+        text = ""
         for new in self._generate([prompt]):
-            tokens.append(new.token)
-            # The bytes of one character may span several tokens: print only text that can no longer change.
-            text = self._tokenizer.decode(tokens)
-            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                self._print(text[len(written) :], end="")
-                written = text
-        text = str(self._tokenizer.decode(tokens))
-        self._print(text[len(written) :])
-        return text
+            text += (piece := stream.add(new.token))
+            self._print(piece, end="")
+        self._print(rest := stream.rest())
+        return text + rest
 
-    def _print_text(self, given: list[Prompt], prompt: int, sample: int, tokens: list[int]) -> None:
+    def _print_text(self, given: list[Prompt], prompt: int, sample: int, before: list[int], tokens: list[int]) -> None:
         """Prints one of several texts."""
-        said, text, samples = given[prompt], self._tokenizer.decode(tokens), self._args.samples
+        said, text, samples = given[prompt], continuation(self._tokenizer, before, tokens), self._args.samples
         if self._args.json:
             line: dict[str, Any] = {"prompt" if isinstance(said, str) else "messages": said}
             line |= {"sample": sample} if samples > 1 else {}

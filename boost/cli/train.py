@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from boost.config import Config, load, presets
+from boost.config import Config, for_weights, load, presets
 from boost.errors import ConfigError
 from boost.train.faults import KINDS, Fault, parse_fault
 from boost.train.signals import StopRequest
@@ -55,7 +55,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--start-from",
         metavar="CHECKPOINT|RUN",
         help="start at step 0 with the weights of a checkpoint, a run or an imported model, and a fresh optimizer; [model] "
-        "comes from the checkpoint; if CONFIG has one too, it must be the same",
+        "comes from the checkpoint; if CONFIG has one too, it must be the same; defaults: train.seq_len of the checkpoint, "
+        "optim.lr 3e-4 (1e-4 if latents have an activation)",
     )
     parser.add_argument(
         "--distill-from",
@@ -147,4 +148,5 @@ def _config(args: argparse.Namespace) -> Config:
 
     from boost.train.checkpoint import open_checkpoint
 
-    return load(args.config, args.overrides, model=open_checkpoint(Path(args.start_from)).config.model)
+    source = open_checkpoint(Path(args.start_from)).config
+    return for_weights(load(args.config, args.overrides, model=source.model), source)

@@ -52,6 +52,20 @@ def load(source: str | None, overrides: Sequence[str] = (), model: ModelConfig |
     return from_tree(tree)
 
 
+def for_weights(config: Config, source: Config) -> Config:
+    """`config` for a run that starts from the weights of a checkpoint with configuration `source`, where defaults suit new weights.
+
+    Unless chosen, the peak learning rate is a tenth of the default; a thirtieth if latents have an activation, which moves them
+    further (docs/healing.md). The sequence length is that of the checkpoint. Raises ConfigError.
+    """
+    tree = config.model_dump(exclude_none=True)
+    if "lr" not in config.optim.model_fields_set:
+        tree["optim"]["lr"] = 3e-4 if config.model.latent_act == "none" else 1e-4
+    if "seq_len" not in config.train.model_fields_set:
+        tree["train"]["seq_len"] = source.train.seq_len
+    return from_tree(tree)
+
+
 def change(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Sets values by dotted key in a document. If a change selects another class (optim.name, model.family, ...), first removes the
     fields that only the previous class has."""

@@ -90,12 +90,11 @@ def _texts(
 ) -> Iterator[tuple[str, str]]:
     """Yields (name, content) of the other files of the folder."""
     model, data = checkpoint.config.model, checkpoint.data
-    context = int(data.get("context") or checkpoint.config.train.seq_len)
     eos, bos = data.get("eos"), data.get("bos")
     bos = eos if bos is None else bos  # documents have no bos: each begins after the eos of the previous one
     if len(set(weight_map.values())) > 1:
         yield INDEX, _json({"metadata": {"total_size": writer.total_bytes}, "weight_map": weight_map})
-    yield "config.json", _json(config_json(model, form, dtype, context, eos, bos))
+    yield "config.json", _json(config_json(model, form, dtype, checkpoint.context, eos, bos))
     hub = data.get(HUB) or {}
     known = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos}
     generation = {name: token for name, token in known.items() if token is not None}
@@ -104,7 +103,7 @@ def _texts(
         yield MODELING_FILE, resources.files("boost.convert").joinpath(MODELING_FILE).read_text(encoding="utf-8")
     if checkpoint.tokenizer.is_file():
         text = read_text(checkpoint.tokenizer)
-        text, tokenizer_config = tokenizer_files(text, eos, bos, data.get("bos"), context, hub)
+        text, tokenizer_config = tokenizer_files(text, eos, bos, data.get("bos"), checkpoint.context, hub)
         yield "tokenizer.json", text
         yield "tokenizer_config.json", _json(tokenizer_config)
         yield from template_files(checkpoint).items()

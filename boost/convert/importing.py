@@ -80,7 +80,7 @@ class CheckpointWeights:
     def __init__(self, path: Path) -> None:
         checkpoint = open_checkpoint(path)
         self.model = checkpoint.config.model
-        self.context = int(checkpoint.data.get("context") or checkpoint.config.train.seq_len)
+        self.context = checkpoint.context
         self.eos, self.bos = checkpoint.data.get("eos"), checkpoint.data.get("bos")
         self.tokenizer = checkpoint.tokenizer if checkpoint.tokenizer.is_file() else None
         self.hub = checkpoint.data.get(HUB) or {}

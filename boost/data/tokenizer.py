@@ -3,7 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from boost.paths import read_text
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+"""Token of a single byte, in tokenizers with byte fallback."""
 END_OF_TEXT = "<|endoftext|>"
 # All 256 bytes and the end-of-document token: the smallest lossless byte-level vocabulary.
 MIN_VOCAB = 257
@@ -102,6 +105,43 @@ def _as_plain_encoder(tokenizer: "Tokenizer") -> "Tokenizer":
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+class TextStream:
+    """The text of tokens that continue a prompt, piece by piece.
+
+    What a token looks like depends on those before it: many tokenizers write the first token of a text without its space, and the
+    bytes of one character may span several tokens. All pieces together are what decoding prompt and new tokens adds to the prompt.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._before, self._new = list(prompt), list[int]()
+
+    def add(self, *tokens: int) -> str:
+        """Adds tokens. Returns the text that they complete, which later tokens cannot change."""
+        self._new += tokens
+        if not tokens or _BYTE.fullmatch(self._tokenizer.id_to_token(tokens[-1]) or ""):
+            return ""  # with byte fallback, an invalid byte changes all those around it
+        text = self.rest()
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        if self._tokenizer.decode(self._new):  # enough of what stands before the next token
+            self._before, self._new = self._new, []
+        else:
+            self._before, self._new = self._before + self._new, []
+        return text
+
+    def rest(self) -> str:
+        """The text of the tokens whose text has not been returned yet, as if no more followed."""
+        before, whole = (self._tokenizer.decode(tokens) for tokens in (self._before, self._before + self._new))
+        return str(whole[len(os.path.commonprefix([before, whole])) :])  # noqa: RUF071 (characters are meant)
+
+
+def continuation(tokenizer: "Tokenizer", prompt: Sequence[int], new: Sequence[int]) -> str:
+    """The text that `new` tokens add to a prompt."""
+    stream = TextStream(tokenizer, prompt)
+    return stream.add(*new) + stream.rest()
 
 
 def vocabulary_size(tokenizer: "Tokenizer") -> int:

@@ -149,7 +149,9 @@ def _introduction(trainer: "Trainer") -> list[str]:
             )
     lines += [f"warning: {warning}" for warning in trainer.warnings]
     if trainer.started_from:
-        lines.append(f"initialized from the weights of {trainer.started_from}")
+        lines.append(
+            f"initialized from the weights of {trainer.started_from}; peak learning rate {trainer.config.optim.lr:g}"
+        )
     if trainer.resumed_from:
         lines.append(f"resumed at step {trainer.position.step} of {train.steps} from {trainer.resumed_from}")
     return lines

@@ -113,21 +113,27 @@ def check_start(start_from: str, config: Config, store: TokenStore) -> Checkpoin
     return found
 
 
-def inherited_data(corpus: Corpus, resume_from: Sequence[Path], start_from: str | None) -> dict[str, Any]:
-    """Data that this run's checkpoints inherit from the checkpoint it resumes or starts from: what the original Hugging Face folder
-    contained besides weights, such as a chat template. If that has no template, the one of a store of conversations. Replicas that
-    rejoin later, without loading a checkpoint, need it too."""
+def inherited_data(
+    config: Config, corpus: Corpus, resume_from: Sequence[Path], start_from: str | None
+) -> dict[str, Any]:
+    """Data that this run's checkpoints inherit from the checkpoint it resumes or starts from: the context that the model was made
+    for, if it is trained on shorter sequences, and what the original Hugging Face folder contained besides weights, such as a chat
+    template. If that has no template, the one of a store of conversations. Replicas that rejoin without loading a checkpoint need
+    it too."""
     hub: dict[str, Any] = {}
+    context = 0
     for path in (*resume_from, *([Path(start_from)] if start_from else [])):
         # A damaged one is reported when it is loaded; a run then falls back to the previous one.
         with contextlib.suppress(CheckpointError):
-            hub = dict(ckpt.open_checkpoint(path).data.get(ckpt.HUB) or {})
+            found = ckpt.open_checkpoint(path)
+            hub, context = dict(found.data.get(ckpt.HUB) or {}), found.context
             break
     chat = next((store.chat for store in corpus.stores if store.chat), None)
     if chat and not hub.get("chat_templates"):
         tokenizer = {**chat["tokenizer"], **hub.get("tokenizer", {})}
         hub = {**hub, "tokenizer": tokenizer, "chat_templates": {"default": chat["template"]}}
-    return {ckpt.HUB: hub} if hub else {}
+    longer = {"context": context} if context > config.train.seq_len else {}
+    return longer | ({ckpt.HUB: hub} if hub else {})
 
 
 def check_resumable(found: Checkpoint, config: Config, corpus: Corpus) -> None:

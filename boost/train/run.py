@@ -210,7 +210,7 @@ def _train(
         torch.use_deterministic_algorithms(True)
     candidates = resume_candidates(resume, run, fallback)
     trainer = session.trainer(run, [ConsoleHook(), MetricsHook(), *hooks])
-    trainer.add_data(inherited_data(trainer.corpus, candidates, start_from))
+    trainer.add_data(inherited_data(config, trainer.corpus, candidates, start_from))
     session.start(trainer, candidates, start_from)
     if mesh.is_main:
         advise(trainer)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from boost.data.store import TokenStore
+from boost.data.tokenizer import continuation
 from boost.train.generate import Sampling, generate
 from boost.train.heartbeat import Phase, in_phase
 from boost.train.hooks import EvaluationEnd, Hook, SampleEnd
@@ -68,4 +69,4 @@ def sample_text(model: Model, store: TokenStore, prompt: list[int], tokens: int,
     new = list(generate(model, prompt, tokens, sampling))
     if store.eos in new:
         new = new[: new.index(store.eos) + 1]
-    return str(store.tokenizer().decode(new))
+    return continuation(store.tokenizer(), prompt, new)

@@ -69,6 +69,13 @@ def test_a_hook_stops_it_and_it_resumes(store: Path, tmp_path: Path) -> None:
     assert len(watch.losses) == 4 - result.position.step
 
 
+def test_weights_that_a_run_starts_from_choose_the_rate(trained: boost.Trainer, tmp_path: Path) -> None:
+    config = tree(Path(str(trained.config.data.store)), tmp_path / "healed")
+    del config["optim"], config["train"]["seq_len"]
+    healing = boost.Trainer(config, start_from=trained.config.run.dir).config
+    assert (healing.optim.lr, healing.train.seq_len) == (1e-4, trained.config.train.seq_len)
+
+
 def test_its_model_generates_as_the_command_does(trained: boost.Trainer, capsys: pytest.CaptureFixture[str]) -> None:
     model = trained.model()
     words = ["--prompt", "import ", "--max-tokens", "12", "--seed", "5", "--device", "cpu"]

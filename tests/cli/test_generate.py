@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from boost.train.checkpoint.files import Checkpoint
 from tests.cli.commands import say
 
 SHORT = ("--max-tokens", 6, "--seed", 3)
@@ -177,3 +178,15 @@ def test_a_dialog_remembers_what_was_said(
     history = f"[user]one\n[assistant]{answer}\n[user]two\n[assistant]"
     again = lines_of(say(capsys, "generate", chat, "--prompt", history, "--json", *SHORT)[1])[0]["text"]
     assert out == f"An empty line or Ctrl-D ends the chat.\n{answer}\n{again}\n"
+
+
+def test_text_beyond_the_context_is_a_warning(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("generate", checkpoint, "--prompt", "def ", *SHORT, "--json")
+    code, out, err = say(capsys, *words)
+    assert (code, err) == (0, "")
+    monkeypatch.setattr(Checkpoint, "context", 5)
+    code, again, err = say(capsys, *words)
+    assert (code, again) == (0, out)
+    assert "but this model was made for 5; expect nonsense after that" in err

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from boost.config import load, presets, to_toml
+from boost.config import for_weights, load, presets, to_toml
 from boost.config.architecture import parameter_count
 from boost.config.load import fields, from_tree, read_source
 from boost.config.optimizers import Cosine
@@ -413,3 +413,13 @@ def test_a_saved_configuration_that_does_without_what_was_removed_still_loads() 
             "data": {"recheck_every": every},
         }
         assert from_tree(tree) == from_tree({})
+
+
+@pytest.mark.parametrize(("family", "lr"), [("dense", 3e-4), ("svd", 3e-4), ("cola", 1e-4), ("lax", 1e-4)])
+def test_defaults_suit_the_weights_that_a_run_starts_from(family: str, lr: float) -> None:
+    source = load(None, ["--train.seq_len", "64"])
+    words = ["--model.family", family, "--train.steps", "7"]
+    config = for_weights(load(None, words), source)
+    assert (config.optim.lr, config.train.seq_len, config.train.steps) == (lr, 64, 7)
+    words += ["--optim.lr", "0.003", "--train.seq_len", "256"]  # chosen, even if as the defaults for new weights
+    assert for_weights(load(None, words), source) == load(None, words)

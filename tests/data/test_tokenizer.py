@@ -7,7 +7,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from boost.data import tokenizer as tk
 from boost.data.encode import split_text
@@ -154,3 +154,48 @@ def test_unreachable_hub_is_one_line(monkeypatch):
     with pytest.raises(DataError, match="neither a local file nor reachable on the Hugging Face Hub") as caught:
         tk.load_tokenizer("someone/never-cached-tokenizer")
     assert "\n" not in str(caught.value)
+
+
+def llama_2() -> Tokenizer:
+    """As Llama 2's: a space before each word, which the first of a text loses, and tokens of single bytes."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁there", "▁to", "▁", ".", "é"]
+    tokenizer = Tokenizer(
+        models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.add_special_tokens(words[:3])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def test_what_continues_a_prompt_keeps_its_space():
+    tokenizer = llama_2()
+    there, to, dot = (tokenizer.token_to_id(word) for word in ("▁there", "▁to", "."))
+    assert tk.continuation(tokenizer, [1, there], [to, dot]) == " to."
+    stream = tk.TextStream(tokenizer, [there])
+    assert [stream.add(to), stream.add(dot), stream.rest()] == [" to", ".", ""]
+    after = tk.TextStream(tokenizer, [])
+    assert [after.add(token) for token in (1, to, 2, there)] == ["", "to", "", " there"]
+
+
+def test_a_character_appears_when_all_its_bytes_are_there():
+    tokenizer = llama_2()
+    stream = tk.TextStream(tokenizer, [tokenizer.token_to_id("▁there")])
+    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "漢".encode()] + [tokenizer.token_to_id(".")]
+    assert [stream.add(token) for token in ids] == ["", "", "", "漢."]
+
+
+@given(data=st.data())
+@settings(max_examples=200)
+def test_streamed_text_is_the_text(trained, data):
+    tokenizer = data.draw(st.sampled_from([trained, llama_2()]), label="tokenizer")
+    tokens = st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=20)
+    new = data.draw(tokens, label="new")
+    prompt = tokenizer.encode("There is 漢", add_special_tokens=False).ids if data.draw(st.booleans()) else []
+    prompt += [tokenizer.token_to_id("."), tokenizer.token_to_id("▁to" if "▁to" in tokenizer.get_vocab() else "a")]
+    stream = tk.TextStream(tokenizer, prompt)
+    text = "".join([*map(stream.add, new), stream.rest()])
+    assert text == tk.continuation(tokenizer, prompt, new)
+    assert tokenizer.decode(prompt) + text == tokenizer.decode(prompt + new)

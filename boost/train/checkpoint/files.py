@@ -252,6 +252,12 @@ class Checkpoint:
         """Path of the tokenizer file. Imported weights may have none."""
         return self.path / TOKENIZER_FILE
 
+    @property
+    def context(self) -> int:
+        """Tokens of the longest sequence that the model was made for: in training, or where its weights come from."""
+        before = self.data.get("context")
+        return max(self.config.train.seq_len, before if isinstance(before, int) else 0)
+
     def require_tokenizer(self) -> str:
         """The fingerprint of the tokenizer. Raises CheckpointError if there is none."""
         if not self.tokenizer.is_file() or not self.data.get("tokenizer"):
