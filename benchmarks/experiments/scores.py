@@ -83,7 +83,7 @@ def scored(trainer: Trainer, folder: Path) -> Scored | None:
     # Progress bars of the harness are not shown.
     with contextlib.redirect_stderr(io.StringIO()), _quick_harness(alone=trainer.mesh.size == 1):
         harness = HarnessModel(
-            model, store.tokenizer(), None, store.eos, trainer.config.train.seq_len, BATCH, shows=False
+            model, store.tokenizer(), None, store.eos, [store.eos], trainer.config.train.seq_len, BATCH, shows=False
         )
         found = run_tasks(harness, [task.name for task in TASKS], folder, bootstraps=0, answers=True)
     if not found:

@@ -141,6 +141,7 @@ def evaluate_process(args: argparse.Namespace) -> int:
 
 def _evaluate_tasks(args: argparse.Namespace, opened: "OpenModel") -> None:
     """Evaluates the tasks on this process of the mesh; the main process prints the result. Raises ConfigError and DataError."""
+    from boost.convert.vocabulary import end_tokens
     from boost.data.tokenizer import load_tokenizer
     from boost.train.harness import HarnessModel, rows_of, run_tasks
 
@@ -153,7 +154,9 @@ def _evaluate_tasks(args: argparse.Namespace, opened: "OpenModel") -> None:
         )
     tokenizer = load_tokenizer(checkpoint.tokenizer)
     batch = args.batch or config.train.micro_batch
-    model = HarnessModel(decoder, tokenizer, bos, eos, config.train.seq_len, batch, mesh.is_main)
+    model = HarnessModel(
+        decoder, tokenizer, bos, eos, end_tokens(checkpoint.data), config.train.seq_len, batch, mesh.is_main
+    )
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     rows = rows_of(run_tasks(model, names, args.task_folder, args.fewshot, args.limit))
     if not mesh.is_main:

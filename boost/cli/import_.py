@@ -8,6 +8,7 @@ from typing import Any
 from boost.cli.export import FILE_BYTES
 from boost.cli.terminal import print_rows
 from boost.errors import ConfigError
+from boost.format import format_count
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -117,6 +118,13 @@ def run(args: argparse.Namespace) -> int:
     elif done.report:
         _print_report(done.report)
     dump(facts, args.json)
+    if done.tied:
+        more = done.model.vocab_size * done.model.dim
+        print(
+            f"note: embedding and head are one tensor in '{args.source}'; boost trains them apart, with {format_count(more)} "
+            "parameters more",
+            file=sys.stderr,
+        )
     if not done.tokenizer:
         print(f"warning: {_missing_tokenizer(Path(args.source))}", file=sys.stderr)
     return 0

@@ -11,7 +11,7 @@ from pydantic import Field, SerializeAsAny
 
 from boost.config.families import Family, ModelConfig
 from boost.config.optimizers import OptimConfig
-from boost.config.section import Count, Fraction, Natural, NonNegative, Place, Positive, Section, Tagged, Width
+from boost.config.section import Count, Fraction, Home, Natural, NonNegative, Place, Positive, Section, Tagged, Width
 
 __all__ = [
     "CompileName", "CompiledPart", "Config", "DType", "DataConfig", "Family", "ModelConfig", "OptimConfig", "ParallelConfig",
@@ -264,7 +264,7 @@ class DataConfig(Section):
 class DistillConfig(Section):
     """Distillation: the model also learns from the predictions of a frozen teacher on the same tokens."""
 
-    teacher: str = ""
+    teacher: Annotated[str, Home] = ""
     """Checkpoint of the teacher: a run directory (its latest checkpoint; RUN@best: its best one) or a checkpoint folder. It needs
     the same tokenizer and model.vocab_size, and may have any family. --distill-from sets it. Empty: no distillation."""
 
@@ -313,7 +313,7 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on. auto: one GPU per process if any GPU is visible, else the CPU."""
 
-    fallback_dir: str = ""
+    fallback_dir: Annotated[str, Home] = ""
     """Fallback folder for the last checkpoint of a run if run.dir is not writable. Must be shared by all nodes. Several runs can
     use the same folder: checkpoints go under the absolute path of run.dir. '--resume auto' also looks there. Empty: none."""
 

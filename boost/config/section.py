@@ -7,11 +7,12 @@ table. To add a choice, write a subclass, in any package. Importing its module r
 import copy
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticUndefined
 
@@ -25,7 +26,9 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-Place = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+Home = AfterValidator(os.path.expanduser)
+"""A path that starts with ~ is in the home folder, as a shell would have it."""
+Place = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$"), Home]
 
 
 class Section(BaseModel):

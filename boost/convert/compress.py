@@ -121,7 +121,8 @@ class CompressedWeights:
     def __init__(self, dense: "Weights", compression: Compression, tokenizer: str | None) -> None:
         """Calibrates, allots ranks and factorizes. `tokenizer`: fingerprint of the model's, if known. Raises BoostError."""
         compression.check(dense.model)
-        self.context, self.eos, self.bos = dense.context, dense.eos, dense.bos
+        self.context, self.eos = dense.context, dense.eos
+        self.start, self.starts_as_tokenizer = dense.start, dense.starts_as_tokenizer
         self.tokenizer, self.hub, self.dtype = dense.tokenizer, dense.hub, dense.dtype
         store = TokenStore.open(compression.store)
         if tokenizer is not None:

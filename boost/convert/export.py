@@ -14,7 +14,7 @@ from boost import __version__
 from boost.config.architecture import parameter_count
 from boost.convert.formats import MODELING_FILE, Form, config_json, entries, form_of
 from boost.convert.tensors import INDEX, TensorWriter, dtype_name
-from boost.convert.vocabulary import merged_generation_config, template_files, tokenizer_files
+from boost.convert.vocabulary import BOS, TIED, merged_generation_config, template_files, tokenizer_files
 from boost.errors import ConfigError, StorageError
 from boost.paths import read_text
 from boost.train.checkpoint import HUB, Checkpoint
@@ -53,7 +53,11 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         writer = TensorWriter(temporary, "model", file_bytes)
-        for entry in progress(list(entries(model, form)), "exporting"):
+        # Tied where it comes from, and still the same: not trained since, because boost trains them apart.
+        can_tie = form in ("llama", "merged") and bool((checkpoint.data.get(HUB) or {}).get(TIED))
+        tied = can_tie and torch.equal(reader.read("embed"), reader.read("head"))
+        stored_entries = [e for e in entries(model, form) if not (tied and e.parameters[0].name == "head")]
+        for entry in progress(stored_entries, "exporting"):
             parts = [reader.read(parameter.name) for parameter in entry.parameters]
             tensor = parts[0].T if entry.transposed else parts[0]
             if len(parts) == 2:  # A and B; multiplied in fp64, so that a merged model is exact in fp32
@@ -66,7 +70,7 @@ def export(
             writer.add(entry.name, converted)
         weight_map = writer.close()
         stored = dtype or dtype_name(reader.dtype("embed"))
-        for name, text in _texts(checkpoint, form, stored, writer, weight_map):
+        for name, text in _texts(checkpoint, form, tied, stored, writer, weight_map):
             (temporary / name).parent.mkdir(exist_ok=True)
             (temporary / name).write_text(text, encoding="utf-8")
         temporary.rename(out)
@@ -86,16 +90,16 @@ def require_free(out: Path, flag: str) -> None:
 
 
 def _texts(
-    checkpoint: Checkpoint, form: Form, dtype: str, writer: TensorWriter, weight_map: dict[str, str]
+    checkpoint: Checkpoint, form: Form, tied: bool, dtype: str, writer: TensorWriter, weight_map: dict[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Yields (name, content) of the other files of the folder."""
     model, data = checkpoint.config.model, checkpoint.data
-    eos, bos = data.get("eos"), data.get("bos")
-    bos = eos if bos is None else bos  # documents have no bos: each begins after the eos of the previous one
+    hub, eos, start = data.get(HUB) or {}, data.get("eos"), data.get("bos")
+    # Our documents have no bos: each begins after the eos of the previous one.
+    bos = next((token for token in (start, hub.get(BOS)) if isinstance(token, int)), eos)
     if len(set(weight_map.values())) > 1:
         yield INDEX, _json({"metadata": {"total_size": writer.total_bytes}, "weight_map": weight_map})
-    yield "config.json", _json(config_json(model, form, dtype, checkpoint.context, eos, bos))
-    hub = data.get(HUB) or {}
+    yield "config.json", _json(config_json(model, form, tied, dtype, checkpoint.context, eos, bos))
     known = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos}
     generation = {name: token for name, token in known.items() if token is not None}
     yield "generation_config.json", _json(merged_generation_config(generation, hub))
@@ -103,7 +107,7 @@ def _texts(
         yield MODELING_FILE, resources.files("boost.convert").joinpath(MODELING_FILE).read_text(encoding="utf-8")
     if checkpoint.tokenizer.is_file():
         text = read_text(checkpoint.tokenizer)
-        text, tokenizer_config = tokenizer_files(text, eos, bos, data.get("bos"), checkpoint.context, hub)
+        text, tokenizer_config = tokenizer_files(text, eos, bos, start, checkpoint.context, hub)
         yield "tokenizer.json", text
         yield "tokenizer_config.json", _json(tokenizer_config)
         yield from template_files(checkpoint).items()

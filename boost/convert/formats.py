@@ -70,7 +70,7 @@ class Folder:
 
 
 def config_json(
-    model: ModelConfig, form: Form, dtype: str, context: int, eos: int | None, bos: int | None
+    model: ModelConfig, form: Form, tied: bool, dtype: str, context: int, eos: int | None, bos: int | None
 ) -> dict[str, Any]:
     """Returns the content of `config.json` for a folder of this form.
 
@@ -95,7 +95,7 @@ def config_json(
         "initializer_range": model.init_std,
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tied,
         "use_cache": True,
         "bos_token_id": bos,
         "eos_token_id": eos,
@@ -184,15 +184,19 @@ def _model_table(content: dict[str, Any], where: str) -> dict[str, Any]:
     table = {ours: content[theirs] for ours, theirs in _FIELDS.items() if theirs in content}
     table["kv_heads"] = content.get("num_key_value_heads") or content["num_attention_heads"]
     kind, rope = _rope(content)
-    table["rope_theta"] = rope.get("rope_theta") or content.get("rope_theta") or 10000.0
+    table["rope_theta"] = rope.get("rope_theta") or 10000.0
     table["init_std"] = content.get("initializer_range") or 0.02
     return table | {ours: rope[theirs] for ours, theirs in _ROPE.items() if kind == "llama3"}
 
 
 def _rope(content: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """(type, parameters) of RoPE. transformers 5 has all in rope_parameters; 4 has rope_theta, and rope_scaling if it scales."""
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    rope = rope if isinstance(rope, dict) else {"rope_type": str(rope)}
+    """(type, parameters) of RoPE. transformers 5 has all in rope_parameters; 4 has rope_theta, and rope_scaling if it scales. Of a
+    folder with both, transformers 5 takes rope_scaling, and from nowhere else a rope_theta."""
+    new, old = content.get("rope_parameters"), content.get("rope_scaling")
+    rope = old or new or {}
+    rope = dict(rope) if isinstance(rope, dict) else {"rope_type": str(rope)}
+    if not (new and old):
+        rope.setdefault("rope_theta", content.get("rope_theta"))
     return rope.get("rope_type", rope.get("type", "default")), rope
 
 

@@ -18,7 +18,7 @@ from boost.convert.export import require_free
 from boost.convert.formats import entries, read_folder, stored_form
 from boost.convert.spectrum import Factorizer, Truncation
 from boost.convert.tensors import TensorFolder, TensorWriter, dtype_name
-from boost.convert.vocabulary import Vocabulary, read_generation_settings, read_vocabulary
+from boost.convert.vocabulary import BOS, TIED, Vocabulary, read_generation_settings, read_vocabulary
 from boost.errors import ConfigError
 from boost.train.checkpoint import HUB, find_checkpoint, open_checkpoint
 from boost.train.console import progress
@@ -34,7 +34,10 @@ class Weights(Protocol):
     model: ModelConfig
     context: int
     eos: int | None
-    bos: int | None
+    start: int | None
+    """Token that a prompt starts with."""
+    starts_as_tokenizer: bool
+    """Whether `start` is only a guess, for want of a tokenizer: what that does is right."""
     tokenizer: Path | None
     hub: dict[str, Any]
     """Settings of the original Hugging Face folder (`boost.convert.vocabulary`)."""
@@ -52,7 +55,8 @@ class FolderWeights:
     def __init__(self, path: Path) -> None:
         """Validates the names and shapes of all tensors. Raises ConfigError, CheckpointError."""
         folder = read_folder(path)
-        self.model, self.context, self.eos, self.bos = folder.model, folder.context, folder.eos, folder.bos
+        self.model, self.context, self.eos = folder.model, folder.context, folder.eos
+        self.start, self.starts_as_tokenizer = None if folder.bos == folder.eos else folder.bos, True
         self._tensors = TensorFolder(path)
         if folder.model.layers > len(self._tensors.shapes):  # before iterating over that many layers
             stored = f"{len(self._tensors.shapes)} tensors"
@@ -61,12 +65,15 @@ class FolderWeights:
             )
         form = stored_form(folder.form, self._tensors.shapes)
         self._entries = {entry.parameters[0].name: entry for entry in entries(folder.model, form)}
-        self._tied = folder.tied
-        self._tensors.check(self._entries.values(), frozenset({self._entries["head"].name} if folder.tied else ()))
+        embed, head = self._entries["embed"].name, self._entries["head"].name
+        self._tensors.check(self._entries.values(), frozenset({head} if folder.tied else ()))
+        # A head that is stored and differs is used, as in transformers.
+        is_same = head not in self._tensors.shapes or torch.equal(self._tensors.read(embed), self._tensors.read(head))
+        self._tied = folder.tied and is_same
         names = {entry.name for entry in self._entries.values()}
         self.dtype = self._tensors.dtype(name for name in self._tensors.shapes if name in names)
         self.tokenizer = path if (path / "tokenizer.json").is_file() else None
-        self.hub = read_generation_settings(path)
+        self.hub = {BOS: folder.bos, TIED: self._tied, **read_generation_settings(path)}
 
     def read(self, parameter: Parameter) -> Tensor:
         entry = self._entries["embed" if self._tied and parameter.name == "head" else parameter.name]
@@ -81,7 +88,8 @@ class CheckpointWeights:
         checkpoint = open_checkpoint(path)
         self.model = checkpoint.config.model
         self.context = checkpoint.context
-        self.eos, self.bos = checkpoint.data.get("eos"), checkpoint.data.get("bos")
+        self.eos, self.start = checkpoint.data.get("eos"), checkpoint.data.get("bos")
+        self.starts_as_tokenizer = False  # a run from scratch has learned no such token, even if its tokenizer adds one
         self.tokenizer = checkpoint.tokenizer if checkpoint.tokenizer.is_file() else None
         self.hub = checkpoint.data.get(HUB) or {}
         self._reader = WeightReader(checkpoint)
@@ -100,6 +108,8 @@ class Imported:
     dtype: str
     bytes: int
     tokenizer: bool
+    tied: bool
+    """Whether embedding and head are one tensor in the source."""
     report: dict[str, Any] | None
     """Report of the factorization; None without one."""
 
@@ -154,7 +164,8 @@ def import_weights(
         texts = [("report.json", json.dumps(report, indent=2))] if report else []
         texts += [("tokenizer.json", vocabulary.json)] if vocabulary else []
         finish_weights(temporary, out, weights_state(config, tokenizer_data(weights, vocabulary)), texts)
-    return Imported(out, config.model, dtype_name(target), writer.total_bytes, vocabulary is not None, report)
+    tied = bool(weights.hub.get(TIED))
+    return Imported(out, config.model, dtype_name(target), writer.total_bytes, vocabulary is not None, tied, report)
 
 
 def open_weights(source: Path, how: Truncation | Compression | None) -> Weights:
@@ -182,17 +193,17 @@ def open_weights(source: Path, how: Truncation | Compression | None) -> Weights:
 
 def tokenizer_data(weights: Weights, vocabulary: Vocabulary | None) -> dict[str, Any]:
     """Returns the tokenizer metadata of a checkpoint, which generation, evaluation and --start-from read."""
-    eos = weights.eos
-    if eos is None and vocabulary is not None:
-        eos = vocabulary.eos
+    eos, start, hub = weights.eos, weights.start, weights.hub
+    if vocabulary is not None:
+        eos, hub = vocabulary.eos if eos is None else eos, {**hub, **vocabulary.hub}
+        start = vocabulary.start if weights.starts_as_tokenizer else start
     return {
         "tokenizer": vocabulary.fingerprint if vocabulary else None,
         "content": None,
         "eos": eos,
-        # If bos = eos, a document begins after the eos of the previous one, as in our token stores.
-        "bos": weights.bos if weights.bos != eos else None,
+        "bos": start,
         "context": weights.context,
-        HUB: {**weights.hub, **(vocabulary.hub if vocabulary else {})},
+        HUB: hub,
     }
 
 

@@ -27,6 +27,10 @@ _TOKENIZER_KEYS = (
     "split_special_tokens",
 )
 """Fields of tokenizer_config.json to keep. The others name files or classes, or repeat what tokenizer.json contains."""
+BOS = "bos_token_id"
+"""Key among the settings of a folder: the token that it names, which starts a prompt only if the tokenizer says so too."""
+TIED = "tied"
+"""Key among the settings of a folder: whether its embedding and head are one tensor."""
 _ORIGINAL_KEY = "boost_post_processor"
 """Key in tokenizer_config.json for the original post_processor of an exported tokenizer.json, which the fingerprint includes."""
 
@@ -40,6 +44,8 @@ class Vocabulary:
     fingerprint: str
     eos: int | None
     """Id of the end-of-document token, if known."""
+    start: int | None
+    """Id of the token that the tokenizer puts in front of every text, whatever bos_token its folder names."""
     hub: dict[str, Any] = field(default_factory=dict)
     """Other settings of the folder: special tokens, chat templates."""
 
@@ -48,6 +54,13 @@ def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
     """Reads a tokenizer.json or its folder; `folder` may contain a tokenizer_config.json. Raises DataError."""
     tokenizer = load_tokenizer(path.resolve())
     text = tokenizer.to_str()
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    with_special = tokenizer.encode("a").ids
+    before = next((i for i in range(len(with_special)) if with_special[i : i + len(plain)] == plain), 0)
+    if before > 1:
+        raise DataError(
+            f"the tokenizer in '{folder}' puts {before} tokens before every text; boost supports one at most"
+        )
     config = read_json(folder / "tokenizer_config.json", "fix or remove it")
     if _ORIGINAL_KEY in config:
         try:
@@ -69,7 +82,8 @@ def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
                 f"'{folder}/tokenizer_config.json' adds token {number} = {content!r}, which tokenizer.json does not have; save the "
                 "tokenizer again: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH)"
             )
-    return Vocabulary(text, tokenizer_fingerprint(text), eos, read_tokenizer_settings(folder))
+    start = with_special[0] if before else None
+    return Vocabulary(text, tokenizer_fingerprint(text), eos, start, read_tokenizer_settings(folder))
 
 
 def tokenizer_files(

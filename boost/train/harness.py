@@ -6,7 +6,7 @@ Every TP rank runs the whole harness on the same requests in the same order, so 
 import contextlib
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,16 @@ class HarnessModel(TemplateLM):
         tokenizer: Any,
         bos: int | None,
         eos: int | None,
+        ends: Collection[int],
         max_length: int,
         batch: int,
         shows: bool,
     ) -> None:
         """`max_length`: context length in tokens; longer contexts are truncated on the left. `batch`: requests per forward pass.
-        `shows`: whether this process shows progress. `bos`, or else `eos`, starts a text without context."""
+        `shows`: whether this process shows progress. `bos`, or else `eos`, starts a text without context; `ends` end one."""
         super().__init__()
         self._decoder, self._tokenizer, self._bos, self._eos = decoder, tokenizer, bos, eos
+        self._ends = ends
         self._max_length, self._batch, self._shows = max_length, batch, shows
 
     @property
@@ -91,7 +93,7 @@ class HarnessModel(TemplateLM):
         prompt = (self.tok_encode(context) or [self.prefix_token_id])[-(self._max_length - limit) :]
         tokens: list[int] = []
         text = ""
-        for token in generate(self._decoder, prompt, limit, sampling, self._eos):
+        for token in generate(self._decoder, prompt, limit, sampling, self._ends):
             tokens.append(token)
             text = self._tokenizer.decode(tokens)
             if ends := [text.index(stop) for stop in stops if stop and stop in text]:

@@ -130,6 +130,23 @@ def test_answers_are_what_generate_says(checkpoint: Path, tasks: Path, capsys: p
     assert (row["metric"], row["value"]) == ("exact_match", 1.0)
 
 
+def test_an_answer_stops_at_any_of_several_end_tokens(checkpoint: Path) -> None:
+    import argparse
+
+    from boost.cli.inference import open_model
+    from boost.data.tokenizer import load_tokenizer
+    from boost.train.harness import HarnessModel
+
+    found, _, _, decoder = open_model(argparse.Namespace(checkpoint=str(checkpoint), tp=1, device="cpu"))
+    tokenizer = load_tokenizer(found.tokenizer)
+
+    def answer(ends: list[int]) -> str:
+        return HarnessModel(decoder, tokenizer, None, 0, ends, 64, 1, shows=False)._answer("def ", {"max_gen_toks": 8})
+
+    third = tokenizer.encode(answer([]), add_special_tokens=False).ids[2]
+    assert answer([0, third]) == answer([third]) != answer([]) == answer([0])
+
+
 def test_a_table_and_a_limit(checkpoint: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--tasks", "toy_choice", "--task-folder", tasks, "--device", "cpu", "--limit", 1]
     code, out, err = say(capsys, "eval", checkpoint, *words)

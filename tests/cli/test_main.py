@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,16 @@ def test_boost_alone_prints_the_commands_in_groups(
     with pytest.raises(SystemExit):
         main(["--help"])
     assert capsys.readouterr().out == text
+
+
+def test_no_more_threads_than_cores(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("boost.cli.main.available_cores", lambda: 2)
+    for given, used in (("1000", "2"), ("2", "2"), ("1", "1"), ("4,2", "4,2")):
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert main([]) == 0
+        assert os.environ["OMP_NUM_THREADS"] == used
+        warning = "warning: OMP_NUM_THREADS = 1000 is more than the 2 cores there are; using 2\n"
+        assert capsys.readouterr().err == (warning if given == "1000" else "")
 
 
 def test_overrides_are_taken_from_anywhere() -> None:

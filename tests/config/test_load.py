@@ -423,3 +423,16 @@ def test_defaults_suit_the_weights_that_a_run_starts_from(family: str, lr: float
     assert (config.optim.lr, config.train.seq_len, config.train.steps) == (lr, 64, 7)
     words += ["--optim.lr", "0.003", "--train.seq_len", "256"]  # chosen, even if as the defaults for new weights
     assert for_weights(load(None, words), source) == load(None, words)
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    file = tmp_path / "run.toml"
+    file.write_text('[run]\ndir = "~/x"\nfallback_dir = "~/y"\n[data]\nmixture = { "~/a" = 1, "b~" = 2 }\n')
+    config = load(str(file), ["--distill.teacher=~/t"])
+    assert (config.run.dir, config.run.fallback_dir, config.distill.teacher) == (
+        "/home/me/x",
+        "/home/me/y",
+        "/home/me/t",
+    )
+    assert list(config.data.sources) == ["/home/me/a", "b~"]

@@ -23,6 +23,7 @@ from tests.convert.toys import (
     bring,
     cases,
     exported,
+    give,
     llama_folder,
     loaded,
     save,
@@ -72,6 +73,48 @@ def test_an_imported_llama_is_the_function_that_transformers_has(tmp_path: Path,
     tokens, _ = toy.toy_tokens(toy.toy_config())
     with torch.no_grad():
         torch.testing.assert_close(all_logits(decoder, tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_head", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "rope_scaling": LLAMA_3_ROPE},
+        {"rope_parameters": {**LLAMA_3_ROPE, "rope_theta": 50.0}, "rope_theta": 7.0},
+        {"rope_scaling": {**LLAMA_3_ROPE, "rope_theta": 50.0}, "rope_parameters": {"rope_type": "default"}},
+        {"rope_scaling": LLAMA_3_ROPE, "rope_theta": 50.0},
+    ],
+    ids=["both", "new", "theta in the old one", "old"],
+)
+def test_settings_with_two_spellings_are_read_as_transformers_does(
+    tmp_path: Path, changes: dict[str, Any], has_head: bool
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = {key: value for key, value in LLAMA.items() if key != "rope_theta"} | changes
+    config["tie_word_embeddings"] = True
+    tensors = llama_folder(tmp_path / "theirs")
+    if not has_head:
+        del tensors["lm_head.weight"]  # otherwise it is stored, and not the embedding
+    write_folder(tmp_path / "theirs", config, tensors)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    bring(tmp_path / "theirs", tmp_path / "imported")
+    decoder, _ = loaded(tmp_path / "imported")
+    tokens, _ = toy.toy_tokens(toy.toy_config())
+    with torch.no_grad():
+        torch.testing.assert_close(all_logits(decoder, tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+    back = load_file(give(tmp_path / "imported", tmp_path / "back") / "model.safetensors")
+    assert_same(back, tensors)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["tie_word_embeddings"] is not has_head
 
 
 def official_cola(path: Path, only_lr_act: bool | None) -> dict[str, Tensor]:
@@ -218,10 +261,37 @@ def test_the_tokenizer_is_that_of_a_store_made_with_it(tmp_path: Path, store: Pa
     bring(tmp_path / "theirs", tmp_path / "out")
     found = open_checkpoint(tmp_path / "out")
     assert found.require_tokenizer() == TokenStore.open(store).fingerprint
-    assert (found.data["eos"], found.data["bos"]) == (2, 1)
+    assert (found.data["eos"], found.data["bos"]) == (2, None), "the tokenizer adds none, whatever config.json names"
     (tmp_path / "theirs" / "copy.safetensors").write_bytes((tmp_path / "theirs" / "model.safetensors").read_bytes())
     bring(tmp_path / "theirs", tmp_path / "named", tokenizer=store)
     assert open_checkpoint(tmp_path / "named").require_tokenizer() == TokenStore.open(store).fingerprint
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_prompt_starts_as_the_tokenizer_does(adds: bool, tmp_path: Path, store: Path) -> None:
+    """Whatever bos_token config.json and tokenizer_config.json name, as in transformers; and so it does after an export."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, processors
+
+    tokenizer = Tokenizer.from_file(str(store / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>"])
+    start = tokenizer.token_to_id("<s>")
+    if adds:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
+    theirs = tmp_path / "theirs"
+    llama_folder(theirs, vocab_size=tokenizer.get_vocab_size(), bos_token_id=start)
+    tokenizer.save(str(theirs / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
+    (theirs / "tokenizer_config.json").write_text(json.dumps(settings))
+    bring(theirs, tmp_path / "c")
+    assert open_checkpoint(tmp_path / "c").data["bos"] == (start if adds else None)
+    out = give(tmp_path / "c", tmp_path / "out")
+    before, after = (transformers.AutoTokenizer.from_pretrained(path) for path in (theirs, out))
+    assert before("def main").input_ids == after("def main").input_ids
+    assert (before("def main").input_ids[0] == start) == adds
+    assert (after.bos_token, json.loads((out / "config.json").read_text())["bos_token_id"]) == ("<s>", start)
+    bring(out, tmp_path / "again")
+    assert open_checkpoint(tmp_path / "again").data == open_checkpoint(tmp_path / "c").data
 
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
