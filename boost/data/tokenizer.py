@@ -121,8 +121,10 @@ class TextStream:
     def add(self, *tokens: int) -> str:
         """Adds tokens. Returns the text that they complete, which later tokens cannot change."""
         self._new += tokens
-        if not tokens or _BYTE.fullmatch(self._tokenizer.id_to_token(tokens[-1]) or ""):
-            return ""  # with byte fallback, an invalid byte changes all those around it
+        # With byte fallback, an invalid byte changes all those around it, special tokens between them or not.
+        last = tokens[-1:]
+        if not self._tokenizer.decode(last) or _BYTE.fullmatch(self._tokenizer.id_to_token(*last) or ""):
+            return ""
         text = self.rest()
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
@@ -164,11 +166,18 @@ def find_eos(tokenizer: "Tokenizer", eos: str | None = None, spec: str | Path | 
 
 
 def _configured_eos(spec: str | Path | None) -> str:
-    """The eos_token of a `tokenizer_config.json` next to the tokenizer, or an empty string."""
+    """The eos_token of the `tokenizer_config.json` next to the tokenizer, locally or on the Hub; empty if there is none."""
     path = Path(spec or os.devnull)
-    folder = path.parent if path.is_file() else path
+    file = (path if path.is_dir() else path.parent) / "tokenizer_config.json"
     try:
-        token: Any = json.loads(read_text(folder / "tokenizer_config.json")).get("eos_token")
+        if not path.exists():
+            from huggingface_hub import hf_hub_download
+
+            from boost.data.hub import quiet_hub
+
+            with quiet_hub():
+                file = Path(hf_hub_download(str(spec), file.name))
+        token: Any = json.loads(read_text(file)).get("eos_token")
     except (OSError, ValueError, AttributeError, RecursionError):
         return ""
     if isinstance(token, dict):

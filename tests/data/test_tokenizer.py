@@ -156,6 +156,23 @@ def test_unreachable_hub_is_one_line(monkeypatch):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("content", ['{"eos_token": "<|im_end|>"}', '{"eos_token": {"content": "<|im_end|>"}}', None])
+def test_a_name_on_the_hub_has_the_end_token_of_its_folder(content, trained, tmp_path, monkeypatch):
+    tokenizer = Tokenizer.from_str(trained.to_str())
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    file = tmp_path / "tokenizer_config.json"
+    if content:
+        file.write_text(content)
+
+    def download(name, file_name):
+        assert (name, file_name) == ("me/model", file.name)
+        return str(file)  # not there without a content; the Hub's own errors are OSErrors and ValueErrors too
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    by_name, by_folder = (tk.find_eos(tokenizer, spec=spec) for spec in ("me/model", tmp_path))
+    assert by_name == by_folder == (("<|im_end|>", 380) if content else ("<|endoftext|>", 0))
+
+
 def llama_2() -> Tokenizer:
     """As Llama 2's: a space before each word, which the first of a text loses, and tokens of single bytes."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁there", "▁to", "▁", ".", "é"]
@@ -177,7 +194,7 @@ def test_what_continues_a_prompt_keeps_its_space():
     stream = tk.TextStream(tokenizer, [there])
     assert [stream.add(to), stream.add(dot), stream.rest()] == [" to", ".", ""]
     after = tk.TextStream(tokenizer, [])
-    assert [after.add(token) for token in (1, to, 2, there)] == ["", "to", "", " there"]
+    assert [after.add(token) for token in (1, to, 2, there)] == ["", "to", "", " there"], "special tokens"
 
 
 def test_a_character_appears_when_all_its_bytes_are_there():
