@@ -1,7 +1,8 @@
 """Chat templates: the Jinja template of a tokenizer, which formats messages as the text that a model was fine-tuned on."""
 
+import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,11 @@ class ChatTemplate:
         self.has_markers = _GENERATION.search(self.template) is not None
         self.straddling = 0
         """Answers so far that begin within a token: the model sees another token there when it generates."""
+        self.endless = 0
+        """Answers so far whose end-of-turn token does not count: the model does not learn to stop."""
+        self._names = set(re.findall(r"\w+", self.template))
+        parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        self._reserved = {"messages", *parameters} - {"tools", "documents"}
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -100,14 +106,29 @@ class ChatTemplate:
             role: str(token) for role, token in self._tokenizer.special_tokens_map.items() if isinstance(token, str)
         }
 
-    def encode(self, messages: Sequence[dict[str, Any]]) -> list[Encoded]:
+    def unused(self, messages: Sequence[dict[str, Any]], fields: Mapping[str, Any]) -> Iterator[str]:
+        """What the template does not read of a conversation, in words."""
+        for name in fields:
+            if name not in self._names or name in self._reserved:
+                yield f"the chat template does not use {name!r}"
+        for name in {name: None for message in messages for name in message}:
+            if name not in self._names and name != "weight":
+                yield f"the chat template does not use {name!r} of a message"
+
+    def encode(self, messages: Sequence[dict[str, Any]], fields: Mapping[str, Any] | None = None) -> list[Encoded]:
         """The conversation as one document; or, if the template formats a message differently once others follow it (as those that
         drop earlier reasoning do), as one document per message of the assistant, in which only that message counts.
 
-        Raises Rejected.
+        A message with `weight` 0 does not count. `fields`: further variables of the template, such as `tools`. Raises Rejected.
         """
+        counts = [message.get("weight") != 0 for message in messages if message["role"] == "assistant"]
+        messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+        variables = {name: value for name, value in (fields or {}).items() if name not in self._reserved}
         try:
-            documents = [self._by_markers(messages)] if self.has_markers else self._by_prefixes(messages)
+            if self.has_markers:
+                documents = [self._by_markers(messages, counts, variables)]
+            else:
+                documents = self._by_prefixes(messages, counts, variables)
         except _template_errors() as error:
             raise Rejected(f"the chat template rejects the conversation: {error}".splitlines()[0]) from None
         for document in documents:
@@ -116,31 +137,63 @@ class ChatTemplate:
                 raise Rejected("no token counts in the loss")
         return documents
 
-    def _by_markers(self, messages: Sequence[dict[str, Any]]) -> Encoded:
+    def _by_markers(
+        self, messages: Sequence[dict[str, Any]], counts: Sequence[bool], variables: dict[str, Any]
+    ) -> Encoded:
         encoded = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **variables
         )
         ids = np.array(encoded["input_ids"], dtype=np.int64)
-        return Encoded(ids, np.array(encoded["assistant_masks"], dtype=np.bool_), self._render(messages))
+        mask = np.array(encoded["assistant_masks"], dtype=np.bool_)
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]))).reshape(-1, 2)
+        if not all(counts):
+            if len(edges) != len(counts):
+                raise Rejected(
+                    "the template's {% generation %} blocks do not match its messages, of which some do not count"
+                )
+            for (start, end), is_counted in zip(edges, counts, strict=True):
+                mask[start:end] &= is_counted
+        special = set(self._tokenizer.all_special_ids)
+        self.endless += sum(
+            bool(mask[start]) and end < len(ids) and int(ids[end]) in special and int(ids[end - 1]) not in special
+            for start, end in edges
+        )
+        return Encoded(ids, mask, self._render(messages, variables))
 
-    def _by_prefixes(self, messages: Sequence[dict[str, Any]]) -> list[Encoded]:
-        whole, spans, stable = self._render(messages), list[tuple[str, int]](), True
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
+    def _by_prefixes(
+        self, messages: Sequence[dict[str, Any]], counts: Sequence[bool], variables: dict[str, Any]
+    ) -> list[Encoded]:
+        whole, spans, stable = self._render(messages, variables), list[tuple[str, int]](), True
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        for i, is_counted in zip(answers, counts, strict=True):
+            if not is_counted:
                 continue
-            prompt, answered = self._render(messages[:i], prompt=True), self._render(messages[: i + 1])
-            if not answered.startswith(prompt):
-                raise Rejected("the prompt of the chat template is not the start of what it formats with the answer")
-            spans.append((answered, len(prompt)))
+            answered = self._render(messages[: i + 1], variables)
+            spans.append((answered, self._start(messages[:i], answered, variables)))
             stable = stable and whole.startswith(answered)
         if stable:
             return [self._tokenized(whole, [(start, len(answered)) for answered, start in spans])]
         return [self._tokenized(answered, [(start, len(answered))]) for answered, start in spans]
 
-    def _render(self, messages: Sequence[dict[str, Any]], prompt: bool = False) -> str:
-        if not messages:
-            return ""
-        return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
+    def _start(self, before: Sequence[dict[str, Any]], answered: str, variables: dict[str, Any]) -> int:
+        """Where the answer to the messages `before` starts in the formatted text. Raises Rejected."""
+        if before:
+            prompt = self._render(before, variables, prompt=True)
+            if answered.startswith(prompt):
+                return len(prompt)
+        else:  # nobody spoke before: most templates format no empty conversation, so the header is that after another message
+            other = [{"role": "user", "content": "a"}]
+            header = self._render(other, variables, prompt=True).removeprefix(self._render(other, variables))
+            if header and header in answered:
+                return answered.index(header) + len(header)
+        raise Rejected("the prompt of the chat template is not the start of what it formats with the answer")
+
+    def _render(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any], prompt: bool = False) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=prompt, **variables
+            )
+        )
 
     def _tokenized(self, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
         """Counts the tokens that begin in one of the spans of characters."""

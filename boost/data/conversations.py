@@ -5,14 +5,17 @@
     {"instruction": "...", "input": "...", "output": "..."}                                          Alpaca; `input` is optional
     {"prompt": "...", "completion": "..."}                                                           also with lists of messages
 
-one per line, in a JSON array, or per row of a Parquet file. Text may be compressed.
+one per line, in a JSON array, or per row of a Parquet file. Text may be compressed. Besides, `system`, `tools` (or `functions`),
+`documents` and `chat_template_kwargs` of a record reach the template, and so do other fields of a message; `weight`, `train` or
+`loss` 0 of a message takes it out of the loss. The report names the fields that have no effect.
 """
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from boost.config.text import printable
 from boost.data.readers import (
     JSON_SUFFIXES,
     PARQUET_SUFFIXES,
@@ -35,41 +38,108 @@ _ROLES = {
 """Role of each sender in ShareGPT files and in messages."""
 
 
+_COUNTS = ("weight", "train", "loss")
+"""Fields of a message that say whether it counts in the loss: of OpenAI's files, axolotl's and ms-swift's."""
+_REFUSED = ("train_detail", "images", "image", "videos", "video", "audios", "audio")
+"""Fields of a record or a message that would change what is learned, but are not supported."""
+
+
 class Malformed(Exception):
     """A record that is no conversation: why."""
 
 
-def messages_of(record: Any) -> list[dict[str, Any]]:
-    """The messages of a record, up to the last one of the assistant. Raises Malformed."""
+class Conversation(NamedTuple):
+    """What a record says."""
+
+    messages: list[dict[str, Any]]
+    """Up to the last one of the assistant. A message that does not count in the loss has `weight` 0."""
+    template: dict[str, Any]
+    """More variables of the chat template, such as `tools`."""
+    unused: list[str]
+    """Fields of the record that have no effect."""
+
+
+def conversation_of(record: Any) -> Conversation:
+    """The conversation in a record. Raises Malformed."""
     if not isinstance(record, dict):
         raise Malformed(f"a record is {_kind(record)}, not an object")
-    messages = _by_form(record)
+    record = {key: value for key, value in record.items() if value is not None}
+    _refuse(record)
+    if record.get("label") in (False, 0):
+        raise Malformed("label is false: an example of a bad answer")
+    form, messages = _by_form(record)
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()  # nothing is learned from what nobody answered
     if not messages:
         raise Malformed("no message of the assistant")
-    return messages
+    if all(message.get("weight") == 0 for message in messages if message["role"] == "assistant"):
+        raise Malformed("no message of the assistant that counts in the loss")
+    template = _template_fields(record)
+    used = {*form, "system", "label", "tools", "functions", "documents", "chat_template_kwargs"}
+    return Conversation(messages, template, [key for key in record if key not in used])
 
 
-def _by_form(record: dict[str, Any]) -> list[dict[str, Any]]:
+def _by_form(record: dict[str, Any]) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
+    """(fields that hold the messages, messages)."""
     if isinstance(record.get("messages"), list):
-        return [_message(message, "role", "content") for message in record["messages"]]
+        return ("messages",), _with_system(record, [_message(m, "role", "content") for m in record["messages"]])
     if isinstance(record.get("conversations"), list):
         shared = [isinstance(message, dict) and "from" in message for message in record["conversations"]]
         keys = [("from", "value") if is_shared else ("role", "content") for is_shared in shared]
         turns = zip(record["conversations"], keys, strict=True)
-        return _with_system(record, [_message(message, role, content) for message, (role, content) in turns])
+        messages = [_message(message, role, content) for message, (role, content) in turns]
+        return ("conversations",), _with_system(record, messages)
     if "instruction" in record and "output" in record:
         asked = _text(record["instruction"], "instruction")
         if more := _text(record.get("input") or "", "input"):
             asked = f"{asked}\n\n{more}"
-        return _with_system(record, _exchange(asked, _text(record["output"], "output")))
+        messages = [*_history(record), *_exchange(asked, _text(record["output"], "output"))]
+        return ("instruction", "input", "output", "history"), _with_system(record, messages)
     if "prompt" in record and "completion" in record:
         prompt, completion = record["prompt"], record["completion"]
         if isinstance(prompt, list) and isinstance(completion, list):
-            return [_message(message, "role", "content") for message in (*prompt, *completion)]
-        return _exchange(_text(prompt, "prompt"), _text(completion, "completion"))
+            messages = [_message(message, "role", "content") for message in (*prompt, *completion)]
+            for message in messages[: len(prompt)]:  # only the completion counts
+                message |= {"weight": 0} if message["role"] == "assistant" else {}
+        else:
+            messages = _exchange(_text(prompt, "prompt"), _text(completion, "completion"))
+        return ("prompt", "completion"), _with_system(record, messages)
     raise Malformed("neither messages, conversations, instruction and output, nor prompt and completion")
+
+
+def _history(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Earlier exchanges of an Alpaca record, [[question, answer], ...], as LLaMA-Factory reads them."""
+    history = record.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise Malformed("'history' is not a list of questions and answers")
+    for asked, answered in history:
+        yield from _exchange(_text(asked, "history"), _text(answered, "history"))
+
+
+def _template_fields(record: dict[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    more = record.get("chat_template_kwargs") or {}
+    if not isinstance(more, dict):
+        raise Malformed(f"'chat_template_kwargs' is {_kind(more)}, not an object")
+    for name, value in (
+        ("tools", record.get("tools") or record.get("functions")),
+        ("documents", record.get("documents")),
+    ):
+        if isinstance(value, str) and value:  # as ShareGPT files and Parquet hold it
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                raise Malformed(f"{name!r} is text that is not JSON") from None
+        if value and not isinstance(value, list):
+            raise Malformed(f"{name!r} is {_kind(value)}, not a list")
+        fields |= {name: value} if value else {}
+    return {**more, **fields}
+
+
+def _refuse(fields: dict[str, Any]) -> None:
+    for name in _REFUSED:
+        if fields.get(name):
+            raise Malformed(f"{name!r} is not supported")
 
 
 def _exchange(asked: str, answered: str) -> list[dict[str, Any]]:
@@ -91,11 +161,17 @@ def _message(message: Any, role: str, content: str) -> dict[str, Any]:
         raise Malformed(f"a message without {role!r}")
     if message[role] not in _ROLES:
         raise Malformed(f"unknown role {message[role][:40]!r}")
+    _refuse(message)
     others = {
-        key: value for key, value in message.items() if key not in (role, content, "weight") and value is not None
+        key: value for key, value in message.items() if key not in (role, content, *_COUNTS) and value is not None
     }
+    for key in _COUNTS:
+        if (counts := message.get(key)) not in (None, 0, 1):
+            raise Malformed(f"{key!r} of a message is {counts!r:.20}; 0 and 1 are supported")
+    if any(message.get(key) == 0 for key in _COUNTS):
+        others["weight"] = 0
     text = message.get(content)
-    if text is None and others.get("tool_calls"):
+    if text is None and (others.get("tool_calls") or others.get("function_call")):
         text = ""
     return {"role": _ROLES[message[role]], "content": _text(text, content), **others}
 
@@ -115,13 +191,16 @@ def _kind(value: Any) -> str:
 
 
 def document_of(record: Any, key: str, where: str, entry: FileReport) -> Document | None:
-    """A conversation as a document: its text is the JSON of its messages. None if it cannot be used, which the report says."""
+    """A conversation as a document: its text is JSON of messages and variables of the template. None if it is skipped."""
     try:
-        text = json.dumps(messages_of(record), ensure_ascii=False)
+        messages, template, unused = conversation_of(record)
+        text = json.dumps({"messages": messages, "template": template}, ensure_ascii=False)
         entry.take(len(text.encode("utf-8")))
     except (Malformed, UnicodeEncodeError) as problem:
         entry.skip(str(problem) if isinstance(problem, Malformed) else SURROGATE, where)
         return None
+    for name in unused:
+        entry.note(f"the field {printable(name)[:40]!r} has no effect", where)
     return Document(key, text, entry)
 
 

@@ -414,11 +414,17 @@ def build_chat(options: PrepareOptions, reading: Reading, fingerprint: str, fold
     def encoded(phase: str) -> Iterator[tuple[Document, list[Encoded]]]:
         """The conversations that the template accepts."""
         for document in reading.documents(phase):
+            content = json.loads(document.text)
+            messages, variables = content["messages"], content["template"]
             try:
-                yield document, template.encode(json.loads(document.text))
+                conversations = template.encode(messages, variables)
             except Rejected as problem:
                 document.entry.documents -= 1
                 document.entry.skip(str(problem), document.key.rpartition(":")[2])
+                continue
+            for what in template.unused(messages, variables):
+                document.entry.note(what, document.key.rpartition(":")[2])
+            yield document, conversations
 
     rule = choose_split((document.key for document, _ in encoded("scanning the input")), options.heldout)
     if rule is None or rule.single:
@@ -428,7 +434,7 @@ def build_chat(options: PrepareOptions, reading: Reading, fingerprint: str, fold
             f"({reading.report.skipped_in_words()}); add conversations"
         )
     with MaskedWriter(folder, token_dtype(size), eos[1]) as writer:
-        template.straddling = 0
+        template.straddling = template.endless = 0
         for document, conversations in encoded("encoding"):
             ((split, _),) = rule.parts(document)
             for conversation in conversations:
@@ -442,6 +448,11 @@ def build_chat(options: PrepareOptions, reading: Reading, fingerprint: str, fold
         if template.straddling:
             report.notes.append(
                 f"{template.straddling:,} answers begin within a token: the template should end its prompt with a token of its own"
+            )
+        if template.endless:
+            report.notes.append(
+                f"{template.endless:,} answers end before a special token that does not count, so the model does not learn to "
+                "stop: let the {% generation %} block include it"
             )
         if reading.taken == options.max_documents:
             report.notes.append(f"only the first {reading.taken} conversations were read (--max-documents)")

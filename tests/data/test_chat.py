@@ -66,6 +66,45 @@ def test_an_answer_that_begins_within_a_token_is_noticed(tmp_path: Path) -> None
     assert counted(template, document) == [" and why"]
 
 
+def test_messages_without_weight_do_not_count(by_prefixes: ChatTemplate, by_markers: ChatTemplate) -> None:
+    messages = [dict(m) for m in conversation(2)]  # three exchanges
+    (whole,) = by_prefixes.encode(messages)
+    messages[1]["weight"] = messages[5]["weight"] = 0
+    for template, end in ((by_prefixes, "<|im_end|>\n"), (by_markers, "<|im_end|>")):
+        (document,) = template.encode(messages)
+        np.testing.assert_array_equal(document.ids, whole.ids)
+        assert counted(template, document) == [messages[3]["content"] + end]
+
+
+def test_the_header_of_an_assistant_that_speaks_first_does_not_count(by_prefixes: ChatTemplate) -> None:
+    messages = [{"role": "assistant", "content": "a model"}, *conversation(1)]
+    (document,) = by_prefixes.encode(messages)
+    assert counted(by_prefixes, document)[0] == "a model<|im_end|>\n"
+
+
+def test_tools_reach_the_template(tmp_path: Path) -> None:
+    source = "{% if tools %}[{{ tools[0]['function']['name'] }}]{% endif %}" + CHATML
+    template = ChatTemplate(chat_tokenizer(tmp_path, source))
+    fields = {"tools": [{"type": "function", "function": {"name": "f"}}], "mood": "x", "tokenize": True}
+    messages = [{**message, "tone": "x"} for message in conversation(1)]
+    (document,) = template.encode(messages, fields)
+    assert document.text.startswith("[f]<|im_start|>user")
+    assert list(template.unused(messages, fields)) == [
+        "the chat template does not use 'mood'",
+        "the chat template does not use 'tokenize'",
+        "the chat template does not use 'tone' of a message",
+    ]
+
+
+def test_an_answer_whose_end_does_not_count_is_noticed(tmp_path: Path, by_markers: ChatTemplate) -> None:
+    source = MARKED.replace(" + '<|im_end|>' }}{% endgeneration %}", " }}{% endgeneration %}{{ '<|im_end|>' }}")
+    template = ChatTemplate(chat_tokenizer(tmp_path, source))
+    (document,) = template.encode(conversation(2))
+    assert counted(template, document) == answers(2, "")
+    by_markers.encode(conversation(2))
+    assert (template.endless, by_markers.endless) == (3, 0)
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [

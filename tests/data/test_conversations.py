@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from boost.data.conversations import Malformed, messages_of
+from boost.data.conversations import Malformed, conversation_of
 from boost.data.report import PrepareReport
 from boost.data.sources import FilesSource
 from boost.errors import DataError
@@ -32,18 +32,31 @@ FORMS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
     ({"instruction": "a", "input": "x", "output": "b"}, [said("user", "a\n\nx"), ANSWER]),
     ({"prompt": "a", "completion": "b"}, [USER, ANSWER]),
     ({"prompt": [USER], "completion": [ANSWER]}, [USER, ANSWER]),
+    ({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}, [USER, {**ANSWER, "weight": 0}, USER, ANSWER]),
+    (
+        {"instruction": "c", "output": "d", "history": [["a", "b"]]},
+        [USER, ANSWER, said("user", "c"), said("assistant", "d")],
+    ),
+    ({"system": "s", "messages": [USER, ANSWER]}, [said("system", "s"), USER, ANSWER]),
+    ({"messages": [USER, {**ANSWER, "weight": 0}, ANSWER]}, [USER, {**ANSWER, "weight": 0}, ANSWER]),
+    (
+        {"messages": [USER, {**ANSWER, "train": False}, {**ANSWER, "train": True}]},
+        [USER, {**ANSWER, "weight": 0}, ANSWER],
+    ),
+    ({"conversations": [*SHARED, {**SHARED[1], "loss": 0}]}, [USER, ANSWER, {**ANSWER, "weight": 0}]),
+    ({"prompt": "a", "completion": "b", "label": True}, [USER, ANSWER]),
 ]
 
 
 @pytest.mark.parametrize(("record", "messages"), FORMS)
 def test_forms(record: dict[str, Any], messages: list[dict[str, Any]]) -> None:
-    assert messages_of(record) == messages
+    assert conversation_of(record).messages == messages
 
 
 def test_what_a_template_may_need_is_kept() -> None:
     calls = [{"function": {"name": "f", "arguments": {}}}]
     record = {"messages": [said("user", "a"), {"role": "assistant", "content": None, "tool_calls": calls}]}
-    assert messages_of(record)[1] == {"role": "assistant", "content": "", "tool_calls": calls}
+    assert conversation_of(record).messages[1] == {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 @pytest.mark.parametrize(
@@ -58,11 +71,29 @@ def test_what_a_template_may_need_is_kept() -> None:
         ({"messages": [{"role": "user"}, said("assistant", "b")]}, "'content' is null, not text"),
         ({"conversations": [{"from": "human", "value": 3}]}, "'value' is a number, not text"),
         ({"instruction": "a", "output": " "}, "an empty answer"),
+        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "no message of the assistant that counts in the loss"),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "'weight' of a message is 0.5; 0 and 1 are supported"),
+        ({"conversations": [SHARED[0], {**SHARED[1], "train_detail": [{}]}]}, "'train_detail' is not supported"),
+        ({"messages": [USER, ANSWER], "images": ["a.png"]}, "'images' is not supported"),
+        ({"prompt": "a", "completion": "b", "label": False}, "an example of a bad answer"),
+        ({"messages": [USER, ANSWER], "tools": "x"}, "'tools' is text that is not JSON"),
+        ({"messages": [USER, ANSWER], "tools": {"a": 1}}, "'tools' is an object, not a list"),
+        ({"instruction": "a", "output": "b", "history": ["c"]}, "'history' is not a list of questions and answers"),
     ],
 )
 def test_what_is_no_conversation(record: Any, words: str) -> None:
     with pytest.raises(Malformed, match=words):
-        messages_of(record)
+        conversation_of(record)
+
+
+def test_every_field_of_a_record_is_used_or_named() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for given in ({"tools": tools}, {"tools": json.dumps(tools)}, {"functions": tools}):
+        assert conversation_of({"messages": [USER, ANSWER], **given}).template == {"tools": tools}
+    record = {"messages": [USER, ANSWER], "documents": [{"text": "x"}], "chat_template_kwargs": {"thinking": True}}
+    found = conversation_of(record | {"id": 3, "source": "s", "images": [], "tools": None})
+    assert found.template == {"documents": [{"text": "x"}], "thinking": True}
+    assert found.unused == ["id", "source", "images"]
 
 
 RECORDS = [{"messages": [said("user", f"question {i}"), said("assistant", f"answer {i}")]} for i in range(5)]
@@ -79,7 +110,7 @@ def test_the_same_from_every_kind_of_file(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), files[4])
     for source in (FilesSource(file, chat=True) for file in files):
         found = [json.loads(document.text) for document in source.documents(PrepareReport())]
-        assert found == [record["messages"] for record in RECORDS], source.name
+        assert found == [{**record, "template": {}} for record in RECORDS], source.name
 
 
 def test_bad_records_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
