@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from boost import __version__
-from boost.config.text import printable
+from boost.config.text import escape_output, printable
 from boost.errors import BoostError, StorageError
 from boost.train.rundir import available_cores
 
@@ -77,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0 success, 2 bad input, 3 training failed, 1 a bug."""
     _cap_threads()
+    escape_output()
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     if not words and not overrides:

@@ -128,6 +128,14 @@ def validated(tree: dict[str, Any]) -> Config:
         if isinstance(table, dict) and table.get(key) in (0, FORMER_DEFAULTS.get(f"{section}.{key}", 0)):
             tree = {**tree, section: {name: value for name, value in table.items() if name != key}}
 
+    for section, table in tree.items():
+        for key, value in table.items() if isinstance(table, dict) else ():
+            texts = value if isinstance(value, list | tuple | dict) else (value,)
+            if any(isinstance(text, str) and re.search("[\ud800-\udfff]", text) for text in texts):
+                raise ConfigError(
+                    f"{section}.{key} = {brief(value)} has bytes that are not UTF-8 text; write it as UTF-8"
+                )
+
     def as_float(value: Any) -> Any:
         return float(value) if type(value) is int and abs(value) < 10**300 else value
 

@@ -1,5 +1,7 @@
 """Text from files and users: reads it with precise errors, and prints it without terminal control sequences."""
 
+import io
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,12 @@ def foreign_encoding(data: bytes) -> str | None:
         return None
     halves = data[:200:2], data[1:200:2]  # ASCII text in UTF-16 without a byte order mark: every other byte is 0
     return "UTF-16" if len(data) >= 4 and sum(not any(half) for half in halves) == 1 else None
+
+
+def escape_output() -> None:
+    """Lets standard output escape characters that its encoding lacks, as standard error does, instead of raising an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def printable(text: str, keep: str = "") -> str:

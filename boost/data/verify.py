@@ -108,8 +108,9 @@ def _record_of(store: TokenStore) -> Path:
 
 @functools.cache
 def _cache_folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    for folder in (Path(home, "boost", "verified"), Path(tempfile.gettempdir(), f"boost-verified-{os.getuid()}")):
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    known = [] if cache.startswith("~") else [Path(cache, "boost", "verified")]  # a uid without an account has no home
+    for folder in (*known, Path(tempfile.gettempdir(), f"boost-verified-{os.getuid()}")):
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():

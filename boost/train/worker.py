@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from boost.config.text import escape_output
 from boost.parallel.rendezvous import LAUNCH_DIR
 from boost.train.best_effort import best_effort
 from boost.train.failures import failure_report
@@ -60,6 +61,7 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
         "LOCAL_WORLD_SIZE": str(spec.nproc),
         LAUNCH_DIR: str(spec.folder),
     }
+    escape_output()  # a spawned process has streams of its own
     stay_on_loopback()
     StopRequest.begin_process()
     logging.getLogger("boost").handlers.clear()  # a forked process inherits those of the launcher

@@ -21,6 +21,8 @@ BAD = [
     (["--train.tp", "2"], ["train.tp", "did you mean 'parallel.tp'"]),
     (["--lr", "1"], ["--lr", "did you mean '--optim.lr'"]),
     (["stray"], ["stray"]),
+    (["--run.dir", "r\udcff"], ["run.dir = 'r\\udcff' has bytes that are not UTF-8 text"]),
+    (["--train.sample_prompts", '["a", "\udcff"]'], ["train.sample_prompts", "not UTF-8 text"]),
     (["--train.steps"], ["train.steps", "no value", "integer"]),
     (["--train.steps", "abc"], ["train.steps", "'abc'", "integer", "1000"]),
     (["--train.steps", "1.5"], ["train.steps", "1.5", "integer"]),

@@ -1,6 +1,7 @@
 """Untrusted files and strings: a one-line error for any content."""
 
 import contextlib
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from boost.config import Config, load
-from boost.config.text import brief, printable
+from boost.config.text import brief, escape_output, printable
 from boost.errors import BoostError, ConfigError
 
 DEEP = 100_000
@@ -118,3 +119,11 @@ def test_any_bytes_give_a_configuration_or_a_boost_error(tmp_path: Path, content
     (tmp_path / "x.toml").write_bytes(content)
     with contextlib.suppress(BoostError):
         load(str(tmp_path / "x.toml"))
+
+
+def test_what_an_encoding_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    escape_output()
+    print("ü 漢", flush=True)
+    assert written.getvalue() == b"\xfc \\u6f22\n"

@@ -158,3 +158,10 @@ def test_a_store_of_any_bytes_opens_or_is_a_data_error(store: TokenStore, file: 
             open_and_verify(store.path)
     finally:
         (store.path / file).write_bytes(before)
+
+
+def test_a_user_without_a_home_has_a_cache_too(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a uid without an account
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert verify._cache_folder.__wrapped__() == tmp_path / f"boost-verified-{os.getuid()}"
