@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from boost.cli.terminal import print_rows
+from boost.config.text import printable
 from boost.errors import BoostError
 from boost.format import format_bytes
 
@@ -84,7 +85,7 @@ def _list(args: argparse.Namespace) -> int:
     print_rows(headings, cells, right=("step", "size", "held-out loss"))
     for info in checkpoints:
         if info.problem:
-            print(f"{info.path.name}: {info.problem}")
+            print(printable(f"{info.path.name}: {info.problem}"))
     return 0
 
 
@@ -101,7 +102,7 @@ def _verify(args: argparse.Namespace) -> int:
         if not args.json:
             noted = f" ({info.problem})" if info.problem else ""
             for line in problems or [f"{path.name}: intact{noted}"]:
-                print(line, file=sys.stderr if problems else sys.stdout, flush=True)
+                print(printable(line), file=sys.stderr if problems else sys.stdout, flush=True)
     if args.json:
         print(json.dumps(rows, indent=2))
     return 0 if all(row["intact"] for row in rows) else 1

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.cli.inference import add_checkpoint_arguments, open_model, run_on_mesh
+from boost.config.text import printable_text
 from boost.data.chat import Message
 from boost.data.tokenizer import TextStream, continuation
 from boost.errors import ConfigError
@@ -323,7 +324,7 @@ class Generation:
 
     def _print(self, text: str, end: str = "\n") -> None:
         if self.mesh.is_main:
-            print(text, end=end, flush=True)
+            print(printable_text(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def _sampling(args: argparse.Namespace) -> Any:

@@ -9,6 +9,7 @@ from boost.config import Config
 from boost.config.layouts import layout_spec, layouts_of
 from boost.config.rules import check
 from boost.config.schema import ParallelConfig
+from boost.config.text import printable
 from boost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -97,4 +98,4 @@ def dump(value: dict[str, Any], as_json: bool) -> None:
     width = max(len(key) for key in value) + 2
     for key, item in value.items():
         text = f"{item:.4f}" if isinstance(item, float) else str(item)
-        print(f"{key.replace('_', ' '):{width}}{text}")
+        print(printable(f"{key.replace('_', ' '):{width}}{text}"))

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from boost.config.text import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -27,6 +29,7 @@ def print_fact(console: "Console", key: str, value: str, column: int = 12) -> No
     """Prints `key`, and `value` starting at `column`: wrapped at words on a terminal, on one line for a pipe."""
     from rich.text import Text
 
+    value = printable(value)
     lines = [value]
     if console.is_terminal:
         lines = textwrap.wrap(value, max(console.width - column, LEAST_LAST_COLUMN), break_on_hyphens=False) or [""]
@@ -49,7 +52,7 @@ def print_rows(
     for heading in headings:
         table.add_column(heading, justify="right" if heading in right else "left")
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
+        table.add_row(*(Text(printable(str(cell), "\n")) for cell in row))
     print_table(result_console(piped_width), table)
 
 

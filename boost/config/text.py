@@ -59,6 +59,11 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def printable_text(text: str) -> str:
+    """A longer text for a terminal: as `printable`, but with its lines, tabs and joined characters (as in emoji)."""
+    return printable(text, "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}")
+
+
 def brief(value: object) -> str:
     """The repr of a value, shortened for a message."""
     try:

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from boost.config.text import printable
 from boost.data.readers import (
     JSON_SUFFIXES,
     PARQUET_SUFFIXES,
@@ -200,7 +199,7 @@ def document_of(record: Any, key: str, where: str, entry: FileReport) -> Documen
         entry.skip(str(problem) if isinstance(problem, Malformed) else SURROGATE, where)
         return None
     for name in unused:
-        entry.note(f"the field {printable(name)[:40]!r} has no effect", where)
+        entry.note(f"the field {name[:40]!r} has no effect", where)
     return Document(key, text, entry)
 
 

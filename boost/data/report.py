@@ -45,11 +45,11 @@ class FileReport:
 
     def skip(self, reason: str, where: str = "") -> None:
         """Counts one document, line or file as skipped; `where` is its position in this file."""
-        self.skipped.setdefault(reason, Skip()).add(printable(where))
+        self.skipped.setdefault(printable(reason), Skip()).add(printable(where))
 
     def note(self, what: str, where: str = "") -> None:
         """Counts one document or file that was read in another form, such as with other line breaks."""
-        self.notes.setdefault(what, Skip()).add(printable(where))
+        self.notes.setdefault(printable(what), Skip()).add(printable(where))
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Sets the numbers to those of `as_dict`."""

@@ -62,7 +62,7 @@ class PlainConsole:
 
     def note(self, text: str) -> None:
         """Shows one line of text."""
-        print(text, file=self._out or sys.stdout, flush=True)
+        print(printable(text), file=self._out or sys.stdout, flush=True)
 
     def close(self) -> None:
         """Restores the terminal."""
@@ -86,7 +86,7 @@ class BarConsole(PlainConsole):
         self._bar.update(self._task, completed=metrics.step, stats=stats)
 
     def note(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._bar.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._bar.stop()
@@ -128,7 +128,7 @@ class ConsoleHook(Hook):
 
     def _note(self, text: str) -> None:
         if self._console:  # warnings from before the first step are part of the introduction
-            self._console.note(printable(text))
+            self._console.note(text)
 
 
 def _introduction(trainer: "Trainer") -> list[str]:
@@ -185,6 +185,7 @@ def progress(work: int | Iterable[Any], description: str, enabled: bool = True) 
     """
     items: Iterable[Any] = range(work) if isinstance(work, int) else work
     total = len(items) if isinstance(items, Sized) else None
+    description = printable(description)
     if not enabled:
         yield from items
     elif _live_bars:

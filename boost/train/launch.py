@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from boost import errors
+from boost.config.text import printable_text
 from boost.errors import BoostError, ConfigError, TrainingError
 from boost.train.failures import FailureReport, read_reports, root_cause
 from boost.train.heartbeat import read_beats
@@ -278,7 +279,9 @@ def _raise_root_cause(
         others = "; the others were stopped" if spec.nproc > 1 else ""
         raise TrainingError(f"{_process_name(spec, report)} {how}{hint}{others}; {_resume_hint(spec)}")
     if report.kind == "defect":
-        print(f"{_process_name(spec, report.rank)} failed:\n{report.message}", file=sys.stderr, flush=True)
+        print(
+            f"{_process_name(spec, report.rank)} failed:\n{printable_text(report.message)}", file=sys.stderr, flush=True
+        )
         return 1
     failure: BoostError = getattr(errors, report.error)(report.message)
     if report.kind == "lost":

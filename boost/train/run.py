@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from boost.config import Config
+from boost.config.text import printable, printable_text
 from boost.data.fit import open_fitting_store
 from boost.data.verify import Progress
 from boost.errors import HangError, StoppedError, TrainingError
@@ -305,11 +306,11 @@ def _print_result(config: Config, trainer: Trainer, result: TrainResult) -> None
         print(f"\nheld-out loss       {evaluation.loss:.4f} nats/token over {evaluation.tokens} tokens")
         for name, source in evaluation.sources.items():
             loss = f"{source.loss:.4f} nats/token over {source.tokens} tokens"
-            print(f"  {name:18}{loss}, {source.bits_per_byte:.4f} bits per byte")
+            print(f"  {printable(name):18}{loss}, {source.bits_per_byte:.4f} bits per byte")
         print(f"unigram entropy     {entropy:.4f} nats/token (loss of a model that knows only token frequencies)")
         print(f"held-out perplexity {evaluation.perplexity:.2f}")
         print(f"bits per byte       {evaluation.bits_per_byte:.4f}")
-        print(f"\nsample (held-out text up to [...], then the model's continuation)\n{sample}")
+        print(f"\nsample (held-out text up to [...], then the model's continuation)\n{printable_text(sample)}")
     else:
         step = result.position.step
         saved = result.checkpoint in [checkpoint_path(folder, step) for folder in trainer.checkpoint_folders]
@@ -317,6 +318,6 @@ def _print_result(config: Config, trainer: Trainer, result: TrainResult) -> None
         print(
             f"\nstopped by {result.stopped_by} at step {step} of {config.train.steps}, {state}; resume with --resume auto"
         )
-    print(f"\nrun directory       {trainer.run.path}")
+    print(f"\nrun directory       {printable(str(trainer.run.path))}")
     if result.checkpoint:
-        print(f"checkpoint          {result.checkpoint}", flush=True)
+        print(f"checkpoint          {printable(str(result.checkpoint))}", flush=True)

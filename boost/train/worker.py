@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from boost.config.text import escape_output
+from boost.config.text import escape_output, printable_text
 from boost.parallel.rendezvous import LAUNCH_DIR
 from boost.train.best_effort import best_effort
 from boost.train.failures import failure_report
@@ -163,7 +163,7 @@ def _report_and_leave(spec: LaunchSpec, rank: int, error: BaseException) -> None
         if logger.handlers:
             logger.error("%s", report.trace)
     if not report.write(spec.folder):
-        print(f"boost: error: {report.message}", file=sys.stderr, flush=True)
+        print(f"boost: error: {printable_text(report.message)}", file=sys.stderr, flush=True)
     leave(report.exit_code)
 
 

@@ -3,11 +3,15 @@
 import contextlib
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from boost.cli.main import COMMAND_GROUPS, COMMANDS, main, split_overrides
+from boost.cli.terminal import print_rows
+from boost.data.report import FileReport
+from boost.train.console import PlainConsole
 from tests.cli.commands import say
 
 
@@ -152,3 +156,27 @@ def test_escape_codes_in_words_do_not_reach_the_terminal(words: list[str], capsy
         assert main(words) == 2
     captured = capsys.readouterr()
     assert "\x1b" not in captured.out + captured.err and "\\x1b[2J" in captured.err
+
+
+def test_escape_codes_in_names_do_not_reach_the_terminal(
+    checkpoint: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = tmp_path / "r\x1b[2J\u202eevil"
+    shutil.copytree(checkpoint, evil / "checkpoints" / "step-00000000")
+    (evil / "checkpoints" / "step-00000001\x1b]0;x\x07").mkdir()
+    for words in (
+        ("checkpoint", "list", evil),
+        ("checkpoint", "verify", evil),
+        ("eval", evil, "--store", store, "--max-tokens", 64),
+        ("export", evil, "--out", tmp_path / "o\x1b[2J"),
+    ):
+        code, out, err = say(capsys, *words)
+        assert code == 0, (words, err)
+        assert "\x1b" not in out + err and "\u202e" not in out + err and "\x07" not in out + err
+        assert "\\x1b[2J" in out or words[0] == "checkpoint"
+    PlainConsole(1, 1, 1).note("a\x1b[2J")
+    print_rows(("name",), [["b\u202e"]])
+    assert capsys.readouterr().out.split() == ["a\\x1b[2J", "name", "b\\u202e"]
+    report = FileReport("c\x1b")
+    report.skip("d\x1b", "e\x1b")
+    assert list(report.skipped) == ["d\\x1b"]
