@@ -27,18 +27,20 @@ settings.load_profile("boost")
 
 
 LONGEST_FIRST = (
-    "train/test_recovery.py", "train/test_recovery_nodes.py", "train/test_nodes.py", "train/test_rehearsal.py",
-    "benchmarks/experiments/test_wire.py", "parallel/test_overlap.py",
-    "parallel/test_layouts.py", "parallel/test_late.py", "api/test_examples.py", "train/test_launch.py",
-    "parallel/test_compile.py", "parallel/test_context_axis.py", "train/test_three_dimensions.py",
-    "optim/test_factors.py", "parallel/test_working.py", "train/test_checkpoint.py", "benchmarks/experiments/test_recompute.py",
-    "benchmarks/experiments/test_curves.py",
+    "elastic/test_recovery.py", "elastic/test_recovery_nodes.py", "nn/test_training.py", "train/test_three_dimensions.py",
+    "parallel/test_layouts.py", "parallel/test_overlap.py", "parallel/test_late.py", "train/test_full_disk.py",
+    "cli/test_train.py", "train/test_rehearsal.py", "train/test_step.py", "train/test_nodes.py", "parallel/test_compile.py",
+    "train/test_checkpoint.py", "api/test_examples.py", "parallel/test_working.py", "optim/test_factors.py",
+    "train/test_launch.py", "parallel/test_context_axis.py", "train/test_stops.py", "benchmarks/experiments/test_curves.py",
+    "cli/test_eval_tasks.py", "measure/test_calibrate.py", "cli/test_plan.py", "test_house.py", "train/test_health.py",
+    "train/test_examples.py", "benchmarks/experiments/test_perplexity.py",
 )  # fmt: skip
 """Files that take half a minute or more: workers that get one of them last would keep the others waiting."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST_FIRST)}
+    assert all(path.is_file() for path in place), "LONGEST_FIRST names a file that was moved"
     items.sort(key=lambda item: place.get(item.path, len(place)))
 
 

@@ -118,7 +118,7 @@ def test_a_replica_is_lost_and_comes_back(store: Path, tmp_path: Path, mesh: str
     assert "Traceback" not in out + err and not list((tmp_path / "killed" / "run").glob("*.lock"))
 
 
-@pytest.mark.nightly  # test_recovery_nodes.py hands over sharded moments on every commit
+@pytest.mark.nightly  # the test of an operation behind hands over sharded moments on every commit
 @pytest.mark.parametrize(
     "words",
     [

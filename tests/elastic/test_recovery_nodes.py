@@ -61,9 +61,8 @@ def memberships(config: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == "membership"]
 
 
-@pytest.mark.parametrize(
-    ("places", "shard"), [("aabb", "optimizer"), pytest.param("ab", "none", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("places", "shard"), [("aabb", "optimizer"), ("ab", "none")])
 def test_processes_of_two_hosts_die_and_come_back(
     nodes: tuple[Node, Node], config: Path, places: str, shard: str
 ) -> None:

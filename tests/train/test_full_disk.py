@@ -215,7 +215,9 @@ def test_a_lost_replica_is_left_out_although_the_temporary_folder_is_full(store:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "process"), [(signal.SIGINT, 0), (signal.SIGTERM, 1)])
+@pytest.mark.parametrize(
+    ("number", "process"), [pytest.param(signal.SIGINT, 0, marks=pytest.mark.nightly), (signal.SIGTERM, 1)]
+)
 def test_a_signal_saves_although_the_folder_of_the_launcher_is_gone(
     store: Path, tmp_path: Path, number: signal.Signals, process: int
 ) -> None:

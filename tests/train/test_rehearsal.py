@@ -82,7 +82,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("alone", [pytest.param(True, marks=pytest.mark.nightly), False])
 def test_a_signal_in_start_up_without_an_agent_reaches_who_waits(store: Path, tmp_path: Path, alone: bool) -> None:
     """The first process waits for a missing second one, or is stopped during its own startup."""
     port = free_port()

@@ -91,6 +91,7 @@ def run_experiment(
             return -1, said.getvalue(), made
 
 
+@pytest.mark.nightly
 def test_layouts_end_where_one_process_does_also_after_an_interruption(store: Path, tmp_path: Path) -> None:
     out, config = tmp_path / "out" / "p", make_config(store, tmp_path / "run")
     (code, _, made), (_, _, others) = run_distributed(2, run_experiment, config, PLAN, out, 6)
