@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from boost import nn as nn
     from boost.api.model import Model as Model
     from boost.api.sharding import parallelize as parallelize
+    from boost.api.swap import load_lowrank as load_lowrank
     from boost.api.swap import lowrank as lowrank
+    from boost.api.swap import merge_lowrank as merge_lowrank
     from boost.api.trainer import Trainer as Trainer
     from boost.config import Config as Config
     from boost.config import load as load_config  # noqa: F401
@@ -37,7 +39,9 @@ _HOMES = {
     "Model": "boost.api.model",
     "Trainer": "boost.api.trainer",
     "load_config": "boost.config:load",
+    "load_lowrank": "boost.api.swap",
     "lowrank": "boost.api.swap",
+    "merge_lowrank": "boost.api.swap",
     "nn": "boost.nn:",
     "parallelize": "boost.api.sharding",
     "register_family": "boost.config.families",

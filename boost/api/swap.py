@@ -1,74 +1,168 @@
-"""`lowrank`: swaps the linears of any PyTorch or transformers model for factors."""
+"""`lowrank` swaps the linears of any PyTorch or transformers model for factors; `load_lowrank` and `merge_lowrank` come afterwards.
+
+The ranks are part of the configuration of a transformers model: `boost_lowrank` in its config.json, which `save_pretrained` writes
+and `load_lowrank` reads.
+"""
 
 import fnmatch
+import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from boost.errors import ConfigError
+from boost.format import format_count
 from boost.nn.linear import LowRankLinear
 from boost.train.console import progress
+
+log = logging.getLogger(__name__)
+SAVED = "boost_lowrank"
+"""Key in config.json: {"ranks": {module: rank}, "activation": "none"}."""
+
+Rank = int | float
+"""A number, or a fraction of each linear's smaller width."""
 
 
 def lowrank(
     module: nn.Module,
-    rank: int | float = 0.25,
+    rank: Rank | Mapping[str, Rank] = 0.25,
     *,
     init: str = "svd",
     activation: str = "none",
-    include: Sequence[str] = ("*",),
-    exclude: Sequence[str] = (),
+    include: str | Sequence[str] = ("*",),
+    exclude: str | Sequence[str] = (),
 ) -> nn.Module:
-    """Replaces linears inside `module` by `boost.nn.LowRankLinear`, in place, and returns it.
+    """Replaces linears inside `module` by `boost.nn.LowRankLinear`, in place, and returns it. The logger `boost.api.swap` says at
+    level INFO how many; `ranks_of` lists them.
 
     The output embedding and linears that share their weight with another module are left alone, unless `include` names them
     exactly. So is a linear whose factors would have as many parameters as it has.
 
     Args:
-        module: any model. transformers' `Conv1D` (GPT-2) counts as a linear.
-        rank: of the factors; a float is a fraction of each linear's smaller width.
+        module: any model. transformers' `Conv1D` (GPT-2) and subclasses of `nn.Linear` that compute the same count as linears.
+        rank: of the factors; a float is a fraction of each linear's smaller width. A mapping has one for each pattern of module
+            names: the first that matches counts, and linears that match none are left alone.
         init: "svd" approximates each weight by its truncated SVD; "random" draws new factors.
         activation: between the factors: "none" or "silu".
         include, exclude: patterns of module names, such as "*.mlp.*" (fnmatch).
 
     Raises ConfigError if no linear matches, or an argument is not valid.
     """
+    by_pattern = rank if isinstance(rank, Mapping) else {"*": rank}
+    for of_pattern in by_pattern.values():
+        _check_rank(of_pattern)
+    included, excluded = _patterns(include), _patterns(exclude)
+    before = sum(parameter.numel() for parameter in module.parameters())
+    linears = list(_linears(module, included, excluded))
+    chosen = []
+    for name, linear in linears:
+        value = next((value for pattern, value in by_pattern.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        rows, columns = linear.weight.shape
+        r = value if isinstance(value, int) else max(int((value or 0) * min(rows, columns)), 1)
+        if value is not None and r * (rows + columns) < rows * columns:
+            chosen.append((name, linear, r))
+    if not chosen:
+        why = "no linear has such a name"
+        if linears:
+            why = "its factors would not be smaller; use a lower rank"
+        elif any(_matches(name, included) for name in ranks_of(module)):
+            why = "its linears are factors already"
+        raise ConfigError(f"rank = {rank}, include = {included}: nothing to replace in {type(module).__name__}: {why}")
+    for name, linear, r in progress(chosen, "factorizing", enabled=init == "svd"):
+        _replace(module, name, linear, r, init, activation)
+    after = sum(parameter.numel() for parameter in module.parameters())
+    log.info("%d linears are factors now: %s -> %s parameters", len(chosen), format_count(before), format_count(after))
+    _record(module, activation)
+    return module
+
+
+def ranks_of(module: nn.Module) -> dict[str, int]:
+    """The rank of every `LowRankLinear` inside a module, by name."""
+    return {name: part.rank for name, part in module.named_modules() if isinstance(part, LowRankLinear)}
+
+
+def merge_lowrank(module: nn.Module) -> nn.Module:
+    """Replaces every `LowRankLinear` inside `module` by the dense linear W = B A, in place, and returns it. Raises ConfigError with
+    an activation, which has no dense equivalent."""
+    for name in ranks_of(module):
+        factors: Any = module.get_submodule(name)
+        merged = factors.merged()
+        if (conv1d := getattr(factors, "conv1d", None)) is not None:
+            linear, merged = merged, conv1d(merged.out_features, merged.in_features).to(merged.weight)
+            merged.weight.data.copy_(linear.weight.T)
+            merged.bias.data.copy_(linear.bias)
+        _set(module, name, merged)
+    _record(module, "none")
+    return module
+
+
+def load_lowrank(path: str | Path, **options: Any) -> Any:
+    """Loads a transformers model that `save_pretrained` has written after `lowrank`.
+
+    transformers' own `from_pretrained` does not know the factors: it warns, and draws dense weights anew. `options`: of
+    `from_pretrained`, such as dtype. Raises ConfigError if the folder has no ranks or its class is not one of transformers.
+    """
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    saved = getattr(config, SAVED, None)
+    if not isinstance(saved, dict) or not isinstance(saved.get("ranks"), dict):
+        raise ConfigError(
+            f"'{path}' has no {SAVED} in its config.json; save a model after boost.lowrank, or use from_pretrained"
+        )
+    (name,) = (config.architectures or [""])[:1]
+    base: Any = getattr(transformers, name, None)
+    if not (isinstance(base, type) and issubclass(base, transformers.PreTrainedModel)):
+        raise ConfigError(f"'{path}': its class {name!r} is not one of transformers' models")
+
+    def build(model: Any, config: Any, *rest: Any, **more: Any) -> None:
+        base.__init__(model, config, *rest, **more)  # type: ignore[misc]
+        linears = dict(model.named_modules())
+        for place, rank in saved["ranks"].items():
+            if place not in linears:
+                raise ConfigError(f"'{path}': {SAVED} names {place!r}, which {name} does not have")
+            _replace(model, place, linears[place], rank, "random", saved.get("activation", "none"))
+
+    loader = type(base.__name__, (base,), {"__init__": build, "__module__": base.__module__})
+    model = loader.from_pretrained(path, **options)  # type: ignore[attr-defined]
+    model.__class__ = base
+    return model
+
+
+def _check_rank(rank: Any) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, int | float):
+        raise ConfigError(f"rank = {rank!r} is no number; use one such as 64, or a fraction of each width such as 0.25")
     if isinstance(rank, float) and not 0 < rank <= 1:
         raise ConfigError(
             f"rank = {rank} is no fraction of a linear's width; nearest valid value: {min(max(rank, 0.01), 1.0)}"
         )
-    linears: list[tuple[str, Any]] = list(_linears(module, include, exclude))
-    chosen = []
-    for name, linear in linears:
-        rows, columns = linear.weight.shape
-        r = rank if isinstance(rank, int) else max(int(rank * min(rows, columns)), 1)
-        if r * (rows + columns) < rows * columns:
-            chosen.append((name, linear, r))
-    if not chosen:
-        why = "its factors would not be smaller; use a lower rank" if linears else "no linear has such a name"
-        raise ConfigError(
-            f"rank = {rank}, include = {tuple(include)}: nothing to replace in {type(module).__name__}: {why}"
-        )
-    for name, linear, r in progress(chosen, "factorizing", enabled=init == "svd"):
-        parent, _, child = name.rpartition(".")
-        factors = LowRankLinear.from_linear(_as_linear(linear), r, init=init, activation=activation)
-        setattr(module.get_submodule(parent), child, factors)
-    return module
+    if rank < 1 and isinstance(rank, int):
+        raise ConfigError(f"rank = {rank} is too small; smallest valid value: 1")
 
 
-def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+def _record(module: nn.Module, activation: str) -> None:
+    """Writes the ranks to the configuration of a transformers model, from which they are saved with it."""
+    if hasattr(config := getattr(module, "config", None), "to_dict"):
+        if ranks := ranks_of(module):
+            setattr(config, SAVED, {"ranks": ranks, "activation": activation})
+        elif hasattr(config, SAVED):
+            delattr(config, SAVED)
+
+
+def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """(name, module) of what may be replaced."""
     owners = Counter(id(parameter) for owner in module.modules() for parameter in owner.parameters(recurse=False))
     output = getattr(module, "get_output_embeddings", lambda: None)()
-    inside = [name for name, part in module.named_modules() if isinstance(part, LowRankLinear)]
+    # Factors are not factored again, and attention of torch reads the weight of its own linear.
+    kept = (LowRankLinear, nn.MultiheadAttention)
+    inside = [name for name, part in module.named_modules() if isinstance(part, kept)]
     for name, linear in module.named_modules():
-        # transformers' Conv1D is a linear whose weight is transposed; found without importing transformers.
-        is_conv1d = type(linear).__name__ == "Conv1D" and hasattr(linear, "nf")
-        is_linear = type(linear) is nn.Linear or is_conv1d
-        if not name or not is_linear or any(name.startswith(f"{outer}.") for outer in inside):
+        if not name or not _is_linear(linear) or any(name.startswith(f"{outer}.") for outer in inside):
             continue
         special = linear is output or owners[id(linear.weight)] > 1
         if special and name not in include:
@@ -77,8 +171,38 @@ def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) 
             yield name, linear
 
 
+@torch.no_grad()
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module computes x W^T + b. transformers' Conv1D, with a transposed weight, is found without importing it."""
+    if type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf")):
+        return True
+    if not isinstance(module, nn.Linear) or not module.weight.is_floating_point() or module.weight.is_meta:
+        return False
+    x = torch.randn(2, module.in_features, device=module.weight.device, dtype=module.weight.dtype)
+    try:
+        return torch.allclose(module(x), F.linear(x, module.weight, module.bias), rtol=1e-2, atol=1e-3)
+    except Exception:  # a subclass with another signature or other shapes
+        return False
+
+
+def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _replace(module: nn.Module, name: str, linear: Any, rank: int, init: str, activation: str) -> None:
+    factors = LowRankLinear.from_linear(_as_linear(linear), rank, init=init, activation=activation)
+    if not isinstance(linear, nn.Linear):
+        factors.conv1d = type(linear)  # type: ignore[assignment]  # what it is merged to
+    _set(module, name, factors)
+
+
+def _set(module: nn.Module, name: str, replacement: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(module.get_submodule(parent), child, replacement)
 
 
 def _as_linear(module: Any) -> nn.Linear:

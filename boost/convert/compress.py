@@ -177,7 +177,8 @@ def compress(
             for slot in group.slots:
                 name = f"layers.{layer}.{slot.name}"
                 values = weighted_values(weights[name], outputs[name], inputs[group_name(layer, group.name)])
-                candidates[name] = Candidate(values.square() / 2, slot.d_in + slot.d_out)
+                even = max(slot.d_in * slot.d_out // (slot.d_in + slot.d_out), 1)  # beyond, factors are larger than W
+                candidates[name] = Candidate(values.square()[:even] / 2, slot.d_in + slot.d_out)
     ranks = allot(candidates, compression.room(dense), compression.multiple)
     default = max(set(ranks.values()), key=list(ranks.values()).count)
     model = from_tree({"model": low_rank_table(dense, default, ranks)}).model
@@ -208,7 +209,7 @@ class Candidate:
     """One linear: what each direction is worth, and what a rank costs."""
 
     gains: Tensor
-    """[min(O, I)] fp64, descending: fall of the loss from each further rank."""
+    """[R] fp64, descending: fall of the loss from each further rank, up to the largest that is worth having."""
     size: int
     """Parameters per rank: O + I."""
 

@@ -58,6 +58,21 @@ class LowRankLinear(nn.Module):
         """Width of the bottleneck."""
         return self.A.out_features
 
+    @property
+    def weight(self) -> Tensor:
+        """W = B A, [out_features, in_features], computed at each access, for models that read the weight of a linear (T5, Mamba).
+
+        Raises AttributeError with an activation, which has no such weight.
+        """
+        if self.activation != "none":
+            raise AttributeError(f"factors with activation = '{self.activation}' have no weight W")
+        return self.B.weight @ self.A.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out_features], or None."""
+        return self.B.bias
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Normal factors with standard deviation rank^(-1/4) (in + out)^(-1/4) each, as in CoLA's published code; the bias is 0."""

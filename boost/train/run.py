@@ -229,7 +229,8 @@ FEW_HELDOUT_TOKENS = 50_000
 
 def advise(trainer: Trainer) -> None:
     """Adds advice to the warnings that the console prints before the first step. On the main process."""
-    for text in (*trainer.config.model.advice(), *start_advice(trainer)):
+    is_new = not (trainer.started_from or trainer.resumed_from)  # the model of given weights cannot be changed
+    for text in (*(trainer.config.model.advice() if is_new else ()), *start_advice(trainer)):
         log.warning(text)
         trainer.warnings.append(text)
 

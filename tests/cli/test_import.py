@@ -68,6 +68,7 @@ def test_a_run_starts_from_weights_and_is_resumed(
     code, said, err = say(capsys, *words, "--train.steps", "1", "--optim.lr", "1e-30")
     assert code == 0, err
     assert f"initialized from the weights of {start}" in said + err
+    assert "--model.ranks" not in said + err, "no advice to change a model that is given"
     saved = open_checkpoint(run)
     assert saved.context == open_checkpoint(Path(start)).context > saved.config.train.seq_len
     assert saved.config.model.ranks == {"attn.k": 16, "attn.v": 16}

@@ -67,6 +67,9 @@ def test_more_budget_loses_less(tmp_path: Path, store: Path) -> None:
     ]
     costs = [sum(row["cost"] for row in report["linears"]) for report in reports if report]
     assert costs[0] > costs[1] > costs[2]
+    for row in (row for report in reports if report for row in report["linears"]):
+        larger = row["rank"] * (row["d_out"] + row["d_in"]) > row["d_out"] * row["d_in"]
+        assert not larger or row["rank"] == 8, "no factors larger than the matrix, but for the least rank"
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def start(nodes: tuple[Node, Node], config: Path, places: str, *words: str, **op
     coordinator = nodes[0].coordinate()
     wait_for([coordinator], lambda: "listening on" in coordinator.said())
     train = ["train", str(config), "--run.dir", str(config.parent / "run"), "--parallel.dp", str(len(places))]
-    train += ["--run.recovery", "in-step", "--run.heartbeat_timeout_s", "3", *ENDLESS, *words]
+    train += ["--run.recovery", "in-step", "--run.heartbeat_timeout_s", "6", *ENDLESS, *words]
     return [nodes["ab".index(p)].replica(i, nodes[0], train, **options) for i, p in enumerate(places)]
 
 
@@ -113,7 +113,7 @@ def test_of_a_split_network_no_part_goes_on_without_a_majority(nodes: tuple[Node
         assert agent.wait(LIMIT_S) != 0, agent.said()
     assert "1 of 4 replicas respond, which is not a majority" in agents[0].said(), agents[0].said()
     for agent in agents[1:]:
-        assert re.search("run's store at .* has not responded for 6 s", agent.said()), agent.said()
+        assert re.search("run's store at .* has not responded for 12 s", agent.said()), agent.said()
     assert not memberships(config)
 
 
