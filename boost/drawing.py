@@ -56,6 +56,13 @@ def needs_matplotlib() -> None:
         raise ConfigError("pictures need matplotlib, which is not installed: pip install 'boost-llm[plots]'")
 
 
+def require_drawable(path: Path) -> None:
+    """Raises ConfigError if no picture can be written to `path`; call it before anything slow."""
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"'{path}' is not the name of a picture; use one that ends with {', '.join(SUFFIXES)}")
+    needs_matplotlib()
+
+
 def pyplot() -> Any:
     """matplotlib's pyplot, without a display. Raises ConfigError if it is missing."""
     needs_matplotlib()
@@ -70,7 +77,5 @@ def pyplot() -> Any:
 
 def write(figure: Any, path: Path) -> None:
     """Writes a figure in the format of the suffix of `path`, and closes it. Equal figures give equal SVG files."""
-    if path.suffix not in SUFFIXES:
-        raise ConfigError(f"--out = '{path}' must end with one of {', '.join(SUFFIXES)}")
     figure.savefig(path, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)
     pyplot().close(figure)

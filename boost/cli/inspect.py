@@ -12,6 +12,7 @@ from boost.config.attention import context_notes
 from boost.config.layouts import spec_of
 from boost.config.stages import stages
 from boost.config.text import printable
+from boost.drawing import require_drawable
 from boost.errors import ConfigError
 from boost.format import format_bytes, format_count
 
@@ -65,6 +66,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--pp-rank = {args.pp_rank} is not one of the {pp} pipeline ranks; nearest valid value: {nearest}"
         )
+
+    if args.svg is not None:
+        require_drawable(args.svg)
 
     from boost.plan.inspection import inspect
 

@@ -4,6 +4,7 @@ Commands import torch, tokenizers and other slow modules inside `run`, so that `
 """
 
 import argparse
+import difflib
 import importlib
 import keyword
 import os
@@ -83,6 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words and not overrides:
         parser.print_help()
         return 0
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        near = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        print_error(f"unknown command '{words[0]}'; " + (f"did you mean '{near[0]}'?" if near else "see boost --help"))
+        return 2
     if " ".join(words[:2]) in COMMANDS and len(words) > 1:
         words = [" ".join(words[:2]), *words[2:]]
     return run_command(parser, words, overrides)

@@ -15,7 +15,7 @@ from boost.config.architecture import parameter_count
 from boost.config.load import change, parse_overrides, read_source, validated
 from boost.config.rules import check
 from boost.config.schema import ParallelConfig
-from boost.drawing import needs_matplotlib
+from boost.drawing import require_drawable
 from boost.errors import ConfigError
 from boost.format import format_bytes
 
@@ -101,8 +101,14 @@ def run(args: argparse.Namespace) -> int:
     if args.svg is not None:
         if not args.by_gpus:
             raise ConfigError("--svg draws a grid; add --by-gpus")
-        needs_matplotlib()
+        require_drawable(args.svg)
     if args.config is not None:
+        for name in ("model", "gpus", "seq", "global_batch", "write", "by_gpus"):
+            if getattr(args, name) not in (None, False):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} belongs to a search, and CONFIG = '{args.config}' is explained without one; "
+                    "remove one of them, or change the configuration with --section.key value"
+                )
         return _explain_config(args, hardware)
     for name in ("model", "gpus"):
         if getattr(args, name) is None:

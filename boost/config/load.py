@@ -166,9 +166,13 @@ def read_source(source: str) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):  # the name is too long or contains NUL
         if Path(source).is_file():
             return read_toml(Path(source))
-    raise ConfigError(
-        f"no configuration file and no preset named '{brief_text(source)}'; {_suggest(source, presets(), 'preset')}"
+    names = difflib.get_close_matches(source, presets(), n=1)
+    advice = (
+        f"did you mean '{names[0]}'?"
+        if names
+        else "'boost config' lists the presets, and prints one to start a file from"
     )
+    raise ConfigError(f"no configuration file and no preset named '{brief_text(source)}'; {advice}")
 
 
 def fields() -> Iterator[tuple[str, FieldInfo]]:

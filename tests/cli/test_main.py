@@ -88,6 +88,11 @@ def test_overrides_are_taken_from_anywhere() -> None:
          "parallel.layout = 'megatron' shards dense linears; model.family = 'cola' has none"),
         (["inspect", "boost-13b", "--pp-rank", "2"], "--pp-rank = 2 is not one of the 2 pipeline ranks; nearest valid value: 1"),
         (["inspect", "nope"], "no configuration file and no preset named 'nope'"),
+        (["train", "run.toml"], "named 'run.toml'; 'boost config' lists the presets"),
+        (["trian", "demo"], "unknown command 'trian'; did you mean 'train'?"),
+        (["xyz"], "unknown command 'xyz'; see boost --help"),
+        (["inspect", "demo", "--svg", "x.txt"], "'x.txt' is not the name of a picture; use one that ends with .svg"),
+        (["plan", "demo", "--gpu", "h100", "--gpus", "8", "--model", "30b"], "--model belongs to a search, and CONFIG = 'demo'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
