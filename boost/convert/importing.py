@@ -67,9 +67,10 @@ class FolderWeights:
         self._entries = {entry.parameters[0].name: entry for entry in entries(folder.model, form)}
         embed, head = self._entries["embed"].name, self._entries["head"].name
         self._tensors.check(self._entries.values(), frozenset({head} if folder.tied else ()))
-        # A head that is stored and differs is used, as in transformers.
-        is_same = head not in self._tensors.shapes or torch.equal(self._tensors.read(embed), self._tensors.read(head))
-        self._tied = folder.tied and is_same
+        self._tied = folder.tied
+        if folder.tied and head in self._tensors.shapes:  # a head that is stored and differs is used, as in transformers
+            stored = self._tensors.read(embed)
+            self._tied = torch.equal(stored, self._tensors.read(head).to(stored.dtype))
         names = {entry.name for entry in self._entries.values()}
         self.dtype = self._tensors.dtype(name for name in self._tensors.shapes if name in names)
         self.tokenizer = path if (path / "tokenizer.json").is_file() else None
