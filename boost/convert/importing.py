@@ -69,8 +69,8 @@ class FolderWeights:
         self._tensors.check(self._entries.values(), frozenset({head} if folder.tied else ()))
         self._tied = folder.tied
         if folder.tied and head in self._tensors.shapes:  # a head that is stored and differs is used, as in transformers
-            stored = self._tensors.read(embed)
-            self._tied = torch.equal(stored, self._tensors.read(head).to(stored.dtype))
+            embedding = self._tensors.read(embed)
+            self._tied = torch.equal(embedding, self._tensors.read(head).to(embedding.dtype))
         names = {entry.name for entry in self._entries.values()}
         self.dtype = self._tensors.dtype(name for name in self._tensors.shapes if name in names)
         self.tokenizer = path if (path / "tokenizer.json").is_file() else None
