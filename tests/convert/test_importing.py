@@ -291,7 +291,8 @@ def test_a_prompt_starts_as_the_tokenizer_does(adds: bool, tmp_path: Path, store
     assert (before("def main").input_ids[0] == start) == adds
     assert (after.bos_token, json.loads((out / "config.json").read_text())["bos_token_id"]) == ("<s>", start)
     bring(out, tmp_path / "again")
-    assert open_checkpoint(tmp_path / "again").data == open_checkpoint(tmp_path / "c").data
+    first, again = (open_checkpoint(tmp_path / name).data for name in ("c", "again"))
+    assert (again["bos"], again["tokenizer"]) == (first["bos"], first["tokenizer"])
 
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
