@@ -64,7 +64,7 @@ def conversation_of(record: Any) -> Conversation:
         raise Malformed(f"a record is {_kind(record)}, not an object")
     record = {key: value for key, value in record.items() if value is not None}
     _refuse(record)
-    if record.get("label") in (False, 0):
+    if record.get("label") is False:
         raise Malformed("label is false: an example of a bad answer")
     form, messages = _by_form(record)
     while messages and messages[-1]["role"] != "assistant":
