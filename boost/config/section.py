@@ -190,7 +190,12 @@ class Tagged(Section):
         if Tagged in cls.__bases__:
             cls.choices = {}
         elif cls.tag() in inspect.get_annotations(cls):
-            for value in get_args(cls.model_fields[cls.tag()].annotation):
+            tag = cls.model_fields[cls.tag()]
+            if tag.default is not PydanticUndefined and tag.default not in get_args(tag.annotation):
+                raise TypeError(
+                    f"{cls.__qualname__}.{cls.tag()} = {tag.default!r} is not one of its values, {tag.annotation}"
+                )
+            for value in get_args(tag.annotation):
                 if other := cls.choices.get(value):
                     raise TypeError(
                         f"{cls.key} = '{value}' is already {other.__qualname__}; {cls.__qualname__} needs another value"

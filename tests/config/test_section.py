@@ -162,6 +162,11 @@ def test_a_tag_value_belongs_to_one_class() -> None:
         class Other(Layout):
             layout: Literal["whole", "half"] = "half"
 
+    with pytest.raises(TypeError, match="Odd.layout = 'even' is not one of its values"):
+
+        class Odd(Layout):
+            layout: Literal["odd"] = "even"  # type: ignore[assignment]
+
 
 def built(fused_params: object, config: Config, mesh: Mesh) -> Any:
     return "built", config.optim.lr

@@ -241,16 +241,27 @@ def verify(verifier: Verifier, model: ModelConfig, compiled: str, own: Config | 
     mesh = verifier.mesh
     verifier.section(f"Layouts: {model.family}, against one process ({STEPS} steps; errors are relative)")
     listed = list(rows(model, mesh.size, mesh.device.type == "cuda", compiled))
-    if own is not None and own.parallel.world_size == mesh.size:
-        listed.insert(0, _own_row(own))
-    advice = "this layout computes wrong results on these machines: report it with this command's JSON"
+    own_row = _own_row(own) if own is not None and own.parallel.world_size == mesh.size else None
+    if own_row is not None:
+        listed.insert(0, own_row)
     for row in listed:
+        advice = "this layout computes wrong results on these machines: report it with this command's JSON"
+        if row is own_row and own is not None and not is_ours(own):
+            advice = (
+                f"'{own.parallel.layout}' computes another function than one process: a sum over TP ranks may be missing in its "
+                "forward or backward pass (docs/how-to/own-layout.md)"
+            )
         verifier.check(
             row.name,
             functools.partial(run_row, model, row, mesh),
             functools.partial(judged, row.cells),
             advice,
         )
+
+
+def is_ours(config: Config) -> bool:
+    """Whether a configuration's layout is one of boost's own."""
+    return type(layout_spec(config.parallel.layout)).__module__.startswith("boost.")
 
 
 def _own_row(own: Config) -> Row:
