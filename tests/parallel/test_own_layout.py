@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from boost.cli.inspect import as_json
-from boost.config import Config
+from boost.config import Config, load
 from boost.config.layouts import layout_names, layout_spec, register_layout, unregister_layout
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
+from boost.measure.verify.layouts import is_ours
 from boost.parallel.collectives import InFlight
 from boost.parallel.norms import _Scale, scale
 from boost.plan.candidates import Request
@@ -130,6 +131,10 @@ def test_the_search_considers_it() -> None:
     plan = search.fastest(of=lambda parallel: parallel.layout == NAME and parallel.tp == 2)
     assert plan is not None
     assert plan.time.seconds == pytest.approx(Predictor(hardware()).predict(plan.config).seconds)
+
+
+def test_verify_does_not_take_it_for_ours() -> None:
+    assert is_ours(load("demo")) and not is_ours(config_of())
 
 
 def test_unknown_names_raise_everywhere() -> None:
