@@ -37,9 +37,10 @@ from boost.models.decoder import Decoder
 from boost.models.inference import prepare_inference
 from boost.parallel.mesh import Mesh
 from boost.train.checkpoint import load_weights, open_checkpoint
-from boost.train.generate import Sampling, generate_batch
+from boost.train.generate import generate_batch
 from boost.train.model import build_decoder
 from boost.train.rundir import environment
+from boost.train.sampling import Sampling
 
 RESULT = Path(__file__).with_suffix(".json")
 VOCABULARY = 32000

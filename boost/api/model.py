@@ -24,7 +24,8 @@ from boost.data.tokenizer import continuation, parse_tokenizer
 from boost.errors import ConfigError
 from boost.nn import Decoder
 from boost.train.checkpoint import find_checkpoint, open_checkpoint
-from boost.train.generate import Sampling, generate
+from boost.train.generate import generate
+from boost.train.sampling import Sampling
 from boost.train.weights import PREFIX, finish_weights, weights_state, writing_weights
 
 FILE_BYTES = 5 * 10**9

@@ -10,6 +10,7 @@ from boost.cli.terminal import print_rows
 from boost.config.text import printable
 from boost.errors import BoostError
 from boost.format import format_bytes
+from boost.train.rundir import require_checkpoint_folder
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -40,6 +41,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_checkpoint_folder(args.path)
     return {"list": _list, "verify": _verify}[args.action](args)
 
 

@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from boost.train.rundir import require_checkpoint_folder
+
 FILE_BYTES = 5 * 10**9
 """Maximum size of a weight file, one of which is held in memory."""
 
@@ -44,6 +46,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_checkpoint_folder(args.checkpoint)
+
     from boost.cli.inference import dump
     from boost.convert.export import export
     from boost.train.checkpoint import open_checkpoint

@@ -328,7 +328,7 @@ class Generation:
 
 
 def _sampling(args: argparse.Namespace) -> Any:
-    from boost.train.generate import Sampling
+    from boost.train.sampling import Sampling
 
     temperature = 0.0 if args.greedy else args.temperature
     sampling = Sampling(temperature, args.top_k, args.top_p, args.seed)

@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--multiple rounds the ranks that --energy or --budget chooses; add one, or remove --multiple"
         )
+    if not Path(args.source).is_dir():
+        raise ConfigError(f"no folder at '{args.source}'; pass a Hugging Face folder with safetensors weights")
 
     from boost.cli.inference import dump
     from boost.config.architecture import parameter_count

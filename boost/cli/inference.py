@@ -11,6 +11,7 @@ from boost.config.rules import check
 from boost.config.schema import ParallelConfig
 from boost.config.text import printable
 from boost.errors import ConfigError
+from boost.train.rundir import require_checkpoint_folder
 
 if TYPE_CHECKING:
     from boost.models.decoder import Decoder
@@ -63,6 +64,8 @@ def inference_config(saved: Config, tp: int, device: str, batch: int = 0) -> Con
 
 def run_on_mesh(process: Callable[..., int], args: argparse.Namespace) -> int:
     """Calls `process(args)` in this process, or in args.tp local processes. `process` must be a module-level function."""
+    require_checkpoint_folder(args.checkpoint)
+
     from boost.train.checkpoint import open_checkpoint
     from boost.train.launch import launch, under_torchrun
 

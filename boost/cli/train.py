@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from boost.config import Config, for_weights, load, presets
+from boost.data.store import read_meta
 from boost.errors import ConfigError
 from boost.train.faults import KINDS, Fault, parse_fault
+from boost.train.rundir import require_checkpoint_folder
 from boost.train.signals import StopRequest
 
 
@@ -79,6 +81,10 @@ def run(args: argparse.Namespace) -> int:
     # Handle signals before importing torch, which takes seconds.
     with StopRequest() as request:
         config = _config(args)
+        for store in config.data.sources:
+            read_meta(Path(store))
+        for path in filter(None, (config.distill.teacher, args.resume if args.resume != "auto" else None)):
+            require_checkpoint_folder(path)
         faults = [parse_fault(text, config.train.steps, config.parallel.world_size) for text in args.inject_fault]
         return _run(args, config, faults, request)
 
@@ -145,6 +151,7 @@ def _config(args: argparse.Namespace) -> Config:
             f"--resume {args.resume} and --start-from {args.start_from} conflict; use one of them "
             "(--resume auto is compatible with --start-from: it prefers the run's own checkpoints)"
         )
+    require_checkpoint_folder(args.start_from)
 
     from boost.train.checkpoint import open_checkpoint
 

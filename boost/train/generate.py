@@ -22,35 +22,10 @@ from boost.models.cache import CacheRows, NextTokenRows, PromptRows
 from boost.parallel.pipeline import Pipeline
 from boost.train.hardware import available_memory
 from boost.train.model import Model
+from boost.train.sampling import Sampling
 
 PREFILL_TOKENS = 4096
 """Prompts that share a forward pass have no more tokens than this together. A longer one has a pass of its own."""
-
-MIN_TEMPERATURE = 1e-4
-"""At lower temperatures logits overflow, and sampling is greedy anyway."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
-
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raises ConfigError naming the field, its value and the nearest valid one."""
-        if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < float("inf")):
-            raise ConfigError(
-                f"--temperature = {self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}; the usual value is 0.8"
-            )
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"--seed = {self.seed} must be from 0 to {2**63 - 1}; the usual value is 0")
-        if self.top_k < 0:
-            raise ConfigError(f"--top-k = {self.top_k} must be 0 (off) or more; nearest valid value: 0")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p = {self.top_p} must be in (0, 1]; nearest valid value: 1.0 (off)")
 
 
 def choose(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:

@@ -26,7 +26,7 @@ from typing import Any
 
 from boost import __version__
 from boost.config import Config, to_toml
-from boost.errors import ConfigError, StorageError
+from boost.errors import CheckpointError, ConfigError, StorageError
 from boost.paths import file_name, read_text
 
 BEST = "@best"
@@ -230,6 +230,13 @@ def _git(folder: Path, *words: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+def require_checkpoint_folder(path: str | Path) -> None:
+    """Raises CheckpointError if there is nothing at the path of a run or a checkpoint. Commands call it before they import torch,
+    which takes seconds."""
+    if not (Path(path).exists() or Path(str(path).removesuffix(BEST)).exists()):
+        raise CheckpointError(f"no checkpoint at '{path}': no such folder")
 
 
 def available_cores() -> int:

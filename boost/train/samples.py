@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from boost.data.store import TokenStore
 from boost.data.tokenizer import continuation
-from boost.train.generate import Sampling, generate
+from boost.train.generate import generate
 from boost.train.heartbeat import Phase, in_phase
 from boost.train.hooks import EvaluationEnd, Hook, SampleEnd
 from boost.train.model import Model
+from boost.train.sampling import Sampling
 
 if TYPE_CHECKING:
     from boost.train.loop import Trainer

@@ -14,7 +14,8 @@ from boost.convert.export import export
 from boost.errors import ConfigError
 from boost.models.decoder import Decoder
 from boost.train.checkpoint import open_checkpoint
-from boost.train.generate import Sampling, generate
+from boost.train.generate import generate
+from boost.train.sampling import Sampling
 from tests import toy
 from tests.convert.toys import CASES, GB, all_logits, cases, exported, loaded, save
 from tests.distributed import run_distributed

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from boost.train.generate import Sampling, generate_batch
+from boost.train.generate import generate_batch
+from boost.train.sampling import Sampling
 from tests.convert.toys import CASES, exported, loaded
 
 transformers = pytest.importorskip("transformers")

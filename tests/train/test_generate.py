@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from boost.errors import ConfigError
 from boost.train import generate as module
-from boost.train.generate import Sampling, choose, distribution, generate, generate_batch
+from boost.train.generate import choose, distribution, generate, generate_batch
 from boost.train.model import Model
+from boost.train.sampling import Sampling
 from tests import toy
 from tests.distributed import run_distributed
 

@@ -1,0 +1,31 @@
+"""How the next token is chosen. Without torch, so that mistakes are answered at once."""
+
+from dataclasses import dataclass
+
+from boost.errors import ConfigError
+
+MIN_TEMPERATURE = 1e-4
+"""At lower temperatures logits overflow, and sampling is greedy anyway."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises ConfigError naming the field, its value and the nearest valid one."""
+        if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < float("inf")):
+            raise ConfigError(
+                f"--temperature = {self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}; the usual value is 0.8"
+            )
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"--seed = {self.seed} must be from 0 to {2**63 - 1}; the usual value is 0")
+        if self.top_k < 0:
+            raise ConfigError(f"--top-k = {self.top_k} must be 0 (off) or more; nearest valid value: 0")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"--top-p = {self.top_p} must be in (0, 1]; nearest valid value: 1.0 (off)")
