@@ -12,6 +12,7 @@ import torch
 
 from boost import __version__
 from boost.config.architecture import parameter_count
+from boost.config.text import printable
 from boost.convert.formats import MODELING_FILE, Form, config_json, entries, form_of
 from boost.convert.tensors import INDEX, TensorWriter, dtype_name
 from boost.convert.vocabulary import BOS, TIED, merged_generation_config, template_files, tokenizer_files
@@ -70,7 +71,7 @@ def export(
             writer.add(entry.name, converted)
         weight_map = writer.close()
         stored = dtype or dtype_name(reader.dtype("embed"))
-        for name, text in _texts(checkpoint, form, tied, stored, writer, weight_map):
+        for name, text in _texts(checkpoint, form, tied, stored, writer, weight_map, out.resolve().name):
             (temporary / name).parent.mkdir(exist_ok=True)
             (temporary / name).write_text(text, encoding="utf-8")
         temporary.rename(out)
@@ -90,7 +91,13 @@ def require_free(out: Path, flag: str) -> None:
 
 
 def _texts(
-    checkpoint: Checkpoint, form: Form, tied: bool, dtype: str, writer: TensorWriter, weight_map: dict[str, str]
+    checkpoint: Checkpoint,
+    form: Form,
+    tied: bool,
+    dtype: str,
+    writer: TensorWriter,
+    weight_map: dict[str, str],
+    folder: str,
 ) -> Iterator[tuple[str, str]]:
     """Yields (name, content) of the other files of the folder."""
     model, data = checkpoint.config.model, checkpoint.data
@@ -113,7 +120,7 @@ def _texts(
         yield from template_files(checkpoint).items()
     written = parameter_count(model) - tied * model.vocab_size * model.dim
     assert form == "merged" or writer.parameters == written
-    yield "README.md", _card(checkpoint, form)
+    yield "README.md", _card(checkpoint, form, printable(folder))
 
 
 _WHAT = {
@@ -124,15 +131,15 @@ _WHAT = {
 }
 
 
-def _card(checkpoint: Checkpoint, form: Form) -> str:
-    """The model card, README.md: what the model is, and how to load it. Sizes are in config.json."""
+def _card(checkpoint: Checkpoint, form: Form, folder: str) -> str:
+    """The model card, README.md: what the model is, and how to load it from the folder of this name. Sizes are in config.json."""
     trust = ", trust_remote_code=True" if form in ("cola", "boost") else ""
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
 ---
 
-# {checkpoint.path.name}
+# {folder}
 
 {_WHAT[form]}
 
@@ -141,8 +148,8 @@ pipeline_tag: text-generation
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("."{trust})
-tokenizer = AutoTokenizer.from_pretrained("."{trust})
+model = AutoModelForCausalLM.from_pretrained({json.dumps(folder)}{trust})
+tokenizer = AutoTokenizer.from_pretrained({json.dumps(folder)}{trust})
 ```
 
 Exported by boost {__version__}.

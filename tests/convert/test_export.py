@@ -206,7 +206,8 @@ def test_bfloat16_tokenizer_and_generation_configuration(tmp_path: Path, store: 
     assert tokenizer(text)["input_ids"] == load_tokenizer(store / "tokenizer.json").encode(text).ids
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (0, 0, 0)
-    assert "trust_remote_code=True" in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "# out\n" in card and 'from_pretrained("out", trust_remote_code=True)' in card
 
 
 def test_what_stands_in_the_way_is_left_alone(tmp_path: Path, store: Path) -> None:
