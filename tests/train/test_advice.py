@@ -37,7 +37,7 @@ def test_few_held_out_tokens(store: Path, tmp_path: Path) -> None:
     tokens = TokenStore.open(store).split("heldout").n_tokens
     assert tokens < 50_000
     (line,) = said(store, tmp_path / "run")
-    assert line.startswith(f"the held-out split of {store} has ") and "fewer than 50k: its loss is noisy" in line
+    assert line.startswith(f"the held-out split of {store} has ") and "fewer than 20k: its loss is noisy" in line
 
 
 def test_every_store_of_a_mixture(store: Path, mixture: dict[str, float], tmp_path: Path) -> None:
