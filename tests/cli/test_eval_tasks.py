@@ -135,7 +135,9 @@ def test_an_answer_stops_at_any_of_several_end_tokens(checkpoint: Path) -> None:
 
     from boost.cli.inference import open_model
     from boost.data.tokenizer import load_tokenizer
+    from boost.train.generate import generate
     from boost.train.harness import HarnessModel
+    from boost.train.sampling import Sampling
 
     found, _, _, decoder = open_model(argparse.Namespace(checkpoint=str(checkpoint), tp=1, device="cpu"))
     tokenizer = load_tokenizer(found.tokenizer)
@@ -143,8 +145,10 @@ def test_an_answer_stops_at_any_of_several_end_tokens(checkpoint: Path) -> None:
     def answer(ends: list[int]) -> str:
         return HarnessModel(decoder, tokenizer, None, 0, ends, 64, 1, shows=False)._answer("def ", {"max_gen_toks": 8})
 
-    third = tokenizer.encode(answer([]), add_special_tokens=False).ids[2]
-    assert answer([0, third]) == answer([third]) != answer([]) == answer([0])
+    prompt = tokenizer.encode("def ", add_special_tokens=False).ids
+    tokens = list(generate(decoder, prompt, 8, Sampling(0.0)))
+    assert answer([0, tokens[2]]) == tokenizer.decode(tokens[: tokens.index(tokens[2]) + 1])
+    assert answer([]) == tokenizer.decode(tokens) != answer([0, tokens[2]])
 
 
 def test_a_table_and_a_limit(checkpoint: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
