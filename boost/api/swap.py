@@ -126,6 +126,7 @@ def load_lowrank(path: str | Path, **options: Any) -> Any:
         for place, rank in saved["ranks"].items():
             if place not in linears:
                 raise ConfigError(f"'{path}': {SAVED} names {place!r}, which {name} does not have")
+            _check_rank(rank)
             _replace(model, place, linears[place], rank, "random", saved.get("activation", "none"))
 
     loader = type(base.__name__, (base,), {"__init__": build, "__module__": base.__module__})
@@ -162,12 +163,12 @@ def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) 
     kept = (LowRankLinear, nn.MultiheadAttention)
     inside = [name for name, part in module.named_modules() if isinstance(part, kept)]
     for name, linear in module.named_modules():
-        if not name or not _is_linear(linear) or any(name.startswith(f"{outer}.") for outer in inside):
+        if not _matches(name, include) or _matches(name, exclude):
+            continue
+        if not name or any(name.startswith(f"{outer}.") for outer in inside) or not _is_linear(linear):
             continue
         special = linear is output or owners[id(linear.weight)] > 1
-        if special and name not in include:
-            continue
-        if _matches(name, include) and not _matches(name, exclude):
+        if not special or name in include:
             yield name, linear
 
 
@@ -178,7 +179,9 @@ def _is_linear(module: nn.Module) -> bool:
         return True
     if not isinstance(module, nn.Linear) or not module.weight.is_floating_point() or module.weight.is_meta:
         return False
-    x = torch.randn(2, module.in_features, device=module.weight.device, dtype=module.weight.dtype)
+    x = torch.eye(
+        2, module.in_features, device=module.weight.device, dtype=module.weight.dtype
+    )  # no random numbers used up
     try:
         return torch.allclose(module(x), F.linear(x, module.weight, module.bias), rtol=1e-2, atol=1e-3)
     except Exception:  # a subclass with another signature or other shapes

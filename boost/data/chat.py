@@ -95,6 +95,7 @@ class ChatTemplate:
         """Answers so far that begin within a token: the model sees another token there when it generates."""
         self.endless = 0
         """Answers so far whose end-of-turn token does not count: the model does not learn to stop."""
+        self._special = set(self._tokenizer.all_special_ids)
         self._names = set(re.findall(r"\w+", self.template))
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
         self._reserved = {"messages", *parameters} - {"tools", "documents"}
@@ -153,9 +154,11 @@ class ChatTemplate:
                 )
             for (start, end), is_counted in zip(edges, counts, strict=True):
                 mask[start:end] &= is_counted
-        special = set(self._tokenizer.all_special_ids)
         self.endless += sum(
-            bool(mask[start]) and end < len(ids) and int(ids[end]) in special and int(ids[end - 1]) not in special
+            bool(mask[start])
+            and end < len(ids)
+            and int(ids[end]) in self._special
+            and int(ids[end - 1]) not in self._special
             for start, end in edges
         )
         return Encoded(ids, mask, self._render(messages, variables))
