@@ -25,7 +25,7 @@ from boost.errors import ConfigError
 from boost.nn import Decoder
 from boost.train.checkpoint import find_checkpoint, open_checkpoint
 from boost.train.generate import generate
-from boost.train.sampling import Sampling
+from boost.train.sampling import Sampling, beyond_context
 from boost.train.weights import PREFIX, finish_weights, weights_state, writing_weights
 
 FILE_BYTES = 5 * 10**9
@@ -141,12 +141,8 @@ class Model(nn.Module):
             if on_token is not None:
                 on_token(token)
         context = int(self._data.get("context") or self.config.train.seq_len)
-        if len(ids) + len(new) > context:
-            warnings.warn(
-                f"prompt and text have {len(ids) + len(new)} tokens, but this model was made for {context}; expect nonsense after "
-                "that, or lower max_tokens",
-                stacklevel=2,
-            )
+        if warning := beyond_context(len(ids) + len(new), context):
+            warnings.warn(warning, stacklevel=2)
         return continuation(self.tokenizer, ids, new) if is_text else new
 
     def save(self, path: str | Path) -> Path:

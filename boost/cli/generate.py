@@ -15,6 +15,7 @@ from boost.config.text import printable_text
 from boost.data.chat import Message
 from boost.data.tokenizer import TextStream, continuation
 from boost.errors import ConfigError
+from boost.train.sampling import Sampling, beyond_context
 
 if TYPE_CHECKING:
     from boost.train.generate import NewToken
@@ -293,12 +294,8 @@ class Generation:
             lengths[new.prompt, new.sample] += 1
             yield new
         longest = max(len(prompts[prompt]) + length for (prompt, _), length in lengths.items())
-        if longest > self._context and self.mesh.is_main:
-            print(
-                f"warning: prompt and text have up to {longest} tokens, but this model was made for {self._context}; expect "
-                "nonsense after that, or lower --max-tokens",
-                file=sys.stderr,
-            )
+        if (warning := beyond_context(longest, self._context)) and self.mesh.is_main:
+            print(f"warning: {warning}", file=sys.stderr)
 
     def _stream(self, prompt: list[int]) -> str:
         """Generates one text and prints it token by token. Returns it."""
@@ -327,9 +324,7 @@ class Generation:
             print(printable_text(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
-def _sampling(args: argparse.Namespace) -> Any:
-    from boost.train.sampling import Sampling
-
+def _sampling(args: argparse.Namespace) -> Sampling:
     temperature = 0.0 if args.greedy else args.temperature
     sampling = Sampling(temperature, args.top_k, args.top_p, args.seed)
     sampling.check()

@@ -29,3 +29,12 @@ class Sampling:
             raise ConfigError(f"--top-k = {self.top_k} must be 0 (off) or more; nearest valid value: 0")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p = {self.top_p} must be in (0, 1]; nearest valid value: 1.0 (off)")
+
+
+def beyond_context(tokens: int, context: int) -> str:
+    """The warning about a prompt and its text of so many tokens; '' if they fit into the context that the model was made for."""
+    if tokens <= context:
+        return ""
+    return (
+        f"prompt and text have up to {tokens} tokens, but this model was made for {context}; expect nonsense after that"
+    )
