@@ -1,5 +1,6 @@
 """Measures the memory of a step of one process, also on fake tensors: nothing is allocated, and a 7B model takes seconds."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,6 @@ from boost.config import Config
 from boost.measure.memory import MemoryTracker
 from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
-from boost.models.interface import Pending
 from boost.models.kernels import BACKENDS, using
 from boost.optim.adamw import build_optimizer
 from boost.parallel.mesh import Axis, Mesh
@@ -69,13 +69,13 @@ def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor],
 
     hooks = [s.tensor.register_post_accumulate_grad_hook(accumulated) for s in params]
     copies = WorkingCopies(decoder, config, accumulated)
-    usual = decoder.layout.loss
+    usual = decoder._loss
 
-    def loss(*arguments: Any) -> Pending[Tensor]:
+    def loss(*arguments: Any) -> Iterator[None]:
         tracker.scope = LOGITS
         return usual(*arguments)
 
-    decoder.layout.loss = loss  # type: ignore[method-assign, assignment]
+    decoder._loss = loss  # type: ignore[method-assign]
     try:
         with tracker, using(BACKENDS["eager"]):  # fake tensors cannot be compiled
             with copies.in_use():
@@ -88,7 +88,7 @@ def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor],
                 kept[GRADIENTS] = tracker.live[GRADIENTS]
             optimizer.step(0, config.optim.lr)
     finally:
-        decoder.layout.loss = usual  # type: ignore[method-assign]
+        decoder._loss = usual  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
     return MeasuredMemory(kept, dict(tracker.peak))

@@ -9,7 +9,7 @@ garbage on GPUs. Under `late_groups`, the groups of a mesh
 - record every collective: those that were never waited for (`never_waited`), and the order within a group (`orders`), which must be
   the same on all its processes.
 
-Collectives take the GPU code path: torch's functional collectives, not `boost.parallel.exchange`.
+Collectives take the GPU code path: torch's functional collectives, not `boost.parallel.collectives`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -181,7 +181,7 @@ def late_groups() -> Iterator[None]:
     in_flight.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mesh_module, "_backend", lambda device: BACKEND)
-        patch.setattr(collectives, "receives_first", lambda device: False)
+        patch.setattr(collectives, "RECEIVES_FIRST", set())
         try:
             yield
         finally:

@@ -4,6 +4,7 @@ Each number is what was measured when it was written down. Whoever rewrites a pa
 reason in the commit.
 """
 
+import re
 import sys
 from pathlib import Path
 from types import FrameType
@@ -79,9 +80,9 @@ def forward_of_a_block(config: Config) -> Footprint:
 
 
 BLOCKS = {
-    "single": Footprint(calls=196, functions=69, files=12),
-    "btp": Footprint(calls=304, functions=92, files=14),
-    "btp-sp": Footprint(calls=274, functions=93, files=14),
+    "single": Footprint(calls=84, functions=42, files=6),
+    "btp": Footprint(calls=120, functions=53, files=6),
+    "btp-sp": Footprint(calls=126, functions=56, files=7),
 }
 """One block's forward pass, by layout; all but single on two processes."""
 
@@ -107,7 +108,7 @@ class OneStep(Hook):
             self.seen = self.calls.stop()
 
 
-STEP = Footprint(calls=1035, functions=189, files=36)
+STEP = Footprint(calls=763, functions=160, files=30)
 """One step of `boost train` on one process, with its hooks."""
 
 
@@ -117,3 +118,15 @@ def test_a_training_step(store: Path, tmp_path: Path) -> None:
     config = demo(*words.split(), "--run.dir", str(tmp_path / "run"), "--run.device", "cpu", "--run.peak_tflops", "1")
     boost.Trainer(config, hooks=[watch]).fit()
     assert not watch.seen.exceeds(STEP), watch.seen
+
+
+EVENING = 2600
+"""Lines that a reader of the core reads in one evening."""
+
+
+def test_the_core_is_read_in_an_evening() -> None:
+    page = Path(__file__).parents[1] / "docs" / "reading.md"
+    table = page.read_text(encoding="utf-8").partition("Then, as needed")[0]
+    files = [page.parent / link for link in re.findall(r"\]\((\.\./boost/[\w/]+\.py)\)", table)]
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+    assert len(files) == 10 and lines <= EVENING, (len(files), lines)

@@ -31,7 +31,8 @@ from boost.config.layouts import layout_spec
 from boost.config.load import change, from_tree
 from boost.config.schema import Family, RecomputeName
 from boost.measure.memory import MemoryTracker
-from boost.models.decoder import Decoder, TransformerBlock
+from boost.models.block import TransformerBlock
+from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
 from boost.models.init import initialize
 from boost.models.kernels import BACKENDS, using
@@ -183,7 +184,7 @@ def recompute_process(config: Config, batches: Sequence[int], rounds: int, out: 
 
 def _choose(decoder: Decoder, policy: RecomputeName) -> None:
     for block in decoder.blocks:
-        cast(TransformerBlock, block).policy = POLICIES[policy]
+        cast(TransformerBlock, block).recompute(POLICIES[policy])
 
 
 def _tokens(config: Config, mesh: Mesh) -> tuple[Tensor, Tensor]:

@@ -56,16 +56,13 @@ class _Operations:
         return torch.ops.aten.silu_backward(dy * up, gate), dy * _saved(gate)
 
     @staticmethod
-    def rotated(x: Any, cos: Any, sin: Any) -> Any:
+    def rotated(x: Any, cos: Any, sin: Any, direction: int) -> Any:
         x = x.transpose(1, 2)
-        first, second = x.chunk(2, dim=-1)
-        return (x * cos + torch.cat((-second, first), dim=-1) * sin).transpose(1, 2)
-
-    @staticmethod
-    def rotated_backward(dy: Any, cos: Any, sin: Any) -> Any:
-        dy = dy.transpose(1, 2)
-        first, second = (dy * sin).chunk(2, dim=-1)
-        return (dy * cos + torch.cat((second, -first), dim=-1)).transpose(1, 2)
+        if direction == 1:
+            first, second = x.chunk(2, dim=-1)
+            return (x * cos + torch.cat((-second, first), dim=-1) * sin).transpose(1, 2)
+        first, second = (x * sin).chunk(2, dim=-1)
+        return (x * cos + torch.cat((second, -first), dim=-1)).transpose(1, 2)
 
     @staticmethod
     def scaled_backward(dy: Any, x: Any, c: Any) -> Any:

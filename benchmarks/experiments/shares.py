@@ -31,14 +31,14 @@ def without_the_others(parallel: ParallelConfig, device: torch.device) -> Iterat
 
     dist.init_process_group("fake", rank=0, world_size=parallel.world_size, store=FakeStore())
     used: Any = collectives
-    usual = used._ops, used.receives_first, meshes._backend
+    usual = used._ops, used.RECEIVES_FIRST, meshes._backend
     try:
         meshes._backend = lambda device: None
-        used.receives_first = lambda _: False  # no other process sends messages
+        used.RECEIVES_FIRST = set()  # no other process sends messages
         used._ops = _LocalCollectives()
         yield mesh_of(parallel, device)
     finally:
-        used._ops, used.receives_first, meshes._backend = usual
+        used._ops, used.RECEIVES_FIRST, meshes._backend = usual
         dist.destroy_process_group()
 
 

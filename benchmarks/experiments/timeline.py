@@ -4,7 +4,7 @@
     python -m benchmarks timeline runs/demo --step 11
 
 The traces themselves open in ui.perfetto.dev.
-On CPUs a collective is in flight from its start to the end of its wait, as recorded by `boost.parallel.exchange`; on GPUs, while
+On CPUs a collective is in flight from its start to the end of its wait, as recorded by `boost.parallel.collectives`; on GPUs, while
 its kernel runs.
 """
 

@@ -5,7 +5,7 @@ Legend: T tokens of a batch; I input width of a group of linears, O output width
 model, x' in the factorized one, [T, I]; s importance of a token (`GroupMoments`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,9 @@ from boost.config.schema import ModelConfig, ParallelConfig
 from boost.data.batches import EvaluationBatches
 from boost.data.store import TokenStore
 from boost.models.attention import make_context
-from boost.models.decoder import Decoder, TransformerBlock
-from boost.models.group import LinearGroup
-from boost.models.interface import Latents, Pending, Saved, Stream
+from boost.models.block import LinearGroup, TransformerBlock, interleave
+from boost.models.decoder import Decoder
+from boost.models.interface import Flow, Latents, Stream
 from boost.models.kernels import statistic_dtype
 from boost.parallel.layouts.single import Single
 from boost.parallel.mesh import Mesh
@@ -49,19 +49,19 @@ class ObservedLayout(Single):
         super().__init__(layout_spec(parallel.layout), model, parallel, Mesh(device))
         self.observers: list[Observer] = []
 
-    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: LinearGroup) -> Pending[tuple[Saved, Stream]]:
+    def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterable[None]:
         if group.low_rank and self.observers:
-            self._observe(group, self.norm(stream.x, gamma), ())
-        return super().in_proj_comm(stream, gamma, group)
+            self._observe(group, self.norm(flow.x, gamma), ())
+        return super().enter(flow, gamma, group)
 
-    def in_proj_local(self, saved: Saved, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
-        outputs, latents = super().in_proj_local(saved, group)
+    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
+        outputs, latents = super().project_in(arrived, prev, group)
         if not group.low_rank:
-            self._observe(group, saved.tensors[0], outputs)
+            self._observe(group, arrived[0], outputs)
         return outputs, latents
 
-    def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
-        output = super().out_proj_local(hidden, group)
+    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+        output = super().project_out(hidden, group)
         self._observe(group, hidden, () if group.low_rank else [output])
         return output
 
@@ -224,8 +224,10 @@ class Twins:
         self._layer = 0
         self._tokens = sum(batch.tokens.numel() for batch in batches)
         with torch.no_grad():
-            embedded = [dense.layout.embed(b.tokens.reshape(-1), dense.embed, dense.compute_dtype) for b in batches]
-            self._streams = [(x, x) for x in (pending.wait() for pending in embedded) if isinstance(x, Tensor)]
+            flows = [Flow(batch.tokens.reshape(-1)) for batch in batches]
+            for flow in flows:
+                interleave([dense.layout.embed(flow, dense.embed, dense.compute_dtype)])
+            self._streams = [(flow.x, flow.x) for flow in flows]
 
     def moments(self, index: int, importance: Sequence[Tensor]) -> list[InputMoments]:
         """Of group `index` of the current block, over each half of the tokens of every batch.

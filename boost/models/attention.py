@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from boost.config.attention import chunks_of
@@ -17,7 +18,7 @@ from boost.models.cache import CacheRows, KVCache, NextTokenRows
 from boost.models.documents import Documents, causal, documents_of
 from boost.models.kernels import rotary
 
-KeysValues = tuple[Tensor, ...]
+KeysValues = tuple[Tensor, Tensor] | tuple[()]
 """Rotated keys and values [B, K, S, E] of the first half of each sequence, used by the second half; empty if not needed."""
 
 
@@ -94,11 +95,10 @@ class Context:
     """One cache per block during generation, else empty."""
     rows: CacheRows | None = None
     """Where these tokens go in the caches. None: no caches."""
-    before: list[KeysValues] | None = None
-    """Keys and values of the preceding half of the sequence, in block order; each block takes one entry. None: no preceding
-    half."""
-    after: list[KeysValues] | None = None
-    """List to which each block appends its keys and values for the following half. None: no following half."""
+    is_first_half: bool = False
+    """Whether these are the first half of the tokens of a sequence, whose keys and values the second half needs."""
+    attends_to_first_half: bool = False
+    """Whether these are the second half."""
     share: SequenceShare | None = None
     """This process's share of each sequence, to which the angles belong. None: the whole sequence."""
 
@@ -123,17 +123,7 @@ class Context:
         documents = [None if self.documents is None else self.documents.part(*half) for half in ends]
         halves = zip(self.cos.split(held), self.sin.split(held), documents, shares, strict=True)
         first, second = (Context(1, cos, sin, own, share=share) for cos, sin, own, share in halves)
-        passed: list[KeysValues] = []
-        return [replace(first, after=passed), replace(second, before=passed)]
-
-    def take(self) -> KeysValues:
-        """Takes the keys and values of the preceding half for the calling block."""
-        return self.before.pop(0) if self.before is not None else ()
-
-    def leave(self, keys_values: KeysValues) -> None:
-        """Hands this block's keys and values to the following half."""
-        if self.after is not None:
-            self.after.append(keys_values)
+        return [replace(first, is_first_half=True), replace(second, attends_to_first_half=True)]
 
 
 def _split(documents: Documents | None, sizes: Sequence[int]) -> "Sequence[Documents | None]":
@@ -187,10 +177,8 @@ def rotary_frequencies(model: ModelConfig, dtype: torch.dtype, device: torch.dev
 
 def rotated(q_TO: Tensor, k_TO: Tensor, head_dim: int, context: Context) -> tuple[Tensor, Tensor]:
     """Applies rotary embeddings to queries and keys [T, width]."""
-    q, k = (
-        rotary(y.view(context.batch, -1, y.shape[-1] // head_dim, head_dim), context.cos, context.sin)
-        for y in (q_TO, k_TO)
-    )
+    q, k = (y.view(context.batch, -1, y.shape[-1] // head_dim, head_dim) for y in (q_TO, k_TO))
+    q, k = rotary(q, k, context.cos, context.sin)
     return q.reshape(q_TO.shape), k.reshape(k_TO.shape)
 
 
@@ -202,11 +190,11 @@ def attend(
     context: Context,
     layer_index: int,
     before: KeysValues = (),
-) -> tuple[Tensor, KeysValues]:
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """softmax(q k^T / sqrt(E)) v for every local head, with q and k already rotated.
 
-    [T, H * E], [T, K * E], [T, K * E] -> ([T, H * E], keys and values that the second half of the sequence needs). For the
-    second half, `before` holds those of the first half.
+    [T, H * E], [T, K * E], [T, K * E] -> ([T, H * E], list of the keys and values that the second half of the sequence needs). For
+    the second half, `before` holds those of the first half.
 
     With a context axis: if heads were exchanged, each local head has all tokens; if keys were gathered, there are more keys
     than queries, and the queries are those of the local chunks.
@@ -214,7 +202,7 @@ def attend(
     q, k, v = (y.view(context.batch, -1, y.shape[-1] // head_dim, head_dim).transpose(1, 2) for y in (q_TO, k_TO, v_TO))
     if context.rows is not None:
         k, v = context.rows.store(context.caches[layer_index], k, v)
-    keys_values = (k, v) if context.after is not None else ()
+    keys_values = [(k, v)] if context.is_first_half else []
     documents, share = context.documents, context.share
     if before:
         length = before[0].shape[2]
@@ -229,6 +217,8 @@ def attend(
         a = documents.attend(q, k, v)
     elif isinstance(context.rows, NextTokenRows):
         a = context.rows.attend(q, k, v)
+    elif q.shape[2] == k.shape[2]:
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     else:
         a = causal(q, k, v)
     return a.transpose(1, 2).reshape(q_TO.shape), keys_values

@@ -4,7 +4,7 @@ Legend: B sequences, S tokens of each, T = B * S; x is the residual stream in th
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -12,74 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from boost.config import architecture
-from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
 from boost.config.stages import Stage, whole
 from boost.models.attention import Context, SequenceShare, make_context
+from boost.models.block import LinearGroup, TransformerBlock, flows_of, interleave
 from boost.models.cache import CacheRows, KVCache, NextTokenRows, PromptRows
 from boost.models.fused import FusedModule
-from boost.models.group import FusedLinearGroup, LinearGroup
-from boost.models.interface import (
-    NO_RECOMPUTE,
-    Layout,
-    Pending,
-    RecomputePolicy,
-    Stream,
-    Teaching,
-    call,
-    interleave,
-    local_kv_heads,
-)
-from boost.models.sublayers import MLP, Attention
-
-
-class TransformerBlock(Attention, MLP, FusedModule):
-    """Attention and gated MLP. Each one projects in, does local work, and projects out."""
-
-    def __init__(
-        self, model: ModelConfig, layer: int, layout: Layout, policy: RecomputePolicy, layer_index: int
-    ) -> None:
-        super().__init__()
-        self.policy = policy
-        """Recomputation policy during training."""
-        self.layer_index = layer_index
-        """Index among the blocks of this decoder."""
-        self.head_dim, self.mlp_silu = model.head_dim, model.mlp_silu
-        prefix = f"layers.{layer}"
-        for norm in ("attn_norm", "mlp_norm"):
-            self.add_fused_param(norm, (Parameter(f"{prefix}.{norm}", (model.dim,), "norm"),), layout)
-        shapes = architecture.groups(model, layer)
-        self.qkv, self.o, self.gate_up, self.down = (FusedLinearGroup(model, shape, layer, layout) for shape in shapes)
-
-    def forward(self, layout: Layout, streams: Sequence[Stream], contexts: Sequence[Context]) -> list[Stream]:
-        """Runs this block on parts of a micro-batch, interleaved, under `layout.policy`. Returns their streams."""
-        after: list[Stream] = layout.policy.block(self._run, layout, streams, contexts)
-        return after
-
-    def start(self, layout: Layout, stream: Stream, context: Context) -> Pending[Stream]:
-        """Runs this block up to its first collective. The result is the stream after the block."""
-        attended = self.start_attention(layout, stream, context)
-        after: Pending[Stream] = attended.then(lambda stream: self.start_mlp(layout, stream))
-        return after.then(Stream.next_block)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether `forward` does nothing beyond `start`: the block is neither compiled nor sharded over replicas."""
-        return not self.is_compiled and not self._forward_pre_hooks and not self._forward_hooks
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether `Module.compile` was called."""
-        return self._compiled_call_impl is not None
-
-    def _run(self, layout: Layout, streams: Sequence[Stream], contexts: Sequence[Context]) -> list[Stream]:
-        runs = [self.start(layout, stream, context) for stream, context in zip(streams, contexts, strict=True)]
-        return interleave(runs, layout.lag)
-
-    @property
-    def groups(self) -> tuple[LinearGroup, LinearGroup, LinearGroup, LinearGroup]:
-        """The groups of linears in forward order."""
-        return self.qkv, self.o, self.gate_up, self.down
+from boost.models.interface import NO_RECOMPUTE, Flow, Layout, RecomputePolicy, Stream, Teaching, local_kv_heads
 
 
 class Decoder(FusedModule):
@@ -135,26 +74,28 @@ class Decoder(FusedModule):
         are the local ones, [B, S / cp], and document ids cover whole sequences. A pipeline stage takes the outputs of the
         previous stage as `received`; every stage but the last returns (residual stream, *latents).
         """
-        layout, parts, streams = self._run_parts(tokens_BS, document_ids_BS, received)
+        parts, streams = self._run_parts(tokens_BS, document_ids_BS, received)
         if not self.stage.has_head:
-            sent = [(stream.x, *stream.prev_latents) for stream in streams]
+            sent = [(stream.x, *stream.latents) for stream in streams]
             return tuple(torch.cat(halves) for halves in zip(*sent, strict=True)) if len(sent) > 1 else sent[0]
-        sizes = [part.tokens_BS.numel() for part in parts]
-        targets = targets_BS.reshape(-1).split(sizes)
-        taught = [None] * len(parts) if teaching is None else teaching.split(sizes)
-        losses = [
-            layout.loss(stream.x, self.final_norm, self.head, targets_T, of_part)
-            for stream, targets_T, of_part in zip(streams, targets, taught, strict=True)
-        ]
-        first, *rest = interleave(losses)
-        return first + rest[0] if rest else first
+        flows = [Flow(stream.x) for stream in streams]
+        targets = targets_BS.reshape(-1).split([part.tokens_BS.numel() for part in parts])
+        taught = [None] * len(parts) if teaching is None else teaching.split([len(targets_T) for targets_T in targets])
+        interleave([self._loss(*each) for each in zip(flows, targets, taught, strict=True)])
+        return flows[0].x if len(flows) == 1 else flows[0].x + flows[1].x
+
+    def _loss(self, flow: Flow, targets_T: Tensor, teaching: Teaching | None) -> Iterator[None]:
+        """x: the loss of one part."""
+        yield from self.layout.head_input(flow, self.final_norm)
+        flow.x = self.layout.loss(flow.x, self.head, targets_T, teaching)
 
     @torch.no_grad()
     def head_inputs(self, tokens_BS: Tensor, document_ids_BS: Tensor | None = None) -> Tensor:
         """The final norm of all tokens, [T, d], replicated over TP, of a model that is one stage. Arguments as of `forward`."""
-        layout, _, streams = self._run_parts(tokens_BS, document_ids_BS, ())
-        inputs = interleave([layout.head_input(stream.x, self.final_norm) for stream in streams])
-        return torch.cat(inputs) if len(inputs) > 1 else inputs[0]
+        _, streams = self._run_parts(tokens_BS, document_ids_BS, ())
+        flows = [Flow(stream.x) for stream in streams]
+        interleave([self.layout.head_input(flow, self.final_norm) for flow in flows])
+        return torch.cat([flow.x for flow in flows]) if len(flows) > 1 else flows[0].x
 
     @torch.no_grad()
     def next_logits(
@@ -176,7 +117,7 @@ class Decoder(FusedModule):
             for cache in caches:
                 cache.length += tokens_BS.shape[1]
         if not self.stage.has_head:
-            return stream.x, *stream.prev_latents
+            return stream.x, *stream.latents
         return layout.logits(stream.x, self.final_norm, self.head, rows.last_tokens(stream.x.device))
 
     @torch.no_grad()
@@ -198,8 +139,7 @@ class Decoder(FusedModule):
         self, tokens_BS: Tensor, caches: tuple[KVCache, ...], rows: CacheRows, received: tuple[Tensor, ...] = ()
     ) -> tuple[Layout, Stream]:
         """The blocks on tokens that follow those in the caches."""
-        layout = self.layout.with_options(inference=True)
-        device = tokens_BS.device
+        layout, device = self.layout.inference, tokens_BS.device
         if isinstance(rows, PromptRows) and tokens_BS.shape[0] < len(rows.rows):
             context = self._context(tokens_BS, rows.positions(device), rows.document_ids())
         elif isinstance(rows, PromptRows):
@@ -256,13 +196,12 @@ class Decoder(FusedModule):
 
     def _run_parts(
         self, tokens_BS: Tensor, document_ids_BS: Tensor | None, received: tuple[Tensor, ...]
-    ) -> "tuple[Layout, list[_Part], list[Stream]]":
-        """Runs the blocks on a micro-batch, in halves if the layout overlaps them. Returns (layout, parts, stream of each)."""
+    ) -> "tuple[list[_Part], list[Stream]]":
+        """Runs the blocks on a micro-batch, in halves if the layout overlaps them. Returns (parts, stream of each)."""
         batch, length = tokens_BS.shape
         halves = self.layout.halves and (batch > 1 or length % (2 * self.layout.size) == 0)
-        layout = self.layout.with_options(split=True) if halves else self.layout
         parts = self._parts(tokens_BS, document_ids_BS, received, halves)
-        return layout, parts, self._run_blocks(layout, parts)
+        return parts, self._run_blocks(self.layout, parts)
 
     def _parts(
         self, tokens_BS: Tensor, document_ids_BS: Tensor | None, received: tuple[Tensor, ...], halves: bool
@@ -281,32 +220,25 @@ class Decoder(FusedModule):
 
     def _run_blocks(self, layout: Layout, parts: "Sequence[_Part]") -> list[Stream]:
         if self.stage.has_embedding:
-            tokens = [part.tokens_BS.reshape(-1) for part in parts]
-            rows = interleave([layout.embed(tokens_T, self.embed, self.compute_dtype) for tokens_T in tokens])
-            streams = [Stream(x) for x in rows]
+            flows = [Flow(part.tokens_BS.reshape(-1)) for part in parts]
+            interleave([layout.embed(flow, self.embed, self.compute_dtype) for flow in flows])
+            streams = [Stream(flow.x) for flow in flows]
         else:
             streams = [Stream(part.received[0], part.received[1:]) for part in parts]
         contexts = [part.context for part in parts]
-        policies = [block.policy if torch.is_grad_enabled() else NO_RECOMPUTE for block in self._blocks]
-        if len(parts) > 1 and all(b.is_plain and p.block is call for b, p in zip(self._blocks, policies, strict=True)):
-            runs = [
-                self._start_blocks(0, layout, policies, context, stream)
-                for stream, context in zip(streams, contexts, strict=True)
-            ]
-            return interleave(runs, layout.lag)
-        for block, policy in zip(self.blocks, policies, strict=True):
-            streams = block(layout.with_options(policy=policy), streams, contexts)
-        return streams
+        if len(parts) == 1 or not all(block.is_plain for block in self._blocks):
+            for block in self.blocks:
+                streams = block(layout, streams, contexts)
+            return streams
+        flows = flows_of(streams, contexts)
+        interleave([self._run(layout, *each) for each in zip(flows, contexts, strict=True)], layout.lag)
+        return [Stream(flow.x, flow.prev_latents) for flow in flows]
 
-    def _start_blocks(
-        self, first: int, layout: Layout, policies: Sequence[RecomputePolicy], context: Context, stream: Stream
-    ) -> Pending[Stream]:
-        """Runs one half through all blocks from `first` on, so that the other half can also compute while a collective at the
-        end of a block is in flight."""
-        started = self._blocks[first].start(layout.with_options(policy=policies[first]), stream, context)
-        if first + 1 == len(policies):
-            return started
-        return started.then(lambda stream: self._start_blocks(first + 1, layout, policies, context, stream))
+    def _run(self, layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
+        """Runs one half through all blocks, so that the other half can also compute while a collective at the end of a block is in
+        flight."""
+        for block in self._blocks:
+            yield from block.run(layout, flow, context)
 
     @property
     def _blocks(self) -> Sequence[TransformerBlock]:

@@ -1,15 +1,17 @@
-"""Element-wise functions that can each run as one kernel in one pass: every input read once, every result written once.
+"""The functions of the model that are written by hand: every GEMM, element-wise kernels, and the autograd functions made of them.
 
-A kernel has no gradient: custom autograd functions call it in both passes. The backend is chosen once per process (`use`) from
+A kernel is an element-wise function that can run as one kernel in one pass: every input read once, every result written once. It
+has no gradient: custom autograd functions call it in both passes. The backend is chosen once per process (`use`) from
 BACKENDS: "eager" runs the operations one by one, "inductor" compiles each function into one kernel with torch.compile. Inside
 torch.compile, a kernel becomes part of the compiled graph.
 
-Legend: T tokens, R latent width of a group, O local width; B sequences, S tokens of each, H heads, E width of a head.
+Legend: T tokens, D hidden width, R latent width of a group (all slots side by side), r of one slot, O local outputs of a slot; B
+sequences, S tokens of each, H heads, E width of a head; V rows of a table of width D.
 """
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,7 +43,7 @@ class Kernel:
     def __call__(self, *arguments: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.traced(*arguments)
-        return _backend(self, arguments)
+        return self.function(*arguments) if _backend is _eager else _backend(self, arguments)
 
 
 KERNELS: dict[str, Kernel] = {}
@@ -121,7 +123,8 @@ def statistic_dtype(dtype: torch.dtype) -> torch.dtype:
 def row_sum_of_squares(x_TD: Tensor) -> Tensor:
     """Sum of x^2 of each row, [T], in the statistic's dtype."""
     # vector_norm accumulates in the wider dtype without copying x to it.
-    return torch.linalg.vector_norm(x_TD, dim=-1, dtype=statistic_dtype(x_TD.dtype)).square()
+    dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(x_TD, dim=-1, dtype=dtype).square()
 
 
 def inverse_rms(s_T: Tensor, width: int, eps: float) -> Tensor:
@@ -178,18 +181,9 @@ def gated_backward(dy_TO: Tensor, gate_TO: Tensor, up_TO: Tensor) -> tuple[Tenso
 
 
 @Kernel
-def rotated(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Rotary embedding in the rotate-half form, which pairs the two halves of a head."""
-    return _rotate(x_BSHE, cos_SE, sin_SE, 1)
-
-
-@Kernel
-def rotated_backward(dy_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Gradient of the rotary embedding: the rotation by the opposite angle."""
-    return _rotate(dy_BSHE, cos_SE, sin_SE, -1)
-
-
-def _rotate(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor, direction: int) -> Tensor:
+def rotated(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor, direction: int) -> Tensor:
+    """Rotary embedding in the rotate-half form, which pairs the two halves of a head. `direction`: 1, or -1 for its gradient, the
+    rotation by the opposite angle."""
     half = x_BSHE.shape[-1] // 2
     sin_S1e = sin_SE.unsqueeze(-2)[..., :half]
     y_BSHE = x_BSHE * cos_SE.unsqueeze(-2)
@@ -238,7 +232,115 @@ def normed_backward(dy_TD: Tensor, x_TD: Tensor, gamma_D: Tensor, c_T1: Tensor) 
     return g_TD.addcmul_(normed_TD, mean_T1, value=-1).mul_(c_T1).to(x_TD.dtype), dgamma_D
 
 
-# Differentiable functions of the model. Each saves only its inputs and runs as one kernel in either pass.
+# Products. Other precisions and deferred weight gradients belong here.
+
+StartCollective = Callable[[Tensor], Tensor]
+"""Starts a collective whose result has the shape of its operand. Call `wait` before using the result."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Differentiable x W^T (+ b), [..., I] x [O, I] -> [..., O], in x's dtype: master weights are cast here."""
+    if bias is not None:
+        bias = bias.to(x.dtype)
+    return F.linear(x, weight.to(x.dtype), bias)
+
+
+def gemm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a b, [m, k] x [k, n], for hand-written forward and backward passes; both of one dtype. `out`: the output tensor, which
+    may be columns of a wider one."""
+    return a @ b if out is None else torch.mm(a, b, out=out)
+
+
+def gemms(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Products of pairs [m, k], [k, n], side by side: [m, sum of n]."""
+    if len(pairs) == 1 or torch.compiler.is_compiling():  # compiled code writes the parts of a cat in place
+        products = [gemm(a, b) for a, b in pairs]
+        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+    (a, _), *_ = pairs
+    widths = [b.shape[1] for _, b in pairs]
+    made = a.new_empty(a.shape[0], sum(widths))
+    for (a, b), part in zip(pairs, made.split(widths, dim=-1), strict=True):
+        gemm(a, b, out=part)
+    return made
+
+
+class UpProject(torch.autograd.Function):
+    """forward: u [T, R], c [T, 1] or None, B_k [O_k, r_k] -> y_k = h_k B_k^T [T, O_k], h = act(c u) [T, R], h_k its columns.
+    dgrad: du = c act'(c u) dh, dh_k = dy_k B_k.
+    wgrad: dB_k = dy_k^T h_k. No collective.
+
+    Ranks add up to R; act is SiLU or the identity; c is multiplied before rounding. Saves u and c. The backward pass recomputes
+    c u, h and the casts of B, which is element-wise work. c is a constant here: the node that sums u over processes computes its
+    gradient from u and du (`boost.parallel.layouts.btp`). `start_grad_sum` starts the sum of du, which is in flight while the
+    weight gradients are computed; only the node that produced u may consume that gradient, and waits for it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        u_TR: Tensor,
+        c_T1: Tensor | None,
+        silu: bool,
+        start_grad_sum: StartCollective | None,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(u_TR, c_T1, *weights)
+        ctx.silu, ctx.start_grad_sum = silu, start_grad_sum
+        h_TR = u_TR if c_T1 is None and not silu else activated(u_TR, c_T1, silu)
+        slots = zip(_slots(h_TR, weights) if len(weights) > 1 else (h_TR,), weights, strict=True)
+        return tuple([h_Tr @ b_Or.to(u_TR.dtype).t() for h_Tr, b_Or in slots])
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+        u_TR, c_T1, *weights = ctx.saved_tensors
+        dh_TR = gemms([(dy_TO, b_Or.to(u_TR.dtype)) for dy_TO, b_Or in zip(dy, weights, strict=True)])
+        if c_T1 is None and not ctx.silu:
+            du_TR, h_TR = dh_TR, u_TR
+        else:
+            du_TR, h_TR = activated_backward(dh_TR, u_TR, c_T1, ctx.silu)
+        del dh_TR
+        if ctx.start_grad_sum is not None:
+            du_TR = ctx.start_grad_sum(du_TR)
+        slots = zip(dy, _slots(h_TR, weights), weights, strict=True)
+        dw = [(dy_TO.t() @ h_Tr).to(b_Or.dtype) for dy_TO, h_Tr, b_Or in slots]
+        return du_TR, None, None, None, *dw
+
+
+def _slots(h_TR: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    if len(weights) == 1:
+        return [h_TR]
+    return h_TR.split([b_Or.shape[1] for b_Or in weights], dim=-1)
+
+
+class _Lookup(torch.autograd.Function):
+    """forward: tokens [T], table [V, D] -> rows [T, D]; wgrad: dtable [V, D] = sum of dy over the tokens of each row,
+    accumulated in fp32 and rounded once. No collective.
+
+    In a bf16 accumulation, the gradient of a token that occurs a thousand times stops growing after a few hundred of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens_T: Tensor, table_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens_T)
+        ctx.rows, ctx.dtype = table_VD.shape[0], table_VD.dtype
+        return F.embedding(tokens_T, table_VD)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor]:
+        (tokens_T,) = ctx.saved_tensors
+        dy_acc_TD = dy_TD.to(statistic_dtype(dy_TD.dtype))
+        return None, torch.ops.aten.embedding_dense_backward(dy_acc_TD, tokens_T, ctx.rows, -1, False).to(ctx.dtype)
+
+
+def lookup(tokens_T: Tensor, table_VD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Differentiable lookup: rows [T, D] of a table, cast to `dtype`."""
+    if table_VD.dtype == statistic_dtype(table_VD.dtype):
+        return F.embedding(tokens_T, table_VD).to(dtype)
+    rows: Tensor = _Lookup.apply(tokens_T, table_VD)
+    return rows.to(dtype)
+
+
+# Element-wise functions and norms. Each saves only its inputs and runs as one kernel in either pass.
 
 
 class _GatedProduct(torch.autograd.Function):
@@ -258,19 +360,21 @@ class _GatedProduct(torch.autograd.Function):
 
 
 class _Rotary(torch.autograd.Function):
-    """forward: x [B, S, H, E], angles [S, E] -> x rotated; dgrad: dy rotated by the opposite angles. No collective.
+    """forward: q [B, S, H, E], k [B, S, K, E], angles [S, E] -> both rotated; dgrad: dq, dk rotated by the opposite angles. No
+    collective.
 
     Saves only the angles, which all blocks share.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
+    def forward(ctx: Any, q_BSHE: Tensor, k_BSKE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos_SE, sin_SE)
-        return rotated(x_BSHE, cos_SE, sin_SE)
+        return rotated(q_BSHE, cos_SE, sin_SE, 1), rotated(k_BSKE, cos_SE, sin_SE, 1)
 
     @staticmethod
-    def backward(ctx: Any, dy_BSHE: Tensor) -> tuple[Tensor, None, None]:
-        return rotated_backward(dy_BSHE, *ctx.saved_tensors), None, None
+    def backward(ctx: Any, dq_BSHE: Tensor, dk_BSKE: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        cos_SE, sin_SE = ctx.saved_tensors
+        return rotated(dq_BSHE, cos_SE, sin_SE, -1), rotated(dk_BSKE, cos_SE, sin_SE, -1), None, None
 
 
 def gated_product(gate_TO: Tensor, up_TO: Tensor, silu: bool) -> Tensor:
@@ -283,9 +387,75 @@ def gated_product(gate_TO: Tensor, up_TO: Tensor, silu: bool) -> Tensor:
     return _GatedProduct.apply(gate_TO, up_TO)
 
 
-def rotary(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Differentiable rotary embedding (arXiv 2104.09864) in the rotate-half form, which pairs the two halves of a head."""
+def rotary(q_BSHE: Tensor, k_BSKE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> tuple[Tensor, Tensor]:
+    """Differentiable rotary embedding (arXiv 2104.09864) of queries and keys, in the rotate-half form, which pairs the two halves
+    of a head."""
     if not torch.is_grad_enabled():
-        y_BSHE: Tensor = rotated(x_BSHE, cos_SE, sin_SE)
-        return y_BSHE
-    return _Rotary.apply(x_BSHE, cos_SE, sin_SE)
+        return rotated(q_BSHE, cos_SE, sin_SE, 1), rotated(k_BSKE, cos_SE, sin_SE, 1)
+    return _Rotary.apply(q_BSHE, k_BSKE, cos_SE, sin_SE)
+
+
+class _Scale(torch.autograd.Function):
+    """forward: x [T, D], c [T, 1] -> x c, rounded to x's dtype once; dgrad: dx = c dy, dc = <dy, x>. No collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, c_T1: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, c_T1)
+        return activated(x_TD, c_T1, False)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        if not ctx.needs_input_grad[1]:
+            return activated(dy_TD, ctx.saved_tensors[1], False), None
+        return scaled_backward(dy_TD, *ctx.saved_tensors)
+
+
+def scale(x: Tensor, c_T1: Tensor) -> Tensor:
+    """Differentiable x c, rounded to x's dtype once."""
+    return _Scale.apply(x, c_T1)
+
+
+class RMSNorm(torch.autograd.Function):
+    """forward: x [T, D], gamma [D] -> y = gamma x c, c = 1 / sqrt(mean_j x_j^2 + eps) [T, 1] (arXiv 1910.07467).
+    dgrad: dx = c (g - x c^2 mean_j(g_j x_j)), g = gamma dy.
+    wgrad: dgamma = sum over T of dy x c. No collective.
+
+    Saves x and c. Unlike torch's GPU kernel, it does not round the gains to x's dtype.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, gamma_D: Tensor, eps: float) -> Tensor:
+        y_TD, c_T1 = normed(x_TD, gamma_D, eps)
+        ctx.save_for_backward(x_TD, gamma_D, c_T1)
+        return y_TD
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *normed_backward(dy_TD, *ctx.saved_tensors), None
+
+
+class _SumOfSquares(torch.autograd.Function):
+    """forward: [T, D] -> s = sum_j x_j^2, [T], fp32 or wider; dgrad: dx = 2 x ds. No collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD)
+        return row_sum_of_squares(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, ds_T: Tensor) -> Tensor:
+        (x_TD,) = ctx.saved_tensors
+        return x_TD * (2 * ds_T).to(x_TD.dtype).unsqueeze(-1)
+
+
+def rms_norm(x_TD: Tensor, gamma_D: Tensor, eps: float) -> Tensor:
+    """Differentiable RMSNorm of whole rows, in x's dtype."""
+    if not torch.is_grad_enabled():  # a node costs more than the norm of one token
+        y_TD: Tensor = normed(x_TD, gamma_D, eps)[0]
+        return y_TD
+    return RMSNorm.apply(x_TD, gamma_D, eps)
+
+
+def sum_of_squares(x_TD: Tensor) -> Tensor:
+    """Differentiable sum of x^2 over the local width, [T], fp32 or wider."""
+    return _SumOfSquares.apply(x_TD)

@@ -18,7 +18,7 @@ from boost.config.layouts import local_shape
 from boost.config.schema import ModelConfig
 from boost.models.fused import FusedModule
 from boost.models.interface import Layout
-from boost.models.linear import linear
+from boost.models.kernels import linear
 
 EPS = 1e-6
 """Epsilon of the latents' LayerNorm, added to the variance."""

@@ -15,9 +15,10 @@ from boost.config.architecture import IGNORED
 from boost.config.stages import whole
 from boost.errors import ConfigError
 from boost.models import decoder
+from boost.models.block import interleave
 from boost.models.fused import FusedModule, fused_params
 from boost.models.init import initialize
-from boost.models.interface import interleave
+from boost.models.interface import Flow
 from boost.nn.spec import Spec, autocast_resolved
 from boost.nn.sublayers import Block, Weight, add_weight, as_spec
 from boost.nn.weights import local_weight, no_sync, shard_weights, whole_weight
@@ -103,8 +104,9 @@ class Decoder(decoder.Decoder):
                     return total if reduction == "sum" else total / (targets != IGNORED).sum().clamp_min(1)
                 (part,) = self._parts(tokens, document_ids, (), False)
                 (stream,) = self._run_blocks(self.layout, [part])
-                (logits_TV,) = interleave([self.layout.all_logits(stream.x, self.final_norm, self.head)])
-                return logits_TV.view(*tokens.shape, -1)
+                flow = Flow(stream.x)
+                interleave([self.layout.head_input(flow, self.final_norm)])
+                return self.layout.all_logits(flow.x, self.head).view(*tokens.shape, -1)
             finally:
                 self.compute_dtype = self.spec.compute_dtype  # generation reads it, outside of autocast
 

@@ -23,12 +23,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from boost.errors import ConfigError
-from boost.models.kernels import inverse_rms
-from boost.models.linear import linear
+from boost.models.kernels import inverse_rms, linear, rms_norm, scale
 from boost.nn.spec import autocast_resolved, tp_axis
 from boost.nn.weights import own_shard
 from boost.parallel import collectives
-from boost.parallel.norms import OnlineSum, project_and_measure, rms_norm, scale
+from boost.parallel.layouts.btp import OnlineSum
 
 TP = DeviceMesh | dist.ProcessGroup | None
 
@@ -57,8 +56,7 @@ def norm_down_proj(
             latents = linear(rms_norm(rows, gamma, eps), weight)
         else:
             width = axis.size * x.shape[-1]
-            measured = project_and_measure(rows, weight, gamma, axis)
-            u, s = OnlineSum(measured, [], axis, width, eps).wait()
+            u, s = OnlineSum(rows, [weight], gamma, axis, width, eps).wait()
             latents = scale(u, inverse_rms(s, width, eps))
     parts = latents.split([weight.shape[0] for weight in down_weights], dim=-1)
     return [part.reshape(*x.shape[:-1], -1) for part in parts]

@@ -5,7 +5,7 @@ The mathematics is that of `boost.models`; here the linears of a group are separ
 Legend: B sequences, S tokens of each, T = B * S, D width of the residual stream held here: dim, or dim / p where it is sharded.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,14 +15,12 @@ from boost.config import architecture
 from boost.config.architecture import Parameter
 from boost.errors import ConfigError
 from boost.models.attention import Context, make_context
-from boost.models.decoder import TransformerBlock
+from boost.models.block import LinearGroup, TransformerBlock, attention, interleave, mlp
 from boost.models.fused import FusedModule
-from boost.models.group import LinearGroup, own_head
 from boost.models.init import initialize
-from boost.models.interface import NO_RECOMPUTE, Done, Layout, Pending, Saved, Stream, interleave
+from boost.models.interface import NO_RECOMPUTE, Flow, Layout, Stream
+from boost.models.kernels import gemms
 from boost.models.latent_gate import LatentGate
-from boost.models.linear import gemms
-from boost.models.sublayers import MLP, Attention
 from boost.nn.linear import LowRankLinear
 from boost.nn.spec import Spec, autocast_resolved
 from boost.nn.weights import local_weight, shard_weights
@@ -56,16 +54,9 @@ class SeparateLinears(LinearGroup):
 
     def __init__(self, owner: nn.Module, spec: Spec, layer: int, shape: architecture.GroupSpec) -> None:
         """`owner` has the linears as children q_proj, k_proj, ..."""
-        model, layout = spec.model, spec.layout
-        self.shape, self.low_rank, self.latent_act = shape, model.low_rank, model.latent_act
         self._owner, self._names = owner, [child_name(slot) for slot in shape.slots]
         self.latent_gate: LatentGate | None = None
-        self.feeds_next = model.has_latent_gates and layer + 1 < model.layers
-        roles = [parameter.role for parameter in shape.parameters("", "B" if self.low_rank else "W")]
-        self.own_heads = [
-            own_head(model, layout, slot, layout.placement(role).dim is None)
-            for slot, role in zip(shape.slots, roles, strict=True)
-        ]
+        self.describe(spec.model, shape, layer, spec.layout)
 
     @property
     def linears(self) -> list[nn.Module]:
@@ -73,12 +64,12 @@ class SeparateLinears(LinearGroup):
         return [self._owner.get_submodule(name) for name in self._names]
 
     @property
-    def inner(self) -> list[nn.Module]:
+    def inner_modules(self) -> list[nn.Module]:
         """Factors A, one a slot."""
         return [cast(LowRankLinear, linear).A for linear in self.linears]
 
     @property
-    def outer(self) -> list[nn.Module]:
+    def outer_modules(self) -> list[nn.Module]:
         """Factors B, or whole linears of a dense group, one a slot."""
         return [cast(LowRankLinear, linear).B for linear in self.linears] if self.low_rank else self.linears
 
@@ -88,47 +79,53 @@ class SeparateLinears(LinearGroup):
         return all(type(module) is nn.Linear and not module._forward_hooks for module in self._modules())
 
     def _modules(self) -> list[nn.Module]:
-        return [*(self.inner if self.low_rank else ()), *self.outer]
+        return [*(self.inner_modules if self.low_rank else ()), *self.outer_modules]
 
     @property
     def A(self) -> Tensor:  # type: ignore[override]
-        weights = [_weight(module) for module in self.inner]
+        weights = [_weight(module) for module in self.inner_modules]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     @property
     def ranks_here(self) -> Sequence[int]:
-        return [cast(nn.Linear, module).out_features for module in self.inner]
+        return [cast(nn.Linear, module).out_features for module in self.inner_modules]
 
-    def stored_outer(self) -> list[Tensor]:
-        return [_weight(module) for module in self.outer]
+    def weights(self) -> list[Tensor]:
+        weights = [_weight(module) for module in self.outer_modules]
+        return [w if own is None else w.narrow(0, *own) for w, own in zip(weights, self.own_heads, strict=True)]
 
     # With adapters, modules are called. Where all are plain linears, grouped and hand-written kernels apply.
 
     @property
-    def has_private_latents(self) -> bool:
-        # torch.compile does not evaluate a property of super() (2.13 and 2.15 take it for true, without an error).
-        return self.latent_gate is None and not self.feeds_next and self.is_plain
+    def saves_latents_only(self) -> bool:
+        return self._may_save_latents_only and self.is_plain
 
-    def down_proj(self, x_TI: Tensor, grouped: bool) -> list[Tensor]:
+    @saves_latents_only.setter
+    def saves_latents_only(self, value: bool) -> None:
+        self._may_save_latents_only = value
+
+    def inner(self, x_TI: Tensor) -> list[Tensor]:
+        if not self.low_rank:
+            return super().inner(x_TI)
         if self.is_plain:
-            if grouped and not torch.is_grad_enabled():
+            if self.is_one_tensor and not torch.is_grad_enabled():
                 # During generation, concatenating A for each token would take longer than its product.
-                return [gemms([(x_TI, _weight(module).to(x_TI.dtype).t()) for module in self.inner])]
-            return super().down_proj(x_TI, grouped)
-        latents = [module(x_TI) for module in self.inner]
-        return [torch.cat(latents, dim=-1)] if grouped and len(latents) > 1 else latents
+                return [gemms([(x_TI, _weight(module).to(x_TI.dtype).t()) for module in self.inner_modules])]
+            return super().inner(x_TI)
+        latents = [module(x_TI) for module in self.inner_modules]
+        return [torch.cat(latents, dim=-1)] if self.is_one_tensor and len(latents) > 1 else latents
 
-    def up_proj(self, h: Sequence[Tensor]) -> list[Tensor]:
+    def project(self, h: Sequence[Tensor]) -> list[Tensor]:
         if self.is_plain:
-            return super().up_proj(h)
+            return super().project(h)
         if len(h) == 1 and len(self.shape.slots) > 1:
             h = h[0].split(list(self.ranks_here), dim=-1)
-        return [module(h_Tr) for module, h_Tr in zip(self.outer, h, strict=True)]
+        return [module(h_Tr) for module, h_Tr in zip(self.outer_modules, h, strict=True)]
 
-    def dense(self, saved: Saved, grouped: bool) -> list[Tensor]:
+    def dense(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         if self.is_plain:
-            return super().dense(saved, grouped)
-        return [module(saved.tensors[0]) for module in self.outer]
+            return super().dense(inputs)
+        return [module(inputs[0]) for module in self.outer_modules]
 
 
 def _weight(module: nn.Module) -> Tensor:
@@ -205,6 +202,7 @@ class Sublayer(FusedModule):
             gate = Gate(self.model, shape, f"layers.{self.layer}", self.layout)
             self.add_module(f"{shape.name}_gate", gate)
             group.latent_gate = gate
+        group.recompute(NO_RECOMPUTE)
         return group
 
 
@@ -222,9 +220,9 @@ def add_weight(module: FusedModule, spec: Spec, attribute: str, parameter: Param
 
 
 def run_alone(
-    spec: Spec, x: Tensor, batch: int | None, start: Callable[[Layout, Stream, Context], Pending[Stream]]
+    spec: Spec, x: Tensor, batch: int | None, run: Callable[[Layout, Flow, Context], Iterable[None]]
 ) -> Tensor:
-    """The residual stream after what `start` computes of it. Raises ConfigError for a family that passes latents between blocks."""
+    """The residual stream after what `run` computes of it. Raises ConfigError for a family that passes latents between blocks."""
     if spec.model.has_latent_gates and spec.model.layers > 1:
         raise ConfigError(
             f"family = '{spec.model.family}' passes latents from block to block; run the blocks through boost.nn.Decoder"
@@ -238,8 +236,9 @@ def run_alone(
     positions_S = torch.arange(tokens // batch, device=x.device)
     with autocast_resolved(x.device, x.dtype) as dtype:
         context = make_context(batch, positions_S, spec.model, dtype)
-        (after,) = interleave([start(layout, Stream(rows.to(dtype)), context)])
-    return after.x.view_as(x).to(x.dtype)
+        flow = Flow(rows.to(dtype))
+        interleave([run(layout, flow, context)])
+    return flow.x.view_as(x).to(x.dtype)
 
 
 def finish(module: "Sublayer | Block", alone: bool) -> None:
@@ -249,7 +248,7 @@ def finish(module: "Sublayer | Block", alone: bool) -> None:
         shard_weights(module, module.spec)
 
 
-class LowRankAttention(Attention, Sublayer):
+class LowRankAttention(Sublayer):
     """x + o(attention(q, k, v)) of q, k, v = projections of RMSNorm(x): grouped-query attention with rotary positions.
 
     `q_proj`, `k_proj`, `v_proj` and `o_proj` are `LowRankLinear` modules (`nn.Linear` with family = "dense"). Norm and residual
@@ -259,7 +258,6 @@ class LowRankAttention(Attention, Sublayer):
     def __init__(self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, **sizes: Any) -> None:
         """From a `Spec`, or from sizes: LowRankAttention(dim=512, heads=8, rank=128). Raises ConfigError."""
         Sublayer.__init__(self, spec, layer, sizes)
-        self.head_dim, self.layer_index = self.model.head_dim, layer
         qkv, o, _, _ = architecture.groups(self.model, layer)
         with self.spec.allocation():
             add_weight(self, self.spec, "norm", Parameter(f"layers.{layer}.attn_norm", (self.model.dim,), "norm"))
@@ -267,19 +265,19 @@ class LowRankAttention(Attention, Sublayer):
             self.o = self.add_linears(o)
         finish(self, _alone)
 
-    @property
-    def attn_norm(self) -> Tensor:  # type: ignore[override]
-        return local_weight(self.norm)
-
     def forward(self, x: Tensor, batch: int | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]: the residual stream after attention, in the shape that the layout gives it (`spec.layout`).
 
         A token-sharded stream (btp-sp, megatron-sp) is [T / p, D], consecutive tokens of all sequences; `batch` is then B.
         """
-        return run_alone(self.spec, x, batch, self.start_attention)
+        return run_alone(self.spec, x, batch, self.run)
+
+    def run(self, layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
+        """Runs one part of a micro-batch through this sublayer."""
+        return attention(layout, flow, context, local_weight(self.norm), self.qkv, self.o, self.layer)
 
 
-class LowRankMLP(MLP, Sublayer):
+class LowRankMLP(Sublayer):
     """x + down(silu(gate) * up) of gate, up = projections of RMSNorm(x).
 
     `gate_proj`, `up_proj` and `down_proj` are `LowRankLinear` modules (`nn.Linear` with family = "dense").
@@ -288,7 +286,6 @@ class LowRankMLP(MLP, Sublayer):
     def __init__(self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, **sizes: Any) -> None:
         """From a `Spec`, or from sizes: LowRankMLP(dim=512, ffn_dim=1376, rank=128). Raises ConfigError."""
         Sublayer.__init__(self, spec, layer, sizes)
-        self.mlp_silu = self.model.mlp_silu
         _, _, gate_up, down = architecture.groups(self.model, layer)
         with self.spec.allocation():
             add_weight(self, self.spec, "norm", Parameter(f"layers.{layer}.mlp_norm", (self.model.dim,), "norm"))
@@ -296,13 +293,13 @@ class LowRankMLP(MLP, Sublayer):
             self.down = self.add_linears(down)
         finish(self, _alone)
 
-    @property
-    def mlp_norm(self) -> Tensor:  # type: ignore[override]
-        return local_weight(self.norm)
-
     def forward(self, x: Tensor, batch: int | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]: the residual stream after the MLP, as `LowRankAttention.forward`."""
-        return run_alone(self.spec, x, batch, lambda layout, stream, _: self.start_mlp(layout, stream))
+        return run_alone(self.spec, x, batch, lambda layout, flow, _: self.run(layout, flow))
+
+    def run(self, layout: Layout, flow: Flow) -> Iterator[None]:
+        """Runs one part of a micro-batch through this sublayer."""
+        return mlp(layout, flow, local_weight(self.norm), self.gate_up, self.down, self.model.mlp_silu)
 
 
 class Block(TransformerBlock):
@@ -314,9 +311,9 @@ class Block(TransformerBlock):
         self.spec = as_spec(spec, sizes)
         self.model, self.layout = self.spec.model, self.spec.layout
         self.layer_index = layer
-        self.policy = POLICIES[self.spec.recompute]
         self.attn = LowRankAttention(self.spec, layer, _alone=False)
         self.mlp = LowRankMLP(self.spec, layer, _alone=False)
+        self.recompute(POLICIES[self.spec.recompute])
         finish(self, _alone)
 
     @property
@@ -324,11 +321,10 @@ class Block(TransformerBlock):
         """In forward order."""
         return self.attn.qkv, self.attn.o, self.mlp.gate_up, self.mlp.down
 
-    def start_attention(self, layout: Layout, stream: Stream, context: Context) -> Pending[Stream]:
-        return self.attn.start_attention(layout, stream, context)
-
-    def start_mlp(self, layout: Layout, stream: Stream) -> Pending[Stream]:
-        return self.mlp.start_mlp(layout, stream)
+    def run(self, layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
+        yield from self.attn.run(layout, flow, context)
+        yield from self.mlp.run(layout, flow)
+        flow.next_block()
 
     def forward(self, x: Any, *rest: Any, batch: int | None = None) -> Any:
         """[B, S, D] -> [B, S, D]: the residual stream after the block, as `LowRankAttention.forward`.
@@ -337,10 +333,10 @@ class Block(TransformerBlock):
         """
         if rest:
             return super().forward(x, *rest)
-        layout = self.layout.with_options(policy=self.policy if torch.is_grad_enabled() else NO_RECOMPUTE)
 
-        def start(_: Layout, stream: Stream, context: Context) -> Pending[Stream]:
-            (after,) = super(Block, self).forward(layout, [stream], [context])
-            return Done(after)
+        def run(layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
+            (after,) = super(Block, self).forward(layout, [Stream(flow.x, flow.prev_latents)], [context])
+            flow.x = after.x
+            yield
 
-        return run_alone(self.spec, x, batch, start)
+        return run_alone(self.spec, x, batch, run)

@@ -1,8 +1,8 @@
 """Every collective of a forward or backward pass, as a differentiable function. Only this file names torch's collective ops.
 
 Built on functional collectives, because in-place ones silently give wrong gradients under selective checkpointing. Their names
-in `torch.ops._c10d_functional` are stable since torch 2.3, and torch.compile traces them. On CPUs, `exchange.py` provides the
-equivalents.
+in `torch.ops._c10d_functional` are stable since torch 2.3, and torch.compile traces them. The second part of this file has the
+equivalents for CPUs.
 
 Legend: p processes of the group, n rows of this process, D width. Bytes are those that one process sends: 2N(p-1)/p for an
 all-reduce of N bytes; N(p-1)/p for an all-gather or reduce-scatter of N bytes (gathered size) and for an all-to-all of N bytes
@@ -24,13 +24,18 @@ runs nodes in the reverse order of their creation, so work that is interleaved i
 backward pass too.
 """
 
+import contextlib
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Work, _register_work
 
-import boost.parallel.exchange  # noqa: F401  defines torch.ops.boost
 from boost.config.layouts.spec import (
     GATHER,
     SUM_BACKWARD,
@@ -43,57 +48,50 @@ from boost.parallel.mesh import Axis
 _ops = torch.ops._c10d_functional
 
 
-# Non-differentiable: start a collective without waiting for it.
+# Non-differentiable: start a collective without waiting for it. Compiled code reuses buffers that no kernel reads any more, even
+# while a collective is in flight, so in compiled code our own collectives wait inside their op.
 
 
 def begin_all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Starts a non-differentiable sum over the axis. Call `wait` before using the result."""
     x = x.contiguous()
     # gloo's send-before-receive order does not slow down rings of more than two processes.
-    if receives_first(x.device) and axis.size == 2 and axis.point_to_point:
-        return torch.ops.boost.all_reduce(x, _must_wait(), axis.name)
+    if x.device.type in RECEIVES_FIRST and axis.size == 2 and axis.point_to_point:
+        return torch.ops.boost.all_reduce(x, torch.compiler.is_compiling(), axis.name)
     return _ops.all_reduce(x, "sum", axis.name)
 
 
 def _start_all_gather(x: Tensor, axis: Axis) -> Tensor:
     """Gathers [n, ...] of every process into [p * n, ...]."""
     x = x.contiguous()
-    if receives_first(x.device):
-        return torch.ops.boost.all_gather(x, axis.size, _must_wait(), axis.name)
+    if x.device.type in RECEIVES_FIRST:
+        return torch.ops.boost.all_gather(x, axis.size, torch.compiler.is_compiling(), axis.name)
     return _ops.all_gather_into_tensor(x, axis.size, axis.name)
 
 
 def _start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """Sums [p * n, ...] over the axis and returns this process's rows, [n, ...]."""
     x = x.contiguous()
-    if receives_first(x.device):
-        return torch.ops.boost.reduce_scatter(x, axis.size, _must_wait(), axis.name)
+    if x.device.type in RECEIVES_FIRST:
+        return torch.ops.boost.reduce_scatter(x, axis.size, torch.compiler.is_compiling(), axis.name)
     return _ops.reduce_scatter_tensor(x, "sum", axis.size, axis.name)
 
 
 def _start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """[p * n, ...], the j-th n rows for process j -> [p * n, ...], the j-th n rows from process j."""
     x = x.contiguous()
-    if receives_first(x.device):
-        return torch.ops.boost.all_to_all(x, axis.size, _must_wait(), axis.name)
+    if x.device.type in RECEIVES_FIRST:
+        return torch.ops.boost.all_to_all(x, axis.size, torch.compiler.is_compiling(), axis.name)
     counts = [x.shape[0] // axis.size] * axis.size
     return _ops.all_to_all_single(x, counts, counts, axis.name)
 
 
-def receives_first(device: torch.device) -> bool:
-    """Whether to use the collectives of `boost.parallel.exchange`. On CPUs, gloo's own collectives send before they receive."""
-    return device.type == "cpu"
+RECEIVES_FIRST = {"cpu"}
+"""Types of devices with the collectives of this file. On CPUs, gloo's own send before they receive."""
 
 
-def _must_wait() -> bool:
-    """Whether a collective must finish inside its op. Compiled code reuses buffers that no kernel reads any more, even while a
-    collective is in flight."""
-    return torch.compiler.is_compiling()
-
-
-def wait(x: Tensor) -> Tensor:
-    """Waits for a started collective and returns its result."""
-    return _ops.wait_tensor(x)
+wait: Callable[[Tensor], Tensor] = _ops.wait_tensor
+"""Waits for a started collective and returns its result."""
 
 
 _START: dict[str, Callable[[Tensor, Axis], Tensor]] = {
@@ -134,11 +132,158 @@ def finish_all_reduce(x: Tensor) -> None:
     wait(x)
 
 
+# On CPUs: collectives built from point-to-point messages that post every receive before the sends.
+#
+# gloo puts a pair's payloads and "ready to receive" notices on one first-in-first-out connection. Its own all-gather,
+# reduce-scatter and all-to-all post the send first, so the notice queues behind the payload and the two directions of the wire take
+# turns. Posting receives first lets both directions overlap (docs/wire.md). Each collective is one op of `torch.ops.boost`, so that
+# counters and torch.compile see a single op. It returns while messages are in flight; `wait_tensor` completes it, as for torch's.
+
+
+@dataclass(frozen=True)
+class LastExchange:
+    """The latest exchange of a group. c10d's flight recorder does not see gloo's point-to-point messages."""
+
+    operation: str
+    sequence: int
+    """Sequence number within the group, the same on all its processes."""
+    group: str
+    """Description of the group."""
+    bytes: int
+    """Size of this process's input tensor."""
+    time_ns: int
+    """Start time, nanoseconds since the epoch."""
+
+
+last_exchanges: dict[str, LastExchange] = {}
+"""Latest exchange by group name."""
+
+_NOT_RECORDED = contextlib.nullcontext()
+
+
+class _Exchange(Work):
+    """Messages to and from every other process of a group, in flight. Keeps their tensors alive."""
+
+    def __init__(
+        self,
+        operation: str,
+        x: Tensor,
+        name: str,
+        received: Sequence[Tensor] | Tensor,
+        sent: Sequence[Tensor] | Tensor,
+        finish: Callable[[int], object],
+    ) -> None:
+        """Posts a receive for every other process, then a send, both by rank and contiguous. `finish` turns what has arrived into
+        the result, given this process's rank."""
+        super().__init__()
+        group = dist.distributed_c10d._resolve_process_group(cast(Any, name))
+        sequence = last_exchanges[name].sequence + 1 if name in last_exchanges else 1
+        self._latest = LastExchange(operation, sequence, group.group_desc, x.nbytes, time.time_ns())
+        last_exchanges[name] = self._latest
+        backend: Any = group._get_backend(torch.device("cpu"))
+        self._limit, self.rank, self._finish = backend.options._timeout, group.rank(), finish
+        others = [other for other in range(group.size()) if other != self.rank]
+        with _recorded("start", self._latest) if torch.autograd.profiler._is_profiler_enabled else _NOT_RECORDED:
+            self._messages = [backend.recv([received[other]], other, 0) for other in others]
+            self._messages += [backend.send([sent[other]], other, 0) for other in others]
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits for the result. Raises RuntimeError if a message fails or exceeds the group's timeout."""
+        messages, self._messages = self._messages, []
+        with _recorded("wait for", self._latest) if torch.autograd.profiler._is_profiler_enabled else _NOT_RECORDED:
+            for message in messages:
+                message.wait(self._limit)
+        finish, self._finish = self._finish, _nothing
+        finish(self.rank)
+        return True
+
+
+def _recorded(what: str, latest: LastExchange) -> contextlib.AbstractContextManager[object]:
+    """A range of the profiler (train.profile) that says which message this is."""
+    return torch.profiler.record_function(
+        f"{what} {latest.operation} #{latest.sequence} of {latest.group}, {latest.bytes} bytes"
+    )
+
+
+def _nothing(rank: int) -> None:
+    """Finishes an exchange whose messages arrived where they belong."""
+
+
+@torch.library.custom_op("boost::all_reduce", mutates_args=())
+def _all_reduce(x: Tensor, blocking: bool, group: str) -> Tensor:
+    """Sum over two processes. Both add the same two terms, so the results are bitwise equal."""
+    theirs, result = torch.empty_like(x), torch.empty_like(x)
+    # `.data` bypasses autograd's version counter: a node may already have saved the result, which is filled in later.
+    exchange = _Exchange(
+        "all_reduce", x, group, [theirs] * 2, [x] * 2, lambda rank: torch.add(x, theirs, out=result.data)
+    )
+    exchange.wait() if blocking else _register_work(result, exchange)
+    return result
+
+
+@torch.library.custom_op("boost::all_gather", mutates_args=())
+def _all_gather(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
+    """[n, ...] of every process -> [p n, ...]."""
+    result = x.new_empty(processes * x.shape[0], *x.shape[1:])
+    parts = result.view(processes, *x.shape)
+    exchange = _Exchange("all_gather", x, group, parts, [x] * processes, _nothing)
+    parts[exchange.rank].copy_(x)
+    exchange.wait() if blocking else _register_work(result, exchange)
+    return result
+
+
+@torch.library.custom_op("boost::reduce_scatter", mutates_args=())
+def _reduce_scatter(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
+    """[p n, ...] -> [n, ...], this process's rows of the sum. Rows go directly to the process that sums them, so a bf16 sum is
+    rounded once."""
+    mine = x.view(processes, x.shape[0] // processes, *x.shape[1:])
+    received, result = torch.empty_like(mine), torch.empty_like(mine[0])
+
+    def add(rank: int) -> None:
+        if processes == 2:
+            torch.add(mine[rank], received[1 - rank], out=result.data)
+        else:
+            received[rank].copy_(mine[rank])
+            torch.sum(received, 0, out=result.data)
+
+    exchange = _Exchange("reduce_scatter", x, group, received, mine, add)
+    exchange.wait() if blocking else _register_work(result, exchange)
+    return result
+
+
+@torch.library.custom_op("boost::all_to_all", mutates_args=())
+def _all_to_all(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
+    """[p n, ...], the j-th n rows for process j -> [p n, ...], the j-th n rows from process j."""
+    shape = (processes, x.shape[0] // processes, *x.shape[1:])
+    result = torch.empty_like(x)
+    sent, received = x.view(shape), result.view(shape)
+    exchange = _Exchange("all_to_all", x, group, received, sent, _nothing)
+    received[exchange.rank].copy_(sent[exchange.rank])
+    exchange.wait() if blocking else _register_work(result, exchange)
+    return result
+
+
+@_all_reduce.register_fake
+def _(x: Tensor, blocking: bool, group: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+@_all_gather.register_fake
+def _(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
+    return x.new_empty(processes * x.shape[0], *x.shape[1:])
+
+
+@_reduce_scatter.register_fake
+def _(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
+    return x.new_empty(x.shape[0] // processes, *x.shape[1:])
+
+
+@_all_to_all.register_fake
+def _(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
+    return torch.empty_like(x)
+
+
 # Differentiable.
-
-
-def _forward(comm: Comm, x: Tensor, axis: Axis) -> Tensor:
-    return x.view_as(x) if comm.forward is None else _START[comm.forward](x, axis)
 
 
 def _backward(comm: Comm, dy: Tensor, axis: Axis) -> Tensor:
@@ -157,8 +302,7 @@ class _Comm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, axis: Axis, backward_started: bool = False) -> Tensor:
         ctx.comm, ctx.axis, ctx.backward_started = comm, axis, backward_started
-        y = _forward(comm, x, axis)
-        return y if comm.forward is None else wait(y)
+        return x.view_as(x) if comm.forward is None else wait(_START[comm.forward](x, axis))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
@@ -177,7 +321,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, axis: Axis) -> tuple[Tensor, Tensor]:
         ctx.comm = comm
-        started = _forward(comm, x, axis)
+        started = x.view_as(x) if comm.forward is None else _START[comm.forward](x, axis)
         ctx.mark_non_differentiable(started)
         return x.view_as(x), started
 
@@ -201,13 +345,11 @@ class _Wait(torch.autograd.Function):
         return dy if ctx.backward_started else _backward(ctx.comm, dy, ctx.axis), None, None, None, None
 
 
-class InFlight:
-    """A differentiable collective in flight. Call `wait` once to get its result."""
+class InFlight(NamedTuple):
+    """A differentiable collective in flight."""
 
-    __slots__ = ("wait",)
-
-    def __init__(self, wait: Callable[[], Tensor]) -> None:
-        self.wait = wait
+    wait: Callable[[], Tensor]
+    """Waits for the result and returns it. Call it once."""
 
 
 def start(comm: Comm, x: Tensor, axis: Axis, backward_started: bool = False) -> InFlight:

@@ -20,7 +20,7 @@ KINDS = {
     "boost::reduce_scatter": "reduce-scatter",
     "boost::all_to_all": "all-to-all",
 }
-"""Kind of each functional collective: torch's and those of `boost.parallel.exchange`."""
+"""Kind of each functional collective: torch's and those of `boost.parallel.collectives`."""
 
 _PLAIN = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
 """Kind of each collective that fully_shard issues; these are not functional."""

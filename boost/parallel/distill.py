@@ -11,8 +11,7 @@ from torch import Tensor
 from boost.config.architecture import IGNORED
 from boost.config.traffic import chunk_tokens
 from boost.models.interface import Teaching
-from boost.models.kernels import statistic_dtype
-from boost.models.linear import gemm
+from boost.models.kernels import gemm, statistic_dtype
 from boost.parallel.collectives import all_gather
 from boost.parallel.loss import chunks
 from boost.parallel.mesh import Axis

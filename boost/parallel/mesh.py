@@ -34,16 +34,19 @@ class Axis:
     size: int = 1
     group: dist.ProcessGroup | None = None
     point_to_point: bool = True
-    """Whether the processes of `group` can send each other messages (`boost.parallel.exchange`)."""
+    """Whether the processes of `group` can send each other messages (`boost.parallel.collectives`)."""
+    name: str = field(init=False)
+    """torch's name of the group; empty without one."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.group.group_name if self.group is not None else "")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Axis":
         return self  # a copied module runs on the same processes
 
-    @property
-    def name(self) -> str:
-        """torch's name of the group of this axis."""
-        assert self.group is not None, "an axis of one process does not communicate"
-        return self.group.group_name
+
+ALONE = Axis()
+"""An axis of one process."""
 
 
 @dataclass(eq=False)
@@ -57,7 +60,7 @@ class Mesh:
     axes: Mapping[str, Axis] = field(default_factory=dict)
     """By name, outermost first. A missing axis has one process. With cp there is also dp_cp, which has its own group for the
     same reason as `replicas`."""
-    replicas: Axis = Axis()
+    replicas: Axis = ALONE
     """dp x cp x tp: every process that holds a copy of an unsharded weight. It has its own group, so that gradient sums in
     flight do not block the collectives of the backward pass."""
     rank: int = 0
@@ -83,7 +86,7 @@ class Mesh:
 
     def axis(self, name: str) -> Axis:
         """This process's coordinate on one axis."""
-        return self.axes.get(name, Axis())
+        return self.axes.get(name, ALONE)
 
     @property
     def tp(self) -> Axis:

@@ -171,7 +171,7 @@ class Pipeline(nn.Module):
     @torch.no_grad()
     def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...], rows: CacheRows | None = None) -> Tensor:
         """Logits [B, V] of the next tokens, like a whole decoder's, on every process of the pipeline."""
-        layout = self.layout.with_options(inference=True)
+        layout = self.layout.inference
         batch = len(rows.lengths) if rows is not None else tokens_BS.shape[0]
         logits = torch.empty(batch, self.model.vocab_size, dtype=self.decoders[0].compute_dtype)
         logits = logits.to(self.device)

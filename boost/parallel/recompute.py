@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from boost.config.schema import RecomputeName
@@ -63,6 +64,8 @@ def _save_attention(_context: Any, operator: Any, *_arguments: Any, **_keywords:
 
 
 def _checkpoint(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return function(*arguments)
     # No random numbers are drawn, and shapes depend on shapes only: checking either would waste time.
     return checkpoint(
         function, *arguments, use_reentrant=False, preserve_rng_state=False, determinism_check="none", **keywords

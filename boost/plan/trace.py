@@ -19,8 +19,9 @@ from boost.config.stages import Stage
 from boost.config.traffic import Collective
 from boost.models import kernels
 from boost.models.attention import Context
-from boost.models.decoder import Decoder, TransformerBlock
-from boost.models.interface import NO_RECOMPUTE, Stream, interleave
+from boost.models.block import TransformerBlock, interleave
+from boost.models.decoder import Decoder
+from boost.models.interface import NO_RECOMPUTE, Flow, Stream
 from boost.parallel.recompute import policies
 from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
 from boost.plan.shape_tensor import ShapeTensor, contiguous
@@ -178,8 +179,8 @@ def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[int, li
     block: TransformerBlock = _module(
         tracer, layer, lambda: TransformerBlock(tracer.model, layer, tracer.layout, NO_RECOMPUTE, 0)
     )
-    runs = policies(tape.checkpoint, tape.checkpoint_but_attention, tape.checkpoint_block)[policy]
-    layout: Any = TracedLayout(tracer.layout, tape).with_options(policy=runs)
+    block.recompute(policies(tape.checkpoint, tape.checkpoint_but_attention, tape.checkpoint_block)[policy])
+    layout: Any = TracedLayout(tracer.layout, tape)
     # Rotary angles, whose memory is counted elsewhere.
     shape = tracer.config.train.seq_len // tracer.parallel.cp, tracer.model.head_dim
     angles: list[Any] = [
@@ -198,9 +199,9 @@ def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[int, li
         streams.append(Stream(x, tuple(prev)))
     input_bytes = tape.live - before
     tape.begin_pass()
-    latents = [(h.nbytes, weakref.ref(h.storage)) for stream in streams for h in stream.prev_latents]
+    latents = [(h.nbytes, weakref.ref(h.storage)) for stream in streams for h in stream.latents]
     after = block(layout, streams, context.halves() if parts == 2 else [context])
-    return input_bytes, latents, [y for stream in after for y in (stream.x, *stream.prev_latents)]
+    return input_bytes, latents, [y for stream in after for y in (stream.x, *stream.latents)]
 
 
 def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPass:
@@ -237,14 +238,14 @@ def _trace_loss(tracer: Tracer) -> TracedPass:
     with tracer.running():
         decoder = _ends(tracer, Stage(1, 2))
         shape = tracer.layout.residual_shape(tracer.tokens)
-        parts = [tracer.new_input(shape, RESIDUAL) for _ in range(tracer.parts)]
+        parts = [Flow(tracer.new_input(shape, RESIDUAL)) for _ in range(tracer.parts)]
         input_bytes = tape.live
         tape.begin_pass()
         targets: Any = ShapeTensor(tape, None, (tracer.tokens,), (1,), torch.int64, tracer.device)
-        layout, norm, head = tracer.layout, decoder.final_norm, decoder.head
         tape.scope, tape.place = LOGITS, "loss"
         # The input is the residual stream, even if the loss saves it.
-        values: list[Any] = interleave([layout.loss(x, norm, head, targets) for x in parts])
+        interleave([decoder._loss(flow, targets, None) for flow in parts])
+        values: list[Any] = [flow.x for flow in parts]
         while len(values) > 1:
             values.append(values.pop(0) + values.pop(0))
         tape.scope = ""
@@ -267,9 +268,11 @@ def _trace_embedding(tracer: Tracer) -> TracedPass:
         decoder = _ends(tracer, Stage(0, 2))
         tokens: Any = ShapeTensor(tape, None, (tracer.tokens,), (1,), torch.int64, tracer.device)
         tape.place = "embed"
-        embed, parts = tracer.layout.embed, range(tracer.parts)
-        rows: list[Any] = interleave([embed(tokens, decoder.embed, tracer.dtype) for _ in parts])
+        parts = [Flow(tokens) for _ in range(tracer.parts)]
+        interleave([tracer.layout.embed(flow, decoder.embed, tracer.dtype) for flow in parts])
         forward = tape.peak
+        rows: list[Any] = [flow.x for flow in parts]
+        parts.clear()
         results = [x.without_storage() for x in rows]
         gradients = tracer.gradients(rows)
         output_bytes = sum(x.nbytes for x in rows)

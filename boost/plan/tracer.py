@@ -1,7 +1,7 @@
 """Runs the decoder on shape tensors by intercepting torch functions, autograd functions and layout calls."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,12 +14,11 @@ from boost.config.schema import Config, compiled_part
 from boost.models import documents, kernels
 from boost.models.attention import Context
 from boost.models.fused import FusedModule
-from boost.models.interface import Done, Layout, Pending, Saved, Stream
-from boost.models.kernels import Kernel
+from boost.models.interface import Flow, Latents, Layout
+from boost.models.kernels import Kernel, RMSNorm
 from boost.parallel import loss
 from boost.parallel.layouts import layout_for
 from boost.parallel.mesh import Axis, Mesh
-from boost.parallel.norms import RMSNorm
 from boost.plan import rules
 from boost.plan.categories import RESIDUAL, short_role
 from boost.plan.shape_tensor import RULES, Shape, ShapeTensor, contiguous, leaf, make, records
@@ -58,7 +57,6 @@ class Tracer:
         self.tape = Tape(self.tokens, max(model.dim, model.ffn_dim, model.vocab_size // p), p)
         axes = {"cp": _axis("cp", self.parallel.cp), "tp": _axis("tp", p)}
         self.layout = layout_for(model, config.parallel, Mesh(self.device, axes))
-        self.layout = self.layout.with_options(split=self.parts > 1)
 
     def new(self, shape: Shape, dtype: torch.dtype, category: str) -> Any:
         """Allocates a tensor."""
@@ -261,55 +259,49 @@ class TracedLayout:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layout, name)
 
-    def with_options(self, **options: Any) -> "TracedLayout":
-        return TracedLayout(self._layout.with_options(**options), self._tape)
+    def enter(self, flow: Flow, gamma: Any, group: Any) -> Iterator[None]:
+        return self._at(group.shape.name, self._layout.enter, flow, gamma, group)
 
-    def in_proj_comm(self, stream: Stream, gamma: Any, group: Any) -> Pending[tuple[Saved, Stream]]:
-        return self._at(group.shape.name, self._layout.in_proj_comm, stream, gamma, group)
-
-    def in_proj_local(self, saved: Saved, group: Any) -> Any:
+    def project_in(self, arrived: Latents, prev: Latents, group: Any) -> Any:
         self._tape.place = group.shape.name
-        wide = self._layout.in_proj_local(saved, group)
+        wide = self._layout.project_in(arrived, prev, group)
         self._tape.place = "attention" if group.shape.name == "qkv" else "product"
         return wide
 
-    def enter_attention(self, q: Any, k: Any, v: Any, context: Context) -> Pending[Any]:
-        return self._at("attention", self._layout.enter_attention, q, k, v, context)
+    def enter_attention(self, flow: Flow, qkv: Sequence[Any], context: Context) -> Iterator[None]:
+        return self._at("attention", self._layout.enter_attention, flow, qkv, context)
 
-    def leave_attention(self, attended: Any, context: Context) -> Pending[Any]:
-        return self._at("attention", self._layout.leave_attention, attended, context)
+    def leave_attention(self, flow: Flow, attended: Any, context: Context) -> Iterator[None]:
+        return self._at("attention", self._layout.leave_attention, flow, attended, context)
 
-    def out_proj_local(self, wide: Any, group: Any) -> Any:
+    def project_out(self, wide: Any, group: Any) -> Any:
         self._tape.place = group.shape.name
-        return self._layout.out_proj_local(wide, group)
+        return self._layout.project_out(wide, group)
 
-    def out_proj_comm(self, stream: Stream, partial: Any, group: Any) -> Pending[Stream]:
-        return self._at(group.shape.name, self._layout.out_proj_comm, _ResidualStream(*stream), partial, group)
+    def leave(self, flow: Flow, partial: Any, group: Any) -> Iterator[None]:
+        return self._at(group.shape.name, self._layout.leave, _ResidualFlow(flow), partial, group)
 
-    def _at(self, place: str, function: Callable[..., Pending[Any]], *arguments: Any) -> Pending[Any]:
+    def _at(self, place: str, run: Callable[..., Iterable[None]], *arguments: Any) -> Iterator[None]:
         self._tape.place = place
-        return self._wrapped(place, function(*arguments))
-
-    def _wrapped(self, place: str, pending: Pending[Any]) -> Pending[Any]:
-        if isinstance(pending, Done):
-            return pending
-
-        def wait() -> Any:
+        for _ in run(*arguments):
+            yield
             self._tape.place = place
-            result = pending.wait()
-            return self._wrapped(place, result) if isinstance(result, Pending) else result
-
-        return Pending(wait)
 
 
-class _ResidualStream(Stream):
-    """A residual stream whose updates are recorded under 'residual'."""
+class _ResidualFlow:
+    """A flow whose updates of the residual stream are recorded under 'residual'."""
 
-    __slots__ = ()
+    def __init__(self, flow: Flow) -> None:
+        self.__dict__["_flow"] = flow
 
-    def add(self, update: Any) -> Stream:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._flow, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._flow, name, value)
+
+    def add(self, update: Any) -> None:
         tape = update.tape
         place, tape.place = tape.place, "residual"
-        added = super().add(update)
+        self._flow.add(update)
         tape.place = place
-        return added

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from boost.config.schema import RunConfig
-from boost.parallel.exchange import last_exchanges
+from boost.parallel.collectives import last_exchanges
 from boost.parallel.mesh import Mesh, set_timeout
 from boost.parallel.rendezvous import launch_dir
 from boost.train.best_effort import best_effort

@@ -37,7 +37,7 @@ def results(of: Context, kv_heads: int = KV_HEADS) -> Iterator[Tensor]:
     )
     inputs = [x.requires_grad_() for x in (q, k, v)]
     attended, keys_values = attend(*inputs, WIDTH, of, 0)
-    assert keys_values == ()
+    assert not keys_values
     yield attended
     yield from torch.autograd.grad(attended, inputs, upstream)
 
@@ -124,13 +124,11 @@ def test_documents_of_half_a_sequence(lengths: tuple[int, ...], form: Any, monke
         torch.randn(LENGTH, n * WIDTH, dtype=torch.float64) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     )
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    parts = []
-    for half, *projected in zip(whole.halves(), *(x.split(LENGTH // 2) for x in inputs), strict=True):
-        part, keys_values = attend(*projected, WIDTH, half, 0, half.take())
-        half.leave(keys_values)
-        parts.append(part)
-    assert half.before == []
-    attended, halved = attend(*inputs, WIDTH, whole, 0)[0], torch.cat(parts)
+    first, second = zip(whole.halves(), *(x.split(LENGTH // 2) for x in inputs), strict=True)
+    of_first, (keys_values,) = attend(*first[1:], WIDTH, first[0], 0)
+    of_second, needed = attend(*second[1:], WIDTH, second[0], 0, keys_values)
+    assert not needed
+    attended, halved = attend(*inputs, WIDTH, whole, 0)[0], torch.cat((of_first, of_second))
     expected = (attended, *torch.autograd.grad(attended, inputs, upstream))
     actual = (halved, *torch.autograd.grad(halved, inputs, upstream))
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

@@ -32,7 +32,9 @@ FORMS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple
     "swiglu": (lambda g, u: gated_product(g, u, True), lambda g, u: F.silu(g) * u, ((5, 6), (5, 6))),
     "gated": (lambda g, u: gated_product(g, u, False), lambda g, u: g * u, ((5, 6), (5, 6))),
     "rotary": (
-        lambda x: rotary(x, *angles(3, 8, x.dtype)), lambda x: rotated_by_hand(x, *angles(3, 8, x.dtype)), ((2, 3, 4, 8),),
+        lambda q, k: torch.cat(rotary(q, k, *angles(3, 8, q.dtype)), 2),
+        lambda q, k: torch.cat([rotated_by_hand(x, *angles(3, 8, q.dtype)) for x in (q, k)], 2),
+        ((2, 3, 4, 8), (2, 3, 2, 8)),
     ),
 }  # fmt: skip
 
@@ -56,7 +58,7 @@ def test_nothing_is_kept_but_the_inputs() -> None:
     cos, sin = angles(3, 8, torch.float64)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
         gated_product(gate, up, True)
-        rotary(x, cos, sin)
+        rotary(x, x, cos, sin)
     assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in (gate, up, cos, sin)}
 
 

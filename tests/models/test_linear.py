@@ -6,9 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from boost.config import load
-from boost.models.kernels import scaled
-from boost.models.linear import up_project
+from boost.models.kernels import UpProject, scaled
 from boost.plan.memory import memory
+
+
+def up_project(u_TR: Tensor, c_T1: Tensor | None, silu: bool, weights: list[Tensor]) -> list[Tensor]:
+    return list(UpProject.apply(u_TR, c_T1, silu, None, *weights))
 
 
 def plain(u_TR: Tensor, c_T1: Tensor | None, silu: bool, weights: list[Tensor]) -> list[Tensor]:

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from boost.config import Config
 from boost.config.attention import chunks_of, crosses_as_heads
 from boost.errors import ConfigError
 from boost.models.attention import attend, make_context
+from boost.models.block import interleave
+from boost.models.interface import Flow
 from boost.parallel.collectives import run
 from boost.parallel.layouts.base import ContextAxis
 from tests import toy
@@ -102,7 +103,7 @@ def test_sixteen_thousand_tokens_on_four_processes(heads: int) -> None:
 def attention_both_ways(config: Config) -> float:
     """Relative error of our attention on one process against torch's ring attention over the same chunks."""
     mesh, model = toy.toy_mesh(config), config.model
-    axis = ContextAxis(model, config.parallel, mesh.cp)
+    axis, flow = ContextAxis(model, config.parallel, mesh.cp, run), Flow(torch.empty(0))
     generator, heads, width = torch.Generator().manual_seed(3), model.heads, model.head_dim
     length = config.train.seq_len
     whole = [torch.randn(1, length, heads, width, generator=generator, dtype=torch.float64) for _ in range(3)]
@@ -111,12 +112,11 @@ def attention_both_ways(config: Config) -> float:
     share = axis.share()
     context = make_context(1, share.positions(2 * c, toy.CPU), model, torch.float64, share=share)
 
-    def start(comm: Any, x: Tensor) -> Any:
-        return run(comm, x, mesh.cp)
-
-    entered: Any = axis.enter(start, tuple(x.flatten(0, 1).flatten(1) for x in own), share, 1).wait()
-    attended, _ = attend(*entered, width, context, 0)
-    ours: Any = axis.leave(start, attended, share, 1).wait()
+    interleave([axis.enter(flow, [x.flatten(0, 1).flatten(1) for x in own], share, 1)])
+    q, k, v = flow.arrived
+    attended, _ = attend(q, k, v, width, context, 0)
+    interleave([axis.leave(flow, attended, share, 1)])
+    (ours,) = flow.arrived
     operation: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     q, k, v = (x.transpose(1, 2) for x in own)
     assert mesh.cp.group is not None

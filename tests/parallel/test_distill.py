@@ -11,9 +11,10 @@ from torch import Tensor
 from boost.config import Config, traffic
 from boost.config.architecture import IGNORED
 from boost.measure.exactness import made_up_batches
+from boost.models.block import interleave
 from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
-from boost.models.interface import Teaching
+from boost.models.interface import Flow, Teaching
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.distill import distill_loss
 from boost.parallel.gradients import GradientReducer, StepFlags, launch_step_stats
@@ -98,10 +99,10 @@ def whole_loss(student: Decoder, teacher: Decoder, config: Config) -> Tensor:
     total = torch.zeros((), dtype=torch.double)
     for batch in made_up_batches(toy.single(config), 0, 0):
         tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets).reshape(-1)
-        layout, _, (stream,) = student._run_parts(tokens, None, ())
-        x = layout.head_input(stream.x, student.final_norm).wait()
-        assert isinstance(x, Tensor)
-        h = teacher.head_inputs(tokens)
+        _, (stream,) = student._run_parts(tokens, None, ())
+        flow = Flow(stream.x)
+        interleave([student.layout.head_input(flow, student.final_norm)])
+        x, h = flow.x, teacher.head_inputs(tokens)
         teaching = Teaching(h, teacher.head, DISTILL["weight"], DISTILL["temperature"], DISTILL["hidden"])
         total += by_hand(x @ student.head.T, h @ teacher.head.T, x, h, targets, teaching)
     return total / (config.train.global_batch * config.train.seq_len)

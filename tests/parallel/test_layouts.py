@@ -228,12 +228,12 @@ def test_a_layout_with_data_parallelism(model: dict[str, Any], parallel: dict[st
     require_one_process(config_of(model, {"dp": 2, **parallel}, 2, "float64"))
 
 
-def split_errors(config: Config) -> tuple[float, float, bool]:
+def split_errors(*configs: Config) -> tuple[float, float, bool]:
     """Relative errors of loss and gradients with split collectives against unsplit ones, and whether any collective differs."""
     found = []
-    for split in (False, True):
+    for config in configs:
         decoder, _ = toy.toy_decoder(config)
-        decoder.layout = decoder.layout.with_options(split=split)
+        decoder.layout.halves = False  # a whole micro-batch in either case
         with CollectiveCounter() as counter:
             loss = decoder(*toy.toy_tokens(config))
             counter.phase = "backward"
@@ -245,7 +245,8 @@ def split_errors(config: Config) -> tuple[float, float, bool]:
 
 @pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
 def test_a_layout_that_starts_and_waits_separately_is_the_same(model: dict[str, Any], parallel: dict[str, Any]) -> None:
-    for loss, gradients, other in run_distributed(2, split_errors, config_of(model, parallel, 2, "float64")):
+    configs = [config_of(model, {**parallel, "overlap": overlap}, 2, "float64") for overlap in ("none", "halves")]
+    for loss, gradients, other in run_distributed(2, split_errors, *configs):
         assert max(loss, gradients) <= 1e-12
         assert not other
 
@@ -288,7 +289,7 @@ def test_one_process_issues_no_collective_and_copies_no_weight() -> None:
         GradientReducer(list(fused_params(decoder)), mesh).finish()
     assert counter.collectives == []
     group = decoder.blocks[0].qkv
-    for used, stored in ((group.down_weights(group.A.to(torch.float32), True)[0], group.A),):
+    for used, stored in ((group.inner_weights(group.A.to(torch.float32))[0], group.A),):
         assert used.data_ptr() == stored.data_ptr()
 
 

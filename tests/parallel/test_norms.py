@@ -2,7 +2,8 @@
 
 import torch
 
-from boost.parallel.norms import Measured, OnlineSum, _packed
+from boost.models.kernels import row_sum_of_squares
+from boost.parallel.layouts.btp import OnlineSum
 from tests import toy
 from tests.distributed import run_distributed
 
@@ -10,10 +11,9 @@ from tests.distributed import run_distributed
 def summed(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """This process's statistic, and the sum over all processes."""
     axis = toy.mesh(tp=2).tp
-    s_T = torch.rand(64, generator=torch.Generator().manual_seed(axis.rank)) * 1000
-    u_TR = torch.ones(64, 3, dtype=dtype)
-    payload = torch.cat((u_TR.reshape(-1), _packed(s_T, dtype, axis)))
-    return s_T, OnlineSum(Measured(u_TR, s_T, payload), (), axis, width=3, eps=1e-6).wait()[1]
+    x_TD = (torch.randn(64, 5, generator=torch.Generator().manual_seed(axis.rank)) * 30).to(dtype)
+    weights, gamma = [torch.ones(3, 5, dtype=dtype)], torch.ones(5, dtype=dtype)
+    return row_sum_of_squares(x_TD), OnlineSum(x_TD, weights, gamma, axis, width=10, eps=1e-6).wait()[1]
 
 
 def test_a_statistic_is_summed_in_fp32_among_bf16_latents() -> None:

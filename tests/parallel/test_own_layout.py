@@ -15,8 +15,7 @@ from boost.config.layouts import layout_names, layout_spec, register_layout, unr
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
 from boost.measure.verify.layouts import is_ours
-from boost.parallel.collectives import InFlight
-from boost.parallel.norms import _Scale, scale
+from boost.models.kernels import _Scale, scale
 from boost.plan.candidates import Request
 from boost.plan.collectives import step_collectives
 from boost.plan.inspection import inspect
@@ -94,13 +93,14 @@ def test_the_planner_counts_its_collectives() -> None:
 def test_an_autograd_function_that_the_planner_cannot_see_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from btp_rsag import runtime
 
-    def out_proj_comm(self: Any, stream: Any, partial: Any, group: Any) -> Any:
+    def leave(self: Any, flow: Any, partial: Any, group: Any) -> Iterator[None]:
         class Late(torch.autograd.Function):
             forward, backward = runtime._Sum.forward, runtime._Sum.backward
 
-        return self.finish_out_proj(stream, InFlight(lambda: Late.apply(partial, self.axis)), group)
+        yield
+        group.update(flow, Late.apply(partial, self.axis))
 
-    monkeypatch.setattr(runtime.RSAG, "out_proj_comm", out_proj_comm)
+    monkeypatch.setattr(runtime.RSAG, "leave", leave)
     with pytest.raises(NoRuleError, match="autograd function that is defined where it is used"):
         trace_block(memory_config("cola", {"layout": NAME}, "none", "bfloat16", layers=3), 1, "none")
 

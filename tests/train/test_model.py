@@ -11,7 +11,7 @@ import torch
 from boost.config import Config
 from boost.errors import ConfigError
 from boost.models import kernels
-from boost.models.decoder import TransformerBlock
+from boost.models.block import TransformerBlock
 from boost.parallel.mesh import Mesh
 from boost.train import model
 from boost.train.model import choose_kernels, compile_blocks

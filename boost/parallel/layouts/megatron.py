@@ -3,12 +3,12 @@
 Legend: T tokens, d hidden width, O outputs on this process.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from boost.models.group import LinearGroup
-from boost.models.interface import Latents, Pending, Saved, Stream
+from boost.models.block import LinearGroup
+from boost.models.interface import Flow, Latents
 from boost.parallel.layouts.base import Replicated, TokenSharded
 
 
@@ -21,28 +21,29 @@ class Megatron(Replicated):
 
     lag = 1
 
-    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: LinearGroup) -> Pending[tuple[Saved, Stream]]:
+    def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
         """norm(x) of all tokens: one collective if the slots' gradients can share one, otherwise one per slot."""
-        normed = self.norm(stream.x, gamma)
+        normed = self.norm(flow.x, gamma)
         copies = [self.start(self.to_shards, normed) for _ in group.shape.slots[: 1 if self.grouping else None]]
-        return Pending(lambda: (Saved(tuple(copy.wait() for copy in copies)), stream))
+        yield
+        flow.arrived = tuple(copy.wait() for copy in copies)
 
-    def in_proj_local(self, saved: Saved, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
+    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
         """Columns of W for this process's heads or channels."""
-        return group.dense(saved, self.grouping), ()
+        return group.outer(arrived)
 
-    def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
-        """Rows of W: a partial sum. With overlapped halves, deferred to `out_proj_comm`."""
-        return hidden if self.options.split else group.dense_out(hidden)
+    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+        """Rows of W: a partial sum. With overlapped halves, deferred to `leave`."""
+        return hidden if self.splits else group.inner(hidden)[0]
 
-    def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
+    def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
         """The sum over processes."""
-        if not self.options.split:
-            update = self.start(self.from_shards, partial)
-            return Pending(lambda: stream.add(update.wait()))
-        return Pending(lambda: self.start(self.from_shards, group.dense_out(partial))).then(
-            lambda update: Pending(lambda: stream.add(update.wait()))
-        )
+        if self.splits:
+            yield
+            (partial,) = group.inner(partial)
+        update = self.start(self.from_shards, partial)
+        yield
+        flow.add(update.wait())
 
 
 class MegatronSP(TokenSharded, Megatron):

@@ -3,54 +3,43 @@
 Legend: T tokens, D hidden width, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from boost.models.group import LinearGroup
-from boost.models.interface import Latents, Pending, Saved, Stream
-from boost.models.linear import linear, lookup
-from boost.parallel.collectives import InFlight
+from boost.models.block import LinearGroup
+from boost.models.interface import NOTHING_IN_FLIGHT, Flow, Latents
+from boost.models.kernels import linear, lookup
 from boost.parallel.layouts.base import BaseLayout
 
 
 class Single(BaseLayout):
     """The whole model on one process."""
 
-    def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Pending[Tensor]:
-        return Pending(lambda: lookup(tokens_T, table, dtype))
+    def embed(self, flow: Flow, table: Tensor, dtype: torch.dtype) -> Iterable[None]:
+        flow.x = lookup(flow.x, table, dtype)
+        return NOTHING_IN_FLIGHT
 
-    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: LinearGroup) -> Pending[tuple[Saved, Stream]]:
+    def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterable[None]:
         """norm(x), then A if the linears are low-rank."""
-        if not group.low_rank:
-            saved = Saved((self.norm(stream.x, gamma),))
-            return Pending(lambda: (saved, stream))
+        flow.arrived = tuple(group.policy.local(self.norm_and_inner, flow.x, gamma, group))
+        flow.to_combine = flow.take(group.taken) if group.taken else ()
+        return NOTHING_IN_FLIGHT
 
-        def down(x: Tensor) -> list[Tensor]:
-            return group.down_proj(self.norm(x, gamma), self.grouping)
+    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
+        return group.outer(arrived, prev)
 
-        latents = self.policy.local(down, stream.x)
-        prev, rest = group.take_latents(stream, self.grouping)
-        return Pending(lambda: (Saved(tuple(latents), prev), rest))
+    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+        return group.inner(hidden)[0]
 
-    def in_proj_local(self, saved: Saved, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
-        if not group.low_rank:
-            return group.dense(saved, self.grouping), ()
-        if self.keeps_latents_only(group):
-            return group.scale_act_and_project(saved.tensors, None), ()
-        return group.activate_and_project(saved.tensors, saved.prev_latents)
+    def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterable[None]:
+        group.update(flow, partial)
+        return NOTHING_IN_FLIGHT
 
-    def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
-        return group.down_proj(hidden, grouped=True)[0] if group.low_rank else group.dense_out(hidden)
-
-    def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
-        if not group.low_rank:
-            return Pending(lambda: stream.add(partial))
-        return self.finish_out_proj(stream, InFlight(lambda: partial), group)
-
-    def head_input(self, x: Tensor, gamma: Tensor) -> Pending[Tensor]:
-        return Pending(lambda: self.norm(x, gamma))
+    def head_input(self, flow: Flow, gamma: Tensor) -> Iterable[None]:
+        flow.x = self.norm(flow.x, gamma)
+        return NOTHING_IN_FLIGHT
 
     def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
         return linear(self.norm(x[tokens_N], gamma), head)

@@ -1,14 +1,14 @@
 """The runtime of `btp-rsag`."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from boost.models.group import LinearGroup
-from boost.models.interface import Pending, Stream
+from boost.models.block import LinearGroup
+from boost.models.interface import Flow
 from boost.parallel import collectives
-from boost.parallel.collectives import InFlight
 from boost.parallel.layouts.btp import BTP
 from boost.parallel.mesh import Axis
 
@@ -29,5 +29,7 @@ class _Sum(torch.autograd.Function):
 class RSAG(BTP):
     """btp, except for one sum."""
 
-    def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
-        return self.finish_out_proj(stream, InFlight(lambda: _Sum.apply(partial, self.axis)), group)
+    def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
+        latents = _Sum.apply(partial, self.axis)
+        yield
+        group.update(flow, latents)

@@ -46,7 +46,7 @@ def test_a_wrong_norm_is_found_in_every_cell() -> None:
 
 def results_with_another_collective() -> Results:
     """Adds a barrier, which changes no result."""
-    usual = btp.BTP.out_proj_local
+    usual = btp.BTP.project_out
     with pytest.MonkeyPatch.context() as patch:
 
         def more(self: btp.BTP, *arguments: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ def results_with_another_collective() -> Results:
             )
             return usual(self, *arguments)
 
-        patch.setattr(btp.BTP, "out_proj_local", more)
+        patch.setattr(btp.BTP, "project_out", more)
         return results("btp, online")
 
 
