@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from benchmarks.experiments.hosts import Host
 from boost.elastic.membership import Coordinator, Decision
-from boost.train.console import progress
 from boost.train.heartbeat import Beat, read_beats
 from boost.train.metrics import read_metrics
+from boost.train.progress import progress
 
 BOOST = [sys.executable, "-m", "boost.cli.main"]
 PROCESSES = 4

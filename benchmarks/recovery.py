@@ -32,7 +32,7 @@ from benchmarks.experiments.hosts import hosts, why_no_hosts
 from benchmarks.killed_runs import BOOST, PROCESSES, Hosts, Run, lines
 from boost.config import load
 from boost.train.checkpoint import complete_checkpoints, open_checkpoint
-from boost.train.console import progress
+from boost.train.progress import progress
 from boost.train.rundir import environment
 from boost.train.weights import WeightReader
 

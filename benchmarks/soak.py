@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from boost.train.checkpoint import complete_checkpoints
-from boost.train.console import progress
 from boost.train.heartbeat import read_beats
 from boost.train.metrics import read_metrics
+from boost.train.progress import progress
 
 BOOST = [sys.executable, "-m", "boost.cli.main"]
 RESULT = Path(__file__).parent / "soak.json"

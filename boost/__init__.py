@@ -15,7 +15,7 @@ Names are imported on first use, so `import boost` is fast.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from boost.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from boost import nn as nn

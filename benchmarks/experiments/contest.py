@@ -23,7 +23,7 @@ from torch import Tensor
 from boost.errors import MeasurementError
 from boost.measure.speed import Probe, synchronize
 from boost.parallel.mesh import Mesh
-from boost.train.console import progress
+from boost.train.progress import progress
 
 CONFIDENCE = 0.95
 """Of every interval of the evaluation."""

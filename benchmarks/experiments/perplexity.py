@@ -30,7 +30,7 @@ from boost.config.schema import Family
 from boost.data.fit import open_fitting_store
 from boost.errors import ConfigError, TrainingError
 from boost.parallel.mesh import Mesh, choose_device, close_mesh, open_mesh
-from boost.train.console import progress
+from boost.train.progress import progress
 from boost.train.rundir import git_state
 
 

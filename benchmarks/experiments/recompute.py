@@ -41,8 +41,8 @@ from boost.parallel.recompute import POLICIES
 from boost.parallel.working import WorkingCopies
 from boost.plan.categories import LOGITS, SAVED, WEIGHTS, short_role
 from boost.plan.memory import memory
-from boost.train.console import progress
 from boost.train.model import build_decoder
+from boost.train.progress import progress
 
 
 @dataclass(frozen=True)

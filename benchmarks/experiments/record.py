@@ -45,7 +45,7 @@ from boost.plan.memory import peak
 from boost.plan.step_time import PIPELINE, SPREADS, PassTime, Spread, kind_of
 from boost.plan.timing import Predictor
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Work
-from boost.train.console import progress
+from boost.train.progress import progress
 
 HERE = Path(__file__).parent
 

@@ -38,8 +38,8 @@ from boost.parallel.mesh import choose_device, close_mesh, mesh_of, open_mesh
 from boost.plan.categories import GRADIENTS, OPTIMIZER, WEIGHTS
 from boost.plan.hardware import Hardware, load_hardware
 from boost.plan.search import max_peak
-from boost.train.console import progress
 from boost.train.launch import launch
+from boost.train.progress import progress
 from boost.train.rundir import available_cores, environment
 
 TIME_LIMIT, PEAK_LIMIT, BYTES_LIMIT = 0.10, 0.05, 0.0

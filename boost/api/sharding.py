@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from boost.config.architecture import Parameter
 from boost.config.families import ModelConfig
 from boost.errors import ConfigError
-from boost.models.fused import fused_params
-from boost.models.interface import local_slice
+from boost.models.fused import fused_params, local_slice
 from boost.nn import Block, Decoder, LowRankAttention, LowRankMLP, Spec
 from boost.nn.weights import storage
 

@@ -18,7 +18,7 @@ from torch import nn
 from boost.errors import ConfigError
 from boost.format import format_count
 from boost.nn.linear import LowRankLinear
-from boost.train.console import progress
+from boost.train.progress import progress
 
 log = logging.getLogger(__name__)
 SAVED = "boost_lowrank"

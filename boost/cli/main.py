@@ -11,10 +11,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from boost import __version__
 from boost.config.text import escape_output, printable
 from boost.errors import BoostError, StorageError
 from boost.train.rundir import available_cores
+from boost.version import __version__
 
 COMMAND_GROUPS = {
     "data": ("prepare",),

@@ -98,8 +98,8 @@ def train_config(config: Config) -> int:
 def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request: StopRequest) -> int:
     import torch
 
-    from boost.train.console import progress
     from boost.train.launch import Supervise, can_fork, launch, under_torchrun
+    from boost.train.progress import progress
     from boost.train.run import check_before_start, train_process
     from boost.train.rundir import RunDirectory
 

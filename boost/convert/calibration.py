@@ -18,13 +18,13 @@ from boost.config.schema import ModelConfig, ParallelConfig
 from boost.data.batches import EvaluationBatches
 from boost.data.store import TokenStore
 from boost.models.attention import make_context
-from boost.models.block import LinearGroup, TransformerBlock, interleave
+from boost.models.block import TransformerBlock, interleave
 from boost.models.decoder import Decoder
-from boost.models.interface import Flow, Latents, Stream
+from boost.models.group import Flow, Latents, LinearGroup, Stream
 from boost.models.kernels import statistic_dtype
 from boost.parallel.layouts.single import Single
 from boost.parallel.mesh import Mesh
-from boost.train.console import progress
+from boost.train.progress import progress
 
 BATCH_TOKENS = 4096
 """Tokens per forward pass: enough for large GEMMs, and little memory."""

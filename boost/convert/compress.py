@@ -11,7 +11,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from boost.convert.calibration import (
     read_batches,
 )
 from boost.convert.spectrum import FactoredLinear, low_rank_table, slot_rows
+from boost.convert.tensors import Weights
 from boost.data.store import TokenStore
 from boost.errors import ConfigError
 from boost.format import format_bytes
@@ -43,12 +44,9 @@ from boost.models.factorize import (
 )
 from boost.models.fused import fused_params
 from boost.parallel.mesh import Mesh
-from boost.train.console import progress
 from boost.train.evaluate import evaluate
 from boost.train.hardware import total_memory
-
-if TYPE_CHECKING:
-    from boost.convert.importing import Weights
+from boost.train.progress import progress
 
 HELDOUT_TOKENS = 16384
 """Held-out tokens on which the dense and the factorized model are compared."""
@@ -118,7 +116,7 @@ def linear_parameters(dense: ModelConfig) -> int:
 class CompressedWeights:
     """Weights of the low-rank model, in the form in which the importer reads any weights."""
 
-    def __init__(self, dense: "Weights", compression: Compression, tokenizer: str | None) -> None:
+    def __init__(self, dense: Weights, compression: Compression, tokenizer: str | None) -> None:
         """Calibrates, allots ranks and factorizes. `tokenizer`: fingerprint of the model's, if known. Raises BoostError."""
         compression.check(dense.model)
         self.context, self.eos = dense.context, dense.eos
@@ -140,7 +138,7 @@ class CompressedWeights:
         return self._slices[parameter.name].cpu()
 
 
-def dense_decoder(weights: "Weights", device: torch.device) -> Decoder:
+def dense_decoder(weights: Weights, device: torch.device) -> Decoder:
     """The model to factorize on one process, in fp32 or wider. Raises ConfigError if a weight is not finite."""
     dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
     decoder = new_decoder(weights.model, dtype, device)

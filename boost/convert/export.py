@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from boost import __version__
 from boost.config.architecture import parameter_count
 from boost.config.text import printable
 from boost.convert.formats import MODELING_FILE, Form, config_json, entries, form_of
@@ -19,8 +18,9 @@ from boost.convert.vocabulary import BOS, TIED, merged_generation_config, templa
 from boost.errors import ConfigError, StorageError
 from boost.paths import read_text
 from boost.train.checkpoint import HUB, Checkpoint
-from boost.train.console import progress
+from boost.train.progress import progress
 from boost.train.weights import WeightReader
+from boost.version import __version__
 
 
 @dataclass(frozen=True)

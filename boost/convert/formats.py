@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from boost import __version__
 from boost.config.architecture import SLOTS, Parameter, parameters
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
 from boost.errors import BoostError, ConfigError
 from boost.paths import read_text
+from boost.version import __version__
 
 Form = Literal["llama", "merged", "cola", "boost"]
 MODELING_FILE = "modeling_boost.py"

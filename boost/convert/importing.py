@@ -4,7 +4,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,36 +17,15 @@ from boost.convert.compress import CompressedWeights, Compression
 from boost.convert.export import require_free
 from boost.convert.formats import entries, read_folder, stored_form
 from boost.convert.spectrum import Factorizer, Truncation
-from boost.convert.tensors import TensorFolder, TensorWriter, dtype_name
+from boost.convert.tensors import TensorFolder, TensorWriter, Weights, dtype_name
 from boost.convert.vocabulary import BOS, TIED, Vocabulary, read_generation_settings, read_vocabulary
 from boost.errors import ConfigError
 from boost.train.checkpoint import HUB, find_checkpoint, open_checkpoint
-from boost.train.console import progress
+from boost.train.progress import progress
 from boost.train.weights import PREFIX, WeightReader, finish_weights, weights_state, writing_weights
 
 MAX_SEQ_LEN = 2048
 """Maximum sequence length for evaluation if the model has a longer context. Training runs set train.seq_len."""
-
-
-class Weights(Protocol):
-    """Weights to import, one parameter at a time."""
-
-    model: ModelConfig
-    context: int
-    eos: int | None
-    start: int | None
-    """Token that a prompt starts with."""
-    starts_as_tokenizer: bool
-    """Whether `start` is only a guess, for want of a tokenizer: what that does is right."""
-    tokenizer: Path | None
-    hub: dict[str, Any]
-    """Settings of the original Hugging Face folder (`boost.convert.vocabulary`)."""
-    dtype: torch.dtype
-    """The widest dtype of the weights."""
-
-    def read(self, parameter: Parameter) -> Tensor:
-        """Returns the full parameter, on the CPU."""
-        ...
 
 
 class FolderWeights:

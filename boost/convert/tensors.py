@@ -3,12 +3,15 @@
 import functools
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from boost.config.architecture import Parameter
+from boost.config.schema import ModelConfig
 from boost.convert.formats import Entry, read_json
 from boost.errors import CheckpointError, StorageError
 from boost.paths import file_name
@@ -16,6 +19,26 @@ from boost.paths import file_name
 INDEX = "model.safetensors.index.json"
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+class Weights(Protocol):
+    """Weights to import, one parameter at a time."""
+
+    model: ModelConfig
+    context: int
+    eos: int | None
+    start: int | None
+    """Token that a prompt starts with."""
+    starts_as_tokenizer: bool
+    """Whether `start` is only a guess, for want of a tokenizer: what that does is right."""
+    tokenizer: Path | None
+    hub: dict[str, Any]
+    """Settings of the original Hugging Face folder (`boost.convert.vocabulary`)."""
+    dtype: torch.dtype
+    """The widest dtype of the weights."""
+
+    def read(self, parameter: Parameter) -> Tensor:
+        """Returns the full parameter, on the CPU."""
 
 
 class TensorFolder:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from boost.data.blocks import FileArray
+from boost.data.options import PrepareOptions, Progress
 from boost.data.report import FileReport, PrepareReport
 from boost.data.sources import require_unchanged
 from boost.data.split import choose_split
@@ -31,7 +32,6 @@ from boost.errors import DataError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from boost.data.prepare import PrepareOptions, Progress
 
 _SAMPLE = 4096
 """Ids at the start of a file by which its dtype is checked."""
@@ -163,7 +163,7 @@ class _Part:
 class TokenInput:
     """The files of `--from-tokens`. They are listed and their headers checked when it is created. Raises `DataError`."""
 
-    def __init__(self, options: "PrepareOptions") -> None:
+    def __init__(self, options: PrepareOptions) -> None:
         assert options.from_tokens is not None
         self.name = options.from_tokens
         self._dtype = options.token_dtype
@@ -177,7 +177,7 @@ class TokenInput:
         """Identifies the input without reading it (see `Source`)."""
         return [[[path.name, a.st_size, a.st_mtime_ns] for path, a in self._stats.items()], self._dtype]
 
-    def parts(self, eos: int, vocab_size: int, report: PrepareReport, progress: "Progress") -> Iterator[_Part]:
+    def parts(self, eos: int, vocab_size: int, report: PrepareReport, progress: Progress) -> Iterator[_Part]:
         """One pass over the documents, recorded in the report if they are empty. Raises `DataError` for ids outside the
         vocabulary."""
         section = report.source(self.name)
@@ -218,7 +218,7 @@ class TokenInput:
 
 
 def build_from_tokens(
-    options: "PrepareOptions", tokens: TokenInput, fingerprint: str, folder: Path, progress: "Progress"
+    options: PrepareOptions, tokens: TokenInput, fingerprint: str, folder: Path, progress: Progress
 ) -> None:
     """Fills the folder of a new store. Raises `DataError` for ids outside the vocabulary, and if a split is empty."""
     tokenizer = load_tokenizer(options.tokenizer)

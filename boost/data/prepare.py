@@ -19,8 +19,9 @@ from boost.data.chat import ChatTemplate, Encoded, Rejected
 from boost.data.encode import Encoder, split_text
 from boost.data.from_tokens import TokenInput, build_from_tokens
 from boost.data.hub import HubSource
+from boost.data.options import PrepareOptions, Progress
 from boost.data.readers import Document
-from boost.data.reading import Progress, Reading
+from boost.data.reading import Reading
 from boost.data.sources import FilesSource, SeenInputs, Source, StdlibSource
 from boost.data.split import SplitRule, choose_split
 from boost.data.store import (
@@ -69,50 +70,6 @@ _CONFLICTS = {
     ),
 }  # fmt: skip
 """Options that conversations and token files do not have. An error, so that none is silently ignored."""
-
-
-@dataclass(frozen=True)
-class PrepareOptions:
-    """Options of `boost prepare`."""
-
-    out: Path
-    """Folder of the token store."""
-    inputs: tuple[str, ...] = ()
-    """Text, JSONL or Parquet files, or folders of them."""
-    stdlib: bool = False
-    """Read the Python standard library of this machine."""
-    hf: str | None = None
-    """NAME or NAME:CONFIG of a Hugging Face dataset."""
-    hf_split: str = "train"
-    """Split of the dataset to read."""
-    hf_revision: str | None = None
-    """Branch, tag or commit of the dataset's repository; None: its main branch. The store names the commit that was read."""
-    from_tokens: str | None = None
-    """Token ids that another tool wrote (`boost.data.from_tokens`), instead of text."""
-    token_dtype: str = "uint16"
-    """`uint16` or `uint32`: type of the ids in a .bin file without a header."""
-    tokenizer: str = "train:4096"
-    """`train:SIZE`, a tokenizer.json or its folder, or a tokenizer's name on the Hugging Face Hub."""
-    eos: str | None = None
-    """End-of-document token; None: found by its usual names, such as </s>."""
-    text_field: str | None = None
-    """Field or column with the text; None: `text`, `content`, or the only one that holds strings."""
-    heldout: float = 0.02
-    """Fraction of the documents to hold out, between 0 and 1."""
-    heldout_split: str | None = None
-    """Split of the dataset that becomes the held-out text, instead of a fraction of the documents."""
-    heldout_from: tuple[str, ...] = ()
-    """Files or folders that become the held-out text (or token ids), instead of a fraction of the documents."""
-    max_documents: int | None = None
-    """Stop after this many documents, not counting those of `heldout_split` and `heldout_from`."""
-    max_tokens: int | None = None
-    """Stop with the document that reaches this many training tokens."""
-    max_heldout_tokens: int | None = None
-    """The same for the held-out split."""
-    chat: bool = False
-    """The inputs are files of conversations, and `tokenizer` is a folder with a chat template."""
-    overwrite: bool = False
-    """Replace an existing store that was made from different input."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -55,6 +55,8 @@ class Unreadable(Exception):
     def __init__(self, reason: str, where: str = "", fix: str = "remove it from the inputs") -> None:
         super().__init__(f"{reason} at {where}; {fix}" if where else f"{reason}; {fix}")
         self.reason, self.where = reason, where
+        self.documents = 1
+        """Number of documents that are skipped with the file, where it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,18 @@ def find_text_column(wanted: str | None, columns: dict[str, bool], entry: FileRe
     if chosen != "text":
         entry.note(f"without column 'text', text read from {chosen!r}")
     return chosen
+
+
+@contextmanager
+def counting(documents: Callable[[], int]) -> Iterator[None]:
+    """Context for choosing the column of a file: if there is none, all of its `documents` are skipped. A file that is damaged as
+    well counts as one."""
+    try:
+        yield
+    except Unreadable as problem:
+        with suppress(Exception):
+            problem.documents = max(documents(), 1)
+        raise
 
 
 # ---- Bytes: decompressed by suffix, transcoded from UTF-16 and UTF-32
@@ -356,7 +370,8 @@ def _read_json(
             for _, _, record in islice(json_records(path, FileReport(""), PrepareReport()), 100):
                 for name, value in record.items() if isinstance(record, dict) else ():
                     fields[name] = fields.get(name, False) or isinstance(value, str)
-        field = find_text_column(None, fields, entry) if fields else "text"
+        with counting(lambda: sum(1 for _ in json_records(path, FileReport(""), PrepareReport()))):
+            field = find_text_column(None, fields, entry) if fields else "text"
     for number, where, record in json_records(path, entry, report):
         if isinstance(record, dict) and field in record:
             yield from _accept_pieces([record[field]], f"{key}:{number}", where, entry)
@@ -391,7 +406,9 @@ def _read_csv(
         is_text = {
             field.name: pyarrow.types.is_string(field.type) or pyarrow.types.is_binary(field.type) for field in schema
         }
-        column = find_text_column(text_field, {name: is_text[name] or name == text_field for name in is_text}, entry)
+        with counting(lambda: _csv_rows(path, csv, blocks, parse(lambda _: "skip"))):
+            columns = {name: is_text[name] or name == text_field for name in is_text}
+            column = find_text_column(text_field, columns, entry)
         # As bytes, so that one row that is not UTF-8 does not end the file.
         convert = csv.ConvertOptions(include_columns=[column], column_types={column: pyarrow.binary()})
         with (
@@ -408,12 +425,18 @@ def _read_csv(
         raise Unreadable("not a CSV file", f"after row {row}: {reason}", "correct it") from error
 
 
+def _csv_rows(path: Path, csv: Any, blocks: Any, parse: Any) -> int:
+    with open_utf8(path, FileReport(""), PrepareReport()) as file, csv.open_csv(file, blocks, parse) as batches:
+        return sum(batch.num_rows for batch in batches)
+
+
 def _read_parquet(
     path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
 ) -> Iterator[Document]:
     """A damaged row group ends the file and keeps the rows before it."""
     with open_parquet(path) as file:
-        column = _string_column(file.schema_arrow, text_field, entry)
+        with counting(lambda: file.metadata.num_rows):
+            column = _string_column(file.schema_arrow, text_field, entry)
         size, groups = path.stat().st_size, file.metadata.num_row_groups
 
         def batches() -> Iterator[Any]:
@@ -434,8 +457,9 @@ def _read_arrow(
         file.seek(0)
         with damage("not an Arrow file"):
             opened = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
-        column = _string_column(opened.schema, text_field, entry)
         batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else iter(opened)
+        with counting(lambda: sum(batch.num_rows for batch in batches)):
+            column = _string_column(opened.schema, text_field, entry)
         yield from _batches(batches, column, "damaged Arrow file", key, entry)
     report.consumed += path.stat().st_size
 

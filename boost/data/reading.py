@@ -9,23 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from boost.data.hub import HubSource
+from boost.data.options import Progress
 from boost.data.readers import Document
 from boost.data.report import PrepareReport
 from boost.data.sources import AGAIN, Source
 from boost.errors import DataError
-
-
-class Progress:
-    """Progress callbacks of `prepare`; this base class does nothing."""
-
-    def phase(self, name: str, total: int | None) -> None:
-        """A phase begins. `total`: input bytes that it will read; None if unknown."""
-
-    def update(self, consumed: int, documents: int) -> None:
-        """Input bytes and documents processed so far in this phase."""
-
-    def close(self) -> None:
-        """The last phase is done, or an error occurred."""
 
 
 @dataclass

@@ -43,9 +43,9 @@ class FileReport:
         self.documents += 1
         self.bytes += n_bytes
 
-    def skip(self, reason: str, where: str = "") -> None:
-        """Counts one document, line or file as skipped; `where` is its position in this file."""
-        self.skipped.setdefault(printable(reason), Skip()).add(printable(where))
+    def skip(self, reason: str, where: str = "", documents: int = 1) -> None:
+        """Counts a document or line as skipped, or the documents of a file; `where` is its position in this file."""
+        self.skipped.setdefault(printable(reason), Skip()).add(printable(where), documents)
 
     def note(self, what: str, where: str = "") -> None:
         """Counts one document or file that was read in another form, such as with other line breaks."""

@@ -166,7 +166,7 @@ class FilesSource:
         except Unreadable as problem:
             if file.explicit:
                 raise DataError(f"{file.path}: {problem}") from problem
-            entry.skip(problem.reason, problem.where)
+            entry.skip(problem.reason, problem.where, problem.documents)
 
     def fingerprint(self) -> list[Any]:
         return [[file.key, file.size, file.mtime_ns] for file in self.files]

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from boost.data.blocks import BLOCK_BYTES, BlockDigests
+from boost.data.options import PrepareOptions
 from boost.data.store import (
     FORMAT,
     OFFSET_DTYPE,
@@ -43,7 +44,6 @@ from boost.paths import read_text
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from boost.data.prepare import PrepareOptions
     from boost.data.report import PrepareReport
 
 RESUME_FILE = "resume.json"
@@ -208,7 +208,7 @@ def store_meta(
     tokenizer: "Tokenizer",
     eos: tuple[str, int],
     fingerprint: str,
-    options: "PrepareOptions",
+    options: PrepareOptions,
     report: "PrepareReport",
 ) -> dict[str, Any]:
     """What store.json says of every store. `eos`: (token, id); `fingerprint`: of the input."""

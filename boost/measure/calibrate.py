@@ -35,7 +35,7 @@ from boost.parallel.mesh import Mesh, close_mesh, open_mesh, world_size
 from boost.plan.hardware import Hardware
 from boost.plan.timing import Predictor
 from boost.plan.work import ATTENTION, GEMM
-from boost.train.console import progress
+from boost.train.progress import progress
 from boost.train.rundir import cpu_model, storage_errors
 
 PROCESSES = "together"

@@ -2,13 +2,57 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from boost.config.architecture import Parameter
+from boost.config.architecture import Parameter, Slot
 from boost.config.layouts import Placement, local_shape
-from boost.models.interface import Layout
+
+
+class Sharding(Protocol):
+    """Where a layout cuts weights, and the tensors between blocks: all that the weights of a model know of it."""
+
+    rank: int
+    """This process's TP rank."""
+    size: int
+    """p, the number of TP processes."""
+    num_shards: int
+    """Number of shards of heads and channels: p, or 1 if every process computes all of them."""
+    grouping: bool
+    """Whether linears that share an input share one GEMM, one collective, and one tensor of latents."""
+
+    def placement(self, role: str) -> Placement:
+        """Placement of parameters with this role."""
+        ...
+
+    def crosses_as_heads(self, slot: Slot) -> bool:
+        """Whether this projection computes all heads of this process's tokens, which are then exchanged, instead of this
+        process's heads of all tokens."""
+        ...
+
+    def residual_shape(self, tokens: int) -> tuple[int, int]:
+        """Local shape of the residual stream of `tokens` tokens, which pipeline stages exchange."""
+        ...
+
+    def latent_shape(self, rank: int, tokens: int) -> tuple[int, int]:
+        """Local shape of the latents passed to the next block, given their full width `rank`."""
+        ...
+
+
+def local_slice(parameter: Parameter, layout: Sharding, whole: Tensor) -> Tensor:
+    """This process's shard of a whole tensor of the parameter's global shape, as a view."""
+    dim = layout.placement(parameter.role).dim
+    if dim is None:
+        return whole
+    length = parameter.shape[dim] // layout.size
+    return whole.narrow(dim, layout.rank * length, length)
+
+
+def local_kv_heads(kv_heads: int, layout: Sharding) -> int:
+    """Number of key/value heads per process: at least one, which several processes share if there are fewer heads than shards."""
+    return max(kv_heads // layout.num_shards, 1)
 
 
 @dataclass(frozen=True)
@@ -77,7 +121,7 @@ class FusedModule(nn.Module):
         self._child_index: dict[str, int] = {}
         """Number of child modules that precede each fused parameter."""
 
-    def add_fused_param(self, attribute: str, parameters: Sequence[Parameter], layout: Layout) -> None:
+    def add_fused_param(self, attribute: str, parameters: Sequence[Parameter], layout: Sharding) -> None:
         """Registers an uninitialized `attribute` that stacks parameters along dim 0. They must share one placement."""
         placement = layout.placement(parameters[0].role)
         assert all(layout.placement(parameter.role) == placement for parameter in parameters), (
@@ -92,7 +136,7 @@ class FusedModule(nn.Module):
         self.slices[attribute], self.placements[attribute] = tuple(slices), placement
         self._child_index[attribute] = len(self._modules)
 
-    def describe_child(self, attribute: str, parameter: Parameter, layout: Layout) -> None:
+    def describe_child(self, attribute: str, parameter: Parameter, layout: Sharding) -> None:
         """Declares the weight of a child module, such as "q_proj.A.weight", which holds one parameter, as a fused parameter."""
         placement = layout.placement(parameter.role)
         rows = local_shape(parameter, placement, layout.size)[0]

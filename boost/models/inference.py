@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from boost.models.block import FusedLinearGroup
 from boost.models.decoder import Decoder
+from boost.models.group import FusedLinearGroup
 
 
 @torch.no_grad()

@@ -17,8 +17,7 @@ from boost.config.architecture import Parameter, slot_of
 from boost.config.schema import ModelConfig
 from boost.models.decoder import Decoder
 from boost.models.factorize import factorize
-from boost.models.fused import FusedParam, fused_params
-from boost.models.interface import local_slice
+from boost.models.fused import FusedParam, fused_params, local_slice
 
 
 @torch.no_grad()

@@ -16,8 +16,7 @@ from torch import Tensor
 from boost.config import architecture
 from boost.config.layouts import local_shape
 from boost.config.schema import ModelConfig
-from boost.models.fused import FusedModule
-from boost.models.interface import Layout
+from boost.models.fused import FusedModule, Sharding
 from boost.models.kernels import linear
 
 EPS = 1e-6
@@ -34,7 +33,7 @@ class LatentGate(FusedModule):
     norm_weight: Tensor
     norm_bias: Tensor
 
-    def __init__(self, model: ModelConfig, shape: architecture.GroupSpec, prefix: str, layout: Layout) -> None:
+    def __init__(self, model: ModelConfig, shape: architecture.GroupSpec, prefix: str, layout: Sharding) -> None:
         super().__init__()
         self.gate = model.gate
         self.mixes = model.mixes

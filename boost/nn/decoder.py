@@ -17,8 +17,8 @@ from boost.errors import ConfigError
 from boost.models import decoder
 from boost.models.block import interleave
 from boost.models.fused import FusedModule, fused_params
+from boost.models.group import Flow
 from boost.models.init import initialize
-from boost.models.interface import Flow
 from boost.nn.spec import Spec, autocast_resolved
 from boost.nn.sublayers import Block, Weight, add_weight, as_spec
 from boost.nn.weights import local_weight, no_sync, shard_weights, whole_weight

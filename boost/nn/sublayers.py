@@ -15,10 +15,11 @@ from boost.config import architecture
 from boost.config.architecture import Parameter
 from boost.errors import ConfigError
 from boost.models.attention import Context, make_context
-from boost.models.block import LinearGroup, TransformerBlock, attention, interleave, mlp
-from boost.models.fused import FusedModule
+from boost.models.block import TransformerBlock, attention, interleave, mlp
+from boost.models.fused import FusedModule, Sharding
+from boost.models.group import NO_RECOMPUTE, Flow, LinearGroup, Stream
 from boost.models.init import initialize
-from boost.models.interface import NO_RECOMPUTE, Flow, Layout, Stream
+from boost.models.interface import Layout
 from boost.models.kernels import gemms
 from boost.models.latent_gate import LatentGate
 from boost.nn.linear import LowRankLinear
@@ -31,7 +32,7 @@ class Gate(LatentGate):
     """A latent gate with a tensor for each parameter. Sharded along dim 0, a tensor of several parameters would be a DTensor whose
     rows are in an order of their own."""
 
-    def add_fused_param(self, attribute: str, parameters: Sequence[Parameter], layout: Layout) -> None:
+    def add_fused_param(self, attribute: str, parameters: Sequence[Parameter], layout: Sharding) -> None:
         if attribute.startswith("norm_"):
             for name, parameter in zip(self._names, parameters, strict=True):
                 super().add_fused_param(f"{attribute}_{name}", (parameter,), layout)

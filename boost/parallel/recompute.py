@@ -13,7 +13,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from boost.config.schema import RecomputeName
-from boost.models.interface import NO_RECOMPUTE, Layout, RecomputePolicy, SegmentRunner
+from boost.models.group import NO_RECOMPUTE, RecomputePolicy, SegmentRunner
+from boost.models.interface import Layout
 
 _ATTENTION = {
     "aten::_scaled_dot_product_flash_attention",

@@ -15,16 +15,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from boost.config.traffic import STATISTIC_TERMS, Collective
+from boost.models.interface import Layout
 from boost.plan.work import Counted, Work
 
-if TYPE_CHECKING:
-    from boost.models.interface import Layout
-    from boost.plan.shape_tensor import ShapeTensor
+ShapeTensor = Any
+"""A `boost.plan.shape_tensor.ShapeTensor`, which stands on this file."""
 
 Backward = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 """(gradients of the outputs, saved tensors) -> gradients of the inputs."""
@@ -245,7 +245,7 @@ class Tape:
         """Calls a function and saves only its arguments and the attention outputs."""
         return self._checkpoint(function, arguments, selective=True)
 
-    def checkpoint_block(self, function: Callable[..., Any], /, layout: "Layout", *arguments: Any) -> Any:
+    def checkpoint_block(self, function: Callable[..., Any], /, layout: Layout, *arguments: Any) -> Any:
         """Calls a function that communicates and saves only its arguments."""
         return self._checkpoint(function, (layout, *arguments), to_the_end=layout.halves)
 
@@ -274,7 +274,7 @@ class Tape:
         frame.outputs.append(made)
         return made
 
-    def save(self, node: GraphNode, saved: Sequence["ShapeTensor"]) -> None:
+    def save(self, node: GraphNode, saved: Sequence[ShapeTensor]) -> None:
         """Saves tensors for the backward pass of a node."""
         if not saved:
             return
@@ -295,7 +295,7 @@ class Tape:
         node.saved = (*node.saved, *range(frame.count, frame.count + len(bare)))
         frame.count += len(bare)
 
-    def _saved(self, node: GraphNode) -> Sequence["ShapeTensor"]:
+    def _saved(self, node: GraphNode) -> Sequence[ShapeTensor]:
         frame = node.frame
         if frame is None:
             result: Sequence[ShapeTensor] = node.saved

@@ -21,7 +21,7 @@ from boost.models import kernels
 from boost.models.attention import Context
 from boost.models.block import TransformerBlock, interleave
 from boost.models.decoder import Decoder
-from boost.models.interface import NO_RECOMPUTE, Flow, Stream
+from boost.models.group import NO_RECOMPUTE, Flow, Stream
 from boost.parallel.recompute import policies
 from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
 from boost.plan.shape_tensor import ShapeTensor, contiguous

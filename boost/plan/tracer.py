@@ -14,7 +14,8 @@ from boost.config.schema import Config, compiled_part
 from boost.models import documents, kernels
 from boost.models.attention import Context
 from boost.models.fused import FusedModule
-from boost.models.interface import Flow, Latents, Layout
+from boost.models.group import Flow, Latents
+from boost.models.interface import Layout
 from boost.models.kernels import Kernel, RMSNorm
 from boost.parallel import loss
 from boost.parallel.layouts import layout_for

@@ -6,32 +6,24 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar, overload
+from typing import TYPE_CHECKING, Self, TextIO
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 from boost.config.architecture import parameter_count
 from boost.config.text import printable
 from boost.format import format_bytes, format_count, format_duration, format_percent, format_rate
 from boost.train.hooks import EvaluationEnd, Hook, RunEvent, StepEnd, TrainStart
 from boost.train.metrics import EvalMetrics, StepMetrics
+from boost.train.progress import BAR_MIN_WIDTH, live_bars, make_bar
 
 if TYPE_CHECKING:
     from boost.train.loop import Trainer
 
-Item = TypeVar("Item")
-
 MFU_MIN_WIDTH = 100
 """Minimum terminal width, in columns, at which the bar includes MFU."""
-
-BAR_MIN_WIDTH = 76
-"""Minimum terminal width, in columns, for the bar itself, memory and elapsed time; narrower terminals show numbers only."""
-
-PLAIN_INTERVAL_S = 10.0
-"""Seconds between the plain lines of `progress`. Work that takes less time prints nothing."""
 
 
 class PlainConsole:
@@ -73,12 +65,12 @@ class BarConsole(PlainConsole):
 
     def __init__(self, total_steps: int, start_step: int, rich_console: RichConsole | None = None) -> None:
         super().__init__(total_steps, start_step, log_every=1)
-        self._bar = _make_bar(rich_console)
+        self._bar = make_bar(rich_console)
         self._task = self._bar.add_task("train", total=total_steps, completed=start_step, stats="")
 
     def __enter__(self) -> Self:
         self._bar.start()
-        _live_bars.append(self._bar)
+        live_bars.append(self._bar)
         return self
 
     def step(self, metrics: StepMetrics) -> None:
@@ -90,8 +82,8 @@ class BarConsole(PlainConsole):
 
     def close(self) -> None:
         self._bar.stop()
-        if self._bar in _live_bars:
-            _live_bars.remove(self._bar)
+        if self._bar in live_bars:
+            live_bars.remove(self._bar)
 
 
 class ConsoleHook(Hook):
@@ -157,10 +149,6 @@ def _introduction(trainer: "Trainer") -> list[str]:
     return lines
 
 
-_live_bars: list[Progress] = []
-"""The live bar of this process, if any. A terminal has one live display; other bars are added to it."""
-
-
 def make_console(total_steps: int, start_step: int, log_every: int) -> PlainConsole:
     """Returns the console for stdout: a progress bar on a terminal, plain lines elsewhere.
 
@@ -169,71 +157,6 @@ def make_console(total_steps: int, start_step: int, log_every: int) -> PlainCons
     if RichConsole().is_terminal:
         return BarConsole(total_steps, start_step)
     return PlainConsole(total_steps, start_step, log_every)
-
-
-@overload
-def progress(work: int, description: str, enabled: bool = ...) -> Iterator[int]: ...
-@overload
-def progress(work: Iterable[Item], description: str, enabled: bool = ...) -> Iterator[Item]: ...
-
-
-def progress(work: int | Iterable[Any], description: str, enabled: bool = True) -> Iterator[Any]:
-    """Yields the items of `work` (an iterable, or range(work) for an int) with a progress bar labeled `description`.
-
-    The bar goes to stderr, because stdout is for results. If the training bar is live, the bar is added to it.
-    Without a terminal, prints a plain line every 10 s. With `enabled` False (on all but the main process), prints nothing.
-    """
-    items: Iterable[Any] = range(work) if isinstance(work, int) else work
-    total = len(items) if isinstance(items, Sized) else None
-    description = printable(description)
-    if not enabled:
-        yield from items
-    elif _live_bars:
-        yield from _with_bar(_live_bars[-1], items, total, description)
-    elif (terminal := RichConsole(stderr=True)).is_terminal:
-        with _make_bar(terminal, transient=True) as bar:
-            yield from _with_bar(bar, items, total, description)
-    else:
-        begun = last = time.monotonic()
-        for done, item in enumerate(items, start=1):
-            yield item
-            now = time.monotonic()
-            if now - last >= PLAIN_INTERVAL_S:
-                last = now
-                of = "" if total is None else f"/{total}"
-                line = f"{description} {done}{of}  {_remaining(done, total, now - begun)}".rstrip()
-                print(line, file=sys.stderr, flush=True)
-
-
-def _make_bar(rich_console: RichConsole | None = None, transient: bool = False) -> Progress:
-    """Makes a bar whose tasks have a field `stats`, shown between the count and the elapsed time."""
-    narrow = (rich_console or RichConsole()).width < BAR_MIN_WIDTH
-    columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False), MofNCompleteColumn()]
-    columns.append(TextColumn("{task.fields[stats]}", markup=False))
-    if not narrow:
-        columns = [columns[0], BarColumn(bar_width=None), *columns[1:], TimeElapsedColumn()]
-    return Progress(
-        *columns,
-        console=rich_console,
-        expand=not narrow,
-        transient=transient,
-        refresh_per_second=4,
-    )
-
-
-def _with_bar(bar: Progress, items: Iterable[Item], total: int | None, description: str) -> Iterator[Item]:
-    task = bar.add_task(description, total=total, stats="")
-    begun = time.monotonic()
-    try:
-        for done, item in enumerate(items, start=1):
-            yield item
-            bar.update(task, completed=done, stats=_remaining(done, total, time.monotonic() - begun))
-    finally:
-        bar.remove_task(task)
-
-
-def _remaining(done: int, total: int | None, elapsed: float) -> str:
-    return "" if total is None else f"eta {format_duration(elapsed / done * (total - done))}"
 
 
 class EtaEstimator:

@@ -16,8 +16,8 @@ from boost.data.store import Split
 from boost.errors import DataError
 from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Mesh
-from boost.train.console import progress
 from boost.train.model import Model, to_device
+from boost.train.progress import progress
 
 STOP_CHECK_EVERY = 4
 """Interval between checks of the stop flags, batches."""

@@ -19,8 +19,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from boost.errors import ConfigError, DataError
 from boost.models.decoder import Decoder
-from boost.train.console import progress
 from boost.train.generate import generate
+from boost.train.progress import progress
 from boost.train.sampling import Sampling
 
 MAX_NEW_TOKENS = 256

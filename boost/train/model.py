@@ -28,8 +28,8 @@ from boost.parallel.mesh import Mesh
 from boost.parallel.pipeline import Pipeline, StageModule
 from boost.parallel.recompute import POLICIES
 from boost.parallel.sharding import last_backward, shard
-from boost.train.console import progress
 from boost.train.hardware import total_memory
+from boost.train.progress import progress
 
 log = logging.getLogger("boost")
 

@@ -24,10 +24,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from boost import __version__
 from boost.config import Config, to_toml
 from boost.errors import CheckpointError, ConfigError, StorageError
 from boost.paths import file_name, read_text
+from boost.version import __version__
 
 BEST = "@best"
 """At the end of a path: the checkpoint of that run with the lowest held-out loss (train.keep_best)."""

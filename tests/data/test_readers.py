@@ -502,3 +502,19 @@ def test_a_saved_dataset_without_a_train_split_asks(saved):
     (saved / "train").rename(saved / "validation")
     with pytest.raises(DataError, match="without a train split; name the folder of a split: test, validation"):
         FilesSource(saved)
+
+
+def test_a_file_without_a_text_column_skips_all_of_its_rows(tmp_path):
+    table = pa.table({"a": [f"a{i}" for i in range(7)], "b": [f"b{i}" for i in range(7)]})
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=3)
+    with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table, max_chunksize=2)
+    (tmp_path / "x.csv").write_text("a,b\n" + "".join(f"a{i},b{i}\n" for i in range(7)))
+    (tmp_path / "x.jsonl").write_text("".join(f'{{"a": "a{i}", "b": "b{i}"}}\n' for i in range(7)))
+    documents, report = read(FilesSource(tmp_path))
+    assert documents == []
+    (section,) = report.sources
+    reason = "no text column found among a, b"
+    assert {entry.name: entry.skipped[reason].count for entry in section.files} == {
+        f"x.{suffix}": 7 for suffix in ("parquet", "arrow", "csv", "jsonl")
+    }

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from boost.models.block import LinearGroup
+from boost.models.group import LinearGroup
 from boost.models.latent_gate import EPS, LatentGate, _ApplyNorm, _NormStats
 from tests import toy
 

@@ -11,7 +11,7 @@ from boost.config.attention import chunks_of, crosses_as_heads
 from boost.errors import ConfigError
 from boost.models.attention import attend, make_context
 from boost.models.block import interleave
-from boost.models.interface import Flow
+from boost.models.group import Flow
 from boost.parallel.collectives import run
 from boost.parallel.layouts.base import ContextAxis
 from tests import toy

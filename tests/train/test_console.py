@@ -4,9 +4,11 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console as RichConsole
 
+import boost.train.progress as progress_of
 from boost.train import console
-from boost.train.console import BarConsole, EtaEstimator, PlainConsole, make_console, progress
+from boost.train.console import BarConsole, EtaEstimator, PlainConsole, make_console
 from boost.train.metrics import EvalMetrics, StepMetrics
+from boost.train.progress import progress
 
 EVALUATION = EvalMetrics(120, 4.3210, 75.264, 1.5123, 8192)
 
@@ -92,7 +94,7 @@ def test_a_bar_inside_the_training_bar_joins_it_and_leaves_it() -> None:
             tasks = {task.description: task for task in shown._bar.tasks}
             assert (tasks["evaluating"].completed, tasks["evaluating"].total) == (number, 3)
         assert seen == [0, 1, 2]
-    assert not console._live_bars
+    assert not progress_of.live_bars
 
 
 def test_a_bar_that_is_left_early_goes_away() -> None:
@@ -108,7 +110,7 @@ def test_the_terminal_is_given_back_after_an_error() -> None:
     rich = terminal()
     with pytest.raises(ValueError, match="inside"), BarConsole(10, 0, rich):
         raise ValueError("inside")
-    assert not console._live_bars
+    assert not progress_of.live_bars
     assert shown_on(rich).endswith("\x1b[?25h")  # the cursor is visible again
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from boost import __version__
 from boost.format import format_bytes
 from boost.measure.verify.report import Found, Verifier
 from boost.train.hardware import total_memory
 from boost.train.rundir import cpu_model, git_state
+from boost.version import __version__
 
 FREE = 0.9
 """Fraction of a GPU's memory that should be free before a run."""

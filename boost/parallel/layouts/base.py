@@ -24,8 +24,8 @@ from boost.config.layouts.spec import (
 )
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.models.attention import Context, SequenceShare
-from boost.models.block import LinearGroup
-from boost.models.interface import Flow, Layout, Teaching
+from boost.models.group import Flow, LinearGroup
+from boost.models.interface import Layout, Teaching
 from boost.models.kernels import linear, lookup, rms_norm
 from boost.parallel import collectives
 from boost.parallel.collectives import InFlight, features_to_rows, heads_for_each, rows_to_features

@@ -20,8 +20,8 @@ from boost.config.layouts import LayoutSpec
 from boost.config.layouts.spec import GATHER, SUM_BOTH
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.config.traffic import STATISTIC_TERMS
-from boost.models.block import LinearGroup
-from boost.models.interface import NOTHING_IN_FLIGHT, Flow, Latents
+from boost.models.group import Flow, Latents, LinearGroup
+from boost.models.interface import NOTHING_IN_FLIGHT
 from boost.models.kernels import (
     inverse_rms,
     linear,

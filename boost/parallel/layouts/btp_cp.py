@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from boost.config.layouts.spec import EXCHANGE
-from boost.models.block import LinearGroup
-from boost.models.interface import Flow, Latents
+from boost.models.group import Flow, Latents, LinearGroup
 from boost.models.kernels import linear
 from boost.parallel.collectives import features_to_rows
 from boost.parallel.layouts.ulysses import Ulysses

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from boost.models.block import LinearGroup
-from boost.models.interface import Flow, Latents
+from boost.models.group import Flow, Latents, LinearGroup
 from boost.models.kernels import linear
 from boost.parallel.layouts.base import TokenSharded
 

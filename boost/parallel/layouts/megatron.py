@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from boost.models.block import LinearGroup
-from boost.models.interface import Flow, Latents
+from boost.models.group import Flow, Latents, LinearGroup
 from boost.parallel.layouts.base import Replicated, TokenSharded
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from boost.models.block import LinearGroup
-from boost.models.interface import NOTHING_IN_FLIGHT, Flow, Latents
+from boost.models.group import Flow, Latents, LinearGroup
+from boost.models.interface import NOTHING_IN_FLIGHT
 from boost.models.kernels import linear, lookup
 from boost.parallel.layouts.base import BaseLayout
 

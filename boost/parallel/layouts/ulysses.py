@@ -10,8 +10,7 @@ from torch import Tensor
 from boost.config.architecture import Slot
 from boost.config.layouts.crossings import CrossingSpec
 from boost.config.layouts.spec import EXCHANGE, GATHER_REPLICATED
-from boost.models.block import LinearGroup
-from boost.models.interface import Flow, Latents
+from boost.models.group import Flow, Latents, LinearGroup
 from boost.parallel.collectives import features_to_rows, heads_for_each, rows_to_features
 from boost.parallel.layouts.base import TokenSharded
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from boost.config.architecture import Slot
 from boost.config.layouts.spec import GATHER, SCATTER_SUM, SUM_BACKWARD, SUM_FORWARD
-from boost.models.block import LinearGroup
-from boost.models.interface import Flow, Latents
+from boost.models.group import Flow, Latents, LinearGroup
 from boost.models.kernels import linear
 from boost.models.latent_gate import LatentGate
 from boost.parallel import collectives

@@ -28,7 +28,6 @@ from pydantic import (
     model_validator,
 )
 
-from boost import __version__
 from boost.config import Config
 from boost.config.architecture import parameters
 from boost.config.load import from_tree
@@ -43,6 +42,7 @@ from boost.train.checkpoint.folders import (
     find_checkpoint,
     step_of,
 )
+from boost.version import __version__
 
 FORMAT: Literal[1] = 1
 HUB = "hub"

@@ -34,8 +34,8 @@ from boost.train.checkpoint.files import (
 )
 from boost.train.checkpoint.folders import MANIFEST_FILE, STATE_FILE, TENSORS, step_of
 from boost.train.checkpoint.slices import named_slices, random_states, restore_random_states
-from boost.train.console import progress
 from boost.train.model import Model
+from boost.train.progress import progress
 
 INIT_ONLY_FIELDS = ("factor_init", "init_std")
 """Fields of [model] that only affect the initial weights."""

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from boost.models.block import LinearGroup
-from boost.models.interface import Flow
+from boost.models.group import Flow, LinearGroup
 from boost.parallel import collectives
 from boost.parallel.layouts.btp import BTP
 from boost.parallel.mesh import Axis

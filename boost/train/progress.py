@@ -1,0 +1,88 @@
+"""A progress bar for any work: on a terminal a bar, elsewhere a line now and then."""
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, TypeVar, overload
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+
+from boost.config.text import printable
+from boost.format import format_duration
+
+Item = TypeVar("Item")
+
+BAR_MIN_WIDTH = 76
+"""Minimum terminal width, in columns, for the bar itself, memory and elapsed time; narrower terminals show numbers only."""
+
+PLAIN_INTERVAL_S = 10.0
+"""Seconds between the plain lines of `progress`. Work that takes less time prints nothing."""
+
+live_bars: list[Progress] = []
+"""The live bar of this process, if any. A terminal has one live display; other bars are added to it."""
+
+
+@overload
+def progress(work: int, description: str, enabled: bool = ...) -> Iterator[int]: ...
+@overload
+def progress(work: Iterable[Item], description: str, enabled: bool = ...) -> Iterator[Item]: ...
+
+
+def progress(work: int | Iterable[Any], description: str, enabled: bool = True) -> Iterator[Any]:
+    """Yields the items of `work` (an iterable, or range(work) for an int) with a progress bar labeled `description`.
+
+    The bar goes to stderr, because stdout is for results. If the training bar is live, the bar is added to it.
+    Without a terminal, prints a plain line every 10 s. With `enabled` False (on all but the main process), prints nothing.
+    """
+    items: Iterable[Any] = range(work) if isinstance(work, int) else work
+    total = len(items) if isinstance(items, Sized) else None
+    description = printable(description)
+    if not enabled:
+        yield from items
+    elif live_bars:
+        yield from _with_bar(live_bars[-1], items, total, description)
+    elif (terminal := RichConsole(stderr=True)).is_terminal:
+        with make_bar(terminal, transient=True) as bar:
+            yield from _with_bar(bar, items, total, description)
+    else:
+        begun = last = time.monotonic()
+        for done, item in enumerate(items, start=1):
+            yield item
+            now = time.monotonic()
+            if now - last >= PLAIN_INTERVAL_S:
+                last = now
+                of = "" if total is None else f"/{total}"
+                line = f"{description} {done}{of}  {_remaining(done, total, now - begun)}".rstrip()
+                print(line, file=sys.stderr, flush=True)
+
+
+def make_bar(rich_console: RichConsole | None = None, transient: bool = False) -> Progress:
+    """Makes a bar whose tasks have a field `stats`, shown between the count and the elapsed time."""
+    narrow = (rich_console or RichConsole()).width < BAR_MIN_WIDTH
+    columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False), MofNCompleteColumn()]
+    columns.append(TextColumn("{task.fields[stats]}", markup=False))
+    if not narrow:
+        columns = [columns[0], BarColumn(bar_width=None), *columns[1:], TimeElapsedColumn()]
+    return Progress(
+        *columns,
+        console=rich_console,
+        expand=not narrow,
+        transient=transient,
+        refresh_per_second=4,
+    )
+
+
+def _with_bar(bar: Progress, items: Iterable[Item], total: int | None, description: str) -> Iterator[Item]:
+    task = bar.add_task(description, total=total, stats="")
+    begun = time.monotonic()
+    try:
+        for done, item in enumerate(items, start=1):
+            yield item
+            bar.update(task, completed=done, stats=_remaining(done, total, time.monotonic() - begun))
+    finally:
+        bar.remove_task(task)
+
+
+def _remaining(done: int, total: int | None, elapsed: float) -> str:
+    return "" if total is None else f"eta {format_duration(elapsed / done * (total - done))}"
