@@ -31,10 +31,9 @@ import torch
 from benchmarks.experiments.hosts import hosts, why_no_hosts
 from benchmarks.killed_runs import BOOST, PROCESSES, Hosts, Run, lines
 from boost.config import load
-from boost.train.checkpoint import complete_checkpoints, open_checkpoint
+from boost.train.checkpoint import WeightReader, complete_checkpoints, open_checkpoint
 from boost.train.progress import progress
 from boost.train.rundir import environment
-from boost.train.weights import WeightReader
 
 RESULT = Path(__file__).parent / "recovery.json"
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "recovery.svg"

@@ -23,10 +23,9 @@ from boost.convert.vocabulary import end_tokens, read_vocabulary
 from boost.data.tokenizer import continuation, parse_tokenizer
 from boost.errors import ConfigError
 from boost.nn import Decoder
-from boost.train.checkpoint import find_checkpoint, open_checkpoint
+from boost.train.checkpoint import PREFIX, find_checkpoint, finish_weights, open_checkpoint, writing_weights
 from boost.train.generate import generate
 from boost.train.sampling import Sampling, beyond_context
-from boost.train.weights import PREFIX, finish_weights, weights_state, writing_weights
 
 FILE_BYTES = 5 * 10**9
 """Largest weight file that is written."""
@@ -163,7 +162,7 @@ class Model(nn.Module):
                 data = {"tokenizer": None, "content": None, "eos": None, "bos": None, "context": None, **self._data}
                 context = int(self._data.get("context") or self.config.train.seq_len)
                 model, dtype = self.decoder.model.model_dump(), dtype_name(self.decoder.spec.dtype)
-                finish_weights(temporary, path, weights_state(weights_config(model, dtype, context), data), texts)
+                finish_weights(temporary, path, weights_config(model, dtype, context), data, texts)
         self._barrier()
         return path
 

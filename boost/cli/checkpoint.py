@@ -1,16 +1,20 @@
 """`boost checkpoint`: lists and verifies the checkpoints of a run."""
 
 import argparse
+import datetime
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from boost.cli.terminal import print_rows
 from boost.config.text import printable
-from boost.errors import BoostError
+from boost.errors import BoostError, CheckpointError, DamagedCheckpointError
 from boost.format import format_bytes
 from boost.train.rundir import require_checkpoint_folder
+
+Status = Literal["complete", "superseded", "incomplete", "damaged"]
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -47,7 +51,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     from boost.train.checkpoint import checkpoint_path, read_best
-    from boost.train.checkpoint.read import checkpoint_folders, inspect
     from boost.train.metrics import read_metrics
     from boost.train.rundir import RunDirectory
 
@@ -92,14 +95,12 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from boost.train.checkpoint.read import checkpoint_folders, inspect, problems_of
-
     rows = []
     for path in checkpoint_folders(Path(args.path)):
         if (info := inspect(path)).status == "incomplete":
             problems = [f"'{path}' is incomplete: {info.problem}"]
         else:
-            problems = problems_of(path)
+            problems = [str(info.problem)] if info.status == "damaged" else changed_files(path)
         rows.append({"path": str(path), "intact": not problems, "problems": problems})
         if not args.json:
             noted = f" ({info.problem})" if info.problem else ""
@@ -108,3 +109,76 @@ def _verify(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(rows, indent=2))
     return 0 if all(row["intact"] for row in rows) else 1
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One checkpoint folder."""
+
+    path: Path
+    step: int | None
+    status: Status
+    """incomplete: no manifest; superseded: abandoned by a rollback or a later `--resume PATH`."""
+    bytes: int
+    saved: datetime.datetime
+    problem: str | None = None
+    """What is damaged, or that it was saved in trouble."""
+
+
+def checkpoint_folders(path: Path) -> list[Path]:
+    """Every checkpoint folder at a path (a run directory, a checkpoints folder, or one checkpoint), whatever its status, oldest
+    first. Raises CheckpointError if there is none."""
+    from boost.train.checkpoint.commit import MANIFEST_FILE, STATE_FILE, TENSORS, step_of
+
+    if (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file() or (path / TENSORS).is_dir():
+        return [path]
+    for folder in (path / "checkpoints", path):
+        if folder.is_dir():
+            steps = [child for child in folder.iterdir() if child.is_dir() and step_of(child) is not None]
+            if steps:
+                return sorted(steps, key=lambda child: (step_of(child) or 0, child.name))
+    what = "no checkpoint in" if path.exists() else "no such folder:"
+    raise CheckpointError(f"{what} '{path}'; pass a run directory or a step-... folder")
+
+
+def inspect(path: Path) -> CheckpointInfo:
+    """Inspects a checkpoint folder: manifest, file sizes, state and headers. Does not compute digests."""
+    from boost.train.checkpoint import open_checkpoint, step_of
+    from boost.train.checkpoint.commit import MANIFEST_FILE
+    from boost.train.checkpoint.verify import check_size, read_manifest, read_structure
+
+    stats = [file.stat() for file in path.rglob("*") if file.is_file()]
+    newest = max((stat.st_mtime for stat in stats), default=path.stat().st_mtime)
+    saved = datetime.datetime.fromtimestamp(newest, datetime.UTC).astimezone()
+    status: Status = "superseded" if path.name.startswith("superseded-") else "complete"
+    problem = None
+    if not (path / MANIFEST_FILE).is_file():
+        status, problem = "incomplete", f"no {MANIFEST_FILE}"
+    else:
+        try:
+            checkpoint, manifest = open_checkpoint(path), read_manifest(path)
+            for name in manifest.root:
+                check_size(path, name, manifest)
+            read_structure(path, manifest, checkpoint.config.model)
+        except BoostError as error:
+            status, problem = "damaged", str(error)
+        else:
+            position = checkpoint.position
+            notes = [f"unusable: {position.trouble}"] if position.trouble else []
+            notes += [f"unproven: {position.doubt}"] if position.doubt else []
+            problem = "; ".join(notes) or None
+    return CheckpointInfo(path, step_of(path), status, sum(stat.st_size for stat in stats), saved, problem)
+
+
+def changed_files(path: Path) -> list[str]:
+    """Compares every byte of a checkpoint with its manifest. One line per changed file."""
+    from boost.train.checkpoint.verify import read_manifest, verify_file
+    from boost.train.progress import progress
+
+    problems, manifest = [], read_manifest(path)
+    for name in progress(sorted(manifest.root), f"{path.name} (files)"):
+        try:
+            verify_file(path, name, manifest)
+        except DamagedCheckpointError as error:
+            problems.append(str(error))
+    return problems

@@ -17,9 +17,8 @@ from boost.convert.tensors import INDEX, TensorWriter, dtype_name
 from boost.convert.vocabulary import BOS, TIED, merged_generation_config, template_files, tokenizer_files
 from boost.errors import ConfigError, StorageError
 from boost.paths import read_text
-from boost.train.checkpoint import HUB, Checkpoint
+from boost.train.checkpoint import HUB, Checkpoint, WeightReader
 from boost.train.progress import progress
-from boost.train.weights import WeightReader
 from boost.version import __version__
 
 

@@ -20,9 +20,16 @@ from boost.convert.spectrum import Factorizer, Truncation
 from boost.convert.tensors import TensorFolder, TensorWriter, Weights, dtype_name
 from boost.convert.vocabulary import BOS, TIED, Vocabulary, read_generation_settings, read_vocabulary
 from boost.errors import ConfigError
-from boost.train.checkpoint import HUB, find_checkpoint, open_checkpoint
+from boost.train.checkpoint import (
+    HUB,
+    PREFIX,
+    WeightReader,
+    find_checkpoint,
+    finish_weights,
+    open_checkpoint,
+    writing_weights,
+)
 from boost.train.progress import progress
-from boost.train.weights import PREFIX, WeightReader, finish_weights, weights_state, writing_weights
 
 MAX_SEQ_LEN = 2048
 """Maximum sequence length for evaluation if the model has a longer context. Training runs set train.seq_len."""
@@ -144,7 +151,7 @@ def import_weights(
         report = factorizer.report() if factorizer else report
         texts = [("report.json", json.dumps(report, indent=2))] if report else []
         texts += [("tokenizer.json", vocabulary.json)] if vocabulary else []
-        finish_weights(temporary, out, weights_state(config, tokenizer_data(weights, vocabulary)), texts)
+        finish_weights(temporary, out, config, tokenizer_data(weights, vocabulary), texts)
     tied = bool(weights.hub.get(TIED))
     return Imported(out, config.model, dtype_name(target), writer.total_bytes, vocabulary is not None, tied, report)
 

@@ -14,7 +14,7 @@ from boost.data.tokenizer import find_eos, load_tokenizer, parse_tokenizer, toke
 from boost.errors import DataError
 from boost.paths import file_name, read_text
 from boost.train.checkpoint import HUB, Checkpoint
-from boost.train.checkpoint.folders import STATE_FILE
+from boost.train.checkpoint.commit import STATE_FILE
 
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")

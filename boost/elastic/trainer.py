@@ -31,8 +31,8 @@ from boost.parallel.gradients import (
 )
 from boost.parallel.mesh import Axis, Mesh, share
 from boost.train.checkpoint import Position
-from boost.train.checkpoint.saver import CheckpointSaver, HostBuffer
-from boost.train.checkpoint.slices import SaveShare
+from boost.train.checkpoint.reshard import SaveShare
+from boost.train.checkpoint.write import CheckpointSaver, HostBuffer
 from boost.train.heartbeat import set_pace
 from boost.train.hooks import Hook, TrainStart
 from boost.train.loop import Trainer

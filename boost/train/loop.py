@@ -405,14 +405,23 @@ class Trainer:
         """
         if not self._may_save(last=True):
             return None
-        saved = ckpt.save_with_retries(
-            self._save_into,
-            self.run.checkpoints,
-            ckpt.fallback_folder(self.config),
-            self.config.run.save_retry_minutes,
-            urgent,
-            self.warn,
-        )
+        elsewhere, minutes = ckpt.fallback_folder(self.config), self.config.run.save_retry_minutes
+        failure: StorageError | None = None
+        for attempt in ckpt.last_save_attempts(self.run.checkpoints, elsewhere, minutes, urgent):
+            if failure:
+                self.warn(f"{failure}; {attempt.notice}")
+                time.sleep(attempt.wait_s)
+            try:
+                saved = self._save_into(attempt.folder)
+                break
+            except StorageError as error:
+                if attempt.folder == elsewhere:
+                    self.warn(str(error))
+                else:
+                    failure = error
+        else:
+            assert failure
+            raise failure
         return self._announce(saved)
 
     def _save_into(self, folder: Path) -> SavedCheckpoint:

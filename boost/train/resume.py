@@ -87,7 +87,7 @@ def changes(before: Config, now: Config) -> list[str]:
     """Hyperparameters that differ, such as 'optim.lr 0.001 -> 0.002', in the order of the configuration."""
     lines = []
     for name in HYPERPARAMETERS:
-        old, new = (_flat(getattr(each, name).model_dump()) for each in (before, now))
+        old, new = (_flat(getattr(config, name).model_dump()) for config in (before, now))
         fields = HYPERPARAMETERS[name] or tuple(dict.fromkeys((*old, *new)))
         for field in fields:
             if old.get(field) != new.get(field):
@@ -161,7 +161,7 @@ def check_resumable(found: Checkpoint, config: Config, corpus: Corpus) -> None:
     identity = corpus.identity()
     if found.data.get("content") == identity["content"]:
         return
-    before, now = (sorted(each["content"] for each in data.get("sources", ())) for data in (found.data, identity))
+    before, now = (sorted(text["content"] for text in data.get("sources", ())) for data in (found.data, identity))
     if before and before == now:
         raise ConfigError(
             f"data.mixture = {config.data.mixture}, but '{found.path}' was trained with the weights "

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from boost.train.checkpoint.files import Checkpoint
+from boost.train.checkpoint import Checkpoint
 from tests.cli.commands import say
 
 SHORT = ("--max-tokens", 6, "--seed", 3)

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from boost.train.checkpoint import open_checkpoint
+from boost.train.checkpoint import WeightReader, open_checkpoint
 from boost.train.metrics import read_metrics
-from boost.train.weights import WeightReader
 from tests.cli.commands import llama_of, say
 
 STEPS = ["--train.seq_len", "32", "--train.global_batch", "2", "--train.micro_batch", "2", "--run.device", "cpu"]

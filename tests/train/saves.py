@@ -8,7 +8,7 @@ import torch
 from boost.config import Config
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import CheckpointSaver, Position
-from boost.train.checkpoint.slices import local_slices
+from boost.train.checkpoint.reshard import local_slices
 from tests import toy
 from tests.trained import Trained
 

@@ -15,8 +15,7 @@ from boost.errors import DamagedCheckpointError, NonFiniteError, StorageError
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Position, SavedCheckpoint
-from boost.train.checkpoint.saver import retry_waits
-from boost.train.checkpoint.write import write_snapshot
+from boost.train.checkpoint.write import retry_waits, write_snapshot
 from boost.train.hooks import Hook, StepEnd
 from boost.train.loop import Trainer
 from boost.train.resume import resume_candidates
@@ -173,46 +172,66 @@ def test_the_process_whose_values_are_not_finite_is_named_on_all(tmp_path: Path)
 
 
 class Disk:
-    """Makes saves fail a given number of times in each folder."""
+    """Makes saves of a run fail: a given number of times in its own folder and in its fallback folder."""
 
-    def __init__(self, **failures: int) -> None:
-        self.failures, self.said, self.slept = failures, list[str](), list[float]()
+    def __init__(self, trainer: Trainer, warnings: Warnings, patch: pytest.MonkeyPatch) -> None:
+        self.trainer, self.said = trainer, warnings.seen
+        self.slept, self.failures = list[float](), dict[str, int]()
+        patch.setattr(trainer._saver, "save", self._save)
+        patch.setattr("time.sleep", self.slept.append)
 
-    def save(self, folder: Path) -> SavedCheckpoint:
-        if self.failures.get(folder.name, 0) > 0:
-            self.failures[folder.name] -= 1
+    def _save(self, folder: Path, _: Position) -> SavedCheckpoint:
+        name = "run" if folder == self.trainer.run.checkpoints else "elsewhere"
+        if self.failures.get(name, 0) > 0:
+            self.failures[name] -= 1
             raise StorageError(f"not saved in '{folder}': No space left on device")
         return SavedCheckpoint(7, folder / "step-00000007")
 
-    def last_save(self, minutes: float, urgent: bool = False, fallback: Path | None = None) -> Path:
-        run = Path("run")
-        saved = ckpt.save_with_retries(self.save, run, fallback, minutes, urgent, self.said.append, self.slept.append)
-        return saved.path.parent
+    def last_save(self, minutes: float, urgent: bool = False, fallback: bool = False, **failures: int) -> str:
+        """Which of the two folders has the checkpoint in the end."""
+        self.failures = failures
+        self.said.clear()
+        self.slept.clear()
+        trainer = self.trainer
+        run = {"save_retry_minutes": minutes, "fallback_dir": "/spare" if fallback else ""}
+        trainer.config = trainer.config.model_copy(update={"run": trainer.config.run.model_copy(update=run)})
+        saved = trainer.save_last(urgent)
+        assert saved is not None and saved.name == "step-00000007"
+        return "run" if saved.parent == trainer.run.checkpoints else "elsewhere"
 
 
-def test_the_last_save_retries_while_a_person_frees_space() -> None:
-    disk = Disk(run=3)
-    assert disk.last_save(minutes=10) == Path("run")
+@pytest.fixture
+def disk(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    warnings = Warnings()
+    trainer = make_trainer(make_config(store, tmp_path / "run"), warnings)
+    trainer.run.checkpoints.mkdir(parents=True)
+    trainer.start([])
+    return Disk(trainer, warnings, monkeypatch)
+
+
+def test_the_last_save_retries_while_a_person_frees_space(disk: Disk) -> None:
+    assert disk.last_save(minutes=10, run=3) == "run"
     assert disk.slept == [5.0, 10.0, 20.0] and len(disk.said) == 3
     assert all("No space left" in said and "free disk space" in said for said in disk.said)
 
 
-def test_the_retries_of_the_last_save_are_bounded() -> None:
+def test_the_retries_of_the_last_save_are_bounded(disk: Disk) -> None:
     assert sum(retry_waits(10)) == 600 and max(retry_waits(10)) == 60 and list(retry_waits(0)) == []
-    disk = Disk(run=99)
     with pytest.raises(StorageError, match="No space left"):
-        disk.last_save(minutes=1)
+        disk.last_save(minutes=1, run=99)
     assert sum(disk.slept) == 60
 
 
 @pytest.mark.parametrize("urgent", [False, True])
-def test_the_last_save_goes_elsewhere(urgent: bool) -> None:
+def test_the_last_save_goes_elsewhere(disk: Disk, urgent: bool) -> None:
     """Immediately if a signal stops the run, because the process may be killed soon; otherwise after the retries."""
-    disk = Disk(run=99)
-    assert disk.last_save(minutes=1, urgent=urgent, fallback=Path("elsewhere")) == Path("elsewhere")
-    assert bool(disk.slept) != urgent
-    disk = Disk(run=3, elsewhere=99)
-    assert disk.last_save(minutes=1, urgent=True, fallback=Path("elsewhere")) == Path("run"), "both are full: retries"
+    assert disk.last_save(minutes=1, urgent=urgent, fallback=True, run=99) == "elsewhere"
+    assert any(disk.slept) != urgent
+    assert "No space left on device; saving in '/spare" in disk.said[-1]
+    assert disk.last_save(minutes=1, urgent=True, fallback=True, run=3, elsewhere=99) == "run", "both are full: retries"
+    assert disk.said[1].startswith("not saved in '/spare") and "free disk space: attempt 1 of" in disk.said[2]
+    with pytest.raises(StorageError, match="not saved in '.*run/checkpoints'"):
+        disk.last_save(minutes=0, urgent=urgent, fallback=True, run=1, elsewhere=1)
 
 
 def test_a_run_resumes_from_its_fallback_folder(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +246,7 @@ def test_a_run_resumes_from_its_fallback_folder(store: Path, tmp_path: Path, mon
                 raise StorageError("No space left on device")
             return write_snapshot(folder, *rest)
 
-        monkeypatch.setattr("boost.train.checkpoint.saver.write_snapshot", refuse)
+        monkeypatch.setattr("boost.train.checkpoint.write.write_snapshot", refuse)
 
     trainer = make_trainer(config, ThenDo(5, fill))
     trainer.start([])
@@ -263,11 +282,11 @@ def test_a_full_disk_costs_the_save_only(store: Path, tmp_path: Path, background
 
         warnings = FreeAtTheEnd()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("boost.train.checkpoint.saver.FIRST_WAIT_S", 0.1)
+            patch.setattr("boost.train.checkpoint.write.FIRST_WAIT_S", 0.1)
             trainer = fitted(config, ThenDo(2, fill), warnings)
         full = [w for w in warnings.seen if "No space left on device" in w]
         assert len(full) >= 3 and sum("training continues" in w for w in full) == 2
         newest = ckpt.complete_checkpoints(trainer.run.checkpoints)
         assert [p.name for p in newest][-1] == "step-00000004"
         assert not list(trainer.run.checkpoints.glob(".step*"))
-        ckpt.verify(ckpt.open_checkpoint(newest[0]), ALONE)
+        ckpt.verify_checkpoint(newest[0], config.model, ALONE)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from boost.cli.checkpoint import inspect
 from boost.config import Config
 from boost.errors import TrainingError
 from boost.train import checkpoint as ckpt
 from boost.train import loop
 from boost.train.builtin_hooks import PeriodicCheckpoint
-from boost.train.checkpoint.folders import rotated
-from boost.train.checkpoint.read import inspect
+from boost.train.checkpoint.commit import rotated
 from boost.train.health import MIN_HEALTHY, RECOVERED, SpikeDetector
 from boost.train.hooks import Hook, Rollback, SaveEnd, StepEnd, StepStart
 from boost.train.loop import Trainer

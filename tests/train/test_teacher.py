@@ -11,12 +11,11 @@ import torch
 from boost.config import Config
 from boost.data.store import TokenStore
 from boost.errors import BoostError, ConfigError
-from boost.train.checkpoint import complete_checkpoints, open_checkpoint, step_of
+from boost.train.checkpoint import WeightReader, complete_checkpoints, open_checkpoint, step_of
 from boost.train.hooks import Hook, StepEnd, StepStart
 from boost.train.loop import Trainer
 from boost.train.metrics import read_metrics
 from boost.train.teacher import check_teacher, teacher_config
-from boost.train.weights import WeightReader
 from tests import toy
 from tests.cli.commands import say
 from tests.convert.toys import save

@@ -10,39 +10,53 @@ Tensors are saved with the names and global shapes of the model's parameters, in
 can be loaded on any mesh and layout. Everything is written to `.step-....tmp`, synced to disk, and renamed at the end, so a folder
 with the final name is complete. Files that the manifest does not list (.DS_Store, .nfs*, notes) are never opened.
 
-folders.py      names, listing, rotation, setting aside
-files.py        manifest, state.json, headers of tensor files: schemas and checks; an opened checkpoint
-slices.py       this process's slices of weights, moments and RNG states, and which of them it writes
-write.py        writes a checkpoint, on all processes together
-saver.py        foreground and background saves, one at a time; the last save of a run, with retries and a fallback
-read.py         verifies, loads, inspects
-agreement.py    propagates a failure on one process to all
+A save, and then a load:
+
+write.py      what each process writes, in the foreground or in the background; the last save of a run
+commit.py     temporary folder, agreement of all processes, manifest, rename; then earlier checkpoints are removed
+verify.py     what makes a folder a complete and undamaged checkpoint
+load.py       finds and opens a checkpoint; weights, optimizer and position from it
+reshard.py    slices of parameters on any mesh: who holds what, and who writes it
 """
 
-from boost.train.checkpoint.agreement import run_on_all
-from boost.train.checkpoint.files import FORMAT, HUB, Checkpoint, Position, open_checkpoint
-from boost.train.checkpoint.folders import (
+from boost.train.checkpoint.commit import (
     BestCheckpoint,
     checkpoint_path,
     complete_checkpoints,
-    fallback_folder,
-    find_checkpoint,
-    incomplete_warnings,
     marks_of,
     read_best,
     rotate,
+    run_on_all,
     step_of,
     supersede,
     write_best,
 )
-from boost.train.checkpoint.read import load_training_state, load_weights, require_fits, verify
-from boost.train.checkpoint.saver import CheckpointSaver, save_with_retries
-from boost.train.checkpoint.write import SavedCheckpoint, Snapshot, finalize
+from boost.train.checkpoint.load import (
+    HUB,
+    PREFIX,
+    Checkpoint,
+    WeightReader,
+    find_checkpoint,
+    incomplete_warnings,
+    load_training_state,
+    load_weights,
+    open_checkpoint,
+    require_fits,
+)
+from boost.train.checkpoint.verify import Position, verify_checkpoint
+from boost.train.checkpoint.write import (
+    CheckpointSaver,
+    SavedCheckpoint,
+    fallback_folder,
+    finish_weights,
+    last_save_attempts,
+    writing_weights,
+)
 
 __all__ = [
-    "BestCheckpoint", "Checkpoint", "CheckpointSaver", "FORMAT", "HUB", "Position", "SavedCheckpoint", "Snapshot",
-    "checkpoint_path", "complete_checkpoints", "fallback_folder", "finalize", "find_checkpoint",
-    "incomplete_warnings", "load_training_state", "load_weights", "marks_of", "open_checkpoint", "read_best",
-    "require_fits", "rotate", "run_on_all", "save_with_retries", "step_of", "supersede",
-    "verify", "write_best",
+    "BestCheckpoint", "Checkpoint", "CheckpointSaver", "HUB", "PREFIX", "Position", "SavedCheckpoint", "WeightReader",
+    "checkpoint_path", "complete_checkpoints", "fallback_folder", "find_checkpoint", "finish_weights",
+    "incomplete_warnings", "last_save_attempts", "load_training_state", "load_weights", "marks_of", "open_checkpoint",
+    "read_best", "require_fits", "rotate", "run_on_all", "step_of", "supersede", "verify_checkpoint", "write_best",
+    "writing_weights",
 ]  # fmt: skip

@@ -1,8 +1,28 @@
-"""Writes a snapshot. Every process writes and hashes its shard; the main process adds state and manifest, then renames it."""
+"""What each process writes, and how a save is started: in the foreground, in the background, or as the last one of a run.
 
+1. `CheckpointSaver` takes a `Snapshot` of this process's slices (reshard.py) and of the position. A foreground save refers to the
+   weights themselves; a background save copies them to host memory, which is all that training waits for.
+2. `write_snapshot`, in a background save on a thread: into a temporary folder, each process writes, hashes and syncs its tensors;
+   once all have done so, the main process adds state and tokenizer, and commits (commit.py).
+3. The main thread collects the result of a background save between two steps, once all processes have finished. At most one save is
+   in flight. Its processes communicate over a process group of their own.
+
+This is a thread rather than a process because writing, syncing and hashing release the GIL, and because a process would need the
+copy in shared memory.
+
+If the last save of a run fails, the weights are lost, so it is retried and falls back to another folder (`last_save_attempts`).
+"""
+
+import contextlib
+import dataclasses
+import datetime
 import json
+import logging
 import os
+import shutil
+import threading
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,31 +32,34 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from boost.errors import NonFiniteError, StorageError
+from boost.config import Config
+from boost.errors import BoostError, NonFiniteError, StorageError
+from boost.optim.adamw import Optimizer
 from boost.parallel.mesh import Mesh
-from boost.train.checkpoint.agreement import ProcessFailure, root_cause, run_on_all, run_on_main
-from boost.train.checkpoint.files import (
-    OFFSETS,
-    SHARDING,
-    CheckpointState,
-    FileEntry,
-    Manifest,
-    entry_of,
-    new_digest,
-    sync,
-    write_synced,
-)
-from boost.train.checkpoint.folders import (
-    MANIFEST_FILE,
+from boost.train.checkpoint.commit import (
     STATE_FILE,
     TENSORS,
     TOKENIZER_FILE,
+    FileEntry,
+    ProcessFailure,
     checkpoint_path,
-    make_room,
+    entry_of,
     make_temporary,
+    new_digest,
+    publish,
     remove,
+    root_cause,
+    run_on_all,
+    run_on_main,
+    sync,
+    write_synced,
 )
-from boost.train.checkpoint.slices import LocalSlice
+from boost.train.checkpoint.reshard import LocalSlice, SaveShare
+from boost.train.checkpoint.verify import OFFSETS, SHARDING, CheckpointState, Position
+from boost.train.heartbeat import background_save
+from boost.train.model import Model
+
+log = logging.getLogger("boost")
 
 CHUNK_BYTES = 1 << 20
 """Bytes checked, written and hashed at a time. Fits in a core's cache; writing and hashing release the GIL."""
@@ -48,6 +71,8 @@ _DTYPES = {
     torch.uint8: ("U8", np.uint8),
 }
 _BF16_EXPONENT = 0x7F80
+FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 60.0
+"""Seconds between attempts of the last save."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +100,172 @@ class SavedCheckpoint:
     """Warnings about the folder, for the user."""
 
 
+class HostBuffer:
+    """Host memory for one copy of this process's slices, reused by all background saves; pinned if the weights are on a GPU."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self._buffer.nbytes
+
+    def reserve(self, slices: list[LocalSlice]) -> None:
+        """Allocates and touches the memory, so that allocation and page faults do not slow down saves."""
+        total = sum(s.local.nbytes for s in slices)
+        if self.nbytes != total:
+            pinned = any(s.local.is_cuda for s in slices)
+            self._buffer = torch.zeros(total, dtype=torch.uint8, pin_memory=pinned)
+
+    def copy(self, slices: list[LocalSlice]) -> list[LocalSlice]:
+        """Returns the slices with their tensors replaced by copies. Waits for the copies to finish."""
+        self.reserve(slices)
+        copies, begin = [], 0
+        for s in slices:
+            end = begin + s.local.nbytes
+            copy = self._buffer[begin:end].view(s.local.dtype).view(s.local.shape)
+            copies.append(dataclasses.replace(s, local=copy.copy_(s.local, non_blocking=True)))
+            begin = end
+        if any(s.local.is_cuda for s in slices):
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+
+class CheckpointSaver:
+    """Saves one model and optimizer. All methods except `close` and `in_flight` are collective."""
+
+    expected_errors: tuple[type[Exception], ...] = ()
+    """Errors of a background save that are no defect, so that their traceback is not logged."""
+
+    def __init__(
+        self, model: Model, optimizer: Optimizer, config: Config, tokenizer: bytes, data: dict[str, Any], mesh: Mesh
+    ) -> None:
+        """`tokenizer`: content of tokenizer.json for every checkpoint, independent of later changes to the token store."""
+        self._model, self._optimizer, self._mesh = model, optimizer, mesh
+        self._config, self._tokenizer, self._data = config, tokenizer, data
+        self._share: SaveShare | None = None
+        self._buffer = HostBuffer()
+        self._group: dist.ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+        self._step = 0
+        self._outcome: SavedCheckpoint | Exception | None = None
+
+    def add_data(self, data: dict[str, Any]) -> None:
+        """Adds entries to the `data` that later checkpoints record."""
+        self._data = {**self._data, **data}
+
+    def save(self, folder: Path, position: Position) -> SavedCheckpoint:
+        """Saves in the foreground. Needs no buffer. Raises the same errors as `write_snapshot`."""
+        assert self._thread is None, "at most one save is in flight"
+        return write_snapshot(folder, self._snapshot(position, None), self._mesh)
+
+    def _snapshot(self, position: Position, buffer: HostBuffer | None) -> Snapshot:
+        """This process's part of a checkpoint of the current step. Without a `buffer`, it refers to the weights themselves and must
+        be written before they change."""
+        state = CheckpointState(
+            step=position.step,
+            tokens=position.tokens,
+            updates=self._optimizer.updates,
+            next_sample=(position.step + position.skipped) * self._config.train.global_batch,
+            skipped_steps=position.skipped,
+            trouble=position.trouble,
+            doubt=position.doubt,
+            recent=position.recent,
+            processes=self._mesh.size,
+            data=self._data,
+            config=self._config.model_dump(),
+        )
+        slices = self._current_share().slices()
+        return Snapshot(state, self._tokenizer, buffer.copy(slices) if buffer else slices)
+
+    def prepare(self) -> None:
+        """Allocates the buffer and the process group in advance, so that the first background save does not stall training."""
+        share = self._current_share()
+        if self._group is None and self._mesh.size > 1:
+            self._group = self._open_group()
+        self._buffer.reserve(share.slices())
+
+    def start(self, folder: Path, position: Position) -> None:
+        """Copies weights, optimizer state and RNG states, and writes them in the background."""
+        assert self._thread is None, "at most one save is in flight"
+        self.prepare()
+        snapshot = self._snapshot(position, self._buffer)
+        self._step, self._outcome = position.step, None
+        facts = folder, snapshot, dataclasses.replace(self._mesh), self._group  # the mesh may change meanwhile
+        self._thread = threading.Thread(target=self._write, args=facts, name="save", daemon=True)
+        self._thread.start()
+
+    def _write(self, folder: Path, snapshot: Snapshot, mesh: Mesh, group: dist.ProcessGroup | None) -> None:
+        outcome: SavedCheckpoint | Exception
+        with background_save():
+            try:
+                outcome = write_snapshot(folder, snapshot, mesh, group)
+            except Exception as error:
+                outcome = error
+                abandoned = self._thread is not threading.current_thread()
+                if not abandoned and not isinstance(error, (BoostError, *self.expected_errors)):
+                    log.exception("the checkpoint of step %d was not saved", snapshot.step)
+        if self._thread is threading.current_thread():
+            self._outcome = outcome
+
+    @property
+    def in_flight(self) -> int | None:
+        """Step of the background save that `finish` has not collected yet; None if there is none."""
+        return self._step if self._thread else None
+
+    def done_everywhere(self) -> bool:
+        """Whether the save in flight has ended on all processes, so that `finish` does not wait."""
+        done = self._thread is not None and not self._thread.is_alive()
+        if self._mesh.size == 1:
+            return done
+        all_done = torch.tensor(int(done))
+        dist.all_reduce(all_done, dist.ReduceOp.MIN, group=self._mesh.everyone.group)
+        return bool(all_done)
+
+    def finish(self) -> SavedCheckpoint:
+        """Waits for the save in flight. Raises StorageError or NonFiniteError on every process if it failed on any."""
+        assert self._thread is not None, "no save is in flight"
+        self._thread.join()
+        outcome, self._thread = self._outcome, None
+
+        def raise_surprise() -> None:
+            if isinstance(outcome, Exception) and not isinstance(outcome, BoostError):
+                raise StorageError(f"checkpoint of step {self._step} not saved: {root_cause(outcome)}") from outcome
+
+        # Save errors are the same on all processes, but a lost connection between the threads may show on one process only.
+        try:
+            run_on_all(self._mesh, raise_surprise, StorageError)
+        except StorageError:
+            self._group = None  # an interrupted group is out of sync; the next save creates a new one
+            raise
+        if isinstance(outcome, Exception):
+            raise outcome
+        assert outcome is not None
+        return outcome
+
+    def close(self, timeout_s: float) -> None:
+        """Waits up to `timeout_s` for a save in flight, even after an error: a checkpoint is worth some seconds."""
+        if self._thread:
+            log.info("waiting for the checkpoint of step %d", self._step)
+            self._thread.join(timeout_s)
+        if self._group and not (self._thread and self._thread.is_alive()):
+            self._close_group(self._group)
+        self._group = None
+
+    def _current_share(self) -> SaveShare:
+        self._share = self._share or SaveShare(self._model, self._optimizer, self._mesh)
+        return self._share
+
+    def _open_group(self) -> dist.ProcessGroup | None:
+        """The process group of background saves."""
+        timeout = datetime.timedelta(seconds=self._config.run.save_timeout_s)
+        return dist.new_group(backend="gloo", timeout=timeout)
+
+    def _close_group(self, group: dist.ProcessGroup) -> None:
+        dist.destroy_process_group(group)
+
+
 def write_snapshot(
     folder: Path, snapshot: Snapshot, mesh: Mesh, group: dist.ProcessGroup | None = None
 ) -> SavedCheckpoint:
@@ -96,7 +287,7 @@ def write_snapshot(
         def complete() -> list[str]:
             entries[STATE_FILE] = write_synced(path / STATE_FILE, snapshot.state.model_dump_json(indent=2).encode())
             entries[TOKENIZER_FILE] = write_synced(path / TOKENIZER_FILE, snapshot.tokenizer)
-            return _publish(path, final, Manifest(entries))
+            return publish(path, final, entries)
 
         more = run_on_main(mesh, complete, group=group)
     except ProcessFailure as error:
@@ -105,15 +296,6 @@ def write_snapshot(
         if temporary and mesh.is_main and temporary.exists():
             remove(temporary)
     return SavedCheckpoint(snapshot.step, final, (*warnings, *more))
-
-
-def finalize(temporary: Path, final: Path) -> None:
-    """Completes a checkpoint written by one process: adds the manifest and renames the folder, replacing an earlier checkpoint."""
-    entries = {}
-    for file in sorted(path for path in temporary.rglob("*") if path.is_file()):
-        sync(file)
-        entries[file.relative_to(temporary).as_posix()] = entry_of(file)
-    _publish(temporary, final, Manifest(entries))
 
 
 def _write_shard(temporary: Path, snapshot: Snapshot, mesh: Mesh) -> tuple[dict[str, FileEntry], str | None]:
@@ -191,15 +373,84 @@ def _finite(chunk: npt.NDArray[np.uint8], dtype: torch.dtype) -> bool:
     return bool(np.isfinite(values).all())
 
 
-def _publish(temporary: Path, final: Path, manifest: Manifest) -> list[str]:
-    """Adds the manifest and renames the folder, which makes the checkpoint complete. Returns warnings."""
-    manifest.write(temporary)
-    sync(temporary / TENSORS)
-    sync(temporary)
-    replaced, warnings = make_room(final)
-    temporary.rename(final)
-    sync(final.parent)
-    assert (final / MANIFEST_FILE).is_file(), "only complete checkpoints have a final name"
-    if replaced and (problem := remove(replaced)):
-        warnings.append(f"'{replaced}' cannot be removed entirely: {problem}")
-    return warnings
+# The last save of a run.
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt of the last save of a run."""
+
+    folder: Path
+    wait_s: float = 0.0
+    """Seconds to wait before it."""
+    notice: str = ""
+    """What the user is told before it, after the reason why the previous one failed."""
+
+
+def last_save_attempts(folder: Path, fallback: Path | None, minutes: float, urgent: bool) -> list[Attempt]:
+    """Where and when the last save of a run is attempted until it succeeds: in `folder`, again for `minutes`, then in `fallback`.
+
+    `urgent`: the process may be killed soon, so `fallback` comes before the retries. These are waits, not times, so that all
+    processes follow them without communication.
+    """
+    waits = list(retry_waits(minutes))
+    setting = f"(run.save_retry_minutes = {minutes:g})"
+    again = [
+        Attempt(folder, wait, f"free disk space: attempt {number} of {len(waits)} in {wait:.0f} s {setting}")
+        for number, wait in enumerate(waits, start=1)
+    ]
+    elsewhere = [Attempt(fallback, notice=f"saving in '{fallback}' (run.fallback_dir)")] if fallback else []
+    return [Attempt(folder), *(elsewhere + again if urgent else again + elsewhere)]
+
+
+def retry_waits(minutes: float) -> Iterator[float]:
+    """Seconds before each retry: doubles up to one minute, `minutes` in total."""
+    left, wait = 60 * minutes, FIRST_WAIT_S
+    while left > 0:
+        yield min(wait, left)
+        left -= wait
+        wait = min(2 * wait, LONGEST_WAIT_S)
+
+
+def fallback_folder(config: Config) -> Path | None:
+    """Folder for the last checkpoint of a run if run.dir is not writable: `run.fallback_dir` followed by the absolute path of
+    run.dir, so that several runs can share it. None if not configured."""
+    if not config.run.fallback_dir:
+        return None
+    run = Path(config.run.dir).absolute()
+    return Path(config.run.fallback_dir, *run.parts[1:], "checkpoints")
+
+
+# Weights without a run, written tensor by tensor by one process: imported, converted, or of `boost.Model`.
+
+
+@contextlib.contextmanager
+def writing_weights(final: Path, field: str) -> Iterator[Path]:
+    """An empty temporary folder for a weights-only checkpoint, next to its final path, to which `finish_weights` moves it. It is
+    removed in any case. Raises StorageError, naming the `field` of the path, if something cannot be written."""
+    temporary = final.resolve().with_name(f".{final.resolve().name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / TENSORS).mkdir(parents=True)
+        yield temporary
+    except OSError as error:
+        raise StorageError(f"{field} = '{final}' cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def finish_weights(
+    temporary: Path, final: Path, config: Config, data: dict[str, Any], texts: Iterable[tuple[str, str]]
+) -> None:
+    """Adds the state at step 0, before any optimizer update, and the files in `texts`; moves the complete checkpoint to its final
+    path, where it replaces an earlier one."""
+    state = CheckpointState(
+        step=0, tokens=0, updates=0, next_sample=0, processes=1, data=data, config=config.model_dump()
+    )
+    for name, text in ((STATE_FILE, json.dumps(state.model_dump(), indent=2)), *texts):
+        (temporary / name).write_text(text, encoding="utf-8")
+    entries = {}
+    for file in sorted(path for path in temporary.rglob("*") if path.is_file()):
+        sync(file)
+        entries[file.relative_to(temporary).as_posix()] = entry_of(file)
+    publish(temporary, final, entries)

@@ -11,7 +11,8 @@ import pytest
 from boost.errors import CheckpointError, DamagedCheckpointError
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
-from boost.train.checkpoint.files import StoredShard, coverage_problem, entry_of
+from boost.train.checkpoint.commit import entry_of
+from boost.train.checkpoint.verify import StoredShard, coverage_problem
 from tests import toy
 from tests.distributed import run_distributed
 from tests.train.saves import mesh_config, save
@@ -23,7 +24,7 @@ Edit = Callable[[dict[str, Any]], object]
 def sign(path: Path) -> None:
     """Recomputes the digests, as someone who edits a checkpoint would."""
     files = [p for p in path.rglob("*") if p.is_file() and p.name != "manifest.json"]
-    manifest = {f.relative_to(path).as_posix(): entry_of(f).model_dump(exclude_none=True) for f in files}
+    manifest = {f.relative_to(path).as_posix(): entry_of(f).model_dump() for f in files}
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -188,7 +189,7 @@ def test_only_regular_files_are_read(tmp_path: Path, sharded: Path, endless: Cal
     assert ckpt.complete_checkpoints(tmp_path) == [path] * (name != "manifest.json")
     assert ckpt.marks_of(path) == ("", "")
     with pytest.raises(DamagedCheckpointError):  # a run that resumes takes the one before
-        ckpt.verify(ckpt.open_checkpoint(path), ALONE)
+        ckpt.verify_checkpoint(path, ckpt.open_checkpoint(path).config.model, ALONE)
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "tensors/../../x", "a//b", "nul\0", "C:x"])

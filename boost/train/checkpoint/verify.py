@@ -1,14 +1,17 @@
-"""What the files of a checkpoint say, and whether they are intact.
+"""What makes a folder a complete and undamaged checkpoint.
 
-manifest.json lists every file with its size and digest; files that it does not list are never opened. A digest proves that a file
-matches its manifest, not that it is valid. So state.json is checked against its schema, and the header of each tensor file against
-the file (offsets, sizes, dtypes) and against the model: global shapes, and shards that cover each tensor exactly once.
+1. manifest.json lists every file with its size and digest (`read_manifest`). Files that it does not list are never opened.
+2. Every listed file has that size (`check_size`) and that digest (`verify_file`).
+3. A digest proves that a file matches its manifest, not that it is valid: state.json matches its schema (`CheckpointState`).
+4. The header of each tensor file matches the file (offsets, sizes, dtypes) and the model: names, global shapes, and shards that
+   cover each tensor exactly once (`read_structure`).
+
+`verify_checkpoint` does all of it except 3 on all processes together. Names of files are checked before they become paths, and
+nothing is unpickled.
 """
 
-import hashlib
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,27 +31,15 @@ from pydantic import (
     model_validator,
 )
 
-from boost.config import Config
 from boost.config.architecture import parameters
-from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
-from boost.errors import BoostError, CheckpointError, DamagedCheckpointError
+from boost.errors import DamagedCheckpointError
+from boost.parallel.mesh import Mesh
 from boost.paths import file_name, read_text
-from boost.train.checkpoint.folders import (
-    MANIFEST_FILE,
-    STATE_FILE,
-    TENSORS,
-    TOKENIZER_FILE,
-    find_checkpoint,
-    step_of,
-)
+from boost.train.checkpoint.commit import MANIFEST_FILE, STATE_FILE, TENSORS, FileEntry, entry_of, run_on_all
 from boost.version import __version__
 
 FORMAT: Literal[1] = 1
-HUB = "hub"
-"""Key in a checkpoint's data: extra content of the Hugging Face folder the weights came from, such as a chat template."""
-
-Counted = Annotated[int, Field(ge=0, lt=2**63)]
 DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
 """Bytes per element of the dtypes that a checkpoint may contain, by safetensors name."""
 MAX_HEADER_BYTES = 100_000_000
@@ -57,24 +48,27 @@ SHARDING = "DCP_SHARDING_INFO"
 """Metadata key under which torch.distributed.checkpoint stores the offsets of shards, as a JSON string."""
 OFFSETS = "saved_offsets"
 
+Counted = Annotated[int, Field(ge=0, lt=2**63)]
 Index = Annotated[int, Field(ge=0, lt=2**62)]
 
 
+def verify_checkpoint(path: Path, model: ModelConfig, mesh: Mesh) -> "Shards":
+    """Validates the structure of a checkpoint of `model` and compares every file with its manifest. The files are distributed over
+    the processes. Returns the shards of its tensors.
+
+    Raises DamagedCheckpointError on every process, naming a damaged file.
+    """
+
+    def verify_files() -> Shards:
+        manifest = read_manifest(path)
+        for name in sorted(manifest.root)[mesh.rank :: mesh.size]:
+            verify_file(path, name, manifest)
+        return read_structure(path, manifest, model)
+
+    return run_on_all(mesh, verify_files, DamagedCheckpointError)[mesh.rank]
+
+
 # The manifest.
-
-
-def new_digest() -> hashlib.blake2b:
-    """The hash function of manifests: BLAKE2b with 20 bytes."""
-    return hashlib.blake2b(digest_size=20)
-
-
-class FileEntry(BaseModel):
-    """Manifest entry of one file."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
-
-    bytes: Annotated[int, Field(ge=0)]
-    blake2b: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 
 
 class Manifest(RootModel[dict[str, FileEntry]]):
@@ -92,11 +86,6 @@ class Manifest(RootModel[dict[str, FileEntry]]):
         """Relative paths of the safetensors files."""
         return sorted(n for n in self.root if n.startswith(f"{TENSORS}/") and n.endswith(".safetensors"))
 
-    def write(self, folder: Path) -> None:
-        """Writes manifest.json in `folder` and syncs it to disk."""
-        text = json.dumps(self.model_dump(exclude_none=True), indent=2, sort_keys=True)
-        write_synced(folder / MANIFEST_FILE, text.encode())
-
 
 def read_manifest(path: Path) -> Manifest:
     """Reads the manifest of a checkpoint. Raises DamagedCheckpointError."""
@@ -113,10 +102,10 @@ def verify_file(path: Path, name: str, manifest: Manifest) -> None:
     """Compares every byte of a file with the manifest. Raises DamagedCheckpointError."""
     check_size(path, name, manifest)
     try:
-        digest = file_digest(path / name)
+        actual = entry_of(path / name)
     except OSError as error:
         raise DamagedCheckpointError(f"'{path}' is damaged: {name} cannot be read: {error.strerror}") from None
-    if digest != manifest.root[name].blake2b:
+    if actual.blake2b != manifest.root[name].blake2b:
         raise DamagedCheckpointError(f"'{path}' is damaged: {name} has changed")
 
 
@@ -127,37 +116,6 @@ def check_size(path: Path, name: str, manifest: Manifest) -> None:
         raise DamagedCheckpointError(f"'{path}' is damaged: {name} is missing")
     if (size := file.stat().st_size) != expected.bytes:
         raise DamagedCheckpointError(f"'{path}' is damaged: {name} has {size} bytes instead of {expected.bytes}")
-
-
-def entry_of(file: Path) -> FileEntry:
-    """Computes the manifest entry of a file on disk."""
-    return FileEntry(bytes=file.stat().st_size, blake2b=file_digest(file))
-
-
-def file_digest(file: Path) -> str:
-    """Digest of a file on disk."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, new_digest).hexdigest()
-
-
-def write_synced(file: Path, content: bytes) -> FileEntry:
-    """Writes a new file, syncs it to disk, and returns its manifest entry."""
-    with file.open("xb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    digest = new_digest()
-    digest.update(content)
-    return FileEntry(bytes=len(content), blake2b=digest.hexdigest())
-
-
-def sync(path: Path) -> None:
-    """Syncs a file or folder to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -234,72 +192,6 @@ class CheckpointState(BaseModel):
         if (self.tokens > 0) != (self.step > 0):
             raise ValueError(f"tokens = {self.tokens} is inconsistent with step = {self.step}")
         return self
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint on disk, with its state read and checked."""
-
-    path: Path
-    position: Position
-    config: Config
-    updates: int
-    data: dict[str, Any]
-    """Fingerprints of the run's token store and tokenizer; for imported weights, of their tokenizer."""
-
-    @property
-    def tokenizer(self) -> Path:
-        """Path of the tokenizer file. Imported weights may have none."""
-        return self.path / TOKENIZER_FILE
-
-    @property
-    def context(self) -> int:
-        """Tokens of the longest sequence that the model was made for: in training, or where its weights come from."""
-        before = self.data.get("context")
-        return max(self.config.train.seq_len, before if isinstance(before, int) else 0)
-
-    def require_tokenizer(self) -> str:
-        """The fingerprint of the tokenizer. Raises CheckpointError if there is none."""
-        if not self.tokenizer.is_file() or not self.data.get("tokenizer"):
-            raise CheckpointError(
-                f"'{self.path}' has no tokenizer, so the meaning of its tokens is unknown; import the weights again "
-                "with --tokenizer PATH (such as a token store)"
-            )
-        return str(self.data["tokenizer"])
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Reads and checks everything except the tensors. Raises CheckpointError."""
-    path = find_checkpoint(path)
-    verify_file(path, STATE_FILE, read_manifest(path))
-    raw = read_json(path / STATE_FILE)
-    if raw.get("format") != FORMAT:
-        raise CheckpointError(f"'{path}' has checkpoint format {raw.get('format')!r:.40}; this version reads {FORMAT}")
-    try:
-        state = CheckpointState.model_validate(raw)
-        config = from_tree(state.config)
-    except ValidationError as error:
-        raise DamagedCheckpointError(f"'{path}/{STATE_FILE}' is damaged: {first_problem(error)}") from None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DamagedCheckpointError(f"'{path}/{STATE_FILE}' has a malformed configuration: {error}") from None
-    except BoostError as error:
-        raise CheckpointError(f"'{path}/{STATE_FILE}' has an invalid configuration: {error}") from None
-    if (named := step_of(path)) not in (None, state.step):
-        raise DamagedCheckpointError(f"'{path}' is damaged: {STATE_FILE} says step {state.step}, its folder {named}")
-    if state.next_sample != (state.step + state.skipped_steps) * config.train.global_batch:
-        raise DamagedCheckpointError(
-            f"'{path}' is damaged: next_sample = {state.next_sample} is not step {state.step + state.skipped_steps} x global batch "
-            f"{config.train.global_batch}"
-        )
-    position = Position(
-        state.step,
-        state.tokens,
-        state.skipped_steps,
-        state.trouble,
-        state.doubt,
-        state.recent,
-    )
-    return Checkpoint(path, position, config, state.updates, dict(state.data))
 
 
 # Headers of tensor files.

@@ -9,7 +9,7 @@ import torch
 from boost.convert.importing import import_weights
 from boost.errors import CheckpointError, DamagedCheckpointError
 from boost.train import checkpoint as ckpt
-from boost.train.weights import WeightReader
+from boost.train.checkpoint import WeightReader
 from tests import toy
 from tests.convert.toys import llama_folder
 from tests.distributed import run_distributed

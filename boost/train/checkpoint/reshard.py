@@ -1,4 +1,9 @@
-"""This process's slices of a checkpoint's tensors: weights and moments by parameter name, and RNG states; and who writes which."""
+"""Slices of a checkpoint's tensors on any mesh: which rectangles of weights and moments this process holds, and which it writes.
+
+Tensors have the names and global shapes of the model's parameters, whatever the mesh and layout, and each slice has offsets in
+them. A save writes each slice once (`SaveShare`). A load asks for the slices of its own mesh (`named_slices`), which
+torch.distributed.checkpoint puts together from all files that hold a part of them. RNG states are tensors of their process.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from boost.models.fused import FusedParam, ParamSlice, fused_params
+from boost.models.fused import fused_params
 from boost.optim.adamw import Optimizer, Part
 from boost.parallel.mesh import Mesh
 from boost.train.model import Model
@@ -83,22 +88,18 @@ class LocalSlice:
 def local_slices(model: Model, mesh: Mesh, parts: Iterable[Part] = ()) -> list[LocalSlice]:
     """This process's slices of weights, and of moments in `parts`. Views, not copies."""
     slices, held = list[LocalSlice](), list(parts)
-
-    def add(kind: str, local: Tensor, fused: FusedParam, param_slice: ParamSlice) -> None:
-        parameter, dim = param_slice.parameter, fused.placement.dim
-        offsets = [0] * len(parameter.shape)
-        if dim is not None:  # skips the shards of lower TP ranks
-            offsets[dim] = mesh.tp.rank * (parameter.shape[dim] // mesh.tp.size)
-        offsets[0] += param_slice.offset  # and the rows that other replicas hold
-        slices.append(LocalSlice(f"{kind}.{parameter.name}", local, parameter.shape, tuple(offsets)))
-
     for fused in fused_params(model):
-        for param_slice in fused.local_slices():
-            add("model", param_slice.view(fused.tensor.detach()), fused, param_slice)
+        tensors = [("model", s.view(fused.tensor.detach()), s) for s in fused.local_slices()]
         for first, moments in (part[fused.tensor] for part in held if fused.tensor in part):
             for moment, value in moments.items():
-                for param_slice in fused.slices_of(first, value.shape[0]):
-                    add(f"optim.{moment}", param_slice.view(value), fused, param_slice)
+                tensors += [(f"optim.{moment}", s.view(value), s) for s in fused.slices_of(first, value.shape[0])]
+        for kind, local, param_slice in tensors:
+            parameter, dim = param_slice.parameter, fused.placement.dim
+            offsets = [0] * len(parameter.shape)
+            if dim is not None:  # skips the shards of lower TP ranks
+                offsets[dim] = mesh.tp.rank * (parameter.shape[dim] // mesh.tp.size)
+            offsets[0] += param_slice.offset  # and the rows that other replicas hold
+            slices.append(LocalSlice(f"{kind}.{parameter.name}", local, parameter.shape, tuple(offsets)))
     return slices
 
 

@@ -11,9 +11,9 @@ from boost.config import Config
 from boost.errors import StorageError, TrainingError
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
-from boost.train.checkpoint import Position, SavedCheckpoint, saver
-from boost.train.checkpoint.slices import _assign
-from boost.train.checkpoint.write import write_snapshot
+from boost.train.checkpoint import Position, SavedCheckpoint, write
+from boost.train.checkpoint.reshard import SaveShare, _assign
+from boost.train.checkpoint.write import HostBuffer, Snapshot, write_snapshot
 from boost.train.hooks import Hook, SaveEnd, SaveStart, StepEnd
 from boost.train.loop import Trainer
 from boost.train.resume import resume_candidates
@@ -35,9 +35,9 @@ class HeldDisk:
 
     def __init__(self, patch: pytest.MonkeyPatch, fails: bool = False) -> None:
         self.release, self.started, self.fails = threading.Event(), list[int](), fails
-        patch.setattr(saver, "write_snapshot", self._write)
+        patch.setattr(write, "write_snapshot", self._write)
 
-    def _write(self, folder: Path, snapshot: ckpt.Snapshot, mesh: Mesh, group: Any = None) -> SavedCheckpoint:
+    def _write(self, folder: Path, snapshot: Snapshot, mesh: Mesh, group: Any = None) -> SavedCheckpoint:
         self.started.append(snapshot.step)
         if threading.current_thread() is not threading.main_thread():
             assert self.release.wait(LIMIT_S)
@@ -195,8 +195,8 @@ def test_every_slice_has_one_writer_and_writers_share_the_work() -> None:
 def test_a_snapshot_is_a_copy() -> None:
     trained = Trained(mesh_config(1), 1)
     before = state_of(trained)
-    share = ckpt.slices.SaveShare(trained.model, trained.optimizer, trained.mesh)
-    buffer = ckpt.saver.HostBuffer()
+    share = SaveShare(trained.model, trained.optimizer, trained.mesh)
+    buffer = HostBuffer()
     copies = buffer.copy(share.slices())
     trained.step(1)
     assert {c.name for c in copies} == before.keys() | {"rng.cpu.0"}

@@ -1,0 +1,330 @@
+"""How a folder becomes a checkpoint, on all processes or none, and what then becomes of earlier ones.
+
+1. `make_temporary`: the main process creates `.step-00000200.*.tmp` and removes what killed saves have left.
+2. `run_on_all`: every process writes its files there (write.py). If one of them fails, all of them raise.
+3. `publish`: the main process adds manifest.json, syncs, and renames the folder. Only now is there a checkpoint.
+4. Only then are earlier checkpoints removed (`rotate`) or, after a return to an earlier step, set aside (`supersede`).
+
+step-00000200              complete; without a manifest: incomplete, skipped, never overwritten
+superseded-step-00000300   complete, but from a branch that a later `--resume PATH` abandoned
+incomplete-step-00000300   had no manifest when a save needed its name
+.step-00000200.*.tmp       a save in progress, or left by a killed one
+.step-00000200.*.old       being removed
+best.json                  names the checkpoint with the lowest held-out loss (train.keep_best)
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from pydantic import BaseModel, ConfigDict, Field
+
+from boost.errors import BoostError, StorageError
+from boost.parallel.mesh import Mesh
+from boost.paths import read_text
+
+log = logging.getLogger("boost")
+
+MANIFEST_FILE, STATE_FILE, TOKENIZER_FILE, TENSORS = "manifest.json", "state.json", "tokenizer.json", "tensors"
+BEST_FILE = "best.json"
+_NAME = re.compile(r"step-(\d{8,10})")
+_LEFTOVER = re.compile(r"\.step-.*\.(tmp|old)")
+
+
+# Names.
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Path of the complete checkpoint of `step`."""
+    return folder / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step in a folder's name, including superseded and incomplete ones; None for any other name."""
+    name = path.name.removeprefix("superseded-").removeprefix("incomplete-").partition(".")[0]
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Step folders, complete or not, oldest first."""
+    if not folder.is_dir():
+        return []
+    steps = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(steps, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints in a folder, oldest first."""
+    return [path for path in step_folders(folder) if (path / MANIFEST_FILE).is_file()]
+
+
+def _unused(path: Path) -> Path:
+    """An unused path: `path`, with .2, .3, ... appended if necessary."""
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}.{number}")
+    return candidate
+
+
+# A folder to write to.
+
+
+def make_temporary(folder: Path, step: int) -> tuple[Path, list[str]]:
+    """Creates an empty folder to write the checkpoint of `step` to. Returns it, and warnings. Removes leftovers of killed saves.
+
+    The name is unique, so a leftover that cannot be removed (an NFS `.nfs*` file, an immutable file) does not block the save.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    warnings = []
+    for leftover in sorted(path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)):
+        if problem := remove(leftover):
+            warnings.append(f"'{leftover}', left by an earlier save, cannot be removed: {problem}; remove it manually")
+    temporary = folder / f".step-{step:08d}.{uuid.uuid4().hex[:8]}.tmp"
+    (temporary / TENSORS).mkdir(parents=True)
+    return temporary, warnings
+
+
+def remove(path: Path) -> str | None:
+    """Removes as much of a folder as possible. Returns the first error if anything remains."""
+    problems: list[str] = []
+
+    def record(_: Any, failed: str, error: Any) -> None:
+        if not isinstance(error[1], FileNotFoundError):
+            problems.append(f"{error[1].strerror or error[1]} ({Path(failed).name})")
+
+    # Replaced by `onexc` in Python 3.12.
+    shutil.rmtree(path, onerror=record)
+    return problems[0] if problems else None
+
+
+# The agreement of all processes.
+
+
+class ProcessFailure(Exception):
+    """An action failed on some process. Raised on all of them."""
+
+
+def run_on_all(
+    mesh: Mesh,
+    action: Callable[[], Any],
+    failure: type[Exception] = ProcessFailure,
+    group: dist.ProcessGroup | None = None,
+) -> list[Any]:
+    """Runs `action` on every process and returns all results by rank. If it fails on any process, raises `failure` on all of them.
+
+    A bug (neither OSError nor BoostError) is re-raised unchanged where it happened, and as `failure` on the others. `group`:
+    process group for the exchange, by default the run's (`Mesh.together`); a background thread needs its own.
+    """
+
+    def run_and_exchange(group: dist.ProcessGroup | None) -> list[Any]:
+        outcome: tuple[str, Any] = ("", None)
+        bug: BaseException | None = None
+        try:
+            outcome = ("", action())
+        except (Exception, dcp.api.CheckpointException) as error:  # CheckpointException does not derive from Exception
+            outcome = (root_cause(error), None)
+            if not isinstance(error, OSError | BoostError | MemoryError | dcp.api.CheckpointException):
+                bug = error
+        outcomes = [outcome]
+        if mesh.size > 1:
+            outcomes = [outcome] * mesh.size
+            dist.all_gather_object(outcomes, outcome, group=group)
+        if bug:
+            raise bug
+        if message := next((message for message, _ in outcomes if message), None):
+            raise failure(message)
+        return [result for _, result in outcomes]
+
+    if group is not None:
+        return run_and_exchange(group)
+    return mesh.together(lambda: run_and_exchange(mesh.everyone.group))
+
+
+def run_on_main(
+    mesh: Mesh,
+    action: Callable[[], Any],
+    failure: type[Exception] = ProcessFailure,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Runs `action` on the main process while the others wait. Returns its result, or raises `failure`, on all processes."""
+    return run_on_all(mesh, action if mesh.is_main else lambda: None, failure, group)[0]
+
+
+def root_cause(error: BaseException) -> str:
+    """The error as one line, unwrapped from torch.distributed.checkpoint's exception."""
+    if isinstance(error, dcp.api.CheckpointException):
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"process {rank}: {root_cause(cause)}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+# The manifest, and the rename that makes the checkpoint complete.
+
+
+class FileEntry(BaseModel):
+    """Manifest entry of one file."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+    bytes: Annotated[int, Field(ge=0)]
+    blake2b: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+
+
+def new_digest(content: bytes = b"") -> hashlib.blake2b:
+    """The hash function of manifests: BLAKE2b with 20 bytes."""
+    return hashlib.blake2b(content, digest_size=20)
+
+
+def entry_of(file: Path) -> FileEntry:
+    """Computes the manifest entry of a file on disk."""
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, new_digest)
+    return FileEntry(bytes=file.stat().st_size, blake2b=digest.hexdigest())
+
+
+def write_synced(file: Path, content: bytes) -> FileEntry:
+    """Writes a new file, syncs it to disk, and returns its manifest entry."""
+    with file.open("xb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return FileEntry(bytes=len(content), blake2b=new_digest(content).hexdigest())
+
+
+def sync(path: Path) -> None:
+    """Syncs a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(temporary: Path, final: Path, entries: Mapping[str, FileEntry]) -> list[str]:
+    """Adds the manifest and renames the folder, which makes the checkpoint complete. Returns warnings. `entries`: by path, relative
+    to the checkpoint, with forward slashes.
+
+    Of what stands at the final path, only an earlier checkpoint or an empty folder is removed.
+    """
+    assert STATE_FILE in entries
+    manifest = {name: entry.model_dump() for name, entry in entries.items()}
+    write_synced(temporary / MANIFEST_FILE, json.dumps(manifest, indent=2, sort_keys=True).encode())
+    sync(temporary / TENSORS)
+    sync(temporary)
+    old, warnings = None, list[str]()
+    if final.exists():
+        replaced = final.is_dir() and ((final / MANIFEST_FILE).is_file() or not any(final.iterdir()))
+        if replaced:
+            old = final.rename(final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.old"))
+        else:
+            aside = final.rename(_unused(final.with_name(f"incomplete-{final.name}")))
+            warnings = [f"'{final}' had no {MANIFEST_FILE}, so it was renamed to '{aside.name}' instead of overwritten"]
+    temporary.rename(final)
+    sync(final.parent)
+    assert (final / MANIFEST_FILE).is_file(), "only complete checkpoints have a final name"
+    if old and (problem := remove(old)):
+        warnings.append(f"'{old}' cannot be removed entirely: {problem}")
+    return warnings
+
+
+# Earlier checkpoints.
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """The checkpoint with the lowest held-out loss, as recorded in best.json."""
+
+    step: int
+    heldout_loss: float
+    """Nats per token."""
+
+
+def write_best(folder: Path, best: BestCheckpoint, mesh: Mesh) -> None:
+    """Records the best checkpoint, atomically. Raises StorageError on every process."""
+
+    def write() -> None:
+        draft = folder / f".{BEST_FILE}.tmp"
+        draft.write_text(json.dumps(asdict(best)) + "\n", encoding="utf-8")
+        draft.replace(folder / BEST_FILE)
+
+    run_on_main(mesh, write, StorageError)
+
+
+def read_best(folder: Path) -> BestCheckpoint | None:
+    """The best checkpoint of a run; None if none is recorded, or if it was deleted."""
+    try:
+        values = json.loads(read_text(folder / BEST_FILE))
+        best = BestCheckpoint(int(values["step"]), float(values["heldout_loss"]))
+        return best if (checkpoint_path(folder, best.step) / MANIFEST_FILE).is_file() else None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+
+
+def rotate(folder: Path, keep: int, keep_every: int, protected: Collection[int], mesh: Mesh) -> None:
+    """Removes the complete checkpoints that `rotated` returns. Raises StorageError on every process."""
+
+    def remove_oldest() -> None:
+        for path in rotated(complete_checkpoints(folder), keep, keep_every, protected):
+            # Renamed first, so that a folder with a checkpoint's name is always complete.
+            removed = path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old"))
+            if problem := remove(removed):
+                log.warning("'%s' cannot be removed entirely: %s", removed, problem)
+
+    run_on_main(mesh, remove_oldest, StorageError)
+
+
+def rotated(complete: Sequence[Path], keep: int, keep_every: int, protected: Collection[int]) -> list[Path]:
+    """All checkpoints except the newest `keep` unmarked ones, those of every `keep_every` steps (0: none), and those of the
+    `protected` steps. `complete`: oldest first.
+
+    If the newest one is marked (`marks_of`), training is in trouble, and any unmarked one may be the last good one. Then only
+    marked ones are removed, except the newest of either kind.
+    """
+    marks = {path: marks_of(path) for path in complete}
+    unmarked = [path for path in complete if not any(marks[path])]
+    newest = set(unmarked[-keep:])
+    if complete and complete[-1] not in newest:
+        ruined, doubtful = ([path for path in complete if marks[path][kind]] for kind in range(2))
+        newest = {*unmarked, *ruined[-1:], *doubtful[-1:]}
+    return [
+        path
+        for path in complete
+        if path not in newest
+        and (step := step_of(path)) not in protected
+        and not (keep_every and (step or 0) % keep_every == 0)
+    ]
+
+
+def marks_of(path: Path) -> tuple[str, str]:
+    """(trouble, doubt) of a checkpoint, see `Position`, as recorded in it; empty if there is none, or if it cannot be read."""
+    try:
+        state = json.loads(read_text(path / STATE_FILE))
+        return str(state.get("trouble", "")), str(state.get("doubt", ""))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return "", ""
+
+
+def supersede(folder: Path, step: int, mesh: Mesh) -> None:
+    """Renames checkpoints after `step` to `superseded-step-...`. Training branches off at `step`, and the newest checkpoint must
+    belong to the new branch. Raises StorageError on every process."""
+
+    def set_aside() -> None:
+        for path in complete_checkpoints(folder):
+            if (step_of(path) or 0) > step:
+                path.rename(_unused(path.with_name(f"superseded-{path.name}")))
+
+    run_on_main(mesh, set_aside, StorageError)

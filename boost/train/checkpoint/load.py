@@ -1,0 +1,276 @@
+"""Finds a checkpoint, opens it, and reads weights, optimizer and position from it.
+
+1. `find_checkpoint`: the folder that a path given by the user refers to.
+2. `open_checkpoint`: state.json, with its digest: position, configuration and data, all checked, before anything is allocated.
+3. `load_weights` and `load_training_state`: the model fits (`require_fits`); every file is intact and every tensor complete
+   (verify.py); only then is the first weight changed, on each process by the slices that it holds (reshard.py).
+
+`WeightReader` reads whole parameters without a model, for conversion to other formats.
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from pydantic import ValidationError
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from boost.config import Config
+from boost.config.architecture import parameters
+from boost.config.load import from_tree
+from boost.config.schema import ModelConfig
+from boost.errors import BoostError, CheckpointError, DamagedCheckpointError
+from boost.optim.adamw import Optimizer
+from boost.parallel.mesh import Mesh
+from boost.train.checkpoint.commit import (
+    MANIFEST_FILE,
+    STATE_FILE,
+    TENSORS,
+    TOKENIZER_FILE,
+    checkpoint_path,
+    complete_checkpoints,
+    read_best,
+    run_on_all,
+    step_folders,
+    step_of,
+)
+from boost.train.checkpoint.reshard import named_slices, random_states, restore_random_states
+from boost.train.checkpoint.verify import (
+    FORMAT,
+    CheckpointState,
+    Manifest,
+    Position,
+    Shards,
+    first_problem,
+    read_json,
+    read_manifest,
+    verify_checkpoint,
+    verify_file,
+)
+from boost.train.model import Model
+from boost.train.rundir import BEST
+
+HUB = "hub"
+"""Key in a checkpoint's data: extra content of the Hugging Face folder the weights came from, such as a chat template."""
+INIT_ONLY_FIELDS = ("factor_init", "init_std")
+"""Fields of [model] that only affect the initial weights."""
+PREFIX = "model."
+"""Prefix of weights among the tensors of a checkpoint."""
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Resolves a path to a checkpoint: a checkpoint itself, or the newest one in a run directory or checkpoints folder. A path that
+    ends in `@best` selects the one with the lowest held-out loss.
+
+    Raises CheckpointError if there is none.
+    """
+    if path.name.endswith(BEST) and not path.exists():
+        run = Path(str(path).removesuffix(BEST))
+        for folder in (run / "checkpoints", run):
+            if best := read_best(folder):
+                return checkpoint_path(folder, best.step)
+        raise CheckpointError(
+            f"'{run}{BEST}': no best checkpoint is recorded, because train.keep_best was false or no evaluation has run yet; "
+            f"use '{find_checkpoint(run)}', the newest"
+        )
+    if (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file():
+        return path
+    for folder in (path / "checkpoints", path):
+        if complete := complete_checkpoints(folder):
+            return complete[-1]
+    if not path.exists():
+        raise CheckpointError(f"no checkpoint at '{path}': no such folder")
+    raise CheckpointError(f"no complete checkpoint in '{path}'; pass a run directory or a step-... folder")
+
+
+def incomplete_warnings(folder: Path) -> list[str]:
+    """Warnings about step folders without a manifest that are newer than every complete checkpoint. Saves never leave such folders;
+    the manifest was removed later."""
+    warnings: list[str] = []
+    with contextlib.suppress(OSError):
+        for path in reversed(step_folders(folder)):
+            if (path / MANIFEST_FILE).is_file():
+                break
+            warnings.insert(0, f"'{path}' has no {MANIFEST_FILE}, so it is incomplete and was skipped")
+    return warnings
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk, with its state read and checked."""
+
+    path: Path
+    position: Position
+    config: Config
+    updates: int
+    data: dict[str, Any]
+    """Fingerprints of the run's token store and tokenizer; for imported weights, of their tokenizer."""
+
+    @property
+    def tokenizer(self) -> Path:
+        """Path of the tokenizer file. Imported weights may have none."""
+        return self.path / TOKENIZER_FILE
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest sequence that the model was made for: in training, or where its weights come from."""
+        before = self.data.get("context")
+        return max(self.config.train.seq_len, before if isinstance(before, int) else 0)
+
+    def require_tokenizer(self) -> str:
+        """The fingerprint of the tokenizer. Raises CheckpointError if there is none."""
+        if not self.tokenizer.is_file() or not self.data.get("tokenizer"):
+            raise CheckpointError(
+                f"'{self.path}' has no tokenizer, so the meaning of its tokens is unknown; import the weights again "
+                "with --tokenizer PATH (such as a token store)"
+            )
+        return str(self.data["tokenizer"])
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Reads and checks everything except the tensors. Raises CheckpointError."""
+    path = find_checkpoint(path)
+    verify_file(path, STATE_FILE, read_manifest(path))
+    raw = read_json(path / STATE_FILE)
+    if raw.get("format") != FORMAT:
+        raise CheckpointError(f"'{path}' has checkpoint format {raw.get('format')!r:.40}; this version reads {FORMAT}")
+    try:
+        state = CheckpointState.model_validate(raw)
+        config = from_tree(state.config)
+    except ValidationError as error:
+        raise DamagedCheckpointError(f"'{path}/{STATE_FILE}' is damaged: {first_problem(error)}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpointError(f"'{path}/{STATE_FILE}' has a malformed configuration: {error}") from None
+    except BoostError as error:
+        raise CheckpointError(f"'{path}/{STATE_FILE}' has an invalid configuration: {error}") from None
+    if (named := step_of(path)) not in (None, state.step):
+        raise DamagedCheckpointError(f"'{path}' is damaged: {STATE_FILE} says step {state.step}, its folder {named}")
+    trained = state.step + state.skipped_steps
+    if state.next_sample != trained * config.train.global_batch:
+        raise DamagedCheckpointError(
+            f"'{path}' is damaged: next_sample = {state.next_sample} is not step {trained} x global batch "
+            f"{config.train.global_batch}"
+        )
+    marks = state.trouble, state.doubt, state.recent
+    position = Position(state.step, state.tokens, state.skipped_steps, *marks)
+    return Checkpoint(path, position, config, state.updates, dict(state.data))
+
+
+def require_fits(checkpoint: Checkpoint, wanted: ModelConfig) -> None:
+    """Raises CheckpointError unless the saved model computes the same function with the same shapes as `wanted`."""
+    saved = checkpoint.config.model
+    for field in type(wanted).model_fields:
+        if field not in INIT_ONLY_FIELDS and getattr(saved, field) != getattr(wanted, field):
+            raise CheckpointError(
+                f"'{checkpoint.path}' has a different model: model.{field} = {getattr(saved, field)!r} there, "
+                f"{getattr(wanted, field)!r} here; set model.{field} = {getattr(saved, field)!r} or use another checkpoint"
+            )
+    assert {p.name for p in parameters(saved)} == {p.name for p in parameters(wanted)}
+
+
+def load_weights(checkpoint: Checkpoint, model: Model, mesh: Mesh) -> None:
+    """Loads weights into a model on any mesh, in any layout and dtype. Raises CheckpointError."""
+    run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
+    shards = verify_checkpoint(checkpoint.path, checkpoint.config.model, mesh)
+    _read_into(named_slices(model, mesh), checkpoint.path, shards, mesh)
+
+
+def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimizer, mesh: Mesh) -> Position:
+    """Loads weights, optimizer state and RNG states; returns the position to resume from. Raises CheckpointError."""
+    saved_by = checkpoint.config.optim.name
+    if saved_by != optimizer.name:
+        raise CheckpointError(
+            f"'{checkpoint.path}' holds optimizer state of optim.name = '{saved_by}', which '{optimizer.name}' cannot use; "
+            f"resume with optim.name = '{saved_by}', or choose another run.dir"
+        )
+    run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
+    shards = verify_checkpoint(checkpoint.path, checkpoint.config.model, mesh)
+    # A process that did not exist in the saved mesh keeps the RNG state of its own seed.
+    states = {key: value for key, value in random_states(mesh).items() if key in shards}
+    for part in optimizer.parts():
+        _read_into(named_slices(model, mesh, [part]) | states, checkpoint.path, shards, mesh)
+    restore_random_states(states)
+    optimizer.updates = checkpoint.updates
+    return checkpoint.position
+
+
+def _read_into(wanted: dict[str, Tensor], path: Path, shards: Shards, mesh: Mesh) -> None:
+    if missing := wanted.keys() - shards.keys():
+        raise CheckpointError(f"'{path}' has no tensor '{min(missing)}' ({len(missing)} are missing)")
+    with quiet():
+        dcp.load(wanted, storage_reader=ShardReader(path, read_manifest(path)), no_dist=mesh.size == 1)
+
+
+class WeightReader:
+    """Reads the full weights of a checkpoint saved on any mesh, one parameter at a time. Verifies every file first.
+
+    Raises DamagedCheckpointError if a file has changed.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._path = checkpoint.path
+        verify_checkpoint(self._path, checkpoint.config.model, Mesh(torch.device("cpu")))
+        self._reader = ShardReader(self._path, read_manifest(self._path))
+        self._tensors = self._reader.read_metadata().state_dict_metadata
+
+    def names(self) -> list[str]:
+        """Names of all parameters, sorted."""
+        return sorted(name.removeprefix(PREFIX) for name in self._tensors if name.startswith(PREFIX))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a parameter was saved."""
+        return self._metadata(name).properties.dtype
+
+    def read(self, name: str) -> Tensor:
+        """The full parameter, on the CPU, in the dtype in which it was saved."""
+        metadata = self._metadata(name)
+        whole = torch.empty(metadata.size, dtype=metadata.properties.dtype)
+        with quiet():
+            dcp.load({f"{PREFIX}{name}": whole}, storage_reader=self._reader, no_dist=True)
+        return whole
+
+    def _metadata(self, name: str) -> TensorStorageMetadata:
+        metadata = self._tensors.get(f"{PREFIX}{name}")
+        if not isinstance(metadata, TensorStorageMetadata):
+            raise DamagedCheckpointError(f"'{self._path}' has no tensor '{PREFIX}{name}'")
+        return metadata
+
+
+class ShardReader(HuggingFaceStorageReader):
+    """Reads only the tensor files listed in a manifest, and their headers once instead of once per tensor."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        super().__init__(str(path / TENSORS))
+        self.fs = _ListedFiles([str(path / name) for name in manifest.tensor_files])
+
+    @functools.cached_property
+    def _headers(self) -> Metadata:
+        return super().read_metadata()
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._headers
+
+
+class _ListedFiles(FileSystem):
+    def __init__(self, files: list[str]) -> None:
+        self._files = files
+
+    def ls(self, path: Any) -> list[str]:
+        return self._files
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silences the warning of torch.distributed.checkpoint about running on one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
