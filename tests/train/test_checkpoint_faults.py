@@ -171,6 +171,32 @@ def test_the_process_whose_values_are_not_finite_is_named_on_all(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("failing", ["the rename", "a kill"])
+def test_a_save_of_the_same_step_keeps_the_checkpoint_that_it_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """The only one there is, until the new one has its name; and no later save removes it either."""
+    config, rename = mesh_config(1), Path.rename
+
+    class Killed(BaseException):
+        pass
+
+    def stop(path: Path, target: Path) -> Path:
+        if path.suffix == ".tmp":
+            raise Killed if failing == "a kill" else OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    trained, path = save(tmp_path, config, 1)
+    monkeypatch.setattr(Path, "rename", stop)
+    with pytest.raises(Killed if failing == "a kill" else StorageError):
+        save_at(tmp_path, trained, 1)
+    monkeypatch.undo()
+    kept = path.with_name(f"superseded-{path.name}") if failing == "a kill" else path
+    assert load(kept, config)[1].step == 1
+    save_at(tmp_path, trained, 2)
+    assert load(kept, config)[1].step == 1
+
+
 class Disk:
     """Makes saves of a run fail: a given number of times in its own folder and in its fallback folder."""
 

@@ -6,7 +6,7 @@
 4. Only then are earlier checkpoints removed (`rotate`) or, after a return to an earlier step, set aside (`supersede`).
 
 step-00000200              complete; without a manifest: incomplete, skipped, never overwritten
-superseded-step-00000300   complete, but from a branch that a later `--resume PATH` abandoned
+superseded-step-00000300   complete, but from a branch that a later `--resume PATH` abandoned, or that a save of its step replaces
 incomplete-step-00000300   had no manifest when a save needed its name
 .step-00000200.*.tmp       a save in progress, or left by a killed one
 .step-00000200.*.old       being removed
@@ -218,26 +218,32 @@ def publish(temporary: Path, final: Path, entries: Mapping[str, FileEntry]) -> l
     """Adds the manifest and renames the folder, which makes the checkpoint complete. Returns warnings. `entries`: by path, relative
     to the checkpoint, with forward slashes.
 
-    Of what stands at the final path, only an earlier checkpoint or an empty folder is removed.
+    Of what stands at the final path only an earlier checkpoint or an empty folder is removed, and only after the rename. Until then
+    it has a name that no save removes, because a kill between the two renames leaves neither at the final path.
     """
     assert STATE_FILE in entries
     manifest = {name: entry.model_dump() for name, entry in entries.items()}
     write_synced(temporary / MANIFEST_FILE, json.dumps(manifest, indent=2, sort_keys=True).encode())
     sync(temporary / TENSORS)
     sync(temporary)
-    old, warnings = None, list[str]()
+    aside, replaced, warnings = None, False, list[str]()
     if final.exists():
         replaced = final.is_dir() and ((final / MANIFEST_FILE).is_file() or not any(final.iterdir()))
-        if replaced:
-            old = final.rename(final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.old"))
-        else:
-            aside = final.rename(_unused(final.with_name(f"incomplete-{final.name}")))
-            warnings = [f"'{final}' had no {MANIFEST_FILE}, so it was renamed to '{aside.name}' instead of overwritten"]
-    temporary.rename(final)
+        aside = final.rename(_unused(final.with_name(f"{'superseded' if replaced else 'incomplete'}-{final.name}")))
+    try:
+        temporary.rename(final)
+    except OSError:
+        if aside:
+            aside.rename(final)
+        raise
     sync(final.parent)
     assert (final / MANIFEST_FILE).is_file(), "only complete checkpoints have a final name"
-    if old and (problem := remove(old)):
-        warnings.append(f"'{old}' cannot be removed entirely: {problem}")
+    if aside and not replaced:
+        warnings.append(f"'{final}' had no {MANIFEST_FILE}, so it was renamed to '{aside.name}' instead of overwritten")
+    elif aside:
+        old = aside.rename(final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.old"))
+        if problem := remove(old):
+            warnings.append(f"'{old}' cannot be removed entirely: {problem}")
     return warnings
 
 
