@@ -17,6 +17,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Otherwise each process that tests start compiles the package anew: more than a second of its five.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 if "XDG_CACHE_HOME" not in os.environ:  # stores that a test has verified are no business of the user's
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="boost-test-cache-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)

@@ -13,6 +13,7 @@ import gc
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 import time
 import traceback
@@ -94,6 +95,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    sys.dont_write_bytecode = False  # as in tests/conftest.py, for the test files
     torch.set_num_threads(1)
     faulthandler.enable()  # a crash in native code says where it was
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)

@@ -6,7 +6,7 @@ Test files import from here, never from each other.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -93,6 +93,21 @@ def first(count: int, rows: Sequence[Any], names: Sequence[str] | None = None) -
     """The same with the first `count` rows of `pairwise`. As it takes rows with many new pairs first, they soon have every value
     of every option; those by night add pairs only."""
     return _marked(rows, names, lambda number: number >= count)
+
+
+def chosen(numbers: Collection[int], rows: Sequence[Any], names: Sequence[str] | None = None) -> list[Any]:
+    """The same with the rows of these numbers."""
+    return _marked(rows, names, lambda number: number not in numbers)
+
+
+def each_value(rows: Sequence[Row], names: Sequence[str]) -> list[Any]:
+    """The same with the fewest rows of `pairwise`, about, that have every value of every option."""
+    values = [{(name, str(value)) for name, value in row.items()} for row in rows]
+    missing, numbers = set().union(*values), []
+    while missing:
+        numbers.append(max(range(len(rows)), key=lambda number: len(values[number] & missing)))
+        missing -= values[numbers[-1]]
+    return chosen(numbers, rows, names)
 
 
 def _marked(rows: Sequence[Any], names: Sequence[str] | None, by_night: Callable[[int], bool]) -> list[Any]:

@@ -37,7 +37,7 @@ SCRIPT = str(EXAMPLES / "own_loop.py")
 
 
 def test_own_loop() -> None:
-    own_loop("btp-sp", "4", SCRIPT, "--dp", "2")
+    own_loop("btp-sp", "2", SCRIPT)
 
 
 @pytest.mark.nightly

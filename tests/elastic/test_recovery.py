@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from boost.cli.main import main
 from boost.config import Config
 from boost.elastic.groups import PeersLostError
 from boost.elastic.membership import DEAD, SILENT, Coordinator, Decision, Member
@@ -23,13 +24,13 @@ from boost.parallel.replicas import Mismatch, ReplicaReport
 from boost.train.checkpoint import SavedCheckpoint
 from boost.train.evaluate import Evaluation
 from boost.train.faults import Fault
-from boost.train.launch import Supervise, launch
+from boost.train.launch import Supervise, can_fork, launch
 from boost.train.loop import Rollbacks, Trainer
 from boost.train.metrics import read_metrics
 from boost.train.run import train_process
 from tests import toy
 from tests.data.chats import chat_store_in
-from tests.train.commands import LIMIT_S, QUIET, Command, saved_steps
+from tests.train.commands import LIMIT_S, QUIET, Command, saved_steps, training
 from tests.train.runs import make_config
 
 FP64 = ("--train.param_dtype", "float64", "--train.compute_dtype", "float64")
@@ -55,8 +56,17 @@ def trained(folder: Path, store: Path, *words: str) -> tuple[int, str, str, list
 
 
 def undisturbed(folder: Path, store: Path, *words: str) -> list[dict[str, Any]]:
-    """Metrics of the same run on one process, which takes a fraction of the time."""
-    return trained(folder, store, *words, *ONE_PROCESS)[-1]
+    """Metrics of the same run on one process, this one, which takes a fraction of the time."""
+    folder.mkdir()
+    command = training(folder, store, *FP64, *BATCH, *words, *ONE_PROCESS)
+    assert main(command[command.index("train") :]) == 0
+    return read_metrics(folder / "run" / "metrics.jsonl")
+
+
+def launched(entry: Any, work: tuple[Any, ...], processes: int, logs: Path, supervise: Supervise | None = None) -> int:
+    """The exit code of a run whose processes start as those of `boost train`."""
+    forks = can_fork()
+    return launch(entry, work, processes, logs, holds_signals=True, forks=forks, supervise=supervise)
 
 
 def faults(*texts: str) -> list[str]:
@@ -95,9 +105,11 @@ def assert_complete(changes: list[dict[str, Any]]) -> None:
     ],
 )
 def test_a_replica_is_lost_and_comes_back(store: Path, tmp_path: Path, mesh: str, victims: tuple[int, ...]) -> None:
-    words = (*MESHES[mesh], "--train.steps", "24", "--train.eval_every", "11", "--train.save_every", "7")
+    words = (*MESHES[mesh], "--train.steps", "16", "--train.eval_every", "11", "--train.save_every", "7")
     if mesh != "dp4":
         words += ("--train.global_batch", "4")
+    if "pp" not in mesh:
+        words += ("--model.layers", "1")
     kills = [f"kill@{5 + 2 * i}:{rank}" for i, rank in enumerate(victims)]
     waits = [f"wait@{9 + 4 * i}:3" for i, _ in enumerate(victims)]
     code, out, err, found = trained(
@@ -105,7 +117,7 @@ def test_a_replica_is_lost_and_comes_back(store: Path, tmp_path: Path, mesh: str
     )
     assert code == 0, out + err
     expected = undisturbed(tmp_path / "whole", store, *words)
-    assert_same_steps(found, expected, 24)
+    assert_same_steps(found, expected, 16)
     assert [line["step"] for line in of("eval", found)] == [line["step"] for line in of("eval", expected)]
     changes = of("membership", found)
     assert_complete(changes)
@@ -220,17 +232,7 @@ def test_a_replica_that_is_an_operation_behind_computes_what_the_others_do_not_h
         config = config.model_copy(update={"run": config.run.model_copy(update={"recovery": recovery})})
         supervise = Supervisor(tuple((rank,) for rank in range(4)), restarts=0).supervise if faults else None
         entry, work = (is_behind, (config, None, None, faults)) if faults else (train_process, (config, None))
-        assert (
-            launch(
-                entry,
-                work,
-                4 if faults else 1,
-                tmp_path / "logs",
-                holds_signals=True,
-                supervise=supervise,
-            )
-            == 0
-        )
+        assert launched(entry, work, 4 if faults else 1, tmp_path / "logs", supervise) == 0
         lines = read_metrics(tmp_path / name / "metrics.jsonl")
         assert len(of("membership", lines)) == bool(faults)
         return [line["loss"] for line in of("step", lines)]
@@ -283,17 +285,7 @@ def test_a_rollback_that_loses_a_replica_is_a_rollback(store: Path, tmp_path: Pa
         config = make_config(store, tmp_path / name, parallel={"dp": 2}, train=train)
         config = config.model_copy(update={"run": config.run.model_copy(update={"recovery": recovery})})
         work = marker, config, None
-        assert (
-            launch(
-                dies_rolling_back,
-                work,
-                2,
-                tmp_path / "logs",
-                holds_signals=True,
-                supervise=supervise,
-            )
-            == 0
-        )
+        assert launched(dies_rolling_back, work, 2, tmp_path / "logs", supervise) == 0
         lines = read_metrics(tmp_path / name / "metrics.jsonl")
         return [(line["step"], line["loss"]) for line in of("step", lines)]
 
@@ -334,15 +326,7 @@ def test_without_a_fault_it_is_the_same_run_to_the_last_bit(store: Path, tmp_pat
         ranks = tuple(tuple(range(first, first + tp)) for first in range(0, processes, tp))
         supervise = Supervisor(ranks, restarts=0).supervise if recovery == "in-step" else None
         work = (str(folder), config, None)
-        code = launch(
-            counts_collectives,
-            work,
-            processes,
-            tmp_path / "logs",
-            holds_signals=True,
-            supervise=supervise,
-        )
-        assert code == 0
+        assert launched(counts_collectives, work, processes, tmp_path / "logs", supervise) == 0
         losses.append([line["loss"] for line in of("step", read_metrics(folder / "run" / "metrics.jsonl"))])
         sent.append([json.loads((folder / f"collectives{rank}.json").read_text()) for rank in range(processes)])
     assert losses[0] == losses[1] and len(losses[0]) == 10
@@ -352,18 +336,18 @@ def test_without_a_fault_it_is_the_same_run_to_the_last_bit(store: Path, tmp_pat
 @pytest.mark.slow
 def test_a_process_that_stops_is_left_out_and_ended(store: Path, tmp_path: Path) -> None:
     words = (
-        *MESHES["dp4"],
+        *MESHES["dp2"],
         *QUIET,
         "--train.steps",
-        "30",
+        "20",
         "--run.recovery",
         "in-step",
         "--run.heartbeat_timeout_s",
         "6",  # on a loaded machine, 3 s without a beat are no hang
     )
-    code, out, err, found = trained(tmp_path / "hung", store, *words, *faults("hang@6:2"))
+    code, out, err, found = trained(tmp_path / "hung", store, *words, *faults("hang@6:1"))
     assert code == 0, out + err
-    assert [line["step"] for line in of("step", found)] == list(range(1, 31))
+    assert [line["step"] for line in of("step", found)] == list(range(1, 21))
     assert next(line["lost"] for line in of("membership", found))[0][1].count("does not answer") == 1
 
 
@@ -383,7 +367,7 @@ def test_when_all_die_the_run_ends_and_says_why(store: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_stop_signal_saves_and_ends_all(store: Path, tmp_path: Path) -> None:
-    with Command(tmp_path, store, *BATCH, *MESHES["dp4"], "--run.recovery", "in-step") as command:
+    with Command(tmp_path, store, *BATCH, *MESHES["dp2"], "--run.recovery", "in-step") as command:
         command.wait_for(
             lambda: (command.run / "metrics.jsonl").exists() and len(read_metrics(command.run / "metrics.jsonl")) > 5
         )
@@ -396,7 +380,7 @@ def test_a_stop_signal_saves_and_ends_all(store: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_run_saves_and_ends_when_its_launcher_is_killed(store: Path, tmp_path: Path) -> None:
     """Like a run without recovery. The store of the run is in the launcher's folder, which the last process removes."""
-    with Command(tmp_path, store, *BATCH, *MESHES["dp4"], *QUIET, "--run.recovery", "in-step") as command:
+    with Command(tmp_path, store, *BATCH, *MESHES["dp2"], *QUIET, "--run.recovery", "in-step") as command:
         metrics = command.run / "metrics.jsonl"
         command.wait_for(lambda: metrics.exists() and len(read_metrics(metrics)) > 5)
         processes = command.processes()[1:]
@@ -441,10 +425,10 @@ def test_one_that_dies_while_state_is_handed_over_is_one_more_loss(store: Path, 
     supervise = Supervisor(tuple((rank,) for rank in range(3)), restarts=5).supervise
     marker = tmp_path / "marker"
     work = (str(marker), victim, config, None, None, [Fault("kill", 4, 1), Fault("wait", 6, 2)])
-    assert launch(dies_handing_over, work, 3, tmp_path / "logs", holds_signals=True, supervise=supervise) == 0
+    assert launched(dies_handing_over, work, 3, tmp_path / "logs", supervise) == 0
     assert marker.exists()
     whole = config_of("whole", "restart", layout="single")
-    assert launch(train_process, (whole, None), 1, tmp_path / "logs", holds_signals=True) == 0
+    assert launched(train_process, (whole, None), 1, tmp_path / "logs") == 0
     found, expected = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("killed", "whole"))
     assert_same_steps(found, expected, 24)
     assert_complete(of("membership", found))

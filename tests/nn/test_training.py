@@ -47,6 +47,8 @@ def on_commit(chosen: list[tuple[str, str]]) -> list[Any]:
 
 
 CELLS = on_commit(ON_EACH_COMMIT)
+OVER_TP, OVER_REPLICAS = on_commit(ON_EACH_COMMIT[1:]), on_commit(ON_EACH_COMMIT[::2])
+"""The tests that take longest: each stream in one of them."""
 
 
 def make(family: str, layout: str | None = None, mesh: DeviceMesh | None = None, **more: Any) -> Decoder:
@@ -186,13 +188,15 @@ def every_way(family: str, layout: str | None, size: int) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "layout"), CELLS)
+@pytest.mark.parametrize(("family", "layout"), OVER_TP)
 def test_each_way_to_train_over_tp_ranks(family: str, layout: str) -> None:
     for errors in run_distributed(2, every_way, family, layout, 2):
         assert max(errors.values()) <= 1e-9, errors
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(each, marks=pytest.mark.nightly) for each in ("dense", "cola")), "lax"]
+)
 def test_each_way_to_train_on_one_process(family: str) -> None:
     (errors,) = run_distributed(1, every_way, family, None, 1)
     assert max(errors.values()) <= 1e-9, errors
@@ -267,7 +271,7 @@ def over_replicas(family: str, layout: str, folder: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "layout"), CELLS)
+@pytest.mark.parametrize(("family", "layout"), OVER_REPLICAS)
 def test_fsdp2_over_replicas_of_tp_ranks(family: str, layout: str, tmp_path: Path) -> None:
     for errors in run_distributed(4, over_replicas, family, layout, str(tmp_path)):
         assert max(errors.values()) <= 1e-9, errors
@@ -341,7 +345,7 @@ def parts_alone(layout: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["btp", "btp-sp", "vanilla"])
+@pytest.mark.parametrize("layout", ["btp", "btp-sp", pytest.param("vanilla", marks=pytest.mark.nightly)])
 def test_smaller_modules_over_replicas_of_tp_ranks(layout: str) -> None:
     for errors in run_distributed(4, parts_alone, layout):
         assert max(errors.values()) <= 1e-9, errors

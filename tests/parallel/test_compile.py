@@ -83,7 +83,10 @@ def config_of(family: str, parallel: dict[str, Any], recompute: str = "none") ->
     return toy.toy_config("float64", model=model, parallel={**parallel, "tp": 2}, train=train)
 
 
-OF_OTHERS: list[dict[str, Any]] = [{"layout": "btp", "norm": "sync"}, {"layout": "vanilla"}, {"layout": "megatron"}]
+OF_OTHERS: list[dict[str, Any]] = [
+    *({"layout": layout} for layout in ("btp", "btp-sp", "vanilla", "megatron")),
+    {"layout": "btp", "norm": "sync"},
+]
 """Combinations whose collectives and kernels other rows cover too; run nightly."""
 
 

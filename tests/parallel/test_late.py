@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 PROCESSES = 4
 MODELS = {family: load(None, [f"--model.family={family}"]).model for family in ("cola", "lax", "dense")}
-AS_COLA = ("btp, sync", "vanilla, strong", "vanilla, published", "ulysses", "btp-cp", "megatron")
+AS_COLA = ("btp, online", "btp, sync", "vanilla, strong", "vanilla, published", "ulysses", "btp-cp", "megatron")
 """Rows that other families and rows cover too; run nightly."""
 
 

@@ -23,9 +23,11 @@ from tests.matrices import (
     LOW_RANK_LAYOUTS,
     ONE_EACH,
     Row,
+    chosen,
     config_of,
     first,
     ids,
+    one_in,
     pairwise,
     suits,
 )
@@ -108,10 +110,10 @@ KV = [
 ]
 """A smaller rank for keys and values, with grouped heads."""
 EVERY = [
-    *first(20, CELLS, ids(CELLS)),
+    *chosen((1, 2, 4, 5, 7, 8, 11, 12, 14, 15), CELLS, ids(CELLS)),
     *first(1, TP_8, ids(TP_8)),
-    *first(14, CROSSING, ids(CROSSING)),
-    *first(len(RANKS), RANKS, ids(RANKS)),
+    *chosen((1, 2, 3, 5, 9, 10, 13), CROSSING, ids(CROSSING)),
+    *one_in(2, RANKS, ids(RANKS)),
     *first(0, KV, ids(KV)),
 ]
 
@@ -174,7 +176,7 @@ def configurations(draw: st.DrawFn) -> Config:
 
 
 @given(configurations())
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@settings(max_examples=8, deadline=None, derandomize=True, database=None)
 @pytest.mark.slow
 def test_any_model_under_any_layout(config: Config) -> None:
     require_one_process(config)
@@ -223,7 +225,7 @@ def test_collectives_in_bfloat16_are_those_of_the_table(model: dict[str, Any], p
     assert all(run_distributed(2, tables_are_kept, config_of(model, parallel, 2, "bfloat16")))
 
 
-@pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
+@pytest.mark.parametrize(("model", "parallel"), one_in(2, ONE_EACH, ids(ONE_EACH)))
 def test_a_layout_with_data_parallelism(model: dict[str, Any], parallel: dict[str, Any]) -> None:
     require_one_process(config_of(model, {"dp": 2, **parallel}, 2, "float64"))
 
@@ -301,8 +303,11 @@ def logits_of_prompt(config: Config) -> torch.Tensor:
     return decoder.next_logits(tokens[:, 7:8], caches)
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
+GENERATING = [(*each, tp) for each in ONE_EACH for tp in (2, 4)]
+
+
+@pytest.mark.parametrize(("model", "parallel", "tp"), one_in(3, GENERATING, ids(GENERATING)))
+@pytest.mark.slow
 def test_a_layout_generates_from_the_same_logits(model: dict[str, Any], parallel: dict[str, Any], tp: int) -> None:
     config = config_of({**model, "kv_heads": 2}, parallel, tp, "float64")
     expected = logits_of_prompt(toy.single(config))

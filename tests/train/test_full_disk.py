@@ -183,9 +183,11 @@ def stopped(command: Command, number: signal.Signals, process: int) -> None:
 
 SIGNALS = [
     ((), signal.SIGTERM, 0),
-    (IN_STEP, signal.SIGINT, 0),
     *(pytest.param((), *rest, marks=pytest.mark.nightly) for rest in ((signal.SIGINT, 0), (signal.SIGTERM, 2))),
-    *(pytest.param(IN_STEP, signal.SIGTERM, process, marks=pytest.mark.nightly) for process in (0, 1)),
+    *(
+        pytest.param(IN_STEP, *rest, marks=pytest.mark.nightly)  # on each commit, after the loss of a replica
+        for rest in ((signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGTERM, 1))
+    ),
 ]
 
 

@@ -66,10 +66,11 @@ def wait_for_checkpoint(agents: list[Agent], run: Path) -> None:
     wait_for(agents, lambda: complete_checkpoints(run / "checkpoints"))
 
 
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_two_nodes_train_what_one_process_trains_over_the_wire(
-    nodes: tuple[Node, Node], config: Path, alone: list[float], tmp_path: Path
+    nodes: tuple[Node, Node], config: Path, alone: list[float], tmp_path: Path, tp: int
 ) -> None:
-    agents = start(nodes, config, tmp_path / "run", tp=2)
+    agents = start(nodes, config, tmp_path / "run", tp=tp)
     for agent in agents:
         assert agent.wait(LIMIT_S) == 0, agent.said()
     assert len(alone) == STEPS
