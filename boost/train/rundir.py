@@ -78,7 +78,7 @@ class RunDirectory:
         """The step that was recorded last; None if no checkpoint was saved here."""
         try:
             return int(json.loads(read_text(self.last_saved))["step"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
     def tracker_id(self, tracker: str, proposed: str) -> str:

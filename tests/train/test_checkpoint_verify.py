@@ -13,6 +13,7 @@ from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint.commit import entry_of
 from boost.train.checkpoint.verify import StoredShard, coverage_problem
+from boost.train.rundir import RunDirectory
 from tests import toy
 from tests.distributed import run_distributed
 from tests.train.saves import mesh_config, save
@@ -190,6 +191,14 @@ def test_only_regular_files_are_read(tmp_path: Path, sharded: Path, endless: Cal
     assert ckpt.marks_of(path) == ("", "")
     with pytest.raises(DamagedCheckpointError):  # a run that resumes takes the one before
         ckpt.verify_checkpoint(path, ckpt.open_checkpoint(path).config.model, ALONE)
+
+
+@pytest.mark.parametrize("step", ["Infinity", "NaN", "1e300", "[]"])
+def test_a_step_that_is_none_is_no_record(tmp_path: Path, step: str) -> None:
+    for name in ("best.json", "last-saved.json"):
+        (tmp_path / name).write_text(f'{{"step": {step}, "heldout_loss": 1.0}}')
+    assert ckpt.read_best(tmp_path) is None
+    assert RunDirectory(tmp_path).last_saved_step() in (None, int(1e300))
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "tensors/../../x", "a//b", "nul\0", "C:x"])
