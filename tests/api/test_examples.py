@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -48,8 +49,9 @@ def test_own_loop_is_the_same_on_other_meshes(layout: str) -> None:
     assert two == pytest.approx(four, rel=0.01)
 
 
-def test_lowrank_in_a_transformers_model() -> None:
-    out = run(str(EXAMPLES / "lowrank_transformers.py"))
+def test_lowrank_in_a_transformers_model(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "lowrank_transformers.py"), run_name="__main__")
+    out = capsys.readouterr().out
     sizes, losses = re.findall(r"([\d.]+)M", out), [float(x) for x in re.findall(r"loss ([\d.]+)", out)]
     assert float(sizes[1]) < float(sizes[0]) and sizes[1] == sizes[2]
     assert losses[0] < losses[1] and losses[2] < losses[1], "factors cost something, and training heals it"

@@ -81,6 +81,7 @@ def test_two_nodes_train_what_one_process_trains_over_the_wire(
     assert [agent.said().count("run directory ") for agent in agents] == [1, 0], "one process speaks for the run"
 
 
+@pytest.mark.nightly  # on each commit, the other tests of this file lose a torchrun
 def test_the_loss_of_a_node_ends_the_other(nodes: tuple[Node, Node], config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     agents = start(nodes, config, run, "--train.steps", "5000")

@@ -159,10 +159,11 @@ def gradient_error_in_bf16(config: Config) -> dict[str, float]:
 def test_gathering_in_bf16_rounds_no_more_than_bf16_does() -> None:
     """Even if thousands of tokens add to one embedding row."""
     train = {"micro_batch": 2, "global_batch": 4, "seq_len": 1024}
-    alone = gradient_error_in_bf16(config_of({}, "bfloat16", train=train))
+    sections: dict[str, Any] = {"model": {"layers": 1}, "train": train}
+    alone = gradient_error_in_bf16(config_of({}, "bfloat16", **sections))
     for shard in ("optimizer", "full"):
         for errors in run_distributed(
-            2, gradient_error_in_bf16, config_of({"dp": 2, "shard": shard}, "bfloat16", train=train)
+            2, gradient_error_in_bf16, config_of({"dp": 2, "shard": shard}, "bfloat16", **sections)
         ):
             assert errors["embed"] <= 1.5 * alone["embed"], errors
             assert max(errors.values()) <= 1.5 * max(alone.values()), errors
