@@ -26,6 +26,8 @@ PROCESSES = 4
 MODELS = {family: load(None, [f"--model.family={family}"]).model for family in ("cola", "lax", "dense")}
 AS_COLA = ("btp, online", "btp, sync", "vanilla, strong", "vanilla, published", "ulysses", "btp-cp", "megatron")
 """Rows that other families and rows cover too; run nightly."""
+ALIKE = ("btp, sync", "vanilla, published")
+"""Rows of cola that wait where others do, more often or less."""
 
 
 def every_row() -> Iterator[Any]:
@@ -34,7 +36,7 @@ def every_row() -> Iterator[Any]:
         for row in rows(model, PROCESSES, False, "none"):
             if family == "cola" or "layout" in row.parallel:
                 cells = tuple(cell for cell in row.cells if cell.name not in ("float32", "bfloat16"))
-                nightly = [pytest.mark.nightly] * (family != "cola" and row.name in AS_COLA)
+                nightly = [pytest.mark.nightly] * (row.name in (ALIKE if family == "cola" else AS_COLA))
                 yield pytest.param(family, replace(row, cells=cells), id=f"{family}-{row.name}", marks=nightly)
 
 
