@@ -112,7 +112,7 @@ RECOMPUTING = [
 """Every layout and every policy. test_recompute.py covers every pair of them, without a compiler."""
 
 
-@pytest.mark.parametrize(("parallel", "policy"), one_in(2, RECOMPUTING))
+@pytest.mark.parametrize(("parallel", "policy"), one_in(3, RECOMPUTING))
 def test_a_recomputing_block_is_one_graph(parallel: dict[str, Any], policy: str) -> None:
     """The graphs also contain the table's collectives; under the low-rank policies, recomputation adds none."""
     for loss, gradients, same in run_distributed(2, compare, config_of("cola", parallel, policy)):

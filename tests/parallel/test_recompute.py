@@ -24,6 +24,7 @@ from tests.matrices import (
     config_of,
     first,
     ids,
+    one_in,
     pairwise,
     policies,
     suits,
@@ -147,7 +148,7 @@ def verify(row: Row, model: Row, dtype: str) -> None:
 DOCUMENTS = [(p, policy) for p in ({"layout": "btp-sp"}, {"layout": "btp"}) for policy in policies("cola", p)]
 
 
-@pytest.mark.parametrize(("parallel", "policy"), DOCUMENTS, ids=str)
+@pytest.mark.parametrize(("parallel", "policy"), one_in(2, DOCUMENTS))
 def test_documents_stay_apart(parallel: dict[str, Any], policy: RecomputeName) -> None:
     for same in run_distributed(2, compare, configuration("cola", parallel, policy), True):
         assert same["gradients"]
@@ -166,10 +167,14 @@ def test_latents_that_cross_blocks_are_those_of_the_forward_pass(row: Row) -> No
     verify(row, {"family": "lax", "gate": row["gate"], "rank": 16, "layers": 3}, "float64")
 
 
-@pytest.mark.parametrize("policy", policies("cola", SINGLE))
-@pytest.mark.parametrize(
-    "parallel", [{"dp": 2, "shard": "full"}, {"pp": 2, "schedule": "gpipe"}, {"pp": 2, "schedule": "1f1b"}], ids=str
-)
+COMPOSED = [
+    (parallel, policy)
+    for parallel in ({"dp": 2, "shard": "full"}, {"pp": 2, "schedule": "gpipe"}, {"pp": 2, "schedule": "1f1b"})
+    for policy in policies("cola", SINGLE)
+]
+
+
+@pytest.mark.parametrize(("parallel", "policy"), one_in(4, COMPOSED))
 def test_policies_compose_with_fsdp_and_pipelines(parallel: dict[str, Any], policy: RecomputeName) -> None:
     config = toy.toy_config("float64", parallel=parallel, train={"recompute": policy, "global_batch": 8})
     require_one_process(config, compare_with_single, 1)
