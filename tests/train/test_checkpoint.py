@@ -49,7 +49,7 @@ def on_mesh(function: Any, folder: Path, *arguments: Any) -> list[Any]:
         {"tp": 2, "layout": "vanilla"},
         {"tp": 1, "pp": 2},
         pytest.param({"tp": 1, "dp": 3, "shard": "full"}, marks=pytest.mark.slow),
-        pytest.param({"tp": 2, "pp": 2, "dp": 2, "layout": "btp-sp", "shard": "optimizer"}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2, "pp": 2, "dp": 2, "layout": "btp-sp", "shard": "optimizer"}, marks=pytest.mark.nightly),
     ],
     ids=str,
 )
