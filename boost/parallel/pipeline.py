@@ -11,12 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
 
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.models.cache import CacheRows, KVCache
@@ -24,9 +18,6 @@ from boost.models.decoder import Decoder
 from boost.models.interface import Layout
 from boost.models.kernels import statistic_dtype
 from boost.parallel.mesh import Axis
-
-_SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-"""Schedules of one stage per process."""
 
 
 class StageModule(nn.Module):
@@ -99,6 +90,9 @@ class Pipeline(nn.Module):
         self._schedules = {micro_batches: self._make(micro_batches)}
 
     def _make_schedule(self, parallel: ParallelConfig, micro_batches: int, micro_batch: tuple[int, int]) -> Any:
+        # Imported here because this loads torch._dynamo, which takes a second in each process of a run without a pipeline.
+        from torch.distributed import pipelining
+
         batch, length = micro_batch
         stages: list[Any] = []
         for module, decoder in zip(self.stage_modules, self.decoders, strict=True):
@@ -112,7 +106,7 @@ class Pipeline(nn.Module):
             )
             loss = torch.empty((), dtype=statistic_dtype(decoder.compute_dtype), device="meta")
             stages.append(
-                PipelineStage(
+                pipelining.PipelineStage(
                     module,
                     stage.index,
                     stage.count,
@@ -127,10 +121,12 @@ class Pipeline(nn.Module):
             "loss_fn": lambda loss, _: loss / self._divisor,
             "scale_grads": False,
         }
-        if parallel.schedule in _SINGLE:
-            short = micro_batches < parallel.pp  # possible after losses; 1F1B needs at least pp
-            return _SINGLE["gpipe" if short else parallel.schedule](stages[0], **options)
-        return ScheduleInterleaved1F1B(stages, **options)
+        if parallel.schedule == "interleaved-1f1b":
+            return pipelining.ScheduleInterleaved1F1B(stages, **options)
+        # 1F1B needs at least pp micro-batches; after losses there may be fewer.
+        is_gpipe = parallel.schedule == "gpipe" or micro_batches < parallel.pp
+        one = pipelining.ScheduleGPipe if is_gpipe else pipelining.Schedule1F1B
+        return one(stages[0], **options)
 
     def backward(self, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None, divisor: int) -> Tensor:
         """Forward and backward pass of all micro-batches of a step, concatenated along the batch dimension.
