@@ -7,10 +7,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import atexit
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,14 @@ def quick_tests_start_no_python(request: pytest.FixtureRequest, monkeypatch: pyt
         begin(process, args, *rest, **options)
 
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+
+
+@pytest.fixture(autouse=True)
+def hangups_count() -> Iterator[None]:
+    """A suite that is started with nohup would pass its ignored SIGHUP on to the runs that it starts."""
+    usual = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, usual)
 
 
 @pytest.fixture(params=["fifo", "device", "folder"])

@@ -146,6 +146,12 @@ def test_a_closed_terminal_saves(store: Path, tmp_path: Path) -> None:
         except BlockingIOError:
             time.sleep(0.05)
     os.close(terminal)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.05)
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    if not ended:
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert ended and os.waitstatus_to_exitcode(status) == 0
     assert len(saved_steps(tmp_path / "run")) == 1
