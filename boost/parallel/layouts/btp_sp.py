@@ -7,6 +7,7 @@ once per optimizer step.
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from boost.models.group import Flow, Latents, LinearGroup
@@ -26,7 +27,8 @@ class BTPSP(TokenSharded):
         """
         latents = group.policy.local(self.norm_and_inner, flow.x, gamma, group)
         prev = flow.take(group.taken) if group.taken else ()
-        if group.policy.sharded_latents:
+        # An evaluation saves nothing, and its gather overlaps with the other half.
+        if group.policy.sharded_latents and torch.is_grad_enabled():
             flow.arrived, flow.to_combine = tuple(latents), prev
             return
         h, new = group.activate_segment(latents, prev)
@@ -37,7 +39,7 @@ class BTPSP(TokenSharded):
 
     def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
         """B for this process's heads or channels."""
-        if not group.policy.sharded_latents:
+        if not (group.policy.sharded_latents and torch.is_grad_enabled()):
             return group.project_in_one_node(arrived), ()
         h, new = group.activate(arrived, prev)
         return group.project([self.start(self.to_shards, h_TR).wait() for h_TR in h]), new
