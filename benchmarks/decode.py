@@ -34,10 +34,9 @@ from boost.convert.export import export
 from boost.errors import MeasurementError
 from boost.format import format_bytes, format_seconds
 from boost.models.decoder import Decoder
-from boost.models.inference import prepare_inference
 from boost.parallel.mesh import Mesh
 from boost.train.checkpoint import load_weights, open_checkpoint
-from boost.train.generate import generate_batch
+from boost.train.generate import generate_batch, prepare_inference
 from boost.train.model import build_decoder
 from boost.train.rundir import environment
 from boost.train.sampling import Sampling

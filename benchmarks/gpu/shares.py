@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.experiments.shares import without_the_others
 from boost.config import load
 from boost.config.architecture import flops_per_token
-from boost.config.layouts import layout_spec
+from boost.layouts import layout_spec
 from boost.measure.steps import Stepper, synchronize
 from boost.train.hardware import peak_flops
 

@@ -200,7 +200,7 @@ class Generation:
     def __init__(self, args: argparse.Namespace) -> None:
         from boost.convert.vocabulary import end_tokens, load_template_of
         from boost.data.tokenizer import load_tokenizer
-        from boost.models.inference import prepare_inference
+        from boost.train.generate import prepare_inference
 
         checkpoint, self._config, self.mesh, self._model = open_model(args)
         if self.mesh.size == 1:  # other layouts round products of weights, not weights

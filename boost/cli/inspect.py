@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from boost.cli.terminal import print_fact, print_table, result_console
 from boost.config import Config, load
 from boost.config.attention import context_notes
-from boost.config.layouts import spec_of
 from boost.config.stages import stages
 from boost.config.text import printable
 from boost.drawing import require_drawable
 from boost.errors import ConfigError
 from boost.format import format_bytes, format_count
+from boost.layouts import spec_of
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -4,8 +4,8 @@ import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 
+from boost import layouts  # names are looked up when used: the layouts' specifications import this package
 from boost.config.architecture import block_parameters
-from boost.config.layouts import layout_names, layout_spec, layouts_of, num_shards, spec_of
 from boost.config.schema import Config, ModelConfig
 from boost.config.section import nearest
 from boost.errors import ConfigError
@@ -73,7 +73,7 @@ def _model_problems(config: Config) -> Iterator[str]:
             "Llama 3.1 uses 1 and 4"
         )
     if model.heads % model.kv_heads:
-        parts = num_shards(config.parallel)
+        parts = layouts.num_shards(config.parallel)
         best = nearest(model.kv_heads, model.heads, lambda k: model.heads % k == 0 and _shares(k, parts))
         yield (
             f"model.kv_heads = {model.kv_heads} must divide model.heads = {model.heads}; nearest valid value: {best}"
@@ -83,7 +83,7 @@ def _model_problems(config: Config) -> Iterator[str]:
 
 def _nearest_heads(config: Config) -> int:
     """Nearest number of heads that gives an even head_dim and fits kv_heads and TP; if there is none, only an even head_dim."""
-    model, parts = config.model, num_shards(config.parallel)
+    model, parts = config.model, layouts.num_shards(config.parallel)
 
     def fits(heads: int) -> bool:
         return model.dim % (2 * heads) == 0
@@ -107,11 +107,11 @@ def _parallel_problems(config: Config) -> Iterator[str]:
         yield from _overlap_problems(config)
     if parallel.tp == 1:
         return  # with one process, all layouts are equivalent
-    spec = layout_spec(parallel.layout)
+    spec = layouts.layout_spec(parallel.layout)
     if spec.single_process:
         yield (
             f"parallel.layout = '{spec.name}' keeps every weight in one process, but parallel.tp = {parallel.tp}; "
-            f"use '{layouts_of(model)[0]}' or tp = 1"
+            f"use '{layouts.layouts_of(model)[0]}' or tp = 1"
         )
     elif not spec.suits(model):
         what = "low-rank factors" if spec.low_rank else "dense linears"
@@ -119,7 +119,7 @@ def _parallel_problems(config: Config) -> Iterator[str]:
         families = "'dense'" if model.low_rank else "'svd', 'cola' or 'lax'"
         yield (
             f"parallel.layout = '{spec.name}' shards {what}; model.family = '{model.family}' has {has}: use "
-            f"{_either(layouts_of(model))}, or model.family = {families}"
+            f"{_either(layouts.layouts_of(model))}, or model.family = {families}"
         )
     yield from _indivisible(config)
     yield from parallel.problems(config)
@@ -137,7 +137,7 @@ def _overlap_problems(config: Config) -> Iterator[str]:
         )
     one, cp = train.micro_batch == 1, parallel.cp
     parts = (2 * parallel.tp if one else parallel.tp) * cp
-    if (one or layout_spec(parallel.layout).residual == "tokens") and train.seq_len % parts:
+    if (one or layouts.layout_spec(parallel.layout).residual == "tokens") and train.seq_len % parts:
         best = nearest(train.seq_len, 2 * max(train.seq_len, parts), lambda length: length % parts == 0)
         what = f"{'2 x ' * one}parallel.tp {'x cp ' * (cp > 1)}= {parts}"
         why = (
@@ -163,8 +163,8 @@ def _sharding_problems(config: Config) -> Iterator[str]:
             "parallel.shard_outer = true has no effect with parallel.shard = 'none'; set parallel.shard = 'full' or 'optimizer', "
             "or shard_outer = false"
         )
-    if parallel.shard_outer and parallel.tp > 1 and not spec_of(parallel).has_whole_factors:
-        holders = [name for name in layout_names() if layout_spec(name).has_whole_factors]
+    if parallel.shard_outer and parallel.tp > 1 and not layouts.spec_of(parallel).has_whole_factors:
+        holders = [name for name in layouts.layout_names() if layouts.layout_spec(name).has_whole_factors]
         yield (
             f"parallel.shard_outer = true shards factors that parallel.layout = {_either(holders)} replicates over TP; "
             f"'{parallel.layout}' replicates none: set shard_outer = false, or use that layout"
@@ -258,11 +258,11 @@ def _micro_batch_problems(config: Config) -> Iterator[str]:
 def _indivisible(config: Config) -> Iterator[str]:
     """Sizes that are not divisible by TP."""
     model, parallel, train = config.model, config.parallel, config.train
-    spec, tp = layout_spec(parallel.layout), parallel.tp
+    spec, tp = layouts.layout_spec(parallel.layout), parallel.tp
     tokens = train.micro_batch * train.seq_len // parallel.cp
     shards_tokens = spec.residual == "tokens"
     sizes = {"model.dim": model.dim, "model.vocab_size": model.vocab_size}
-    parts = num_shards(parallel)
+    parts = layouts.num_shards(parallel)
     shards_heads = parts > 1
     if shards_heads:
         sizes |= {"model.heads": model.heads} | ({} if spec.mlp_token_local else {"model.ffn_dim": model.ffn_dim})
@@ -331,7 +331,7 @@ def _train_problems(config: Config) -> Iterator[str]:
         )
     if "" in train.sample_prompts:
         yield f"train.sample_prompts = {list(train.sample_prompts)!r} contains an empty prompt; remove it"
-    gatherers = [name for name in layout_names() if layout_spec(name).gathers_latents]
+    gatherers = [name for name in layouts.layout_names() if layouts.layout_spec(name).gathers_latents]
     if train.recompute.startswith("low-rank") and not config.model.low_rank:
         yield (
             f"train.recompute = '{train.recompute}' saves the latents of low-rank bottlenecks; model.family = 'dense' has "

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from boost.config.architecture import groups
-from boost.config.layouts import layout_spec
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.data.batches import EvaluationBatches
 from boost.data.store import TokenStore
+from boost.layouts import layout_spec
+from boost.layouts.single.runtime import Single
 from boost.models.attention import make_context
 from boost.models.block import TransformerBlock, interleave
 from boost.models.decoder import Decoder
 from boost.models.group import Flow, Latents, LinearGroup, Stream
 from boost.models.kernels import statistic_dtype
-from boost.parallel.layouts.single import Single
 from boost.parallel.mesh import Mesh
 from boost.train.progress import progress
 
@@ -175,7 +175,7 @@ def weigh(x_TN: Tensor, s_T: Tensor) -> Tensor:
 
 def add_moment(into_NN: Tensor, x_TN: Tensor, y_TN: Tensor | None = None) -> None:
     """Adds x^T y (None: x^T x) of one batch to an fp64 sum. Sums over the tokens of one batch are in the inputs' dtype, at least
-    fp32: their rounding is far below `boost.models.factorize.DAMPING`, and fp64 products would take most of the time."""
+    fp32: their rounding is far below `boost.convert.spectrum.DAMPING`, and fp64 products would take most of the time."""
     dtype = statistic_dtype(x_TN.dtype)
     x_TN = x_TN.to(dtype)
     into_NN += x_TN.T @ (x_TN if y_TN is None else y_TN.to(dtype))

@@ -29,19 +29,21 @@ from boost.convert.calibration import (
     moment_bytes,
     read_batches,
 )
-from boost.convert.spectrum import FactoredLinear, low_rank_table, slot_rows
+from boost.convert.spectrum import (
+    FactoredLinear,
+    MomentRoot,
+    factorize_weighted,
+    low_rank_table,
+    moment_root,
+    slot_rows,
+    solve_right,
+    weighted_values,
+)
 from boost.convert.tensors import Weights
 from boost.data.store import TokenStore
 from boost.errors import ConfigError
 from boost.format import format_bytes
 from boost.models.decoder import Decoder
-from boost.models.factorize import (
-    MomentRoot,
-    factorize_weighted,
-    moment_root,
-    solve_right,
-    weighted_values,
-)
 from boost.models.fused import fused_params
 from boost.parallel.mesh import Mesh
 from boost.train.evaluate import evaluate

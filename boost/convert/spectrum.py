@@ -1,7 +1,10 @@
 """Truncated SVD of every linear of a dense model, to start a low-rank model from trained weights.
 
-W is replaced by its best rank-r approximation B A (Eckart-Young); the error of each linear is reported. The mathematics is in
-`boost/models/factorize.py`.
+W is replaced by its best rank-r approximation B A (`boost.models.init.factorize`), in the Frobenius norm or in one weighted by
+second moments; the error of each linear is reported.
+
+Legend: W [O, I], B [O, r], A [r, I]; C = E[x x^T] [I, I] second moment of the inputs, G = E[g g^T] [O, O] of the outputs'
+gradients.
 """
 
 import statistics
@@ -15,7 +18,7 @@ from torch import Tensor
 from boost.config.architecture import SLOTS, Parameter
 from boost.config.schema import ModelConfig
 from boost.errors import ConfigError
-from boost.models.factorize import factorize
+from boost.models.init import Factorization, factorize
 
 
 @dataclass(frozen=True)
@@ -130,3 +133,65 @@ def slot_rows(linears: list[FactoredLinear]) -> list[dict[str, Any]]:
         }
         rows.append(row)
     return rows
+
+
+# In a norm that is weighted by second moments.
+
+DAMPING = 1e-6
+"""Fraction of a second moment's mean eigenvalue that is added to its diagonal, so that directions without data have an inverse."""
+
+
+@dataclass(frozen=True)
+class MomentRoot:
+    """A square root R of a damped second moment C = R R^T, and its inverse. Both [N, N], fp64."""
+
+    root: Tensor
+    inverse: Tensor
+
+
+def moment_root(moment_NN: Tensor, damping: float = DAMPING) -> MomentRoot:
+    """R = Q sqrt(L) of C = Q L Q^T (fp64). Negative eigenvalues, which are rounding errors, count as 0 before damping.
+
+    A moment of zero, of gradients that never arrive, counts as a multiple of the identity.
+    """
+    values, q_NN = torch.linalg.eigh(moment_NN.double())
+    values = values.clamp_min(0)
+    mean = values.mean()
+    roots = (values + damping * torch.where(mean > 0, mean, 1)).sqrt()
+    return MomentRoot(q_NN * roots, (q_NN / roots).T)
+
+
+def solve_right(m_ON: Tensor, moment_NN: Tensor) -> Tensor:
+    """M C^-1 of a second moment C, damped as by `moment_root`."""
+    damped_NN = moment_NN.clone()
+    damped_NN.diagonal().add_(DAMPING * moment_NN.diagonal().mean())
+    return torch.linalg.solve(damped_NN, m_ON.T).T
+
+
+def weighted_values(w_OI: Tensor, outputs: MomentRoot, inputs: MomentRoot) -> Tensor:
+    """Singular values of R_G^T W R_C in descending order. The squares that a rank discards sum to E[(g^T (W - B A) x)^2] if g and
+    x are independent: twice the expected rise of the loss, to second order."""
+    return factorize(outputs.root.T @ w_OI.double() @ inputs.root, rank=1).values
+
+
+def factorize_weighted(w_OI: Tensor, rank: int, outputs: MomentRoot, inputs: MomentRoot) -> Factorization:
+    """The B A of rank r that minimizes tr(G (W - B A) C (W - B A)^T), balanced as by `factorize`. `values` are those of
+    `weighted_values`.
+
+    With G = 1 this is the truncation of SVD-LLM (arXiv 2403.07378); with both, that of a Kronecker-factored Fisher matrix.
+    """
+    weighted = factorize(outputs.root.T @ w_OI.double() @ inputs.root, rank)
+    a_RI, b_OR = balanced(weighted.a_RI @ inputs.inverse, outputs.inverse.T @ weighted.b_OR)
+    return Factorization(a_RI, b_OR, weighted.values)
+
+
+def balanced(a_RI: Tensor, b_OR: Tensor) -> tuple[Tensor, Tensor]:
+    """(A, B) with the same product and equal Gram matrices A A^T = B^T B, diagonal, from which training starts evenly."""
+    q_OR, left_RR = torch.linalg.qr(b_OR)
+    q_IR, right_RR = torch.linalg.qr(a_RI.T)
+    u_RR, s_R, v_RR = torch.linalg.svd(left_RR @ right_RR.T)
+    root_R = s_R.sqrt()
+    b_OR, a_RI = q_OR @ (u_RR * root_R), (root_R[:, None] * v_RR) @ q_IR.T
+    sign_R = b_OR.gather(0, b_OR.abs().argmax(dim=0, keepdim=True)).sign()
+    sign_R = torch.where(sign_R == 0, 1, sign_R)
+    return (a_RI * sign_R.T).contiguous(), (b_OR * sign_R).contiguous()

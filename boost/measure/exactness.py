@@ -16,9 +16,9 @@ from boost.config import Config
 from boost.config.architecture import IGNORED
 from boost.config.traffic import Collective
 from boost.data.batches import Batch, join
+from boost.measure.counting import CollectiveCounter
 from boost.models.fused import fused_params, local_slice
 from boost.optim.adamw import build_optimizer
-from boost.parallel.counting import CollectiveCounter
 from boost.parallel.gradients import GradientReducer, StepStats, clip_gradients, launch_step_stats
 from boost.parallel.mesh import Mesh
 from boost.parallel.pipeline import Pipeline

@@ -12,11 +12,11 @@ from torch import Tensor
 from boost.config import Config
 from boost.config.traffic import Collective
 from boost.data.batches import Batch, Batches
+from boost.measure.counting import CollectiveCounter
 from boost.measure.memory import MemoryTracker
 from boost.measure.speed import synchronize
 from boost.models.fused import fused_params
 from boost.optim.adamw import build_optimizer
-from boost.parallel.counting import CollectiveCounter
 from boost.parallel.gradients import GradientReducer, StepFlags, StepStats
 from boost.parallel.mesh import Mesh
 from boost.plan.categories import GRADIENTS, OPTIMIZER, WEIGHTS

@@ -1,5 +1,5 @@
-"""The operations of a layout, which `boost.models.block` and the decoder call. `boost.parallel.layouts` implements them, one file
-for each layout.
+"""The operations of a layout, which `boost.models.block` and the decoder call. `boost.layouts` implements them, in one folder for
+each layout.
 """
 
 from collections.abc import Iterable, Sequence
@@ -8,14 +8,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from boost.config.layouts import LayoutSpec
+from boost.layouts import LayoutSpec
 from boost.models.attention import Context, SequenceShare
 from boost.models.fused import Sharding
 from boost.models.group import Flow, Latents, LinearGroup
 
 
 class Teaching(NamedTuple):
-    """What a model learns from a teacher on the same tokens (`boost.parallel.distill`)."""
+    """What a model learns from a teacher on the same tokens (`boost.parallel.loss`)."""
 
     hidden_TE: Tensor
     """The teacher's input of its head, [T, E], replicated; no gradient."""

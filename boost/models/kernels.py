@@ -271,7 +271,7 @@ class UpProject(torch.autograd.Function):
 
     Ranks add up to R; act is SiLU or the identity; c is multiplied before rounding. Saves u and c. The backward pass recomputes
     c u, h and the casts of B, which is element-wise work. c is a constant here: the node that sums u over processes computes its
-    gradient from u and du (`boost.parallel.layouts.btp`). `start_grad_sum` starts the sum of du, which is in flight while the
+    gradient from u and du (`boost.layouts.btp.runtime`). `start_grad_sum` starts the sum of du, which is in flight while the
     weight gradients are computed; only the node that produced u may consume that gradient, and waits for it.
     """
 

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from boost.errors import ConfigError
+from boost.layouts.btp.runtime import OnlineSum
 from boost.models.kernels import inverse_rms, linear, rms_norm, scale
 from boost.nn.spec import autocast_resolved, tp_axis
 from boost.nn.weights import own_shard
 from boost.parallel import collectives
-from boost.parallel.layouts.btp import OnlineSum
 
 TP = DeviceMesh | dist.ProcessGroup | None
 

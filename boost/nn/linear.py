@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from boost.errors import ConfigError
-from boost.models.factorize import factorize
+from boost.models.init import factorize
 
 ACTIVATIONS = ("none", "silu")
 

@@ -36,13 +36,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work, _register_work
 
-from boost.config.layouts.spec import (
+from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from boost.layouts.spec import (
     GATHER,
     SUM_BACKWARD,
     SUM_BOTH,
     Comm,
 )
-from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from boost.parallel.mesh import Axis
 
 _ops = torch.ops._c10d_functional

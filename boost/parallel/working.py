@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from boost.config import Config
-from boost.config.layouts import spec_of
+from boost.layouts import spec_of
 from boost.models.fused import FusedModule
 
 

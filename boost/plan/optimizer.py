@@ -15,11 +15,11 @@ from boost.config.factors import (
     rate_scale,
     work_dtype,
 )
-from boost.config.layouts import placement_of
 from boost.config.optimizers import LOROConfig, MuonConfig
 from boost.config.schema import Config, ParallelConfig
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE, Collective
+from boost.layouts import placement_of
 from boost.plan.replicas import StoredTensor, stored_tensor
 
 PLACE = "optimizer"

@@ -22,10 +22,10 @@ from boost.config.architecture import (
     head,
     latent_gate_parameters,
 )
-from boost.config.layouts import Placement, local_shape, placement_of, spec_of
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.stages import Stage, whole
 from boost.config.traffic import ITEMSIZE, Collective, bucket_lengths
+from boost.layouts import Placement, local_shape, placement_of, spec_of
 from boost.plan.categories import GATHERED, WORK
 
 

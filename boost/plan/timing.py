@@ -15,11 +15,11 @@ from typing import Any
 
 from boost.config.architecture import first_alike, flops_per_token, groups, has_latent_gate
 from boost.config.factors import FactorShape, factor_shape, work_dtype
-from boost.config.layouts import placement_of
 from boost.config.optimizers import MuonConfig
 from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName
 from boost.config.stages import Stage, stages
 from boost.config.traffic import ITEMSIZE, Collective
+from boost.layouts import placement_of
 from boost.plan.collectives import boundary_sends
 from boost.plan.hardware import Hardware, Speeds, collective_seconds, span
 from boost.plan.optimizer import iterations, optimizer_collectives

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from boost.config.layouts import spec_of
 from boost.config.schema import Config, compiled_part
+from boost.layouts import spec_of
+from boost.layouts.runtime import layout_for
 from boost.models import documents, kernels
 from boost.models.attention import Context
 from boost.models.fused import FusedModule
@@ -18,7 +19,6 @@ from boost.models.group import Flow, Latents
 from boost.models.interface import Layout
 from boost.models.kernels import Kernel, RMSNorm
 from boost.parallel import loss
-from boost.parallel.layouts import layout_for
 from boost.parallel.mesh import Axis, Mesh
 from boost.plan import rules
 from boost.plan.categories import RESIDUAL, short_role

@@ -18,12 +18,12 @@ from boost.config.stages import Stage, stages_of
 from boost.data.batches import Batch
 from boost.errors import ConfigError
 from boost.format import format_bytes
+from boost.layouts.runtime import layout_for
 from boost.models import kernels
 from boost.models.decoder import Decoder
 from boost.models.fused import FusedParam
 from boost.models.init import initialize
 from boost.models.interface import Teaching
-from boost.parallel.layouts import layout_for
 from boost.parallel.mesh import Mesh
 from boost.parallel.pipeline import Pipeline, StageModule
 from boost.parallel.recompute import POLICIES

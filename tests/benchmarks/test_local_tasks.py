@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks import local_tasks
 from benchmarks.local_tasks import CHOICES, TASKS, WORDS, heldout_documents, make_tasks
-from boost.config.layouts import layouts_of
 from boost.data.store import TokenStore
 from boost.errors import DataError
+from boost.layouts import layouts_of
 from tests import toy
 from tests.cli.commands import say
 from tests.convert.toys import save

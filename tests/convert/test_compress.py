@@ -13,8 +13,8 @@ from boost.config.architecture import parameter_count
 from boost.convert.calibration import InputMoments
 from boost.convert.compress import Candidate, Compression, allot, corrected, linear_parameters
 from boost.convert.importing import Imported, import_weights
+from boost.convert.spectrum import moment_root, solve_right
 from boost.errors import BoostError, ConfigError
-from boost.models.factorize import moment_root, solve_right
 from tests import toy
 from tests.convert.toys import LLAMA, all_logits, llama_folder, loaded, write_folder
 

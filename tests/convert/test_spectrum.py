@@ -10,7 +10,7 @@ import torch
 from boost.convert.importing import import_weights
 from boost.convert.spectrum import Truncation
 from boost.errors import BoostError, ConfigError
-from boost.models.factorize import rank_for
+from boost.models.init import rank_for
 from tests import toy
 from tests.convert.toys import all_logits, llama_folder, loaded, save
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from boost.convert.export import export
-from boost.parallel.counting import CollectiveCounter
+from boost.measure.counting import CollectiveCounter
 from boost.train.checkpoint import open_checkpoint
 from tests import toy
 from tests.convert.toys import CASES, GB, cases, exported, save

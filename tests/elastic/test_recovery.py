@@ -19,7 +19,7 @@ from boost.elastic.mesh import replica_of_rank
 from boost.elastic.recovery import Recovery, decode, encode
 from boost.elastic.supervise import Supervisor
 from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, StorageError, TrainingError
-from boost.parallel.counting import CollectiveCounter
+from boost.measure.counting import CollectiveCounter
 from boost.parallel.replicas import Mismatch, ReplicaReport
 from boost.train.checkpoint import SavedCheckpoint
 from boost.train.evaluate import Evaluation

@@ -7,7 +7,7 @@ import torch
 
 from boost.models.cache import NextTokenRows, PromptRows
 from boost.models.decoder import Decoder
-from boost.models.inference import PackedWeight, prepare_inference
+from boost.train.generate import PackedWeight, prepare_inference
 from tests import toy
 
 CASES = [

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import boost
-from boost.config.layouts import layouts_of
 from boost.errors import ConfigError
+from boost.layouts import layouts_of
+from boost.layouts.runtime import layout_for
+from boost.measure.counting import CollectiveCounter
 from boost.models.decoder import Decoder as RunDecoder
 from boost.models.fused import fused_params
 from boost.models.init import initialize
 from boost.nn import Decoder, LowRankLinear
 from boost.nn.weights import whole_weight
-from boost.parallel.counting import CollectiveCounter
-from boost.parallel.layouts import layout_for
 from boost.parallel.mesh import Mesh
 from boost.plan.collectives import micro_batch_collectives
 from tests import references, toy

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from boost.errors import ConfigError
+from boost.measure.counting import CollectiveCounter
 from boost.nn.functional import down_proj, norm_down_proj, up_proj
 from boost.parallel import collectives
-from boost.parallel.counting import CollectiveCounter
 from boost.parallel.mesh import Axis
 from tests.distributed import run_distributed
 

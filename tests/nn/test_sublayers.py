@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from boost.config.layouts import layout_spec, layouts_of
 from boost.errors import ConfigError
+from boost.layouts import layout_spec, layouts_of
+from boost.measure.counting import CollectiveCounter
 from boost.nn import Block, LowRankAttention, LowRankMLP, Spec
 from boost.nn.weights import whole_weight
-from boost.parallel.counting import CollectiveCounter
 from tests import references
 from tests.distributed import run_distributed
 

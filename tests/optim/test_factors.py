@@ -13,10 +13,10 @@ from boost.config import Config, factors, load
 from boost.config.factors import FactorShape, deal
 from boost.config.stages import stages_of
 from boost.config.traffic import Collective
+from boost.measure.counting import CollectiveCounter
 from boost.optim import muon
 from boost.optim.factors import solve_all
 from boost.optim.muon import newton_schulz
-from boost.parallel.counting import CollectiveCounter
 from boost.parallel.mesh import Axis
 from boost.plan.collectives import step_collectives
 from boost.plan.optimizer import iterations, optimizer_collectives

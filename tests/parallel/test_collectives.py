@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from boost.config.layouts import spec
-from boost.config.layouts.spec import Comm
 from boost.config.traffic import Collective
+from boost.layouts import spec
+from boost.layouts.spec import Comm
+from boost.measure.counting import CollectiveCounter
 from boost.parallel import collectives
 from boost.parallel.collectives import reduce_scatter
-from boost.parallel.counting import CollectiveCounter
 from boost.parallel.mesh import Axis
 from tests import toy
 from tests.distributed import run_distributed

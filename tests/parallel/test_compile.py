@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from boost.config import Config
-from boost.parallel.counting import KINDS
+from boost.measure.counting import KINDS
 from boost.plan.collectives import micro_batch_collectives
 from tests import toy
 from tests.distributed import run_distributed

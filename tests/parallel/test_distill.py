@@ -10,15 +10,15 @@ from torch import Tensor
 
 from boost.config import Config, traffic
 from boost.config.architecture import IGNORED
+from boost.measure.counting import CollectiveCounter
 from boost.measure.exactness import made_up_batches
 from boost.models.block import interleave
 from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
 from boost.models.group import Flow
 from boost.models.interface import Teaching
-from boost.parallel.counting import CollectiveCounter
-from boost.parallel.distill import distill_loss
 from boost.parallel.gradients import GradientReducer, StepFlags, launch_step_stats
+from boost.parallel.loss import distill_loss
 from boost.parallel.mesh import Axis, Mesh
 from boost.train.model import host_batch, run_passes
 from boost.train.teacher import Teacher

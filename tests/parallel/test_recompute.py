@@ -11,7 +11,7 @@ import torch
 from boost.config import Config
 from boost.config.schema import RecomputeName
 from boost.config.traffic import Collective
-from boost.parallel.counting import CollectiveCounter
+from boost.measure.counting import CollectiveCounter
 from boost.plan.collectives import micro_batch_collectives
 from tests import toy
 from tests.distributed import run_distributed

@@ -1,4 +1,4 @@
-"""`boost inspect` against the documented sharding of each layout (boost/parallel/layouts)."""
+"""`boost inspect` against the documented sharding of each layout (boost/layouts)."""
 
 import math
 from typing import Any

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from boost.layouts.btp.runtime import BTP
 from boost.models.group import Flow, LinearGroup
 from boost.parallel import collectives
-from boost.parallel.layouts.btp import BTP
 from boost.parallel.mesh import Axis
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from boost.config import load
-from boost.config.layouts import layouts_of
+from boost.layouts import layouts_of
+from boost.layouts.btp import runtime as btp
 from boost.measure.verify import layouts
 from boost.measure.verify.layouts import Cell, Results, Row, config_of, judged, rows, run_row
-from boost.parallel.layouts import btp
 from boost.parallel.mesh import Mesh
 from tests import toy
 from tests.distributed import run_distributed

@@ -1,0 +1,85 @@
+"""The layouts: ways to shard a decoder over TP ranks, one folder each. `spec.py` describes a layout without torch, and is all that
+the configuration and the planner import; `runtime.py` implements it.
+
+This file is their registry. `register_layout` adds one; a module that an installed package names in the entry-point group
+`boost.plugins` calls it. `LayoutSpec.config` is the class that `parallel.layout` then selects.
+"""
+
+from boost.config.schema import ModelConfig, ParallelConfig
+from boost.config.section import load_plugins
+from boost.layouts.btp.spec import BTPSpec
+from boost.layouts.btp_sp.spec import BTPSPSpec
+from boost.layouts.megatron.spec import MegatronSpec, MegatronSPSpec
+from boost.layouts.single.spec import SingleSpec
+from boost.layouts.spec import LayoutSpec, Placement
+from boost.layouts.spec import local_shape as local_shape
+from boost.layouts.ulysses.spec import BTPCPSpec, UlyssesSpec
+from boost.layouts.vanilla.spec import VanillaSpec
+
+_specs: dict[str, LayoutSpec] = {}
+_single = SingleSpec()
+
+
+def register_layout(spec: LayoutSpec) -> LayoutSpec:
+    """Registers a layout for the configuration, the planner and the runtime. Raises ValueError if the name is taken."""
+    if spec.name in _specs:
+        raise ValueError(f"a layout named '{spec.name}' is already registered by {type(_specs[spec.name]).__name__}")
+    _specs[spec.name] = spec
+    ParallelConfig.choices.setdefault(spec.name, spec.config)
+    return spec
+
+
+def unregister_layout(name: str) -> None:
+    """Unregisters a layout. For tests."""
+    del _specs[name]
+    del ParallelConfig.choices[name]
+
+
+def layout_names() -> tuple[str, ...]:
+    """Names of all layouts: built-in ones, starting with the defaults of each family, then those of other packages."""
+    load_plugins()
+    return tuple(_specs)
+
+
+def layout_spec(name: str) -> LayoutSpec:
+    """The layout with this name. Raises KeyError if there is none; a validated configuration always names a known layout."""
+    if name not in _specs:
+        load_plugins()
+    if name not in _specs:
+        raise KeyError(f"no layout named '{name}'; there are {', '.join(_specs)}")
+    return _specs[name]
+
+
+def spec_of(parallel: ParallelConfig) -> LayoutSpec:
+    """The layout in effect: `single` with tp = 1, else parallel.layout."""
+    return _single if parallel.tp == 1 else layout_spec(parallel.layout)
+
+
+def layouts_of(model: ModelConfig) -> tuple[str, ...]:
+    """Names of the layouts that support a model of this family, the default one first."""
+    return tuple(name for name in layout_names() if not (spec := _specs[name]).single_process and spec.suits(model))
+
+
+def placement_of(role: str, model: ModelConfig, parallel: ParallelConfig) -> Placement:
+    """Placement of parameters with this role under the layout in effect."""
+    return spec_of(parallel).placement(role, model, parallel)
+
+
+def num_shards(parallel: ParallelConfig) -> int:
+    """Number of shards of heads and channels under the layout in effect."""
+    return spec_of(parallel).num_shards(parallel)
+
+
+# The order of the planner and of messages: the first that suits a family is its default.
+_built_in = (
+    BTPSpec(),
+    BTPSPSpec(),
+    BTPCPSpec(),
+    VanillaSpec(),
+    MegatronSPSpec(),
+    MegatronSpec(),
+    UlyssesSpec(),
+    _single,
+)
+for _spec in _built_in:
+    register_layout(_spec)

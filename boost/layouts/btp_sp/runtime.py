@@ -1,0 +1,55 @@
+"""Runtime of `btp-sp`. Shapes: `boost.layouts.btp_sp.spec`.
+
+The switch from "some tokens, whole width" to "all tokens, some heads" happens at the bottleneck, so norms and everything that
+acts on the latents are local to a token. The gradients of norms and replicated factors are partial sums over tokens, reduced
+once per optimizer step.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from boost.layouts.runtime import TokenSharded
+from boost.models.group import Flow, Latents, LinearGroup
+from boost.models.kernels import linear
+
+
+class BTPSP(TokenSharded):
+    """Token-sharded residual stream, all-gathers and reduce-scatters of width r."""
+
+    def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
+        """act(A norm(x)) of this process's tokens, all-gathered; with sharded latents, A norm(x), which is gathered after it
+        has been saved.
+
+        Besides the gathered latents, a block saves its own tokens' latents before act: act is not invertible, and recomputing
+        it after the all-gather would be p times the work.
+        """
+        latents = group.policy.local(self.norm_and_inner, flow.x, gamma, group)
+        prev = flow.take(group.taken) if group.taken else ()
+        # An evaluation saves nothing, and its gather overlaps with the other half.
+        if group.policy.sharded_latents and torch.is_grad_enabled():
+            flow.arrived, flow.to_combine = tuple(latents), prev
+            return
+        h, new = group.activate_segment(latents, prev)
+        flow.latents += new
+        gathered = [self.start(self.to_shards, h_TR) for h_TR in h]
+        yield
+        flow.arrived, flow.to_combine = tuple(latent.wait() for latent in gathered), ()
+
+    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
+        """B for this process's heads or channels."""
+        if not (group.policy.sharded_latents and torch.is_grad_enabled()):
+            return group.project_in_one_node(arrived), ()
+        h, new = group.activate(arrived, prev)
+        return group.project([self.start(self.to_shards, h_TR).wait() for h_TR in h]), new
+
+    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+        """A for this process's heads or channels: a partial sum."""
+        return linear(hidden, group.A)
+
+    def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
+        """The sum, scattered to this process's tokens, then act and the whole B."""
+        latents = self.start(self.from_shards, partial)
+        yield
+        group.update(flow, latents.wait())

@@ -1,0 +1,55 @@
+"""`btp-sp`: BTP with a token-sharded residual stream. Half of BTP's bytes: an all-gather or reduce-scatter for each all-reduce.
+
+residual x [T/p, d]; A of q, k, v, gate, up and B of o, down replicated; B of q, k, v, gate, up [d_out/p, r];
+A of o, down [r, d_in/p]; norms replicated
+forward per block, grouped:   AG(3r)  RS(r)  AG(2r)  RS(r)
+backward:                     RS(3r)  AG(r)  RS(2r)  AG(r)
+"""
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from boost.config.schema import ParallelConfig
+from boost.layouts.spec import (
+    EXCHANGE,
+    GATHER,
+    PARTIAL,
+    SCATTER_SUM,
+    GroupContext,
+    LayoutSpec,
+    Placement,
+    PlannedComm,
+)
+
+
+class BTPSPConfig(ParallelConfig):
+    """btp with a token-sharded residual stream: half of its bytes."""
+
+    layout: Literal["btp-sp"] = "btp-sp"
+
+
+class BTPSPSpec(LayoutSpec):
+    """Token-sharded residual stream, all-gathers and reduce-scatters of width r."""
+
+    config = BTPSPConfig
+    runtime = "boost.layouts.btp_sp.runtime:BTPSP"
+    low_rank = True
+    residual = "tokens"
+    placements: ClassVar[dict[str, Placement]] = {
+        "norm": PARTIAL,
+        "final_norm": PARTIAL,
+        "enter.A": PARTIAL,
+        "enter.B": Placement(0),
+        "kv.B": Placement(0),
+        "leave.A": Placement(1),
+        "leave.B": PARTIAL,
+        "latent.rows": PARTIAL,
+        "latent.whole": PARTIAL,
+    }
+    embed_comms = (EXCHANGE,)
+    head_comms = (GATHER,)
+    gathers_latents = True
+
+    def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
+        comm = GATHER if context.group.side == "enter" else SCATTER_SUM
+        yield from context.merged(comm, list(context.group.ranks))

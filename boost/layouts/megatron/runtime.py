@@ -1,0 +1,49 @@
+"""Runtimes of `megatron` and, with a token-sharded residual stream, of `megatron-sp`. Shapes: `boost.layouts.megatron.spec`.
+
+Legend: T tokens, d hidden width, O outputs on this process.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from boost.layouts.runtime import Replicated, TokenSharded
+from boost.models.group import Flow, Latents, LinearGroup
+
+
+class Megatron(Replicated):
+    """Columns of W, then rows of W. The kind of residual stream determines the collectives before and after.
+
+    In at least one of the two passes, two collectives follow each other between two groups, with only a norm in between. To
+    hide both, rows of W are a separate step and the second half trails by one step, so it has work during either collective.
+    """
+
+    lag = 1
+
+    def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
+        """norm(x) of all tokens: one collective if the slots' gradients can share one, otherwise one per slot."""
+        normed = self.norm(flow.x, gamma)
+        copies = [self.start(self.to_shards, normed) for _ in group.shape.slots[: 1 if self.grouping else None]]
+        yield
+        flow.arrived = tuple(copy.wait() for copy in copies)
+
+    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
+        """Columns of W for this process's heads or channels."""
+        return group.outer(arrived)
+
+    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+        """Rows of W: a partial sum. With overlapped halves, deferred to `leave`."""
+        return hidden if self.splits else group.inner(hidden)[0]
+
+    def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
+        """The sum over processes."""
+        if self.splits:
+            yield
+            (partial,) = group.inner(partial)
+        update = self.start(self.from_shards, partial)
+        yield
+        flow.add(update.wait())
+
+
+class MegatronSP(TokenSharded, Megatron):
+    """All-gathers before a group's first linears, reduce-scatters after its last."""

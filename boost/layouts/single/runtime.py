@@ -1,0 +1,45 @@
+"""`single`: every weight on one process. No collective and no copy; every other layout becomes `single` at p = 1.
+
+Legend: T tokens, D hidden width, V vocabulary.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from boost.layouts.runtime import BaseLayout
+from boost.models.group import Flow, Latents, LinearGroup
+from boost.models.interface import NOTHING_IN_FLIGHT
+from boost.models.kernels import linear, lookup
+
+
+class Single(BaseLayout):
+    """The whole model on one process."""
+
+    def embed(self, flow: Flow, table: Tensor, dtype: torch.dtype) -> Iterable[None]:
+        flow.x = lookup(flow.x, table, dtype)
+        return NOTHING_IN_FLIGHT
+
+    def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterable[None]:
+        """norm(x), then A if the linears are low-rank."""
+        flow.arrived = tuple(group.policy.local(self.norm_and_inner, flow.x, gamma, group))
+        flow.to_combine = flow.take(group.taken) if group.taken else ()
+        return NOTHING_IN_FLIGHT
+
+    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
+        return group.outer(arrived, prev)
+
+    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+        return group.inner(hidden)[0]
+
+    def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterable[None]:
+        group.update(flow, partial)
+        return NOTHING_IN_FLIGHT
+
+    def head_input(self, flow: Flow, gamma: Tensor) -> Iterable[None]:
+        flow.x = self.norm(flow.x, gamma)
+        return NOTHING_IN_FLIGHT
+
+    def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
+        return linear(self.norm(x[tokens_N], gamma), head)

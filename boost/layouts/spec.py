@@ -1,0 +1,271 @@
+"""The specification of a layout, without torch: its families, placements, collectives and constraints.
+
+Configuration rules, the planner, `boost inspect` and the runtime all read this one description. A layout is a subclass of
+`LayoutSpec` in a folder of its own, beside the runtime class that its `runtime` names (`boost.layouts.runtime`).
+
+Legend: T tokens of one micro-batch; p TP ranks. A dim is a tensor dim of a parameter's global shape; shards are equal and
+contiguous. A width is the number of elements per token in a whole payload.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from boost.config.architecture import GroupSpec, Parameter
+from boost.config.schema import ModelConfig, ParallelConfig
+from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Placement of a parameter over TP ranks, and whether its local gradient is partial."""
+
+    dim: int | None = None
+    """Tensor dim along which each rank holds an equal, contiguous shard; None: replicated."""
+
+    partial: bool = False
+    """True for a replicated parameter whose local gradient is a partial sum: it is reduced over TP ranks once per optimizer step.
+    False: the local gradient is complete."""
+
+
+WHOLE = Placement()
+PARTIAL = Placement(partial=True)
+
+
+@dataclass(frozen=True)
+class Comm:
+    """One differentiable collective: its kind in the forward and in the backward pass; None: no communication.
+
+    `boost.parallel.collectives` implements and documents each of the constants below.
+    """
+
+    forward: str | None
+    backward: str | None
+
+
+SUM_FORWARD = Comm(ALL_REDUCE, None)
+SUM_BACKWARD = Comm(None, ALL_REDUCE)
+SUM_BOTH = Comm(ALL_REDUCE, ALL_REDUCE)
+GATHER = Comm(ALL_GATHER, REDUCE_SCATTER)
+GATHER_REPLICATED = Comm(ALL_GATHER, None)
+SCATTER_SUM = Comm(REDUCE_SCATTER, ALL_GATHER)
+EXCHANGE = Comm(ALL_TO_ALL, ALL_TO_ALL)
+
+
+@dataclass(frozen=True)
+class PlannedComm:
+    """One differentiable collective that a layout issues for a group of linears, for the embedding or for the head."""
+
+    comm: Comm
+    width: int
+    """Elements per token of the whole payload."""
+    forward_only: int = 0
+    """Additional elements per token in the forward payload only."""
+    dtype: str = ""
+    """Dtype of the payload; empty: the dtype of the activations."""
+    place: str = ""
+    """What the collective serves: embed | qkv | o | gate_up | down | head | attention."""
+    layer: int | None = None
+    axis: str = "tp"
+    """Mesh axis: tp or cp. Over cp, widths refer to the tokens and heads that each CP rank holds."""
+
+
+@dataclass(frozen=True)
+class GroupContext:
+    """Everything that the collectives of a group of linears depend on."""
+
+    group: GroupSpec
+    model: ModelConfig
+    parallel: ParallelConfig
+    dtype: str
+    """Dtype of the activations."""
+    has_latent_gate: bool
+    """Whether this block has latent gates (LaX)."""
+
+    def merged(self, comm: Comm, widths: Sequence[int], **facts: Any) -> Iterator[PlannedComm]:
+        """One collective for all slots of the group; without grouping, one per slot."""
+        for width in [sum(widths)] if self.parallel.grouping else widths:
+            yield PlannedComm(comm, width, **facts)
+
+
+ResidualKind = Literal["replicated", "tokens", "hidden"]
+"""Sharding of the residual stream [T, d]: replicated, along tokens, or along the hidden dim."""
+
+_USUAL = {"q": "enter", "o": "leave"}
+"""Roles that default to the placement of another role."""
+
+_ENDS = {"embed": Placement(1), "head": Placement(0)}
+"""Placements that are the same under every layout: hidden columns of the embedding, vocabulary rows of the head."""
+
+
+class LayoutSpec:
+    """One way to shard a decoder over TP ranks, as data."""
+
+    config: ClassVar[type[ParallelConfig]]
+    """Class that `parallel.layout` selects: name, one-phrase description, options, and `problems` beyond those that follow from the
+    placements."""
+    runtime: ClassVar[str]
+    """`module:Class` of the implementation; imported when a model is built."""
+    low_rank: ClassVar[bool | None]
+    """True: supports low-rank factors (svd, cola, lax); False: dense linears; None: both."""
+    residual: ClassVar[ResidualKind]
+    placements: ClassVar[Mapping[str, Placement]]
+    """Placements by role (`boost.config.architecture.Parameter.role`). Those of the embedding and the head are fixed; q and o
+    default to those of enter and leave."""
+    embed_comms: ClassVar[tuple[Comm, ...]] = ()
+    """Collectives of width d after the embedding."""
+    head_comms: ClassVar[tuple[Comm, ...]] = ()
+    """Collectives of width d before the head."""
+    searched: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    """Options of this layout that the planner searches, with their candidate values. It does not change other options."""
+    scaled: ClassVar[frozenset[str]] = frozenset()
+    """Roles of weights that the runtime scales before the cast."""
+    gathers_latents: ClassVar[bool] = False
+    """Whether latents can be saved before they are all-gathered (train.recompute = "low-rank-sharded")."""
+    mlp_token_local: ClassVar[bool] = False
+    """Whether the MLP runs on the local tokens of the residual stream, with all channels and replicated weights."""
+    single_process: ClassVar[bool] = False
+    """Whether this is the layout in effect with tp = 1."""
+
+    @property
+    def name(self) -> str:
+        """Value of `parallel.layout`."""
+        name: str = self.config.model_fields["layout"].default
+        return name
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Fields of [parallel] that belong to this layout only."""
+        return tuple(field for field in self.config.model_fields if field not in ParallelConfig.model_fields)
+
+    # Derived from the placements.
+
+    def placement(self, role: str, model: ModelConfig, parallel: ParallelConfig) -> Placement:
+        """Placement of parameters with this role.
+
+        Fewer than p key/value heads cannot be sharded over p ranks. Every rank holds all of them and uses the rows of its own head;
+        the gradients of the copies are summed once per optimizer step.
+        """
+        placements = {**_ENDS, **self.placements}
+        side, _, factor = role.partition(".")
+        placement = placements[role if role in placements else f"{_USUAL.get(side, side)}.{factor}"]
+        if role.startswith("kv.") and placement.dim == 0 and model.kv_heads < parallel.tp:
+            return PARTIAL
+        return placement
+
+    @property
+    def shards_rank(self) -> bool:
+        """Whether latents are sharded along the bottleneck rank."""
+        return self.placements.get("enter.A", WHOLE).dim == 0
+
+    @property
+    def communicates_at_bottleneck(self) -> bool:
+        """Whether groups communicate latents, because the inner factors are sharded along heads and channels."""
+        return self.placements.get("enter.B", WHOLE).dim == 0
+
+    @property
+    def has_whole_factors(self) -> bool:
+        """Whether some factors are replicated over TP ranks (parallel.shard_outer can shard them)."""
+        return any(role.endswith((".A", ".B")) and placement.partial for role, placement in self.placements.items())
+
+    @property
+    def ends_with_comm(self) -> bool:
+        """Whether a block ends with a collective: nothing after its last one is needed in the backward pass."""
+        return not self.mlp_token_local and self.placements["leave.B" if self.low_rank else "leave.W"].dim == 1
+
+    def may_have_copy(self, role: str) -> bool:
+        """Whether weights of this role can have a working copy (train.working_copies): factors, dense weights and the head, unless
+        they are `scaled`, because the copy would round them twice. The embedding has none because a step casts only some of its
+        rows; norms and latent gates are small."""
+        return role.endswith((".A", ".B", ".W", "head")) and role not in self.scaled
+
+    def residual_shape(self, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[int, int]:
+        """Local shape of the residual stream for `tokens` tokens."""
+        p = parallel.tp
+        return (
+            tokens // p if self.residual == "tokens" else tokens,
+            model.dim // p if self.residual == "hidden" else model.dim,
+        )
+
+    def latent_shape(self, parallel: ParallelConfig, tokens: int, rank: int) -> tuple[int, int]:
+        """Local shape of latents of rank `rank` that are passed to the next block."""
+        p = parallel.tp
+        return tokens // p if self.residual == "tokens" else tokens, rank // p if self.shards_rank else rank
+
+    def suits(self, model: ModelConfig) -> bool:
+        """Whether the layout supports this model's family."""
+        return self.low_rank in (None, model.low_rank)
+
+    def superseded_by(self, model: ModelConfig) -> str:
+        """Name of a layout that does the same work and never sends more for this model, which the planner tries instead; or
+        empty."""
+        return ""
+
+    def channels_shape(self, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[int, int]:
+        """Local shape of gate, up and their product."""
+        if self.mlp_token_local:
+            return tokens // parallel.tp, model.ffn_dim
+        return tokens, model.ffn_dim // self.num_shards(parallel)
+
+    # Defined by each layout.
+
+    def num_shards(self, parallel: ParallelConfig) -> int:
+        """Number of shards of heads and, unless `mlp_token_local`, of channels: p, or 1 if they are replicated."""
+        return parallel.tp
+
+    def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
+        """The collectives of one group of linears, in forward order."""
+        raise NotImplementedError
+
+    def notes(self, model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+        """Facts that the tables do not show, one sentence each."""
+        if self.placement("kv.B" if model.low_rank else "kv.W", model, parallel).partial:
+            yield (
+                f"model.kv_heads = {model.kv_heads} is less than parallel.tp = {parallel.tp}: each process holds the weights of "
+                "all key/value heads and uses those of its own head"
+            )
+
+    def norm_note(self, parallel: ParallelConfig) -> str:
+        """How a block's RMSNorm statistic is computed, in a few words."""
+        return "of whole rows, local"
+
+    def variant(self, parallel: ParallelConfig) -> list[str]:
+        """Non-default options of the layout, in words, for titles."""
+        return []
+
+    def rank_fields(self, model: ModelConfig) -> dict[str, int]:
+        """Bottleneck ranks that p must divide, by configuration key."""
+        if not self.shards_rank:
+            return {}
+        return {"model.rank": model.rank or 0, **{f"model.ranks.{name}": rank for name, rank in model.ranks.items()}}
+
+    # The table of collectives.
+
+    def comms(self, context: GroupContext) -> list[PlannedComm]:
+        """`group_comms`, with `place` set to the name of the group."""
+        return [replace(comm, place=context.group.name) for comm in self.group_comms(context)]
+
+    def backward(
+        self, comms: Sequence[PlannedComm], policy: str, to_the_end: bool = False
+    ) -> Iterator[tuple[str, PlannedComm]]:
+        """(phase, collective) of one block in backward order, including collectives that are recomputed.
+
+        With policy "full-block", the block is recomputed when the backward pass first needs one of its tensors, up to the last
+        tensor needed. A collective at the very end of the block is not recomputed, unless `to_the_end`.
+        """
+        rest = list(comms)
+        if policy == "full-block":
+            if self.ends_with_comm and not to_the_end:
+                yield "backward", rest.pop()
+            yield from (("recompute", comm) for comm in rest)
+        for _, alike in itertools.groupby(rest[::-1], lambda comm: comm.place):
+            group = list(alike)
+            if policy == "low-rank-sharded" and group[0].comm == GATHER and group[0].axis == "tp":
+                yield from (("recompute", comm) for comm in group[::-1])
+            yield from (("backward", comm) for comm in group)
+
+
+def local_shape(parameter: Parameter, placement: Placement, processes: int) -> tuple[int, ...]:
+    """Shape of one TP rank's shard of a parameter."""
+    return tuple(n // processes if i == placement.dim else n for i, n in enumerate(parameter.shape))

@@ -1,0 +1,150 @@
+"""Runtimes of `ulysses` and of `btp-cp`, which sends latents wherever they are narrower than heads. Shapes:
+`boost.layouts.ulysses.spec`.
+
+Legend: p TP processes, T tokens, n = T/p of them on this process; R latent width, w elements per token of a projection that one
+process needs.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from boost.config.architecture import Slot
+from boost.layouts.runtime import TokenSharded
+from boost.layouts.spec import EXCHANGE, GATHER_REPLICATED
+from boost.layouts.ulysses.spec import CrossingSpec
+from boost.models.group import Flow, Latents, LinearGroup
+from boost.models.kernels import linear
+from boost.parallel.collectives import features_to_rows, heads_for_each, rows_to_features
+
+
+class Ulysses(TokenSharded):
+    """Token-sharded residual stream and MLP; q, k, v and o are exchanged."""
+
+    spec: CrossingSpec
+
+    def crosses_as_heads(self, slot: Slot) -> bool:
+        return self.spec.crosses_as_heads(slot, self.model, self.parallel)
+
+    def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
+        """gate and up: local inputs of `project_in` for this process's tokens. q, k and v: one collective."""
+        latents = group.policy.local(self.norm_and_inner, flow.x, gamma, group)
+        prev = flow.take(group.taken) if group.taken else ()
+        if not _is_exchanged(group):
+            flow.arrived, flow.to_combine = tuple(latents), prev
+        elif all(group.as_heads):
+            outputs, new = group.outer_segment(latents, prev)
+            flow.latents += new
+            yield from self._exchange(flow, outputs, group)
+        else:
+            yield from self._send_latents(flow, latents, prev, group)
+
+    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
+        """q, k and v of this process's heads, or gate and up of its tokens."""
+        return (self._split_by_slot(group, arrived), ()) if _is_exchanged(group) else group.outer(arrived, prev)
+
+    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+        """The MLP's A or W. Heads are sent unchanged."""
+        return hidden if _is_exchanged(group) else group.inner(hidden)[0]
+
+    def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
+        """o: exchanges heads for those of this process's tokens, then projects. down: the rest of the projection."""
+        if _is_exchanged(group):
+            heads = self.start(GATHER_REPLICATED if self.is_inference else EXCHANGE, partial)
+            yield
+            (partial,) = group.inner(rows_to_features(heads.wait(), self.axis))
+        group.update(flow, partial)
+
+    def _exchange(self, flow: Flow, outputs: Sequence[Tensor], group: LinearGroup) -> Iterator[None]:
+        """All heads of this process's tokens, [n, p w] per slot -> this process's heads of all tokens."""
+        flow.to_combine = ()
+        parts = [self._repeat_shared_heads(y, slot) for y, slot in zip(outputs, group.shape.slots, strict=True)]
+        if self.is_inference:
+            flow.arrived = tuple(y.unflatten(-1, (self.size, -1))[:, self.rank] for y in parts)
+            return
+        sent = [parts] if self.grouping else [[part] for part in parts]
+        exchanged = [self.start(EXCHANGE, features_to_rows(together, self.axis)) for together in sent]
+        yield
+        flow.arrived = tuple(heads.wait() for heads in exchanged)
+
+    def _repeat_shared_heads(self, y: Tensor, slot: Slot) -> Tensor:
+        """[n, width] -> [n, p w]: each process's heads side by side. Heads that several processes share are repeated."""
+        if not slot.kv or not self.crosses_as_heads(slot):
+            return y
+        return heads_for_each(y, self.model.kv_heads, self.size)
+
+    def _split_by_slot(self, group: LinearGroup, received: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Splits received tensors by slot."""
+        if len(received) == len(group.shape.slots):
+            return received
+        return received[0].split(
+            [self.spec.sent_to_each(s, self.model, self.parallel) for s in group.shape.slots], dim=-1
+        )
+
+    def _send_latents(self, flow: Flow, latents: Sequence[Tensor], prev: Latents, group: LinearGroup) -> Iterator[None]:
+        """Sends the latents of a group in which some slots do not send heads."""
+        raise NotImplementedError
+
+
+class BTPCP(Ulysses):
+    """Latents are all-gathered before attention and reduce-scattered after it, as under `btp-sp`."""
+
+    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
+        """Slots that received latents: B for this process's heads. Slots that received heads: nothing left to do."""
+        if group.shape.name != "qkv" or all(group.as_heads):
+            return super().project_in(arrived, prev, group)
+        if not any(group.as_heads):
+            return group.project_in_one_node(arrived), ()
+        received = zip(self._split_by_slot(group, arrived), group.weights(), group.as_heads, strict=True)
+        return [x if is_done else linear(x, b) for x, b, is_done in received], ()
+
+    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+        """A for this process's heads, a partial sum; otherwise as under `ulysses`."""
+        return linear(hidden, group.A) if _reduces_latents(group) else super().project_out(hidden, group)
+
+    def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
+        """The sum, scattered to this process's tokens, then act and B; otherwise as under `ulysses`."""
+        if not _reduces_latents(group):
+            yield from super().leave(flow, partial, group)
+            return
+        latents = self.start(self.from_shards, partial)
+        yield
+        group.update(flow, latents.wait())
+
+    def _send_latents(self, flow: Flow, latents: Sequence[Tensor], prev: Latents, group: LinearGroup) -> Iterator[None]:
+        """Sends act(A norm(x)) of this process's tokens, or, for projections that send heads, all of their heads. If a group
+        has both, one all-to-all sends everything (without grouping, one collective per projection); the latent goes to every
+        process, as in an all-gather."""
+        h, new = group.activate_segment(latents, prev)
+        flow.latents += new
+        flow.to_combine = ()
+        slots = group.shape.slots
+        if not any(group.as_heads):
+            started = [self.start(self.to_shards, h_TR) for h_TR in h]
+            yield
+            flow.arrived = tuple(latent.wait() for latent in started)
+            return
+        own = h if len(h) > 1 else h[0].split([slot.rank or 0 for slot in slots], dim=-1)
+        mixed = zip(own, group.weights(), group.as_heads, strict=True)
+        outputs = [linear(x, b) if heads else x for x, b, heads in mixed]
+        if self.grouping or self.is_inference:
+            copies = zip(outputs, group.as_heads, strict=True)
+            yield from self._exchange(
+                flow, [y if heads else torch.cat([y] * self.size, dim=-1) for y, heads in copies], group
+            )
+            return
+        started = []
+        for part, slot, heads in zip(outputs, slots, group.as_heads, strict=True):
+            sent = features_to_rows([self._repeat_shared_heads(part, slot)], self.axis) if heads else part
+            started.append(self.start(EXCHANGE if heads else self.to_shards, sent))
+        yield
+        flow.arrived = tuple(part.wait() for part in started)
+
+
+def _is_exchanged(group: LinearGroup) -> bool:
+    return group.shape.name in ("qkv", "o")
+
+
+def _reduces_latents(group: LinearGroup) -> bool:
+    return group.shape.name == "o" and not group.as_heads[0]

@@ -1,0 +1,163 @@
+"""Sequences sharded over the context axis match one process, under every layout, with heads exchanged or keys gathered."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor.experimental._context_parallel import _attention
+
+from boost.config import Config
+from boost.config.attention import chunks_of, crosses_as_heads
+from boost.errors import ConfigError
+from boost.layouts.runtime import ContextAxis
+from boost.models.attention import attend, make_context
+from boost.models.block import interleave
+from boost.models.group import Flow
+from boost.parallel.collectives import run
+from tests import toy
+from tests.distributed import run_distributed
+from tests.matrices import GROUPING, LAYOUTS, LOCAL, Row, chosen, config_of, each_value, family_of, ids, pairwise
+from tests.trained import compare, require_one_process
+
+SIZES = ((1, 2, 8), (1, 2, 2), (1, 4, 8), (1, 4, 1), (2, 2, 8), (2, 2, 1))
+"""(TP, CP, key/value heads) with 8 heads: some exchange heads, some gather keys."""
+
+
+def is_legal(row: Row) -> bool:
+    if row["sizes"][0] == 1 and row["layout"] not in (LAYOUTS[0], LAYOUTS[-1]):
+        return False  # without TP all layouts are the same
+    if row["recompute"] == "low-rank-sharded":
+        return row["layout"]["layout"] == "btp-sp"
+    dense = family_of(row["layout"]) == "dense"
+    return row["recompute"] not in LOCAL if dense else row["recompute"] != "full-block" or row["overlap"] == "none"
+
+
+ROWS = pairwise(
+    {
+        "sizes": SIZES,
+        "layout": LAYOUTS,
+        "grouping": GROUPING,
+        "recompute": ("none", "low-rank", "low-rank+attention-output", "low-rank-sharded", "full-block"),
+        "overlap": ("none", "halves"),
+        "micro_batch": (1, 2),
+        "documents": (False, True),
+    },
+    is_legal,
+)
+
+
+def configured(row: Row) -> Config:
+    tp, cp, kv_heads = row["sizes"]
+    parallel = {**row["layout"], "grouping": row["grouping"], "overlap": row["overlap"], "cp": cp}
+    model = {"family": family_of(row["layout"]), "kv_heads": kv_heads, "layers": 1}
+    train = {"recompute": row["recompute"], "micro_batch": row["micro_batch"], "global_batch": 2, "seq_len": 32}
+    return config_of(model, parallel, tp, "float64", train=train, data={"isolate_documents": row["documents"]})
+
+
+@pytest.mark.parametrize("row", each_value(ROWS, ids([(row,) for row in ROWS])))
+@pytest.mark.slow
+def test_a_shared_sequence_is_the_function_of_one_process(row: Row) -> None:
+    require_one_process(configured(row))
+
+
+def test_rows_cover_heads_and_gathered_keys() -> None:
+    ways = {crosses_as_heads(config.model, config.parallel) for config in map(configured, ROWS)}
+    assert ways == {True, False}
+
+
+COMPOSED: list[dict[str, Any]] = [
+    {"parallel": {"cp": 2, "dp": 2, "shard": "full"}},
+    {"parallel": {"cp": 2, "dp": 2, "shard": "optimizer"}, "model": {"kv_heads": 8}},
+    {"parallel": {"cp": 2, "tp": 2, "layout": "btp-cp", "shard": "full", "shard_outer": True}},
+    {"parallel": {"cp": 2, "pp": 2, "schedule": "interleaved-1f1b"}, "model": {"kv_heads": 8, "layers": 4}},
+    {"parallel": {"cp": 2, "tp": 2, "layout": "btp-sp"}, "model": {"family": "lax", "gate": "tensor", "rank": 16}},
+    {"parallel": {"cp": 2, "tp": 2}, "optim": {"name": "loro", "exact_every": 2}, "model": {"family": "svd"}},
+    {"parallel": {"cp": 2, "dp": 2}, "optim": {"name": "muon"}},
+    {"parallel": {"cp": 2, "pp": 2}},
+]
+COMPILED: list[dict[str, Any]] = [
+    {"parallel": {"cp": 2}, "train": {"compile": "blocks"}, "model": {"kv_heads": kv_heads}} for kv_heads in (8, 2)
+]
+"""Each takes a minute or more in torch's compiler."""
+
+
+@pytest.mark.parametrize("sections", chosen((0, 2, 3, 4, 5), [*COMPOSED, *COMPILED]))
+@pytest.mark.slow
+def test_it_composes(sections: dict[str, Any]) -> None:
+    config = toy.toy_config("float64", **{**sections, "train": {"micro_batch": 1, **sections.get("train", {})}})
+    toy.skip_what_torch_cannot(config)
+    require_one_process(config, compare)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.nightly  # attention to 16,000 tokens, four times
+def test_sixteen_thousand_tokens_on_four_processes(heads: int) -> None:
+    """With one key/value head keys are gathered; with four, heads are exchanged."""
+    model = {"dim": 8, "heads": heads, "kv_heads": heads, "ffn_dim": 8, "rank": 4, "layers": 1}
+    train = {"seq_len": 16_384, "micro_batch": 1, "global_batch": 1, "recompute": "low-rank"}
+    config = toy.toy_config("float64", model=model, parallel={"cp": 4}, train=train)
+    assert crosses_as_heads(config.model, config.parallel) == (heads == 4)
+    require_one_process(config, compare, 1)
+
+
+def attention_both_ways(config: Config) -> float:
+    """Relative error of our attention on one process against torch's ring attention over the same chunks."""
+    mesh, model = toy.toy_mesh(config), config.model
+    axis, flow = ContextAxis(model, config.parallel, mesh.cp, run), Flow(torch.empty(0))
+    generator, heads, width = torch.Generator().manual_seed(3), model.heads, model.head_dim
+    length = config.train.seq_len
+    whole = [torch.randn(1, length, heads, width, generator=generator, dtype=torch.float64) for _ in range(3)]
+    c = length // (2 * mesh.cp.size)
+    own = [torch.cat([x[:, n * c : (n + 1) * c] for n in chunks_of(mesh.cp.rank, mesh.cp.size)], dim=1) for x in whole]
+    share = axis.share()
+    context = make_context(1, share.positions(2 * c, toy.CPU), model, torch.float64, share=share)
+
+    interleave([axis.enter(flow, [x.flatten(0, 1).flatten(1) for x in own], share, 1)])
+    q, k, v = flow.arrived
+    attended, _ = attend(q, k, v, width, context, 0)
+    interleave([axis.leave(flow, attended, share, 1)])
+    (ours,) = flow.arrived
+    operation: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    q, k, v = (x.transpose(1, 2) for x in own)
+    assert mesh.cp.group is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_attention._cp_options, "convert_to_f32", False)
+        theirs, *_ = _attention._templated_ring_attention(mesh.cp.group, 2, operation, q, k, v, is_causal=True)
+    return (ours.view_as(own[0]) - theirs.transpose(1, 2)).abs().max().item()
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("as_heads", [True, False])
+def test_attention_is_that_of_torchs_ring(cp: int, as_heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch splits sequences into the same chunks (its load balancer for causal attention) and merges partial softmaxes."""
+    heads = 8 if as_heads else 3  # not divisible by four processes
+    model = {"heads": heads, "kv_heads": heads, "dim": 8 * heads}
+    config = toy.toy_config("float64", model=model, parallel={"cp": cp}, train={"seq_len": 64})
+    assert crosses_as_heads(config.model, config.parallel) == as_heads
+    assert max(run_distributed(cp, attention_both_ways, config)) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"parallel": {"cp": 3}},
+            r"train.seq_len = 16 must be divisible by 2 x parallel.cp = 6.*nearest valid value: 18",
+        ),
+        (
+            {
+                "parallel": {"cp": 2, "tp": 4, "layout": "btp-sp"},
+                "train": {"seq_len": 12, "micro_batch": 1, "global_batch": 1},
+            },
+            r"1 x 12 / parallel.cp = 2 = 6 tokens.*must be divisible by parallel.tp = 4; nearest valid value of train.seq_len: 16",
+        ),
+        (
+            {"parallel": {"cp": 2, "overlap": "halves"}, "train": {"seq_len": 18, "micro_batch": 3, "global_batch": 3}},
+            r"train.seq_len = 18 must be divisible by 2 x parallel.cp = 4",
+        ),
+    ],
+    ids=["cp", "tokens", "halves"],
+)
+def test_what_does_not_divide_is_one_line(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        toy.toy_config(**sections)
