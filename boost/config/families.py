@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, ca
 
 from pydantic import BeforeValidator, Field
 
-from boost.config.section import Count, Positive, Tagged, Width
+from boost.config.section import Count, Positive, Tagged, WholeConfig, Width
 from boost.errors import ConfigError
-
-if TYPE_CHECKING:
-    from boost.config.schema import Config
 
 Family = str
 """A value of model.family, one of `ModelConfig.choices`."""
@@ -194,7 +191,7 @@ class LowRankConfig(ModelConfig):
                     f"--model.ranks.{slot} {max(width // 4, 1)} would set its rank to a quarter of its width (ranks.kv: of both)"
                 )
 
-    def problems(self, config: "Config") -> Iterator[str]:
+    def problems(self, config: WholeConfig) -> Iterator[str]:
         """Ranks larger than their linears, and ranks for unknown linears."""
         narrow = min(self.dim, self.ffn_dim)
         if self.rank > narrow:
@@ -251,7 +248,7 @@ class LaXConfig(LowRankConfig):
         """The family with its main choices."""
         return f"lax over {self.over}, {self.gate} gate"
 
-    def problems(self, config: "Config") -> Iterator[str]:
+    def problems(self, config: WholeConfig) -> Iterator[str]:
         """A linear's latents feed the same linear of the next block, so it has one rank in all blocks."""
         for name in self.ranks:
             if name.startswith("layers."):

@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
 
-from boost.config.section import Count, Decay, Fraction, Natural, NonNegative, Positive, Tagged
-
-if TYPE_CHECKING:
-    from boost.config.schema import Config
+from boost.config.section import Count, Decay, Fraction, Natural, NonNegative, Positive, Tagged, WholeConfig
 
 
 class LRSchedule(Tagged):
@@ -43,7 +40,7 @@ class Constant(LRSchedule):
     decay_steps: Natural = 0
     """Number of final steps over which the learning rate decays linearly to min_lr_ratio * lr."""
 
-    def problems(self, config: "Config") -> Iterator[str]:
+    def problems(self, config: WholeConfig) -> Iterator[str]:
         """Warmup and decay must fit within the run."""
         warmup, steps = config.optim.warmup_steps, config.train.steps
         if self.decay_steps and warmup + self.decay_steps > steps:
@@ -69,7 +66,7 @@ class CosineRestarts(LRSchedule):
         """Restarts follow exact steps."""
         return "exact_every" in optimizer.model_fields
 
-    def problems(self, config: "Config") -> Iterator[str]:
+    def problems(self, config: WholeConfig) -> Iterator[str]:
         """Restarts must coincide with cleared moments and fit within the run."""
         optim, steps, warmup = config.optim, config.train.steps, config.optim.warmup_steps
         if not self.suits(type(optim)):
@@ -177,7 +174,7 @@ class OptimConfig(Tagged):
             changes = {**changes, "schedule": LRSchedule.model_fields["schedule"].default}
         super().switch(table, changes)
 
-    def problems(self, config: "Config") -> Iterator[str]:
+    def problems(self, config: WholeConfig) -> Iterator[str]:
         """Requires low-rank factors if the optimizer is for them; checks the schedule."""
         if self.for_factors and not config.model.low_rank:
             yield (
@@ -219,7 +216,7 @@ class LOROConfig(OptimConfig):
         """Whether step `step` (0-based) is exact: the K-th, 2K-th, ... step of training."""
         return (step + 1) % self.exact_every == 0
 
-    def problems(self, config: "Config") -> Iterator[str]:
+    def problems(self, config: WholeConfig) -> Iterator[str]:
         """An exact step changes the basis of the latents; only y = B (A x) is invariant to it."""
         yield from super().problems(config)
         model = config.model

@@ -10,14 +10,11 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticUndefined
-
-if TYPE_CHECKING:
-    from boost.config.schema import Config
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
@@ -78,6 +75,18 @@ def load_plugins() -> None:
         point.load()
 
 
+class WholeConfig(Protocol):
+    """The whole configuration (`boost.config.schema.Config`), which is made of the tables, as the rules of one table read it."""
+
+    model: Any
+    data: Any
+    parallel: Any
+    train: Any
+    optim: Any
+    distill: Any
+    run: Any
+
+
 class Tagged(Section):
     """A section whose tag selects the class (a tagged union).
 
@@ -99,7 +108,7 @@ class Tagged(Section):
     parts: ClassVar[dict[str, Any]] = {}
     """Roots of the tagged fields, by field name."""
 
-    def problems(self, config: "Config") -> Iterator[str]:
+    def problems(self, config: WholeConfig) -> Iterator[str]:
         """Rules of this choice that the configuration violates, one line each."""
         yield from ()
 

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, cast
 from boost.elastic.membership import Decision, Member
 from boost.errors import ConfigError, StorageError
 from boost.train.heartbeat import Beat
-from boost.train.hooks import Hook, RunEvent, StepEnd
+from boost.train.hooks import Hook, RunEvent, StepEnd, Training
 from boost.train.run_lock import RunLock
 from boost.train.worker import take_terminal
 
 if TYPE_CHECKING:
     from boost.elastic.trainer import ElasticTrainer
-    from boost.train.loop import Trainer
 
 log = logging.getLogger("boost")
 
@@ -67,7 +66,7 @@ class TakeOver(Hook):
     def __init__(self) -> None:
         self._lock: RunLock | None = None
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: Training) -> None:
         if not trainer.takes_over:
             return
         take_terminal()
@@ -82,7 +81,7 @@ class TakeOver(Hook):
                     return
                 time.sleep(0.2)
 
-    def teardown(self, trainer: "Trainer") -> None:
+    def teardown(self, trainer: Training) -> None:
         if self._lock is not None:
             self._lock.__exit__(None, None, None)
             self._lock = None
@@ -100,10 +99,10 @@ class SlowReplicas(Hook):
         self._reported: set[Member] = set()
         self._looked_at = 0.0
 
-    def on_event(self, trainer: "Trainer", event: RunEvent) -> None:
+    def on_event(self, trainer: Training, event: RunEvent) -> None:
         self._since = {}
 
-    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+    def after_step(self, trainer: Training, event: StepEnd) -> None:
         now = time.monotonic()
         if not self._steps or now - self._looked_at < LOOK_S:
             return

@@ -11,8 +11,7 @@ from boost.elastic.trainer import ElasticTrainer
 from boost.parallel.rendezvous import Stopped
 from boost.train.faults import WAIT_S, Fault, FaultInjection
 from boost.train.heartbeat import Heartbeat
-from boost.train.hooks import Hook
-from boost.train.loop import Trainer
+from boost.train.hooks import Hook, Training
 from boost.train.run import Session
 from boost.train.rundir import RunDirectory
 
@@ -44,7 +43,7 @@ class ElasticSession(Session):
     def trainer(self, run: RunDirectory, hooks: Sequence[Hook]) -> ElasticTrainer:
         return ElasticTrainer(self.config, self.recovery, run, hooks)
 
-    def start(self, trainer: Trainer, candidates: list[Path], start_from: str | None) -> None:
+    def start(self, trainer: Training, candidates: list[Path], start_from: str | None) -> None:
         """Loads the state to start with: a restarted replica receives it from the others."""
         elastic = cast(ElasticTrainer, trainer)
         if self.recovery.is_restart:
@@ -63,6 +62,6 @@ class ElasticSession(Session):
 
 
 class _Faults(FaultInjection):
-    def actions(self, trainer: Trainer) -> dict[str, Callable[[], Any]]:
+    def actions(self, trainer: Training) -> dict[str, Callable[[], Any]]:
         elastic = cast(ElasticTrainer, trainer)
         return super().actions(trainer) | {"wait": lambda: elastic.wait_for_newcomer(WAIT_S)}

@@ -33,11 +33,11 @@ from boost.parallel.mesh import Axis, Mesh, share
 from boost.train.checkpoint import Position
 from boost.train.checkpoint.reshard import SaveShare
 from boost.train.checkpoint.write import CheckpointSaver, HostBuffer
+from boost.train.hardware import now
 from boost.train.heartbeat import set_pace
 from boost.train.hooks import Hook, TrainStart
 from boost.train.loop import Trainer
-from boost.train.model import run_passes
-from boost.train.step import Passes, Stepper, Update, now
+from boost.train.step import Passes, Stepper, Update, run_passes
 
 if TYPE_CHECKING:
     from boost.config import Config

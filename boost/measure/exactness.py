@@ -5,7 +5,7 @@ Used by `boost verify` and by tests. Data is synthetic: rows have different numb
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,16 +15,16 @@ from torch import Tensor
 from boost.config import Config
 from boost.config.architecture import IGNORED
 from boost.config.traffic import Collective
-from boost.data.batches import Batch, join
+from boost.data.batches import Batch, Batches
 from boost.measure.counting import CollectiveCounter
 from boost.models.fused import fused_params, local_slice
 from boost.optim.adamw import build_optimizer
-from boost.parallel.gradients import GradientReducer, StepStats, clip_gradients, launch_step_stats
+from boost.parallel.gradients import GradientReducer, StepFlags, launch_step_stats
 from boost.parallel.mesh import Mesh
-from boost.parallel.pipeline import Pipeline
-from boost.parallel.working import WorkingCopies
 from boost.plan.collectives import step_collectives
-from boost.train.model import Model, build_model, host_batch, initialize_model, run_passes
+from boost.train.checkpoint import Position
+from boost.train.model import Model, build_model, initialize_model
+from boost.train.step import Stepper
 
 DOCUMENT = 7
 """Length of a synthetic document in tokens."""
@@ -54,8 +54,31 @@ class Observed:
     """Weights after the last step."""
 
 
+class SyntheticBatches(Batches):
+    """The micro-batches of `made_up_batches`, in place of those of a store."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def numbered(self, step: int, numbers: Iterable[int], micro_batch: int) -> Iterator[Batch]:
+        """The micro-batches of a step with these numbers."""
+        made = made_up_batches(self.config, step)
+        return (made[number] for number in numbers)
+
+
+class CountedReducer(GradientReducer):
+    """Calls `before_sums` before the gradients that are left are summed, after the passes of a step."""
+
+    before_sums: Callable[[], None] = staticmethod(lambda: None)
+
+    def finish(self) -> None:
+        """As in the base class."""
+        self.before_sums()
+        super().finish()
+
+
 class TrainedModel:
-    """Trains a model for a few optimizer steps, and records losses, clipped gradients and weights. Tensors are local shards."""
+    """Trains a model for a few steps of `boost train`; records losses, clipped gradients and weights. Tensors are local shards."""
 
     build_optimizer = staticmethod(build_optimizer)
 
@@ -64,10 +87,12 @@ class TrainedModel:
         self.model = build_model(config, mesh)
         initialize_model(self.model, seed)
         self.initial = {name: value.clone() for name, value in weights(self.model).items()}
-        self.fused_params = list(fused_params(self.model))
-        self.reducer = GradientReducer(self.fused_params, mesh, getattr(torch, config.train.sum_dtype))
-        self.copies = WorkingCopies(self.model, config, self.reducer.accumulated)
-        self.optimizer = self.build_optimizer(self.fused_params, config, mesh)
+        params = list(fused_params(self.model))
+        self.reducer = CountedReducer(params, mesh, getattr(torch, config.train.sum_dtype))
+        self.optimizer = self.build_optimizer(params, config, mesh)
+        batches = SyntheticBatches(config)
+        self.stepper = Stepper(config, mesh, self.model, params, self.reducer, self.optimizer, batches, ahead=False)
+        self.stepper.from_tensors = False  # clips the gradients themselves, which are compared
         self.gradients: list[ByName] = []
         """Gradients of each step, after clipping."""
         self.numbers = [self.step(step) for step in range(steps)]
@@ -80,25 +105,11 @@ class TrainedModel:
 
     def step(self, step: int) -> tuple[float, float]:
         """Runs one optimizer step. Returns (loss, gradient norm)."""
-        stats = self.passes(step)
-        clip_gradients((s.tensor for s in self.fused_params), stats, self.config.optim.clip)
+        passes = self.stepper.passes(Position(step, 0), self.config.optim.lr)
+        stats = self.stepper.read(self.stepper.update(passes, StepFlags.NONE))
+        self.stepper.prefetcher.close()
         self.gradients.append({name: value.clone() for name, value in gradients(self.model).items()})
-        self.optimizer.step(step, self.config.optim.lr)
         return stats.loss, stats.gradient_norm
-
-    def passes(self, step: int, before_sums: Callable[[], None] = lambda: None) -> StepStats:
-        """Runs a step without the update. `before_sums` is called after the passes, before the remaining gradient reductions."""
-        cp = self.mesh.cp
-        batches = [batch.share(cp.rank, cp.size) for batch in made_up_batches(self.config, step, self.mesh.dp.rank)]
-        whole = [join(batches)] if isinstance(self.model, Pipeline) else batches
-        positions = self.config.train.global_batch * self.config.train.seq_len
-        self.reducer.begin(len(batches))
-        with self.copies.in_use():
-            loss = run_passes(self.model, [host_batch(batch) for batch in whole], self.config, positions)
-        before_sums()
-        self.reducer.finish()
-        targets = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
-        return launch_step_stats(self.fused_params, loss, targets, positions, self.mesh).read()
 
     def collectives(self) -> list[Collective]:
         """Returns the collectives of a step without its update. Without PP, each one has its phase set."""
@@ -112,25 +123,26 @@ class TrainedModel:
             self.model.register_forward_pre_hook(enter("forward")),
             self.model.register_forward_hook(enter("backward")),
         ]
+        self.reducer.before_sums = enter("step")
         # Compiled blocks cannot run while a dispatch mode counts (an error in torch 2.13), and they issue the same collectives.
         with torch.compiler.set_stance("force_eager"), counter:
-            self.passes(0, enter("step"))
+            passes = self.stepper.passes(Position(0, 0), self.config.optim.lr)
+            launch_step_stats(self.stepper.fused_params, passes.loss, passes.targets, self.stepper.tokens, self.mesh)
+        self.stepper.prefetcher.close()
         for hook in hooks:
             hook.remove()
         return counter.collectives
 
 
-def made_up_batches(config: Config, step: int, dp_rank: int) -> Iterator[Batch]:
-    """Yields the synthetic micro-batches of one replica in a step."""
+def made_up_batches(config: Config, step: int) -> list[Batch]:
+    """The synthetic micro-batches of a step, of all replicas."""
     train = config.train
     tokens, targets = made_up_tokens(config, step)
     for row in range(train.global_batch):
         targets[row, : (3 * row) % train.seq_len] = IGNORED
-    share = train.global_batch // config.parallel.dp
-    for start in range(dp_rank * share, (dp_rank + 1) * share, train.micro_batch):
-        rows = slice(start, start + train.micro_batch)
-        documents = np.broadcast_to(np.arange(train.seq_len, dtype=np.int32) // DOCUMENT, tokens[rows].shape).copy()
-        yield Batch(tokens[rows], targets[rows], documents)
+    documents = np.broadcast_to(np.arange(train.seq_len, dtype=np.int32) // DOCUMENT, tokens.shape).copy()
+    columns = (np.split(x, train.global_batch // train.micro_batch) for x in (tokens, targets, documents))
+    return [Batch(*rows) for rows in zip(*columns, strict=True)]
 
 
 def made_up_tokens(config: Config, seed: int, batch: int | None = None) -> tuple[np.ndarray, np.ndarray]:

@@ -25,8 +25,9 @@ from boost.plan.hardware import Hardware
 from boost.plan.memory import peak
 from boost.plan.timing import predict
 from boost.train.checkpoint import Position
-from boost.train.model import build_model, choose_kernels, host_batch, initialize_model, run_passes
+from boost.train.model import build_model, choose_kernels, host_batch, initialize_model
 from boost.train.step import Stepper as TrainingStepper
+from boost.train.step import run_passes
 
 SMALL, SIZE_1B = (512, 4, 1376, 8), (2048, 6, 5472, 32)
 """(d, blocks, f, heads) of steps that take about a second on a CPU core and on a GPU."""

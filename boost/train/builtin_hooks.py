@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -16,20 +16,8 @@ from boost.train import checkpoint as ckpt
 from boost.train.best_effort import best_effort
 from boost.train.checkpoint import BestCheckpoint, read_best, write_best
 from boost.train.health import HealthMonitor, SpikeDetector
-from boost.train.hooks import (
-    BadStep,
-    EvaluationEnd,
-    Hook,
-    Rollback,
-    SaveEnd,
-    StepEnd,
-    StepStart,
-    TrainStart,
-)
+from boost.train.hooks import BadStep, EvaluationEnd, Hook, Rollback, SaveEnd, StepEnd, StepStart, Training, TrainStart
 from boost.train.samples import TextSamples
-
-if TYPE_CHECKING:
-    from boost.train.loop import Trainer
 
 log = logging.getLogger("boost")
 
@@ -57,7 +45,7 @@ class BadStepLimit(Hook):
     def __init__(self, limit: int = MAX_BAD_STEPS) -> None:
         self.limit = limit
 
-    def on_bad_step(self, trainer: "Trainer", event: BadStep) -> None:
+    def on_bad_step(self, trainer: Training, event: BadStep) -> None:
         what = f"loss {event.loss}, gradient norm {event.gradient_norm} at step {event.step}"
         log.warning("%s: no weight was changed", what)
         if event.consecutive >= self.limit:
@@ -76,13 +64,13 @@ class ReplicaCheck(Hook):
     def __init__(self, every: int) -> None:
         self.every = every
 
-    def on_train_start(self, trainer: "Trainer", event: TrainStart) -> None:
+    def on_train_start(self, trainer: Training, event: TrainStart) -> None:
         trainer.check_replicas()
 
-    def on_bad_step(self, trainer: "Trainer", event: BadStep) -> None:
+    def on_bad_step(self, trainer: Training, event: BadStep) -> None:
         trainer.check_replicas()
 
-    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+    def after_step(self, trainer: Training, event: StepEnd) -> None:
         if _due(event.metrics.step, self.every):
             trainer.check_replicas()
 
@@ -95,7 +83,7 @@ class PeriodicEvaluation(Hook):
         self.every, self.max_tokens = every, max_tokens
         self.at_last_step = at_last_step and max_tokens is not None
 
-    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+    def after_step(self, trainer: Training, event: StepEnd) -> None:
         left_out = event.stopping or (event.last and not self.at_last_step)
         if _due(event.metrics.step, self.every) and not left_out:
             trainer.evaluate(self.max_tokens)
@@ -121,7 +109,7 @@ class PeriodicCheckpoint(Hook):
             BestCheckpoint(**state[name]) if name in state else None for name in ("best", "candidate")
         )
 
-    def on_train_start(self, trainer: "Trainer", event: TrainStart) -> None:
+    def on_train_start(self, trainer: Training, event: TrainStart) -> None:
         self._saved_at = self._clock()
         self._best = self._best or read_best(trainer.run.checkpoints)
         if trainer.resumed_from and trainer.resumed_from.parent == trainer.run.checkpoints:
@@ -130,14 +118,14 @@ class PeriodicCheckpoint(Hook):
         if train.async_save and (train.save_every or train.save_minutes):
             trainer.prepare_saves()
 
-    def before_step(self, trainer: "Trainer", event: StepStart) -> None:
+    def before_step(self, trainer: Training, event: StepStart) -> None:
         # The clock of the main process decides; its request is reduced together with the step statistics.
         late = self._clock() - self._saved_at >= 60 * self.train.save_minutes
         if trainer.mesh.is_main and self.train.save_minutes and late:
             self._saved_at = self._clock()
             trainer.request_save()
 
-    def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
+    def on_evaluation(self, trainer: Training, event: EvaluationEnd) -> None:
         this = BestCheckpoint(event.metrics.step, event.metrics.heldout_loss)
         # The candidate counts too: its save may still be in flight.
         lowest = all(this.heldout_loss < other.heldout_loss for other in (self._best, self._candidate) if other)
@@ -146,12 +134,12 @@ class PeriodicCheckpoint(Hook):
             if trainer.at_end and self._saved_step == this.step:  # the final evaluation follows the last save
                 self._record_best(trainer)
 
-    def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
+    def on_rollback(self, trainer: Training, event: Rollback) -> None:
         self._candidate = None
         if self._best and self._best.step > event.step:  # of the abandoned branch
             self._best = None
 
-    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+    def after_step(self, trainer: Training, event: StepEnd) -> None:
         if event.stopping or (trainer.at_end and not trainer.rolling_back):
             # A failure here fails the run, because no later save would preserve these weights.
             trainer.save_last(urgent=event.stopping)
@@ -164,7 +152,7 @@ class PeriodicCheckpoint(Hook):
             except (StorageError, NonFiniteError) as error:
                 trainer.warn(f"{error}; training continues and earlier checkpoints are intact")
 
-    def after_save(self, trainer: "Trainer", event: SaveEnd) -> None:
+    def after_save(self, trainer: Training, event: SaveEnd) -> None:
         self._saved_at = self._clock()
         if trainer.mesh.is_main:
             with best_effort("write last-saved.json", trainer.warn):
@@ -179,7 +167,7 @@ class PeriodicCheckpoint(Hook):
         with best_effort("remove old checkpoints", trainer.warn, StorageError):
             ckpt.rotate(trainer.run.checkpoints, self.train.keep, self.train.keep_every, protected, trainer.mesh)
 
-    def _record_best(self, trainer: "Trainer") -> None:
+    def _record_best(self, trainer: Training) -> None:
         """Records the candidate, which is now saved, as the best checkpoint."""
         self._best, self._candidate = self._candidate, None
         if self.train.keep_best and self._best:
@@ -200,7 +188,7 @@ class ProfileHook(Hook):
         self._step: tuple[int, record_function] | None = None
         """Number and open range of the current step. On GPUs the next step begins before `after_step`."""
 
-    def before_step(self, trainer: "Trainer", event: StepStart) -> None:
+    def before_step(self, trainer: Training, event: StepStart) -> None:
         if event.step == self.first:
             on_gpu = trainer.mesh.device.type == "cuda"
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -211,13 +199,13 @@ class ProfileHook(Hook):
             self._step = event.step, record_function(f"step {event.step}")
             self._step[1].__enter__()
 
-    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+    def after_step(self, trainer: Training, event: StepEnd) -> None:
         if self._step is not None and self._step[0] == event.metrics.step:
             self._end_step()
         if event.metrics.step == self.last or event.last or event.stopping:
             self._write(trainer)
 
-    def teardown(self, trainer: "Trainer") -> None:
+    def teardown(self, trainer: Training) -> None:
         self._write(trainer)
 
     def _end_step(self) -> None:
@@ -225,7 +213,7 @@ class ProfileHook(Hook):
             self._step[1].__exit__(None, None, None)
             self._step = None
 
-    def _write(self, trainer: "Trainer") -> None:
+    def _write(self, trainer: Training) -> None:
         self._end_step()
         if self._profiler is None:
             return

@@ -1,9 +1,10 @@
-"""Hardware limits and utilization: peak FLOP/s, memory in use, model FLOPs utilization."""
+"""Hardware limits and utilization: peak FLOP/s, memory in use, model FLOPs utilization, and the clock of a device."""
 
 import math
 import os
 import resource
 import sys
+import time
 
 import torch
 
@@ -83,3 +84,59 @@ def mfu(tokens_per_second: float, flops_per_token: float, devices: int, peak: fl
     backward pass without recomputation. nan if the peak is unknown.
     """
     return tokens_per_second * flops_per_token / (devices * peak)
+
+
+# Time.
+
+Moment = float | torch.cuda.Event
+"""A timestamp: seconds of the host's clock, or an event of a GPU."""
+
+
+def now(device: torch.device) -> Moment:
+    """A timestamp. On a GPU: an event that is reached once all work launched so far is done."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(first: Moment, second: Moment) -> float:
+    """Seconds between two timestamps of the same device. Waits for the second one."""
+    if isinstance(first, float) or isinstance(second, float):
+        assert isinstance(first, float) and isinstance(second, float), "timestamps are of the same device"
+        return second - first
+    second.synchronize()
+    return first.elapsed_time(second) / 1e3
+
+
+class StepClock:
+    """Duration of each step in seconds: from the end of the previous step to its own end, excluding hooks in between.
+
+    On a GPU this is GPU time: hooks that run while the GPU computes add nothing to it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begin: Moment | None = None
+        self._paused: Moment | None = None
+        self._gap: tuple[Moment, Moment] | None = None
+
+    def pause(self) -> None:
+        """Call before hooks run."""
+        self._paused = now(self._device)
+
+    def resume(self) -> None:
+        """Call when a step starts, or continues after hooks. No effect if the clock is already running."""
+        if self._begin is None:
+            self._begin = now(self._device)
+        elif self._paused is not None:
+            self._gap, self._paused = (self._paused, now(self._device)), None
+
+    def seconds(self, end: Moment) -> float:
+        """Duration of the step that ends then, in seconds. Waits for it."""
+        assert self._begin is not None, "resume comes before the first step"
+        gap = seconds_between(*self._gap) if self._gap is not None else 0.0
+        duration = seconds_between(self._begin, end) - gap
+        self._begin, self._gap = end, None
+        return duration

@@ -19,14 +19,10 @@ so that a resumed run judges like one that was not interrupted. All processes se
 import math
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from boost.train import checkpoint as ckpt
-from boost.train.hooks import Hook, Rollback, SaveStart, StepEnd, TrainStart
-from boost.train.metrics import StepMetrics
-
-if TYPE_CHECKING:
-    from boost.train.loop import Trainer
+from boost.train.hooks import Hook, Rollback, SaveStart, StepEnd, StepMetrics, Training, TrainStart
 
 WINDOW = 128
 """Number of recent healthy steps from which mean and standard deviation are computed."""
@@ -104,11 +100,11 @@ class HealthMonitor(Hook):
         self._owes_save = False
         """Whether a checkpoint was due during this trouble, so that an unmarked one follows when it is over."""
 
-    def on_train_start(self, trainer: "Trainer", event: TrainStart) -> None:
+    def on_train_start(self, trainer: Training, event: TrainStart) -> None:
         if not any(self._detector.state().values()):  # a process that joins later has those of the others
             self._detector.take_state(trainer.position.recent)
 
-    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+    def after_step(self, trainer: Training, event: StepEnd) -> None:
         if event.empty:  # its loss says nothing about the weights
             return
         step, trouble = event.metrics.step, self._detector.judge(event.metrics, event.skipped, event.cross_entropy)
@@ -136,7 +132,7 @@ class HealthMonitor(Hook):
         if self._rollback and (kind != "not finite" or trainer.bad_steps > 1):
             trainer.request_rollback(text)
 
-    def before_save(self, trainer: "Trainer", event: SaveStart) -> str | None:
+    def before_save(self, trainer: Training, event: SaveStart) -> str | None:
         trainer.position = replace(trainer.position, recent=self._detector.state())
         if event.last or trainer.trouble is None:
             return None
@@ -151,5 +147,5 @@ class HealthMonitor(Hook):
         self._healthy, self._owes_save = state["healthy"], state["owes_save"]
         self._detector.take_state(state["recent"])
 
-    def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
+    def on_rollback(self, trainer: Training, event: Rollback) -> None:
         self._healthy, self._owes_save = 0, False

@@ -51,18 +51,69 @@ The launcher then ends the other processes, as for any error in one process. An 
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
-if TYPE_CHECKING:
-    from boost.train.checkpoint import Position
-    from boost.train.evaluate import Evaluation
-    from boost.train.loop import Trainer
-    from boost.train.metrics import EvalMetrics, StepMetrics
+from boost.config import Config
+from boost.data.batches import Batches
+from boost.data.fit import Corpus
+from boost.data.store import TokenStore
+from boost.models.fused import FusedParam
+from boost.optim.adamw import Optimizer
+from boost.parallel.mesh import Mesh
+from boost.train.checkpoint import Position
+from boost.train.evaluate import Evaluation
+from boost.train.model import Model
+from boost.train.rundir import RunDirectory
 
 log = logging.getLogger("boost")
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step, over all processes."""
+
+    step: int
+    """Steps done, including this one."""
+    loss: float
+    """Mean loss over the targets of the step, in nats per token: cross-entropy, or the loss of a distillation."""
+    lr: float
+    """Learning rate of this step."""
+    gradient_norm: float
+    """Global gradient norm before clipping."""
+    tokens_per_second: float
+    """Throughput of all processes: tokens of the step / seconds."""
+    mfu: float
+    """Model FLOPs utilization as a fraction (formula: boost.train.hardware.mfu); nan if the peak is unknown."""
+    memory_bytes: int
+    """Memory of the main process in bytes: peak allocated on a GPU, resident set size on a CPU."""
+    tokens: int
+    """Tokens trained on since the start of the run."""
+    seconds: float
+    """Wall-clock time of the step."""
+
+
+@dataclass(frozen=True)
+class EvalMetrics:
+    """One evaluation on held-out text."""
+
+    step: int
+    """Steps done so far."""
+    heldout_loss: float
+    """Mean cross-entropy in nats per token."""
+    perplexity: float
+    """exp(heldout_loss)."""
+    bits_per_byte: float
+    """Cross-entropy in bits per byte of text; comparable across tokenizers."""
+    tokens: int
+    """Held-out tokens evaluated."""
+    final: bool = False
+    """Whether it is the final evaluation of the run, on the whole held-out split."""
+    heldout_losses: Mapping[str, float] = field(default_factory=dict)
+    """Mean cross-entropy of each store of data.mixture by its name, in nats per token; `heldout_loss` is their weighted mean. Empty
+    without a mixture."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +149,7 @@ class BadStep:
 class StepEnd:
     """A step is done."""
 
-    metrics: "StepMetrics"
+    metrics: StepMetrics
     skipped: bool
     """Whether the step was bad and changed no weight."""
     last: bool
@@ -164,7 +215,7 @@ class RunEvent:
 class EvaluationEnd:
     """An evaluation is done. The result is the same on all processes."""
 
-    metrics: "EvalMetrics"
+    metrics: EvalMetrics
     complete: bool
     """Whether it covers the whole held-out split rather than a part of it."""
 
@@ -193,8 +244,8 @@ class RunTrouble:
 class TrainResult:
     """How a run ended."""
 
-    position: "Position"
-    evaluation: "Evaluation | None"
+    position: Position
+    evaluation: Evaluation | None
     """On the whole held-out split; None if a signal or a hook stopped the run."""
     checkpoint: Path | None
     """The latest complete checkpoint."""
@@ -213,41 +264,139 @@ class TrainEnd:
     result: TrainResult
 
 
+class Training(Protocol):
+    """The run that a hook belongs to, as hooks may read and use it: the `Trainer` that calls them."""
+
+    config: Config
+    mesh: Mesh
+    run: RunDirectory
+    model: Model
+    optimizer: Optimizer
+    corpus: Corpus
+    store: TokenStore
+    """The first store of the corpus, whose tokenizer is that of the run."""
+    batches: Batches
+    flops_per_token: int
+    fused_params: list[FusedParam]
+    position: Position
+    """Steps and tokens so far."""
+    bad_steps: int
+    """Consecutive bad steps up to the current position."""
+    trouble: RunTrouble | None
+    """What is currently wrong with the run."""
+    proven_step: int
+    """The last step whose weights the loss of the next step has proven healthy, with no trouble since."""
+    resumed_from: Path | None
+    started_from: Path | None
+    warnings: list[str]
+    """Warnings from before the first step."""
+    recent: list[StepMetrics | EvalMetrics]
+    """Metrics of the latest step."""
+    takes_over: bool
+    """Whether this process becomes the main process of a run in progress."""
+
+    @property
+    def at_end(self) -> bool:
+        """Whether no step is left."""
+        ...
+
+    @property
+    def rolling_back(self) -> bool:
+        """Whether a rollback follows this step."""
+        ...
+
+    def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
+        """Evaluates the held-out loss. Collective."""
+        ...
+
+    def save(self, wait: bool = True) -> Path | None:
+        """Saves a checkpoint of the current position. Collective."""
+        ...
+
+    def save_last(self, urgent: bool) -> Path | None:
+        """Saves the last checkpoint of a run, with retries. Collective."""
+        ...
+
+    def prepare_saves(self) -> None:
+        """Allocates host memory for background saves in advance. Collective."""
+        ...
+
+    def check_replicas(self, again: bool = False) -> None:
+        """Compares the weights and moments of all replicas. Collective."""
+        ...
+
+    def checkpoints(self) -> list[Path]:
+        """The complete checkpoints of this run."""
+        ...
+
+    def proven_checkpoint(self) -> Path | None:
+        """The newest checkpoint that a later step has proven healthy."""
+        ...
+
+    def begin_trouble(self, text: str, ruined: bool) -> None:
+        """Marks the run as in trouble."""
+        ...
+
+    def end_trouble(self) -> None:
+        """Marks the run as healthy again."""
+        ...
+
+    def request_rollback(self, reason: str) -> None:
+        """Requests a rollback after this step. Call it on all processes, in `after_step`."""
+        ...
+
+    def request_stop(self, reason: str) -> None:
+        """Requests that all processes save and stop."""
+        ...
+
+    def request_save(self) -> None:
+        """Requests a checkpoint."""
+        ...
+
+    def warn(self, text: str) -> None:
+        """Logs a warning and passes it to the hooks of this process."""
+        ...
+
+    def notify(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Calls `method` (an attribute of `Hook`) on every hook of this process."""
+        ...
+
+
 class Hook:
     """Base class of all hooks. Every method does nothing by default. See the module docstring for the order of events."""
 
     main_only: ClassVar[bool] = False
     """Whether the hook runs on the main process only."""
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: "Training") -> None:
         """Acquires resources such as files and connections. Called before any hook gets `on_train_start`."""
 
-    def on_train_start(self, trainer: "Trainer", event: TrainStart) -> None:
+    def on_train_start(self, trainer: "Training", event: TrainStart) -> None:
         """Called once before the first step."""
 
-    def before_step(self, trainer: "Trainer", event: StepStart) -> None:
+    def before_step(self, trainer: "Training", event: StepStart) -> None:
         """Called before each step."""
 
-    def after_backward(self, trainer: "Trainer") -> None:
+    def after_backward(self, trainer: "Training") -> None:
         """Called in each step after gradients are reduced, before their norm is computed and they are clipped and applied."""
 
-    def on_bad_step(self, trainer: "Trainer", event: BadStep) -> None:
+    def on_bad_step(self, trainer: "Training", event: BadStep) -> None:
         """Called before `after_step` of a step with a non-finite loss or gradient norm, on all processes.
 
         `trainer.position` is already the position after the step.
         """
 
-    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+    def after_step(self, trainer: "Training", event: StepEnd) -> None:
         """Called after each step, including bad steps."""
 
-    def before_save(self, trainer: "Trainer", event: SaveStart) -> str | None:
+    def before_save(self, trainer: "Training", event: SaveStart) -> str | None:
         """Called before a checkpoint is written. Return a reason to refuse it, None to allow it."""
         return None
 
-    def after_save(self, trainer: "Trainer", event: SaveEnd) -> None:
+    def after_save(self, trainer: "Training", event: SaveEnd) -> None:
         """Called after a checkpoint is complete."""
 
-    def on_event(self, trainer: "Trainer", event: RunEvent) -> None:
+    def on_event(self, trainer: "Training", event: RunEvent) -> None:
         """Called for any other event, at any point of the run, such as a replica that was lost or has rejoined."""
 
     def state(self) -> dict[str, Any]:
@@ -257,22 +406,22 @@ class Hook:
     def take_state(self, state: dict[str, Any]) -> None:
         """Loads the `state` of the same hook on another process."""
 
-    def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
+    def on_rollback(self, trainer: "Training", event: Rollback) -> None:
         """Called after a rollback has loaded the weights, optimizer state and position of an earlier checkpoint."""
 
-    def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
+    def on_evaluation(self, trainer: "Training", event: EvaluationEnd) -> None:
         """Called after each evaluation."""
 
-    def on_sample(self, trainer: "Trainer", event: SampleEnd) -> None:
+    def on_sample(self, trainer: "Training", event: SampleEnd) -> None:
         """Called for each text sample, after an evaluation (train.sample_tokens)."""
 
-    def on_warning(self, trainer: "Trainer", text: str) -> None:
+    def on_warning(self, trainer: "Training", text: str) -> None:
         """Called for each `trainer.warn(text)` of this process."""
 
-    def on_train_end(self, trainer: "Trainer", event: TrainEnd) -> None:
+    def on_train_end(self, trainer: "Training", event: TrainEnd) -> None:
         """Called once at the end of the run, unless it failed."""
 
-    def teardown(self, trainer: "Trainer") -> None:
+    def teardown(self, trainer: "Training") -> None:
         """Releases resources. Called however the run ends, even if `setup` was not called."""
 
 
@@ -283,7 +432,7 @@ class HookRunner:
         self._hooks = hooks
         self._main_only_hook: Hook | None = None
 
-    def call(self, method: Callable[..., Any], trainer: "Trainer", *arguments: Any) -> list[Any]:
+    def call(self, method: Callable[..., Any], trainer: "Training", *arguments: Any) -> list[Any]:
         """Calls `method` (an attribute of `Hook`) on every hook. Returns their results."""
         results = []
         for hook in list(self._hooks):  # a copy: `add` may add hooks during the loop
@@ -291,7 +440,7 @@ class HookRunner:
                 results.append(getattr(hook, method.__name__)(trainer, *arguments))
         return results
 
-    def add(self, trainer: "Trainer", hooks: Sequence[Hook], start: TrainStart) -> None:
+    def add(self, trainer: "Training", hooks: Sequence[Hook], start: TrainStart) -> None:
         """Sets up hooks of a run in progress and calls them first from now on."""
         for hook in hooks:
             with self._running(hook):
@@ -299,7 +448,7 @@ class HookRunner:
                 hook.on_train_start(trainer, start)
         self._hooks[:0] = hooks
 
-    def teardown(self, trainer: "Trainer") -> None:
+    def teardown(self, trainer: "Training") -> None:
         """Tears down every hook, even if one fails. Errors are only logged, because the outcome of the run is already decided."""
         for hook in self._hooks:
             try:

@@ -29,10 +29,11 @@ from boost.train import checkpoint as ckpt
 from boost.train.builtin_hooks import builtin_hooks
 from boost.train.checkpoint import Checkpoint, Position, SavedCheckpoint
 from boost.train.evaluate import Evaluation, EvaluationStopped, evaluate
-from boost.train.hardware import peak_flops
+from boost.train.hardware import StepClock, peak_flops
 from boost.train.heartbeat import Phase, enter, in_phase
 from boost.train.hooks import (
     BadStep,
+    EvalMetrics,
     EvaluationEnd,
     Hook,
     HookRunner,
@@ -41,17 +42,18 @@ from boost.train.hooks import (
     SaveEnd,
     SaveStart,
     StepEnd,
+    StepMetrics,
     StepStart,
     TrainEnd,
     TrainResult,
     TrainStart,
 )
-from boost.train.metrics import EvalMetrics, StepMetrics, step_metrics
+from boost.train.metrics import step_metrics
 from boost.train.model import Model, build_model, initialize_model
 from boost.train.resume import check_resumable, check_start, resume_warnings
 from boost.train.rundir import RunDirectory
 from boost.train.signals import StopRequest
-from boost.train.step import Passes, StepClock, Stepper, Update
+from boost.train.step import Passes, Stepper, Update
 
 log = logging.getLogger("boost")
 
@@ -254,11 +256,12 @@ class Trainer:
             if passes is None or not stepper.is_current(passes, self.position):
                 passes = self._begin_step(clock)
             clock.resume()
-            update = self._update(passes)
+            update = self._launch_update(passes)
             last = self.position.step == train.steps
             passes = self._begin_step(clock) if stepper.ahead and not last else None
-            stats = self._read(update)
-            seconds = clock.seconds(update)
+            stats = stepper.read(update)
+            self._judge(stats)
+            seconds = clock.seconds(update.end)
             clock.pause()
             if self._saver.in_flight is not None and self.mesh.together(self._saver.done_everywhere):
                 self.finish_save()
@@ -319,7 +322,7 @@ class Trainer:
         lr = learning_rate(self.config.optim, step, self.config.train.steps)
         self.notify(Hook.before_step, StepStart(step + 1, lr))
         clock.resume()
-        return self._passes(lr)
+        return self._launch_passes(lr)
 
     def step(self, lr: float) -> StepStats:
         """Runs one optimizer step on one global batch. Updates nothing if the loss or the gradient norm is not finite, or if no
@@ -327,23 +330,24 @@ class Trainer:
 
         Raises TrainingError after too many consecutive bad steps (`BadStepLimit`).
         """
-        return self._read(self._update(self._passes(lr)))
+        stats = self._stepper.read(self._launch_update(self._launch_passes(lr)))
+        self._judge(stats)
+        return stats
 
-    def _passes(self, lr: float) -> Passes:
+    def _launch_passes(self, lr: float) -> Passes:
         passes = self._stepper.passes(self.position, lr)
         self.notify(Hook.after_backward)
         return passes
 
-    def _update(self, passes: Passes) -> Update:
+    def _launch_update(self, passes: Passes) -> Update:
         """Launches the update of a step and advances the position."""
         update = self._stepper.update(passes, self._take_flags())
         step, tokens = self.position.step + 1, self.position.tokens + self._stepper.tokens
         self.position = replace(self.position, step=step, tokens=tokens)
         return update
 
-    def _read(self, update: Update) -> StepStats:
-        """Reads the statistics of the step that led to the current position."""
-        stats = self._stepper.read(update)
+    def _judge(self, stats: StepStats) -> None:
+        """Counts bad steps: `stats` are those of the step that led to the current position."""
         if stats.is_finite:
             self.bad_steps = 0
             if not stats.updates:
@@ -354,7 +358,6 @@ class Trainer:
             self.bad_steps += 1
             event = BadStep(self.position.step, stats.loss, stats.gradient_norm, self.bad_steps)
             self.notify(Hook.on_bad_step, event)
-        return stats
 
     def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
         """Evaluates the held-out loss on the whole split or about `max_tokens` of it; None if stopped by a signal. Collective."""

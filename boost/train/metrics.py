@@ -13,8 +13,8 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
@@ -25,13 +25,22 @@ from boost.parallel.gradients import StepStats
 from boost.paths import require_regular
 from boost.train.best_effort import best_effort
 from boost.train.hardware import memory_bytes, mfu
-from boost.train.hooks import EvaluationEnd, Hook, Rollback, RunEvent, SampleEnd, StepEnd, TrainEnd
+from boost.train.hooks import (
+    EvalMetrics,
+    EvaluationEnd,
+    Hook,
+    Rollback,
+    RunEvent,
+    SampleEnd,
+    StepEnd,
+    StepMetrics,
+    TrainEnd,
+    Training,
+)
 from boost.train.rundir import RunDirectory, storage_errors
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-    from boost.train.loop import Trainer
 
 log = logging.getLogger("boost")
 
@@ -39,51 +48,6 @@ REOPEN_S = 60.0
 """Seconds after which TensorBoard is tried again if it could not be written."""
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """One optimizer step, over all processes."""
-
-    step: int
-    """Steps done, including this one."""
-    loss: float
-    """Mean loss over the targets of the step, in nats per token: cross-entropy, or the loss of a distillation."""
-    lr: float
-    """Learning rate of this step."""
-    gradient_norm: float
-    """Global gradient norm before clipping."""
-    tokens_per_second: float
-    """Throughput of all processes: tokens of the step / seconds."""
-    mfu: float
-    """Model FLOPs utilization as a fraction (formula: boost.train.hardware.mfu); nan if the peak is unknown."""
-    memory_bytes: int
-    """Memory of the main process in bytes: peak allocated on a GPU, resident set size on a CPU."""
-    tokens: int
-    """Tokens trained on since the start of the run."""
-    seconds: float
-    """Wall-clock time of the step."""
-
-
-@dataclass(frozen=True)
-class EvalMetrics:
-    """One evaluation on held-out text."""
-
-    step: int
-    """Steps done so far."""
-    heldout_loss: float
-    """Mean cross-entropy in nats per token."""
-    perplexity: float
-    """exp(heldout_loss)."""
-    bits_per_byte: float
-    """Cross-entropy in bits per byte of text; comparable across tokenizers."""
-    tokens: int
-    """Held-out tokens evaluated."""
-    final: bool = False
-    """Whether it is the final evaluation of the run, on the whole held-out split."""
-    heldout_losses: Mapping[str, float] = field(default_factory=dict)
-    """Mean cross-entropy of each store of data.mixture by its name, in nats per token; `heldout_loss` is their weighted mean. Empty
-    without a mixture."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +68,7 @@ TEXTS = ("kind", "prompt", "text", "state", "reason")
 """Text fields. In all other fields, a string is a non-finite number."""
 
 
-def step_metrics(trainer: "Trainer", stats: StepStats, lr: float, seconds: float, peak: float) -> StepMetrics:
+def step_metrics(trainer: Training, stats: StepStats, lr: float, seconds: float, peak: float) -> StepMetrics:
     """Metrics of the step that led to the trainer's current position."""
     train, mesh = trainer.config.train, trainer.mesh
     speed = train.global_batch * train.seq_len / seconds
@@ -258,7 +222,7 @@ class MetricsHook(Hook):
         self._sampled = (0, 0)
         """Step of the last sample, and its number within that step."""
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: Training) -> None:
         tracker_modules(trainer.config)
 
         def warn(text: str) -> None:
@@ -268,7 +232,7 @@ class MetricsHook(Hook):
         with best_effort("open the metrics", warn):
             self._open(trainer)
 
-    def _open(self, trainer: "Trainer") -> None:
+    def _open(self, trainer: Training) -> None:
         if trainer.resumed_from is None and not trainer.position.step:
             trainer.run.set_aside_metrics()
         state = trainer.position.step, trainer.takes_over
@@ -284,35 +248,35 @@ class MetricsHook(Hook):
                 if (kind, metrics.step) not in known:
                     self._writer.write(metrics)
 
-    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+    def after_step(self, trainer: Training, event: StepEnd) -> None:
         if self._writer:
             self._writer.write(event.metrics)
 
-    def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
+    def on_evaluation(self, trainer: Training, event: EvaluationEnd) -> None:
         if self._writer:
             self._writer.write(event.metrics)
 
-    def on_sample(self, trainer: "Trainer", event: SampleEnd) -> None:
+    def on_sample(self, trainer: Training, event: SampleEnd) -> None:
         step, number = self._sampled
         self._sampled = event.step, (number + 1 if step == event.step else 1)
         if self._writer:
             self._writer.sample(event, self._sampled[1])
 
-    def on_train_end(self, trainer: "Trainer", event: TrainEnd) -> None:
+    def on_train_end(self, trainer: Training, event: TrainEnd) -> None:
         result = event.result
         end = RunEnd(result.position.step, "stopped" if result.stopped_by else "done", result.stopped_by or "")
         if self._writer:
             self._writer.end(end)
 
-    def on_event(self, trainer: "Trainer", event: RunEvent) -> None:
+    def on_event(self, trainer: Training, event: RunEvent) -> None:
         if self._writer:
             self._writer.event(event)
 
-    def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
+    def on_rollback(self, trainer: Training, event: Rollback) -> None:
         if self._writer:
             self._writer.rewind(event.step)
 
-    def teardown(self, trainer: "Trainer") -> None:
+    def teardown(self, trainer: Training) -> None:
         if self._writer:
             self._writer.close()
 

@@ -3,7 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -23,11 +23,10 @@ from boost.models import kernels
 from boost.models.decoder import Decoder
 from boost.models.fused import FusedParam
 from boost.models.init import initialize
-from boost.models.interface import Teaching
 from boost.parallel.mesh import Mesh
 from boost.parallel.pipeline import Pipeline, StageModule
 from boost.parallel.recompute import POLICIES
-from boost.parallel.sharding import last_backward, shard
+from boost.parallel.sharding import shard
 from boost.train.hardware import total_memory
 from boost.train.progress import progress
 
@@ -35,8 +34,6 @@ log = logging.getLogger("boost")
 
 Model = Decoder | Pipeline
 """The part of the model that this process runs."""
-Teach = Callable[[Tensor, Tensor | None], Teaching]
-"""What to learn from a teacher about (tokens, document ids) of a micro-batch."""
 
 
 def build_model(config: Config, mesh: Mesh) -> Model:
@@ -159,26 +156,3 @@ def to_device(batch: Batch | HostBatch, isolate: bool, device: torch.device) -> 
     host = batch if isinstance(batch, HostBatch) else host_batch(batch)
     tokens, targets = (x.to(device, non_blocking=True) for x in (host.tokens, host.targets))
     return tokens, targets, host.document_ids if isolate else None
-
-
-def run_passes(
-    model: Model, batches: Sequence[HostBatch], config: Config, divisor: int, teach: Teach | None = None
-) -> Tensor:
-    """Runs forward and backward passes over this process's micro-batches of a step and accumulates gradients. A pipeline takes a
-    single batch, with all micro-batches concatenated along dim 0, and no teacher.
-
-    Returns the fp64 sum of the losses divided by `divisor`; 0 on a process without the head. Gradients are divided by it too.
-    """
-    isolate = config.data.isolate_documents
-    if isinstance(model, Pipeline) and batches:
-        (whole,) = batches
-        return model.backward(*to_device(whole, isolate, model.device), divisor)
-    total = torch.zeros((), dtype=torch.double, device=model.device)
-    for number, batch in enumerate(batches, start=1):
-        last_backward(model, number == len(batches), config.parallel)
-        tokens, targets, documents = to_device(batch, isolate, model.device)
-        taught = {} if teach is None else {"teaching": teach(tokens, documents)}
-        loss = model(tokens, targets, documents, **taught) / divisor
-        loss.backward()
-        total += loss.detach()
-    return total

@@ -1,18 +1,15 @@
 """Text samples from the model during training."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from boost.data.store import TokenStore
 from boost.data.tokenizer import continuation
 from boost.train.generate import generate
 from boost.train.heartbeat import Phase, in_phase
-from boost.train.hooks import EvaluationEnd, Hook, SampleEnd
+from boost.train.hooks import EvaluationEnd, Hook, SampleEnd, Training
 from boost.train.model import Model
 from boost.train.sampling import Sampling
-
-if TYPE_CHECKING:
-    from boost.train.loop import Trainer
 
 SAMPLING = Sampling(temperature=0.8, top_p=0.95)
 """Every sample uses the same seed, so that samples differ only because of the weights."""
@@ -28,7 +25,7 @@ class TextSamples(Hook):
         self.tokens, self.prompts = tokens, tuple(prompts)
         self._sampled: int | None = None
 
-    def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
+    def on_evaluation(self, trainer: Training, event: EvaluationEnd) -> None:
         if self._sampled == event.metrics.step:  # the final evaluation may follow a periodic one of the same weights
             return
         self._sampled = event.metrics.step

@@ -1,12 +1,13 @@
-"""One optimizer step of this process in three parts: forward and backward passes, update, statistics.
+"""One optimizer step of this process, from top to bottom: `Stepper.passes` reads the batch, runs forward and backward passes over
+its micro-batches and reduces gradients; `Stepper.update` launches the statistics, clips and updates the weights; `Stepper.read`
+waits for the statistics.
 
 On a GPU the first two only launch work. To keep the GPU busy, the trainer launches the passes of step n + 1 before it reads the
 statistics of step n (order of events: `boost.train.hooks`). The passes need the weights of step n, whose update was launched before
 them, but not its statistics: those only determine what happens around a step.
 """
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from boost.config import Config
 from boost.config.architecture import IGNORED
 from boost.data.batches import Batches, join
 from boost.models.fused import FusedParam
+from boost.models.interface import Teaching
 from boost.optim.adamw import Optimizer
 from boost.parallel.gradients import (
     GradientReducer,
@@ -27,11 +29,155 @@ from boost.parallel.gradients import (
     launch_step_stats,
 )
 from boost.parallel.mesh import Mesh, share
-from boost.parallel.sharding import forget_gathered
+from boost.parallel.pipeline import Pipeline
+from boost.parallel.sharding import forget_gathered, last_backward
 from boost.parallel.working import WorkingCopies
 from boost.train.checkpoint import Position
-from boost.train.model import HostBatch, Model, host_batch, run_passes
+from boost.train.hardware import Moment, now
+from boost.train.model import HostBatch, Model, host_batch, to_device
 from boost.train.teacher import Teacher
+
+Teach = Callable[[Tensor, Tensor | None], Teaching]
+"""What to learn from a teacher about (tokens, document ids) of a micro-batch."""
+
+
+class Stepper:
+    """Runs the steps of one process: `passes`, `update`, `read`. All processes of the mesh call the same methods in the same
+    order."""
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        model: Model,
+        fused_params: Sequence[FusedParam],
+        reducer: GradientReducer,
+        optimizer: Optimizer,
+        batches: Batches,
+        ahead: bool | None = None,
+    ) -> None:
+        """`ahead`: see `Trainer`."""
+        self.config, self.mesh, self.model = config, mesh, model
+        self.fused_params, self.reducer, self.optimizer = fused_params, reducer, optimizer
+        self.copies = WorkingCopies(model, config, reducer.accumulated)
+        self.prefetcher = Prefetcher(batches, config, mesh)
+        self.teacher = Teacher(config, mesh) if config.distill.teacher else None
+        self.ahead = optimizer.takes_tensors and (mesh.device.type == "cuda" if ahead is None else ahead)
+        """Whether the passes of a step are launched before the statistics of the previous step are read."""
+        # On a CPU reading them first costs nothing, and saves a pass over gradients that need no clipping.
+        self.from_tensors = self.ahead or (optimizer.takes_tensors and mesh.device.type == "cuda")
+        """Whether updates are launched before their statistics are read."""
+        self.timed_on = mesh.device if self.ahead else torch.device("cpu")
+        """Device whose clock times the steps. With `ahead`, the host launches one step while the device runs another."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per global batch."""
+        return self.config.train.global_batch * self.config.train.seq_len
+
+    def passes(self, position: Position, lr: float) -> "Passes":
+        """Launches the passes of the step after `position` and the reduction of their gradients. Leaves no collective pending, so
+        the result may be dropped.
+
+        Raises DataError if the token store cannot be read.
+        """
+        data_step = position.step + position.skipped
+        data = self.prefetcher.take(data_step, data_step + 1 if position.step + 1 < self.config.train.steps else None)
+        versions = self._versions()
+        self.reducer.begin(data.micro_batches)
+        with self.copies.in_use():
+            if self.teacher is not None:
+                self.teacher.cross_entropy.zero_()
+            loss = run_passes(self.model, data.batches, self.config, self.tokens, self.teacher)
+        self.reducer.finish()
+        text = None if self.teacher is None else self.teacher.cross_entropy / self.tokens
+        return Passes(position, versions, lr, loss, data.targets, text)
+
+    def is_current(self, passes: "Passes", position: Position) -> bool:
+        """Whether `passes` are those of the step after `position` and no weight has changed since they were launched."""
+        return passes.position == position and passes.versions == self._versions()
+
+    def update(self, passes: "Passes", flags: StepFlags) -> "Update":
+        """Launches the update from the gradients of `passes`, which changes nothing unless the statistics say that it `updates`.
+        Reduces `flags` together with the statistics."""
+        optimizer, clip = self.optimizer, self.config.optim.clip
+        local = passes.loss, passes.targets, self.tokens
+        stats = launch_step_stats(self.fused_params, *local, self.mesh, flags, passes.cross_entropy)
+        if self.from_tensors:
+            optimizer.launch(passes.lr, *stats.for_update(clip))
+        else:
+            numbers = stats.read()
+            if numbers.updates:
+                clip_gradients((s.tensor for s in self.fused_params), numbers, clip)
+                optimizer.step(passes.position.step, passes.lr)
+        forget_gathered(self.model)  # weights that hooks have gathered since the passes
+        return Update(passes.lr, stats, now(self.timed_on))
+
+    def read(self, update: "Update") -> StepStats:
+        """Waits for the statistics of a step and returns them. Does not wait for work launched later."""
+        stats = update.stats.read()
+        if self.from_tensors and not stats.updates:
+            self.optimizer.take_back()
+        return stats
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(fused.tensor._version for fused in self.fused_params)
+
+
+def run_passes(
+    model: Model, batches: Sequence[HostBatch], config: Config, divisor: int, teach: Teach | None = None
+) -> Tensor:
+    """Runs forward and backward passes over this process's micro-batches of a step and accumulates gradients. A pipeline takes a
+    single batch, with all micro-batches concatenated along dim 0, and no teacher.
+
+    Returns the fp64 sum of the losses divided by `divisor`; 0 on a process without the head. Gradients are divided by it too.
+    """
+    isolate = config.data.isolate_documents
+    if isinstance(model, Pipeline) and batches:
+        (whole,) = batches
+        return model.backward(*to_device(whole, isolate, model.device), divisor)
+    total = torch.zeros((), dtype=torch.double, device=model.device)
+    for number, batch in enumerate(batches, start=1):
+        last_backward(model, number == len(batches), config.parallel)
+        tokens, targets, documents = to_device(batch, isolate, model.device)
+        taught = {} if teach is None else {"teaching": teach(tokens, documents)}
+        loss = model(tokens, targets, documents, **taught) / divisor
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+# What the parts of a step hand on.
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Forward and backward passes of a step, launched. `Stepper.update` finds the gradients in the reducer's buckets."""
+
+    position: Position
+    """Position of the weights that the passes use."""
+    versions: tuple[int, ...]
+    """torch's version counters of these weights; every in-place change increments them."""
+    lr: float
+    loss: Tensor
+    """Loss of this process, fp64 scalar, as returned by `run_passes`."""
+    targets: int
+    """Number of targets of this process."""
+    cross_entropy: Tensor | None = None
+    """With a teacher: the part of `loss` that is comparable between runs, before weighting."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """The update of a step, launched (on a CPU: done). Its statistics may not have been read yet."""
+
+    lr: float
+    stats: LaunchedStats
+    end: Moment
+    """End of the update, for `StepClock`."""
+
+
+# The data of a step, read one step ahead.
 
 
 @dataclass(frozen=True)
@@ -98,163 +244,3 @@ class Prefetcher:
         joined = [join(batches)] if config.parallel.pp > 1 and batches else batches
         pin = self._mesh.device.type == "cuda"
         return StepData([host_batch(batch, pin) for batch in joined], len(batches), targets)
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Forward and backward passes of a step, launched. `Stepper.update` finds the gradients in the reducer's buckets."""
-
-    position: Position
-    """Position of the weights that the passes use."""
-    versions: tuple[int, ...]
-    """torch's version counters of these weights; every in-place change increments them."""
-    lr: float
-    loss: Tensor
-    """Loss of this process, fp64 scalar, as returned by `run_passes`."""
-    targets: int
-    """Number of targets of this process."""
-    cross_entropy: Tensor | None = None
-    """With a teacher: the part of `loss` that is comparable between runs, before weighting."""
-
-
-@dataclass(frozen=True)
-class Update:
-    """The update of a step, launched (on a CPU: done). Its statistics may not have been read yet."""
-
-    lr: float
-    stats: LaunchedStats
-    end: "float | torch.cuda.Event"
-    """End of the update, for `StepClock`."""
-
-
-class Stepper:
-    """Runs the steps of one process: `passes`, `update`, `read`. All processes of the mesh call the same methods in the same
-    order."""
-
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        model: Model,
-        fused_params: Sequence[FusedParam],
-        reducer: GradientReducer,
-        optimizer: Optimizer,
-        batches: Batches,
-        ahead: bool | None = None,
-    ) -> None:
-        """`ahead`: see `Trainer`."""
-        self.config, self.mesh, self.model = config, mesh, model
-        self.fused_params, self.reducer, self.optimizer = fused_params, reducer, optimizer
-        self.copies = WorkingCopies(model, config, reducer.accumulated)
-        self.prefetcher = Prefetcher(batches, config, mesh)
-        self.teacher = Teacher(config, mesh) if config.distill.teacher else None
-        self.ahead = optimizer.takes_tensors and (mesh.device.type == "cuda" if ahead is None else ahead)
-        """Whether the passes of a step are launched before the statistics of the previous step are read."""
-        # On a CPU reading them first costs nothing, and saves a pass over gradients that need no clipping.
-        self.from_tensors = self.ahead or (optimizer.takes_tensors and mesh.device.type == "cuda")
-        """Whether updates are launched before their statistics are read."""
-        self.timed_on = mesh.device if self.ahead else torch.device("cpu")
-        """Device whose clock times the steps. With `ahead`, the host launches one step while the device runs another."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens per global batch."""
-        return self.config.train.global_batch * self.config.train.seq_len
-
-    def passes(self, position: Position, lr: float) -> Passes:
-        """Launches the passes of the step after `position` and the reduction of their gradients. Leaves no collective pending, so
-        the result may be dropped.
-
-        Raises DataError if the token store cannot be read.
-        """
-        data_step = position.step + position.skipped
-        data = self.prefetcher.take(data_step, data_step + 1 if position.step + 1 < self.config.train.steps else None)
-        versions = self._versions()
-        self.reducer.begin(data.micro_batches)
-        with self.copies.in_use():
-            if self.teacher is not None:
-                self.teacher.cross_entropy.zero_()
-            loss = run_passes(self.model, data.batches, self.config, self.tokens, self.teacher)
-        self.reducer.finish()
-        text = None if self.teacher is None else self.teacher.cross_entropy / self.tokens
-        return Passes(position, versions, lr, loss, data.targets, text)
-
-    def is_current(self, passes: Passes, position: Position) -> bool:
-        """Whether `passes` are those of the step after `position` and no weight has changed since they were launched."""
-        return passes.position == position and passes.versions == self._versions()
-
-    def update(self, passes: Passes, flags: StepFlags) -> Update:
-        """Launches the update from the gradients of `passes`, which changes nothing unless the statistics say that it `updates`.
-        Reduces `flags` together with the statistics."""
-        optimizer, clip = self.optimizer, self.config.optim.clip
-        local = passes.loss, passes.targets, self.tokens
-        stats = launch_step_stats(self.fused_params, *local, self.mesh, flags, passes.cross_entropy)
-        if self.from_tensors:
-            optimizer.launch(passes.lr, *stats.for_update(clip))
-        else:
-            found = stats.read()
-            if found.updates:
-                clip_gradients((s.tensor for s in self.fused_params), found, clip)
-                optimizer.step(passes.position.step, passes.lr)
-        forget_gathered(self.model)  # weights that hooks have gathered since the passes
-        return Update(passes.lr, stats, now(self.timed_on))
-
-    def read(self, update: Update) -> StepStats:
-        """Waits for the statistics of a step and returns them. Does not wait for work launched later."""
-        stats = update.stats.read()
-        if self.from_tensors and not stats.updates:
-            self.optimizer.take_back()
-        return stats
-
-    def _versions(self) -> tuple[int, ...]:
-        return tuple(fused.tensor._version for fused in self.fused_params)
-
-
-def now(device: torch.device) -> "float | torch.cuda.Event":
-    """A timestamp. On a GPU: an event that is reached once all work launched so far is done."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def seconds_between(first: "float | torch.cuda.Event", second: "float | torch.cuda.Event") -> float:
-    """Seconds between two timestamps of the same device. Waits for the second one."""
-    if isinstance(first, float) or isinstance(second, float):
-        assert isinstance(first, float) and isinstance(second, float), "timestamps are of the same device"
-        return second - first
-    second.synchronize()
-    return first.elapsed_time(second) / 1e3
-
-
-class StepClock:
-    """Duration of each step in seconds: from the end of the previous step to its own end, excluding hooks in between.
-
-    On a GPU this is GPU time: hooks that run while the GPU computes add nothing to it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._begin: float | torch.cuda.Event | None = None
-        self._paused: float | torch.cuda.Event | None = None
-        self._gap: tuple[float | torch.cuda.Event, float | torch.cuda.Event] | None = None
-
-    def pause(self) -> None:
-        """Call before hooks run."""
-        self._paused = now(self._device)
-
-    def resume(self) -> None:
-        """Call when a step starts, or continues after hooks. No effect if the clock is already running."""
-        if self._begin is None:
-            self._begin = now(self._device)
-        elif self._paused is not None:
-            self._gap, self._paused = (self._paused, now(self._device)), None
-
-    def seconds(self, update: Update) -> float:
-        """Duration of the step that ends with this update, in seconds. Waits for the update."""
-        assert self._begin is not None, "resume comes before the first step"
-        gap = seconds_between(*self._gap) if self._gap is not None else 0.0
-        found = seconds_between(self._begin, update.end) - gap
-        self._begin, self._gap = update.end, None
-        return found

@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 
 from boost.config import load
-from boost.train.metrics import EvalMetrics, RunEnd, StepMetrics
+from boost.train.hooks import EvalMetrics, StepMetrics
+from boost.train.metrics import RunEnd
 from boost.train.rundir import RunDirectory
 
 

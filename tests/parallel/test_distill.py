@@ -19,8 +19,9 @@ from boost.models.group import Flow
 from boost.models.interface import Teaching
 from boost.parallel.gradients import GradientReducer, StepFlags, launch_step_stats
 from boost.parallel.loss import distill_loss
-from boost.parallel.mesh import Axis, Mesh
-from boost.train.model import host_batch, run_passes
+from boost.parallel.mesh import Axis, Mesh, share
+from boost.train.model import host_batch
+from boost.train.step import run_passes
 from boost.train.teacher import Teacher
 from tests import toy
 from tests.convert.toys import save
@@ -98,7 +99,7 @@ def student_config(model: dict[str, Any], parallel: dict[str, Any], train: dict[
 def whole_loss(student: Decoder, teacher: Decoder, config: Config) -> Tensor:
     """The loss of a global batch on one process, by hand."""
     total = torch.zeros((), dtype=torch.double)
-    for batch in made_up_batches(toy.single(config), 0, 0):
+    for batch in made_up_batches(toy.single(config), 0):
         tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets).reshape(-1)
         _, (stream,) = student._run_parts(tokens, None, ())
         flow = Flow(stream.x)
@@ -116,7 +117,8 @@ def against_one_process(config: Config) -> dict[str, float]:
     params = list(fused_params(model))
     reducer = GradientReducer(params, mesh, torch.double)
     cp = mesh.cp
-    each = [batch.share(cp.rank, cp.size) for batch in made_up_batches(config, 0, mesh.dp.rank)]
+    made = made_up_batches(config, 0)
+    each = [made[number].share(cp.rank, cp.size) for number in share(len(made), mesh.dp.rank, mesh.dp.size)]
     batches = [host_batch(batch) for batch in each]
     positions = config.train.global_batch * config.train.seq_len
     reducer.begin(len(batches))
@@ -134,7 +136,7 @@ def against_one_process(config: Config) -> dict[str, float]:
     expected.backward()
     ours = {name: value.clone() for name, value in toy.gradients(model).items()}
     theirs = {name: value for name, value in toy.local_parts(model, toy.gradients(reference)).items() if name in ours}
-    whole = [host_batch(batch) for batch in made_up_batches(alone, 0, 0)]
+    whole = [host_batch(batch) for batch in made_up_batches(alone, 0)]
     count = sum(int((batch.targets != IGNORED).sum()) for batch in whole)
     mean = float(expected.detach()) * positions / count
     text_mean = float(sum(reference(batch.tokens, batch.targets).detach() for batch in whole)) / count

@@ -18,9 +18,9 @@ from boost.train import loop
 from boost.train.builtin_hooks import PeriodicCheckpoint
 from boost.train.checkpoint.commit import rotated
 from boost.train.health import MIN_HEALTHY, RECOVERED, SpikeDetector
-from boost.train.hooks import Hook, Rollback, SaveEnd, StepEnd, StepStart
+from boost.train.hooks import Hook, Rollback, SaveEnd, StepEnd, StepMetrics, StepStart
 from boost.train.loop import Trainer
-from boost.train.metrics import MetricsHook, StepMetrics, read_metrics
+from boost.train.metrics import MetricsHook, read_metrics
 from boost.train.resume import resume_candidates
 from tests.distributed import run_distributed
 from tests.train.runs import RATE, fitted, make_config, make_trainer

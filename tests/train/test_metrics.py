@@ -10,8 +10,8 @@ import pytest
 
 from boost.config import Config, load
 from boost.errors import ConfigError, DataError, StorageError
-from boost.train.hooks import SampleEnd
-from boost.train.metrics import KINDS, EvalMetrics, MetricsWriter, RunEnd, StepMetrics, read_metrics
+from boost.train.hooks import EvalMetrics, SampleEnd, StepMetrics
+from boost.train.metrics import KINDS, MetricsWriter, RunEnd, read_metrics
 from boost.train.rundir import RunDirectory
 
 

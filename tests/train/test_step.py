@@ -12,13 +12,13 @@ import torch
 from boost.config import Config
 from boost.errors import TrainingError
 from boost.train import checkpoint as ckpt
-from boost.train import step as stepping
+from boost.train import hardware
 from boost.train.builtin_hooks import ProfileHook
+from boost.train.hardware import StepClock
 from boost.train.hooks import BadStep, EvaluationEnd, Hook, Rollback, SaveEnd, StepEnd, StepStart
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, read_metrics
 from boost.train.resume import resume_candidates
-from boost.train.step import StepClock, Update
 from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import chosen
@@ -311,11 +311,12 @@ class Moments:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.time = 0.0
-        patch.setattr(stepping, "now", lambda device: self.time)
+        patch.setattr(hardware, "now", lambda device: self.time)
 
-    def update(self, end: float) -> Update:
+    def update(self, end: float) -> float:
+        """An update that ends then."""
         self.time = end
-        return Update(0.0, None, end)  # type: ignore[arg-type]
+        return end
 
 
 def test_seconds_of_a_step_leave_out_hooks(monkeypatch: pytest.MonkeyPatch) -> None:

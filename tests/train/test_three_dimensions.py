@@ -11,7 +11,9 @@ from boost.config.architecture import parameter_count
 from boost.data.batches import Batch
 from boost.models.fused import fused_params
 from boost.parallel.gradients import GradientReducer
-from boost.train.model import host_batch, run_passes, to_device
+from boost.parallel.mesh import share
+from boost.train.model import host_batch, to_device
+from boost.train.step import run_passes
 from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import chosen, one_in
@@ -231,7 +233,8 @@ def without_gradients(config: Config) -> tuple[list[float], list[torch.Tensor]]:
     caches = model.make_caches(2, 7)
     tokens = toy.toy_tokens(config, batch=2)[0]
     logits = [model.next_logits(tokens[:, :6], caches), model.next_logits(tokens[:, 6:7], caches)]
-    batches = list(made_up_batches(config, 0, mesh.dp.rank))
+    made = made_up_batches(config, 0)
+    batches = [made[number] for number in share(len(made), mesh.dp.rank, mesh.dp.size)]
     inputs = [to_device(batch, config.data.isolate_documents, toy.CPU) for batch in batches]
     with torch.no_grad():
         losses = [model(*each).item() for each in inputs]

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from boost.config.architecture import SLOTS, tensor_shape
-from boost.config.schema import Config, ModelConfig, ParallelConfig
-from boost.config.section import nearest
+from boost.config.schema import ModelConfig, ParallelConfig
+from boost.config.section import WholeConfig, nearest
 from boost.layouts.spec import (
     GATHER,
     GATHER_REPLICATED,
@@ -38,7 +38,7 @@ class VanillaConfig(ParallelConfig):
     """strong: attention and the gated product are sharded over TP ranks; published: replicated, as in the baseline of the
     BOOST paper."""
 
-    def problems(self, config: Config) -> Iterator[str]:
+    def problems(self, config: WholeConfig) -> Iterator[str]:
         """The rows of a tensor gate are sharded along with the rank."""
         model, tp = config.model, self.tp
         if model.gate != "tensor" or tp == 1:
