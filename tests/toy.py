@@ -83,7 +83,7 @@ def mesh(tp: int, dp: int = 1, pp: int = 1, cp: int = 1) -> Mesh:
 def skip_what_torch_cannot(config: Config) -> None:
     """For tests of features that older torch versions lack."""
     try:
-        require_torch(config.parallel)
+        require_torch(config)
     except ConfigError as error:
         pytest.skip(str(error))
 

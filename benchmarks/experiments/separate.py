@@ -57,7 +57,7 @@ class _Operations:
 
     @staticmethod
     def rotated(x: Any, cos: Any, sin: Any, direction: int) -> Any:
-        x = x.transpose(1, 2)
+        x, cos, sin = x.transpose(1, 2), cos.squeeze(-2), torch.cat((sin, sin), dim=-1).squeeze(-2)
         if direction == 1:
             first, second = x.chunk(2, dim=-1)
             return (x * cos + torch.cat((-second, first), dim=-1) * sin).transpose(1, 2)

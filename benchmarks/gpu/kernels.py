@@ -28,7 +28,7 @@ def arguments_of(tokens: int, width: int, dtype: torch.dtype, device: torch.devi
     wide = torch.float32
     column, rows = new(tokens, 1, of=wide), [new(tokens, width) for _ in range(3)]
     heads = new(4, tokens // 4, 8, width // 8)
-    angles = [new(tokens // 4, width // 8) for _ in range(2)]
+    angles = new(tokens // 4, 1, width // 8), new(tokens // 4, 1, width // 16)
     gains = new(width, of=wide)
     return {
         "activated": (rows[0], column, True),

@@ -25,7 +25,8 @@ def register_layout(spec: LayoutSpec) -> LayoutSpec:
     if spec.name in _specs:
         raise ValueError(f"a layout named '{spec.name}' is already registered by {type(_specs[spec.name]).__name__}")
     _specs[spec.name] = spec
-    ParallelConfig.choices.setdefault(spec.name, spec.config)
+    ParallelConfig.choices.pop(spec.name, None)  # messages and tables list layouts in the order of this registry
+    ParallelConfig.choices[spec.name] = spec.config
     return spec
 
 

@@ -87,8 +87,9 @@ class Context:
     batch: int
     """Number of sequences B."""
     cos: Tensor
-    """Cosines of the rotary angles in the activations' dtype, [S, E], or [B, S, E] if sequences are at different positions."""
+    """Cosines of the rotary angles in the activations' dtype, [S, 1, E]; [B, S, 1, E] if sequences are at different positions."""
     sin: Tensor
+    """Their sines, [..., E / 2]: the two halves of a head have the same angles."""
     documents: Documents | None = None
     """Document boundaries: tokens attend only within their own document. None: to all earlier tokens of the sequence."""
     caches: tuple[KVCache, ...] = ()
@@ -149,7 +150,8 @@ def make_context(
     """
     acc_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     half = positions.to(acc_dtype).unsqueeze(-1) * rotary_frequencies(model, acc_dtype, positions.device)
-    angles = torch.cat((half, half), dim=-1)
+    half = half.unsqueeze(-2)  # the same for all heads
+    cos, sin = half.cos().to(dtype), half.sin().to(dtype)
     documents = None
     if document_ids_BS is not None:
         documents = documents_of(document_ids_BS, positions.device, dtype, compiled)
@@ -157,7 +159,7 @@ def make_context(
         c = positions.shape[0] // len(share.chunks)
         of_chunks = tuple(documents.part(number * c, (number + 1) * c) for number in share.chunks)
         share, documents = replace(share, documents=of_chunks), None
-    return Context(batch, angles.cos().to(dtype), angles.sin().to(dtype), documents, share=share)
+    return Context(batch, torch.cat((cos, cos), dim=-1), sin, documents, share=share)
 
 
 def rotary_frequencies(model: ModelConfig, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -188,7 +190,7 @@ def attend(
     v_TO: Tensor,
     head_dim: int,
     context: Context,
-    layer_index: int,
+    cache: KVCache | None = None,
     before: KeysValues = (),
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """softmax(q k^T / sqrt(E)) v for every local head, with q and k already rotated.
@@ -200,8 +202,8 @@ def attend(
     than queries, and the queries are those of the local chunks.
     """
     q, k, v = (y.view(context.batch, -1, y.shape[-1] // head_dim, head_dim).transpose(1, 2) for y in (q_TO, k_TO, v_TO))
-    if context.rows is not None:
-        k, v = context.rows.store(context.caches[layer_index], k, v)
+    if cache is not None and context.rows is not None:
+        k, v = context.rows.store(cache, k, v)
     keys_values = [(k, v)] if context.is_first_half else []
     documents, share = context.documents, context.share
     if before:

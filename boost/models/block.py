@@ -25,6 +25,7 @@ from boost.config import architecture
 from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
 from boost.models.attention import Context, KeysValues, attend, rotated
+from boost.models.cache import KVCache
 from boost.models.fused import FusedModule
 from boost.models.group import Flow, FusedLinearGroup, Latents, LinearGroup, RecomputePolicy, Stream, call
 from boost.models.interface import Layout
@@ -32,21 +33,27 @@ from boost.models.kernels import gated_product
 
 
 def attention(
-    layout: Layout, flow: Flow, context: Context, gamma: Tensor, qkv: LinearGroup, o: LinearGroup, layer_index: int
+    layout: Layout,
+    flow: Flow,
+    context: Context,
+    gamma: Tensor,
+    qkv: LinearGroup,
+    o: LinearGroup,
+    cache: KVCache | None = None,
 ) -> Iterator[None]:
-    """x + o(attention(q, k, v)), where q, k, v are projections of norm(x). `layer_index`: of the key/value cache."""
+    """x + o(attention(q, k, v)), where q, k, v are projections of norm(x). `cache`: of this block, during generation."""
     yield from layout.enter(flow, gamma, qkv)  # norm and A: the latents of q, k, v arrive
     if context.share is None:
         before = flow.first_half.keys_values.pop(0) if flow.first_half is not None else ()
         partial, latents, keys_values = qkv.policy.attention(
-            _attend, layout, context, qkv, o, layer_index, flow.arrived, flow.to_combine, before
+            _attend, layout, context, qkv, o, cache, flow.arrived, flow.to_combine, before
         )
         flow.keys_values += keys_values
     else:  # sequences are sharded over the context axis, so heads, or keys and values, are exchanged around attention
         *q_k_v, latents = qkv.policy.local(_project_qkv, layout, context, qkv, flow.arrived, flow.to_combine)
         yield from layout.enter_attention(flow, q_k_v, context)
         before = flow.first_half.keys_values.pop(0) if flow.first_half is not None else ()
-        attended, keys_values = qkv.policy.attention(attend, *flow.arrived, qkv.head_dim, context, layer_index, before)
+        attended, keys_values = qkv.policy.attention(attend, *flow.arrived, qkv.head_dim, context, cache, before)
         flow.keys_values += keys_values
         yield from layout.leave_attention(flow, attended, context)
         partial = layout.project_out(flow.arrived[0], o)
@@ -59,7 +66,7 @@ def _attend(
     context: Context,
     qkv: LinearGroup,
     o: LinearGroup,
-    layer_index: int,
+    cache: KVCache | None,
     arrived: Latents,
     prev: Latents,
     before: KeysValues,
@@ -67,7 +74,7 @@ def _attend(
     """Segment: latents of q, k, v -> A a of this process's heads, latents for the next block, and keys and values for the second
     half of the sequence."""
     q, k, v, latents = _project_qkv(layout, context, qkv, arrived, prev)
-    attended, keys_values = attend(q, k, v, qkv.head_dim, context, layer_index, before)
+    attended, keys_values = attend(q, k, v, qkv.head_dim, context, cache, before)
     return layout.project_out(attended, o), latents, keys_values
 
 
@@ -130,7 +137,9 @@ class TransformerBlock(FusedModule):
 
     def run(self, layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
         """Runs one part of a micro-batch through this block."""
-        yield from attention(layout, flow, context, self.attn_norm, self.qkv, self.o, self.layer_index)
+        # Compiled blocks would need one graph each if their index were read in training.
+        cache = context.caches[self.layer_index] if context.caches else None
+        yield from attention(layout, flow, context, self.attn_norm, self.qkv, self.o, cache)
         yield from mlp(layout, flow, self.mlp_norm, self.gate_up, self.down, self.mlp_silu)
         flow.next_block()
 

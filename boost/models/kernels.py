@@ -132,6 +132,13 @@ def inverse_rms(s_T: Tensor, width: int, eps: float) -> Tensor:
     return torch.rsqrt(s_T / width + eps).unsqueeze(-1)
 
 
+def _inverse_rms_of(x_TD: Tensor, eps: float) -> Tensor:
+    """`inverse_rms` of whole rows, [T, 1]."""
+    dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+    s_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=dtype).square()
+    return torch.rsqrt(s_T1 / x_TD.shape[-1] + eps)
+
+
 def scaled(x: Tensor, c_T1: Tensor) -> Tensor:
     """x c, rounded to x's dtype once, in one pass; without a gradient."""
     if x.dtype == c_T1.dtype:
@@ -181,12 +188,10 @@ def gated_backward(dy_TO: Tensor, gate_TO: Tensor, up_TO: Tensor) -> tuple[Tenso
 
 
 @Kernel
-def rotated(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor, direction: int) -> Tensor:
-    """Rotary embedding in the rotate-half form, which pairs the two halves of a head. `direction`: 1, or -1 for its gradient, the
-    rotation by the opposite angle."""
-    half = x_BSHE.shape[-1] // 2
-    sin_S1e = sin_SE.unsqueeze(-2)[..., :half]
-    y_BSHE = x_BSHE * cos_SE.unsqueeze(-2)
+def rotated(x_BSHE: Tensor, cos_S1E: Tensor, sin_S1e: Tensor, direction: int) -> Tensor:
+    """Rotary embedding in the rotate-half form, which pairs the two halves of a head: e = E / 2. `direction`: 1, or -1 for its
+    gradient, the rotation by the opposite angle."""
+    y_BSHE = x_BSHE * cos_S1E
     (x_1, x_2), (y_1, y_2) = x_BSHE.chunk(2, dim=-1), y_BSHE.chunk(2, dim=-1)
     y_1.addcmul_(x_2, sin_S1e, value=-direction)
     y_2.addcmul_(x_1, sin_S1e, value=direction)
@@ -208,12 +213,12 @@ def row_product(x_TR: Tensor, y_TR: Tensor, dtype: torch.dtype) -> Tensor:
 @Kernel
 def normed(x_TD: Tensor, gamma_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMSNorm of whole rows -> (gamma x c, rounded to x's dtype once, c [T, 1])."""
-    c_T1 = inverse_rms(row_sum_of_squares(x_TD), x_TD.shape[-1], eps)
+    c_T1 = _inverse_rms_of(x_TD, eps)
     return (x_TD * c_T1).mul_(gamma_D).to(x_TD.dtype), c_T1
 
 
 def _normed_traced(x_TD: Tensor, gamma_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    c_T1 = inverse_rms(row_sum_of_squares(x_TD), x_TD.shape[-1], eps)
+    c_T1 = _inverse_rms_of(x_TD, eps)
     y_TD = x_TD * c_T1 * gamma_D
     return y_TD if y_TD.dtype == x_TD.dtype else y_TD.to(x_TD.dtype), c_T1
 
@@ -288,7 +293,7 @@ class UpProject(torch.autograd.Function):
         ctx.silu, ctx.start_grad_sum = silu, start_grad_sum
         h_TR = u_TR if c_T1 is None and not silu else activated(u_TR, c_T1, silu)
         slots = zip(_slots(h_TR, weights) if len(weights) > 1 else (h_TR,), weights, strict=True)
-        return tuple([h_Tr @ b_Or.to(u_TR.dtype).t() for h_Tr, b_Or in slots])
+        return tuple([F.linear(h_Tr, b_Or.to(u_TR.dtype)) for h_Tr, b_Or in slots])
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -360,21 +365,21 @@ class _GatedProduct(torch.autograd.Function):
 
 
 class _Rotary(torch.autograd.Function):
-    """forward: q [B, S, H, E], k [B, S, K, E], angles [S, E] -> both rotated; dgrad: dq, dk rotated by the opposite angles. No
-    collective.
+    """forward: q [B, S, H, E], k [B, S, K, E], cos [S, 1, E], sin [S, 1, E/2] -> both rotated; dgrad: dq, dk rotated by the
+    opposite angles. No collective.
 
     Saves only the angles, which all blocks share.
     """
 
     @staticmethod
-    def forward(ctx: Any, q_BSHE: Tensor, k_BSKE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(cos_SE, sin_SE)
-        return rotated(q_BSHE, cos_SE, sin_SE, 1), rotated(k_BSKE, cos_SE, sin_SE, 1)
+    def forward(ctx: Any, q_BSHE: Tensor, k_BSKE: Tensor, cos_S1E: Tensor, sin_S1e: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos_S1E, sin_S1e)
+        return rotated(q_BSHE, cos_S1E, sin_S1e, 1), rotated(k_BSKE, cos_S1E, sin_S1e, 1)
 
     @staticmethod
     def backward(ctx: Any, dq_BSHE: Tensor, dk_BSKE: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        cos_SE, sin_SE = ctx.saved_tensors
-        return rotated(dq_BSHE, cos_SE, sin_SE, -1), rotated(dk_BSKE, cos_SE, sin_SE, -1), None, None
+        cos_S1E, sin_S1e = ctx.saved_tensors
+        return rotated(dq_BSHE, cos_S1E, sin_S1e, -1), rotated(dk_BSKE, cos_S1E, sin_S1e, -1), None, None
 
 
 def gated_product(gate_TO: Tensor, up_TO: Tensor, silu: bool) -> Tensor:
@@ -387,12 +392,12 @@ def gated_product(gate_TO: Tensor, up_TO: Tensor, silu: bool) -> Tensor:
     return _GatedProduct.apply(gate_TO, up_TO)
 
 
-def rotary(q_BSHE: Tensor, k_BSKE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> tuple[Tensor, Tensor]:
+def rotary(q_BSHE: Tensor, k_BSKE: Tensor, cos_S1E: Tensor, sin_S1e: Tensor) -> tuple[Tensor, Tensor]:
     """Differentiable rotary embedding (arXiv 2104.09864) of queries and keys, in the rotate-half form, which pairs the two halves
     of a head."""
     if not torch.is_grad_enabled():
-        return rotated(q_BSHE, cos_SE, sin_SE, 1), rotated(k_BSKE, cos_SE, sin_SE, 1)
-    return _Rotary.apply(q_BSHE, k_BSKE, cos_SE, sin_SE)
+        return rotated(q_BSHE, cos_S1E, sin_S1e, 1), rotated(k_BSKE, cos_S1E, sin_S1e, 1)
+    return _Rotary.apply(q_BSHE, k_BSKE, cos_S1E, sin_S1e)
 
 
 class _Scale(torch.autograd.Function):

@@ -275,7 +275,7 @@ class LowRankAttention(Sublayer):
 
     def run(self, layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
         """Runs one part of a micro-batch through this sublayer."""
-        return attention(layout, flow, context, local_weight(self.norm), self.qkv, self.o, self.layer)
+        return attention(layout, flow, context, local_weight(self.norm), self.qkv, self.o)
 
 
 class LowRankMLP(Sublayer):

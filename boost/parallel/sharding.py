@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 
+from boost.config import Config
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
 from boost.models.decoder import Decoder
@@ -26,8 +27,18 @@ SHARDS_OVER_SEVERAL_MESHES = hasattr(_fsdp_common, "ShardPlacementResult")
 """Whether torch's fully_shard can place parameters of one module on different meshes."""
 
 
-def require_torch(parallel: ParallelConfig) -> None:
+COMPILES_REPEATED_COLLECTIVES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether compiled blocks repeat a collective that is to be recomputed. 2.11 saves its result instead, without a word."""
+
+
+def require_torch(config: Config) -> None:
     """Raises ConfigError if a requested feature needs a newer torch: 2.13 supports all, 2.11 does not."""
+    parallel, train = config.parallel, config.train
+    if train.compile == "blocks" and train.recompute == "low-rank-sharded" and not COMPILES_REPEATED_COLLECTIVES:
+        raise ConfigError(
+            f"train.recompute = 'low-rank-sharded' with train.compile = 'blocks' needs a newer torch than {torch.__version__}, "
+            "which would save gathered latents (2.13 does not); set train.recompute to 'low-rank', or train.compile to 'kernels'"
+        )
     if parallel.sharded and parallel.shard_outer and not SHARDS_OVER_SEVERAL_MESHES:
         raise ConfigError(
             f"parallel.shard_outer = true needs a newer torch than {torch.__version__}, which can only shard all weights of a "

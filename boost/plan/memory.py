@@ -473,7 +473,7 @@ class _StepMemory:
         model, train = self.config.model, self.config.train
         size = ITEMSIZE[train.compute_dtype]
         length = train.seq_len // self.config.parallel.cp
-        total = length * (8 + 2 * model.head_dim * size) + 8 * train.micro_batch * length
+        total = length * (8 + model.head_dim * size * 3 // 2) + 8 * train.micro_batch * length
         device = "cuda" if self.on_gpu else "cpu"
         form = document_form(device, train.compute_dtype, compiled_part(train.compile, device) == "blocks")
         if self.config.data.isolate_documents and form == "mask":

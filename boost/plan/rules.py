@@ -222,9 +222,10 @@ def logsumexp(x: ShapeTensor, dim: int) -> ShapeTensor:
 
 
 @rule(torch.linalg.vector_norm)
-def vector_norm(x: ShapeTensor, *, dim: int, dtype: torch.dtype) -> ShapeTensor:
+def vector_norm(x: ShapeTensor, *, dim: int, dtype: torch.dtype, keepdim: bool = False) -> ShapeTensor:
     """Norm over one dimension."""
-    return reduce(x, dim, dtype=dtype)
+    norm = reduce(x, dim, dtype=dtype)
+    return norm.unsqueeze(dim) if keepdim else norm
 
 
 @rule(torch.linalg.vecdot)

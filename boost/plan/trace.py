@@ -182,9 +182,10 @@ def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[int, li
     block.recompute(policies(tape.checkpoint, tape.checkpoint_but_attention, tape.checkpoint_block)[policy])
     layout: Any = TracedLayout(tracer.layout, tape)
     # Rotary angles, whose memory is counted elsewhere.
-    shape = tracer.config.train.seq_len // tracer.parallel.cp, tracer.model.head_dim
+    tokens, width = tracer.config.train.seq_len // tracer.parallel.cp, tracer.model.head_dim
     angles: list[Any] = [
-        ShapeTensor(tape, None, shape, contiguous(shape), tracer.dtype, tracer.device) for _ in range(2)
+        ShapeTensor(tape, None, shape, contiguous(shape), tracer.dtype, tracer.device)
+        for shape in ((tokens, 1, width), (tokens, 1, width // 2))
     ]
     context = Context(tracer.config.train.micro_batch, angles[0], angles[1], share=tracer.layout.sequence_share())
     before = tape.live

@@ -120,7 +120,7 @@ def check_before_start(
         if resume == "auto":
             require_nothing_lost(run, candidates, restart)
     tracker_modules(config)
-    require_torch(config.parallel)
+    require_torch(config)
     store = open_fitting_store(config, progress)
     if start_from is not None:
         check_start(start_from, config, store)

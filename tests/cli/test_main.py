@@ -80,8 +80,8 @@ def test_overrides_are_taken_from_anywhere() -> None:
         (["eval", "x", "--batch", "-1"], "--batch = -1 is too small"),
         (["eval", "x", "--max-tokens", "-1"], "--max-tokens = -1 is too small"),
         (["config", "demo", "--model.heads", "5"], "nearest valid value: 4"),
-        (["inspect", "demo", "--layout", "btpp"], "parallel.layout = 'btpp' is not one of btp, btp-cp, btp-sp, megatron, "
-         "megatron-sp, single, ulysses, vanilla; did you mean 'btp'?"),
+        (["inspect", "demo", "--layout", "btpp"], "parallel.layout = 'btpp' is not one of btp, btp-sp, btp-cp, vanilla, "
+         "megatron-sp, megatron, ulysses, single; did you mean 'btp'?"),
         (["inspect", "boost-7b", "--tp", "3"], "parallel.tp = 3 must divide model.dim = 4096"),
         (["inspect", "demo", "--tp", "x"], "parallel.tp = 'x' is not of type integer"),
         (["inspect", "boost-7b", "--layout", "megatron"],

@@ -390,7 +390,8 @@ def test_the_run_saves_and_ends_when_its_launcher_is_killed(store: Path, tmp_pat
         while any(Path(f"/proc/{pid}").exists() for pid in processes) and time.monotonic() < deadline:
             time.sleep(0.05)
     (end,) = of("end", read_metrics(metrics))
-    assert end["reason"] == "SIGTERM" and saved_steps(command.run) == [end["step"]]
+    # Each process notices by itself; the main one may hear of it from another first.
+    assert end["reason"] in ("SIGTERM", "a signal to another process") and saved_steps(command.run) == [end["step"]]
     assert not list(command.shared.glob("boost-launch-*"))
 
 

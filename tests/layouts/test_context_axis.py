@@ -114,7 +114,7 @@ def attention_both_ways(config: Config) -> float:
 
     interleave([axis.enter(flow, [x.flatten(0, 1).flatten(1) for x in own], share, 1)])
     q, k, v = flow.arrived
-    attended, _ = attend(q, k, v, width, context, 0)
+    attended, _ = attend(q, k, v, width, context)
     interleave([axis.leave(flow, attended, share, 1)])
     (ours,) = flow.arrived
     operation: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

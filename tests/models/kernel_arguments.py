@@ -11,9 +11,9 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def angles(tokens: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    half = torch.rand(tokens, width // 2, generator=torch.Generator().manual_seed(1))
-    both = torch.cat((half, half), -1)
-    return both.cos().to(dtype), both.sin().to(dtype)
+    half = torch.rand(tokens, 1, width // 2, generator=torch.Generator().manual_seed(1))
+    cos = half.cos().to(dtype)
+    return torch.cat((cos, cos), -1), half.sin().to(dtype)
 
 
 def arguments(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:

@@ -36,7 +36,7 @@ def results(of: Context, kv_heads: int = KV_HEADS) -> Iterator[Tensor]:
         torch.randn(BATCH * LENGTH, width, generator=generator, dtype=torch.float64) for width in widths
     )
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    attended, keys_values = attend(*inputs, WIDTH, of, 0)
+    attended, keys_values = attend(*inputs, WIDTH, of)
     assert not keys_values
     yield attended
     yield from torch.autograd.grad(attended, inputs, upstream)
@@ -125,10 +125,10 @@ def test_documents_of_half_a_sequence(lengths: tuple[int, ...], form: Any, monke
     )
     inputs = [x.requires_grad_() for x in (q, k, v)]
     first, second = zip(whole.halves(), *(x.split(LENGTH // 2) for x in inputs), strict=True)
-    of_first, (keys_values,) = attend(*first[1:], WIDTH, first[0], 0)
-    of_second, needed = attend(*second[1:], WIDTH, second[0], 0, keys_values)
+    of_first, (keys_values,) = attend(*first[1:], WIDTH, first[0])
+    of_second, needed = attend(*second[1:], WIDTH, second[0], None, keys_values)
     assert not needed
-    attended, halved = attend(*inputs, WIDTH, whole, 0)[0], torch.cat((of_first, of_second))
+    attended, halved = attend(*inputs, WIDTH, whole)[0], torch.cat((of_first, of_second))
     expected = (attended, *torch.autograd.grad(attended, inputs, upstream))
     actual = (halved, *torch.autograd.grad(halved, inputs, upstream))
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

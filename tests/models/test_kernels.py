@@ -24,7 +24,7 @@ EAGER, INDUCTOR = BACKENDS["eager"], BACKENDS["inductor"]
 def rotated_by_hand(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """(x_1, x_2) as real and imaginary part of a complex number, times e^(i angle)."""
     half = x.shape[-1] // 2
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.complex(cos[:, None, :half], sin[:, None, :half])
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.complex(cos[..., :half], sin)
     return torch.cat((turned.real, turned.imag), -1)
 
 

@@ -47,12 +47,14 @@ def test_gradients_are_plain_sums_on_every_backend(device: str, dtype: str) -> N
 
 
 def test_what_an_older_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    outer = toy.toy_config(parallel={"tp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True}).parallel
+    outer = toy.toy_config(parallel={"tp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True})
     if sharding.SHARDS_OVER_SEVERAL_MESHES:  # torch 2.13
         sharding.require_torch(outer)
     monkeypatch.setattr(sharding, "SHARDS_OVER_SEVERAL_MESHES", False)
     with pytest.raises(ConfigError, match="shard_outer = true needs a newer torch than .*; set it to false"):
         sharding.require_torch(outer)
-    sharding.require_torch(
-        toy.toy_config(parallel={"pp": 2, "dp": 2, "shard": "full"}, train={"global_batch": 8}).parallel
-    )
+    monkeypatch.setattr(sharding, "COMPILES_REPEATED_COLLECTIVES", False)
+    sharded = {"recompute": "low-rank-sharded", "compile": "blocks"}
+    with pytest.raises(ConfigError, match="'low-rank-sharded' with train.compile = 'blocks' needs a newer torch than"):
+        sharding.require_torch(toy.toy_config(parallel={"tp": 2, "layout": "btp-sp"}, train=sharded))
+    sharding.require_torch(toy.toy_config(parallel={"pp": 2, "dp": 2, "shard": "full"}, train={"global_batch": 8}))

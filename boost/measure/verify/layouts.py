@@ -205,7 +205,7 @@ def run_row(model: ModelConfig, row: Row, mesh: Mesh) -> Results:
     for cell in row.cells:
         try:
             config = config_of(model, row.parallel, cell)
-            require_torch(config.parallel)
+            require_torch(config)
         except ConfigError as error:
             results[cell.name] = str(error)
             continue
