@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from boost.config import Config, load
-from boost.config.layouts import layout_names
 from boost.config.schema import ModelConfig
 from boost.errors import ConfigError
+from boost.layouts import layout_names
 
 SECTIONS = ("machines", "collectives", "links", "layouts", "step", "runs")
 

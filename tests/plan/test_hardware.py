@@ -3,6 +3,7 @@
 import itertools
 import math
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tomli_w
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from boost.config.schema import ParallelConfig
 from boost.config.traffic import Collective
 from boost.errors import ConfigError
+from boost.parallel import mesh
 from boost.parallel.mesh import mesh_of, temporary_groups
 from boost.plan.hardware import (
     QUANTITIES,
@@ -361,10 +363,11 @@ MESHES = [{"tp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}, {"pp": 4, "tp": 1},
 
 
 def groups_of(sizes: dict[str, int]) -> int:
-    """Number of process groups in which this process of a mesh communicates."""
+    """Number of process groups in which this process of a mesh communicates. As on GPUs, each axis asks for its own backend;
+    otherwise torch would use its default group for an axis of all processes."""
     known = dist.distributed_c10d._world.pg_map
     before = set(known)
-    with temporary_groups():
+    with temporary_groups(), mock.patch.object(mesh, "_backend", lambda device: "gloo"):
         mesh_of(parallel_of(sizes), torch.device("cpu"))
         return 1 + sum(group.size() > 1 for group in known if group not in before)
 
