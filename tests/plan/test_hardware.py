@@ -367,7 +367,7 @@ def groups_of(sizes: dict[str, int]) -> int:
     otherwise torch would use its default group for an axis of all processes."""
     known = dist.distributed_c10d._world.pg_map
     before = set(known)
-    with temporary_groups(), mock.patch.object(mesh, "_backend", lambda device: "gloo"):
+    with temporary_groups(), mock.patch.object(mesh, "_backend", return_value="gloo"):
         mesh_of(parallel_of(sizes), torch.device("cpu"))
         return 1 + sum(group.size() > 1 for group in known if group not in before)
 
