@@ -34,7 +34,7 @@ if [ "$DEVICE" = cuda ]; then
 fi
 
 # Runs that no check above has: documents in halves, a replica that is killed and rejoins, and three axes at once.
-piece 07-data $BOOST prepare --stdlib --out "$OUT/store"
+piece 07-data $BOOST prepare --stdlib --heldout 0.001 --out "$OUT/store"
 run() { # NAME FLAG...: a run of the demo, resumed if it was interrupted
     local name=$1
     shift
