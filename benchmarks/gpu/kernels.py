@@ -3,7 +3,6 @@
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,11 @@ from torch import Tensor
 from boost.measure.speed import synchronize
 from boost.models import kernels
 from boost.models.kernels import KERNELS
+from boost.train.hardware import now, seconds_between
 
-ROUNDS = 20
+ROUNDS, CALLS = 20, 50
+HEAD_START = 10_000_000
+"""Cycles that a GPU waits before the first call of a round: some milliseconds."""
 
 
 def arguments_of(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, ...]]:
@@ -44,16 +46,20 @@ def arguments_of(tokens: int, width: int, dtype: torch.dtype, device: torch.devi
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of several calls."""
+    """Median seconds of a call in several rounds. On a GPU: between two events around many calls, so that kernels are timed and
+    not their launches."""
+    calls = CALLS if device.type == "cuda" else 1
     for _ in range(3):
         call()
     times = []
     for _ in range(ROUNDS):
         synchronize(device)
-        begun = time.perf_counter()
-        call()
-        synchronize(device)
-        times.append(time.perf_counter() - begun)
+        if device.type == "cuda":
+            torch.cuda._sleep(HEAD_START)  # while the GPU waits, the host launches ahead
+        begun = now(device)
+        for _ in range(calls):
+            call()
+        times.append(seconds_between(begun, now(device)) / calls)
     return statistics.median(times)
 
 

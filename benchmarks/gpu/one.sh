@@ -8,10 +8,11 @@ cd "$(dirname "$0")/../.."
 . benchmarks/gpu/pieces.sh
 
 if [ "$DEVICE" = cuda ]; then
-    model=(boost-1b) rounds=9 quick=() steps=(--validate)
+    # Four models and their optimizers are in memory at once, so each has a third of the blocks of 1B.
+    model=(boost-1b) single=(--model.layers=8) rounds=9 quick=() steps=(--validate)
     shares=(--dim 4096 --ffn 11008 --heads 32 --layers 4 --seq 4096 --micro-batches 1 4)
 else
-    model=(demo --train.seq_len=64 --train.micro_batch=2 --train.global_batch=2 --model.layers=2) rounds=7 quick=(--quick) steps=()
+    model=(demo --train.seq_len=64 --train.micro_batch=2 --train.global_batch=2 --model.layers=2) single=() rounds=7 quick=(--quick) steps=()
     shares=(--dim 128 --ffn 352 --heads 4 --layers 2 --seq 64 --micro-batches 1 4)
 fi
 on=(--run.device="$DEVICE")
@@ -24,8 +25,8 @@ for compile in none kernels blocks; do
         --out "$OUT/shares-$compile.json" --traces "$OUT/traces-$compile"
 done
 piece 05-kernels $PYTHON benchmarks/gpu/kernels.py --device "$DEVICE" --out "$OUT/kernels.json"
-piece 06-single $PYTHON -m benchmarks single "${model[@]}" "${on[@]}" --rounds "$rounds" --out "$OUT/single"
-piece 07-recompute $PYTHON -m benchmarks recompute "${model[@]}" "${on[@]}" --rounds "$rounds" --out "$OUT/recompute"
+piece 06-single $PYTHON -m benchmarks single "${model[@]}" ${single[@]+"${single[@]}"} "${on[@]}" --rounds "$rounds" --out "$OUT/single"
+piece 07-recompute $PYTHON -m benchmarks recompute "${model[@]}" --tp 1 "${on[@]}" --rounds "$rounds" --out "$OUT/recompute"
 piece 08-calibrate $BOOST plan calibrate --device "$DEVICE" --nproc 1 --out "$OUT/profile.toml" ${quick[@]+"${quick[@]}"}
 if [ ${#steps[@]} -gt 0 ]; then
     piece 09-validate $PYTHON -m benchmarks validation --measure --hardware "$OUT/profile.toml" --out "$OUT/validation"

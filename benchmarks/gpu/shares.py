@@ -20,6 +20,8 @@ from boost.measure.steps import Stepper, synchronize
 from boost.train.hardware import peak_flops
 
 TP, WARM, ROUNDS = 4, 3, 7
+STEPS = 4
+"""Steps per round on a GPU."""
 
 
 def measured(args: argparse.Namespace, layout: str, micro_batch: int, device: torch.device) -> dict[str, Any]:
@@ -41,8 +43,7 @@ def measured(args: argparse.Namespace, layout: str, micro_batch: int, device: to
             stepper.step()
         times = []
         for _ in range(ROUNDS):
-            synchronize(device)
-            times.append(stepper.seconds())
+            times.append(stepper.seconds(STEPS if device.type == "cuda" else 1))
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         with profile(activities=activities) as recorded:
             stepper.step()
@@ -76,6 +77,9 @@ def main() -> int:
     parser.add_argument("--traces", type=Path, required=True)
     args = parser.parse_args()
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.init()  # statistics of memory need it
     rows = []
     for layout in args.layouts:
         for micro_batch in args.micro_batches:

@@ -174,7 +174,8 @@ def _explain_config(args: argparse.Namespace, hardware: "Hardware") -> int:
 
     config = load(args.config, args.overrides)
     held, pp_rank = max_peak(config, hardware.is_gpu)
-    plan = Plan(config, predict(config, hardware), held, pp_rank, hardware.usable_bytes, args.memory_margin)
+    usable = hardware.usable_in(config.parallel)
+    plan = Plan(config, predict(config, hardware), held, pp_rank, usable, args.memory_margin)
     if args.json:
         asked = {"schema": plan_report.SCHEMA, "argv": plan_report.asked_words(args)}
         print(json.dumps({**asked, **plan_report.as_json(plan, hardware)}, indent=2))

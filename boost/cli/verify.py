@@ -1,7 +1,6 @@
 """`boost verify`: checks that training is correct and fast on these machines."""
 
 import argparse
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from boost.config import Config, load
 from boost.config.schema import ModelConfig
 from boost.errors import ConfigError
+from boost.layouts import layout_names
 
 SECTIONS = ("machines", "collectives", "links", "layouts", "step", "runs")
 
@@ -47,6 +47,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="model family whose layouts are checked (default: CONFIG's, or cola)",
     )
     parser.add_argument(
+        "--layout",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="check only these layouts; dp, cp and pp are the meshes without one (default: all)",
+    )
+    parser.add_argument(
         "--compile",
         choices=("all", "first", "none"),
         help="layouts to also check with torch.compile (default: all on GPUs; first on CPUs, which takes a minute)",
@@ -75,28 +82,31 @@ def run(args: argparse.Namespace) -> int:
 
     if args.gpu is not None:
         load_hardware(args.gpu)
+    parts = (*layout_names(), "dp", "cp", "pp")
+    for name in args.layout:
+        if name not in parts:
+            raise ConfigError(f"--layout = '{name}' is unknown; valid values: {', '.join(parts)}")
     device = own.run.device if own else "auto"
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     nproc = _processes(args.nproc, own, gpus, world_size() if under_torchrun() else None)
     model = load(None, [f"--model.family={args.family}"]).model if args.family else (own or load(None)).model
     of_processes = tuple(name for name in sections if name != "runs")
     compiled = args.compile or ("all" if gpus else "first")
-    request = Request(of_processes, model, own, device, args.gpu, compiled)
+    request = Request(of_processes, model, own, device, args.gpu, compiled, tuple(args.layout))
     if under_torchrun():
         return verify_process(replace(request, whole=True), args.out)
     torch.set_num_threads(1)  # because `launch` forks
-    with tempfile.TemporaryDirectory(prefix="boost-verify-") as folder:
-        part = Path(folder) / "part.json"
-        if request.sections:
-            code = launch(verify_process, (request, part), nproc, log_dir=None, forks=can_fork())
-            if code:
-                return code
-        report = Report()
-        if part.is_file():
-            report.read(part)
+    report = Report()
+    if request.sections:
+        code = launch(verify_process, (request, args.out), nproc, log_dir=None, forks=can_fork())
+        if code:
+            return code
+        report.read(args.out)
+    facts = environment(own or load(None))
+    report.changed = lambda: report.write(args.out, facts, finished=False)
     if "runs" in sections:
         runs.verify(report, request.model, nproc, "cuda" if gpus else "cpu")
-    report.write(args.out, environment(own or load(None)))
+    report.write(args.out, facts)
     print(f"\n{report.summary()}; report: {args.out}")
     return report.exit_code
 

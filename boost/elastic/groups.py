@@ -3,14 +3,15 @@
 A collective that waits for a dead process must end, and gloo does not end it. Its `abort` does nothing (torch 2.13), a process
 that is not the dead one's neighbor waits for the whole timeout, and a process that was stopped resets no connection. So a
 waiting process checks every `POLL_S` whether its membership has ended, and if so abandons the collective. NCCL kernels end when
-their communicator is aborted.
+their communicator is aborted. All communicators of a process are aborted at once, because aborting one of them waits for kernels
+of the others (pytorch issue 119797).
 """
 
 import contextlib
 import datetime
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,13 @@ POLL_S = 0.1
 
 CONNECT_S = 20
 """Timeout for connecting the processes of a new membership, seconds. All of them have reported that they are ready."""
+
+ABORT_FIRST_S = 0.5
+"""Head start of the first group's abort, seconds. An abort takes effect when it starts, and may last until the others do too."""
+ABORT_S = 20.0
+"""Time that a process waits for all aborts to end, seconds."""
+
+_CPU = torch.device("cpu")
 
 _abandoned: list["RecoverableGroup"] = []
 """Groups whose collectives may still run in gloo threads. Destroying such a group would wait for them."""
@@ -43,22 +51,47 @@ class Membership:
         self.over = threading.Event()
         """Set as soon as this process knows that the membership has ended."""
         self.groups: list[RecoverableGroup] = []
-        self.waiting_since: float | None = None
-        """Time at which the main thread started waiting in a collective; None if it is not waiting."""
+        self.waiting: dict[int, float] = {}
+        """Threads that wait in a collective, by identifier: since when."""
+        self._aborts: list[threading.Thread] = []
+        self._ending = threading.Lock()
+
+    def waits_since(self) -> float | None:
+        """Time at which this process started waiting in a collective or for the result of one on its GPU; None if it does neither.
+        Thread-safe."""
+        begun = [*self.waiting.values(), *(group.stream_waits_since() for group in self.groups)]
+        return min((since for since in begun if since is not None), default=None)
 
     def lost(self, reason: str) -> PeersLostError:
         """Ends this membership, locally and for the others. Returns the error to raise."""
         if not self.over.is_set():
-            self.end()
+            self._start_aborts()
             with contextlib.suppress(OSError, RuntimeError):  # unreachable store: the others find out by themselves
                 self._end_membership(reason)
+            self.end()
         return PeersLostError(reason)
 
     def end(self) -> None:
-        """Ends the membership locally. Thread-safe."""
-        self.over.set()
-        for group in self.groups:
-            group.abort()
+        """Ends the membership locally and aborts its NCCL kernels. Thread-safe."""
+        self._start_aborts()
+        deadline = time.monotonic() + ABORT_S
+        for thread in self._aborts:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _start_aborts(self) -> None:
+        with self._ending:
+            if self.over.is_set():
+                return
+            self.over.set()
+            self._aborts = [
+                threading.Thread(target=group.abort, name="boost-abort", daemon=True)
+                for group in self.groups
+                if group.nccl is not None
+            ]
+            for thread in self._aborts:
+                thread.start()
+                if thread is self._aborts[0]:
+                    thread.join(ABORT_FIRST_S)
 
     def leave(self) -> None:
         """Unregisters the groups. Call only when the main thread waits in none of them."""
@@ -81,7 +114,7 @@ class _Guarded(Work):
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Raises PeersLostError if the membership ends first."""
         if not self._is_done:
-            self._group.wait(self._number, self._what)
+            self._group.wait(self._number, self._what, self._tensors[0].device if self._tensors else _CPU)
             self._is_done = True
         return True
 
@@ -102,12 +135,20 @@ class RecoverableGroup(dist.ProcessGroup):
         self._in_flight: dict[int, Any] = {}
         """Collectives that have not been waited for, by number."""
         self._started = 0
+        self._on_stream: dict[int, tuple[float, torch.cuda.Event]] = {}
+        """NCCL collectives that the stream waits for, by number, oldest first: since when, and an event after each."""
         own = dist.PrefixStore(self._label, store)
-        self._backends: dict[str, Any] = {"cpu": _connected(name, own, rank, size, membership)}
-        self._has_nccl = device.type == "cuda"
-        if self._has_nccl:
+        gloo = _connected(name, own, rank, size, membership)
+        # Hang reports name a backend's group, and only a `dist.ProcessGroup` can set that name.
+        named = dist.ProcessGroup(own, rank, size)
+        named._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        named._set_group_name(label)
+        self._backends: dict[str, Any] = {"cpu": gloo}
+        if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options.config.blocking = False  # so that abort also works while a communicator is being created
+            options._timeout = datetime.timedelta(seconds=CONNECT_S)
+            options.group_name = label
             self._backends["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", own), rank, size, options)
         # With torch: by name for functional collectives, by object for object collectives.
         world = c10d._world
@@ -136,7 +177,8 @@ class RecoverableGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Sets the timeout of collectives that start from now on."""
-        self._backends["cpu"]._set_default_timeout(timeout)
+        for backend in self._backends.values():
+            backend._set_default_timeout(timeout)
 
     def is_busy(self) -> bool:
         """Whether a collective is still running. Call only when no other starts."""
@@ -148,41 +190,71 @@ class RecoverableGroup(dist.ProcessGroup):
         work = self._in_flight.get(number)
         return work is not None and bool(work.is_completed())
 
-    def abort(self) -> None:
-        """Aborts NCCL kernels. Thread-safe."""
-        if nccl := self._backends.get("cuda"):
-            nccl.abort()
+    @property
+    def nccl(self) -> Any:
+        """The NCCL group; None on CPUs."""
+        return self._backends.get("cuda")
 
-    def wait(self, number: int, what: str) -> None:
-        """Waits for a collective. Raises PeersLostError if it fails or if the membership ends first."""
+    def abort(self) -> None:
+        """Aborts NCCL kernels. May last until other groups of this process are aborted too. Thread-safe."""
+        if (nccl := self.nccl) is not None:
+            with contextlib.suppress(RuntimeError):  # the kernels have failed by themselves
+                nccl.abort()
+
+    def stream_waits_since(self) -> float | None:
+        """Time at which the stream started waiting for the oldest NCCL collective that is not complete. None: all are. The host
+        waits too as soon as it reads a result. Thread-safe."""
+        for number, (since, reached) in list(self._on_stream.items()):
+            if not reached.query():
+                return since
+            self._on_stream.pop(number, None)
+        return None
+
+    def wait(self, number: int, what: str, device: torch.device) -> None:
+        """Waits for a collective of tensors on `device`. Raises PeersLostError if it fails or if the membership ends first."""
         work = self._in_flight.get(number)
         if work is None:
             raise PeersLostError(f"{what}: the membership has ended")
-        self._membership.waiting_since = self._membership.waiting_since or time.monotonic()
-        try:
+        with self._marked():
             while True:
                 completed = work.is_completed()  # asked first: a wait may time out just before the collective completes
                 try:
-                    # NCCL's wait returns immediately; only the stream waits.
-                    work.wait() if self._has_nccl else work.wait(datetime.timedelta(seconds=POLL_S))
+                    if device.type == "cuda":  # returns immediately; only the stream waits
+                        work.wait()
+                        reached = torch.cuda.Event()
+                        reached.record(torch.cuda.current_stream(device))
+                        self._on_stream[number] = time.monotonic(), reached
+                    else:
+                        work.wait(datetime.timedelta(seconds=POLL_S))
                     self._in_flight.pop(number, None)
                     return
                 except RuntimeError as error:
-                    if completed or self._has_nccl:
+                    if completed or device.type == "cuda":
                         raise self._membership.lost(f"{what} failed: {str(error).splitlines()[0]}") from error
                 if self._membership.over.is_set():
                     raise PeersLostError(f"{what}: the membership has ended")
-        finally:
-            self._membership.waiting_since = None
 
-    def _start(self, what: str, tensors: Sequence[Tensor], start: Callable[[Any], Any]) -> Work:
+    @contextlib.contextmanager
+    def _marked(self) -> Iterator[None]:
+        """Marks this thread as waiting for other processes."""
+        thread, waiting = threading.get_ident(), self._membership.waiting
+        waiting[thread] = time.monotonic()
+        try:
+            yield
+        finally:
+            del waiting[thread]
+
+    def _start(self, what: str, tensors: Sequence[Tensor], opts: Any, start: Callable[[Any], Any]) -> Work:
         """Starts a collective, unless the membership has ended. Never raises: a failing hook would stop a backward pass that is
         worth finishing."""
         self._started += 1
         number = self._started
+        opts.asyncOp = True  # otherwise NCCL returns no work to wait for
         if self._backends and not self._membership.over.is_set():
+            backend = self._backends[tensors[0].device.type if tensors else "cpu"]
             try:
-                self._in_flight[number] = start(self._backends[tensors[0].device.type if tensors else "cpu"])
+                with self._marked():  # NCCL connects in the first collective
+                    self._in_flight[number] = start(backend)
             except RuntimeError as error:
                 self._membership.lost(f"{what} failed: {str(error).splitlines()[0]}")
         return _Guarded(number, self, f"{what} of '{self._what}'", tensors)
@@ -206,23 +278,24 @@ class RecoverableGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:  # type: ignore[override]
         opts = opts or dist.AllreduceOptions()
-        return self._start("all-reduce", tensors, lambda backend: backend.allreduce(tensors, opts))
+        return self._start("all-reduce", tensors, opts, lambda backend: backend.allreduce(tensors, opts))
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
-        return self._start("broadcast", tensors, lambda backend: backend.broadcast(tensors, opts))
+        return self._start("broadcast", tensors, opts, lambda backend: backend.broadcast(tensors, opts))
 
     def allgather(  # type: ignore[override]
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Work:
         opts = opts or AllgatherOptions()
-        return self._start("all-gather", inputs, lambda backend: backend.allgather(outputs, inputs, opts))
+        return self._start("all-gather", inputs, opts, lambda backend: backend.allgather(outputs, inputs, opts))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """torch 2.15 gathers objects with it."""
         return self.allgather([list(output.view(self.size(), *input.shape).unbind())], [input], opts)
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._start("barrier", [], lambda backend: backend.barrier(opts or dist.BarrierOptions()))
+        opts = opts or dist.BarrierOptions()
+        return self._start("barrier", [], opts, lambda backend: backend.barrier(opts))
 
 
 def _connected(name: str, store: dist.Store, rank: int, size: int, membership: Membership) -> Any:

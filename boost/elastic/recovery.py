@@ -72,7 +72,8 @@ class Recovery:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             # A failed communicator must not end the process: it is aborted, and the next membership creates a new one.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            # torchrun asks for the opposite, so this is assigned, whatever it was.
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
             os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(run.timeout_s))  # torch's default: 30 minutes
         number, process, store, self._store, incarnation = _start(parallel, run.startup_timeout_s, stopped)
         self.replica = open_replica(parallel, device, store, process, run.startup_timeout_s)
@@ -138,8 +139,12 @@ class Recovery:
         self._depth += 1
         try:
             while True:
+                result, failed = None, None
                 try:
-                    result = attempt()
+                    try:
+                        result = attempt()
+                    except BoostError as error:
+                        failed = error
                     if self.mesh.device.type == "cuda" and self.membership.over.is_set():
                         raise PeersLostError("the membership ended: the output of an aborted kernel is invalid")
                 except PeersLostError as lost:
@@ -149,10 +154,9 @@ class Recovery:
                         continue
                     self._complete(of_others)
                     return decode(of_others)
-                except BoostError as error:
-                    self._complete(encode(error))
-                    raise
-                self._complete(encode(result))
+                self._complete(encode(failed or result))
+                if failed is not None:
+                    raise failed
                 return result
         finally:
             self._depth -= 1
@@ -364,7 +368,7 @@ class Recovery:
 
     def _waits_since(self) -> float | None:
         """When this process started waiting for others, in a collective or for a decision; None if it is not waiting."""
-        return self._agrees_since or self.membership.waiting_since
+        return self._agrees_since or self.membership.waits_since()
 
     def _check_membership(self, coordinator: Coordinator, excluded_at: float | None) -> float | None:
         """One check. Returns when this process learned that the others continue without it; None if they do not."""
@@ -379,7 +383,7 @@ class Recovery:
             if time.monotonic() - excluded_at > EXCLUDED_GRACE_S:  # the main thread hangs
                 log.error("the other replicas continue without this one (%s)", why)
                 leave(BoostError.exit_code)
-        since = membership.waiting_since
+        since = membership.waits_since()
         if since is not None and time.monotonic() - since > WAITS_S and not membership.over.is_set():
             coordinator.exclude_lost([member for member in decision.members if member != self.member], self.member)
         if not membership.over.is_set():

@@ -7,7 +7,6 @@ were lost. A save in flight is abandoned when replicas change, and those that re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -33,7 +32,7 @@ from boost.parallel.mesh import Axis, Mesh, share
 from boost.train.checkpoint import Position
 from boost.train.checkpoint.reshard import SaveShare
 from boost.train.checkpoint.write import CheckpointSaver, HostBuffer
-from boost.train.hardware import now
+from boost.train.hardware import Moment, now, seconds_between
 from boost.train.heartbeat import set_pace
 from boost.train.hooks import Hook, TrainStart
 from boost.train.loop import Trainer
@@ -118,6 +117,8 @@ class RecoverableStepper(Stepper):
         self.ahead = self.from_tensors = False
         self.timed_on = torch.device("cpu")
         self._recovery = recovery
+        self._timed: tuple[Moment, Moment, int] = (0.0, 0.0, 0)
+        """Begin and end of the passes of the step, and the number of micro-batches between them."""
 
     @property
     def micro_batches(self) -> int:
@@ -134,11 +135,10 @@ class RecoverableStepper(Stepper):
         if own != list(share(self.micro_batches, dp.rank, dp.size)):
             data = self.prefetcher.read(step, own)
         self.reducer.begin(data.micro_batches)
-        begun = perf_counter()
+        begun = now(self.mesh.device)
         with self.copies.in_use():
             loss = run_passes(self.model, data.batches, self.config, divisor=self.tokens)
-        if data.micro_batches:
-            set_pace((perf_counter() - begun) / data.micro_batches)
+        self._timed = begun, now(self.mesh.device), data.micro_batches
         self._recovery.held = own
         return Passes(position, versions, lr, loss, data.targets)
 
@@ -160,6 +160,9 @@ class RecoverableStepper(Stepper):
 
         stats = LaunchedStats.of(self.mesh.together(attempt), self.tokens)
         numbers = stats.read()
+        begun, end, micro_batches = self._timed
+        if micro_batches:
+            set_pace(seconds_between(begun, end) / micro_batches)  # a GPU has finished by now
         if numbers.updates:
             clip_gradients((s.tensor for s in self.fused_params), numbers, self.config.optim.clip)
             self.optimizer.step(passes.position.step, passes.lr)

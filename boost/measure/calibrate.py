@@ -126,11 +126,12 @@ def profile_of(
         "per_node": mesh.size,
         "memory_gb": round(total / 1e9, 2),
         "reserve_gb": 2.0 if cuda else 0.5,
+        "communicator_gb": 0.8 if cuda else 0.0,
         "host_us": 0.0,
         # Gloo's threads run on the same cores as the model.
         "overlap": 0.8 if cuda else 0.0,
         "sources": ["measured by boost plan calibrate"],
-        "provenance": {"": "calibrated", "reserve_gb": "estimate", "overlap": "estimate"}
+        "provenance": {"": "calibrated", "reserve_gb": "estimate", "communicator_gb": "estimate", "overlap": "estimate"}
         | ({"network": "estimate"} if mesh.size > 1 else {"node": "estimate", "network": "estimate"}),
         "speeds": _speeds(points[PROCESSES], probes[PROCESSES]),
         "node": link,

@@ -26,8 +26,8 @@ from boost.plan.memory import peak
 from boost.plan.timing import predict
 from boost.train.checkpoint import Position
 from boost.train.model import build_model, choose_kernels, host_batch, initialize_model
+from boost.train.step import Passes, Update, run_passes
 from boost.train.step import Stepper as TrainingStepper
-from boost.train.step import run_passes
 
 SMALL, SIZE_1B = (512, 4, 1376, 8), (2048, 6, 5472, 32)
 """(d, blocks, f, heads) of steps that take about a second on a CPU core and on a GPU."""
@@ -61,20 +61,31 @@ class Stepper:
 
     def step(self) -> list[Tensor]:
         """Runs one step. Returns the loss, on a process that holds the head, and the local gradients."""
-        # Another model of this process may have chosen other kernels.
-        choose_kernels(self.config.train.compile, self.mesh.device)
-        passes = self._training.passes(Position(0, 0), self.config.optim.lr)
-        self.stats = self._training.read(self._training.update(passes, StepFlags.NONE))
+        passes, update = self._launch()
+        self.stats = self._training.read(update)
         has_head = self.mesh.pp.rank == self.mesh.pp.size - 1
         return [passes.loss] * has_head + [s.tensor.grad for s in self.fused_params if s.tensor.grad is not None]
 
-    def seconds(self) -> float:
-        """Seconds of one step, from a common start until all processes are done."""
+    def _launch(self) -> tuple[Passes, Update]:
+        # Another model of this process may have chosen other kernels.
+        choose_kernels(self.config.train.compile, self.mesh.device)
+        passes = self._training.passes(Position(0, 0), self.config.optim.lr)
+        return passes, self._training.update(passes, StepFlags.NONE)
+
+    def seconds(self, steps: int = 1) -> float:
+        """Seconds of one step, from a common start until all processes are done. Of several, the mean: as in training, the host
+        launches each before it reads the statistics of the one before."""
         self._all_here()
-        begun = time.perf_counter()
-        self.step()
+        begun, previous = time.perf_counter(), None
+        for _ in range(steps):
+            _, update = self._launch()
+            if previous is not None:
+                self._training.read(previous)
+            previous = update
+        assert previous is not None
+        self.stats = self._training.read(previous)
         self._all_here()
-        return time.perf_counter() - begun
+        return (time.perf_counter() - begun) / steps
 
     def _all_here(self) -> None:
         synchronize(self.mesh.device)

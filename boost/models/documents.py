@@ -108,13 +108,32 @@ def _last_tokens(x_BKSE: Tensor, needed: Sequence[int]) -> Tensor:
 def causal(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
     """Causal softmax(q k^T / sqrt(E)) v, [B, H, S, E]. If there are fewer queries than keys, the queries are those of the last
     tokens."""
-    grouped, tokens, keys = q_BHSE.shape[1] != k_BKSE.shape[1], q_BHSE.shape[2], k_BKSE.shape[2]
+    tokens, keys = q_BHSE.shape[2], k_BKSE.shape[2]
     if tokens == keys:
+        grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
         return F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=grouped)
     if q_BHSE.device.type == "cuda" and q_BHSE.dtype in (torch.bfloat16, torch.float16):
-        return F.scaled_dot_product_attention(
-            q_BHSE, k_BKSE, v_BKSE, attn_mask=last_queries(tokens, keys), enable_gqa=grouped
-        )
+        return last_queries(q_BHSE, k_BKSE, v_BKSE)
+    return _padded(q_BHSE, k_BKSE, v_BKSE)
+
+
+def last_queries(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
+    """`causal` for fewer queries than keys on GPUs: FlashAttention takes such queries as those of the last tokens.
+
+    Calls the kernel itself. torch's way to it, `causal_lower_right`, is a subclass of Tensor that can be created neither under a
+    dispatch mode, such as that of selective recomputation, nor in compiled code, and it allocates tokens x keys of host memory.
+    """
+    # Its conditions, in a form that compiled code takes. ROCm's kernel takes the queries as those of the first tokens.
+    width, supported = q_BHSE.shape[3], torch.cuda.get_device_capability(q_BHSE.device) >= (8, 0)
+    if width % 8 or width > 256 or not supported or torch.version.hip is not None:
+        return _padded(q_BHSE, k_BKSE, v_BKSE)
+    attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q_BHSE, k_BKSE, v_BKSE, is_causal=True)[0]
+    return attended
+
+
+def _padded(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
+    """`causal` for fewer queries than keys on any device."""
+    grouped, tokens, keys = q_BHSE.shape[1] != k_BKSE.shape[1], q_BHSE.shape[2], k_BKSE.shape[2]
     if 2 * tokens < keys:
         return _causal_by_rows(q_BHSE, k_BKSE, v_BKSE)
     # Pads the queries at the front. This computes a third more scores than needed, but no mask of tokens x keys. The padding
@@ -124,19 +143,6 @@ def causal(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
         padded_BSHE.transpose(1, 2), k_BKSE, v_BKSE, is_causal=True, enable_gqa=grouped
     )
     return attended.narrow(2, keys - tokens, tokens)
-
-
-def last_queries(tokens: int, keys: int) -> Tensor:
-    """torch's descriptor of a causal mask with fewer queries than keys.
-
-    torch would create it as a tensor of tokens x keys in host memory that is never filled or read: 34 GB for the second half of
-    a sequence of 131,072 tokens.
-    """
-    from torch.nn.attention.bias import causal_lower_right  # importing this loads torch._dynamo, which takes a second
-
-    bias = causal_lower_right(1, 2)
-    bias.seq_len_q, bias.seq_len_kv = tokens, keys
-    return bias
 
 
 _MASK_ROWS = 256

@@ -64,10 +64,10 @@ def _inductor(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
 def _inductor_if_it_works(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
     try:
         return _inductor(kernel, arguments)
-    except RuntimeError as error:
-        from torch._dynamo.exc import TorchDynamoException  # importing this takes half a second
+    except Exception as error:
+        from torch._dynamo import exc  # importing this takes half a second
 
-        if not isinstance(error, TorchDynamoException):
+        if not isinstance(error, exc.TorchDynamoException | exc.FailOnRecompileLimitHit):
             raise
         reason = str(error).strip().split("\n")[0]
         log.warning(

@@ -5,7 +5,7 @@ import datetime
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -150,6 +150,8 @@ def choose_device(device: str) -> torch.device:
     Raises ConfigError if there is no GPU for this process.
     """
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device != "cpu" and not visible:
+        _require_driver()
     if device == "cuda" and not visible:
         raise ConfigError("run.device = 'cuda', but torch sees no GPU; nearest valid value: 'cpu'")
     if device == "cpu" or not visible:
@@ -168,6 +170,21 @@ def choose_device(device: str) -> torch.device:
             "run.device = 'cpu'"
         )
     return torch.device("cuda", local)
+
+
+def _require_driver() -> None:
+    """Raises ConfigError if torch sees no GPU because NVIDIA's driver is too old for it: it would only train on CPUs."""
+    built_for = torch.version.cuda
+    if built_for is None:
+        return
+    # The newest CUDA version that the driver supports, such as 12040 for 12.4; 0 without a driver.
+    supported: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    if 0 < supported // 1000 < int(built_for.partition(".")[0]):
+        version = f"{supported // 1000}.{supported % 1000 // 10}"
+        raise ConfigError(
+            f"torch is built for CUDA {built_for}, but this machine's driver supports CUDA {version}, so torch sees no GPU; update "
+            f"the driver, install torch for CUDA {version}, or set run.device = 'cpu'"
+        )
 
 
 def _require_exclusive_gpu(device: torch.device, store: dist.Store, rank: int, size: int) -> None:
@@ -279,6 +296,17 @@ def set_group_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
     """Sets the timeout of everything issued from now on in one group, in seconds. Does nothing if its backend has no timeout."""
     with contextlib.suppress(RuntimeError):
         group.set_timeout(datetime.timedelta(seconds=timeout_s))
+
+
+@contextlib.contextmanager
+def temporary_groups() -> Iterator[None]:
+    """Destroys the process groups that are created inside, unless an exception leaves them in different collectives. Each NCCL
+    group would keep its communicator, most of a GB of GPU memory. All processes must take part."""
+    before = set(dist.distributed_c10d._world.pg_map)
+    yield
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group not in before:
+            dist.destroy_process_group(group)
 
 
 def close_mesh() -> None:

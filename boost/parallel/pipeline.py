@@ -97,7 +97,7 @@ class Pipeline(nn.Module):
         stages: list[Any] = []
         for module, decoder in zip(self.stage_modules, self.decoders, strict=True):
             stage = decoder.stage
-            # Meta tensors declare the shapes in advance, so that stages need not exchange them.
+            # Meta tensors declare the shapes in advance. Since torch 2.13, stages also exchange them in the first step, pickled.
             arriving, leaving = (
                 tuple(torch.empty(s, dtype=decoder.compute_dtype, device="meta").requires_grad_() for s in shapes)
                 for shapes in (

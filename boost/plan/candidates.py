@@ -71,8 +71,12 @@ class Request:
 
     @property
     def allowed_bytes(self) -> int:
-        """Memory budget for tensors on one device, in bytes."""
+        """Memory budget for tensors on one device of the smallest mesh, in bytes."""
         return int(self.hardware.usable_bytes * (1 - self.margin))
+
+    def allowed_in(self, parallel: ParallelConfig) -> int:
+        """Memory budget for tensors on one device of this mesh, in bytes."""
+        return int(self.hardware.usable_in(parallel) * (1 - self.margin))
 
     def choices(self, key: str, usual: Sequence[Any]) -> Sequence[Any]:
         """Values to try for a field: its fixed value, or `usual` if it is not fixed."""

@@ -27,6 +27,8 @@ PROFILES = Path(__file__).parent / "profiles"
 """Folder of the built-in profiles, `<name>.toml`."""
 
 _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
+_RESERVED_COMMUNICATORS = 3
+"""Communicators whose memory is part of `reserve_gb`."""
 
 Amount = Annotated[float, Field(ge=0)]
 Point = Annotated[tuple[Positive, Positive], Field(strict=False)]
@@ -228,7 +230,9 @@ class Hardware(Section):
     memory_gb: Positive
     """Memory of one device, in GB (10^9 bytes)."""
     reserve_gb: Amount
-    """Memory in GB that is not available to tensors: CUDA context, communication buffers, fragmentation."""
+    """Memory in GB that is not available to tensors: CUDA context, buffers of three communicators, fragmentation."""
+    communicator_gb: Amount = 0.0
+    """Memory in GB of each further communicator (`communicators`)."""
     host_us: Amount
     """Host time to launch one operation, in microseconds."""
     step_ms: Amount = 0.0
@@ -257,8 +261,13 @@ class Hardware(Section):
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes available to tensors on one device."""
+        """Bytes available to tensors on one device, with the three communicators of a small mesh."""
         return int((self.memory_gb - self.reserve_gb) * _GIGA)
+
+    def usable_in(self, parallel: ParallelConfig) -> int:
+        """Bytes available to tensors on one device of this mesh."""
+        further = max(0, communicators(parallel) - _RESERVED_COMMUNICATORS)
+        return self.usable_bytes - int(further * self.communicator_gb * _GIGA)
 
     def speeds_of(self, processes: int) -> Speeds:
         """Speeds with `processes` busy processes on a node."""
@@ -267,6 +276,14 @@ class Hardware(Section):
     def peak_flops(self, dtype: str) -> float:
         """Peak FLOP/s of one device in a dtype, for MFU. Raises ConfigError if the profile has none."""
         return _of_dtype(self.speeds.gemm, dtype).tflops * _TERA
+
+
+def communicators(parallel: ParallelConfig) -> int:
+    """Largest number of NCCL communicators that a process of this mesh opens: one for each group of `parallel.mesh.mesh_of` and for
+    all processes, and one for each neighbor in the pipeline, with which stages exchange metadata."""
+    axes = sum(size > 1 for size in parallel.axes.values())
+    replicas = parallel.dp * parallel.cp * parallel.tp > 1
+    return (parallel.world_size > 1) + axes + (parallel.cp > 1) + replicas + min(parallel.pp - 1, 2)
 
 
 def names() -> list[str]:

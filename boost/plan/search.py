@@ -109,7 +109,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.predictor = Predictor(self.request.hardware)
-        self.usable = self.request.allowed_bytes
+        self.usable = self.request.allowed_bytes  # an upper bound, with which hopeless candidates are dropped
         self._limits: dict[tuple[Any, ...], tuple[int, float]] = {}
         """(largest micro-batch that may fit, smallest one that does not), by traced values of [parallel]."""
         self._tp_legal: dict[tuple[Any, ...], bool] = {}
@@ -184,22 +184,22 @@ class Search:
         """Predicts time and peak memory of one configuration."""
         held, pp_rank = self.peak_memory(config)
         request = self.request
-        usable = request.hardware.usable_bytes
+        usable = request.hardware.usable_in(config.parallel)
         return Plan(config, self.predictor.predict(config), held, pp_rank, usable, request.margin)
 
     def fits(self, config: Config) -> bool:
         """Whether every pipeline rank fits in memory."""
-        key = (config.parallel, config.train)
+        key, usable = (config.parallel, config.train), self.request.allowed_in(config.parallel)
         if key not in self._peaks and key not in self._oom_states:
             held = list[tuple[PeakMemory, int]]()
             for rank in peak_ranks(config):
-                held.append((peak(config, rank, self.predictor.on_gpu, self.usable), rank))
-                if held[-1][0].total > self.usable:
+                held.append((peak(config, rank, self.predictor.on_gpu, usable), rank))
+                if held[-1][0].total > usable:
                     states = sum(held[-1][0].by_category.get(category, 0) for category in (WEIGHTS, OPTIMIZER))
                     self._oom_states[key] = states
                     return False
             self._peaks[key] = max(held, key=lambda rank_peak: rank_peak[0].total)
-        return key not in self._oom_states and self._peaks[key][0].total <= self.usable
+        return key not in self._oom_states and self._peaks[key][0].total <= usable
 
     def peak_memory(self, config: Config) -> tuple[PeakMemory, int]:
         """(peak memory, pipeline rank) of the rank that needs the most."""
@@ -251,7 +251,8 @@ class Search:
                 return True
             if not self.fits(config):
                 states = self._oom_states.get((config.parallel, config.train), 0)
-                self._smallest_oom_batch[place] = 0 if states > self.usable else micro_batch
+                usable = self.request.allowed_in(config.parallel)
+                self._smallest_oom_batch[place] = 0 if states > usable else micro_batch
                 return True
         return False
 
@@ -398,13 +399,13 @@ def any_fits(request: Request) -> bool:
         parallel = request.base.parallel.model_copy(update={"overlap": "none"})
         base = request.base.model_copy(update={"parallel": parallel})
         request = replace(request, base=base, fixed=request.fixed | {"parallel.overlap"})
-    usable, on_gpu = request.allowed_bytes, request.hardware.is_gpu
+    on_gpu = request.hardware.is_gpu
     every = request.choices("train.recompute_every", (1,))[0]
     for parallel in structures(request):
         if parallel.schedule != "1f1b" and "parallel.schedule" not in request.fixed:
             continue
         for policy in request.choices("train.recompute", POLICIES[::-1]):
-            config = request.variant(parallel, 1, policy, every)
+            config, usable = request.variant(parallel, 1, policy, every), request.allowed_in(parallel)
             if legal(config) and all(peak(config, rank, on_gpu).total <= usable for rank in peak_ranks(config)):
                 return True
     return False

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from boost.config.schema import Config, compiled_part
@@ -97,8 +98,7 @@ class Tracer:
         try:
             for function in functions:
                 function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
-            mask = torch.empty(0)  # on devices it is only described, and uses no memory
-            loss.chunks, documents.last_queries = self._chunks, lambda tokens, keys: mask
+            loss.chunks, documents.last_queries = self._chunks, _last_queries
             with _Rules(self.tape, self.device), kernels.using(self.backend):
                 yield
         finally:
@@ -114,6 +114,12 @@ class Tracer:
             if times:
                 yield start
         self.tape.times = 1
+
+
+def _last_queries(q_BHSE: Any, k_BKSE: Any, v_BKSE: Any) -> Any:
+    """`documents.last_queries`, whose kernel needs no mask: this one only tells that queries are fewer than keys."""
+    grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
+    return F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, attn_mask=torch.empty(0), enable_gqa=grouped)
 
 
 class _KernelFacts(NamedTuple):

@@ -152,6 +152,9 @@ def train(
     """Like `train_process`, but runs `hooks` before the built-in ones. Returns the result and the exit code. The result is None if
     a signal stopped the run before its first step."""
     remember_collectives()
+    if config.train.deterministic:  # read at first use, so these come before the mesh
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
+        os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")  # NVSwitch does not add in a fixed order
     if not launch_dir():
         with contextlib.suppress(OSError):  # stderr may not be a file
             faulthandler.register(signal.SIGQUIT, all_threads=True)
@@ -207,7 +210,6 @@ def _train(
     mesh.barrier()
     configure_logging(run.logs, session.rank)
     if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS, which reads it at first use
         torch.use_deterministic_algorithms(True)
     candidates = resume_candidates(resume, run, fallback)
     trainer = session.trainer(run, [ConsoleHook(), MetricsHook(), *hooks])
@@ -259,6 +261,11 @@ def start_advice(trainer: Trainer) -> Iterator[str]:
         yield (
             f"{masked[0]} holds conversations, and tokens attend to those before them in the same sequence; "
             "set data.isolate_documents = true"
+        )
+    if trainer.mesh.device.type == "cuda" and train.compute_dtype == "float32":
+        yield (
+            "this run computes in float32 without TF32, several times slower than GPUs can; to compute in bfloat16, add "
+            "compute_dtype = 'bfloat16' to [train]"
         )
     if not train.save_every and not train.save_minutes:
         yield (

@@ -3,20 +3,25 @@
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from boost.config.schema import ParallelConfig
-from boost.elastic.groups import Membership, PeersLostError, RecoverableGroup, has_abandoned
+from boost.elastic.groups import CONNECT_S, Membership, PeersLostError, RecoverableGroup, has_abandoned
 from boost.elastic.mesh import replica_of_rank, replica_size
 from boost.elastic.trainer import ElasticReducer
 from boost.models.fused import FusedParam, fused_params
 from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Axis, Mesh
+from boost.train.heartbeat import latest_collectives
 from tests import toy
 from tests.distributed import run_distributed
 
@@ -136,10 +141,10 @@ def completes_late(path: Path) -> str:
     membership = Membership(0)
     group = group_of(path, 0, 1, membership)
     group._in_flight = {1: CompletesLate(), 2: CompletesLate("connection reset")}
-    group.wait(1, "sum")
+    group.wait(1, "sum", toy.CPU)
     assert not membership.over.is_set(), "it did not fail"
     with pytest.raises(PeersLostError, match="sum failed: connection reset") as error:
-        group.wait(2, "sum")
+        group.wait(2, "sum", toy.CPU)
     assert membership.over.is_set()
     membership.leave()
     return str(error.value)
@@ -218,3 +223,121 @@ def test_every_process_has_one_place_in_one_replica(sizes: dict[str, int]) -> No
     assert sorted(places) == [(r, p) for r in range(parallel.dp) for p in range(replica_size(parallel))]
     if parallel.pp == 1:
         assert places == sorted(places), "processes of a replica are neighbors"
+
+
+# NCCL, without a GPU.
+
+
+class FakeNccl:
+    """Like ProcessGroupNCCL: a synchronous collective returns no work, and waiting for work does not wait for its kernel."""
+
+    class Options:
+        def __init__(self) -> None:
+            self.config = SimpleNamespace(blocking=True)
+            self._timeout, self.group_name = timedelta(seconds=600), ""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: "FakeNccl.Options") -> None:
+        self.options, self.aborted = options, threading.Event()
+        self.waits_for: FakeNccl | None = None
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        return mock.Mock() if opts.asyncOp else None
+
+    broadcast = allreduce
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        return self.allreduce(inputs, opts)
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.options._timeout = timeout
+
+    def abort(self) -> None:
+        self.aborted.set()
+        if self.waits_for is not None:
+            assert self.waits_for.aborted.wait(60), "the kernel that this abort waits for was never aborted"
+
+
+class Event:
+    """A CUDA event. The test says when the stream has reached it."""
+
+    reached = False
+
+    def record(self, stream: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return Event.reached
+
+
+def group_on_gpu(path: Path, membership: Membership, name: str = "dp") -> RecoverableGroup:
+    store = dist.FileStore(str(path), -1)
+    with mock.patch.object(dist, "ProcessGroupNCCL", FakeNccl, create=True):
+        return RecoverableGroup(name, store, 0, 1, torch.device("cuda"), membership)
+
+
+def on_gpu(path: Path) -> None:
+    """Synchronous collectives, which torch asks of every group; what waits for them; names and timeouts."""
+    membership = Membership(3)
+    group = group_on_gpu(path, membership)
+    assert group.nccl.options.group_name == "dp/3", "hang reports name the group"
+    dist.all_reduce(torch.ones(1), group=group)
+    assert latest_collectives()[0] == "dp/3", "on CPUs too"
+    group.set_timeout(timedelta(seconds=7))
+    assert group.nccl.options._timeout == timedelta(seconds=7)
+
+    gpu = {"Event": Event, "current_stream": mock.Mock(), "get_device_capability": lambda device: (9, 0)}
+    with mock.patch.multiple(torch.cuda, **gpu), FakeTensorMode():
+        x = torch.empty(2, device="cuda")
+        for collective in (
+            lambda: dist.all_reduce(x, group=group),
+            lambda: dist.broadcast(x, group=group, group_src=0),
+            lambda: dist.all_gather([x], x, group=group),
+        ):
+            assert membership.waits_since() is None
+            before = time.monotonic()
+            collective()
+            since = membership.waits_since()
+            assert since is not None and since >= before, "the host will wait when it reads the result"
+            Event.reached = True
+            assert membership.waits_since() is None
+            Event.reached = False
+    membership.leave()
+
+
+def test_collectives_on_gpus(tmp_path: Path) -> None:
+    run_distributed(1, on_gpu, tmp_path / "store")
+
+
+def a_barrier_ends(path: Path) -> None:
+    """A barrier is gloo's on GPUs too, so it must be abandoned like any other of gloo's collectives."""
+    rank, membership = dist.get_rank(), Membership(0)
+    store = dist.FileStore(str(path), -1)
+    with mock.patch.object(dist, "ProcessGroupNCCL", FakeNccl, create=True):
+        group = RecoverableGroup("all", store, rank, 2, torch.device("cuda"), membership)
+    if rank == 0:
+        threading.Timer(0.3, membership.end).start()
+        begun = time.monotonic()
+        with pytest.raises(PeersLostError, match="the membership has ended"):
+            dist.barrier(group=group)
+        assert time.monotonic() - begun < CONNECT_S / 2, "it did not wait for gloo's timeout"
+    dist.barrier()
+    membership.leave()
+
+
+def test_a_barrier_on_gpus_ends_with_the_membership(tmp_path: Path) -> None:
+    run_distributed(2, a_barrier_ends, tmp_path / "store")
+
+
+def aborts(path: Path) -> None:
+    membership = Membership(0)
+    first, second = (group_on_gpu(path, membership, name).nccl for name in ("all", "dp"))
+    first.waits_for = second
+    begun = time.monotonic()
+    membership.end()
+    assert first.aborted.is_set() and second.aborted.is_set() and time.monotonic() - begun < 30
+    membership.end()
+    membership.leave()
+
+
+def test_an_abort_that_waits_for_another_group_does_not_delay_its_abort(tmp_path: Path) -> None:
+    run_distributed(1, aborts, tmp_path / "store")

@@ -1,15 +1,22 @@
 """Detection of slow replicas."""
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from boost.elastic import hooks
+from boost.elastic import hooks, trainer
 from boost.elastic.hooks import SlowReplicas, slow_members
 from boost.elastic.membership import Decision, Member
+from boost.elastic.trainer import RecoverableStepper
+from boost.parallel.gradients import StepFlags
+from boost.parallel.mesh import Axis
+from boost.train.checkpoint import Position
 from boost.train.heartbeat import Beat
+from tests import toy
 
 MEMBERS = tuple(Member(replica, f"{replica}.0") for replica in range(3))
 
@@ -47,3 +54,57 @@ def test_it_is_reported_once_after_enough_steps(tmp_path: Path, monkeypatch: pyt
     action = "it is excluded and restarted" if exclude else "check the load of its machine"
     assert warnings == [f"replica 1 takes 6.0 times as long as the others for 5 steps; {action}"]
     assert gone == ([MEMBERS[1]] if exclude else [])
+
+
+class Event:
+    """A CUDA event that the GPU reaches long after the host has recorded it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.reached = seconds, False
+
+    def synchronize(self) -> None:
+        assert self.reached, "passes must not wait for the GPU"
+
+    def elapsed_time(self, end: "Event") -> float:
+        return (end.seconds - self.seconds) * 1e3
+
+
+def test_the_pace_of_a_gpu_is_that_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host launches them in a fraction of the time, on a slow GPU too."""
+    events, paces = [Event(10.0), Event(16.0)], list[float]()
+    recorded, devices = list(events), list[str]()
+
+    def now(device: torch.device) -> Any:
+        devices.append(device.type)
+        return recorded.pop(0) if device.type == "cuda" else 0.0
+
+    monkeypatch.setattr(trainer, "now", now)
+    monkeypatch.setattr(trainer, "set_pace", paces.append)
+    monkeypatch.setattr(trainer, "run_passes", lambda *_, **__: torch.zeros(()))
+    stepper, data = (
+        RecoverableStepper.__new__(RecoverableStepper),
+        SimpleNamespace(batches=[], micro_batches=2, targets=0),
+    )
+
+    def together(attempt: object) -> list[float]:
+        for event in events:
+            event.reached = True
+        return [0.0, 0.0, 0.0, 0.0]
+
+    facts: dict[str, Any] = {
+        "mesh": SimpleNamespace(device=torch.device("cuda"), dp=Axis(), together=together),
+        "config": toy.toy_config(train={"global_batch": 2, "micro_batch": 1}),
+        "_recovery": SimpleNamespace(own_share=lambda count: list(range(count))),
+        "prefetcher": SimpleNamespace(take=lambda *_: data),
+        "reducer": SimpleNamespace(begin=lambda count: None),
+        "copies": SimpleNamespace(in_use=contextlib.nullcontext),
+        "model": None,
+        "tokens": 1,
+        "fused_params": (),
+        "timed_on": torch.device("cpu"),
+    }
+    vars(stepper).update(facts)
+    passes = stepper.passes(Position(0, 0), 1e-3)
+    assert not paces, "the GPU has not finished"
+    stepper.update(passes, StepFlags.NONE)
+    assert paces == [3.0]

@@ -146,10 +146,10 @@ def counted(config: Config, folder: Path) -> tuple[Counter[tuple[str, int, str]]
     errors = relative_errors(trained, 2)
     usual = RecoverableGroup._start
 
-    def start(self: RecoverableGroup, what: str, tensors: Any, begin: Any) -> Any:
+    def start(self: RecoverableGroup, what: str, tensors: Any, opts: Any, begin: Any) -> Any:
         elements = sum(x.numel() for x in tensors) * (self.size() if what == "all-gather" else 1)
         found[what, elements, str(tensors[0].dtype).removeprefix("torch.") if tensors else ""] += 1
-        return usual(self, what, tensors, begin)
+        return usual(self, what, tensors, opts, begin)
 
     RecoverableGroup._start = start  # type: ignore[method-assign]
     try:

@@ -9,11 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from boost.cli.main import main
 from boost.config import Config
-from boost.elastic.groups import PeersLostError
+from boost.elastic import recovery
+from boost.elastic.beats import WAITS_S
+from boost.elastic.groups import Membership, PeersLostError
 from boost.elastic.membership import DEAD, SILENT, Coordinator, Decision, Member
 from boost.elastic.mesh import replica_of_rank
 from boost.elastic.recovery import Recovery, decode, encode
@@ -317,14 +320,14 @@ def counts_collectives(folder: str, config: Config, *rest: Any) -> int:
 def test_without_a_fault_it_is_the_same_run_to_the_last_bit(store: Path, tmp_path: Path, tp: int) -> None:
     """With the same collectives."""
     losses, sent, processes = [], [], 2 * tp
-    for recovery in ("restart", "in-step"):
-        folder = tmp_path / recovery
+    for mode in ("restart", "in-step"):
+        folder = tmp_path / mode
         folder.mkdir()
         train = {"steps": 10, "global_batch": 4}
         config = make_config(store, folder / "run", tp=tp, parallel={"dp": 2}, train=train)
-        config = config.model_copy(update={"run": config.run.model_copy(update={"recovery": recovery})})
+        config = config.model_copy(update={"run": config.run.model_copy(update={"recovery": mode})})
         ranks = tuple(tuple(range(first, first + tp)) for first in range(0, processes, tp))
-        supervise = Supervisor(ranks, restarts=0).supervise if recovery == "in-step" else None
+        supervise = Supervisor(ranks, restarts=0).supervise if mode == "in-step" else None
         work = (str(folder), config, None)
         assert launched(counts_collectives, work, processes, tmp_path / "logs", supervise) == 0
         losses.append([line["loss"] for line in of("step", read_metrics(folder / "run" / "metrics.jsonl"))])
@@ -482,6 +485,56 @@ def test_a_replica_that_waits_says_why_the_others_could_not_continue() -> None:
         waits._coordinator._decide(decision)
     with pytest.raises(ExcludedError, match="2 of 4 parts"):
         waits.enter(None)  # type: ignore[arg-type]
+
+
+def test_nccl_errors_leave_the_process_alive_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun exports 1, with which the first error in a communicator would end the survivors."""
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    monkeypatch.setattr(recovery, "choose_device", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    with pytest.raises(ConfigError, match="BOOST_REPLICA"):  # the next thing that a process looks for
+        Recovery(toy.toy_config(parallel={"tp": 1, "dp": 2}, run={"recovery": "in-step"}), lambda: None)
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+def member_on_gpu() -> Recovery:
+    """Replica 1 of 2, which waits for a result on its GPU, without its processes."""
+    found = waiting_replica()
+    found.mesh, found.trainer, found._depth = SimpleNamespace(device=torch.device("cuda")), SimpleNamespace(), 0  # type: ignore[assignment]
+    found.membership, found.member = Membership(0), found.decision.members[1]
+    since = time.monotonic() - 2 * WAITS_S
+    group: Any = SimpleNamespace(nccl=None, stream_waits_since=lambda: since)
+    found.membership.groups.append(group)
+    return found
+
+
+def test_a_replica_that_falls_silent_is_excluded_by_those_whose_gpus_wait_for_it() -> None:
+    """NCCL's wait returns at once, so the host waits where it reads the result."""
+    waits = member_on_gpu()
+    status = {0: SILENT, 1: ""}
+    waits._check_membership(Coordinator(waits._store, 2, 1, lambda member: status[member.replica]), None)
+    assert waits.membership.over.is_set()
+    lost = Coordinator(waits._store, 2, 1).lost_among(waits.decision.members)
+    assert [member.replica for member in lost] == [0]
+
+
+def test_an_error_that_aborted_kernels_cause_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their output is garbage: a check of it may fail."""
+    waits, ended = member_on_gpu(), [True, False]
+    waits.operation = 7
+
+    def recover() -> object:
+        waits.membership = Membership(1)
+        return recovery._REPEAT
+
+    def attempt() -> str:
+        if ended.pop(0):
+            waits.membership.end()
+            raise TrainingError("replicas differ")
+        return "sum"
+
+    monkeypatch.setattr(waits, "_recover", recover)
+    assert waits.run(attempt) == "sum" and waits.operation == 8
 
 
 @pytest.mark.parametrize(

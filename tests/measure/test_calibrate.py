@@ -3,14 +3,16 @@
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from boost.config.load import from_tree
-from boost.measure import calibrate
+from boost.measure import calibrate, speed
 from boost.measure.calibrate import calibrate_process, fit_gemm, problems
 from boost.measure.speed import Point
+from boost.parallel.mesh import Mesh
 from boost.plan.hardware import AttentionSpeed, GemmSpeed, load_hardware
 from boost.plan.timing import predict
 from tests import toy
@@ -154,3 +156,15 @@ def test_noise_gives_a_warning_or_is_refused() -> None:
 
 def test_unmeasured_links_are_no_problem() -> None:
     assert said(profile(node={"name": "loopback", "gb_s": 0.0, "known": False})) == []
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 0.5), ("cuda", 1.0)])
+def test_times_on_a_gpu_are_not_those_of_its_probe(
+    device: str, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On shared cores, a probe that takes twice as long says that the machine is half as fast. On a GPU it says nothing."""
+    watch = speed.Stopwatch.__new__(speed.Stopwatch)
+    watch.mesh, watch.samples, watch.least = Mesh(torch.device(device)), 3, 0.0
+    watch.reference, watch.probe = 1.0, mock.Mock(seconds=lambda: 2.0)
+    monkeypatch.setattr(watch, "_sample", lambda call, repeats: 1.0)
+    assert watch.seconds(lambda: None) == expected

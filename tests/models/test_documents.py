@@ -1,5 +1,6 @@
 """Attention within documents: every form matches masked attention in float64 and computes no more than it should."""
 
+import contextlib
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from boost.config.attention import document_form
@@ -148,3 +151,37 @@ def test_the_form_follows_from_device_dtype_and_compile() -> None:
     assert document_form("cpu", "float32", True) == "mask"
     assert document_form("cuda", "bfloat16", True) == document_form("cuda", "float16", False) == "varlen"
     assert document_form("cuda", "float32", False) == "mask"
+
+
+class Operations(TorchDispatchMode):
+    """Records the names of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("how", ["a dispatch mode", "compiled"])
+@pytest.mark.parametrize(
+    ("width", "capability", "fused"), [(16, (9, 0), True), (12, (9, 0), False), (16, (7, 5), False)]
+)
+def test_queries_of_the_last_tokens_on_gpus(
+    how: str, width: int, capability: tuple[int, int], fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under modes, such as that of selective recomputation, and in compiled blocks, no subclass of Tensor can be created."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode():
+        q, k, v = (
+            torch.empty(1, heads, n, width, dtype=torch.bfloat16, device="cuda")
+            for heads, n in ((HEADS, 12), (KV_HEADS, LENGTH), (KV_HEADS, LENGTH))
+        )
+        function = torch.compile(causal, backend="eager", fullgraph=True) if how == "compiled" else causal
+        with Operations() if how != "compiled" else contextlib.nullcontext() as seen:
+            attended = function(q, k, v)
+        assert attended.shape == q.shape and attended.device.type == "cuda"
+    if seen is not None:
+        assert ("aten::_scaled_dot_product_flash_attention" in seen.names) == fused

@@ -101,17 +101,21 @@ def test_a_backend_of_ones_own_runs_every_kernel(monkeypatch: pytest.MonkeyPatch
         kernels.use("liger")
 
 
+@pytest.mark.parametrize("kind", ["Unsupported", "FailOnRecompileLimitHit"])
 def test_a_failed_compilation_is_a_warning_unless_compilation_was_requested(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The limit of recompilations is an exception of its own family."""
+    error = getattr(torch._dynamo.exc, kind)
+
     def fail(*_: Any) -> None:
-        raise torch._dynamo.exc.Unsupported("no such device\nand a page of advice")
+        raise error("no such device\nand a page of advice")
 
     monkeypatch.setattr(kernels, "_compiled", lambda kernel: fail)
     x, y = numbers(2, 2), numbers(2, 2)
     with using(EAGER):
         kernels.use("inductor")
-        with pytest.raises(torch._dynamo.exc.Unsupported):
+        with pytest.raises(error):
             gated_product(x, y, True)
         kernels.use("inductor or eager")
         for _ in range(2):

@@ -166,3 +166,21 @@ def backends_on(device: str) -> set[str | None]:
 def test_the_groups_of_a_mesh_have_one_backend(device: str, expected: str | None) -> None:
     """With gloo in addition to NCCL, each group would need two sockets per pair of processes."""
     assert run_distributed(8, backends_on, device) == [{expected}] * 8
+
+
+@pytest.mark.parametrize(
+    ("built_for", "driver", "refused"), [("13.0", 12040, True), ("12.8", 12040, False), ("13.0", 0, False)]
+)
+@pytest.mark.parametrize("asked", ["auto", "cuda"])
+def test_a_driver_that_is_too_old_for_torch_does_not_mean_cpus(
+    monkeypatch: pytest.MonkeyPatch, built_for: str, driver: int, refused: bool, asked: str
+) -> None:
+    set_gpus(monkeypatch, 0, 1)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+    if refused:
+        with pytest.raises(ConfigError, match=r"torch is built for CUDA 13.0, .* driver supports CUDA 12.4"):
+            choose_device(asked)
+        assert choose_device("cpu").type == "cpu"
+    elif asked == "auto":
+        assert choose_device(asked).type == "cpu"

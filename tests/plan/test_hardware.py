@@ -3,13 +3,18 @@
 import itertools
 import math
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tomli_w
+import torch
+import torch.distributed as dist
 
 from boost.config.schema import ParallelConfig
 from boost.config.traffic import Collective
 from boost.errors import ConfigError
+from boost.parallel import mesh
+from boost.parallel.mesh import mesh_of, temporary_groups
 from boost.plan.hardware import (
     QUANTITIES,
     GemmSpeed,
@@ -18,6 +23,7 @@ from boost.plan.hardware import (
     Span,
     Speeds,
     collective_seconds,
+    communicators,
     load_hardware,
     names,
     origin,
@@ -27,6 +33,7 @@ from boost.plan.hardware import (
     span,
 )
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, STREAM, Work, gemm, moved
+from tests.distributed import run_distributed
 
 MIB = 2**20
 
@@ -350,3 +357,34 @@ def test_a_profile_of_one_process_has_no_link_speed() -> None:
     link = load_hardware("a100-80g").node.model_copy(update={"known": False})
     with pytest.raises(ConfigError, match="calibrated with one process and has no link speed for 2 processes"):
         link.seconds("all-reduce", "float32", 1024, 1024, 2)
+
+
+MESHES = [{"tp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}, {"pp": 4, "tp": 1}, {"dp": 2, "cp": 2, "tp": 1}]
+
+
+def groups_of(sizes: dict[str, int]) -> int:
+    """Number of process groups in which this process of a mesh communicates. As on GPUs, each axis asks for its own backend;
+    otherwise torch would use its default group for an axis of all processes."""
+    known = dist.distributed_c10d._world.pg_map
+    before = set(known)
+    with temporary_groups(), mock.patch.object(mesh, "_backend", return_value="gloo"):
+        mesh_of(parallel_of(sizes), torch.device("cpu"))
+        return 1 + sum(group.size() > 1 for group in known if group not in before)
+
+
+def parallel_of(sizes: dict[str, int]) -> ParallelConfig:
+    return ParallelConfig.model_validate(
+        sizes | ({"layout": "single"} if sizes["tp"] == 1 and "cp" not in sizes else {})
+    )
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_every_group_of_the_mesh_has_a_communicator(sizes: dict[str, int]) -> None:
+    neighbors = {1: 0, 2: 1, 4: 2}[sizes.get("pp", 1)]
+    assert run_distributed(4, groups_of, sizes) == [communicators(parallel_of(sizes)) - neighbors] * 4
+
+
+def test_communicators_take_memory_from_tensors() -> None:
+    card = load_hardware("h100-80g")
+    assert card.usable_in(ParallelConfig(tp=8)) == card.usable_bytes, "three are part of the reserve"
+    assert card.usable_in(ParallelConfig(pp=2, dp=2, tp=2)) == card.usable_bytes - 2_400_000_000

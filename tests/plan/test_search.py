@@ -259,3 +259,13 @@ def test_suggested_sizes_fit(usable: float) -> None:
         length = int(words.rsplit("--seq ", 1)[1].rstrip(")"))
         shorter = base(f"--train.seq_len={length}", "--train.global_batch=8")
         assert Search(Request(shorter, 1, hardware(usable))).fastest() is not None
+
+
+def test_a_plan_that_fits_only_without_its_communicators_does_not_fit() -> None:
+    parallel = ParallelConfig(layout="single", pp=2, dp=2)
+    config = base().model_copy(update={"parallel": parallel})
+    tight = hardware(max_peak(config, True)[0].total + 1e6)
+    assert Search(Request(base(), 4, tight)).fits(config)
+    small = tight.model_copy(update={"communicator_gb": 1e-3})
+    search = Search(Request(base(), 4, small))
+    assert not search.fits(config) and search.plan(config).shortfall == pytest.approx(1e6, abs=4)

@@ -31,7 +31,8 @@ def base(*overrides: str) -> Config:
 
 def hardware(usable: float = 80e9) -> Hardware:
     """A device with `usable` usable bytes."""
-    return load_hardware("a100-80g").model_copy(update={"memory_gb": usable / 1e9, "reserve_gb": 0.0})
+    sizes = {"memory_gb": usable / 1e9, "reserve_gb": 0.0, "communicator_gb": 0.0}
+    return load_hardware("a100-80g").model_copy(update=sizes)
 
 
 def inspected(name: str = "btp", *overrides: str) -> Inspection:

@@ -1,10 +1,14 @@
 """What a run says before its first step."""
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from boost.data.store import TokenStore
+from boost.errors import StoppedError
 from boost.train import run as advice
 from boost.train.run import advise, start_advice
 from tests.data.chats import chat_store_in
@@ -77,3 +81,42 @@ def test_advice_is_shown_before_the_first_step(store: Path, tmp_path: Path, caps
     lines = capsys.readouterr().out.splitlines()
     (place,) = [number for number, line in enumerate(lines) if line.startswith("warning: the held-out split of ")]
     assert place < next(number for number, line in enumerate(lines) if line.startswith("step "))
+
+
+def test_float32_on_a_gpu(store: Path, tmp_path: Path, enough: None) -> None:
+    for dtype, expected in (("float32", 1), ("float64", 0)):
+        trainer = make_trainer(make_config(store, tmp_path / dtype, dtype=dtype))
+        assert not list(start_advice(trainer)), "on CPUs it is the fastest"
+        trainer.mesh = replace(trainer.mesh, device=torch.device("cuda"))
+        lines = list(start_advice(trainer))
+        assert len(lines) == expected and all("add compute_dtype = 'bfloat16' to [train]" in line for line in lines)
+
+
+class StopsAtOnce:
+    """A session that shows what is set when processes join."""
+
+    def __init__(self, *_: object) -> None:
+        raise StoppedError(f"NCCL_ALGO={os.environ.get('NCCL_ALGO')}")
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "own", "expected"), [(True, "", "^NVLS,NVLSTree"), (True, "Ring", "Ring"), (False, "", None)]
+)
+def test_deterministic_sums_are_asked_of_nccl_before_it_starts(
+    store: Path,
+    tmp_path: Path,
+    deterministic: bool,
+    own: str,
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """NVLink SHARP adds in an order of its own."""
+    for name in ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "TORCH_FR_BUFFER_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    if own:
+        monkeypatch.setenv("NCCL_ALGO", own)
+    monkeypatch.setitem(advice.SESSIONS, "restart", f"{__name__}:StopsAtOnce")
+    result, _ = advice.train(make_config(store, tmp_path / "run", train={"deterministic": deterministic}), None)
+    assert result is None and f"stopped by NCCL_ALGO={expected} during" in capsys.readouterr().out

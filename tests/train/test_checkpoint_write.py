@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,3 +203,24 @@ def test_a_snapshot_is_a_copy() -> None:
     assert {c.name for c in copies} == before.keys() | {"rng.cpu.0"}
     assert all(torch.equal(c.local, before[c.name]) for c in copies if c.name in before)
     assert buffer.nbytes == sum(c.local.nbytes for c in copies)
+
+
+def test_host_memory_of_gpus_is_pinned_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's allocator of pinned memory rounds up to a power of two."""
+    pinned: dict[int, int] = {}
+    cuda = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: pinned.update({address: size}) or 0, cudaHostUnregister=pinned.pop
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+
+    def on_gpu(size: int) -> Any:
+        return SimpleNamespace(local=SimpleNamespace(nbytes=size, is_cuda=True))
+
+    buffer = HostBuffer()
+    for sizes in ((1_000_000, 100_001), (7,)):
+        buffer.reserve([on_gpu(size) for size in sizes])
+        assert list(pinned.values()) == [sum(sizes)] and buffer.nbytes == sum(sizes)
+        assert buffer._buffer.untyped_storage().nbytes() == sum(sizes) and not buffer._buffer.any()
+    del buffer
+    assert not pinned

@@ -8,9 +8,10 @@ There is one row per layout and option, and one per mesh axis; each row has one 
 - bfloat16: the error of the gradients against float32, relative to the error of one process in bfloat16.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,7 @@ from boost.measure.exactness import (
     relative_errors,
 )
 from boost.measure.verify.report import Found, Verifier, worst_of
-from boost.parallel.mesh import Mesh, mesh_of
+from boost.parallel.mesh import Mesh, mesh_of, temporary_groups
 from boost.parallel.sharding import require_torch
 
 LIMITS = {"float64": 1e-9, "float32": 1e-5}
@@ -209,8 +210,9 @@ def run_row(model: ModelConfig, row: Row, mesh: Mesh) -> Results:
         except ConfigError as error:
             results[cell.name] = str(error)
             continue
-        of_its_own = mesh_of(config.parallel, mesh.device) if mesh.size > 1 else mesh
-        results[cell.name] = compare(config, of_its_own)
+        with temporary_groups() if mesh.size > 1 else contextlib.nullcontext():
+            of_its_own = mesh_of(config.parallel, mesh.device) if mesh.size > 1 else mesh
+            results[cell.name] = compare(config, of_its_own)
     return results
 
 
@@ -236,13 +238,17 @@ def judged(cells: Sequence[Cell], by_rank: list[Results]) -> Found:
     return Found("ok", text, numbers=numbers_of)
 
 
-def verify(verifier: Verifier, model: ModelConfig, compiled: str, own: Config | None) -> None:
-    """Runs one check per row. `own`: the user's configuration, whose mesh and options are checked as well."""
+def verify(
+    verifier: Verifier, model: ModelConfig, compiled: str, own: Config | None, only: Collection[str] = ()
+) -> None:
+    """Runs one check per row. `own`: the user's configuration, whose mesh and options are checked as well. `only`: see
+    `process.Request.layouts`."""
     mesh = verifier.mesh
     verifier.section(f"Layouts: {model.family}, against one process ({STEPS} steps; errors are relative)")
-    listed = list(rows(model, mesh.size, mesh.device.type == "cuda", compiled))
+    every = rows(model, mesh.size, mesh.device.type == "cuda", compiled)
+    listed = [row for row in every if not only or row.parallel.get("layout", row.name.partition(":")[0]) in only]
     own_row = _own_row(own) if own is not None and own.parallel.world_size == mesh.size else None
-    if own_row is not None:
+    if own_row is not None and not only:
         listed.insert(0, own_row)
     for row in listed:
         advice = "this layout computes wrong results on these machines: report it with this command's JSON"

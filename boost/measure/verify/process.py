@@ -32,6 +32,8 @@ class Request:
     """Name of the hardware profile; None: that of the GPU, if there is one."""
     compiled: str
     """Which layouts are also compiled: all | first | none."""
+    layouts: tuple[str, ...] = ()
+    """Layouts to check, and 'dp', 'cp' and 'pp' for the meshes without one; empty: all."""
     whole: bool = False
     """Whether these are all checks. If so, the main process prints the summary and returns the exit code."""
 
@@ -39,7 +41,9 @@ class Request:
 def verify_process(request: Request, out: Path) -> int:
     """Runs one process and returns its exit code. The main process prints the checks and writes the report. Raises BoostError."""
     mesh = open_mesh(ParallelConfig(layout="single", dp=world_size()), request.device, TIMEOUT_S)
-    report = Report()
+    report, facts = Report(), environment(request.own or load(None))
+    if mesh.is_main:
+        report.changed = lambda: report.write(out, facts, finished=False)
     verifier = Verifier(mesh, report)
     profile = request.gpu
     if profile is None and mesh.device.type == "cuda":
@@ -55,14 +59,14 @@ def verify_process(request: Request, out: Path) -> int:
         if axes and "links" in request.sections:
             collectives.verify_links(verifier, axes, dtype, hardware)
         if "layouts" in request.sections:
-            layouts.verify(verifier, request.model, request.compiled, request.own)
+            layouts.verify(verifier, request.model, request.compiled, request.own, request.layouts)
         if "step" in request.sections:
             step.verify(verifier, request.own, hardware)
     except Unequal as where:
         with report.timed("", "remaining checks") as note:
             note(Found("skipped", f"{where} failed on some processes only: further collectives may deadlock"))
     if mesh.is_main:
-        report.write(out, environment(request.own or load(None)))
+        report.write(out, facts)
         if request.whole:
             print(f"\n{report.summary()}; report: {out}", flush=True)
     mesh.barrier()

@@ -59,6 +59,8 @@ class Report:
     checks: list[Check] = field(default_factory=list)
     say: Callable[[str], None] = print
     """Prints a line."""
+    changed: Callable[[], None] = lambda: None
+    """Called after each check: checks that took minutes should not be lost with those that follow."""
 
     def section(self, title: str) -> None:
         """Starts a section."""
@@ -67,6 +69,7 @@ class Report:
     def add(self, check: Check) -> None:
         """Adds a check and prints it."""
         self.checks.append(check)
+        self.changed()
         self.say(f"  {_MARKS[check.verdict]:<7} {check.name:<{_WIDTH}}  {check.detail}")
         if check.advice and check.verdict in ("note", "failed"):
             self.say(f"  {'':<7} {'':<{_WIDTH}}  -> {check.advice}")
@@ -99,11 +102,11 @@ class Report:
         seconds = sum(check.seconds for check in self.checks)
         return f"{len(self.checks)} checks in {seconds:.0f} s: {', '.join(parts) or 'none'}"
 
-    def write(self, path: Path, environment: dict[str, Any]) -> None:
+    def write(self, path: Path, environment: dict[str, Any], finished: bool = True) -> None:
         """Writes the report as JSON. Raises StorageError."""
         facts = {
             "schema": SCHEMA,
-            "verdict": "failed" if self.failed else "ok",
+            "verdict": "failed" if self.failed else "ok" if finished else "unfinished",
             "environment": environment,
             "checks": [asdict(check) for check in self.checks],
         }

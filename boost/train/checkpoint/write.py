@@ -21,8 +21,9 @@ import logging
 import os
 import shutil
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -105,6 +106,7 @@ class HostBuffer:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._unpin: Callable[[], object] = lambda: None
 
     @property
     def nbytes(self) -> int:
@@ -114,9 +116,15 @@ class HostBuffer:
     def reserve(self, slices: list[LocalSlice]) -> None:
         """Allocates and touches the memory, so that allocation and page faults do not slow down saves."""
         total = sum(s.local.nbytes for s in slices)
-        if self.nbytes != total:
-            pinned = any(s.local.is_cuda for s in slices)
-            self._buffer = torch.zeros(total, dtype=torch.uint8, pin_memory=pinned)
+        if self.nbytes == total:
+            return
+        self._unpin()
+        self._buffer = torch.zeros(total, dtype=torch.uint8)
+        if total and any(s.local.is_cuda for s in slices):
+            # torch's allocator of pinned memory would round the size up to a power of two.
+            cuda, address = torch.cuda.cudart(), self._buffer.data_ptr()
+            torch.cuda.check_error(cuda.cudaHostRegister(address, total, 0))
+            self._unpin = weakref.finalize(self, cuda.cudaHostUnregister, address)
 
     def copy(self, slices: list[LocalSlice]) -> list[LocalSlice]:
         """Returns the slices with their tensors replaced by copies. Waits for the copies to finish."""

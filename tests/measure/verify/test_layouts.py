@@ -1,5 +1,8 @@
 """Layouts against one process, and detection of wrong ones."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -98,3 +101,36 @@ def test_cells_that_cannot_run_are_skipped_with_the_reason() -> None:
     cell = Cell("float32")
     assert judged([cell], [{"float32": "not here"}]).verdict == "skipped"
     assert judged([cell], [{"float32": "not here"}]).detail == "not here"
+
+
+def groups_of_cells() -> tuple[int, list[int], int]:
+    """Number of process groups before, in each cell of a row, and after."""
+    mesh, seen = toy.mesh(2), list[int]()
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    before = len(groups)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            layouts,
+            "compare",
+            lambda config, mesh: seen.append(len(groups)) or {"error": 0.0, "ratio": 1.0, "table": 0.0},
+        )
+        run_row(COLA, row("btp, online"), mesh)
+    return before, seen, len(groups)
+
+
+def test_the_groups_of_a_cell_end_with_it() -> None:
+    """On GPUs each of them holds most of a GB."""
+    for before, seen, after in run_distributed(2, groups_of_cells):
+        assert len(seen) > 2 and set(seen) == {seen[0]} and seen[0] > before == after
+
+
+@pytest.mark.parametrize(("only", "expected"), [(["btp"], {"btp"}), (["pp", "cp"], {"pp", "cp"}), ([], None)])
+def test_layouts_are_checked_by_name(only: list[str], expected: set[str] | None) -> None:
+    seen: list[str] = []
+    verifier: Any = SimpleNamespace(
+        mesh=Mesh(toy.CPU, size=2), section=lambda title: None, check=lambda name, *rest: seen.append(name)
+    )
+    layouts.verify(verifier, COLA, "none", None, only)
+    assert {name.partition(",")[0].partition(":")[0] for name in seen} == (
+        expected or {*layouts_of(COLA), "dp", "pp", "cp"}
+    )

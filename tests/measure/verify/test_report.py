@@ -79,3 +79,15 @@ def test_a_report_is_json_that_can_be_taken_up(tmp_path: Path) -> None:
 
 def test_the_worst_of_all_processes_counts() -> None:
     assert worst_of([{"a": 1.0, "b": 4.0}, {"a": 3.0, "b": 2.0}]) == {"a": 3.0, "b": 4.0}
+
+
+def test_a_report_that_is_cut_short_has_the_checks_so_far(tmp_path: Path) -> None:
+    path = tmp_path / "v.json"
+    report = Report(say=lambda line: None)
+    report.changed = lambda: report.write(path, {}, finished=False)
+    for count in (1, 2):
+        report.add(Check("a", str(count), "ok", "c"))
+        facts = json.loads(path.read_text())
+        assert (facts["verdict"], len(facts["checks"])) == ("unfinished", count)
+    report.write(path, {})
+    assert json.loads(path.read_text())["verdict"] == "ok"
