@@ -68,11 +68,11 @@ class Model(nn.Module):
         return cls(Decoder(spec_of(config.model, {"seed": config.train.seed, **options})), config)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, **options: Any) -> "Model":
+    def from_pretrained(cls, path: str | Path, *, untie: bool = False, **options: Any) -> "Model":
         """Weights of a run directory (its newest checkpoint), a checkpoint, or a Hugging Face folder (LLaMA, CoLA, our exports).
 
-        `options`: of `boost.nn.Spec`, such as mesh and layout, under which each process keeps its own shards; dtype defaults to
-        that of the weights. Raises BoostError.
+        `untie`: take a folder whose embedding and head are one tensor, as two. `options`: of `boost.nn.Spec`, such as mesh and
+        layout, under which each process keeps its own shards; dtype defaults to that of the weights. Raises BoostError.
         """
         path = Path(path)
         if not path.is_dir():
@@ -81,6 +81,8 @@ class Model(nn.Module):
             )
         is_hf = (path / "config.json").is_file()
         weights = FolderWeights(path) if is_hf else CheckpointWeights(find_checkpoint(path))
+        if isinstance(weights, FolderWeights):
+            weights.require_untied(untie, "untie=True")
         dtype = options.pop("dtype", None) or weights.dtype
         dtype = torch.float32 if dtype == torch.float16 else dtype
         spec = spec_of(weights.model, {"dtype": dtype, **options})

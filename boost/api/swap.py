@@ -40,8 +40,8 @@ def lowrank(
     """Replaces linears inside `module` by `boost.nn.LowRankLinear`, in place, and returns it. The logger `boost.api.swap` says at
     level INFO how many; `ranks_of` lists them.
 
-    The output embedding and linears that share their weight with another module are left alone, unless `include` names them
-    exactly. So is a linear whose factors would have as many parameters as it has.
+    The output embedding is left alone, unless `include` names it exactly. So are linears that share their weight with another
+    module, such as a tied head, and those whose factors would have as many parameters.
 
     Args:
         module: any model. transformers' `Conv1D` (GPT-2) and subclasses of `nn.Linear` that compute the same count as linears.
@@ -51,7 +51,7 @@ def lowrank(
         activation: between the factors: "none" or "silu".
         include, exclude: patterns of module names, such as "*.mlp.*" (fnmatch).
 
-    Raises ConfigError if no linear matches, or an argument is not valid.
+    Raises ConfigError if no linear matches, an argument is not valid, or `include` names a linear with a shared weight.
     """
     by_pattern = rank if isinstance(rank, Mapping) else {"*": rank}
     for of_pattern in by_pattern.values():
@@ -167,8 +167,13 @@ def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) 
             continue
         if not name or any(name.startswith(f"{outer}.") for outer in inside) or not _is_linear(linear):
             continue
-        special = linear is output or owners[id(linear.weight)] > 1
-        if not special or name in include:
+        if owners[id(linear.weight)] > 1:
+            if name in include:
+                raise ConfigError(
+                    f"include = '{name}' shares its weight with another module, and factors would untie them: leave it out, or "
+                    "give it a weight of its own (for a tied head, tie_word_embeddings = false)"
+                )
+        elif linear is not output or name in include:
             yield name, linear
 
 

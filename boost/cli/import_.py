@@ -8,7 +8,6 @@ from typing import Any
 from boost.cli.export import FILE_BYTES
 from boost.cli.terminal import print_rows
 from boost.errors import ConfigError
-from boost.format import format_count
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -24,6 +23,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost import models/llama-1b --out checkpoints/llama-1b\n"
         "  boost import models/cola-1b --out checkpoints/cola-1b --tokenizer data/c4\n"
         "  boost import models/llama-1b --out checkpoints/svd --rank 512\n"
+        "  boost import models/llama-3.2-1b --out checkpoints/small --untie\n"
         "  boost import runs/dense --out checkpoints/svd --energy 0.95 --multiple 8\n"
         "  boost import runs/dense --out checkpoints/svd --budget 0.6 --calibrate data/mine\n"
         "  boost train --start-from checkpoints/svd --distill-from runs/dense --data.store data/mine --run.dir runs/svd",
@@ -35,6 +35,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json or its folder (default: the one in DIR)")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="dtype of the weights (default: as stored; factors: float32)"
+    )
+    parser.add_argument(
+        "--untie",
+        action="store_true",
+        help="import embedding and head as two tensors if DIR has one for both; boost does not train them tied",
     )
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument("--rank", type=int, metavar="R", help="factorize: rank of every linear")
@@ -49,7 +54,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         type=float,
         metavar="FRACTION",
         help="factorize, with --calibrate: parameters of all factors, as a fraction of those of the linears that they replace, "
-        "such as 0.6",
+        "such as 0.6; embedding, norms and head do not count",
     )
     parser.add_argument(
         "--calibrate",
@@ -106,11 +111,12 @@ def run(args: argparse.Namespace) -> int:
     elif args.rank is not None or args.energy is not None:
         how = Truncation(args.rank, args.energy, device=choose_device(args.device).type, **options)
     named = Path(args.tokenizer) if args.tokenizer else None
-    done = import_weights(Path(args.source), Path(args.out), args.dtype, named, how, FILE_BYTES)
+    done = import_weights(Path(args.source), Path(args.out), args.dtype, named, how, FILE_BYTES, args.untie)
     facts: dict[str, Any] = {
         "checkpoint": str(done.path),
         "family": done.model.family,
         "parameters": parameter_count(done.model),
+        **({"untied_parameters": done.untied} if done.untied else {}),
         "bytes": done.bytes,
         "dtype": done.dtype,
         "tokenizer": done.tokenizer,
@@ -120,13 +126,6 @@ def run(args: argparse.Namespace) -> int:
     elif done.report:
         _print_report(done.report)
     dump(facts, args.json)
-    if done.tied:
-        more = done.model.vocab_size * done.model.dim
-        print(
-            f"note: embedding and head are one tensor in '{args.source}'; boost trains them apart, with {format_count(more)} "
-            "parameters more",
-            file=sys.stderr,
-        )
     if not done.tokenizer:
         print(f"warning: {_missing_tokenizer(Path(args.source))}", file=sys.stderr)
     return 0
@@ -161,7 +160,17 @@ def _print_report(report: dict[str, Any]) -> None:
     numbers = ("shape", "rank", "energy kept", "relative error", *["cost"] * calibrated)
     print_rows(("linear", *numbers), rows, right=numbers, title=title)
     print("report.json lists every linear\n")
+    of = report["parameters"]
     if calibrated:
-        of, losses = report["parameters"], report["heldout"]
-        print(f"linears: {of['factors']:,} of {of['linears']:,} parameters ({of['factors'] / of['linears']:.1%})")
-        print(f"held-out loss: {losses['dense']:.4f} dense, {losses['factorized']:.4f} factorized, nats per token\n")
+        asked = f"at most {report['asked']['budget']:.1%} by --budget, which counts only these"
+        print(
+            f"linears: {of['factors']:,} of {of['linears']:,} parameters ({of['factors'] / of['linears']:.1%}; {asked})"
+        )
+    head = f", with {of['untied']:,} of the head, which was one tensor with the embedding" if of["untied"] else ""
+    print(
+        f"whole model: {of['after']:,} parameters instead of {of['before']:,} ({of['after'] / of['before']:.1%}){head}"
+    )
+    if calibrated:
+        losses = report["heldout"]
+        print(f"held-out loss: {losses['dense']:.4f} dense, {losses['factorized']:.4f} factorized, nats per token")
+    print()

@@ -123,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _best(args: argparse.Namespace, request: "Request") -> int:
     from boost.cli import plan_report
+    from boost.convert.formats import read_folder
     from boost.plan.explain import alternatives, choices, mesh, notes
     from boost.plan.search import Search, require_legal, where_it_fits
 
@@ -146,9 +147,16 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
         dense = _dense(request)
     remarks = list(notes(search, best, others, dense))
     source = source_of(args.model)
+    folder = hugging_face_folder(source)
+    if folder is not None and read_folder(folder).tied:
+        more = best.config.model.vocab_size * best.config.model.dim
+        remarks.append(
+            f"'{folder / 'config.json'}' ties embedding and head. The plan is for two tensors, as 'boost import --untie' makes "
+            f"them: {more:,} parameters more."
+        )
     if args.write is not None:
         command = ["train", str(args.write)]
-    elif hugging_face_folder(source) is not None:
+    elif folder is not None:
         command = ["train", "run.toml"]  # written by --write run.toml, because no preset has this shape
     else:
         command = ["train", source, *plan_report.flags(best.config, source)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from boost.config import Config
-from boost.config.architecture import Parameter, parameters
+from boost.config.architecture import Parameter, parameter_count, parameters
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
 from boost.convert.compress import CompressedWeights, Compression
@@ -58,10 +58,20 @@ class FolderWeights:
         if folder.tied and head in self._tensors.shapes:
             embedding = self._tensors.read(embed)
             self._tied = torch.equal(embedding, self._tensors.read(head).to(embedding.dtype))
+        self.tied = folder.model.vocab_size * folder.model.dim if self._tied else 0
+        """Parameters of a head that is one tensor with the embedding; read, they are two."""
         names = {entry.name for entry in self._entries.values()}
         self.dtype = self._tensors.dtype(name for name in self._tensors.shapes if name in names)
         self.tokenizer = path if (path / "tokenizer.json").is_file() else None
         self.hub = {BOS: folder.bos, TIED: self._tied, **read_generation_settings(path)}
+
+    def require_untied(self, untie: bool, option: str) -> None:
+        """Raises ConfigError if embedding and head are tied, which no layout trains, unless the caller chose to `untie` them."""
+        if self.tied and not untie:
+            raise ConfigError(
+                f"embedding and head of '{self._tensors.path}' are tied, which boost does not train: add {option} to import them "
+                f"as two tensors (+{self.tied:,} parameters)"
+            )
 
     def read(self, parameter: Parameter) -> Tensor:
         entry = self._entries["embed" if self._tied and parameter.name == "head" else parameter.name]
@@ -96,8 +106,8 @@ class Imported:
     dtype: str
     bytes: int
     tokenizer: bool
-    tied: bool
-    """Whether embedding and head are one tensor in the source."""
+    untied: int
+    """Parameters that the model has more than the source, whose embedding and head are one tensor."""
     report: dict[str, Any] | None
     """Report of the factorization; None without one."""
 
@@ -109,15 +119,21 @@ def import_weights(
     tokenizer: Path | None,
     how: Truncation | Compression | None,
     file_bytes: int,
+    untie: bool = False,
 ) -> Imported:
     """Writes the checkpoint `out`, which must be empty or not exist. `how`: how dense weights become factors; None: as they are.
 
     `dtype`: None keeps the stored dtype, or the widest of several (float16 becomes float32, factors are float32 or wider).
-    `tokenizer`: a tokenizer.json or its folder, instead of the one next to the weights. Writes to a temporary folder and
-    renames it once complete. Raises BoostError.
+    `tokenizer`: a tokenizer.json or its folder, instead of the one next to the weights. `untie`: take a folder whose embedding and
+    head are one tensor, as two. Writes to a temporary folder and renames it once complete. Raises BoostError.
     """
     require_free(out, "--out")
     weights = open_weights(source, how)
+    untied = 0
+    if isinstance(weights, FolderWeights):
+        weights.require_untied(untie, "--untie")
+        untied = weights.tied
+    before = parameter_count(weights.model) - untied
     if tokenizer is not None and not tokenizer.exists():
         raise ConfigError(f"--tokenizer = '{tokenizer}' does not exist; pass a tokenizer.json or its folder")
     vocabulary = None
@@ -149,11 +165,13 @@ def import_weights(
         table = factorizer.model() if factorizer else weights.model.model_dump()
         config = weights_config(table, dtype_name(target), weights.context)
         report = factorizer.report() if factorizer else report
+        if report:
+            counts = {"before": before, "after": parameter_count(config.model), "untied": untied}
+            report["parameters"] = {**report.get("parameters", {}), **counts}
         texts = [("report.json", json.dumps(report, indent=2))] if report else []
         texts += [("tokenizer.json", vocabulary.json)] if vocabulary else []
         finish_weights(temporary, out, config, tokenizer_data(weights, vocabulary), texts)
-    tied = bool(weights.hub.get(TIED))
-    return Imported(out, config.model, dtype_name(target), writer.total_bytes, vocabulary is not None, tied, report)
+    return Imported(out, config.model, dtype_name(target), writer.total_bytes, vocabulary is not None, untied, report)
 
 
 def open_weights(source: Path, how: Truncation | Compression | None) -> Weights:

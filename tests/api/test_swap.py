@@ -10,6 +10,7 @@ from torch import nn
 import boost
 from boost.api.swap import ranks_of
 from boost.errors import ConfigError
+from boost.format import format_count
 from boost.nn import LowRankLinear
 
 
@@ -76,6 +77,26 @@ def test_transformers_models(name: str) -> None:
     out = model(input_ids=tokens, labels=tokens)
     out.loss.backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_stays_tied_and_counts_once(tied: bool, caplog: pytest.LogCaptureFixture) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(**{**TINY, "vocab_size": 320}, tie_word_embeddings=tied)
+    model, body = transformers.LlamaForCausalLM(config), 17_568
+    with caplog.at_level("INFO", logger="boost.api.swap"):
+        boost.lowrank(model, 0.25)
+    ends = 320 * 32 * (1 if tied else 2)
+    assert sum(p.numel() for p in model.parameters()) == ends + 8_096
+    assert f"{format_count(ends + body)} -> {format_count(ends + 8_096)} parameters" in caplog.text
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    if tied:
+        with pytest.raises(ConfigError, match=r"include = 'lm_head' shares its weight .* tie_word_embeddings = false"):
+            boost.lowrank(model, 0.25, include=["*", "lm_head"])
+    else:
+        boost.lowrank(model, 0.25, include=["lm_head"])
+        assert ranks_of(model)["lm_head"] == 8
 
 
 def test_conv1d_is_a_linear_with_a_transposed_weight() -> None:

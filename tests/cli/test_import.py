@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from boost.train.checkpoint import WeightReader, open_checkpoint
 from boost.train.metrics import read_metrics
 from tests.cli.commands import llama_of, say
+from tests.convert.toys import write_folder
 
 STEPS = ["--train.seq_len", "32", "--train.global_batch", "2", "--train.micro_batch", "2", "--run.device", "cpu"]
 
@@ -52,9 +54,55 @@ def test_calibrated_factors(llama: Path, store: Path, tmp_path: Path, capsys: py
     assert code == 0, err
     for text in ("mlp.down", "48 x 32", "cost", "linears: ", "held-out loss: "):
         assert text in said
+    # Per block 7,680 parameters in linears (2 of 32 x 32, 2 of 16 x 32, 3 of 48 x 32) and 64 in norms.
+    whole = 2 * (7_680 + 64) + 32 + 2 * 300 * 32
+    of = json.loads((tmp_path / "table" / "report.json").read_text())["parameters"]
+    assert of["linears"] == 2 * 7_680 and of["factors"] <= 0.6 * of["linears"]
+    assert (of["before"], of["before"] - of["after"], of["untied"]) == (whole, of["linears"] - of["factors"], 0)
+    assert (
+        f"of 15,360 parameters ({of['factors'] / 15_360:.1%}; at most 60.0% by --budget, which counts only these)"
+        in said
+    )
+    assert f"whole model: {of['after']:,} parameters instead of {whole:,} ({of['after'] / whole:.1%})\n" in said
     code, said, _ = say(capsys, "eval", str(tmp_path / "table"), "--store", str(store), "--max-tokens", "512", "--json")
     assert code == 0
     assert 0 < json.loads(said)["loss"] < 20
+
+
+def test_a_tied_model_is_untied_on_request_and_the_report_counts_its_head(
+    llama: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((llama / "config.json").read_text()) | {"tie_word_embeddings": True}
+    tensors = load_file(llama / "model.safetensors")
+    del tensors["lm_head.weight"]
+    write_folder(llama, config, tensors)
+    for number, words in enumerate(
+        (
+            [],
+            ["--rank", "4"],
+            ["--budget", "0.6", "--multiple", "2", "--calibrate", str(store), "--calibrate-tokens", "256"],
+        )
+    ):
+        out = tmp_path / str(number)
+        command = ["import", str(llama), "--out", str(out), "--device", "cpu", *words]
+        code, said, err = say(capsys, *command)
+        assert (code, said, err.count("\n")) == (2, "", 1)
+        assert "are tied" in err and "add --untie to import them as two tensors (+9,600 parameters)" in err
+        assert not out.exists()
+        code, said, err = say(capsys, *command, "--untie", *["--json"] * (not words))
+        assert code == 0, err
+        if not words:
+            facts = json.loads(said)
+            assert facts["parameters"] - facts["untied_parameters"] == 2 * (7_680 + 64) + 32 + 9_600
+            continue
+        of = json.loads((out / "report.json").read_text())["parameters"]
+        assert (of["before"], of["untied"]) == (2 * (7_680 + 64) + 32 + 9_600, 9_600)
+        ratio = f"{of['after'] / of['before']:.1%}"
+        assert (
+            f"whole model: {of['after']:,} parameters instead of {of['before']:,} ({ratio}), with 9,600 of the head"
+            in said
+        )
+        assert "9600" in next(line for line in said.splitlines() if line.startswith("untied parameters"))
 
 
 @pytest.mark.slow

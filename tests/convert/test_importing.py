@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import boost
 from boost.convert.export import export
 from boost.errors import BoostError, CheckpointError, ConfigError
 from boost.train.checkpoint import open_checkpoint
@@ -115,6 +116,50 @@ def test_settings_with_two_spellings_are_read_as_transformers_does(
     back = load_file(give(tmp_path / "imported", tmp_path / "back") / "model.safetensors")
     assert_same(back, tensors)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["tie_word_embeddings"] is not has_head
+
+
+TIED = ["llama", "llama with a stored head", "cola", "cola-gqa", "lax-tensor"]
+"""Folders of every form: LLaMA, the official CoLA class, and our modeling file."""
+
+
+@pytest.mark.parametrize("form", TIED)
+def test_a_tied_folder_is_untied_on_request_only(form: str, tmp_path: Path, store: Path) -> None:
+    theirs, head = tmp_path / "theirs", "lm_head.weight"
+    if form.startswith("llama"):
+        tensors, config = llama_folder(theirs), dict(LLAMA)
+    else:
+        theirs = exported(tmp_path, CASES[form][0], store / "tokenizer.json")
+        tensors, config = load_file(theirs / "model.safetensors"), json.loads((theirs / "config.json").read_text())
+    tensors[head] = tensors["model.embed_tokens.weight"].clone()
+    if form != "llama with a stored head":
+        del tensors[head]
+    write_folder(theirs, {**config, "tie_word_embeddings": True}, tensors)
+    more = config["vocab_size"] * 32
+    for bring_in, option in ((bring_as_asked, "--untie"), (boost.Model.from_pretrained, "untie=True")):
+        with pytest.raises(ConfigError) as caught:
+            bring_in(theirs)
+        assert str(caught.value) == (
+            f"embedding and head of '{theirs}' are tied, which boost does not train: add {option} to import them as two tensors "
+            f"(+{more:,} parameters)"
+        )
+    done = bring_as_asked(theirs, untie=True)
+    assert done.untied == more
+    decoder, _ = loaded(done.path)
+    model = boost.Model.from_pretrained(theirs, untie=True)
+    for weights in (toy.weights(decoder), dict(model.decoder.whole_parameters())):
+        assert torch.equal(weights["head"], weights["embed"])
+        assert weights["head"].data_ptr() != weights["embed"].data_ptr()
+    # A head of its own is none that shares the embedding, whatever config.json says.
+    write_folder(
+        theirs, {**config, "tie_word_embeddings": True}, {**tensors, head: torch.zeros(config["vocab_size"], 32)}
+    )
+    assert bring(theirs, tmp_path / "apart", untie=False).untied == 0
+    boost.Model.from_pretrained(theirs)
+
+
+def bring_as_asked(source: Path, untie: bool = False) -> Any:
+    """Imports a folder next to itself."""
+    return bring(source, source.parent / "asked", untie=untie)
 
 
 def official_cola(path: Path, only_lr_act: bool | None) -> dict[str, Tensor]:

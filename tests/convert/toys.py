@@ -101,8 +101,8 @@ def give(checkpoint: Path, out: Path, merge: bool = True) -> Path:
 
 
 def bring(source: Path, out: Path, **choices: Any) -> Any:
-    """Imports a folder."""
-    given: dict[str, Any] = {"dtype": None, "tokenizer": None, "how": None, "file_bytes": GB, **choices}
+    """Imports a folder, tied or not."""
+    given: dict[str, Any] = {"dtype": None, "tokenizer": None, "how": None, "file_bytes": GB, "untie": True, **choices}
     return import_weights(source, out, **given)
 
 
