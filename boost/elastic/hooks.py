@@ -3,9 +3,8 @@
 import logging
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
 
 from boost.elastic.membership import Decision, Member
 from boost.errors import ConfigError, StorageError
@@ -13,9 +12,6 @@ from boost.train.heartbeat import Beat
 from boost.train.hooks import Hook, RunEvent, StepEnd, Training
 from boost.train.run_lock import RunLock
 from boost.train.worker import take_terminal
-
-if TYPE_CHECKING:
-    from boost.elastic.trainer import ElasticTrainer
 
 log = logging.getLogger("boost")
 
@@ -92,9 +88,15 @@ class SlowReplicas(Hook):
 
     main_only = True
 
-    def __init__(self, steps: int, exclude: bool) -> None:
-        """`steps`: consecutive steps after which a slow replica is reported (0: never). `exclude`: whether it is also excluded."""
-        self._steps, self._exclude = steps, exclude
+    def __init__(
+        self,
+        steps: int,
+        look: Callable[[], tuple[Decision, Sequence[Beat]]],
+        exclude: Callable[[Member, str], None] | None,
+    ) -> None:
+        """`steps`: consecutive steps after which a slow replica is reported (0: never). `look` returns the current membership and
+        the latest heartbeats. `exclude`: excludes a slow replica, given why; None: it is only reported."""
+        self._steps, self._look, self._exclude = steps, look, exclude
         self._since: dict[Member, int] = {}
         self._reported: set[Member] = set()
         self._looked_at = 0.0
@@ -107,8 +109,7 @@ class SlowReplicas(Hook):
         if not self._steps or now - self._looked_at < LOOK_S:
             return
         self._looked_at = now
-        recovery = cast("ElasticTrainer", trainer).recovery
-        slow = slow_members(recovery.decision, recovery.beats())
+        slow = slow_members(*self._look())
         self._since = {member: self._since.get(member, event.metrics.step) for member in slow}
         for member, since in self._since.items():
             if event.metrics.step - since < self._steps or member in self._reported:
@@ -118,7 +119,7 @@ class SlowReplicas(Hook):
             action = "it is excluded and restarted" if self._exclude else "check the load of its machine"
             trainer.warn(f"replica {member.replica} takes {text}; {action}")
             if self._exclude:
-                recovery.exclude_slow(member, text)
+                self._exclude(member, text)
 
 
 def slow_members(decision: Decision, beats: Sequence[Beat]) -> dict[Member, float]:

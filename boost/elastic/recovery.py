@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from boost.elastic.groups import Membership, PeersLostError, disconnect_abandone
 from boost.elastic.hooks import MembershipChange
 from boost.elastic.membership import DEAD, SLOW, Coordinator, Decision, Member, Report, deal
 from boost.elastic.mesh import join_members, open_replica, replica_of_rank, replica_size, waiting_mesh
+from boost.elastic.optimizer import Transfer
 from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, TrainingError
 from boost.parallel.mesh import choose_device, share
 from boost.parallel.rendezvous import Stopped, file_store, launch_dir, meet
@@ -38,11 +39,8 @@ from boost.train.checkpoint import Position, SavedCheckpoint
 from boost.train.evaluate import Evaluation
 from boost.train.failures import is_lost_connection
 from boost.train.heartbeat import Beat, Board, FolderBoard, StoreBoard, apply_timeout
-from boost.train.hooks import RunTrouble
+from boost.train.hooks import Hook, RunTrouble, Training
 from boost.train.worker import leave
-
-if TYPE_CHECKING:
-    from boost.elastic.trainer import ElasticTrainer
 
 log = logging.getLogger("boost")
 
@@ -57,6 +55,26 @@ EXCLUDED_GRACE_S = 5.0
 """Time that a process has to exit by itself once the others continue without it, seconds."""
 
 _REPEAT = object()
+
+
+class RecoverableRun(Training, Protocol):
+    """The trainer, as its recovery sees it (`boost.elastic.trainer.ElasticTrainer`)."""
+
+    transfer: Transfer
+    """Sends the optimizer's state to replicas that join."""
+    reducer: Any
+    """Sums gradients; `rejoin(mesh)` makes it sum over the replicas of a new membership."""
+    rollbacks: Any
+    """The rollbacks of the run so far, an object of plain values."""
+    hooks: list[Hook]
+
+    def adopt(self, event: MembershipChange) -> None:
+        """Continues with a new set of replicas."""
+        ...
+
+    def abandon_save(self) -> None:
+        """Abandons the save in flight, if any, because the replicas change."""
+        ...
 
 
 class Recovery:
@@ -83,7 +101,7 @@ class Recovery:
         self.held: list[int] = []
         """Micro-batches of the current step whose gradients this process holds."""
         self._depth, self._repeats, self._admits, self._closed = 0, False, False, threading.Event()
-        self.trainer: ElasticTrainer | None = None
+        self.trainer: RecoverableRun | None = None
         self._beats = MemberBeats(self.board(), self.slots, replica_size(parallel), run.heartbeat_timeout_s)
         self._coordinator = Coordinator(self._store, parallel.dp, replica_size(parallel), self._beats.status)
         self.membership = Membership(-1)
@@ -268,7 +286,7 @@ class Recovery:
         self.trainer.transfer.commit_transfer()
         self.trainer.check_replicas(again=True)
 
-    def enter(self, trainer: "ElasticTrainer") -> None:
+    def enter(self, trainer: "RecoverableRun") -> None:
         """Waits until the others admit this replica, then receives weights, moments and position from one of them.
 
         Raises ExcludedError if that fails, so that the replica is restarted; StoppedError if the run ends first, or on a stop
@@ -314,7 +332,7 @@ class Recovery:
         if self._store.check([key]):
             raise StoppedError(self._store.get(key).decode())
 
-    def _transfer_state(self, newcomer: "ElasticTrainer | None" = None) -> None:
+    def _transfer_state(self, newcomer: "RecoverableRun | None" = None) -> None:
         """Sends weights, moments and position from the first replica that has them to the joining ones. Collective.
 
         Raises TrainingError if the replicas' states are not bitwise identical afterwards.
@@ -449,7 +467,7 @@ def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int,
 # Messages between processes are JSON, so that reading one never executes code.
 
 
-def state_of(trainer: "ElasticTrainer") -> dict[str, Any]:
+def state_of(trainer: "RecoverableRun") -> dict[str, Any]:
     """What a rejoining replica needs besides weights and moments: the trainer's position and the state of its hooks."""
     trouble = trainer.trouble
     return {
@@ -463,7 +481,7 @@ def state_of(trainer: "ElasticTrainer") -> dict[str, Any]:
     }
 
 
-def take_state(trainer: "ElasticTrainer", state: dict[str, Any]) -> None:
+def take_state(trainer: "RecoverableRun", state: dict[str, Any]) -> None:
     """Inverse of `state_of`."""
     trainer.position = Position(**state["position"])
     trainer.bad_steps, trainer.proven_step = state["bad_steps"], state["proven_step"]

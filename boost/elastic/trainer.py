@@ -216,7 +216,8 @@ class ElasticTrainer(Trainer):
 
     def __init__(self, config: "Config", recovery: "Recovery", run: "RunDirectory", hooks: Sequence[Hook] = ()) -> None:
         self.recovery = recovery
-        watch = SlowReplicas(config.run.slow_steps, config.run.exclude_slow)
+        exclude = recovery.exclude_slow if config.run.exclude_slow else None
+        watch = SlowReplicas(config.run.slow_steps, lambda: (recovery.decision, recovery.beats()), exclude)
         super().__init__(config, recovery.mesh, run, [TakeOver(), *hooks, watch])
         self.transfer: Transfer = (
             self.optimizer if isinstance(self.optimizer, DividedAdamW) else WholeTransfer(self.optimizer)

@@ -39,11 +39,9 @@ def test_it_is_reported_once_after_enough_steps(tmp_path: Path, monkeypatch: pyt
     warnings: list[str] = []
     gone: list[Member] = []
     pace = beats(1, 1, 6, 6, 1, 1)
-    recovery = SimpleNamespace(
-        decision=Decision(0, MEMBERS), beats=lambda: pace, exclude_slow=lambda member, text: gone.append(member)
-    )
-    trainer: Any = SimpleNamespace(recovery=recovery, warn=warnings.append)
-    hook = SlowReplicas(5, exclude)
+    trainer: Any = SimpleNamespace(warn=warnings.append)
+    decision = Decision(0, MEMBERS)
+    hook = SlowReplicas(5, lambda: (decision, pace), (lambda member, text: gone.append(member)) if exclude else None)
     for step in range(1, 12):
         if step == 4:
             pace[:] = beats(1, 1, 1, 1, 1, 1)
