@@ -6,7 +6,8 @@ says which cell of which table it is:
     [2.01 (1.95 to 2.05)](../benchmarks/results/ladder.md "share-matched wire > btp, online > over the first step")
 
 - In a Markdown result: `TABLE > ROW > COLUMN`. TABLE is the beginning of the text above the table and may be left out. ROW is the
-  first cell of the row; other cells may follow, joined by ` + `. COLUMN is a heading (the first of equal ones), or its beginning.
+  first cell of the row; other cells may follow, joined by ` + `, and `weighted...` is a cell that begins with "weighted". COLUMN is
+  a heading (the first of equal ones), or its beginning.
 - In a JSON result: the keys that lead to a number, joined by ` > `. Of a list of numbers, the median is meant.
 
 A figure with an interval or a spread is the whole cell; a single number is the cell's first number. `tests/test_docs.py` compares
@@ -58,11 +59,16 @@ def cell(text: str, key: str) -> str:
         at = at or [i for i, heading in enumerate(headings) if heading.startswith(column)]
         first, *others = row.split(" + ")
         for cells in rows:
-            if cells[0] == first and all(other in cells for other in others):
+            if cells[0] == first and all(any(is_meant(each, other) for each in cells) for other in others):
                 found |= {cells[i] for i in at if i < len(cells)}
     if len(found) != 1:
         raise KeyError(f"'{key}' means {len(found)} values: {sorted(found)}")
     return found.pop()
+
+
+def is_meant(cell: str, part: str) -> bool:
+    """Whether a part of a key means a cell."""
+    return cell.startswith(part[:-3]) if part.endswith("...") else cell == part
 
 
 def number(facts: Any, key: str) -> float:

@@ -106,6 +106,14 @@ def test_figures_are_those_of_their_result_files(docs_modules: types.SimpleNames
     assert wrong == []
 
 
+def test_pages_are_few_and_short(docs_modules: types.SimpleNamespace) -> None:
+    """Whoever adds a page or a section looks for what can go. Link targets and the report's table of goals do not count."""
+    texts = [docs_modules.facts.GOALS.sub("", page.read_text(encoding="utf-8")) for page in DOCS.rglob("*.md")]
+    words = [word for text in texts for word in re.sub(r"\]\([^)]*\)", "]", text).split() if re.search(r"\w", word)]
+    assert len(texts) <= 24
+    assert len(words) <= 25_000
+
+
 def test_a_figure_that_differs_is_found(docs_modules: types.SimpleNamespace, tmp_path: Path) -> None:
     facts = docs_modules.facts
     (tmp_path / "result.md").write_text("Measured.\n\n| layout | ms |\n|---|--:|\n| btp | 437 (429 to 457) |\n")
