@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/concepts into docs/pictures: `python docs/draw.py`. The same code gives the same bytes.
+"""Draws the pictures of the pages into docs/pictures: `python docs/draw.py`. The same code gives the same bytes.
 
 Everything is derived: rows, shards and collectives from the layouts (`boost.plan.pictures`), bytes from the collective table and
 from the planner's trace of the decoder.

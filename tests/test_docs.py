@@ -32,7 +32,7 @@ LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?(?:\s+\"[^\"]*\")?\)")
 def docs_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
     """The scripts of docs/, which is not a package."""
     monkeypatch.syspath_prepend(str(DOCS))
-    names = ("stage", "gen_reference", "draw")
+    names = ("stage", "gen_reference", "draw", "facts")
     yield types.SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     for name in names:
         sys.modules.pop(name, None)
@@ -88,17 +88,66 @@ def test_every_page_is_in_the_navigation_once(docs_modules: types.SimpleNamespac
     assert {page for page in listed if not page.startswith("repo/")} == written
 
 
-def test_numbers_of_negative_results_are_those_of_the_experiment() -> None:
-    """Its tables of losses have fewer columns than those of the experiment's page: each number is looked up in that page's rows."""
-    results = (ROOT / "benchmarks/results/families.md").read_text(encoding="utf-8")
-    page = (ROOT / "docs/negative-results.md").read_text(encoding="utf-8")
-    rows = [
-        row.strip("| ").split(" | ") for row in page.splitlines() if row[:1] == "|" and (" ± " in row or " to " in row)
-    ]
-    assert len(rows) == 8
-    for name, *numbers in rows:
-        of_model = " ".join(row for row in results.splitlines() if row.startswith(f"| {name.strip('`')} |"))
-        assert all(number in of_model for number in numbers), name
+def test_figures_are_those_of_their_result_files(docs_modules: types.SimpleNamespace) -> None:
+    """`python docs/facts.py` rewrites them."""
+    facts = docs_modules.facts
+    wrong, marked = [], 0
+    for page in facts.pages():
+        text = page.read_text(encoding="utf-8")
+        current, problems = facts.updated(page)
+        marked += len(facts.FACT.findall(text))
+        wrong += [f"{page.relative_to(ROOT)}: {problem}" for problem in problems]
+        wrong += [
+            f"{page.relative_to(ROOT)}: {old} is now {new}"
+            for old, new in zip(text.splitlines(), current.splitlines(), strict=False)
+            if old != new
+        ]
+    assert marked > 150
+    assert wrong == []
+
+
+def test_pages_are_few_and_short(docs_modules: types.SimpleNamespace) -> None:
+    """Whoever adds a page or a section looks for what can go. Link targets and the report's table of goals do not count."""
+    texts = [docs_modules.facts.GOALS.sub("", page.read_text(encoding="utf-8")) for page in DOCS.rglob("*.md")]
+    words = [word for text in texts for word in re.sub(r"\]\([^)]*\)", "]", text).split() if re.search(r"\w", word)]
+    assert len(texts) <= 24
+    assert len(words) <= 25_000
+
+
+def test_a_figure_that_differs_is_found(docs_modules: types.SimpleNamespace, tmp_path: Path) -> None:
+    facts = docs_modules.facts
+    (tmp_path / "result.md").write_text("Measured.\n\n| layout | ms |\n|---|--:|\n| btp | 437 (429 to 457) |\n")
+    (tmp_path / "result.json").write_text('{"kills": {"all": 200}, "seconds": [1.0, 2.0, 9.0], "part": 0.317}')
+    page = tmp_path / "page.md"
+    right = '[437](result.md "btp > ms") [437 (429 to 457)](result.md "Measured > btp > ms") [200](result.json "kills > all") '
+    right += '[2.0](result.json "seconds") [32%](result.json "part")'
+    page.write_text(right)
+    assert facts.updated(page) == (right, [])
+    page.write_text(right.replace("437", "436").replace("[200", "[199"))
+    assert facts.updated(page) == (right, [])
+    page.write_text('[1](result.md "vanilla > ms") [1](result.json "kills > none")')
+    assert len(facts.updated(page)[1]) == 2
+
+
+MEASURED = re.compile(
+    r"\d\.\d+ ?(?:x|\u00d7)(?!\w)"  # a ratio
+    r"|\dx? \([-+]?\d[\d.]* to [-+]?\d"  # an interval
+    r"|\d ?± ?\d"  # a spread
+    r"|\d ms\b|\d s per step|tok(?:ens)?/s(?:ec)?\b.{0,4}\d"
+    r"|\d%? (?:mean error|faster|slower)"
+)
+"""What a measured or predicted figure looks like."""
+
+
+def test_no_measured_figure_is_typed_by_hand(docs_modules: types.SimpleNamespace) -> None:
+    """Each is a link to its result file, except in code, and in the report's table of goals."""
+    facts = docs_modules.facts
+    wrong = []
+    for page in facts.pages():
+        text = facts.FACT.sub("", facts.GOALS.sub("", prose(page)))
+        text = re.sub(r"^ {4}.*$|`[^`]*`", "", text, flags=re.MULTILINE)
+        wrong += [f"{page.relative_to(ROOT)}: {line.strip()}" for line in text.splitlines() if MEASURED.search(line)]
+    assert wrong == []
 
 
 def test_reference_has_every_key_command_and_name(docs_modules: types.SimpleNamespace) -> None:
@@ -141,6 +190,10 @@ def test_pictures_are_those_that_the_code_draws(docs_modules: types.SimpleNamesp
         )
 
 
+FAMILY, OPTIMIZER, SCHEDULE = 0, 3, 4
+"""Code blocks of docs/extend.md."""
+
+
 def example(page: str, index: int, name: str) -> types.ModuleType:
     """A code block of a page, imported as a module."""
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
@@ -164,7 +217,7 @@ def forgets() -> Iterator[None]:
 
 @pytest.mark.usefixtures("forgets")
 def test_the_optimizer_of_the_page_trains() -> None:
-    example("how-to/own-optimizer.md", 0, "lion")
+    example("extend.md", OPTIMIZER, "lion")
     config = toy.toy_config(optim={"name": "lion", "lr": 1e-3, "weight_decay": 0.0})
     trained = Trained(config, 3)
     moved = {
@@ -176,14 +229,14 @@ def test_the_optimizer_of_the_page_trains() -> None:
 
 @pytest.mark.usefixtures("forgets")
 def test_the_schedule_of_the_page_is_a_choice() -> None:
-    example("how-to/own-optimizer.md", 1, "schedules")
+    example("extend.md", SCHEDULE, "schedules")
     optim = toy.toy_config(optim={"schedule": "inverse-sqrt", "warmup_steps": 4, "lr": 1.0}).optim
     assert [learning_rate(optim, step, 100) for step in (0, 3, 15)] == [0.25, 1.0, 0.5]
 
 
 @pytest.mark.usefixtures("forgets")
 def test_the_family_of_the_page_trains() -> None:
-    example("how-to/own-family.md", 0, "narrow")
+    example("extend.md", FAMILY, "narrow")
     config = toy.toy_config(model={"family": "narrow", "rank": 8})
     assert config.model.ranks == {"attn": 4}
     assert toy.weights(Trained(config, 2).model)["layers.0.attn.q.A"].shape == (4, 32)

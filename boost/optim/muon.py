@@ -8,7 +8,7 @@ An iterate of X is X times a polynomial of X^T X. So the iteration can run on th
 processes that shard X, and all work on tall matrices is local: X_k = X P_k. The iterations are dealt out to all processes that
 hold the factors (`solve_all`). Sums and iterations are in fp32 (fp64 for fp64 weights). Unlike an inverse root, a
 polynomial amplifies rounding errors in the Gram matrix's small eigenvalues by no more than the eigenvalues themselves (figures
-in docs/design.md).
+in docs/negative-results.md).
 """
 
 import contextlib
@@ -105,7 +105,7 @@ def without_tf32() -> Iterator[None]:
     """Context in which fp32 products use fp32, even if the process allows TF32 on GPUs (some container images do).
 
     An iteration on a Gram matrix amplifies rounding errors; those of TF32 would make steps several times too long
-    (docs/optimizers.md).
+    (docs/negative-results.md).
     """
     products = torch.backends.cuda.matmul
     before, products.fp32_precision = products.fp32_precision, "ieee"

@@ -136,8 +136,8 @@ def finish_all_reduce(x: Tensor) -> None:
 #
 # gloo puts a pair's payloads and "ready to receive" notices on one first-in-first-out connection. Its own all-gather,
 # reduce-scatter and all-to-all post the send first, so the notice queues behind the payload and the two directions of the wire take
-# turns. Posting receives first lets both directions overlap (docs/wire.md). Each collective is one op of `torch.ops.boost`, so that
-# counters and torch.compile see a single op. It returns while messages are in flight; `wait_tensor` completes it, as for torch's.
+# turns. Posting receives first lets both directions overlap (docs/design.md). Each collective is one op of `torch.ops.boost` for
+# counters and torch.compile. It returns while messages are in flight; `wait_tensor` completes it, as for torch's.
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Enumerates every legal way to train a model on N GPUs: meshes, layouts, sharding, schedules, micro-batches, recomputation.
 
-TP stays within a node, as in every published run that we compare with (docs/record.md): its cost across nodes has never been
+TP stays within a node, as in every published run that we compare with (docs/results.md): its cost across nodes has never been
 validated against measurements. Set --parallel.tp for a larger size.
 
 A configuration is legal if it passes the rules of `boost train` (`boost.config.rules`). Choices that are never better than another

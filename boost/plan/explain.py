@@ -25,7 +25,7 @@ MOST = 0.8
 """Lists the largest differences until they cover this fraction of the total."""
 
 CLOSE = 0.05
-"""Time differences below this fraction are within the prediction error (docs/record.md)."""
+"""Time differences below this fraction are within the prediction error (docs/results.md)."""
 
 LIMIT = 0.05
 """Waiting for the host is reported above this fraction of a step."""

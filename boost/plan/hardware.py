@@ -37,7 +37,7 @@ Triple = Annotated[tuple[Amount, Amount, Amount], Field(strict=False)]
 
 Origin = Literal["calibrated", "yours", "published", "fitted", "datasheet", "estimate"]
 """calibrated: measured by 'boost plan calibrate'; yours: from your own profile; published: measured by others, cited in `sources`;
-fitted: to published speeds (docs/record.md); datasheet: from the vendor; estimate: our own."""
+fitted: to published speeds (docs/results.md); datasheet: from the vendor; estimate: our own."""
 
 QUANTITIES = {
     "memory_gb": "memory size",

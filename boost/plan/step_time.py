@@ -1,6 +1,6 @@
 """Step time by part, of one micro-batch on one pipeline rank and of a whole step; and how uncertain a prediction is.
 
-The spread of measured over predicted seconds comes from half of the published speeds that docs/record.md lists, and from steps
+The spread of measured over predicted seconds comes from half of the published speeds that docs/results.md lists, and from steps
 measured on a machine with a calibrated profile. `python -m benchmarks record` recomputes it, and counts how many rows of the other
 half lie inside.
 """

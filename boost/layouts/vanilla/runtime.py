@@ -25,7 +25,7 @@ class Vanilla(Replicated):
     """Replicated residual stream, latents sharded along the rank, sums of full width."""
 
     lag = 3
-    """Found empirically: two thirds of the bytes are hidden behind a GEMM (docs/overlap.md)."""
+    """Found empirically: two thirds of the bytes are hidden behind a GEMM (docs/design.md)."""
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
         """This process's rows of A and columns of B, then the sum of the full outputs, scattered to heads or channels if they

@@ -255,7 +255,7 @@ def verify(
         if row is own_row and own is not None and not is_ours(own):
             advice = (
                 f"'{own.parallel.layout}' computes another function than one process: a sum over TP ranks may be missing in its "
-                "forward or backward pass (docs/how-to/own-layout.md)"
+                "forward or backward pass (docs/extend.md)"
             )
         verifier.check(
             row.name,

@@ -139,7 +139,7 @@ def test_every_part_is_a_command_that_exists() -> None:
         assert each.launches == 1 or "{out}" in each.words
     minutes = sum(each.minutes * each.launches for each in evaluation.PARTS)
     assert minutes < 180
-    for path in ("Makefile", "docs/benchmarks.md"):
+    for path in ("Makefile", "docs/results.md"):
         assert f"about {minutes / 60:.1f} hours" in (evaluation.ROOT / path).read_text(encoding="utf-8"), minutes
 
 

@@ -1,0 +1,159 @@
+"""Measured and predicted figures in the pages: `python docs/facts.py` rewrites them from the result files.
+
+A figure is a link to the file that it comes from, so that its command, commit and machine are one click away. The link's title
+says which cell of which table it is:
+
+    [2.01 (1.95 to 2.05)](../benchmarks/results/ladder.md "share-matched wire > btp, online > over the first step")
+
+- In a Markdown result: `TABLE > ROW > COLUMN`. TABLE is the beginning of the text above the table and may be left out. ROW is the
+  first cell of the row; other cells may follow, joined by ` + `, and `weighted...` is a cell that begins with "weighted". COLUMN is
+  a heading (the first of equal ones), or its beginning.
+- In a JSON result: the keys that lead to a number, joined by ` > `. Of a list of numbers, the median is meant.
+
+A figure with an interval or a spread is the whole cell; a single number is the cell's first number. `tests/test_docs.py` compares
+all of them. The table of goals in results.md is the report's.
+"""
+
+import html
+import json
+import re
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORT = ROOT / "benchmarks" / "report.html"
+FACT = re.compile(r"\[(?P<text>[^\]\[]+)\]\((?P<link>[^)\s\"]+\.(?:md|json)) \"(?P<key>[^\"]+)\"\)")
+NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+GOALS = re.compile(r"(<!-- goals: [^>]*-->\n).*?(<!-- end of goals -->)", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """The pages whose figures come from result files."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def tables(text: str) -> Iterator[tuple[str, list[list[str]]]]:
+    """(text above it, rows of cells with the headings first) of every table of a Markdown result."""
+    above, rows = "", []
+    for line in [*text.splitlines(), ""]:
+        if line.startswith("|"):
+            rows.append([cell.strip() for cell in line.strip("| ").split(" | ")])
+            continue
+        if rows:
+            yield above, [rows[0], *rows[2:]]
+            rows = []
+        above = line or above
+
+
+def cell(text: str, key: str) -> str:
+    """The cell of a Markdown result that `key` means. Raises KeyError unless exactly one value fits."""
+    *table, row, column = key.split(" > ")
+    found = set()
+    for above, (headings, *rows) in tables(text):
+        if table and not above.startswith(table[0]):
+            continue
+        at = [headings.index(column)] if column in headings else []
+        at = at or [i for i, heading in enumerate(headings) if heading.startswith(column)]
+        first, *others = row.split(" + ")
+        for cells in rows:
+            if cells[0] == first and all(any(is_meant(each, other) for each in cells) for other in others):
+                found |= {cells[i] for i in at if i < len(cells)}
+    if len(found) != 1:
+        raise KeyError(f"'{key}' means {len(found)} values: {sorted(found)}")
+    return found.pop()
+
+
+def is_meant(cell: str, part: str) -> bool:
+    """Whether a part of a key means a cell."""
+    return cell.startswith(part[:-3]) if part.endswith("...") else cell == part
+
+
+def number(facts: Any, key: str) -> float:
+    """The number of a JSON result that `key` means. Raises KeyError if there is none."""
+    for part in key.split(" > "):
+        try:
+            facts = facts[int(part) if isinstance(facts, list) else part]
+        except (IndexError, ValueError, KeyError, TypeError):
+            raise KeyError(f"'{key}': no '{part}'") from None
+    return statistics.median(facts) if isinstance(facts, list) else float(facts)
+
+
+def as_written(value: float, text: str) -> str:
+    """A number with the digits and the notation of `text`."""
+    percent = text.endswith("%")
+    value *= 100 if percent else 1
+    digits = text.rstrip("%").partition(".")[2]
+    if "e" in text:
+        mantissa, exponent = f"{value:.{len(digits.partition('e')[0])}e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:{',' if ',' in text or value >= 10_000 else ''}.{len(digits)}f}" + "%" * percent
+
+
+def current(text: str, path: Path, key: str) -> str:
+    """What the figure `text` is according to its result file. Raises KeyError if the file has no such figure."""
+    content = path.read_text(encoding="utf-8")
+    if path.suffix == ".json":
+        return as_written(number(json.loads(content), key), text)
+    whole = cell(content, key)
+    if any(mark in text for mark in ("(", "±", " / ", " to ", " of ")):
+        return whole
+    first = NUMBER.search(whole)
+    if first is None:
+        raise KeyError(f"'{key}' is '{whole}', which has no number")
+    return first[0] + "%" * text.endswith("%")
+
+
+def goals() -> str:
+    """The goals of the evaluation's report as a Markdown table."""
+    report = REPORT.read_text(encoding="utf-8")
+    body = report.partition('<table class="goals">')[2].partition("</table>")[0].partition("<tbody>")[2]
+    lines = ["| metric | goal | result | |", "|---|---|---|---|"]
+    for row in body.split("<tr>")[1:]:
+        what = plain(re.search(r"<th[^>]*>(.*?)<small>", row, re.DOTALL))
+        goal = plain(re.search(r'class="figure-goal">(.*?)</td>', row, re.DOTALL))
+        results = re.findall(
+            r'<span class="badge (?:measured|modeled|counted)">(\w+)</span> <b>(.*?)</b>', row, re.DOTALL
+        )
+        found = "<br>".join(f"{kind} {without_tags(value)}" for kind, value in results)
+        verdict = plain(re.search(r'<td class="verdict"><span[^>]*>(.*?)</span>', row, re.DOTALL))
+        lines.append(f"| {what} | {goal} | {found} | {verdict} |")
+    return "\n".join(lines) + "\n"
+
+
+def plain(match: re.Match[str] | None) -> str:
+    """The first group of a match in the report, as text."""
+    assert match, "the report's table of goals has another form"
+    return without_tags(match[1])
+
+
+def without_tags(markup: str) -> str:
+    """HTML as text on one line."""
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", markup)).split())
+
+
+def updated(page: Path) -> tuple[str, list[str]]:
+    """A page's text with every figure as its result file has it now, and what could not be looked up."""
+    problems = []
+
+    def one(match: re.Match[str]) -> str:
+        try:
+            now = current(match["text"], (page.parent / match["link"]).resolve(), match["key"])
+        except (KeyError, OSError) as error:
+            problems.append(f"{match['link']}: {error.args[0]}")
+            return match[0]
+        return f'[{now}]({match["link"]} "{match["key"]}")'
+
+    changed = FACT.sub(one, page.read_text(encoding="utf-8"))
+    return GOALS.sub(lambda match: f"{match[1]}\n{goals()}\n{match[2]}", changed), problems
+
+
+if __name__ == "__main__":
+    wrong = []
+    for path in pages():
+        new, problems = updated(path)
+        wrong += [f"{path.relative_to(ROOT)}: {problem}" for problem in problems]
+        path.write_text(new, encoding="utf-8")
+    sys.exit("\n".join(wrong) or 0)
