@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -516,6 +517,14 @@ def test_a_replica_that_falls_silent_is_excluded_by_those_whose_gpus_wait_for_it
     assert waits.membership.over.is_set()
     lost = Coordinator(waits._store, 2, 1).lost_among(waits.decision.members)
     assert [member.replica for member in lost] == [0]
+
+
+def test_communicators_are_closed_with_the_run() -> None:
+    waits, log = member_on_gpu(), list[str]()
+    group: Any = SimpleNamespace(nccl="nccl", abort=lambda: log.append("abort"), unregister=lambda: log.append("leave"))
+    waits.membership.groups[:], waits._closed = [group], threading.Event()
+    waits.close()
+    assert log == ["abort", "leave"]
 
 
 def test_an_error_that_aborted_kernels_cause_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
