@@ -30,7 +30,7 @@ from boost.models.fused import FusedParam
 from boost.optim import adamw
 from boost.optim.adamw import MOMENTS, Optimizer, Part, decays, fresh_state, fused_adamw, zeros
 from boost.parallel.mesh import share
-from boost.parallel.replicas import digest
+from boost.train.replicas import digest
 
 
 class Transfer(Protocol):

@@ -23,7 +23,6 @@ from boost.optim.adamw import Optimizer, build_optimizer
 from boost.optim.schedule import learning_rate
 from boost.parallel.gradients import GradientReducer, StepFlags, StepStats, reduce_flags
 from boost.parallel.mesh import Mesh
-from boost.parallel.replicas import check_replicas, require_sound
 from boost.parallel.sharding import forget_gathered
 from boost.train import checkpoint as ckpt
 from boost.train.builtin_hooks import builtin_hooks
@@ -50,6 +49,7 @@ from boost.train.hooks import (
 )
 from boost.train.metrics import step_metrics
 from boost.train.model import Model, build_model, initialize_model
+from boost.train.replicas import check_replicas, require_sound
 from boost.train.resume import check_resumable, check_start, resume_warnings
 from boost.train.rundir import RunDirectory
 from boost.train.signals import StopRequest

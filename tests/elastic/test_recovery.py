@@ -24,13 +24,13 @@ from boost.elastic.recovery import Recovery, decode, encode
 from boost.elastic.supervise import Supervisor
 from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, StorageError, TrainingError
 from boost.measure.counting import CollectiveCounter
-from boost.parallel.replicas import Mismatch, ReplicaReport
 from boost.train.checkpoint import SavedCheckpoint
 from boost.train.evaluate import Evaluation
 from boost.train.faults import Fault
 from boost.train.launch import Supervise, can_fork, launch
 from boost.train.loop import Rollbacks, Trainer
 from boost.train.metrics import read_metrics
+from boost.train.replicas import Mismatch, ReplicaReport
 from boost.train.run import train_process
 from tests import toy
 from tests.data.chats import chat_store_in

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from boost.models.fused import fused_params
-from boost.parallel import replicas
 from boost.parallel.mesh import Axis
-from boost.parallel.replicas import Mismatch, check_replicas, compare, digest
+from boost.train import replicas
+from boost.train.replicas import Mismatch, check_replicas, compare, digest
 from tests import toy
 from tests.distributed import run_distributed
 
