@@ -1,6 +1,7 @@
 """The documentation site: links hold on GitHub and in the site, reference pages are complete, examples run, nothing comes from
 another host."""
 
+import argparse
 import html
 import importlib
 import re
@@ -168,6 +169,40 @@ def test_reference_has_every_key_command_and_name(docs_modules: types.SimpleName
         for name in module.__all__:
             full = f"{module.__name__}.{name}"
             assert f'"{full}"' in python or full == "boost.nn", full
+
+
+COMMAND = re.compile(r"(?:\bboost|-m boost\.cli\.main) (?P<name>plan calibrate|[a-z]+)\b(?P<words>[^`#]*)")
+"""A command in a line of code: the rest of the line, without a comment."""
+
+
+def test_commands_in_the_pages_have_their_flags() -> None:
+    commands = next(action for action in build_parser()._actions if action.dest == "command").choices
+    assert commands is not None
+    keys = {f"--{key}" for key, _ in fields()}
+    wrong, seen = [], 0
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for line in re.findall(r"^ {4}.*$|^boost .*$|`boost [^`]*`", text, re.MULTILINE):
+            for found in COMMAND.finditer(line):
+                if found["name"] not in commands:
+                    continue
+                known = keys | flags(dict(commands)[found["name"]])
+                used = re.findall(r"(?<!\S)--[a-z][\w.-]*", found["words"])
+                seen += len(used)
+                wrong += [
+                    f"{page.name}: boost {found['name']} {flag}"
+                    for flag in used
+                    if flag not in known and not flag.startswith("--model.ranks.")
+                ]
+    assert seen > 200
+    assert wrong == []
+
+
+def flags(parser: argparse.ArgumentParser) -> set[str]:
+    """The flags of a command and of those below it."""
+    own = {option for action in parser._actions for option in action.option_strings}
+    below = [action.choices.values() for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return own.union(*(flags(child) for children in below for child in children))
 
 
 def test_text_is_shown_unchanged(docs_modules: types.SimpleNamespace) -> None:
