@@ -17,6 +17,8 @@ import yaml
 import boost
 import boost.nn
 from boost.cli.main import build_parser
+from boost.config import load
+from boost.config.architecture import parameter_count
 from boost.config.families import ModelConfig
 from boost.config.load import fields
 from boost.config.optimizers import LRSchedule, OptimConfig
@@ -169,6 +171,16 @@ def test_reference_has_every_key_command_and_name(docs_modules: types.SimpleName
         for name in module.__all__:
             full = f"{module.__name__}.{name}"
             assert f'"{full}"' in python or full == "boost.nn", full
+
+
+def test_shares_of_parameters_are_those_of_the_presets() -> None:
+    page = " ".join((DOCS / "families.md").read_text(encoding="utf-8").split())
+    shares = [
+        f"{parameter_count(load(f'cola-{size}').model) / parameter_count(load(f'llama-{size}').model):.0%}"
+        for size in ("60m", "130m", "350m", "7b")
+    ]
+    assert "{} of the parameters remain at 60M, {} at 130M, {} at 350M".format(*shares) in page
+    assert f"| `B silu(A x)` | {shares[3]} (" in page
 
 
 COMMAND = re.compile(r"(?:\bboost|-m boost\.cli\.main) (?P<name>plan calibrate|[a-z]+)\b(?P<words>[^`#]*)")
