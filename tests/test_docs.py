@@ -1,6 +1,7 @@
 """The documentation site: links hold on GitHub and in the site, reference pages are complete, examples run, nothing comes from
 another host."""
 
+import argparse
 import html
 import importlib
 import re
@@ -16,6 +17,8 @@ import yaml
 import boost
 import boost.nn
 from boost.cli.main import build_parser
+from boost.config import load
+from boost.config.architecture import parameter_count
 from boost.config.families import ModelConfig
 from boost.config.load import fields
 from boost.config.optimizers import LRSchedule, OptimConfig
@@ -168,6 +171,50 @@ def test_reference_has_every_key_command_and_name(docs_modules: types.SimpleName
         for name in module.__all__:
             full = f"{module.__name__}.{name}"
             assert f'"{full}"' in python or full == "boost.nn", full
+
+
+def test_shares_of_parameters_are_those_of_the_presets() -> None:
+    page = " ".join((DOCS / "families.md").read_text(encoding="utf-8").split())
+    shares = [
+        f"{parameter_count(load(f'cola-{size}').model) / parameter_count(load(f'llama-{size}').model):.0%}"
+        for size in ("60m", "130m", "350m", "7b")
+    ]
+    assert "{} of the parameters remain at 60M, {} at 130M, {} at 350M".format(*shares) in page
+    assert f"| `B silu(A x)` | {shares[3]} (" in page
+
+
+COMMAND = re.compile(r"(?:\bboost|-m boost\.cli\.main) (?P<name>plan calibrate|[a-z]+)\b(?P<words>[^`#]*)")
+"""A command in a line of code: the rest of the line, without a comment."""
+
+
+def test_commands_in_the_pages_have_their_flags() -> None:
+    commands = next(action for action in build_parser()._actions if action.dest == "command").choices
+    assert commands is not None
+    keys = {f"--{key}" for key, _ in fields()}
+    wrong, seen = [], 0
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for line in re.findall(r"^ {4}.*$|^boost .*$|`boost [^`]*`", text, re.MULTILINE):
+            for found in COMMAND.finditer(line):
+                if found["name"] not in commands:
+                    continue
+                known = keys | flags(dict(commands)[found["name"]])
+                used = re.findall(r"(?<!\S)--[a-z][\w.-]*", found["words"])
+                seen += len(used)
+                wrong += [
+                    f"{page.name}: boost {found['name']} {flag}"
+                    for flag in used
+                    if flag not in known and not flag.startswith("--model.ranks.")
+                ]
+    assert seen > 200
+    assert wrong == []
+
+
+def flags(parser: argparse.ArgumentParser) -> set[str]:
+    """The flags of a command and of those below it."""
+    own = {option for action in parser._actions for option in action.option_strings}
+    below = [action.choices.values() for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return own.union(*(flags(child) for children in below for child in children))
 
 
 def test_text_is_shown_unchanged(docs_modules: types.SimpleNamespace) -> None:

@@ -7,8 +7,8 @@ rounding depends on the sharding.
 An iterate of X is X times a polynomial of X^T X. So the iteration can run on that Gram matrix [r, r], all-reduced once over the
 processes that shard X, and all work on tall matrices is local: X_k = X P_k. The iterations are dealt out to all processes that
 hold the factors (`solve_all`). Sums and iterations are in fp32 (fp64 for fp64 weights). Unlike an inverse root, a
-polynomial amplifies rounding errors in the Gram matrix's small eigenvalues by no more than the eigenvalues themselves (figures
-in docs/negative-results.md).
+polynomial amplifies rounding errors in the Gram matrix's small eigenvalues by no more than the eigenvalues themselves (see
+docs/negative-results.md).
 """
 
 import contextlib
