@@ -53,7 +53,7 @@ STYLE: dict[Any, Any] = {
 def needs_matplotlib() -> None:
     """Raises ConfigError if matplotlib is missing; call it before anything slow."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("pictures need matplotlib, which is not installed: pip install 'boost-llm[plots]'")
+        raise ConfigError("pictures need matplotlib, which is not installed: pip install matplotlib")
 
 
 def require_drawable(path: Path) -> None:

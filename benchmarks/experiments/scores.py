@@ -38,9 +38,7 @@ def require_harness() -> None:
     try:
         import lm_eval  # noqa: F401
     except ImportError:
-        raise ConfigError(
-            "--questions needs lm-evaluation-harness; install it with: pip install 'boost-llm[tasks]'"
-        ) from None
+        raise ConfigError("--questions needs lm-evaluation-harness; install it with: pip install lm_eval") from None
 
 
 @contextlib.contextmanager

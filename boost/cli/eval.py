@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="evaluate the first train.seq_len tokens of each document, as GaLore, LORO and CoLA do, instead of all tokens",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    group = parser.add_argument_group("tasks of lm-evaluation-harness (pip install 'boost-llm[tasks]')")
+    group = parser.add_argument_group("tasks of lm-evaluation-harness (pip install lm_eval)")
     group.add_argument("--tasks", metavar="NAME[,NAME]", help="evaluate these tasks instead of a split")
     group.add_argument("--task-folder", type=Path, metavar="DIR", help="folder with more tasks (YAML files)")
     group.add_argument(
@@ -85,7 +85,7 @@ def _check_task_flags(args: argparse.Namespace) -> None:
     if args.task_folder is not None and not args.task_folder.is_dir():
         raise ConfigError(f"--task-folder = '{args.task_folder}' is not a folder; pass one with task YAML files")
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("--tasks needs lm-evaluation-harness; install it with: pip install 'boost-llm[tasks]'")
+        raise ConfigError("--tasks needs lm-evaluation-harness; install it with: pip install lm_eval")
 
 
 def evaluate_process(args: argparse.Namespace) -> int:

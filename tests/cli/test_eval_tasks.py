@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.commands import say
 
-pytest.importorskip("lm_eval", reason="needs the extra 'tasks': pip install 'boost-llm[tasks]'")
+pytest.importorskip("lm_eval", reason="needs the extra 'tasks': pip install lm_eval")
 
 pytestmark = pytest.mark.slow  # imports the harness, and with it transformers
 
