@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -214,6 +215,11 @@ def test_evaluation_and_generation_do_not_depend_on_the_mesh(whole: Path, capfd:
     assert "parallel.tp = 3 must divide" in err
 
 
+def command_with_small_files(words: list[str]) -> int:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+    return boost_command(words)
+
+
 def test_a_file_size_limit_is_one_line_and_keeps_what_was_saved(
     config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,13 +227,21 @@ def test_a_file_size_limit_is_one_line_and_keeps_what_was_saved(
     run = tmp_path / "run"
     assert say(capfd, "train", config, "--run.dir", run, "--parallel.tp", 1, "--train.steps", 5)[0] == 0
     before = complete_checkpoints(run / "checkpoints")
-    code = (
-        "import resource, sys; from boost.cli.main import main\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))\n"
-        f"sys.exit(main(['train', {str(config)!r}, '--run.dir', {str(run)!r}, '--parallel.tp', '1', '--train.steps', '10',"
-        " '--run.save_retry_minutes', '0', '--resume', 'auto']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith("boost: error: checkpoint of step 10 not saved")
+    words = [
+        "train",
+        str(config),
+        "--run.dir",
+        str(run),
+        "--parallel.tp",
+        "1",
+        "--train.steps",
+        "10",
+        "--resume",
+        "auto",
+    ]
+    words += ["--run.save_retry_minutes", "0"]
+    with contextlib.closing(ForkedPython(command_with_small_files, [words], os.environ)) as process:
+        _, err = process.communicate()
+    assert process.returncode == 2, err
+    assert err.strip().splitlines()[-1].startswith("boost: error: checkpoint of step 10 not saved")
     assert complete_checkpoints(run / "checkpoints") == before
