@@ -24,13 +24,20 @@ from typing import Any
 TIME_LIMIT_S = 600.0
 """Only against hanging for ever: no verdict depends on how fast a machine is."""
 
+MOST_THREADS = 32
+"""Of a process between two calls: 4 when it is new. gloo's threads wake a hundred times a second, and torch 2.11 keeps those of
+groups that FSDP has used: in a suite of 20 minutes, idle pools with 200 threads a process take more than half of the time."""
+
 
 def run_distributed(
     size: int, function: Callable[..., Any], *arguments: Any, timeout: float = TIME_LIMIT_S
 ) -> list[Any]:
     """Calls `function(*arguments)` in each of `size` processes; returns their results by rank."""
     pool = _pools.get(size)
-    if pool is None or not pool.alive():
+    if pool is not None and (pool.threads > MOST_THREADS or not pool.alive()):
+        _pools.pop(size).close()
+        pool = None
+    if pool is None:
         pool = _pools[size] = _Pool(size)
     try:
         return pool.call(function, arguments, timeout)
@@ -39,14 +46,22 @@ def run_distributed(
         raise
 
 
+def fork_server() -> Any:
+    """The `multiprocessing` context of processes forked from a server that has imported torch and boost, and does nothing else:
+    they start in milliseconds, not seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.warm"])
+    return context
+
+
 class _Pool:
     def __init__(self, size: int) -> None:
-        # Forked from a server that has imported torch and does nothing else: a start in milliseconds, not seconds.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "tests.toy"])
+        context = fork_server()
         self._rendezvous = tempfile.mkdtemp(prefix="boost-test-")
         self._connections: list[Connection] = []
         self._processes = []
+        self.threads = 0
+        """The most that a process had before its last call."""
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -70,7 +85,8 @@ class _Pool:
                 if rank in results or not connection.poll(0.01):
                     continue
                 try:
-                    failed, value = connection.recv()
+                    failed, value, threads = connection.recv()
+                    self.threads = max(self.threads, threads)
                 except EOFError:
                     raise AssertionError(f"process {rank} ended in {function.__name__}") from None
                 if failed:
@@ -82,10 +98,11 @@ class _Pool:
         return [results[rank] for rank in range(len(self._connections))]
 
     def close(self) -> None:
+        for process in self._processes:  # all of them first: one whose partner is gone prints a traceback
+            process.kill()
         for connection in self._connections:
             connection.close()
         for process in self._processes:
-            process.kill()
             process.join()
         shutil.rmtree(self._rendezvous, ignore_errors=True)
 
@@ -104,10 +121,11 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
             function, arguments = connection.recv()
         except (EOFError, OSError):
             return
+        threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
         try:
-            answer = (False, function(*arguments))
+            answer = (False, function(*arguments), threads)
         except BaseException:
-            answer = (True, traceback.format_exc())
+            answer = (True, traceback.format_exc(), threads)
         connection.send(answer)
         dist.barrier()  # a process that is done first would close connections on which another still receives
         _leave_groups()

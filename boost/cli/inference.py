@@ -66,15 +66,18 @@ def run_on_mesh(process: Callable[..., int], args: argparse.Namespace) -> int:
     """Calls `process(args)` in this process, or in args.tp local processes. `process` must be a module-level function."""
     require_checkpoint_folder(args.checkpoint)
 
+    import torch
+
     from boost.train.checkpoint import open_checkpoint
-    from boost.train.launch import launch, under_torchrun
+    from boost.train.launch import can_fork, launch, under_torchrun
 
     saved = open_checkpoint(Path(args.checkpoint)).config
     inference_config(saved, args.tp, args.device, getattr(args, "batch", 0))  # report errors before starting processes
     if under_torchrun() or args.tp == 1:
         return process(args)
     del args.run  # a function of a command's module, which the processes do not need
-    return launch(process, (args,), args.tp, log_dir=None)
+    torch.set_num_threads(1)  # because `launch` forks
+    return launch(process, (args,), args.tp, log_dir=None, forks=can_fork())
 
 
 def open_model(args: argparse.Namespace) -> "OpenModel":

@@ -125,13 +125,16 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
         from boost.elastic.supervise import Supervisor
 
         supervise = Supervisor.of(config).supervise
+    forks = can_fork()
+    if forks:
+        import torch._dynamo  # torch's optimizers load it, for a second: once, and not in every process
     return launch(
         train_process,
         work,
         config.parallel.world_size,
         log_dir=RunDirectory(config.run.dir).logs,
         holds_signals=True,
-        forks=can_fork(),
+        forks=forks,
         supervise=supervise,
     )
 

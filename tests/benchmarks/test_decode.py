@@ -5,12 +5,16 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from benchmarks import decode
 from boost.config.architecture import parameter_count
 
 SIZES = {"tiny": {"dim": 32, "ffn_dim": 48, "heads": 4, "layers": 2}}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """By the worker that runs this file alone: every worker collects it, and the import takes seconds."""
+    pytest.importorskip("transformers")
 
 
 @pytest.mark.nightly

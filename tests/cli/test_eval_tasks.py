@@ -9,9 +9,14 @@ import pytest
 
 from tests.cli.commands import say
 
-pytest.importorskip("lm_eval", reason="needs the extra 'tasks': pip install lm_eval")
-
 pytestmark = pytest.mark.slow  # imports the harness, and with it transformers
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """By the worker that runs this file alone: every worker collects it, and the import takes seconds."""
+    pytest.importorskip("lm_eval", reason="needs the extra 'tasks': pip install lm_eval")
+
 
 TASK = """
 task: {name}

@@ -1,7 +1,9 @@
 """`boost train`, `eval` and `generate` as whole processes: killed, resumed, stopped, evaluated, continued."""
 
+import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from boost.train.checkpoint import complete_checkpoints
 from boost.train.metrics import read_metrics
 from boost.train.run_lock import require_unlocked
 from tests.cli.commands import say
-from tests.train.commands import QUIET, toml
+from tests.train.commands import QUIET, ForkedPython, boost_command, toml
 
 pytestmark = pytest.mark.slow
 
@@ -43,19 +45,17 @@ def config(tmp_path: Path, store: Path) -> Path:
     return write_config(tmp_path, store)
 
 
-def start(*words: str | Path) -> subprocess.Popen[str]:
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    return subprocess.Popen(
+def boost(*words: str | Path) -> tuple[int, str, str]:
+    """Runs as a user's command does, with all its imports; use the faster `say` unless the test needs the process itself, and
+    `ForkedPython` where it only must not be this one."""
+    process = subprocess.Popen(
         [sys.executable, "-m", "boost.cli.main", *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
         start_new_session=True,
     )
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
         out, err = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -64,19 +64,14 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def boost(*words: str | Path) -> tuple[int, str, str]:
-    """Runs in a separate process; use the faster `say` unless the test needs the process itself."""
-    return finish(start(*words))
-
-
-def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
+def wait_for_step(process: ForkedPython, run: Path, step: int) -> None:
     """Waits until metrics.jsonl has `step`."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and process.poll() is None:
         if (run / "metrics.jsonl").exists() and any(m["step"] >= step for m in read_metrics(run / "metrics.jsonl")):
             return
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     raise AssertionError(f"step {step} was not reached: {process.communicate()}")
 
 
@@ -117,10 +112,9 @@ def test_a_killed_run_resumes_to_the_last_bit(
     assert len(numbers(whole)) == STEPS + 2
 
     # It hangs before step 10, however late this process looks: the save at step 4 is complete, the one at 8 is not yet, perhaps.
-    process = start("train", config, "--run.dir", killed, "--inject-fault", "hang@10")
-    wait_for_step(process, killed, 9)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    words = ["train", str(config), "--run.dir", str(killed), "--inject-fault", "hang@10"]
+    with contextlib.closing(ForkedPython(boost_command, [words], os.environ)) as process:
+        wait_for_step(process, killed, 9)
     until_unlocked(killed)
     steps_before = len(read_metrics(killed / "metrics.jsonl"))
     assert steps_before < STEPS
@@ -147,13 +141,14 @@ def test_a_second_run_is_refused_and_sigterm_saves_and_loses_nothing(
     config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    process = start("train", config, "--run.dir", run, "--train.steps", "5000", *QUIET)
-    wait_for_step(process, run, 2)
-    code, _, err = say(capfd, "train", config, "--run.dir", run, "--resume", "auto")
-    assert code == 2 and f"run.dir = '{run}' is in use by process" in err
-    process.send_signal(signal.SIGTERM)
-    code, out, err = finish(process)
-    assert code == 0, err
+    words = ["train", str(config), "--run.dir", str(run), "--train.steps", "5000", *QUIET]
+    with contextlib.closing(ForkedPython(boost_command, [words], os.environ)) as process:
+        wait_for_step(process, run, 2)
+        code, _, err = say(capfd, "train", config, "--run.dir", run, "--resume", "auto")
+        assert code == 2 and f"run.dir = '{run}' is in use by process" in err
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate()
+        assert process.returncode == 0, err
     assert "stopped by SIGTERM" in out
     (saved,) = complete_checkpoints(run / "checkpoints")
     last = read_metrics(run / "metrics.jsonl")[-1]["step"]
@@ -220,6 +215,11 @@ def test_evaluation_and_generation_do_not_depend_on_the_mesh(whole: Path, capfd:
     assert "parallel.tp = 3 must divide" in err
 
 
+def command_with_small_files(words: list[str]) -> int:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+    return boost_command(words)
+
+
 def test_a_file_size_limit_is_one_line_and_keeps_what_was_saved(
     config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,13 +227,21 @@ def test_a_file_size_limit_is_one_line_and_keeps_what_was_saved(
     run = tmp_path / "run"
     assert say(capfd, "train", config, "--run.dir", run, "--parallel.tp", 1, "--train.steps", 5)[0] == 0
     before = complete_checkpoints(run / "checkpoints")
-    code = (
-        "import resource, sys; from boost.cli.main import main\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))\n"
-        f"sys.exit(main(['train', {str(config)!r}, '--run.dir', {str(run)!r}, '--parallel.tp', '1', '--train.steps', '10',"
-        " '--run.save_retry_minutes', '0', '--resume', 'auto']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith("boost: error: checkpoint of step 10 not saved")
+    words = [
+        "train",
+        str(config),
+        "--run.dir",
+        str(run),
+        "--parallel.tp",
+        "1",
+        "--train.steps",
+        "10",
+        "--resume",
+        "auto",
+    ]
+    words += ["--run.save_retry_minutes", "0"]
+    with contextlib.closing(ForkedPython(command_with_small_files, [words], os.environ)) as process:
+        _, err = process.communicate()
+    assert process.returncode == 2, err
+    assert err.strip().splitlines()[-1].startswith("boost: error: checkpoint of step 10 not saved")
     assert complete_checkpoints(run / "checkpoints") == before

@@ -20,8 +20,14 @@ from tests import toy
 from tests.convert.toys import CASES, GB, all_logits, cases, exported, loaded, save
 from tests.distributed import run_distributed
 
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """By the worker that runs this file alone: every worker collects it, and the import takes seconds."""
+    global transformers
+    transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module", params=cases())

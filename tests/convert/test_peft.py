@@ -10,11 +10,16 @@ import torch
 from tests import toy
 from tests.convert.toys import CASES, all_logits, bring, cases, exported, loaded
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.slow
 
 FAMILIES = cases(("dense", "svd-merged", "svd", "cola", "cola-ranks", "lax-identity", "lax-tensor", "lax-dense"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """By the worker that runs this file alone: every worker collects it, and the import takes seconds."""
+    global peft, transformers
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
 
 
 def load(folder: Path) -> Any:

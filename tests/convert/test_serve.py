@@ -8,9 +8,14 @@ from boost.train.generate import generate_batch
 from boost.train.sampling import Sampling
 from tests.convert.toys import CASES, exported, loaded
 
-transformers = pytest.importorskip("transformers")
-
 PROMPTS = [[5, 9, 33, 2, 7, 41, 8], [11, 3, 60], [4], [9, 8]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """By the worker that runs this file alone: every worker collects it, and the import takes seconds."""
+    global transformers
+    transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.slow

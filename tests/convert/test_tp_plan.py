@@ -15,7 +15,6 @@ from tests import toy
 from tests.convert.toys import CASES, GB, cases, exported, save
 from tests.distributed import run_distributed
 
-transformers = pytest.importorskip("transformers", minversion="5")
 pytestmark = pytest.mark.slow
 
 SHARDED = {
@@ -23,6 +22,12 @@ SHARDED = {
     "lax-identity": 8, "lax-tensor": 8, "lax-dense": 8,
 }  # fmt: skip
 """Families with a plan, and the widest all-reduce of their blocks: d of a dense one, r of a low-rank one."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """By the worker that runs this file alone: every worker collects it, and the import takes seconds."""
+    pytest.importorskip("transformers", minversion="5")
 
 
 @dataclass
@@ -41,6 +46,8 @@ class OnTwo:
 
 
 def load(folder: Path, **options: Any) -> Any:
+    import transformers
+
     return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
 
 

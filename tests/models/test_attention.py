@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from boost.config import load
 from boost.models.attention import rotary_frequencies
@@ -12,6 +10,9 @@ from boost.models.attention import rotary_frequencies
 @pytest.mark.parametrize("changes", [[], ["--model.rope_factor", "32"], ["--model.rope_low_freq", "2.5"]], ids=str)
 @pytest.mark.parametrize("preset", ["llama3-8b", "llama3-405b"])
 def test_scaled_rotations_are_those_of_llama_3(preset: str, changes: list[str]) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     model = load(preset, changes).model
     theirs = LlamaConfig(
         hidden_size=model.dim,

@@ -1,18 +1,21 @@
 """Runs `boost train` as a background command and reads its processes' heartbeats."""
 
+import atexit
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from boost.train.checkpoint import complete_checkpoints
 from boost.train.heartbeat import read_beats
 from tests import toy
+from tests.distributed import fork_server
 
 LIMIT_S = 600
 """Only against hanging for ever."""
@@ -53,6 +56,79 @@ def phases_in(shared: Path) -> set[str]:
     return {beat.phase for beat in read_beats(folders[0])} if folders else set()
 
 
+class ForkedPython:
+    """What `subprocess.Popen` of Python is, but forked from the server of `tests/distributed.py`: without the seconds of imports.
+
+    It runs `function(*arguments)`, which returns the exit code, in a session of its own, with this environment.
+    """
+
+    def __init__(self, function: Callable[..., int], arguments: Sequence[Any], environment: Mapping[str, str]) -> None:
+        self._streams = [Path(tempfile.mkstemp(prefix="boost-test-")[1]) for _ in ("out", "err")]
+        self._process = fork_server().Process(
+            target=run_forked, args=(function, tuple(arguments), dict(environment), self._streams)
+        )
+        self._process.start()
+        self.pid: int = self._process.pid  # type: ignore[assignment]
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float = LIMIT_S) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self._process), timeout)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float = LIMIT_S) -> tuple[str, str]:
+        """Its output, once it has ended; unlike that of pipes, also a second time."""
+        self.wait(timeout)
+        out, err = (path.read_text() for path in self._streams)
+        return out, err
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kills what still runs of its session."""
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self.wait()
+        for path in self._streams:
+            path.unlink(missing_ok=True)
+
+
+def run_forked(
+    function: Callable[..., int], arguments: tuple[Any, ...], environment: dict[str, str], streams: list[Path]
+) -> None:
+    """In the forked process."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None  # of the former TMPDIR
+    for descriptor, path in enumerate(streams, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
+    try:
+        sys.exit(function(*arguments))
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out
+
+
+def boost_command(words: list[str]) -> int:
+    """`boost` with these arguments."""
+    from boost.cli.main import main
+
+    sys.argv = ["boost", *words]
+    return main(words)
+
+
 class Command:
     """`boost train` on two processes, with access to its launcher's folder."""
 
@@ -61,9 +137,7 @@ class Command:
         self.shared.mkdir(exist_ok=True)
         command = training(folder, store, *words)
         environment = os.environ | {"TMPDIR": str(self.shared), "OMP_NUM_THREADS": "1"} | variables
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-        )
+        self.process = ForkedPython(boost_command, [command[3:]], environment)
 
     def phases(self) -> set[str]:
         """Phases of the processes that send heartbeats."""
@@ -90,9 +164,7 @@ class Command:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.communicate()
+        self.process.close()
 
 
 def saved_steps(run: Path) -> list[int]:

@@ -1,7 +1,6 @@
 """A process killed at any file-system event of a foreground or background save loses at most that save."""
 
 import functools
-import multiprocessing
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Position, write
 from tests import toy
+from tests.distributed import fork_server
 from tests.train.saves import DATA, TOKENIZER, load, mesh_config, save_at, state_of
 from tests.trained import Trained
 
@@ -92,8 +92,7 @@ def save_and_rotate(
 
 def run_processes(folder: Path, config: Config, background: bool, kill: tuple[int, int] | None) -> list[int | None]:
     """The number of events by rank; None for a process that was killed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "tests.toy"])
+    context = fork_server()
     started = []
     for rank in range(config.parallel.world_size):
         ours, theirs = context.Pipe()

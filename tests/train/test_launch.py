@@ -23,6 +23,7 @@ from boost.train.failures import FailureReport, failure_report, read_reports, ro
 from boost.train.launch import can_fork, launch, under_torchrun
 from boost.train.signals import STOP_SIGNALS, StopRequest
 from boost.train.worker import LaunchSpec
+from tests.train.commands import ForkedPython
 
 PATIENCE_S = 600.0
 """Only against hanging for ever."""
@@ -128,13 +129,6 @@ def main(entry: str, folder: str, nproc: str, grace: str) -> int:
 # Starting and watching them
 
 
-def run_launcher(entry: Callable[..., int], folder: Path, grace: float = 30.0, **options: Any) -> subprocess.Popen[str]:
-    code = "import sys; from tests.train import test_launch as t; sys.exit(t.main(*sys.argv[1:]))"
-    words = [sys.executable, "-c", code, entry.__name__, str(folder), "2", str(grace)]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
-    return subprocess.Popen(words, **streams)
-
-
 def wait_for(condition: Callable[[], Any], what: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
@@ -158,18 +152,18 @@ def pids(folder: Path) -> list[int]:
 
 
 @contextlib.contextmanager
-def launched(entry: Callable[..., int], folder: Path, **options: Any) -> Iterator[subprocess.Popen[str]]:
+def launched(entry: Callable[..., int], folder: Path, grace: float = 30.0) -> Iterator[ForkedPython]:
     """A launcher whose two processes are at work. No process outlives the test."""
-    with run_launcher(entry, folder, **options) as process:
-        try:
-            wait_for(lambda: len(pids(folder)) == 2 or process.poll() is not None, "the processes did not start")
-            assert process.poll() is None, process.communicate()
-            yield process
-        finally:
-            process.kill()
-            for pid in pids(folder):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+    process = ForkedPython(main, (entry.__name__, str(folder), "2", str(grace)), os.environ)
+    try:
+        wait_for(lambda: len(pids(folder)) == 2 or process.poll() is not None, "the processes did not start")
+        assert process.poll() is None, process.communicate()
+        yield process
+    finally:
+        process.close()
+        for pid in pids(folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 # Success
@@ -211,7 +205,9 @@ def test_rank_0_has_the_terminal_itself_and_a_code_that_is_not_0_comes_back(
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     ours, theirs = pty.openpty()
     try:
-        with run_launcher(say_whether_terminal, tmp_path, stdout=theirs, stderr=theirs) as process:
+        code = "import sys; from tests.train import test_launch as t; sys.exit(t.main(*sys.argv[1:]))"
+        words = [sys.executable, "-c", code, say_whether_terminal.__name__, str(tmp_path), "2", "30"]
+        with subprocess.Popen(words, stdout=theirs, stderr=theirs) as process:
             assert process.wait(PATIENCE_S) == 3
     finally:
         os.close(ours)
@@ -288,7 +284,7 @@ def test_a_stop_signal_to_the_launcher_reaches_the_processes_and_it_waits(tmp_pa
 @pytest.mark.slow
 def test_interrupting_the_whole_terminal_counts_once(tmp_path: Path) -> None:
     """Every process receives Ctrl-C from the terminal and again from the launcher."""
-    with launched(train_until_told, tmp_path, start_new_session=True) as process:
+    with launched(train_until_told, tmp_path) as process:
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, err
@@ -336,7 +332,7 @@ def test_a_signal_before_the_processes_have_started_is_one_line(tmp_path: Path) 
 @pytest.mark.parametrize(("entry", "grace"), [(train_until_told, PATIENCE_S), (wait_in_a_collective, 1.0)])
 @pytest.mark.slow
 def test_no_process_outlives_a_launcher_that_is_killed(tmp_path: Path, entry: Callable[..., int], grace: float) -> None:
-    with launched(entry, tmp_path, grace=grace, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with launched(entry, tmp_path, grace) as process:
         processes = pids(tmp_path)
         assert all(alive(pid) for pid in processes)
         process.kill()
