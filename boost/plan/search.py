@@ -97,6 +97,8 @@ class Search:
 
     request: Request
     tick: Tick | None = None
+    known: "Search | None" = None
+    """Another search on the same hardware, whose predictions are used again."""
     considered: int = 0
     """Number of candidates considered."""
 
@@ -108,7 +110,7 @@ class Search:
     """Smallest micro-batch at which no candidate fits, by structure and by mesh; 0: no micro-batch fits."""
 
     def __post_init__(self) -> None:
-        self.predictor = Predictor(self.request.hardware)
+        self.predictor: Predictor = self.known.predictor if self.known else Predictor(self.request.hardware)
         self.usable = self.request.allowed_bytes  # an upper bound, with which hopeless candidates are dropped
         self._limits: dict[tuple[Any, ...], tuple[int, float]] = {}
         """(largest micro-batch that may fit, smallest one that does not), by traced values of [parallel]."""
@@ -368,47 +370,6 @@ def _require_mesh(request: Request) -> None:
     if sizes and (request.gpus % made or (not free and made != request.gpus)):
         words = " x ".join(f"{key} = {size}" for key, size in sizes.items())
         raise ConfigError(f"{words} = {made} processes, but --gpus = {request.gpus}; drop one of them")
-
-
-def where_it_fits(search: Search) -> str:
-    """For a model that does not fit: the number of GPUs, or the sequence length, at which it does."""
-    request = search.request
-    ways: list[str] = []
-    gpus = request.gpus
-    while not request.fixed & set(AXES) and gpus < 1024 and not ways:
-        gpus *= 2
-        if any_fits(replace(request, gpus=gpus)):
-            ways.append(f"on {gpus} GPUs (the fewest of {request.gpus}, {2 * request.gpus}, {4 * request.gpus}, ...)")
-    length = request.base.train.seq_len // 2
-    while length >= 64:
-        shorter = request.base.train.model_copy(update={"seq_len": length})
-        if any_fits(replace(request, base=request.base.model_copy(update={"train": shorter}))):
-            ways.append(f"with sequences of {length:,} tokens (--seq {length})")
-            break
-        length //= 2
-    return " or ".join(ways)
-
-
-def any_fits(request: Request) -> bool:
-    """Whether any configuration fits at micro-batch 1.
-
-    Only memory matters here, so for each mesh only 1F1B without overlap is tried: halves need an even micro-batch, and use about as
-    much memory.
-    """
-    if "parallel.overlap" not in request.fixed:
-        parallel = request.base.parallel.model_copy(update={"overlap": "none"})
-        base = request.base.model_copy(update={"parallel": parallel})
-        request = replace(request, base=base, fixed=request.fixed | {"parallel.overlap"})
-    on_gpu = request.hardware.is_gpu
-    every = request.choices("train.recompute_every", (1,))[0]
-    for parallel in structures(request):
-        if parallel.schedule != "1f1b" and "parallel.schedule" not in request.fixed:
-            continue
-        for policy in request.choices("train.recompute", POLICIES[::-1]):
-            config, usable = request.variant(parallel, 1, policy, every), request.allowed_in(parallel)
-            if legal(config) and all(peak(config, rank, on_gpu).total <= usable for rank in peak_ranks(config)):
-                return True
-    return False
 
 
 # A grid of searches. More tokens per step amortize the communication that happens once per step; with many GPUs or few tokens, DP

@@ -14,7 +14,7 @@ from boost.plan.candidates import Request, context_sizes, divisors, legal, struc
 from boost.plan.collectives import step_collectives
 from boost.plan.explain import alternatives, notes, time_difference
 from boost.plan.hardware import load_hardware
-from boost.plan.search import Search, any_fits, max_peak, require_legal, where_it_fits
+from boost.plan.search import Search, max_peak, require_legal
 from boost.plan.step_time import GEMMS, HOST
 from boost.plan.timing import Predictor
 from tests.plan.toys import base, every_candidate, hardware
@@ -238,27 +238,6 @@ def test_tp_where_one_device_is_too_small() -> None:
         assert "Pure data parallelism does not fit: out of memory by" in said
     else:
         pytest.fail("in this case, the whole model should not fit on one device")
-
-
-def test_nothing_fits() -> None:
-    tight = Request(base(), 2, hardware(5e6), frozenset({"parallel.pp"}))
-    assert not any_fits(tight) and Search(tight).fastest() is None
-
-
-@pytest.mark.parametrize("usable", [4.0e7, 8e7])
-def test_suggested_sizes_fit(usable: float) -> None:
-    asked = Request(base("--train.seq_len=8192", "--train.global_batch=8"), 1, hardware(usable))
-    search = Search(asked)
-    assert search.fastest() is None
-    words = where_it_fits(search)
-    assert words
-    if " GPUs (" in words:
-        gpus = int(words.split()[1])
-        assert any_fits(replace(asked, gpus=gpus)) and not any_fits(replace(asked, gpus=gpus // 2))
-    if "--seq" in words:
-        length = int(words.rsplit("--seq ", 1)[1].rstrip(")"))
-        shorter = base(f"--train.seq_len={length}", "--train.global_batch=8")
-        assert Search(Request(shorter, 1, hardware(usable))).fastest() is not None
 
 
 def test_a_plan_that_fits_only_without_its_communicators_does_not_fit() -> None:
