@@ -144,7 +144,11 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
                 f"{format_bytes(nearest.usable)}; "
                 + (f"it fits {way}" if way else "it does not fit on more GPUs either; use a smaller model")
             )
-        others, remarks = alternatives(search, best, tick), list[str]()
+        remarks, fastest = list[str](), best
+        best = search.simplest(fastest)
+        if best is not fastest:
+            remarks.append(_tie(best, fastest))
+        others = alternatives(search, best, tick)
         if (fewer := fewer_gpus(search, best, [other.plan for other in others])) is not None:
             remarks.append(_on_fewer(best, fewer[1]))
             if fewer[1].time.seconds < best.time.seconds:
@@ -197,6 +201,18 @@ def _explain_config(args: argparse.Namespace, hardware: "Hardware") -> int:
         plan_report.print_plan(plan_report.console(), plan, args, hardware)
         plan_report.print_explanation(plan, hardware)
     return 0
+
+
+def _tie(best: "Plan", fastest: "Plan") -> str:
+    """Says that the plan is the simpler one of two that are equally fast."""
+    from boost.plan.explain import choices, mesh
+    from boost.plan.search import TIE, TIE_SECONDS
+
+    faster, config = 1 - fastest.time.seconds / best.time.seconds, fastest.config
+    return (
+        f"A tie: {mesh(config.parallel)} ({choices(config)}) takes {faster:.1%} less time. Of plans within {TIE:.0%} or "
+        f"{format_seconds(TIE_SECONDS)}, the simplest is chosen."
+    )
 
 
 def _on_fewer(best: "Plan", fewer: "Plan") -> str:
