@@ -237,6 +237,9 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: H
         else f"OUT OF MEMORY by {format_bytes(plan.shortfall)}"
     )
     low, high = map(format_seconds, interval(time.seconds, parallel, hardware))
+    likely = f"eight of ten runs take {low} to {high}"
+    if hardware.architecture and not hardware.has_runs:
+        likely = f"no measured run for this GPU: perhaps {low} to {high}"
     probability = fit_probability(plan.memory, plan.usable)
     chance = f"{probability:.0%}"
     if not 0.005 < probability < 0.995:
@@ -244,7 +247,7 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: H
     facts = {
         "mesh": mesh(parallel),
         "choices": choices(plan.config),
-        "step": f"{format_seconds(time.seconds)} (eight of ten runs take {low} to {high}), as {SOFTWARE}",
+        "step": f"{format_seconds(time.seconds)} ({likely}), as {SOFTWARE}",
         "speed": f"{format_rate(time.tokens_per_second)}, MFU {time.mfu:.1%} ({time.mfu_of_all_scores:.1%} with masked scores)",
         "memory": f"{format_bytes(plan.memory)} of {format_bytes(plan.usable)} usable per GPU ({room}{process}; "
         f"{plan.margin:.0%} stay free); fits with a probability of {chance}",

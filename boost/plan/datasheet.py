@@ -77,7 +77,7 @@ def tree_of(line: str, base: dict[str, Any]) -> dict[str, Any]:
     tree = copy.deepcopy(base)
     tree.update(
         title=f"datasheet: {tflops:g} TFLOP/s in bf16, {memory:g} GB at {bandwidth:g} GB/s, {said.get('link', 'pcie4')} (estimate)",
-        architecture="datasheet", per_node=int(per_node), memory_gb=memory * GIB, reserve_gb=0.055 * memory * GIB,
+        architecture="datasheet", has_runs=False, per_node=int(per_node), memory_gb=memory * GIB, reserve_gb=0.055 * memory * GIB,
         communicator_gb=0.01 * memory * GIB,
         sources=[f"--gpu: {line}", "Everything else: scaled from measured GPUs (estimates)"],
         provenance={"": "estimate"} | dict.fromkeys(("memory_gb", "speeds.memory_gb_s"), "datasheet"),

@@ -262,6 +262,8 @@ class Hardware(Section):
     """Interconnect between nodes; bandwidth is per device while all devices of a node send."""
     site: SiteLink | None = None
     """Link between sites, if the nodes are in more than one."""
+    has_runs: bool = False
+    """Whether published steps on this GPU were compared with predictions (docs/results.md). Built-in profiles do not inherit it."""
     sources: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Sources of the numbers."""
     provenance: dict[str, Origin] = Field(default_factory=dict)
@@ -373,7 +375,10 @@ def _raw(name: str) -> dict[str, Any]:
     like = str(tree.pop("like"))
     if like not in names():
         raise ConfigError(f"--gpu = '{name}': like = '{like}' is not a profile; profiles: {', '.join(names())}")
-    return _merged(_raw(like), tree)
+    below = _raw(like)
+    if not own:
+        below.pop("has_runs", None)
+    return _merged(below, tree)
 
 
 def full_name(name: str) -> str:
