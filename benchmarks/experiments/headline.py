@@ -134,9 +134,10 @@ def modeled_words(results: Sequence[Facts]) -> str:
     words = "step times on GPUs and at the paper's sizes, by the performance model"
     for facts in results:
         if facts["experiment"] == "record":
-            held = [row for row in facts["rows"] if row["half"] == record.HELD]
-            off = record.errors(held).mape
-            words += f"; its mean error on {len(held)} held-out published runs of others is {off:.1%}"
+            off = record.errors(facts["rows"], record.UNSEEN).mape
+            words += (
+                f"; its mean error on {len(facts['rows'])} published runs of others, each source left out, is {off:.1%}"
+            )
     return words
 
 

@@ -17,12 +17,12 @@ from boost.config.rules import check
 from boost.config.schema import ParallelConfig
 from boost.drawing import require_drawable
 from boost.errors import ConfigError
-from boost.format import format_bytes
+from boost.format import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from boost.plan.candidates import Request
     from boost.plan.hardware import Hardware
-    from boost.plan.search import Plan
+    from boost.plan.search import Plan, Search
 
 
 RUNNERS_UP = 8
@@ -125,7 +125,8 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
     from boost.cli import plan_report
     from boost.convert.formats import read_folder
     from boost.plan.explain import alternatives, choices, mesh, notes
-    from boost.plan.search import Search, require_legal, where_it_fits
+    from boost.plan.search import Search, require_legal
+    from boost.plan.ways import fewer_gpus, way_out
 
     begun = time.perf_counter()
     with searching("configurations") as tick:
@@ -136,16 +137,25 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
         if best is None:
             nearest = search.smallest()
             assert nearest is not None
-            config, ways = nearest.config, where_it_fits(search)
+            config, way = nearest.config, way_out(search)
             raise ConfigError(
                 f"{args.model} ({config.model.family}) does not fit on {args.gpus} x {args.gpu} in any configuration: even the "
                 f"smallest ({mesh(config.parallel)}, {choices(config)}) needs {format_bytes(nearest.memory)} of "
                 f"{format_bytes(nearest.usable)}; "
-                + (f"it fits {ways}" if ways else "it does not fit on more GPUs either; use a smaller model")
+                + (f"it fits {way}" if way else "it does not fit on more GPUs either; use a smaller model")
             )
+        remarks, fastest = list[str](), best
+        best = search.simplest(fastest)
+        if best is not fastest:
+            remarks.append(_tie(best, fastest))
         others = alternatives(search, best, tick)
-        dense = _dense(request)
-    remarks = list(notes(search, best, others, dense))
+        if (fewer := fewer_gpus(search, best, [other.plan for other in others])) is not None:
+            remarks.append(_on_fewer(best, fewer[1]))
+            if fewer[1].time.seconds < best.time.seconds:
+                search, best = fewer
+                request, others = search.request, alternatives(search, best, tick)
+        dense = _dense(search)
+    remarks += notes(search, best, others, dense)
     source = source_of(args.model)
     folder = hugging_face_folder(source)
     if folder is not None and read_folder(folder).tied:
@@ -193,16 +203,40 @@ def _explain_config(args: argparse.Namespace, hardware: "Hardware") -> int:
     return 0
 
 
-def _dense(request: "Request") -> "Plan | None":
+def _tie(best: "Plan", fastest: "Plan") -> str:
+    """Says that the plan is the simpler one of two that are equally fast."""
+    from boost.plan.explain import choices, mesh
+    from boost.plan.search import TIE, TIE_SECONDS
+
+    faster, config = 1 - fastest.time.seconds / best.time.seconds, fastest.config
+    return (
+        f"A tie: {mesh(config.parallel)} ({choices(config)}) takes {faster:.1%} less time. Of plans within {TIE:.0%} or "
+        f"{format_seconds(TIE_SECONDS)}, the simplest is chosen."
+    )
+
+
+def _on_fewer(best: "Plan", fewer: "Plan") -> str:
+    """Says that fewer GPUs are faster than all of them, or nearly as fast."""
+    from boost.plan.explain import choices, mesh
+
+    used, given = fewer.time.devices, best.time.devices
+    ways = [f"{format_seconds(p.time.seconds)} ({mesh(p.config.parallel)}; {choices(p.config)})" for p in (fewer, best)]
+    if fewer.time.seconds < best.time.seconds:
+        return f"{used} of the {given} GPUs are faster than all of them: {ways[0]} per step instead of {ways[1]}."
+    longer = fewer.time.seconds / best.time.seconds - 1
+    return f"{used} of the {given} GPUs take only {longer:.1%} longer than all of them: {ways[0]} per step."
+
+
+def _dense(search: "Search") -> "Plan | None":
     """Returns the fastest plan of the dense model of the same shape, or the one with the least memory if none fits."""
     from boost.plan.search import Search
 
-    base = request.base
+    request, base = search.request, search.request.base
     if not base.model.low_rank or request.fixed & {"parallel.layout", "train.recompute"} or base.optim.for_factors:
         return None
     model = base.model.model_dump(exclude={"rank", "ranks", "latent_act", "factor_init", "over", "gate", "mlp_silu"})
     tree = base.model_dump(exclude_none=True) | {"model": {**model, "family": "dense"}}
-    other = Search(replace(request, base=validated(tree)))
+    other = Search(replace(request, base=validated(tree)), known=search)
     return other.fastest() or other.smallest()
 
 
@@ -306,8 +340,12 @@ def source_of(model: str) -> str:
         return f"boost-{model.lower()}"
     if model not in presets() and not Path(model).is_file() and hugging_face_folder(model) is None:
         ordered = sorted(sizes, key=lambda size: int(size.rstrip("b")))
+        alike = [
+            name for name in presets() if name.endswith(f"-{model.lower()}")
+        ]  # 60m: cola-60m is the first of several
+        meant = f"did you mean '{alike[0]}'? " if alike else ""
         raise ConfigError(
-            f"--model = '{model}' is not a size, preset, TOML file or Hugging Face folder; sizes: {', '.join(ordered)}; "
+            f"--model = '{model}' is not a size, preset, TOML file or Hugging Face folder; {meant}sizes: {', '.join(ordered)}; "
             "'boost config' lists the presets, such as llama3-8b"
         )
     return model

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 
 from boost.cli.plan_report import SCHEMA, as_json, asked_words, console, model_words
 from boost.cli.terminal import print_table, searching
@@ -9,7 +10,21 @@ from boost.errors import ConfigError
 from boost.format import format_seconds
 from boost.plan.candidates import Request
 from boost.plan.pictures import GridCell, draw_grid
-from boost.plan.search import by_gpus
+from boost.plan.search import GridPlan, by_gpus
+
+
+def slower_than(row: list[GridPlan], cell: GridPlan) -> int | None:
+    """The number of GPUs that is fastest among the smaller ones of a row, if it is faster than this cell; else None."""
+    smaller = [other for other in row if other.gpus < cell.gpus and other.plan is not None]
+    best = min(smaller, key=lambda other: other.plan.time.seconds if other.plan else math.inf, default=None)
+    if cell.plan is None or best is None or best.plan is None or best.plan.time.seconds >= cell.plan.time.seconds:
+        return None
+    return best.gpus
+
+
+def _slower(row: list[GridPlan], cell: GridPlan) -> str:
+    fewer = slower_than(row, cell)
+    return "" if fewer is None else f"\nslower than {fewer}"
 
 
 def print_grid(args: argparse.Namespace, request: Request) -> int:
@@ -23,7 +38,7 @@ def print_grid(args: argparse.Namespace, request: Request) -> int:
     columns = [f"{cell.gpus} GPUs" for cell in rows[0]]
     if args.json:
         answers = [
-            {"tokens": cell.tokens, "gpus": cell.gpus, "label": cell.label}
+            {"tokens": cell.tokens, "gpus": cell.gpus, "label": cell.label, "slower_than_gpus": slower_than(row, cell)}
             | ({} if cell.plan is None else as_json(cell.plan, request.hardware))
             for row in rows
             for cell in row
@@ -42,7 +57,9 @@ def print_grid(args: argparse.Namespace, request: Request) -> int:
             table.add_column(name, justify="right")
         for row in rows:
             cells = [
-                f"{cell.label}\n{format_seconds(cell.plan.time.seconds)}" if cell.plan else cell.why_none
+                f"{cell.label}\n{format_seconds(cell.plan.time.seconds)}{_slower(row, cell)}"
+                if cell.plan
+                else cell.why_none
                 for cell in row
             ]
             table.add_row(*map(Text, (f"{row[0].tokens:,}", *cells)))

@@ -17,7 +17,7 @@ from boost.format import format_bytes, format_count, format_rate, format_seconds
 from boost.plan.candidates import Request
 from boost.plan.categories import CATEGORIES
 from boost.plan.explain import Alternative, choices, mesh, products
-from boost.plan.hardware import Hardware, collective_seconds, span
+from boost.plan.hardware import Hardware, collective_seconds, link_of
 from boost.plan.inspection import inspect
 from boost.plan.search import Plan, Search
 from boost.plan.step_time import PARTS, fit_probability, interval
@@ -198,6 +198,10 @@ def print_report(report: PlanReport) -> None:
     effort = f"{report.search.considered:,} configurations in {report.seconds:.1f} s"
     out.print(Text(f"\nfastest configuration that fits (of {effort})", style="bold"))
     print_plan(out, report.best, args, report.request.hardware)
+    if "train.steps" in asked_keys(args):
+        seconds = train.steps * report.best.time.seconds
+        hours = seconds * report.best.time.devices / 3600
+        print_fact(out, "  run", f"{train.steps:,} steps take {format_seconds(seconds)}, {hours:,.1f} GPU-hours")
     written = " (after --write run.toml)" * (report.command == ["train", "run.toml"] and args.write is None)
     out.print(f"\ncommand{written}", style="bold")
     for line in launch(report):
@@ -233,6 +237,9 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: H
         else f"OUT OF MEMORY by {format_bytes(plan.shortfall)}"
     )
     low, high = map(format_seconds, interval(time.seconds, parallel, hardware))
+    likely = f"eight of ten runs take {low} to {high}"
+    if hardware.architecture and not hardware.has_runs:
+        likely = f"no measured run for this GPU: perhaps {low} to {high}"
     probability = fit_probability(plan.memory, plan.usable)
     chance = f"{probability:.0%}"
     if not 0.005 < probability < 0.995:
@@ -240,7 +247,7 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: H
     facts = {
         "mesh": mesh(parallel),
         "choices": choices(plan.config),
-        "step": f"{format_seconds(time.seconds)} (eight of ten runs take {low} to {high}), as {SOFTWARE}",
+        "step": f"{format_seconds(time.seconds)} ({likely}), as {SOFTWARE}",
         "speed": f"{format_rate(time.tokens_per_second)}, MFU {time.mfu:.1%} ({time.mfu_of_all_scores:.1%} with masked scores)",
         "memory": f"{format_bytes(plan.memory)} of {format_bytes(plan.usable)} usable per GPU ({room}{process}; "
         f"{plan.margin:.0%} stay free); fits with a probability of {chance}",
@@ -440,7 +447,7 @@ def _print_sent(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> No
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         c = row.collective
-        link = hardware.node if span(c.axis, parallel, hardware.per_node).inside else hardware.network
+        link = link_of(c.axis, parallel, hardware)
         seconds = row.count * collective_seconds(c, parallel, hardware)
         table.add_row(
             c.axis, c.place, _PHASES[c.phase], c.kind, link.name, f"{c.processes}", f"{row.count:,}",

@@ -28,6 +28,9 @@ element-wise operations reach."""
 ATTENTION_SHARES = ((64, 0.37, 0.34), (128, 0.50, 0.42))
 """(head dimension, forward, backward): fraction of peak that fused attention reaches, between that of A100 and H100."""
 
+PORT_SHARE = 0.9
+"""Fraction of a network port's bandwidth that large collectives reach (nccl-tests: 320 to 390 of 400 GB/s per node)."""
+
 GIB = 1.0625
 """Memory that CUDA reports, relative to the GB in a card's name, which are nearly GiB (80 GB: 85.0 GB)."""
 
@@ -41,6 +44,8 @@ KEYS = {
     "net": "network port of each GPU in Gb/s (default 100)",
     "fp32": "fp32 peak in TFLOP/s (default tflops / 8)",
     "per_node": "GPUs per node (default 8)",
+    "site": "link of each site to the others in Gb/s, if the GPUs are in several places",
+    "nodes_per_site": "nodes per site (default 1; only with site)",
 }
 """Keys of a datasheet line; the first three are required."""
 
@@ -63,12 +68,16 @@ def tree_of(line: str, base: dict[str, Any]) -> dict[str, Any]:
     port = _number(line, said, "net", 100.0)
     fp32 = _number(line, said, "fp32", tflops / 8)
     per_node = _number(line, said, "per_node", 8.0)
-    if per_node != int(per_node):
-        raise ConfigError(f"--gpu = '{line}': per_node = {per_node:g} must be an integer; {_HELP}")
+    nodes_per_site = _number(line, said, "nodes_per_site", 1.0)
+    for key, number in (("per_node", per_node), ("nodes_per_site", nodes_per_site)):
+        if number != int(number):
+            raise ConfigError(f"--gpu = '{line}': {key} = {number:g} must be an integer; {_HELP}")
+    if "nodes_per_site" in said and "site" not in said:
+        raise ConfigError(f"--gpu = '{line}': nodes_per_site needs site ({KEYS['site']}); {_HELP}")
     tree = copy.deepcopy(base)
     tree.update(
         title=f"datasheet: {tflops:g} TFLOP/s in bf16, {memory:g} GB at {bandwidth:g} GB/s, {said.get('link', 'pcie4')} (estimate)",
-        architecture="datasheet", per_node=int(per_node), memory_gb=memory * GIB, reserve_gb=0.055 * memory * GIB,
+        architecture="datasheet", has_runs=False, per_node=int(per_node), memory_gb=memory * GIB, reserve_gb=0.055 * memory * GIB,
         communicator_gb=0.01 * memory * GIB,
         sources=[f"--gpu: {line}", "Everything else: scaled from measured GPUs (estimates)"],
         provenance={"": "estimate"} | dict.fromkeys(("memory_gb", "speeds.memory_gb_s"), "datasheet"),
@@ -85,7 +94,9 @@ def tree_of(line: str, base: dict[str, Any]) -> dict[str, Any]:
     for dtype in ("float32", "float64"):
         speeds["attention"][dtype] = [{"head_dim": 128, "forward": 0.45 * fp32, "backward": 0.36 * fp32}]
     tree["node"].update(name="NVLink" if ramp == "nvlink" else "PCIe", gb_s=link, half_mb=RAMP_MB[ramp], all_reduce=[])
-    tree["network"].update(name="network", gb_s=0.9 * port / 8)
+    tree["network"].update(name="network", gb_s=PORT_SHARE * port / 8)
+    if "site" in said:
+        tree["site"] = {"gb_s": PORT_SHARE * _number(line, said, "site") / 8, "nodes": int(nodes_per_site)}
     return tree
 
 

@@ -177,7 +177,13 @@ def _against_data_parallelism(best: Plan, others: list[Alternative]) -> Iterator
         if tp is not None:
             slower = tp.plan.time.seconds / best.time.seconds - 1
             parallel = tp.plan.config.parallel
-            sharded = best.config.parallel.shard == "full" and best.config.parallel.sharded
+            fits_whole = any(
+                pure_data_parallel(c.plan.config.parallel)
+                and not c.plan.config.parallel.sharded
+                and c.plan.shortfall <= 0
+                for c in others
+            )
+            sharded = best.config.parallel.shard == "full" and best.config.parallel.sharded and not fits_whole
             reason = (
                 "sharding over replicas (shard = full) makes the model fit" if sharded else "the model fits on one GPU"
             )

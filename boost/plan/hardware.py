@@ -209,6 +209,17 @@ class Link(Section):
         return self.latency_us * _MICRO + (on_link + ramp) / ((reached[-1] if reached else self.gb_s) * _GIGA)
 
 
+class SiteLink(Link):
+    """The link of a site, such as a building or a cloud region, to other sites. All devices of the site share it."""
+
+    name: str = "between sites"
+    latency_us: Amount = 1000.0
+    gb_s: Positive
+    """GB/s that all devices of a site together send to other sites: 1.1 for 10 Gbit/s."""
+    nodes: Annotated[int, Field(ge=1)] = 1
+    """Nodes per site."""
+
+
 def _rounds(kind: str, processes: int) -> float:
     """Bytes sent by each process per byte of payload."""
     if kind == "send":
@@ -249,6 +260,10 @@ class Hardware(Section):
     """Interconnect within a node."""
     network: Link
     """Interconnect between nodes; bandwidth is per device while all devices of a node send."""
+    site: SiteLink | None = None
+    """Link between sites, if the nodes are in more than one."""
+    has_runs: bool = False
+    """Whether published steps on this GPU were compared with predictions (docs/results.md). Built-in profiles do not inherit it."""
     sources: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Sources of the numbers."""
     provenance: dict[str, Origin] = Field(default_factory=dict)
@@ -258,6 +273,11 @@ class Hardware(Section):
     def is_gpu(self) -> bool:
         """Whether the device runs fused kernels for norms, attention and compiled code."""
         return self.device == "cuda"
+
+    @property
+    def per_site(self) -> int | None:
+        """Devices per site; None if all are in one."""
+        return None if self.site is None else self.per_node * self.site.nodes
 
     @property
     def usable_bytes(self) -> int:
@@ -355,7 +375,10 @@ def _raw(name: str) -> dict[str, Any]:
     like = str(tree.pop("like"))
     if like not in names():
         raise ConfigError(f"--gpu = '{name}': like = '{like}' is not a profile; profiles: {', '.join(names())}")
-    return _merged(_raw(like), tree)
+    below = _raw(like)
+    if not own:
+        below.pop("has_runs", None)
+    return _merged(below, tree)
 
 
 def full_name(name: str) -> str:
@@ -439,8 +462,34 @@ def _span(axis: str, tp: int, cp: int, dp_cp: int, pp: int, per_node: int) -> Sp
     return Span(size, here)
 
 
+def link_of(axis: str, parallel: ParallelConfig, hardware: Hardware) -> Link:
+    """The slowest link that the collectives of an axis cross: in a node, between nodes, or between sites."""
+    if hardware.site is not None and not span(axis, parallel, hardware.per_site or 1).inside:
+        return hardware.site
+    return hardware.node if span(axis, parallel, hardware.per_node).inside else hardware.network
+
+
 def collective_seconds(collective: Collective, parallel: ParallelConfig, hardware: Hardware) -> float:
-    """Seconds of one collective while all groups of its axis run it concurrently."""
+    """Seconds of one collective while all groups of its axis run it concurrently. Rings cross all links at the same time, so the
+    slowest one counts."""
+    return max(_local_seconds(collective, parallel, hardware), _site_seconds(collective, parallel, hardware))
+
+
+def _site_seconds(collective: Collective, parallel: ParallelConfig, hardware: Hardware) -> float:
+    """Seconds on the link between sites; 0 if the group is within one site."""
+    site, per_site = hardware.site, hardware.per_site
+    if site is None or per_site is None or (where := span(collective.axis, parallel, per_site)).inside:
+        return 0.0
+    # Each group sends as much over the link as one of its processes sends. A pipeline sends only where one stage follows another.
+    sending = min(parallel.tp * parallel.dp_cp, per_site) if collective.kind == "send" else per_site / where.per_node
+    payload = collective.elements * ITEMSIZE[collective.dtype]
+    return site.seconds(
+        collective.kind, collective.dtype, payload, collective.sent_bytes, collective.processes, 1 / sending
+    )
+
+
+def _local_seconds(collective: Collective, parallel: ParallelConfig, hardware: Hardware) -> float:
+    """Seconds on the links in a node and between nodes."""
     where = span(collective.axis, parallel, hardware.per_node)
     payload = collective.elements * ITEMSIZE[collective.dtype]
     link = hardware.node if where.inside else hardware.network

@@ -6,6 +6,7 @@ fastest policy: first by a lower bound, then by the predicted time. If a node's 
 policy and no larger micro-batch of the same structure fits.
 """
 
+import bisect
 import heapq
 import itertools
 import math
@@ -41,9 +42,18 @@ AXES = ("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp")
 FEW_BLOCKS = 3
 """With fewer blocks per stage, full recomputation may need more memory than saving activations."""
 
+TIE, TIE_SECONDS = 0.01, 1e-3
+"""Plans whose times differ by less than this fraction, or by less than this, are equally fast: launches and hooks that no model has
+take as long."""
+
 Test = Callable[[Config], bool]
 Tick = Callable[[int, int], None]
 """Progress callback: (done, total)."""
+
+
+def tie_limit(seconds: float) -> float:
+    """The longest step time that counts as equal to `seconds`."""
+    return max((1 + TIE) * seconds, seconds + TIE_SECONDS)
 
 
 def any_config(config: Config) -> bool:
@@ -87,8 +97,9 @@ class _SearchNode:
     """One legal candidate of this node."""
     exact: bool = False
     """Whether `bound` is the predicted time rather than a lower bound."""
-    children: list[tuple[float, Config]] | None = None
-    """Candidates with their step times, by time; None until the node is visited, empty if even the smallest does not fit."""
+    children: list[tuple[float, list[Config]]] | None = None
+    """For each recomputation policy, its candidates from the most to the fewest recomputed blocks, with the step time of the last
+    one, which is the fastest; None until the node is visited, empty if even the smallest does not fit."""
 
 
 @dataclass
@@ -97,6 +108,8 @@ class Search:
 
     request: Request
     tick: Tick | None = None
+    known: "Search | None" = None
+    """Another search on the same hardware, whose predictions are used again."""
     considered: int = 0
     """Number of candidates considered."""
 
@@ -108,7 +121,7 @@ class Search:
     """Smallest micro-batch at which no candidate fits, by structure and by mesh; 0: no micro-batch fits."""
 
     def __post_init__(self) -> None:
-        self.predictor = Predictor(self.request.hardware)
+        self.predictor: Predictor = self.known.predictor if self.known else Predictor(self.request.hardware)
         self.usable = self.request.allowed_bytes  # an upper bound, with which hopeless candidates are dropped
         self._limits: dict[tuple[Any, ...], tuple[int, float]] = {}
         """(largest micro-batch that may fit, smallest one that does not), by traced values of [parallel]."""
@@ -138,18 +151,29 @@ class Search:
                     return str(error)
         return ""
 
-    def fastest(self, test: Test = any_config, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
-        """Returns the fastest candidate that fits and passes `test`, and whose [parallel] passes `of`; None if there is none."""
+    def fastest(
+        self,
+        test: Test = any_config,
+        of: Callable[[ParallelConfig], bool] | None = None,
+        limit: float = math.inf,
+    ) -> Plan | None:
+        """Returns the fastest candidate that fits, passes `test`, whose [parallel] passes `of`, and that takes at most `limit`
+        seconds; None if there is none."""
         numbers = itertools.count()
-        waiting: list[tuple[float, int, _SearchNode | Config]] = [
+        waiting: list[tuple[float, int, _SearchNode | list[Config]]] = [
             (node.bound, next(numbers), node) for node in self._nodes if of is None or of(node.config.parallel)
         ]
         heapq.heapify(waiting)
-        while waiting:
+        while waiting and waiting[0][0] <= limit:
             _, _, first = heapq.heappop(waiting)
-            if isinstance(first, Config):
-                if self.fits(first):
-                    return self.plan(first)
+            if isinstance(first, list):
+                if self.fits(first[-1]):
+                    return self.plan(first[-1])
+                # Memory grows from the first to the last: bisects for the last one that fits.
+                fitting = bisect.bisect_left(first, True, hi=len(first) - 1, key=lambda config: not self.fits(config))
+                if fitting:
+                    config = first[fitting - 1]
+                    heapq.heappush(waiting, (self.predictor.predict(config).seconds, next(numbers), [config]))
             elif not first.exact:
                 # Replaces the lower bound with the predicted time, and queues the node again.
                 without = self.request.variant(first.config.parallel, first.config.train.micro_batch)
@@ -157,14 +181,26 @@ class Search:
                 heapq.heappush(waiting, (first.bound, next(numbers), first))
             else:
                 if first.children is None:
-                    configs = self._legal_variants(first.config.parallel, first.config.train.micro_batch)
-                    full = self._out_of_memory(first, min(configs, key=_memory_rank))
-                    timed = [(self.predictor.predict(config).seconds, config) for config in configs if not full]
-                    first.children = sorted(timed, key=lambda child: child[0])
-                for seconds, config in first.children:
-                    if test(config):
-                        heapq.heappush(waiting, (seconds, next(numbers), config))
+                    chains = self._legal_variants(first.config.parallel, first.config.train.micro_batch)
+                    full = self._out_of_memory(first, min((chain[0] for chain in chains), key=_memory_rank))
+                    first.children = [
+                        (self.predictor.predict(chain[-1]).seconds, chain) for chain in chains if not full
+                    ]
+                for seconds, chain in first.children:
+                    if test(chain[-1]):
+                        heapq.heappush(waiting, (seconds, next(numbers), chain))
         return None
+
+    def simplest(self, best: Plan) -> Plan:
+        """Returns the simplest plan that fits and ties with `best`, the fastest one: fewer axes, then less sharding, then no
+        overlap, then fewer stages per process."""
+        limit, worst = tie_limit(best.time.seconds), _complexity(best.config.parallel)
+        near = {_complexity(node.config.parallel) for node in self._nodes if node.bound <= limit}
+        for level in sorted(level for level in near if level < worst):
+            plan = self.fastest(of=lambda parallel, level=level: _complexity(parallel) == level, limit=limit)  # type: ignore[misc]
+            if plan is not None:
+                return plan
+        return best
 
     def smallest(self, test: Test = any_config, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
         """Returns the candidate with the lowest peak memory that passes, or None. Estimates one candidate per mesh."""
@@ -172,7 +208,7 @@ class Search:
         for node in self._nodes:
             parallel = node.config.parallel
             if of is None or of(parallel):
-                for config in self._legal_variants(parallel, node.config.train.micro_batch):
+                for config, *_ in self._legal_variants(parallel, node.config.train.micro_batch):
                     key = _mesh(parallel)
                     rank = _memory_rank(config)
                     if test(config) and (key not in thrifty or rank < thrifty[key][0]):
@@ -232,19 +268,21 @@ class Search:
             self._smallest_structure[_mesh(parallel)] = min(best, parallel, key=_schedule_rank)
             self._nodes.append(_SearchNode(self.predictor.lower_bound(without), config))
 
-    def _legal_variants(self, parallel: ParallelConfig, micro_batch: int) -> list[Config]:
-        """The legal configurations that differ only in recomputation."""
-        variants = (self.request.variant(parallel, micro_batch, *policy) for policy in policies(self.request, parallel))
-        return [config for config in variants if legal(config)]
+    def _legal_variants(self, parallel: ParallelConfig, micro_batch: int) -> list[list[Config]]:
+        """The legal configurations that differ only in recomputation: for each policy, from the most to the fewest recomputed
+        blocks. How many blocks are recomputed does not change what is legal."""
+        chains: dict[str, list[Config]] = {}
+        for policy, every in policies(self.request, parallel):
+            chains.setdefault(policy, []).insert(0, self.request.variant(parallel, micro_batch, policy, every))
+        return [chain for chain in chains.values() if legal(chain[0])]
 
     def _out_of_memory(self, node: _SearchNode, smallest: Config) -> bool:
         """Whether no child fits: tests the smallest structure of the mesh first, then the node's own."""
         parallel, micro_batch = node.config.parallel, node.config.train.micro_batch
         if self.request.base.model.layers < FEW_BLOCKS * parallel.stages:
             return False  # recomputing a block may take more memory than saving its activations
-        of_mesh = min(
-            self._legal_variants(self._smallest_structure[_mesh(parallel)], micro_batch), key=_memory_rank, default=None
-        )
+        thrifty = (chain[0] for chain in self._legal_variants(self._smallest_structure[_mesh(parallel)], micro_batch))
+        of_mesh = min(thrifty, key=_memory_rank, default=None)
         asked = [(_mesh(parallel), of_mesh)] if of_mesh is not None else []
         for place, config in (*asked, (parallel, smallest)):
             if micro_batch >= self._smallest_oom_batch.get(place, micro_batch + 1):
@@ -315,6 +353,13 @@ def _memory_rank(config: Config) -> tuple[Any, ...]:
     return train.micro_batch, -POLICIES.index(train.recompute), train.recompute_every, *_schedule_rank(config.parallel)
 
 
+def _complexity(parallel: ParallelConfig) -> tuple[int, ...]:
+    """Sort key: lower means simpler to run and to understand."""
+    axes = sum(size > 1 for size in (parallel.tp, parallel.pp, parallel.dp, parallel.cp))
+    sharded = ("none", "optimizer", "full").index(parallel.shard) + parallel.shard_outer if parallel.sharded else 0
+    return axes, sharded, parallel.overlap != "none", parallel.virtual
+
+
 def _schedule_rank(parallel: ParallelConfig) -> tuple[Any, ...]:
     return parallel.schedule != "1f1b", parallel.virtual
 
@@ -368,47 +413,6 @@ def _require_mesh(request: Request) -> None:
     if sizes and (request.gpus % made or (not free and made != request.gpus)):
         words = " x ".join(f"{key} = {size}" for key, size in sizes.items())
         raise ConfigError(f"{words} = {made} processes, but --gpus = {request.gpus}; drop one of them")
-
-
-def where_it_fits(search: Search) -> str:
-    """For a model that does not fit: the number of GPUs, or the sequence length, at which it does."""
-    request = search.request
-    ways: list[str] = []
-    gpus = request.gpus
-    while not request.fixed & set(AXES) and gpus < 1024 and not ways:
-        gpus *= 2
-        if any_fits(replace(request, gpus=gpus)):
-            ways.append(f"on {gpus} GPUs (the fewest of {request.gpus}, {2 * request.gpus}, {4 * request.gpus}, ...)")
-    length = request.base.train.seq_len // 2
-    while length >= 64:
-        shorter = request.base.train.model_copy(update={"seq_len": length})
-        if any_fits(replace(request, base=request.base.model_copy(update={"train": shorter}))):
-            ways.append(f"with sequences of {length:,} tokens (--seq {length})")
-            break
-        length //= 2
-    return " or ".join(ways)
-
-
-def any_fits(request: Request) -> bool:
-    """Whether any configuration fits at micro-batch 1.
-
-    Only memory matters here, so for each mesh only 1F1B without overlap is tried: halves need an even micro-batch, and use about as
-    much memory.
-    """
-    if "parallel.overlap" not in request.fixed:
-        parallel = request.base.parallel.model_copy(update={"overlap": "none"})
-        base = request.base.model_copy(update={"parallel": parallel})
-        request = replace(request, base=base, fixed=request.fixed | {"parallel.overlap"})
-    on_gpu = request.hardware.is_gpu
-    every = request.choices("train.recompute_every", (1,))[0]
-    for parallel in structures(request):
-        if parallel.schedule != "1f1b" and "parallel.schedule" not in request.fixed:
-            continue
-        for policy in request.choices("train.recompute", POLICIES[::-1]):
-            config, usable = request.variant(parallel, 1, policy, every), request.allowed_in(parallel)
-            if legal(config) and all(peak(config, rank, on_gpu).total <= usable for rank in peak_ranks(config)):
-                return True
-    return False
 
 
 # A grid of searches. More tokens per step amortize the communication that happens once per step; with many GPUs or few tokens, DP

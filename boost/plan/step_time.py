@@ -1,8 +1,8 @@
 """Step time by part, of one micro-batch on one pipeline rank and of a whole step; and how uncertain a prediction is.
 
-The spread of measured over predicted seconds comes from half of the published speeds that docs/results.md lists, and from steps
-measured on a machine with a calibrated profile. `python -m benchmarks record` recomputes it, and counts how many rows of the other
-half lie inside.
+The spread of measured over predicted seconds comes from the published speeds that docs/results.md lists, and from steps measured
+on a machine with a calibrated profile. `python -m benchmarks record` recomputes it, and counts how many rows of each publication
+lie inside the spread of all others.
 """
 
 import math
@@ -131,9 +131,6 @@ class StepTime:
         return self.mfu * (1 + self.masked_flops / self.flops)
 
 
-MEASURED = ("a100", "h100")
-"""Architectures with published speeds."""
-
 SHARE = 0.8
 """Fraction of measured steps that lie inside an interval."""
 
@@ -154,17 +151,17 @@ class Spread(NamedTuple):
 
 
 SPREADS = {
-    "replicas": Spread(0.952, 1.067, 109),
-    "sharded": Spread(0.921, 1.376, 15),
+    "replicas": Spread(0.853, 1.114, 250),
+    "sharded": Spread(0.862, 1.371, 61),
     # Steps measured on the machine on which a profile was calibrated (benchmarks/results/validation.json).
     "calibrated": Spread(0.918, 1.148, 19),
-    # GPUs without published speeds (estimate).
+    # GPUs without published steps (estimate).
     "unmeasured": Spread(0.75, 1.5, 0),
 }
 
 
 def kind_of(tp: int, pp: int, cp: int = 1) -> str:
-    """The key of SPREADS for a mesh on a GPU with published speeds."""
+    """The key of SPREADS for a mesh on a GPU with published steps."""
     return "replicas" if tp * pp * cp == 1 else "sharded"
 
 
@@ -173,7 +170,7 @@ def interval(seconds: float, parallel: ParallelConfig, hardware: Hardware) -> tu
     kind = kind_of(parallel.tp, parallel.pp, parallel.cp)
     if not hardware.architecture:
         kind = "calibrated"
-    elif hardware.architecture not in MEASURED:
+    elif not hardware.has_runs:
         kind = "unmeasured"
     spread = SPREADS[kind]
     return seconds * spread.low, seconds * spread.high

@@ -433,7 +433,9 @@ class Predictor:
         """Caches `function` per micro-batch: configurations with the same model, TP, layout and micro-batch share the result."""
         p, train, per_node = config.parallel, config.train, self.hardware.per_node
         # How groups are spread over nodes, and how many processes run on each node.
-        places = (*(span(axis, p, per_node) for axis in ("tp", "cp", "pp")), min(p.world_size, per_node))
+        places: tuple[Any, ...] = *(span(axis, p, per_node) for axis in ("tp", "cp", "pp")), min(p.world_size, per_node)
+        if (per_site := self.hardware.per_site) is not None:
+            places += (*(span(axis, p, per_site) for axis in ("tp", "cp", "pp")), p.dp_cp)
         shared = (*traced_values(p, "parallel"), *traced_values(train, "train"), places)
         return self._lookup(config, (shared, key), function, arguments)
 

@@ -22,6 +22,8 @@ def test_a_line_is_a_profile() -> None:
     wide = load_hardware("tflops=165, mem=24, bw=1008, link=300, net=400, per_node=4, fp32=80")
     assert (wide.node.name, wide.node.gb_s, wide.network.gb_s, wide.per_node) == ("NVLink", 300, 45, 4)
     assert wide.peak_flops("float32") == 80e12
+    far = load_hardware(f"{CARD},site=10,nodes_per_site=2")
+    assert far.per_site == 16 and far.site is not None and far.site.gb_s == pytest.approx(1.125)
 
 
 def test_estimates_are_close_to_measurements() -> None:
@@ -44,6 +46,7 @@ def test_estimates_are_close_to_measurements() -> None:
         ("tflops=1,mem=-24,bw=1", "mem = -24 must be a number above 0"),
         ("tflops=1,mem=24,bw=1,link=pcie9", "link = pcie9 is not pcie3"),
         ("tflops=1,mem=24,bw=1,cores=3", "'cores=3' is not one of tflops="),
+        ("tflops=1,mem=24,bw=1,nodes_per_site=2", "nodes_per_site needs site"),
         ("tflops=1,mem=24,bw=1,per_node=1.5", "per_node = 1.5 must be an integer"),
     ],
 )

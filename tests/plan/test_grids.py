@@ -1,9 +1,11 @@
 """Each cell of a grid matches a separate search."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
+from boost.cli.plan_grids import slower_than
 from boost.plan import search as grids
 from boost.plan.candidates import Request
 from boost.plan.search import Grid, GridPlan, Search
@@ -35,3 +37,13 @@ def test_ways_in_words(by_gpus: Grid) -> None:
     assert few.label.endswith("TP 4") and few.kind == few.label.split()[0]
     assert (many.label, many.kind) == ("DP", "DP")
     assert GridPlan(1, 2, None).label == GridPlan(1, 2, None).kind == ""
+
+
+def test_more_gpus_that_are_slower_are_marked(by_gpus: Grid) -> None:
+    two, four = by_gpus[0][0], by_gpus[0][-1]
+    assert two.plan is not None and four.plan is not None
+    for factor, fewer in ((0.5, None), (2.0, 2)):
+        time = replace(four.plan.time, seconds=factor * two.plan.time.seconds)
+        cell = replace(four, plan=replace(four.plan, time=time))
+        assert slower_than([two, cell], cell) == fewer
+    assert slower_than([two, four], two) is None

@@ -20,10 +20,12 @@ from boost.plan.hardware import (
     GemmSpeed,
     Hardware,
     Link,
+    SiteLink,
     Span,
     Speeds,
     collective_seconds,
     communicators,
+    link_of,
     load_hardware,
     names,
     origin,
@@ -388,3 +390,31 @@ def test_communicators_take_memory_from_tensors() -> None:
     card = load_hardware("h100-80g")
     assert card.usable_in(ParallelConfig(tp=8)) == card.usable_bytes, "three are part of the reserve"
     assert card.usable_in(ParallelConfig(pp=2, dp=2, tp=2)) == card.usable_bytes - 2_400_000_000
+
+
+def test_a_site_shares_its_link() -> None:
+    """Two sites of a node of eight: 16 replicas send as much over the link as one process, eight groups of two eight times that."""
+    hardware = load_hardware("h100-80g")
+    sites = hardware.model_copy(update={"site": SiteLink(gb_s=1.0)})
+    large, small = reduced(2**30, 16, "dp"), reduced(2**30, 2, "dp")
+    one, eight = ParallelConfig(layout="single", dp=16), ParallelConfig(tp=8, dp=2)
+    assert collective_seconds(large, one, sites) == pytest.approx(large.sent_bytes / 1e9, rel=0.01)
+    assert collective_seconds(small, eight, sites) == pytest.approx(8 * small.sent_bytes / 1e9, rel=0.01)
+    assert link_of("dp", one, sites).name == "between sites" and link_of("tp", eight, sites) == hardware.node
+    inside = reduced(2**30, 8)
+    assert collective_seconds(inside, eight, sites) == collective_seconds(inside, eight, hardware)
+    four = hardware.model_copy(update={"site": SiteLink(gb_s=1.0, nodes=2)})
+    assert collective_seconds(large, one, four) == collective_seconds(large, one, hardware)
+    # A pipeline of two stages sends from all eight devices; one of four stages, from four.
+    sent = reduced(2**26, 2, "pp", "send")
+    assert collective_seconds(sent, ParallelConfig(tp=8, pp=2), sites) == pytest.approx(
+        2 * collective_seconds(sent, ParallelConfig(tp=4, pp=4), sites), rel=0.01
+    )
+
+
+def test_sites_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('like = "h100-80g"\n[site]\ngb_s = 1.1\nnodes = 2\n', encoding="utf-8")
+    mine = load_hardware(str(path))
+    assert mine.per_site == 16 and mine.site is not None and mine.site.latency_us == 1000
+    assert origin(mine, "site.gb_s") == "yours" and load_hardware("h100-80g").per_site is None

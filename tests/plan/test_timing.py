@@ -74,6 +74,8 @@ def test_meshes_have_their_own_spread() -> None:
     low, high = interval(10.0, ParallelConfig(layout="single", dp=8), hardware)
     assert (low, high) == pytest.approx((10 * known["replicas"].low, 10 * known["replicas"].high)) and low < 10 < high
     assert interval(10.0, ParallelConfig(tp=2), hardware)[1] > high  # fewer rows with a wider spread
+    unmeasured = interval(10.0, ParallelConfig(layout="single", dp=8), load_hardware("h20-96g"))
+    assert unmeasured[0] < low and unmeasured[1] > high
     calibrated = hardware.model_copy(update={"architecture": ""})
     assert interval(1.0, ParallelConfig(tp=2), calibrated) == (known["calibrated"].low, known["calibrated"].high)
 

@@ -1,0 +1,137 @@
+"""What to do if the plan for the given GPUs is poor: other ways if nothing fits, and fewer GPUs if those are as fast."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from boost.format import format_seconds
+from boost.plan.candidates import POLICIES, Request, legal, structures
+from boost.plan.memory import peak
+from boost.plan.search import AXES, Plan, Search, peak_ranks
+from boost.plan.step_time import ATTENTION_TIME, GEMMS, OTHER
+
+# If nothing fits.
+
+MOST_GPUS = 1024
+"""Largest number of GPUs to suggest."""
+
+
+def way_out(search: Search) -> str:
+    """For a model that does not fit: the first change with which it does, and its price; '' if there is none."""
+    for words, request, price in _changes(search.request):
+        if any_fits(request):
+            plan = Search(request, known=search).fastest()
+            if plan is None:
+                continue
+            seconds = plan.time.seconds
+            costs = [f"{format_seconds(seconds)} per step", *([price] if price else [])]
+            if request.gpus != search.request.gpus:
+                costs.append(f"{format_seconds(seconds * request.gpus)} of GPU time per step")
+            return f"{words}: {', '.join(costs)}"
+    return ""
+
+
+def _changes(request: Request) -> Iterator[tuple[str, Request, str]]:
+    """Yields (in words, changed request, price besides time), in the order in which a user would try them.
+
+    Smaller micro-batches, sharding and recomputation are part of every search, unless the user fixed them.
+    """
+    base, train = request.base, request.base.train
+    for key in sorted(request.fixed):
+        yield f"without --{key} {_value(request, key)}", replace(request, fixed=request.fixed - {key}), ""
+    if train.param_dtype == "float32":
+        narrow = base.model_copy(update={"train": train.model_copy(update={"param_dtype": "bfloat16"})})
+        price = "and each update rounds the weights to bfloat16"
+        yield "with --train.param_dtype bfloat16", replace(request, base=narrow), price
+    tried, gpus = [request.gpus, 2 * request.gpus, 4 * request.gpus], 2 * request.gpus
+    while not request.fixed & set(AXES) and gpus <= MOST_GPUS:
+        among = f"the fewest of {', '.join(map(str, tried))}, ..."
+        yield f"on {gpus} GPUs ({among})", replace(request, gpus=gpus), ""
+        gpus *= 2
+    length = train.seq_len // 2
+    while length >= 64:
+        shorter = base.model_copy(update={"train": train.model_copy(update={"seq_len": length})})
+        yield f"with sequences of {length:,} tokens (--seq {length})", replace(request, base=shorter), ""
+        length //= 2
+
+
+def _value(request: Request, key: str) -> str:
+    section, name = key.split(".")
+    value = getattr(getattr(request.base, section), name)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def any_fits(request: Request) -> bool:
+    """Whether any configuration fits at micro-batch 1, or at the micro-batch that the user fixed.
+
+    Only memory matters here, so for each mesh only 1F1B without overlap is tried: halves need an even micro-batch, and use about as
+    much memory.
+    """
+    if "parallel.overlap" not in request.fixed:
+        parallel = request.base.parallel.model_copy(update={"overlap": "none"})
+        base = request.base.model_copy(update={"parallel": parallel})
+        request = replace(request, base=base, fixed=request.fixed | {"parallel.overlap"})
+    on_gpu = request.hardware.is_gpu
+    every = request.choices("train.recompute_every", (1,))[0]
+    micro_batch = request.choices("train.micro_batch", (1,))[0]
+    for parallel in structures(request):
+        if parallel.schedule != "1f1b" and "parallel.schedule" not in request.fixed:
+            continue
+        for policy in request.choices("train.recompute", POLICIES[::-1]):
+            config, usable = request.variant(parallel, micro_batch, policy, every), request.allowed_in(parallel)
+            if legal(config) and all(peak(config, rank, on_gpu).total <= usable for rank in peak_ranks(config)):
+                return True
+    return False
+
+
+# If fewer GPUs do.
+
+NEARLY = 0.02
+"""Fewer GPUs count as equally fast up to this much more time."""
+
+LARGER_GEMMS = 0.9
+"""Computation on fewer GPUs as a fraction of that of a plan on all of them: it may have larger GEMMs."""
+
+MAX_TRIES = 2
+"""How many numbers of GPUs to search."""
+
+EVEN_SHARE = 0.75
+"""Minimum fraction of the GPUs among the numbers over which the batch divides better."""
+
+
+def fewer_gpus(search: Search, best: Plan, plans: Sequence[Plan] = ()) -> tuple[Search, Plan] | None:
+    """Returns the search on fewer GPUs with the fastest plan, and this plan, if it is faster than `best` or takes at most NEARLY
+    longer; None if there is none.
+
+    A number of GPUs is searched only if it can be that fast: if the least computation among `best` and `plans`, divided evenly
+    over them, takes so little time.
+    """
+    request, limit = search.request, (1 + NEARLY) * best.time.seconds
+    work = LARGER_GEMMS * min(plan.time.devices * _computing(plan) for plan in (best, *plans))
+    found: tuple[Search, Plan] | None = None
+    for gpus in [n for n in _numbers(request) if work / n <= limit][:MAX_TRIES]:
+        other = Search(replace(request, gpus=gpus), known=search)
+        plan = other.fastest()
+        if (
+            plan is not None
+            and plan.time.seconds <= limit
+            and (found is None or plan.time.seconds < found[1].time.seconds)
+        ):
+            found = other, plan
+    return found
+
+
+def _computing(plan: Plan) -> float:
+    return sum(plan.time.parts.get(part, 0.0) for part in (GEMMS, ATTENTION_TIME, OTHER))
+
+
+def _numbers(request: Request) -> list[int]:
+    """Numbers of GPUs to try: one site, those over which the batch divides better, one half, one node, one quarter, ..."""
+    gpus, batch, hardware = request.gpus, request.base.train.global_batch, request.hardware
+    even: list[int] = []
+    if batch % gpus:
+        near = range(max(math.ceil(EVEN_SHARE * gpus), 1), gpus)
+        even = sorted(near, key=lambda n: (-math.gcd(batch, n) / n, -n))[:MAX_TRIES]
+    halves = [gpus >> n for n in range(1, gpus.bit_length())]
+    listed = [hardware.per_site or gpus, *even, halves[0] if halves else gpus, hardware.per_node, *halves[1:]]
+    return [n for n in dict.fromkeys(listed) if 0 < n < gpus]

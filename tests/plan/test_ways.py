@@ -1,0 +1,99 @@
+"""What is suggested if nothing fits, and fewer GPUs if they are as fast."""
+
+from dataclasses import replace
+
+import pytest
+
+from boost.plan import ways
+from boost.plan.candidates import Request
+from boost.plan.hardware import Hardware, SiteLink
+from boost.plan.search import Search
+from boost.plan.ways import NEARLY, any_fits, fewer_gpus, way_out
+from tests.plan.toys import base, hardware
+
+
+def test_nothing_fits() -> None:
+    tight = Request(base(), 2, hardware(5e6), frozenset({"parallel.pp"}))
+    assert not any_fits(tight) and Search(tight).fastest() is None
+
+
+@pytest.mark.parametrize("usable", [4.0e7, 8e7])
+def test_the_first_way_that_fits_is_named_with_its_price(usable: float) -> None:
+    narrow = ("--train.param_dtype=bfloat16",)
+    for dtype in ((), narrow):
+        asked = Request(base("--train.seq_len=8192", "--train.global_batch=8", *dtype), 1, hardware(usable))
+        search = Search(asked)
+        assert search.fastest() is None
+        words = way_out(search)
+        assert "per step" in words
+        if "param_dtype" in words:
+            config = base("--train.seq_len=8192", "--train.global_batch=8", *narrow)
+            assert not dtype and Search(replace(asked, base=config)).fastest() is not None
+        elif " GPUs (" in words:
+            gpus = int(words.split()[1])
+            assert any_fits(replace(asked, gpus=gpus)) and not any_fits(replace(asked, gpus=gpus // 2))
+            assert "of GPU time per step" in words
+        else:
+            length = int(words.partition("--seq ")[2].partition(")")[0])
+            shorter = base(f"--train.seq_len={length}", "--train.global_batch=8", *dtype)
+            assert Search(replace(asked, base=shorter)).fastest() is not None
+
+
+def test_a_fixed_choice_is_dropped_first() -> None:
+    """A micro-batch that the user fixed counts: with it nothing fits, on any number of GPUs."""
+    fixed = base("--train.seq_len=512", "--train.global_batch=64", "--train.micro_batch=64")
+    one = replace(Request(base("--train.global_batch=64"), 1, hardware()))
+    smallest = Search(one).smallest()
+    assert smallest is not None
+    asked = Request(fixed, 1, hardware(1.1 * smallest.memory), frozenset({"train.micro_batch"}))
+    search = Search(asked)
+    assert search.fastest() is None and not any_fits(asked)
+    assert way_out(search).startswith("without --train.micro_batch 64: ")
+
+
+def two_sites(gb_s: float) -> Hardware:
+    """Four devices per node and site."""
+    return hardware().model_copy(update={"site": SiteLink(gb_s=gb_s)})
+
+
+def test_fewer_gpus_are_faster_over_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+
+    class CountedSearch(Search):
+        def __post_init__(self) -> None:
+            searched.append(self.request.gpus)
+            super().__post_init__()
+
+    monkeypatch.setattr(ways, "Search", CountedSearch)
+    config = base("--train.global_batch=64", "--train.seq_len=2048")
+    search = Search(Request(config, 8, two_sites(0.01)))
+    best = search.fastest()
+    assert best is not None
+    found = fewer_gpus(search, best)
+    assert found is not None and found[0].request.gpus == 4
+    assert found[1].time.seconds < best.time.seconds and found[1].config.parallel.world_size == 4
+    assert found[1] == Search(Request(config, 4, hardware())).fastest()  # within one site, its link does not matter
+    del searched[:]
+    search = Search(Request(config, 8, hardware()))
+    best = search.fastest()
+    assert best is not None and fewer_gpus(search, best) is None
+    computed = replace(best, time=replace(best.time, seconds=1e-3, parts={"GEMMs": 0.99e-3}))
+    assert fewer_gpus(search, computed) is None and 4 not in searched[-1:]
+
+
+def test_nearly_as_fast_is_said_too() -> None:
+    config = base("--train.global_batch=64", "--train.seq_len=2048")
+    four = Search(Request(config, 4, hardware())).fastest()
+    search = Search(Request(config, 8, two_sites(0.01)))
+    best = search.fastest()
+    assert four is not None and best is not None
+    for factor, says in ((1 + NEARLY / 2, True), (1 + 2 * NEARLY, False)):
+        slower = replace(best, time=replace(best.time, seconds=four.time.seconds / factor))
+        assert (fewer_gpus(search, slower, [four]) is not None) == says
+
+
+def test_six_of_seven_gpus() -> None:
+    """Batches that do not divide over all GPUs: those with the largest common divisor are tried."""
+    asked = Request(base("--train.global_batch=60"), 7, hardware())
+    assert ways._numbers(asked)[0] == 6 and 4 in ways._numbers(asked)
+    assert ways._numbers(replace(asked, gpus=1)) == []
