@@ -87,7 +87,7 @@ class TrainedModel:
         self.model = build_model(config, mesh)
         initialize_model(self.model, seed)
         self.initial = {name: value.clone() for name, value in weights(self.model).items()}
-        params = list(fused_params(self.model))
+        params = self.fused_params = list(fused_params(self.model))
         self.reducer = CountedReducer(params, mesh, getattr(torch, config.train.sum_dtype))
         self.optimizer = self.build_optimizer(params, config, mesh)
         batches = SyntheticBatches(config)

@@ -275,7 +275,8 @@ class LowRankAttention(Sublayer):
 
     def run(self, layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
         """Runs one part of a micro-batch through this sublayer."""
-        return attention(layout, flow, context, local_weight(self.norm), self.qkv, self.o)
+        cache = context.caches[self.layer] if context.caches else None
+        return attention(layout, flow, context, local_weight(self.norm), self.qkv, self.o, cache)
 
 
 class LowRankMLP(Sublayer):

@@ -54,19 +54,20 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from boost.config import Config
-from boost.data.batches import Batches
-from boost.data.fit import Corpus
-from boost.data.store import TokenStore
-from boost.models.fused import FusedParam
-from boost.optim.adamw import Optimizer
-from boost.parallel.mesh import Mesh
-from boost.train.checkpoint import Position
-from boost.train.evaluate import Evaluation
-from boost.train.model import Model
-from boost.train.rundir import RunDirectory
+if TYPE_CHECKING:  # this module is imported before torch
+    from boost.config import Config
+    from boost.data.batches import Batches
+    from boost.data.fit import Corpus
+    from boost.data.store import TokenStore
+    from boost.models.fused import FusedParam
+    from boost.optim.adamw import Optimizer
+    from boost.parallel.mesh import Mesh
+    from boost.train.checkpoint import Position
+    from boost.train.evaluate import Evaluation
+    from boost.train.model import Model
+    from boost.train.rundir import RunDirectory
 
 log = logging.getLogger("boost")
 
@@ -244,8 +245,8 @@ class RunTrouble:
 class TrainResult:
     """How a run ended."""
 
-    position: Position
-    evaluation: Evaluation | None
+    position: "Position"
+    evaluation: "Evaluation | None"
     """On the whole held-out split; None if a signal or a hook stopped the run."""
     checkpoint: Path | None
     """The latest complete checkpoint."""
@@ -267,18 +268,18 @@ class TrainEnd:
 class Training(Protocol):
     """The run that a hook belongs to, as hooks may read and use it: the `Trainer` that calls them."""
 
-    config: Config
-    mesh: Mesh
-    run: RunDirectory
-    model: Model
-    optimizer: Optimizer
-    corpus: Corpus
-    store: TokenStore
+    config: "Config"
+    mesh: "Mesh"
+    run: "RunDirectory"
+    model: "Model"
+    optimizer: "Optimizer"
+    corpus: "Corpus"
+    store: "TokenStore"
     """The first store of the corpus, whose tokenizer is that of the run."""
-    batches: Batches
+    batches: "Batches"
     flops_per_token: int
-    fused_params: list[FusedParam]
-    position: Position
+    fused_params: "list[FusedParam]"
+    position: "Position"
     """Steps and tokens so far."""
     bad_steps: int
     """Consecutive bad steps up to the current position."""
@@ -305,7 +306,7 @@ class Training(Protocol):
         """Whether a rollback follows this step."""
         ...
 
-    def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
+    def evaluate(self, max_tokens: int | None = None) -> "Evaluation | None":
         """Evaluates the held-out loss. Collective."""
         ...
 
