@@ -340,10 +340,8 @@ def source_of(model: str) -> str:
         return f"boost-{model.lower()}"
     if model not in presets() and not Path(model).is_file() and hugging_face_folder(model) is None:
         ordered = sorted(sizes, key=lambda size: int(size.rstrip("b")))
-        alike = [
-            name for name in presets() if name.endswith(f"-{model.lower()}")
-        ]  # 60m: cola-60m is the first of several
-        meant = f"did you mean '{alike[0]}'? " if alike else ""
+        alike = next((name for name in presets() if name.endswith(f"-{model.lower()}")), "")  # cola-60m for 60m
+        meant = f"did you mean '{alike}'? " if alike else ""
         raise ConfigError(
             f"--model = '{model}' is not a size, preset, TOML file or Hugging Face folder; {meant}sizes: {', '.join(ordered)}; "
             "'boost config' lists the presets, such as llama3-8b"

@@ -10,6 +10,7 @@ import bisect
 import heapq
 import itertools
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -257,8 +258,10 @@ class Search:
             if known and not self._may_fit(parallel, micro_batch):
                 return  # the smallest micro-batch stays in the list, so that its shortfall can be reported
             choices = list(policies(self.request, parallel))
+            # How many blocks are recomputed does not change what is legal.
+            one_each = (next(alike) for _, alike in itertools.groupby(choices, operator.itemgetter(0)))
             config = next(
-                (c for policy in choices if legal(c := self.request.variant(parallel, micro_batch, *policy))), None
+                (c for policy in one_each if legal(c := self.request.variant(parallel, micro_batch, *policy))), None
             )
             if config is None:
                 continue
@@ -269,8 +272,8 @@ class Search:
             self._nodes.append(_SearchNode(self.predictor.lower_bound(without), config))
 
     def _legal_variants(self, parallel: ParallelConfig, micro_batch: int) -> list[list[Config]]:
-        """The legal configurations that differ only in recomputation: for each policy, from the most to the fewest recomputed
-        blocks. How many blocks are recomputed does not change what is legal."""
+        """The legal configurations that differ only in recomputation: for each policy, from the most to the fewest
+        recomputed blocks."""
         chains: dict[str, list[Config]] = {}
         for policy, every in policies(self.request, parallel):
             chains.setdefault(policy, []).insert(0, self.request.variant(parallel, micro_batch, policy, every))
