@@ -304,3 +304,16 @@ def test_a_hugging_face_config_is_a_model(capsys: pytest.CaptureFixture[str], tm
     )
     (tmp_path / "config.json").write_text(json.dumps(content | {"model_type": "gpt2"}), encoding="utf-8")
     assert main(["plan", "--model", str(tmp_path), *words]) == 2 and "model_type = 'gpt2'" in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_the_plan_in_the_readme_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    _, _, rest = readme.partition("    boost plan ")
+    words, _, rest = rest.partition("\n")
+    _, _, rest = rest.partition(":\n\n")
+    shown = [line.strip() for line in rest.partition("\n\n")[0].splitlines()]
+    code, out, err = say(capsys, "plan", *words.split())
+    printed = " ".join(out.split())
+    assert code == 0 and len(shown) == 6, err
+    assert [line for line in shown if " ".join(line.split()) not in printed] == []
