@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.experiments.contest import LEAST_ROUNDS, ratio, spread
+from benchmarks.commands import LEAST_ROUNDS
+from benchmarks.experiments.contest import ratio, spread
 from boost.api.model import FILE_BYTES, Model
 from boost.config import Config, load
 from boost.config.architecture import parameter_count
@@ -272,7 +273,10 @@ def summary(size: str, dtype: str, batch: int, length: int, new: int, runs: dict
     limits = {}
     for family, name in (("cola", LOW_RANK), ("dense", DENSE)):
         model = config_of(size, family, dtype).model
-        bytes_ = itemsize * (weights_read(model) + batch * cached * 2 * model.layers * model.kv_heads * model.head_dim)
+        read = (
+            parameter_count(model) - model.vocab_size * model.dim
+        )  # weights that a token reads: all but the embedding
+        bytes_ = itemsize * (read + batch * cached * 2 * model.layers * model.kv_heads * model.head_dim)
         flops = prefill_flops(model, batch, length)
         limits[name] = {
             "decode_bytes": int(bytes_),
@@ -298,11 +302,6 @@ def summary(size: str, dtype: str, batch: int, length: int, new: int, runs: dict
             for phase, each in seconds.items()
         },
     }
-
-
-def weights_read(model: ModelConfig) -> int:
-    """Weights that a token reads: all but the embedding."""
-    return parameter_count(model) - model.vocab_size * model.dim
 
 
 def prefill_flops(model: ModelConfig, batch: int, length: int) -> float:

@@ -44,11 +44,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2000, metavar="N", help="training steps (default 2000)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed for kill times and victims (default 0)")
     parser.add_argument(
-        "--longest",
-        type=float,
-        default=8.0,
-        metavar="S",
-        help="maximum seconds before a kill (default 8)",
+        "--longest", type=float, default=8.0, metavar="S", help="maximum seconds before a kill (default 8)"
     )
     args = parser.parse_args()
     whole, killed = args.folder / "whole", args.folder / "killed"

@@ -3,17 +3,18 @@
 All are for boost-7b in bf16 with 4,096-token sequences, the size that the goals specify.
 """
 
+import itertools
 from collections.abc import Iterator
 
 from benchmarks.experiments.published import STEPS, configuration
 from benchmarks.experiments.results import Facts, Goal, Table
 from boost.config import load
 from boost.config.schema import Config
-from boost.config.stages import Stage
+from boost.config.stages import Stage, stages_of
 from boost.plan.collectives import step_collectives
 from boost.plan.hardware import load_hardware
 from boost.plan.memory import memory
-from boost.plan.timing import Predictor, block_work, step_work
+from boost.plan.timing import Predictor, block_work, predict, step_work
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM
 
 SHAPES = ((4, 32, 0.60), (8, 32, 0.33), (4, 8, 0.40))
@@ -39,7 +40,10 @@ def seven(*overrides: str) -> Config:
 
 def compute() -> Iterator[Goal]:
     """Computes all figures, each with its goal."""
-    ratios = {dtype: [_crossing(*shape[:2], dtype) for shape in SHAPES] for dtype in ("param_dtype", "bfloat16")}
+    ratios: dict[str, list[float]] = {}
+    for dtype, (tp, kv_heads, _) in itertools.product(("param_dtype", "bfloat16"), SHAPES):
+        flags = [f"--parallel.tp={tp}", f"--model.kv_heads={kv_heads}", f"--train.reduce_dtype={dtype}"]
+        ratios.setdefault(dtype, []).append(step_bytes("btp-cp", flags) / step_bytes("btp-sp", flags))
     words = {dtype: ", ".join(f"{ratio:.2f}" for ratio in of_dtype) for dtype, of_dtype in ratios.items()}
     yield Goal(
         "btp-cp against btp-sp, bytes",
@@ -107,12 +111,6 @@ def norm_goal(gains: dict[str, float]) -> Goal:
     )
 
 
-def _crossing(tp: int, kv_heads: int, dtype: str) -> float:
-    """Bytes of btp-cp over those of btp-sp, sent by one process for the blocks in a step of 262,144 tokens."""
-    words = [f"--parallel.tp={tp}", f"--model.kv_heads={kv_heads}", f"--train.reduce_dtype={dtype}"]
-    return step_bytes("btp-cp", words) / step_bytes("btp-sp", words)
-
-
 def step_bytes(layout: str, words: list[str] | None = None) -> int:
     """Bytes sent by one process for the blocks of boost-7b in a step of 16 x 4 x 4,096 = 262,144 tokens, including gradient
     all-reduces."""
@@ -163,3 +161,36 @@ def elementwise_bytes(config: Config) -> float:
         for c in (config, bare)
     )
     return inside + (own - others) * train.global_batch / config.train.global_batch
+
+
+SUMMED = {"btp": "cola", "btp-sp": "cola", "megatron-sp": "dense"}
+"""Layouts whose gradient accumulation is priced, with a family."""
+
+SUMMED_SEQUENCES = (1, 2, 4, 8)
+"""Sequences per micro-batch, of 32 in a step."""
+
+
+def accumulation() -> Iterator[Facts]:
+    """Fractions of a step in which gradients are added to those of earlier micro-batches: what adding in the GEMM could save."""
+    for profile, (layout, family) in itertools.product(NORM_HARDWARE, SUMMED.items()):
+        hardware = load_hardware(profile)
+        shares = []
+        for size in SUMMED_SEQUENCES:
+            words = (f"--parallel.layout={layout}", f"--model.family={family}", f"--train.micro_batch={size}")
+            one, two, whole = (seven(*words, f"--train.global_batch={n}") for n in (size, 2 * size, 32))
+            work = step_work(two, stages_of(two, 0)) - step_work(one, stages_of(one, 0))
+            seconds = sum(times * hardware.speeds.seconds(each) for each, times in work.items())
+            shares.append((32 // size - 1) * seconds / predict(whole, hardware).seconds)
+        yield {"gpu": profile, "layout": layout, "shares": shares}
+
+
+def accumulation_table(facts: Facts) -> Table:
+    """Table of `accumulation`."""
+    return Table(
+        f"Gradient accumulation, part of a step (modeled): {WHERE.partition(',')[0]}, TP 4, 32 x 4,096 tokens, fp32 gradients.",
+        ("GPU", "layout", *(f"{size} per micro-batch:" for size in SUMMED_SEQUENCES)),
+        tuple(
+            (each["gpu"].partition("-")[0].upper(), each["layout"], *(f"{share:.1%}" for share in each["shares"]))
+            for each in facts["accumulation"]
+        ),
+    )

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.commands import LEAST_ROUNDS
 from boost.errors import MeasurementError
 from boost.measure.speed import Probe, synchronize
 from boost.parallel.mesh import Mesh
@@ -38,9 +39,6 @@ def t_interval(numbers: Sequence[float]) -> tuple[float, float, float]:
     half = float(t.ppf((1 + CONFIDENCE) / 2, len(numbers) - 1)) * spread / math.sqrt(len(numbers))
     return mean, mean - half, mean + half
 
-
-LEAST_ROUNDS = 7
-"""Minimum number of timed rounds."""
 
 WARM_UP = 2
 """Untimed warm-up rounds by default, for kernel selection, buffers and caches. The last one sets the number of repetitions."""

@@ -163,7 +163,8 @@ def evaluate(parts: Sequence[Part], place: Place, launches: int | None = None) -
         _launch(place, part, number)
     for part in parts:
         if part.in_work and not _skipped(part, place):
-            _publish(place, part, _count(part, launches))
+            found = [read(_out(place, part, n).with_suffix(".json"), part.name) for n in range(_count(part, launches))]
+            sections.save(place.results / part.name, merged(found) if part.launches > 1 else found[0])
     words = ["-m", "benchmarks", "report", "--results", str(place.results), "--out", str(place.page)]
     return _run(words, place.work / "report.log")
 
@@ -246,13 +247,6 @@ def _run(words: Sequence[str], log: Path) -> int:
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         }
         return subprocess.run([sys.executable, *words], env=environment, stdout=written).returncode
-
-
-def _publish(place: Place, part: Part, count: int) -> None:
-    """Writes the result of all launches where the report reads it."""
-    found = [read(_out(place, part, number).with_suffix(".json"), part.name) for number in range(count)]
-    facts = merged(found) if part.launches > 1 else found[0]
-    sections.save(place.results / part.name, facts)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -134,7 +134,7 @@ def modeled_words(results: Sequence[Facts]) -> str:
     words = "step times on GPUs and at the paper's sizes, by the performance model"
     for facts in results:
         if facts["experiment"] == "record":
-            off = record.errors(facts["rows"], record.UNSEEN).mape
+            off = record.errors(facts["rows"]).mape
             words += (
                 f"; its mean error on {len(facts['rows'])} published runs of others, each source left out, is {off:.1%}"
             )
@@ -180,8 +180,7 @@ def draw(facts: Facts, path: Path, narrow: bool = False) -> None:
             va="top",
             color=drawing.MUTED,
         )
-    axis.grid(visible=True)
-    axis.grid(visible=False, axis="x")
+    axis.grid(visible=True, axis="y")
     if narrow:
         axis.set_xlabel("wire speed, Mbit/s")
     _labels(axis, labels, places[-1], narrow)

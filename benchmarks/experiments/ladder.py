@@ -89,16 +89,11 @@ def arguments(parser: argparse.ArgumentParser, name: str = "ladder") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    save(args.out, facts_from(main_set(args.wire)))
+    wire = read(args.wire, "wire")
+    if wire["set"] != "main":
+        raise ConfigError(f"--wire = '{args.wire}' is of the set '{wire['set']}'; use the result of --set main")
+    save(args.out, facts_from(wire))
     return 0
-
-
-def main_set(path: Path) -> Facts:
-    """Reads a result of `python -m benchmarks wire`. Raises ConfigError if it is not of the main set."""
-    facts = read(path, "wire")
-    if facts["set"] != "main":
-        raise ConfigError(f"--wire = '{path}' is of the set '{facts['set']}'; use the result of --set main")
-    return facts
 
 
 def facts_from(wire: Facts) -> Facts:

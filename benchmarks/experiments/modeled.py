@@ -67,6 +67,7 @@ def model() -> Facts:
         ],
         published=published_facts(),
         computed=[asdict(goal) for goal in computed.compute()],
+        accumulation=list(computed.accumulation()),
     )
 
 
@@ -93,6 +94,7 @@ def section(facts: Facts) -> Section:
             *published_parts(facts["published"]),
             _strong_table(facts),
             computed.table(facts),
+            computed.accumulation_table(facts),
         ),
     )
 
@@ -131,12 +133,6 @@ def _strong_table(facts: Facts) -> Table:
     )
 
 
-def _seconds(row: Facts, kind: str, way: str) -> float:
-    """Modeled seconds of a step in the published or the strongest form; nan if there is none."""
-    seconds = row["modeled"] if kind == "modeled" else (row["strong"] or {}).get("seconds", {})
-    return float(seconds.get(way, float("nan")))
-
-
 def _draw_steps(facts: Facts, path: Path) -> None:
     pyplot = drawing.pyplot()
     figure, axis = pyplot.subplots(figsize=(7.4, 3.8), layout="constrained")
@@ -150,7 +146,10 @@ def _draw_steps(facts: Facts, path: Path) -> None:
     width = 0.8 / len(ways)
     for number, (way, (kind, layout)) in enumerate(ways.items()):
         places = [place + (number - 1.5) * width for place in range(len(facts["paper"]))]
-        ours = [_seconds(row, kind, way) for row in facts["paper"]]
+        forms = [
+            row["modeled"] if kind == "modeled" else (row["strong"] or {}).get("seconds", {}) for row in facts["paper"]
+        ]
+        ours = [seconds.get(way, float("nan")) for seconds in forms]
         label = way if kind == "strong" else f"{way}, published form"
         axis.bar(places, ours, 0.9 * width, label=label, color=colors.color_of(layout))
         if kind == "modeled":
@@ -167,12 +166,10 @@ def _draw_steps(facts: Facts, path: Path) -> None:
                 label=words,
             )
     axis.set_xticks(
-        range(len(facts["paper"])),
-        [f"{row['size']}\nTP {row['tp']}, PP {row['pp']}" for row in facts["paper"]],
+        range(len(facts["paper"])), [f"{row['size']}\nTP {row['tp']}, PP {row['pp']}" for row in facts["paper"]]
     )
     axis.set_ylabel("seconds per step")
-    axis.grid(visible=True)
-    axis.grid(visible=False, axis="x")
+    axis.grid(visible=True, axis="y")
     figure.legend(loc="outside upper left", ncols=3)
     drawing.write(figure, path)
 

@@ -53,8 +53,7 @@ FAMILIES = {
     "lax": FamilyVariant("lax", {"over": "cola", "gate": "identity"}),
     # As published (ICLR 2025): its epsilon, no decay, no clipping, a cosine that dips after each exact step.
     "loro": FamilyVariant(
-        "svd",
-        optim={"name": "loro", "eps": 1e-6, "weight_decay": 0.0, "clip": 0.0, "schedule": "cosine-restarts"},
+        "svd", optim={"name": "loro", "eps": 1e-6, "weight_decay": 0.0, "clip": 0.0, "schedule": "cosine-restarts"}
     ),
 }
 

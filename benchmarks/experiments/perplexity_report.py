@@ -90,7 +90,9 @@ def rows(facts: Facts) -> list[LayoutResult]:
                         max(map(abs, apart)), bound(apart), bound(apart) / seeds if seeds else math.inf,
                         facts["limits"][dtype],
                         tuple(100 * statistics.fmean(run["scores"][name] for run, _ in scored) for name in SCORES if scored),
-                        statistics.fmean(_changed(*each) for each in scored) if scored else 0.0,
+                        statistics.fmean(
+                            sum(a != b for a, b in zip(run["answers"], other["answers"], strict=True)) for run, other in scored
+                        ) if scored else 0.0,
                         len(scored[0][0]["answers"]) if scored else 0,
                     )
                 )  # fmt: skip
@@ -113,10 +115,6 @@ def _runs(facts: Facts, family: str, dtype: str) -> dict[str, list[Facts]]:
     return {name: [found[name][seed] for seed in seeds] for name in names}
 
 
-def _changed(run: Facts, other: Facts) -> int:
-    return sum(a != b for a, b in zip(run["answers"], other["answers"], strict=True))
-
-
 def _mean_and_spread(numbers: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(numbers), statistics.stdev(numbers)
 
@@ -125,9 +123,11 @@ def section(facts: Facts) -> Section:
     """What layouts differ by at most, one table per family, and the figure."""
     found = rows(facts)
     train, seeds = facts["config"]["train"], ", ".join(map(str, facts["seeds"]))
+    if facts["dtypes"][1:] and facts["few_seeds"] != facts["seeds"]:
+        seeds += f" ({', '.join(facts['dtypes'][1:])}: {', '.join(map(str, facts['few_seeds']))})"
     words = (
         f"{shape_words(facts['config'])}, TP {facts['config']['parallel']['tp']}: {train['steps']} steps with each of the seeds "
-        f"{seeds}{_few(facts)}. All layouts of a family use the same initial weights, hyperparameters, tokens and data order; "
+        f"{seeds}. All layouts of a family use the same initial weights, hyperparameters, tokens and data order; "
         "`single` is one process. loro: svd, trained with LORO. The paper has no such table."
     )
     picture = (
@@ -144,13 +144,6 @@ def section(facts: Facts) -> Section:
             Figure("perplexity", picture, lambda path: draw(facts, path)),
         ),
     )
-
-
-def _few(facts: Facts) -> str:
-    others = facts["dtypes"][1:]
-    if not others or facts["few_seeds"] == facts["seeds"]:
-        return ""
-    return f" ({', '.join(others)}: {', '.join(map(str, facts['few_seeds']))})"
 
 
 def _summary(facts: Facts, found: Sequence[LayoutResult]) -> Table:
@@ -199,16 +192,13 @@ def _of_family(facts: Facts, found: Sequence[LayoutResult], family: str) -> Tabl
         if row.family == family:
             by_layout.setdefault(row.layout, []).append(row)
     headings = ("layout", *(f"final loss, {SHORT[dtype]}:" for dtype in dtypes), "perplexity:", "difference (bound):")
-    headings += (f"bound / seed spread{_in_each(dtypes)}:",)
+    both = f" ({', '.join(SHORT[dtype] for dtype in dtypes)})" if len(dtypes) > 1 else ""
+    headings += (f"bound / seed spread{both}:",)
     if questions:
         names = " / ".join(heading.partition(",")[0] for heading in SCORES.values())
         headings += (f"{names}, %:", "answers changed:")
     caption = f"Measured, {family}, by layout."
     return Table(caption, (*headings, "verdict"), tuple(_cells(each, bool(questions)) for each in by_layout.values()))
-
-
-def _in_each(dtypes: Sequence[str]) -> str:
-    return f" ({', '.join(SHORT[dtype] for dtype in dtypes)})" if len(dtypes) > 1 else ""
 
 
 def _cells(row_of: Sequence[LayoutResult], scored: bool) -> tuple[str, ...]:

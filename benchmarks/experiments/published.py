@@ -11,22 +11,28 @@ How its runs are configured, the same for every row; no constant is fitted to a 
 
 The paper does not give its micro-batches: `steps` takes other sizes, and the report shows their effect. Two parts of the profile
 a100-80g come from the paper itself: GEMM speed (FLOPs utilization of its 7B) and NVLink speed (its communication times).
+
+Recomputation, and CoLA's throughput on one GPU (arXiv 2502.10940), are predicted as `boost train` runs them, and again with what
+published code does otherwise.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from benchmarks.experiments.separate import separate_operations
 from boost.config.load import load
-from boost.config.schema import Config
+from boost.config.schema import Config, Family, RecomputeName
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import Collective
 from boost.plan.collectives import micro_batch_collectives
-from boost.plan.hardware import Hardware, collective_seconds
+from boost.plan.hardware import Hardware, collective_seconds, load_hardware
+from boost.plan.memory import memory
 from boost.plan.timing import Predictor, block_work
-from boost.plan.work import GEMM, STREAM, Counted, Work
+from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, REDUCE, STREAM, Counted, Work, gemm, moved
 
 Way = Literal["full-rank", "vanilla", "BOOST"]
 
@@ -46,12 +52,6 @@ RATIO_LIMIT = 0.15
 CLOSE_RATIO, SECONDS_LIMIT = 0.10, 0.15
 """Errors of ratios and of seconds that are to hold at one micro-batch of a size."""
 
-WHY_NOT = {
-    "3B": "vanilla takes 1.24 of full-rank here and 1.55 at 7B; all published communication times are of TP 4, none of TP 2",
-    "13B": "vanilla takes 1.17 of full-rank here, 1.55 at 7B with the same TP and blocks of the same form; predicted 1.28 and 1.40",
-}
-"""Why no micro-batch meets everything."""
-
 TIME_LIMIT = 0.05
 """Maximum error of communication and GEMM times, which the profile is fitted to."""
 
@@ -69,16 +69,12 @@ class PublishedRow:
     seconds: dict[Way, float]
 
 
-def _row(size: str, tp: int, pp: int, full_rank: float, vanilla: float, boost: float) -> PublishedRow:
-    return PublishedRow(size, tp, pp, {"full-rank": full_rank, "vanilla": vanilla, "BOOST": boost})
-
-
 STEPS = (
-    _row("1B", 1, 1, 0.85, 0.56, 0.59),
-    _row("3B", 2, 1, 1.14, 1.41, 0.78),
-    _row("7B", 4, 1, 1.06, 1.64, 0.72),
-    _row("13B", 4, 2, 2.07, 2.42, 1.30),
-    _row("30B", 4, 4, 2.43, 2.58, 1.27),
+    PublishedRow("1B", 1, 1, {"full-rank": 0.85, "vanilla": 0.56, "BOOST": 0.59}),
+    PublishedRow("3B", 2, 1, {"full-rank": 1.14, "vanilla": 1.41, "BOOST": 0.78}),
+    PublishedRow("7B", 4, 1, {"full-rank": 1.06, "vanilla": 1.64, "BOOST": 0.72}),
+    PublishedRow("13B", 4, 2, {"full-rank": 2.07, "vanilla": 2.42, "BOOST": 1.30}),
+    PublishedRow("30B", 4, 4, {"full-rank": 2.43, "vanilla": 2.58, "BOOST": 1.27}),
 )
 
 FAMILIES = {"svd": (0.70, 1.57), "cola": (0.72, 1.64), "lax": (0.75, 1.72)}
@@ -103,6 +99,24 @@ UTILIZATION: dict[Way, tuple[float, float]] = {"vanilla": (0.61, 0.62), "BOOST":
 
 SAVED_PER_ADDED = {4: (193.5, 113.7), 8: (177.0, 113.6)}
 """MB of activations saved per ms added by checkpointing, by batch: (BOOST's low-rank checkpointing, vanilla)."""
+
+ONE_GPU: tuple[tuple[str, str, int, RecomputeName, float], ...] = (
+    ("CoLA 1B", "1b", 64, "none", 1.86),
+    ("CoLA 7B", "7b", 16, "none", 1.66),
+    ("CoLA-M 7B", "7b", 16, "low-rank", 1.21),
+)
+"""CoLA's training throughput over that of the dense model: (name, size, sequences of 256 tokens, what it recomputes, ratio)."""
+
+NORM_MS = {1: (0.375, 0.145), 4: (0.542, 0.523)}
+"""Milliseconds of RMSNorm by batch: (sync, online). The paper does not say of what: `Comparison.norms` tries scopes."""
+
+NORM_SCOPES: tuple[dict[str, tuple[str, ...]], ...] = (
+    {"compiled": (), "separate": ("separate",), "separate, each with its launch": ("separate", "launches")},
+    {"attention's norm": ("qkv",), "the MLP's norm": ("gate_up",), "both norms": ("qkv", "gate_up")},
+    {"forward": ("forward",), "forward and backward": ("forward", "backward")},
+    {"communication of the statistic": (), "the whole collectives": ("latents",)},
+)
+"""What the norm's time may be of: kernels, places in a block, passes, communication."""
 
 MLP_LINEARS = 4 / 3
 """The published MLP times and utilizations correspond to four linears of d_ff 11008 in all three columns; the model has three.
@@ -130,6 +144,23 @@ class Compared:
     def holds(self) -> bool:
         """Whether the error is within its limit."""
         return self.limit is None or abs(self.off) <= self.limit
+
+
+@dataclass(frozen=True)
+class NormScope:
+    """Predicted milliseconds of RMSNorm in one scope."""
+
+    words: str
+    ms: dict[int, tuple[float, float]]
+    """Like NORM_MS."""
+
+    @property
+    def worst(self) -> float:
+        """The largest relative error, signed."""
+        pairs = (
+            (ours, theirs) for batch in NORM_MS for ours, theirs in zip(self.ms[batch], NORM_MS[batch], strict=True)
+        )
+        return max((ours / theirs - 1 for ours, theirs in pairs), key=abs)
 
 
 @dataclass(frozen=True)
@@ -188,6 +219,8 @@ class Comparison:
             self.families,
             self.communication,
             self.gemms,
+            self.recomputation,
+            self.one_gpu,
         )
         return result + [each for table in tables for each in table()]
 
@@ -249,6 +282,96 @@ class Comparison:
                 ours = flops / seconds / self.hardware.peak_flops("bfloat16")
                 yield Compared("GEMM utilization", f"7B {way} {half}", 100 * share, 100 * ours, "%", TIME_LIMIT)
 
+    def recomputation(self) -> Iterator[Compared]:
+        """MB saved per ms that recomputation adds to a step of the 7B at TP 4."""
+        cases: tuple[tuple[Way, int, RecomputeName, str, bool, list[str]], ...] = (
+            ("BOOST", 0, "low-rank", "", False, []),
+            ("BOOST", 0, "low-rank", ", sync norm", False, [_SYNC]),
+            ("BOOST", 0, "low-rank", ", separate operations", True, []),
+            ("vanilla", 1, "full-block", "", False, []),
+            ("vanilla", 1, "full-block", ", separate operations", True, []),
+        )
+        for batch, published in SAVED_PER_ADDED.items():
+            for way, column, policy, words, separate, norm in cases:
+                more = [f"--train.global_batch={batch}", *norm]
+                none = configuration(way, STEPS[2], batch, more)
+                saving = configuration(way, STEPS[2], batch, [*more, f"--train.recompute={policy}"])
+                saved = memory(none).activations - memory(saving).activations
+                added = self.seconds(way, saving, separate) - self.seconds(way, none, separate)
+                name, ours = f"batch {batch}, {way}, {policy}{words}", saved / added / 1e9
+                yield Compared("memory saved per added time", name, published[column], ours, "MB/ms")
+
+    def one_gpu(self) -> Iterator[Compared]:
+        """CoLA's throughput over that of the dense model: as `boost train` runs both, with one thing changed, with all of CoLA's
+        code."""
+        h100 = Comparison(load_hardware("h100-80g"))
+        for name, size, batch, policy, published in ONE_GPU:
+            whole: RecomputeName = "none" if policy == "none" else "full-block"
+            cases: dict[str, tuple[Comparison, int, RecomputeName, bool, bool]] = {
+                "": (self, batch, policy, False, False),
+                ", on an H100": (h100, batch, policy, False, False),
+                ", dense with half the batch": (self, batch // 2, policy, False, False),
+                ", separate operations": (self, batch, policy, True, False),
+                ", unfused attention": (self, batch, policy, False, True),
+                ", whole blocks recomputed": (self, batch, whole, False, False),
+                ", all of its code": (self, batch, whole, True, True),
+                ", all of its code, on an H100": (h100, batch, whole, True, True),
+            }
+            for words, (of, of_dense, recompute, *code) in cases.items():
+                if whole != policy or "recomputed" not in words:
+                    dense = of._one_gpu(size, of_dense, "dense", "none", *code) / of_dense
+                    ours = of._one_gpu(size, batch, "cola", recompute, *code) / batch
+                    yield Compared("on one GPU", f"{name}{words}", published, dense / ours, "x")
+
+    def _one_gpu(
+        self, size: str, batch: int, family: Family, recompute: RecomputeName, separate: bool, unfused: bool
+    ) -> float:
+        """Seconds of a step on one GPU, in bf16. `separate`: every linear and operation by itself. `unfused`: attention as torch
+        computes it without fused kernels, which CoLA's training script disables: in fp32, with all scores in memory."""
+        sizes = [f"--train.{name}_batch={batch}" for name in ("micro", "global")]
+        words = [
+            f"--model.family={family}",
+            f"--train.recompute={recompute}",
+            f"--parallel.grouping={str(not separate).lower()}",
+        ]
+        one = ["--parallel.layout=single", "--parallel.tp=1", "--train.seq_len=256", "--train.param_dtype=bfloat16"]
+        config = load(f"boost-{size}", [*sizes, *words, *one, "--train.compute_dtype=bfloat16"])
+        seconds = self.seconds("full-rank", config, separate)
+        if not unfused:
+            return seconds
+        tokens, width, pairs = config.train.seq_len, config.model.head_dim, batch * config.model.heads
+        speed, shape = self.hardware.speeds.seconds, (batch, config.model.heads, config.model.heads, tokens, width)
+        products = sum(speed(gemm(tokens, n, k, "float32", pairs)) for n, k in ((tokens, width), (width, tokens)))
+        scores = speed(moved(STREAM, pairs * tokens * tokens, 1, "float32"))
+        casts = 4 * speed(moved(STREAM, pairs * tokens * width, 1.5, "float32"))
+        # Forward, the mask is added to the scores, then their softmax; backward reads two such tensors and writes one.
+        forward = products + 4 * scores + casts - speed(Work.of(ATTENTION, shape, "bfloat16"))
+        backward = 2 * products + 3 * scores + casts - speed(Work.of(ATTENTION_BACKWARD, shape, "bfloat16"))
+        return seconds + config.model.layers * ((1 + (recompute != "none")) * forward + backward)
+
+    def norms(self) -> list[NormScope]:
+        """RMSNorm of a 7B block alone in all NORM_SCOPES, the closest to the paper's first."""
+        scopes = []
+        for parts in itertools.product(*(kind.items() for kind in NORM_SCOPES)):
+            words, scope = zip(*parts, strict=True)
+            ms = {batch: (self._norm(batch, "sync", scope), self._norm(batch, "online", scope)) for batch in NORM_MS}
+            scopes.append(NormScope("; ".join(words), ms))
+        return sorted(scopes, key=lambda scope: abs(scope.worst))
+
+    def _norm(self, batch: int, norm: str, scope: Sequence[Collection[str]]) -> float:
+        """Milliseconds of one form of the norm in a scope."""
+        kernels, places, phases, sends = scope
+        config, sync = (_block("BOOST", "7B", batch, f"--parallel.norm={form}") for form in (norm, "sync"))
+        works = _block_work(config, places, (REDUCE, STREAM), phases, "separate" in kernels)
+        sent, latents = (
+            [each for each in _both_passes(of) if each.place in places and each.phase in phases]
+            for of in (config, sync)
+        )
+        latents = [] if "latents" in sends else [each for each in latents if each.shape[-1] > 1]
+        seconds = self._device(works) + self._collectives(config, sent) - self._collectives(config, latents)
+        launches = works.total() + len(sent) - len(latents) if "launches" in kernels else 0
+        return 1e3 * (seconds + launches * self.hardware.host_us * 1e-6)
+
     def seconds(self, way: Way, config: Config, as_published: bool = True) -> float:
         """Predicted seconds of a step. `as_published`: see `steps`."""
         if not as_published:
@@ -293,7 +416,7 @@ class Comparison:
         """(seconds, FLOPs) of the GEMMs of half a 7B block on one process, forward, batch 4."""
         places = ("qkv", "o") if half == "attention" else ("gate_up", "down")
         config = _block(way, "7B", SEQUENCES)
-        works = _forward_work(config, places, (GEMM,))
+        works = _block_work(config, places, (GEMM,))
         return self._device(works), sum(times * each.flops for each, times in works.items())
 
     def _device(self, works: Counted) -> float:
@@ -312,19 +435,18 @@ def _block(way: Way, size: str, batch: int, *more: str) -> Config:
     return configuration(way, replace(row, tp=4, pp=1), batch, more)
 
 
-def _forward_work(config: Config, places: Collection[str] = (), kernels: Collection[str] = ()) -> Counted:
-    """Operations of the first block as in the paper's code, forward, on a GPU, filtered by place and kernel."""
-    with separate_operations():
-        found = block_work(_uncompiled(config), 0, "none", on_gpu=True)
-    return Counter(
-        {
-            each: times
-            for each, times in found.items()
-            if each.phase == "forward"
-            and (not places or each.place in places)
-            and (not kernels or each.kernel in kernels)
-        }
-    )
+def _block_work(
+    config: Config,
+    places: Collection[str],
+    kernels: Collection[str],
+    phases: Collection[str] = ("forward",),
+    separate: bool = True,
+) -> Counted:
+    """Operations of the first block on a GPU, filtered; `separate`: as in the paper's code."""
+    with separate_operations() if separate else nullcontext():
+        found = block_work(_uncompiled(config) if separate else config, 0, "none", on_gpu=True)
+    kept = (w for w in found if w.phase in phases and w.place in places and w.kernel in kernels)
+    return Counter({work: found[work] for work in kept})
 
 
 def _uncompiled(config: Config) -> Config:

@@ -117,20 +117,17 @@ def policies(config: Config) -> list[RecomputeName]:
     return ["none", "low-rank", "low-rank+attention-output", *sharded, "full-block"]
 
 
-def with_policy(config: Config, policy: RecomputeName) -> Config:
-    """The configuration with another policy."""
-    return config.model_copy(update={"train": config.train.model_copy(update={"recompute": policy})})
-
-
 def time_variant(name: str, config: Config, mesh: Mesh, rounds: int) -> list[Timed]:
     """Times every policy of one layout and batch in `rounds` interleaved rounds."""
     decoder = build_decoder(config, mesh)
     initialize(decoder, config.train.seed)
     batch = _tokens(config, mesh)
-    kept = {}
+    kept, predicted = {}, {}
     for policy in policies(config):
         _choose(decoder, policy)
         kept[policy] = _kept_bytes(decoder, config, batch)
+        train = config.train.model_copy(update={"recompute": policy})
+        predicted[policy] = memory(config.model_copy(update={"train": train})).activations
     calls: dict[str, Call] = {policy: functools.partial(_pass, decoder, policy, batch) for policy in kept}
     turns = take_turns(calls, mesh, rounds, warm_up=1, words=f"{name}, batch {config.train.micro_batch}")
     return [
@@ -139,7 +136,7 @@ def time_variant(name: str, config: Config, mesh: Mesh, rounds: int) -> list[Tim
             batch=config.train.micro_batch,
             policy=policy,
             kept_bytes=kept[policy],
-            predicted_bytes=memory(with_policy(config, policy)).activations,
+            predicted_bytes=predicted[policy],
             seconds=turns.seconds[policy],
         )
         for policy in kept
@@ -406,8 +403,7 @@ def draw(facts: Facts, path: Path) -> None:
                 )
         most = max((row.saved_per_added / 1e9 for row in sound), default=1.0)
         axis.set(title=f"batch {batch}, MB/ms", xlim=(0, 1.22 * most))
-        axis.grid(visible=True)
-        axis.grid(visible=False, axis="y")
+        axis.grid(visible=True, axis="x")
     axes[0][0].set_yticks(range(len(labels)), labels)
     axes[0][0].invert_yaxis()
     drawing.write(figure, path)

@@ -10,10 +10,10 @@ they were published. A row becomes a configuration by the same rules for every s
 - The software stack of the source determines what is compiled, the attention kernel, what overlaps, and how fast GEMMs are
   (`stacks.toml`).
 
-Some stacks have numbers fitted to a random half of the rows (seed `SEED`) of some sources (`Stack.fitted_to`). The result leaves
-out whole sources in turn: a row is predicted like software that was never seen, without what was fitted to its own source, and its
-interval comes from all other sources. To score another planner, predict the seconds per step of each source from the others: its
-error is the mean of |predicted / measured - 1|.
+Some stacks have numbers fitted to a random half of the rows of some sources (`Stack.fitted_to`). The result leaves out whole
+sources in turn: a row is predicted like software that was never seen, without what was fitted to its own source, and its interval
+comes from all other sources. To score another planner, predict the seconds per step of each source from the others: its error is
+the mean of |predicted / measured - 1|.
 
 Exits with code 1 if a limit is missed: the error, the bias of a kind of GPU, or the fraction of rows within intervals.
 """
@@ -23,7 +23,6 @@ import contextlib
 import functools
 import itertools
 import math
-import random
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,12 +53,6 @@ HERE = Path(__file__).parent
 
 INTERLEAVED = (1, 2, 3, 4, 6)
 """Stages per process to try if none was published, like MICRO_BATCHES. The runtime rejects some of them."""
-
-SEED = 20261123
-FITTED, HELD = "fitted", "held out"
-
-UNSEEN = "unseen_s"
-"""Field of the predictions without what is fitted to a row's own source."""
 
 
 class Stack(Section):
@@ -239,8 +232,7 @@ class Scored:
 
     row: Row
     predicted_s: float
-    unseen_s: float
-    """The prediction if nothing was fitted to the row's own source (`Stack.fitted_to`)."""
+    """Without what is fitted to the row's own source (`Stack.fitted_to`)."""
     predicted_gib: float | None
     """Predicted peak memory in GiB, if the row has a published one."""
 
@@ -274,11 +266,10 @@ def score(rows: Sequence[Row]) -> Iterator[Scored]:
 
     for row in rows:
         stack = stack_of(row)
-        seconds, config = predicted(row, stack)
-        unseen = predicted(row, stack.unfitted)[0] if row.source in stack.fitted_to else seconds
+        seconds, config = predicted(row, stack.unfitted if row.source in stack.fitted_to else stack)
         on_gpu, ranks = load_hardware(row.gpu).is_gpu, range(config.parallel.pp if row.peak_gib else 0)
         peaks = (peak(config, rank, on_gpu).total / 2**30 for rank in ranks)
-        yield Scored(row, seconds, unseen, max(peaks, default=None))
+        yield Scored(row, seconds, max(peaks, default=None))
 
 
 def hardware_of(row: Row, stack: Stack | None = None) -> Hardware:
@@ -336,36 +327,18 @@ def _configuration(row: Row, micro_batch: int, virtual: int) -> Config:
     return load(None, [f"--{key}={value}" for key, value in words.items()])
 
 
-def halves(rows: Sequence[Row]) -> list[str]:
-    """Assigns FITTED or HELD to each row: half of each source and GPU to which a number is fitted; all of the others are HELD."""
-    assigned = [HELD] * len(rows)
-    groups: dict[str, list[int]] = {}
-    fitted_to = {source for stack in stacks().values() for source in stack.fitted_to}
-    for place, row in enumerate(rows):
-        if row.source not in fitted_to:
-            continue
-        groups.setdefault(f"{row.source} {row.gpu}", []).append(place)
-    for name, members in groups.items():
-        # One seed per group, so that new sources do not change the halves of existing ones.
-        random.Random(f"{SEED} {name}").shuffle(members)
-        for number, place in enumerate(members):
-            assigned[place] = HELD if number % 2 else FITTED
-    return assigned
-
-
 def compare(show: bool = False) -> Facts:
     """Predicts every row and returns the result. `show`: displays a progress bar."""
-    rows, predicted = record().rows, []
-    for scored, half in zip(progress(score(rows), "rows", enabled=show), halves(rows), strict=True):
+    predicted = []
+    for scored in progress(score(record().rows), "rows", enabled=show):
         row = scored.row
         predicted.append(
             row.model_dump()
-            | {"stack": stack_name(row), "half": half, "measured_s": row.seconds, "predicted_s": scored.predicted_s}
-            | {"unseen_s": scored.unseen_s}
+            | {"stack": stack_name(row), "measured_s": row.seconds, "predicted_s": scored.predicted_s}
             | ({"predicted_gib": scored.predicted_gib} if scored.predicted_gib is not None else {})
         )
     sources = {name: source.model_dump() for name, source in record().sources.items()}
-    return facts_of("record", load(None), seed=SEED, sources=sources, rows=predicted)
+    return facts_of("record", load(None), sources=sources, rows=predicted)
 
 
 @dataclass(frozen=True)
@@ -381,20 +354,20 @@ class Errors:
     """Mean of predicted / measured - 1."""
 
 
-def errors(rows: Iterable[Facts], prediction: str = "predicted_s") -> Errors:
-    """Computes the errors of one or more rows. `prediction`: the field."""
-    ratios = [row[prediction] / row["measured_s"] for row in rows]
+def errors(rows: Iterable[Facts]) -> Errors:
+    """Computes the errors of one or more rows."""
+    ratios = [row["predicted_s"] / row["measured_s"] for row in rows]
     off = [ratio - 1 for ratio in ratios]
     return Errors(len(ratios), statistics.median(ratios), statistics.fmean(map(abs, off)), statistics.fmean(off))
 
 
 def spreads(rows: Iterable[Facts]) -> dict[str, Spread]:
-    """Measured over unseen seconds by kind of mesh: weighted deciles, in which every source counts as much as any other. Those of
-    all rows are what the package ships."""
+    """Measured over predicted seconds by kind of mesh: weighted deciles, in which every source counts as much as any other. Those
+    of all rows are what the package ships."""
     by_kind: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         of_source = by_kind.setdefault(kind_of(row["tp"], row["pp"]), {}).setdefault(row["source"], [])
-        of_source.append(row["measured_s"] / row["unseen_s"])
+        of_source.append(row["measured_s"] / row["predicted_s"])
     return {kind: _spread_of_sources(list(sources.values())) for kind, sources in by_kind.items()}
 
 
@@ -431,16 +404,9 @@ def gpu_kind(row: Facts) -> str:
 def inside(rows: Sequence[Facts]) -> list[bool]:
     """For each row, whether its measured time lies in the interval from all other sources."""
     return [
-        spread.low <= row["measured_s"] / row["unseen_s"] <= spread.high
+        spread.low <= row["measured_s"] / row["predicted_s"] <= spread.high
         for row, spread in zip(rows, intervals_of_others(rows), strict=True)
     ]
-
-
-def spread_of(ratios: Sequence[float]) -> Spread:
-    """10th and 90th percentiles; for few ratios, minimum and maximum."""
-    deciles = statistics.quantiles(ratios, n=10, method="exclusive")
-    low, high = max(deciles[0], min(ratios)), min(deciles[-1], max(ratios))
-    return Spread(round(low, 3), round(high, 3), len(ratios))
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

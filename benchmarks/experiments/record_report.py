@@ -1,10 +1,10 @@
 """Report of the public record: errors by source, GPU, stack and size, the intervals, and every row."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.experiments.record import HELD, UNSEEN, errors, gpu_kind, inside, spreads
+from benchmarks.experiments.record import errors, gpu_kind, inside, spreads
 from benchmarks.experiments.results import Facts, Figure, Goal, Section, Table
 from boost import drawing
 from boost.plan.step_time import SHARE, kind_of
@@ -12,14 +12,6 @@ from boost.plan.step_time import SHARE, kind_of
 LIMIT, BIAS_LIMIT, LEAST_GROUP, COVERED = 0.12, 0.08, 10, 0.75
 """Limits, with whole sources left out: mean absolute error, bias of a kind of GPU with at least LEAST_GROUP rows, and fraction of
 rows inside the interval from all other sources."""
-
-
-def _tokens(row: Facts) -> str:
-    return next((f"up to {most:,}" for most in (2048, 4096, 8192) if row["seq"] <= most), "longer")
-
-
-def _gpus(row: Facts) -> str:
-    return next((f"up to {most}" for most in (8, 64, 512) if row["gpus"] <= most), "more")
 
 
 SIZES = {"tokens per sequence": "seq", "GPUs": "gpus"}
@@ -30,20 +22,20 @@ GROUPS: dict[str, Callable[[Facts], str]] = {
     "GPU": gpu_kind,
     "profile": lambda row: str(row["gpu"]),
     "stack": lambda row: str(row["stack"]),
-    "tokens per sequence": _tokens,
-    "GPUs": _gpus,
+    "tokens per sequence": lambda row: next((f"up to {n:,}" for n in (2048, 4096, 8192) if row["seq"] <= n), "longer"),
+    "GPUs": lambda row: next((f"up to {n}" for n in (8, 64, 512) if row["gpus"] <= n), "more"),
 }
 
 
 def goals(facts: Facts) -> list[Goal]:
     """The goals, with whole sources left out in turn."""
     rows = facts["rows"]
-    found, within = errors(rows, UNSEEN), inside(rows)
+    found, within = errors(rows), inside(rows)
     where = f"{len(rows)} rows of {len({row['source'] for row in rows})} sources, each left out in turn"
     biased = [
         f"{name} {of_group.bias:+.0%}"
         for name in dict.fromkeys(map(gpu_kind, rows))
-        if abs((of_group := errors((row for row in rows if gpu_kind(row) == name), UNSEEN)).bias) > BIAS_LIMIT
+        if abs((of_group := errors(row for row in rows if gpu_kind(row) == name)).bias) > BIAS_LIMIT
         and of_group.count >= LEAST_GROUP
     ]
     return [
@@ -75,8 +67,8 @@ def section(facts: Facts) -> Section:
         "from all other sources. Nothing was run for this report."
     )
     sources = tuple((name, each["title"], each["url"], each["note"]) for name, each in facts["sources"].items())
-    run = ("source", "model", "GPU", "GPUs:", "TP x PP", "tokens:", "stack", "recomputed", "half")
-    headings = (*run, "measured s:", "left out, predicted s:", "ratio:", "fitted stack, predicted s:", "ratio:")
+    run = ("source", "model", "GPU", "GPUs:", "TP x PP", "tokens:", "stack", "recomputed")
+    headings = (*run, "measured s:", "left out, predicted s:", "ratio:")
     return Section(
         "The performance model against the public record",
         (
@@ -94,29 +86,22 @@ def section(facts: Facts) -> Section:
 
 def _row(row: Facts) -> tuple[str, ...]:
     run = (row["source"], row["model"], row["gpu"], str(row["gpus"]), f"{row['tp']} x {row['pp']}", f"{row['seq']:,}")
-    times = [f"{row['measured_s']:.2f}"]
-    for prediction in (UNSEEN, "predicted_s"):
-        times += [f"{row[prediction]:.2f}", f"{row[prediction] / row['measured_s']:.2f}"]
-    return (*run, row["stack"], row["recompute"], row["half"], *times)
+    measured, predicted = row["measured_s"], row["predicted_s"]
+    return (*run, row["stack"], row["recompute"], f"{measured:.2f}", f"{predicted:.2f}", f"{predicted / measured:.2f}")
 
 
 def error_table(facts: Facts) -> Table:
-    """Errors and rows inside the interval with sources left out, and errors of the fitted stacks on held-out rows, by group."""
+    """Errors and rows inside the interval with sources left out, by group."""
     rows, within = [], dict(zip(map(id, facts["rows"]), inside(facts["rows"]), strict=True))
     for by, key in {"all": lambda row: "", **GROUPS}.items():
         every = sorted(facts["rows"], key=operator.itemgetter(SIZES[by])) if by in SIZES else facts["rows"]
         for name in dict.fromkeys(map(key, every)):
             members = [row for row in every if key(row) == name]
-            held = [row for row in members if row["half"] == HELD]
-            share = f"{sum(within[id(row)] for row in members)}"
-            rows.append((by, name, *_cells(members, UNSEEN), share, *_cells(held, "predicted_s")))
-    what = ("rows", "median", "MAPE", "bias")
-    headings = ("by", "", *(f"left out {each}:" for each in (*what, "inside")), *(f"held out {each}:" for each in what))
-    return Table(
-        "Predicted over measured seconds, sources left out in turn; and of held-out rows with the fitted stacks (modeled).",
-        headings,
-        tuple(rows),
-    )
+            found, share = errors(members), f"{sum(within[id(row)] for row in members)}"
+            cells = f"{found.count}", f"{found.median:.2f}", f"{found.mape:.1%}", f"{found.bias:+.1%}", share
+            rows.append((by, name, *cells))
+    headings = ("by", "", *(f"left out {each}:" for each in ("rows", "median", "MAPE", "bias", "inside")))
+    return Table("Predicted over measured seconds, sources left out in turn (modeled).", headings, tuple(rows))
 
 
 def interval_table(facts: Facts) -> Table:
@@ -135,17 +120,7 @@ def interval_table(facts: Facts) -> Table:
     )
 
 
-MESHES = {
-    "replicas": "data parallelism",
-    "sharded": "with TP or a pipeline",
-}
-
-
-def _cells(rows: Sequence[Facts], prediction: str) -> tuple[str, ...]:
-    if not rows:
-        return ("0", "-", "-", "-")
-    found = errors(rows, prediction)
-    return str(found.count), f"{found.median:.2f}", f"{found.mape:.1%}", f"{found.bias:+.1%}"
+MESHES = {"replicas": "data parallelism", "sharded": "with TP or a pipeline"}
 
 
 def draw(facts: Facts, path: Path) -> None:
@@ -156,7 +131,7 @@ def draw(facts: Facts, path: Path) -> None:
         axis.axhspan(1 - LIMIT, 1 + LIMIT, color=drawing.LINE, linewidth=0)
         for number, kind in enumerate(kinds):
             rows = [row for row in facts["rows"] if (row["source"], row["gpu"]) == kind]
-            ratios = [row[UNSEEN] / row["measured_s"] for row in rows]
+            ratios = [row["predicted_s"] / row["measured_s"] for row in rows]
             places = [row[field] * (1 + 0.03 * number) for row in rows]
             axis.plot(
                 places,

@@ -136,7 +136,10 @@ def make(results: Sequence[Result], out: Path, png: bool = True) -> BenchReport:
         keep_trailing_newline=True,
     )
     environment.filters |= {"prose": prose, "cell": cell, "power": power}
-    found = [_section(name, of_name) for name, of_name in blocks.items()]
+    found = []
+    for name, of_name in blocks.items():
+        kinds = [kind for kind in KINDS if any(kind in block["kinds"] for block in of_name)]
+        found.append({"id": name, "title": of_name[0]["title"], "kinds": kinds, "blocks": of_name})
     goals = goal_rows([(result.facts, result.goals) for result in results])
     chapters = [
         {"title": title, "id": title.lower().replace(" ", "-"), "sections": held}
@@ -281,17 +284,13 @@ def _drawn_by(figure: Figure, path: Path) -> None:
         figure.draw(path)
 
 
-def _section(name: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
-    kinds = [kind for kind in KINDS if any(kind in block["kinds"] for block in blocks)]
-    return {"id": name, "title": blocks[0]["title"], "kinds": kinds, "blocks": blocks}
-
-
 def _block(result: Result, drawn: dict[str, str], out: Path, prefix: str) -> dict[str, Any]:
     """Template variables of one result."""
     environment = result.facts["environment"]
     parts = [_part(part, drawn, f"{prefix}-{number}") for number, part in enumerate(result.section.parts)]
     kinds = {kind for part in parts for kind in part.get("kinds", ())}
     versions = [f"torch {environment['torch']}", f"Python {environment['python']}"]
+    raw = Path(os.path.relpath(result.path, out.parent))
     if environment.get("cuda"):
         versions.append(f"CUDA {environment['cuda']}")
     return {
@@ -309,7 +308,8 @@ def _block(result: Result, drawn: dict[str, str], out: Path, prefix: str) -> dic
         "versions": ", ".join(versions),
         "commit": _commit(environment),
         "day": environment["started"][:10],
-        "raw": _beside(result.path, out),
+        # A link from the page, if the result is below its folder.
+        "raw": raw.as_posix() if ".." not in raw.parts else "",
         "kinds": [kind for kind in KINDS if kind in kinds],
         "parts": parts,
     }
@@ -379,12 +379,6 @@ def _leaves(tree: Any, key: str = "") -> Iterable[tuple[str, str]]:
 def _commit(environment: Facts) -> str:
     git = environment["git"] or {}
     return (git.get("commit") or "unknown")[:10] + (" and uncommitted changes" if git.get("dirty") else "")
-
-
-def _beside(path: Path, out: Path) -> str:
-    """Relative link from the page to a result; '' if the result is not below the page's folder."""
-    relative = Path(os.path.relpath(path, out.parent))
-    return "" if ".." in relative.parts else relative.as_posix()
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

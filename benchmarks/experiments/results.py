@@ -129,11 +129,6 @@ def origin(environment: Facts) -> str:
     )
 
 
-def command_of(facts: Facts) -> str:
-    """Returns the command line that produced a result."""
-    return " ".join(facts["environment"]["command"])
-
-
 def figures(section: Section) -> list[Figure]:
     """Returns the figures of a section."""
     return [part for part in section.parts if isinstance(part, Figure)]
@@ -141,7 +136,8 @@ def figures(section: Section) -> list[Figure]:
 
 def as_markdown(facts: Facts, section: Section) -> str:
     """Renders a section as Markdown: command, machine, then its parts."""
-    parts = [f"# {section.title}", f"`{command_of(facts)}`", origin(facts["environment"]) + "."]
+    environment = facts["environment"]
+    parts = [f"# {section.title}", f"`{' '.join(environment['command'])}`", origin(environment) + "."]
     for part in section.parts:
         match part:
             case Table():
@@ -159,6 +155,16 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines.append(f"|{'|'.join('--:' if heading.endswith(':') else '---' for heading in headings)}|")
     lines += [f"| {' | '.join(cells)} |" for cells in rows]
     return "\n".join(lines) + "\n"
+
+
+def percent(error: float) -> str:
+    """Formats a relative error with its sign; '0' for none."""
+    return "0" if error == 0 else f"{error:+.1%}"
+
+
+def number(value: float) -> str:
+    """Formats a number with at least three significant digits."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 JSON = ".json"

@@ -19,11 +19,7 @@ from boost.errors import ConfigError
 from boost.models.decoder import Decoder
 from boost.train.loop import Trainer
 
-SCORES = {
-    "local_cloze acc": "cloze, %",
-    "local_continuation acc": "continuation, %",
-    "local_order acc": "order, %",
-}
+SCORES = {"local_cloze acc": "cloze, %", "local_continuation acc": "continuation, %", "local_order acc": "order, %"}
 """Accuracies by "task metric", with their headings."""
 EXPLAINED = (
     "Cloze: the next word, which the context contains, by greedy decoding. Continuation: the next eight words among three runs of "
@@ -62,17 +58,8 @@ class Scored:
     """One digit per question, task after task: the choice, or for a cloze 1 if greedy decoding gives the word, else 0."""
 
 
-def scores(trainer: Trainer, folder: Path) -> dict[str, float]:
-    """Accuracy of the trainer's model on each task of `folder`, in [0, 1], by the names of SCORES.
-
-    All TP ranks call it; only the first one of a machine gets a result, and the others an empty one.
-    """
-    found = scored(trainer, folder)
-    return found.accuracy if found else {}
-
-
 def scored(trainer: Trainer, folder: Path) -> Scored | None:
-    """The same with the answer to each question; None on TP ranks that get no result."""
+    """Scores the trainer's model on the tasks of `folder`. All TP ranks call it; all but the first one of a machine get None."""
     from boost.train.harness import HarnessModel, rows_of, run_tasks
 
     store, model = open_fitting_store(trainer.config), trainer.model

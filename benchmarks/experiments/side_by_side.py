@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,7 +66,8 @@ def run_groups(
 
     Under torchrun, runs only groups whose size is the world size. Raises MeasurementError (see `contest.take_turns`).
     """
-    threads = threads_each(groups)
+    configured = os.environ.get("OMP_NUM_THREADS")  # the same number of threads in every group
+    threads = int(configured) if configured else max(available_cores() // max(group.processes for group in groups), 1)
     if not under_torchrun():
         return [_launched(group, rounds, threads, hardware) for group in groups], []
     ours = [group for group in groups if not group.share and group.processes == world_size()]
@@ -74,12 +75,6 @@ def run_groups(
     measured = [_measure(group, rounds, threads, hardware) for group in ours]
     close_mesh()
     return measured, left_out
-
-
-def threads_each(groups: Iterable[TimingGroup]) -> int:
-    """Threads per process, the same in every group: OMP_NUM_THREADS if set, else cores / processes."""
-    configured = os.environ.get("OMP_NUM_THREADS")
-    return int(configured) if configured else max(available_cores() // max(group.processes for group in groups), 1)
 
 
 def _launched(group: TimingGroup, rounds: int, threads: int, hardware: Hardware | None) -> Facts:
@@ -108,7 +103,9 @@ def _measure(group: TimingGroup, rounds: int, threads: int, hardware: Hardware |
     assert hardware is not None, "single-rank emulation needs a hardware profile"
     with without_the_others(group.parallel, choose_device(run.device)) as mesh:
         measured = measure_group(group, mesh, rounds)
-    return measured | {"priced_by": hardware.title} | _prices(group, hardware)
+    predictor = Predictor(hardware)
+    waits = {name: exposed_collectives(predictor.predict(config)) for name, config in group.contenders.items()}
+    return measured | {"priced_by": hardware.title, "waits_s": waits}
 
 
 def measure_group(group: TimingGroup, mesh: Mesh, rounds: int) -> Facts:
@@ -185,13 +182,6 @@ def sent_in_blocks(config: Config, counted: Sequence[Collective], pp_rank: int =
 
 def _seen_as(collective: Collective) -> tuple[str, int, str, int]:
     return collective.kind, collective.elements, collective.dtype, collective.processes
-
-
-def _prices(group: TimingGroup, hardware: Hardware) -> Facts:
-    """Modeled seconds per step that each contender waits for its collectives, by name."""
-    predictor = Predictor(hardware)
-    waits = {name: exposed_collectives(predictor.predict(config)) for name, config in group.contenders.items()}
-    return {"waits_s": waits}
 
 
 def seconds_of(group: Facts, name: str) -> np.ndarray:

@@ -83,12 +83,6 @@ def our_step(config: Config, mesh: Mesh) -> Call:
     return step
 
 
-def matrix_product(width: int, dtype: torch.dtype, device: torch.device) -> Call:
-    """Returns a call that runs a square GEMM of size `width`, 2 width^3 FLOPs."""
-    a, b = (torch.randn(width, width, dtype=dtype, device=device) for _ in range(2))
-    return lambda: [torch.mm(a, b)]
-
-
 def _measure(name: str, config: Config, rounds: int) -> Facts:
     mesh = Mesh(choose_device(config.run.device))
     by_family = {family: of_family(config, family) for family in FAMILIES}
@@ -96,7 +90,9 @@ def _measure(name: str, config: Config, rounds: int) -> Facts:
     calls: dict[str, Call] = {family: our_step(each, mesh) for family, each in by_family.items()}
     theirs, reasons = peers(by_family["dense"], mesh)
     calls |= theirs
-    calls[GEMM] = matrix_product(width, getattr(torch, train.compute_dtype), mesh.device)
+    dtype = getattr(torch, train.compute_dtype)
+    a, b = (torch.randn(width, width, dtype=dtype, device=mesh.device) for _ in range(2))
+    calls[GEMM] = lambda: [torch.mm(a, b)]
     contests = {"families": asdict(take_turns(calls, mesh, rounds, least_s=LEAST_S, words=name))}
     calls.clear()
     theirs.clear()

@@ -196,7 +196,6 @@ def draw(facts: Facts, path: Path) -> None:
     axis.axhline(1, color=drawing.MUTED, linewidth=1, linestyle="--")
     axis.set_xticks(places, [f"{family}\n{size['size']}" for size, family in names])
     axis.set(ylim=(0, 1.1 * max(*ratios, *values)), title="speed-up over dense")
-    axis.grid(visible=True)
-    axis.grid(visible=False, axis="x")
+    axis.grid(visible=True, axis="y")
     figure.legend(loc="outside upper right", ncols=2)
     drawing.write(figure, path)

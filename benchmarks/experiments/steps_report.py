@@ -1,8 +1,8 @@
 """Report of the end-to-end experiment: step times, speed-ups next to the paper's, and the goals."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.experiments import colors, published
 from benchmarks.experiments.contest import Ratio, in_words, rounds_words, spread
@@ -42,8 +42,10 @@ def section(facts: Facts) -> Section:
     )
     left_out = [f"Not measured: {'; '.join(facts['left_out'])}."] if facts["left_out"] else []
     figures = (
-        Figure("steps", "Step time by contender; whiskers are quartiles, hatched parts modeled", _drawn(_bars, facts)),
-        Figure("steps-speedups", "Speed-ups next to the paper's; whiskers are 95% intervals", _drawn(_speedups, facts)),
+        Figure("steps", "Step time by contender; whiskers are quartiles, hatched parts modeled", partial(_bars, facts)),
+        Figure(
+            "steps-speedups", "Speed-ups next to the paper's; whiskers are 95% intervals", partial(_speedups, facts)
+        ),
     )
     return Section(
         "End-to-end step time",
@@ -62,8 +64,8 @@ def section(facts: Facts) -> Section:
 def goals(facts: Facts) -> list[Goal]:
     """The performance goals that this experiment answers."""
     cut = [group for group in _of(facts, WEAK_SCALING) if group["tp"] > 1]
-    wide = [group for group in cut if _dim(group) >= LEAST_WIDTH and group["tp"] == 2]
-    found = list(map(_bytes_goal, _in(wide, "bfloat16")))
+    wide = [group for group in cut if _row(group, BTP)["config"]["model"]["dim"] >= LEAST_WIDTH and group["tp"] == 2]
+    found = [_bytes_goal(group) for group in wide if group["dtype"] == "bfloat16"]
     both = [*cut, *_of(facts, BOUND)]
     if both:
         found.append(_never_slower(both))
@@ -97,15 +99,6 @@ def _of(facts: Facts, *purposes: str) -> list[Facts]:
     return [group for group in facts["groups"] if group["purpose"] in purposes]
 
 
-def _in(groups: Sequence[Facts], dtype: str) -> list[Facts]:
-    return [group for group in groups if group["dtype"] == dtype]
-
-
-def _dim(group: Facts) -> int:
-    dim: int = next(row["config"]["model"]["dim"] for row in group["rows"] if "config" in row)
-    return dim
-
-
 def _row(group: Facts, name: str) -> Facts:
     row: Facts = next(row for row in group["rows"] if row["name"] == name)
     return row
@@ -125,13 +118,7 @@ def _group_table(group: Facts) -> Table:
         if name in has
     ]
     shared = ["computed ms, measured:", "collectives ms, modeled:"] if group["share"] else []
-    headings = [
-        "contender",
-        "parameters, M:",
-        *shared,
-        f"step ms{', total' if shared else ', measured'}:",
-        "tokens/s:",
-    ]
+    headings = ["contender", "parameters, M:", *shared, f"step ms{', total' if shared else ', measured'}:", "tokens/s:"]
     headings += [f"against {base}:" for base in bases]
     headings += ["sent MB, counted:", "sent in blocks:", "peak MB, measured:"]
     priced = f" Collective times modeled with {group['priced_by']}." if group["share"] else ""
@@ -215,21 +202,11 @@ def _family_table(group: Facts) -> Table:
     return Table(caption, headings, tuple(rows))
 
 
-def _drawn(draw: Callable[[Facts, Any], None], facts: Facts) -> Callable[[Path], None]:
-    def into(path: Path) -> None:
-        pyplot = drawing.pyplot()
-
-        draw(facts, pyplot)
-        drawing.write(pyplot.gcf(), path)
-
-    return into
-
-
-def _bars(facts: Facts, pyplot: Any) -> None:
+def _bars(facts: Facts, path: Path) -> None:
     """Draws one panel per group with one bar per contender."""
     groups = facts["groups"]
     heights = [0.75 + 0.23 * len(group["rows"]) for group in groups]
-    _, axes = pyplot.subplots(
+    figure, axes = drawing.pyplot().subplots(
         len(groups), 1, figsize=(7.4, sum(heights)), squeeze=False, layout="constrained",
         gridspec_kw={"height_ratios": heights},
     )  # fmt: skip
@@ -239,10 +216,7 @@ def _bars(facts: Facts, pyplot: Any) -> None:
         waits = [1e3 * group.get("waits_s", {}).get(name, 0.0) for name in found]
         middle = [1e3 * each.median for each in spreads]
         high = [1e3 * each.high for each in spreads]
-        error = [
-            [1e3 * (s.median - s.low) for s in spreads],
-            [1e3 * (s.high - s.median) for s in spreads],
-        ]
+        error = [[1e3 * (s.median - s.low) for s in spreads], [1e3 * (s.high - s.median) for s in spreads]]
         hues = [colors.PEER if name in peers else colors.color_of(name, number) for number, name in enumerate(found)]
         measured = [whole - wait for whole, wait in zip(middle, waits, strict=True)]
         axis.barh(found, measured, 0.7, color=hues)
@@ -253,11 +227,11 @@ def _bars(facts: Facts, pyplot: Any) -> None:
             axis.annotate(f"{value:,.0f}", (high[place], place), (5, 0), textcoords="offset points", va="center")
         axis.invert_yaxis()
         axis.set(title=f"{group['name']}, ms per step", xlim=(0, 1.08 * max(high)))
-        axis.grid(visible=True)
-        axis.grid(visible=False, axis="y")
+        axis.grid(visible=True, axis="x")
+    drawing.write(figure, path)
 
 
-def _speedups(facts: Facts, pyplot: Any) -> None:
+def _speedups(facts: Facts, path: Path) -> None:
     """Draws one row per ratio below the name of its group, with the paper's ratio if available."""
     labels, shown, last = list[str](), list[tuple[int, Ratio, float | None]](), None
     for group, words, found, paper_ratio in _compared(facts):
@@ -267,7 +241,7 @@ def _speedups(facts: Facts, pyplot: Any) -> None:
         shown.append((len(labels), found, paper_ratio))
         labels.append(words)
     titles = [n for n, label in enumerate(labels) if label and n not in {y for y, _, _ in shown}]
-    _, axis = pyplot.subplots(figsize=(7.4, 0.7 + 0.2 * len(labels)), layout="constrained")
+    figure, axis = drawing.pyplot().subplots(figsize=(7.4, 0.7 + 0.2 * len(labels)), layout="constrained")
     for number, (y, found, _) in enumerate(shown):
         axis.errorbar(
             found.value, y, xerr=[[max(found.value - found.low, 0)], [max(found.high - found.value, 0)]], fmt="o",
@@ -281,6 +255,6 @@ def _speedups(facts: Facts, pyplot: Any) -> None:
     for n in titles:
         axis.get_yticklabels()[n].set_fontweight("bold")
     axis.set(xlabel="speed-up; right of 1, ours is faster", xlim=(0, None), ylim=(len(labels) - 0.4, -0.6))
-    axis.grid(visible=True)
-    axis.grid(visible=False, axis="y")
+    axis.grid(visible=True, axis="x")
     axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.2)
+    drawing.write(figure, path)

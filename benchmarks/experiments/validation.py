@@ -80,16 +80,13 @@ def run(args: argparse.Namespace) -> int:
             "rows": [asdict(step) for step in measure(hardware)],
         }
     facts = {"experiment": "validation", "environment": environment(load(None)), "config": load(None).model_dump()}
-    facts |= {name: section and repredicted(section) for name, section in sections.items()}
+    for section in filter(None, sections.values()):
+        hardware = Hardware.model_validate(section["hardware"])
+        for row in section["rows"]:
+            row |= asdict(_predict(from_tree(row["config"]), hardware, row["share"]))
+    facts |= sections
     save(args.out, facts)
     return int(not all(verdict.holds for verdict in verdicts(facts)))
-
-
-def repredicted(section: Facts) -> Facts:
-    """Recomputes the predictions of a section of measured steps."""
-    hardware = Hardware.model_validate(section["hardware"])
-    rows = [row | asdict(_predict(from_tree(row["config"]), hardware, row["share"])) for row in section["rows"]]
-    return section | {"rows": rows}
 
 
 def _predict(config: Config, hardware: Hardware, share: bool) -> Prediction:
@@ -311,11 +308,7 @@ def _groups(device: str) -> list[tuple[int, bool, list[str]]]:
 
 _BASE = {
     "cpu": [*flags(vocab_size=4096, seq_len=256, tp=1), "--run.device=cpu"],
-    "cuda": [
-        *flags(vocab_size=32000, seq_len=4096, tp=1),
-        "--run.device=cuda",
-        "--train.compute_dtype=bfloat16",
-    ],
+    "cuda": [*flags(vocab_size=32000, seq_len=4096, tp=1), "--run.device=cuda", "--train.compute_dtype=bfloat16"],
 }
 _CASES: dict[str, dict[str, list[str]]] = {
     "cpu": {

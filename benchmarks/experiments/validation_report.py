@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.experiments import colors
-from benchmarks.experiments.results import Facts, Figure, Goal, Section, Table, machine, origin
+from benchmarks.experiments.results import Facts, Figure, Goal, Section, Table, machine, number, origin, percent
 from benchmarks.experiments.validation import GPU, MACHINE, Verdict, off, verdicts
 from boost import drawing
 from boost.format import format_bytes
@@ -47,8 +47,8 @@ def goals(facts: Facts) -> list[Goal]:
             result.append(Goal(f"performance model: {words}", "", "", "", None, kind, "Not measured yet."))
             continue
         limit, errors = judged[0].limit, {row["name"]: off(row)[what] for each in sections for row in each["rows"]}
-        beyond = [f"{name} {_percent(error)}" for name, error in errors.items() if abs(error) > limit]
-        summary = f"{len(errors) - len(beyond)} of {len(errors)}; worst {_percent(max(errors.values(), key=abs))}"
+        beyond = [f"{name} {percent(error)}" for name, error in errors.items() if abs(error) > limit]
+        summary = f"{len(errors) - len(beyond)} of {len(errors)}; worst {percent(max(errors.values(), key=abs))}"
         remark = f"Beyond the limit: {', '.join(beyond)}." if beyond else ""
         figure, met = f"within {limit:.0%}" if limit else "exact", all(verdict.holds for verdict in judged)
         result.append(Goal(f"performance model: {words}", figure, where, summary, met, kind, remark))
@@ -60,7 +60,7 @@ def verdict_words(verdict: Verdict) -> tuple[str, ...]:
     limit = "equal" if verdict.limit == 0 else f"{verdict.limit:.0%}"
     few = f"fewer than {verdict.least}" if verdict.count < verdict.least else "does not hold"
     words = "holds" if verdict.holds else few
-    return verdict.section, verdict.what, str(verdict.count), _percent(verdict.worst), limit, words
+    return verdict.section, verdict.what, str(verdict.count), percent(verdict.worst), limit, words
 
 
 def measured_parts(section: Facts) -> list[str | Table]:
@@ -82,25 +82,15 @@ def measured_parts(section: Facts) -> list[str | Table]:
         body.append(
             (
                 row["name"], str(row["processes"]),
-                _number(row["raw_s"]), f"{_number(row['measured_s'])} ({_number(low)} - {_number(high)})",
-                _number(row["predicted_s"]),
-                _percent(errors["time"]),
-                format_bytes(row["measured_peak"]), format_bytes(row["predicted_peak"]), _percent(errors["memory"]),
+                number(row["raw_s"]), f"{number(row['measured_s'])} ({number(low)} - {number(high)})",
+                number(row["predicted_s"]),
+                percent(errors["time"]),
+                format_bytes(row["measured_peak"]), format_bytes(row["predicted_peak"]), percent(errors["memory"]),
                 f"{row['counted_sent']:,}", "equal" if errors["bytes sent"] == 0 else f"{row['predicted_sent']:,}",
             )
         )  # fmt: skip
     caption = "Every configuration: measured time, counted memory and bytes, with predictions."
     return [lead, Table(caption, headings, tuple(body))]
-
-
-def _percent(share: float) -> str:
-    """Formats a signed percentage; 'equal' for no error."""
-    return "0" if share == 0 else f"{share:+.1%}"
-
-
-def _number(value: float) -> str:
-    """Formats a number with at least three significant digits."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def draw(facts: Facts, path: Path) -> None:
@@ -131,9 +121,9 @@ def draw_pairs(
         color=drawing.LINE, linewidth=0, label=f"within {band:.0%}",
     )  # fmt: skip
     axis.plot(ends, ends, color=drawing.MUTED, linewidth=1)
-    for number, ((name, points), marker) in enumerate(zip(groups.items(), "osD^vP", strict=False)):
+    for place, ((name, points), marker) in enumerate(zip(groups.items(), "osD^vP", strict=False)):
         x, y = zip(*points, strict=True)
-        axis.plot(x, y, marker, label=name, markersize=5, color=colors.color_of(name, number))
+        axis.plot(x, y, marker, label=name, markersize=5, color=colors.color_of(name, place))
     axis.set(title=title, xlabel=measured, ylabel="predicted", xlim=ends, ylim=ends, xscale=scale, yscale=scale)
     if scale == "log":
         for side in (axis.xaxis, axis.yaxis):

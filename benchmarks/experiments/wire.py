@@ -65,13 +65,7 @@ class WireLaunch:
         return self.group.name, self.wire, self.number
 
 
-def wire(
-    plan: WireSet,
-    source: str,
-    overrides: Sequence[str],
-    rates: Sequence[float],
-    out: Path,
-) -> int:
+def wire(plan: WireSet, source: str, overrides: Sequence[str], rates: Sequence[float], out: Path) -> int:
     """Measures a set, or what is missing from `out`.partial, which is written after every launch. Writes `out`.json, .md and the
     figures. Measures nothing if `out`.json already has this set with the same settings, of the same commit.
 
@@ -86,7 +80,7 @@ def wire(
     for number, launch in enumerate(every, start=1):
         if launch.key in _done(facts):
             continue
-        print(f"{plan.name} {number}/{len(every)}: {_words(launch)}; {_to_go(plan, every, facts)} to go", flush=True)
+        print(f"{plan.name} {number}/{len(every)}: {_words(launch)}; {_to_go(every, facts)} to go", flush=True)
         begun, mbit = time.monotonic(), rate_of(facts, launch)
         last = launch.number == plan.launches - 1
         with hosts(launch.group.processes) as found:
@@ -175,17 +169,14 @@ def _words(launch: WireLaunch) -> str:
     return f"{launch.group.name}, {wire}, launch {launch.number + 1}"
 
 
-def _to_go(plan: WireSet, every: Sequence[WireLaunch], facts: Facts) -> str:
-    """Remaining time on a clock: as long as launches of the same group on the same wire took, or else as estimated, corrected by
-    how long all launches so far took relative to their estimates."""
-    estimates = {each.key: plan.estimated_s(each.group, each.wire, plan.rounds) for each in every}
+def _to_go(every: Sequence[WireLaunch], facts: Facts) -> str:
+    """Remaining time on a clock, if launches take as long as others of the same group on the same wire, or else as all so far."""
     taken = {(each["group"], each["wire"], each["launch"]): each["wall_s"] for each in facts["groups"]}
-    slower = statistics.median([taken[key] / estimates[key] for key in taken if key in estimates] or [1.0])
     remaining = 0.0
-    for key in estimates.keys() - taken.keys():
+    for key in {each.key for each in every} - taken.keys() if taken else ():
         alike = [seconds for other, seconds in taken.items() if other[:2] == key[:2]]
-        remaining += statistics.mean(alike) if alike else slower * estimates[key]
-    return format_duration(remaining)
+        remaining += statistics.mean(alike or taken.values())
+    return format_duration(remaining) if taken else "unknown time"
 
 
 def measure(
@@ -275,11 +266,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--restart", action="store_true", help="discard launches and results of the set first")
 
 
-def path_of(out: Path, name: str) -> Path:
-    """Path of the result of a set: `out` for the main set, `out`-NAME for another."""
-    return out if name == "main" else out.with_name(f"{out.name}-{name}")
-
-
 def run(args: argparse.Namespace) -> int:
     if args.rounds is not None:
         require_least("--rounds", [args.rounds], LEAST_ROUNDS)
@@ -288,7 +274,7 @@ def run(args: argparse.Namespace) -> int:
     if any(not rate >= 1 for rate in args.rates):
         raise ConfigError(f"--rates = {min(args.rates):g} is too slow; smallest valid value: 1 (Mbit/s)")
     for name in SETS if args.set == "all" else (args.set,):
-        plan, out = SETS[name], path_of(args.out, name)
+        plan, out = SETS[name], args.out if name == "main" else args.out.with_name(f"{args.out.name}-{name}")
         launches = args.launches or plan.launches
         plan = replace(
             plan, launches=launches, free_launches=min(launches, plan.free_launches), rounds=args.rounds or plan.rounds

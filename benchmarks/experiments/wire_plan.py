@@ -41,15 +41,6 @@ NO_LIMIT = "no limit"
 MARKED = {"share-matched": 0.17, "slow": 0.5}
 """Fraction of a btp step that communication takes on each marked wire. The first matches the paper's 7B row on A100s."""
 
-WARM_UP = 3
-"""Steps of each contender per launch that are not timed: one whose loss is compared, one whose memory is, and a warm-up."""
-
-START_S = 15.0
-"""Seconds that the processes of a launch take to start and to initialize every model, and for everything that is not a round."""
-
-WEIGHTS = {NO_LIMIT: 1.0, "share-matched": 1.2, "slow": 2.0}
-"""Time of a round relative to one without a limit. Rates from the command line are between the marked ones."""
-
 
 @dataclass(frozen=True)
 class WireContender:
@@ -88,8 +79,6 @@ class WireGroup:
     batch: Mapping[str, int]
     """Vocabulary, sequence length, micro-batch and global batch."""
     contenders: tuple[WireContender, ...]
-    round_s: float
-    """Estimated seconds of a round without a limit, on two idle cores; only for the time to go before anything is measured."""
     mesh: Mapping[str, int] = field(default_factory=lambda: {"tp": 2})
     """Sizes of tp, pp and dp; others are 1."""
     family: str = "cola"
@@ -132,10 +121,6 @@ class WireSet:
     free_launches: int = 1
     """Launches without a limit."""
 
-    def estimated_s(self, group: WireGroup, wire: str, rounds: int) -> float:
-        """Estimated seconds of one launch of a group on a wire, on two idle cores."""
-        return START_S + group.round_s * WEIGHTS.get(wire, 1.5) * (rounds + WARM_UP)
-
 
 MEGATRONS = plain_and_halved(MEGATRON, MEGATRON_SP)
 VANILLAS = (WireContender(PUBLISHED), *plain_and_halved(VANILLA))
@@ -167,7 +152,6 @@ MAIN = WireSet(
             size=(1024, 2, 2736, 16),
             batch={"vocab_size": 1024, "seq_len": 320, "micro_batch": 2, "global_batch": 2},
             contenders=(*MEGATRONS, *VANILLAS, *BTPS, COMPILED),
-            round_s=8.2,
             recorded=(
                 *plain_and_halved(BTP),
                 WireContender(BTP_SP, "halves"),
@@ -192,7 +176,6 @@ MESHES = WireSet(
             **_SMALL,
             batch={"vocab_size": 512, "seq_len": 128, "micro_batch": 2, "global_batch": 8},
             contenders=FEW,
-            round_s=2.3,
             mesh={"tp": 2, "pp": 2},
         ),
         WireGroup(
@@ -200,7 +183,6 @@ MESHES = WireSet(
             **_SMALL,
             batch={"vocab_size": 512, "seq_len": 256, "micro_batch": 2, "global_batch": 4},
             contenders=FEW,
-            round_s=2.3,
             mesh={"tp": 2, "dp": 2},
         ),
         WireGroup(
@@ -208,7 +190,6 @@ MESHES = WireSet(
             **_SMALL,
             batch={"vocab_size": 512, "seq_len": 256, "micro_batch": 2, "global_batch": 4},
             contenders=(WireContender(DENSE), WireContender(LOW_RANK)),
-            round_s=0.8,
             mesh={"dp": 2},
             reference=LOW_RANK,
         ),
@@ -221,19 +202,12 @@ MESHES = WireSet(
 SIZES = WireSet(
     "sizes",
     (
-        WireGroup(
-            "d 512",
-            **_SMALL,
-            **_SHORT,
-            contenders=FEW,
-            round_s=1.3,
-        ),
+        WireGroup("d 512", **_SMALL, **_SHORT, contenders=FEW),
         WireGroup(
             "d 2048",
             size=(2048, 1, 5472, 32),
             batch={"vocab_size": 2048, "seq_len": 128, "micro_batch": 2, "global_batch": 2},
             contenders=FEW,
-            round_s=2.4,
         ),
     ),
     launches=2,
@@ -243,9 +217,7 @@ SIZES = WireSet(
 # cola at d 512 is in the set of sizes. 5 minutes.
 FAMILIES = WireSet(
     "families",
-    tuple(
-        WireGroup(family, **_SMALL, **_SHORT, contenders=FEW, round_s=1.3, family=family) for family in ("svd", "lax")
-    ),
+    tuple(WireGroup(family, **_SMALL, **_SHORT, contenders=FEW, family=family) for family in ("svd", "lax")),
     launches=2,
     rounds=7,
 )
@@ -260,7 +232,6 @@ MANY = WireSet(
             size=(256, 2, 688, 4),
             batch={"vocab_size": 512, "seq_len": 512, "micro_batch": 2, "global_batch": 16},
             contenders=(*plain_and_halved(ULYSSES), WireContender(BTP), *plain_and_halved(BTP_SP, BTP_CP)),
-            round_s=4.5,
         ),
     ),
     launches=3,

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.experiments.contest import LEAST_ROUNDS, take_turns
+from benchmarks.commands import LEAST_ROUNDS
+from benchmarks.experiments.contest import take_turns
 from benchmarks.experiments.side_by_side import TimingGroup, measure_steppers
 from benchmarks.experiments.timeline import as_numbers, record
 from benchmarks.experiments.wire import collective_calls

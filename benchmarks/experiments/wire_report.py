@@ -160,12 +160,6 @@ def _where(facts: Facts, group: str, wire: str) -> str:
     return f"{shape_of(on_wire(facts, group, wire)[0])}; {wires(facts, group)[wire]:g} Mbit/s"
 
 
-def reference_of(facts: Facts, group: str) -> str:
-    """The contender that others are compared with."""
-    names = names_of(facts, group)
-    return BTP if BTP in names else LOW_RANK
-
-
 def section(facts: Facts) -> Section:
     """Step times, and for sets of one group hidden communication, bare collectives and timelines."""
     groups, name = groups_of(facts), facts["set"]
@@ -191,7 +185,7 @@ def section(facts: Facts) -> Section:
 
 def _step_table(facts: Facts, group: str) -> Table:
     """One row per layout: its step time on every wire, and on the marked ones relative to the reference."""
-    reference, found = reference_of(facts, group), wires(facts, group)
+    reference, found = BTP if BTP in names_of(facts, group) else LOW_RANK, wires(facts, group)
     headings, launched = ["layout"], []
     for wire, mbit in found.items():
         headings += [f"{_title(wire, mbit)}, ms:", *([f"{wire}, time / {reference}:"] if wire in MARKED else [])]

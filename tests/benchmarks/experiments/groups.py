@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.commands import LEAST_ROUNDS
 from benchmarks.experiments import side_by_side
-from benchmarks.experiments.contest import LEAST_ROUNDS
 from benchmarks.experiments.results import Facts
 from benchmarks.experiments.side_by_side import TimingGroup
 from boost.config import Config

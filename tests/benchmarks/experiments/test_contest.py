@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.commands import LEAST_ROUNDS
 from benchmarks.experiments import contest
-from benchmarks.experiments.contest import LEAST_ROUNDS, WARM_UP, ratio, refuse_zeros, spread, t_interval, take_turns
+from benchmarks.experiments.contest import WARM_UP, ratio, refuse_zeros, spread, t_interval, take_turns
 from boost.errors import MeasurementError
 from boost.parallel.mesh import Mesh
 from tests import toy

@@ -33,14 +33,14 @@ def make_config(store: Path, run: Path, tp: int) -> Config:
     )
 
 
-def scored(config: Config, folder: Path) -> dict[str, float]:
-    mesh = toy.mesh(tp=2) if config.parallel.tp == 2 else Mesh(torch.device("cpu"))
-    return scores.scores(at_start(config, mesh), folder)
-
-
 def answered(config: Config, folder: Path) -> scores.Scored | None:
     mesh = toy.mesh(tp=2) if config.parallel.tp == 2 else Mesh(torch.device("cpu"))
     return scores.scored(at_start(config, mesh), folder)
+
+
+def scored(config: Config, folder: Path) -> dict[str, float]:
+    found = answered(config, folder)
+    return found.accuracy if found else {}
 
 
 def on_each(config: Config, folder: Path, rank_variable: str) -> scores.Scored | None:

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.commands import main
+from benchmarks.commands import LEAST_ROUNDS, main
 from benchmarks.experiments import results
 from benchmarks.experiments import single as bench
-from benchmarks.experiments.contest import LEAST_ROUNDS
 from benchmarks.experiments.results import Facts
 from benchmarks.experiments.single_report import GEMM, ceiling, flop_ratio, goals, overhead, section, share
 from boost.config.architecture import flops_per_token

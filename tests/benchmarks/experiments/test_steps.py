@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from benchmarks.commands import LEAST_ROUNDS
 from benchmarks.experiments import shares, side_by_side, steps
-from benchmarks.experiments.contest import LEAST_ROUNDS, refuse_zeros
+from benchmarks.experiments.contest import refuse_zeros
 from benchmarks.experiments.results import Facts, Table, facts_of
 from benchmarks.experiments.shares import exposed_collectives
 from benchmarks.experiments.side_by_side import TimingGroup

@@ -26,7 +26,6 @@ TINY = WireGroup(
     (64, 2, 96, 4),
     SMALL,
     (WireContender(MEGATRON_SP), WireContender(BTP), HALVED),
-    round_s=0.1,
     recorded=(HALVED,),
     collectives=True,
 )
