@@ -163,8 +163,8 @@ def percent(error: float) -> str:
 
 
 def number(value: float) -> str:
-    """Formats a number with at least three significant digits."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    """Formats a number with at least three significant digits, and from 100 to 1000 with a decimal."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{4 if abs(value) >= 100 else 3}g}"
 
 
 JSON = ".json"
