@@ -15,7 +15,7 @@ from boost.models.fused import fused_params
 from boost.models.kernels import BACKENDS, using
 from boost.optim.adamw import build_optimizer
 from boost.parallel.mesh import Axis, Mesh
-from boost.parallel.working import WorkingCopies
+from boost.parallel.weights import WorkingCopies
 from boost.plan.categories import GRADIENTS, LOGITS, OPTIMIZER, SAVED, WEIGHTS, WORK, short_role
 from boost.train.model import build_decoder
 

@@ -137,3 +137,14 @@ def test_the_core_is_read_in_an_evening() -> None:
     files = [page.parent / link for link in re.findall(r"\]\((\.\./boost/[\w/]+\.py)\)", table)]
     lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
     assert len(files) == 10 and lines <= EVENING, (len(files), lines)
+
+
+CORE = ("models/", "layouts/", "parallel/", "train/step.py", "optim/adamw.py", "config/architecture.py")
+CORE_FILES, CORE_LINES = 35, 7000
+
+
+def test_the_core_is_small() -> None:
+    """Models, layouts, what runs between processes, the step, AdamW, and the facts of an architecture."""
+    files = [path for path in Path(ROOT).rglob("*.py") if path.relative_to(ROOT).as_posix().startswith(CORE)]
+    lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in files]
+    assert sum(map(bool, lines)) <= CORE_FILES and sum(lines) <= CORE_LINES, (sum(map(bool, lines)), sum(lines))

@@ -15,7 +15,7 @@ from boost.measure import exactness
 from boost.models.decoder import Decoder
 from boost.models.init import initialize
 from boost.parallel.mesh import Mesh, mesh_of
-from boost.parallel.sharding import require_torch
+from boost.parallel.weights import require_torch
 from boost.train.model import Model, build_decoder, build_model, initialize_model
 
 MODEL = {"vocab_size": 64, "dim": 32, "ffn_dim": 48, "layers": 2, "heads": 8, "kv_heads": 2}

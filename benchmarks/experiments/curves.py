@@ -20,11 +20,12 @@ from boost.config.load import change, from_tree
 from boost.config.schema import Family, ModelConfig
 from boost.data.fit import open_fitting_store
 from boost.optim.schedule import learning_rate
-from boost.parallel.mesh import Mesh, close_mesh, open_mesh
+from boost.parallel.mesh import Mesh
 from boost.train.evaluate import Evaluation, evaluate
 from boost.train.loop import Trainer
 from boost.train.model import initialize_model
 from boost.train.progress import progress
+from boost.train.rendezvous import close_mesh, open_mesh
 from boost.train.rundir import RunDirectory
 
 LIMITS = {"float64": 1e-8, "float32": 1e-3}

@@ -29,8 +29,9 @@ from boost.config.load import change, from_tree
 from boost.config.schema import Family
 from boost.data.fit import open_fitting_store
 from boost.errors import ConfigError, TrainingError
-from boost.parallel.mesh import Mesh, choose_device, close_mesh, open_mesh
+from boost.parallel.mesh import Mesh
 from boost.train.progress import progress
+from boost.train.rendezvous import choose_device, close_mesh, open_mesh
 from boost.train.rundir import git_state
 
 

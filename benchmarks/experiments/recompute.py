@@ -36,13 +36,14 @@ from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
 from boost.models.init import initialize
 from boost.models.kernels import BACKENDS, using
-from boost.parallel.mesh import Mesh, close_mesh, open_mesh
+from boost.parallel.mesh import Mesh
 from boost.parallel.recompute import POLICIES
-from boost.parallel.working import WorkingCopies
+from boost.parallel.weights import WorkingCopies
 from boost.plan.categories import LOGITS, SAVED, WEIGHTS, short_role
 from boost.plan.memory import memory
 from boost.train.model import build_decoder
 from boost.train.progress import progress
+from boost.train.rendezvous import close_mesh, open_mesh
 
 
 @dataclass(frozen=True)

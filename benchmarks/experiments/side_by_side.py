@@ -25,11 +25,12 @@ from boost.config.schema import ParallelConfig
 from boost.config.traffic import Collective
 from boost.errors import MeasurementError
 from boost.measure.steps import Stepper, look_at
-from boost.parallel.mesh import Mesh, choose_device, close_mesh, open_mesh, world_size
+from boost.parallel.mesh import Mesh
 from boost.plan.collectives import step_collectives
 from boost.plan.hardware import Hardware
 from boost.plan.timing import Predictor
 from boost.train.launch import launch, under_torchrun
+from boost.train.rendezvous import choose_device, close_mesh, open_mesh, world_size
 from boost.train.rundir import available_cores
 
 

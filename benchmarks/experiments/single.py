@@ -24,7 +24,8 @@ from boost.config.architecture import flops_per_token, parameter_count
 from boost.config.load import change, from_tree
 from boost.config.schema import Family
 from boost.measure.steps import Stepper
-from boost.parallel.mesh import Mesh, choose_device
+from boost.parallel.mesh import Mesh
+from boost.train.rendezvous import choose_device
 
 USUAL = "usual"
 FAMILIES: tuple[Family, ...] = ("dense", "cola", "svd", "lax")

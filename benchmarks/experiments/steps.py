@@ -24,10 +24,10 @@ from boost.config import Config, load
 from boost.config.schema import DType, Family
 from boost.errors import ConfigError
 from boost.measure.steps import SIZE_1B, flags, shape
-from boost.parallel.mesh import world_size
 from boost.plan.hardware import Hardware, load_hardware, profile_of
 from boost.train.hardware import total_memory
 from boost.train.launch import under_torchrun
+from boost.train.rendezvous import world_size
 
 WEAK_SCALING, FAMILIES, BOUND, SHARES = "weak scaling", "by architecture", "communication-bound", "share of a process"
 """Purposes of groups."""

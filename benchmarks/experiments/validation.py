@@ -34,12 +34,13 @@ from boost.format import format_bytes
 from boost.layouts import layout_spec
 from boost.measure.speed import Probe
 from boost.measure.steps import SIZE_1B, SMALL, Prediction, Stepper, flags, look_at, prediction, shape
-from boost.parallel.mesh import choose_device, close_mesh, mesh_of, open_mesh
+from boost.parallel.mesh import mesh_of
 from boost.plan.categories import GRADIENTS, OPTIMIZER, WEIGHTS
 from boost.plan.hardware import Hardware, load_hardware
 from boost.plan.search import max_peak
 from boost.train.launch import launch
 from boost.train.progress import progress
+from boost.train.rendezvous import choose_device, close_mesh, open_mesh
 from boost.train.rundir import available_cores, environment
 
 TIME_LIMIT, PEAK_LIMIT, BYTES_LIMIT = 0.10, 0.05, 0.0

@@ -19,7 +19,7 @@ from benchmarks.experiments.wire import collective_calls
 from boost.config.load import from_tree
 from boost.errors import MeasurementError
 from boost.measure.steps import Stepper
-from boost.parallel.mesh import close_mesh, open_mesh
+from boost.train.rendezvous import close_mesh, open_mesh
 
 TOLERANCE = 1e-3
 """Maximum relative difference of the loss of two layouts, in fp32."""

@@ -92,8 +92,8 @@ def evaluate_process(args: argparse.Namespace) -> int:
     """Runs the evaluation on one process of the mesh; the main process prints the result."""
     from boost.data.fit import check_vocabulary
     from boost.data.mixture import Corpus
-    from boost.parallel.mesh import close_mesh
     from boost.train.evaluate import evaluate
+    from boost.train.rendezvous import close_mesh
 
     checkpoint, config, mesh, decoder = opened = open_model(args)
     if args.tasks:

@@ -182,7 +182,7 @@ def _decoded(data: bytes, field: str) -> str:
 
 def generate_process(args: argparse.Namespace) -> int:
     """Runs the generation on one process of the mesh; the main process prints."""
-    from boost.parallel.mesh import close_mesh
+    from boost.train.rendezvous import close_mesh
 
     generation = Generation(args)
     if args.dialog:

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     from boost.convert.compress import Compression
     from boost.convert.importing import import_weights
     from boost.convert.spectrum import Truncation
-    from boost.parallel.mesh import choose_device
+    from boost.train.rendezvous import choose_device
 
     how: Compression | Truncation | None = None
     options: dict[str, Any] = {"multiple": args.multiple, "tokens": args.calibrate_tokens}

@@ -40,7 +40,7 @@ def inference_config(saved: Config, tp: int, device: str, batch: int = 0) -> Con
     if tp < 1:
         raise ConfigError(f"--tp = {tp} is too small; smallest valid value: 1")
     if device == "cuda":
-        from boost.parallel.mesh import choose_device
+        from boost.train.rendezvous import choose_device
 
         choose_device(device)
     batch = batch or saved.train.micro_batch
@@ -82,9 +82,9 @@ def run_on_mesh(process: Callable[..., int], args: argparse.Namespace) -> int:
 
 def open_model(args: argparse.Namespace) -> "OpenModel":
     """Opens the mesh and loads the checkpoint's model on this process."""
-    from boost.parallel.mesh import open_mesh
     from boost.train.checkpoint import load_weights, open_checkpoint
     from boost.train.model import build_decoder
+    from boost.train.rendezvous import open_mesh
 
     checkpoint = open_checkpoint(Path(args.checkpoint))
     config = inference_config(checkpoint.config, args.tp, args.device, getattr(args, "batch", 0))

@@ -261,8 +261,8 @@ def _by_document(config: Config) -> tuple[float, int]:
     """(perplexity, tokens) of the first seq_len tokens of each held-out document."""
     from boost.cli.inference import open_model
     from boost.data.store import TokenStore
-    from boost.parallel.mesh import close_mesh
     from boost.train.evaluate import evaluate
+    from boost.train.rendezvous import close_mesh
 
     args = argparse.Namespace(checkpoint=config.run.dir, tp=1, device=config.run.device)
     _, opened, mesh, decoder = open_model(args)

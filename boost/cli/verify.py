@@ -75,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
     from boost.measure.verify import runs
     from boost.measure.verify.process import Request, verify_process
     from boost.measure.verify.report import Report
-    from boost.parallel.mesh import world_size
     from boost.plan.hardware import load_hardware
     from boost.train.launch import can_fork, launch, under_torchrun
+    from boost.train.rendezvous import world_size
     from boost.train.rundir import environment
 
     if args.gpu is not None:

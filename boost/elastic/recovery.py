@@ -31,14 +31,14 @@ from boost.elastic.membership import DEAD, SLOW, Coordinator, Decision, Member, 
 from boost.elastic.mesh import join_members, open_replica, replica_of_rank, replica_size, waiting_mesh
 from boost.elastic.optimizer import Transfer
 from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, TrainingError
-from boost.parallel.mesh import choose_device, share
-from boost.parallel.rendezvous import Stopped, file_store, launch_dir, meet
+from boost.parallel.mesh import share
 from boost.train.best_effort import best_effort
 from boost.train.checkpoint import Position, SavedCheckpoint
 from boost.train.evaluate import Evaluation
 from boost.train.failures import is_lost_connection
 from boost.train.heartbeat import Beat, Board, FolderBoard, StoreBoard, apply_timeout
 from boost.train.hooks import Hook, RunTrouble, Training
+from boost.train.rendezvous import Stopped, choose_device, file_store, launch_dir, meet
 from boost.train.replicas import Mismatch, ReplicaReport, digest
 from boost.train.worker import leave
 

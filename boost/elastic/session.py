@@ -8,10 +8,10 @@ from typing import Any, cast
 from boost.config import Config
 from boost.elastic.recovery import Recovery
 from boost.elastic.trainer import ElasticTrainer
-from boost.parallel.rendezvous import Stopped
 from boost.train.faults import WAIT_S, Fault, FaultInjection
 from boost.train.heartbeat import Heartbeat
 from boost.train.hooks import Hook, Training
+from boost.train.rendezvous import Stopped
 from boost.train.run import Session
 from boost.train.rundir import RunDirectory
 

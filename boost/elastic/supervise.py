@@ -15,8 +15,8 @@ from boost.config import Config
 from boost.elastic.membership import DEAD, Coordinator
 from boost.elastic.mesh import replica_of_rank
 from boost.elastic.recovery import INCARNATION
-from boost.parallel.rendezvous import file_store
 from boost.train.failures import read_reports
+from boost.train.rendezvous import file_store
 from boost.train.signals import STOP_SIGNALS
 
 log = logging.getLogger("boost")

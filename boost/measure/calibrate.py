@@ -31,11 +31,12 @@ from boost.measure.speed import (
     kernel_points,
 )
 from boost.measure.steps import time_passes
-from boost.parallel.mesh import Mesh, close_mesh, open_mesh, world_size
+from boost.parallel.mesh import Mesh
 from boost.plan.hardware import Hardware
 from boost.plan.timing import Predictor
 from boost.plan.work import ATTENTION, GEMM
 from boost.train.progress import progress
+from boost.train.rendezvous import close_mesh, open_mesh, world_size
 from boost.train.rundir import cpu_model, storage_errors
 
 PROCESSES = "together"

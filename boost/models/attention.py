@@ -1,9 +1,10 @@
-"""Causal attention with rotary embeddings over the local heads.
+"""Causal attention with rotary embeddings over the local heads, and the key/value caches of generation.
 
 Legend: B sequences, S tokens of each, T = B * S, H query heads and K key/value heads on this process, E width of a head; cp
-processes of the context axis, c tokens of a chunk.
+processes of the context axis, c tokens of a chunk; C cached tokens of the longest sequence.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +15,7 @@ from torch import Tensor
 
 from boost.config.attention import chunks_of
 from boost.config.schema import ModelConfig
-from boost.models.cache import CacheRows, KVCache, NextTokenRows
 from boost.models.documents import Documents, causal, documents_of
-from boost.models.kernels import rotary
 
 KeysValues = tuple[Tensor, Tensor] | tuple[()]
 """Rotated keys and values [B, K, S, E] of the first half of each sequence, used by the second half; empty if not needed."""
@@ -78,6 +77,111 @@ def _reordered(x: Tensor, order: Sequence[int]) -> Tensor:
         return x
     blocks = x.split(x.shape[0] // len(order))
     return torch.cat([blocks[number] for number in order])
+
+
+# Caches of generation. Every sequence that is being generated has a row of the caches, which it fills from the front. Prompts are
+# stored first (`PromptRows`), packed one after another without padding; then one token at a time is added to all rows
+# (`NextTokenRows`), whose lengths may differ.
+
+
+@dataclass
+class KVCache:
+    """Keys and values of the tokens that one block has processed, [rows, K, capacity, E]; filled in place."""
+
+    keys: Tensor
+    values: Tensor
+    length: int = 0
+    """Cached tokens of each row, if all rows have equally many."""
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copies the first `length` tokens of row `source` to row `target`."""
+        for x in (self.keys, self.values):
+            x[target, :, :length] = x[source, :, :length]
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Whole prompts, which fill empty rows of the caches."""
+
+    rows: tuple[int, ...]
+    """Row of each prompt."""
+    lengths: tuple[int, ...]
+    """Tokens of each prompt."""
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Positions of the packed tokens, [T]: each prompt starts at 0."""
+        return torch.cat([torch.arange(length, device=device) for length in self.lengths])
+
+    def document_ids(self) -> Tensor:
+        """The number of the prompt of each packed token, [1, T], on the host."""
+        return torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))[None]
+
+    def last_tokens(self, device: torch.device) -> Tensor:
+        """Index of each prompt's last token among all T, [B]."""
+        return torch.tensor(list(itertools.accumulate(self.lengths)), device=device) - 1
+
+    def store(self, cache: KVCache, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores keys and values of the prompts, [B, K, S, E], or packed, [1, K, T, E]. Returns them."""
+        for x_BKSE, stored in ((k_BKSE, cache.keys), (v_BKSE, cache.values)):
+            whole = x_BKSE.shape[0] == len(self.rows)
+            prompts = x_BKSE.unbind() if whole else x_BKSE[0].split(self.lengths, dim=1)
+            for row, x_KSE in zip(self.rows, prompts, strict=True):
+                stored[row, :, : x_KSE.shape[1]] = x_KSE
+        return k_BKSE, v_BKSE
+
+
+@dataclass(frozen=True)
+class NextTokenRows:
+    """One more token of each of the first B rows of the caches."""
+
+    lengths: tuple[int, ...]
+    """Cached tokens of each row, without the new one."""
+    lengths_B: Tensor
+    """The same on the device, int64."""
+    mask_B11C: Tensor | None
+    """Added to the scores: 0 where a token may attend, -inf elsewhere. None: all rows have the same length."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> "NextTokenRows":
+        """Rows of these lengths; `dtype`: of the activations."""
+        lengths_B = torch.tensor(lengths, device=device)
+        mask = None
+        if min(lengths) < max(lengths):
+            unused_BC = torch.arange(max(lengths) + 1, device=device) > lengths_B[:, None]
+            mask = torch.zeros(unused_BC.shape, dtype=dtype, device=device).masked_fill_(unused_BC, -math.inf)
+            mask = mask[:, None, None]
+        return cls(tuple(lengths), lengths_B, mask)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Position of each token: [1] if it is the same for all, else [B, 1]."""
+        return self.lengths_B[:1] if self.mask_B11C is None else self.lengths_B[:, None]
+
+    def last_tokens(self, device: torch.device) -> Tensor:
+        """Index of each sequence's token, [B]."""
+        return torch.arange(len(self.lengths), device=device)
+
+    def store(self, cache: KVCache, k_BK1E: Tensor, v_BK1E: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores keys and values of the tokens. Returns those of all tokens of these rows, [B, K, C, E], as views."""
+        batch, end = len(self.lengths), max(self.lengths) + 1
+        for x_BK1E, stored in ((k_BK1E, cache.keys), (v_BK1E, cache.values)):
+            if self.mask_B11C is None:
+                stored[:batch, :, end - 1 : end] = x_BK1E
+            else:
+                stored[torch.arange(batch, device=stored.device), :, self.lengths_B] = x_BK1E[:, :, 0]
+        return cache.keys[:batch, :, :end], cache.values[:batch, :, :end]
+
+    def attend(self, q_BH1E: Tensor, k_BKCE: Tensor, v_BKCE: Tensor) -> Tensor:
+        """softmax(q k^T / sqrt(E)) v, [B, H, 1, E].
+
+        Query heads that share a key/value head become queries of that head, so that its keys are read once.
+        """
+        q_BKGE = q_BH1E.reshape(q_BH1E.shape[0], k_BKCE.shape[1], -1, q_BH1E.shape[-1])
+        a_BKGE = F.scaled_dot_product_attention(q_BKGE, k_BKCE, v_BKCE, attn_mask=self.mask_B11C)
+        return a_BKGE.reshape(q_BH1E.shape)
+
+
+CacheRows = PromptRows | NextTokenRows
+"""Where the tokens of a forward pass go."""
 
 
 @dataclass(frozen=True)
@@ -177,31 +281,28 @@ def rotary_frequencies(model: ModelConfig, dtype: torch.dtype, device: torch.dev
     return plain * (unchanged + (1 - unchanged) / model.rope_factor)
 
 
-def rotated(q_TO: Tensor, k_TO: Tensor, head_dim: int, context: Context) -> tuple[Tensor, Tensor]:
-    """Applies rotary embeddings to queries and keys [T, width]."""
-    q, k = (y.view(context.batch, -1, y.shape[-1] // head_dim, head_dim) for y in (q_TO, k_TO))
-    q, k = rotary(q, k, context.cos, context.sin)
-    return q.reshape(q_TO.shape), k.reshape(k_TO.shape)
+def split_heads(qkv_TO: Sequence[Tensor], head_dim: int, batch: int) -> list[Tensor]:
+    """Queries, keys and values [T, width] as heads, [B, S, H or K, E]: views."""
+    return [y_TO.view(batch, -1, y_TO.shape[-1] // head_dim, head_dim) for y_TO in qkv_TO]
 
 
 def attend(
-    q_TO: Tensor,
-    k_TO: Tensor,
-    v_TO: Tensor,
-    head_dim: int,
+    q_BSHE: Tensor,
+    k_BSKE: Tensor,
+    v_BSKE: Tensor,
     context: Context,
     cache: KVCache | None = None,
     before: KeysValues = (),
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """softmax(q k^T / sqrt(E)) v for every local head, with q and k already rotated.
 
-    [T, H * E], [T, K * E], [T, K * E] -> ([T, H * E], list of the keys and values that the second half of the sequence needs). For
-    the second half, `before` holds those of the first half.
+    Returns ([T, H * E], list of the keys and values that the second half of the sequence needs). For the second half, `before`
+    holds those of the first half.
 
     With a context axis: if heads were exchanged, each local head has all tokens; if keys were gathered, there are more keys
     than queries, and the queries are those of the local chunks.
     """
-    q, k, v = (y.view(context.batch, -1, y.shape[-1] // head_dim, head_dim).transpose(1, 2) for y in (q_TO, k_TO, v_TO))
+    q, k, v = q_BSHE.transpose(1, 2), k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2)
     if cache is not None and context.rows is not None:
         k, v = context.rows.store(cache, k, v)
     keys_values = [(k, v)] if context.is_first_half else []
@@ -223,7 +324,8 @@ def attend(
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     else:
         a = causal(q, k, v)
-    return a.transpose(1, 2).reshape(q_TO.shape), keys_values
+    batch, tokens, heads, head_dim = q_BSHE.shape
+    return a.transpose(1, 2).reshape(batch * tokens, heads * head_dim), keys_values
 
 
 def _attend_chunks(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, share: SequenceShare) -> Tensor:

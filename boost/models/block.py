@@ -24,12 +24,11 @@ from torch import Tensor
 from boost.config import architecture
 from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
-from boost.models.attention import Context, KeysValues, attend, rotated
-from boost.models.cache import KVCache
+from boost.models.attention import Context, KeysValues, KVCache, attend, split_heads
 from boost.models.fused import FusedModule
 from boost.models.group import Flow, FusedLinearGroup, Latents, LinearGroup, RecomputePolicy, Stream, call
 from boost.models.interface import Layout
-from boost.models.kernels import gated_product
+from boost.models.kernels import gated_product, rotary
 
 
 def attention(
@@ -51,9 +50,10 @@ def attention(
         flow.keys_values += keys_values
     else:  # sequences are sharded over the context axis, so heads, or keys and values, are exchanged around attention
         *q_k_v, latents = qkv.policy.local(_project_qkv, layout, context, qkv, flow.arrived, flow.to_combine)
-        yield from layout.enter_attention(flow, q_k_v, context)
+        yield from layout.enter_attention(flow, [y.flatten(2).flatten(0, 1) for y in q_k_v], context)
+        q_k_v = split_heads(flow.arrived, qkv.head_dim, context.batch)
         before = flow.first_half.keys_values.pop(0) if flow.first_half is not None else ()
-        attended, keys_values = qkv.policy.attention(attend, *flow.arrived, qkv.head_dim, context, cache, before)
+        attended, keys_values = qkv.policy.attention(attend, *q_k_v, context, cache, before)
         flow.keys_values += keys_values
         yield from layout.leave_attention(flow, attended, context)
         partial = layout.project_out(flow.arrived[0], o)
@@ -74,16 +74,17 @@ def _attend(
     """Segment: latents of q, k, v -> A a of this process's heads, latents for the next block, and keys and values for the second
     half of the sequence."""
     q, k, v, latents = _project_qkv(layout, context, qkv, arrived, prev)
-    attended, keys_values = attend(q, k, v, qkv.head_dim, context, cache, before)
+    attended, keys_values = attend(q, k, v, context, cache, before)
     return layout.project_out(attended, o), latents, keys_values
 
 
 def _project_qkv(
     layout: Layout, context: Context, qkv: LinearGroup, arrived: Latents, prev: Latents
 ) -> tuple[Tensor, Tensor, Tensor, Latents]:
-    """Segment: latents of q, k, v -> rotated q and k, v, latents for the next block."""
-    (q, k, v), latents = layout.project_in(arrived, prev, qkv)
-    return *rotated(q, k, qkv.head_dim, context), v, latents
+    """Segment: latents of q, k, v -> rotated q and k, v, as heads [B, S, H, E]; latents for the next block."""
+    projected, latents = layout.project_in(arrived, prev, qkv)
+    q, k, v = split_heads(projected, qkv.head_dim, context.batch)
+    return *rotary(q, k, context.cos, context.sin), v, latents
 
 
 def mlp(

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from boost.config import architecture
 from boost.config.schema import ModelConfig
 from boost.config.stages import Stage, whole
-from boost.models.attention import Context, SequenceShare, make_context
+from boost.models.attention import CacheRows, Context, KVCache, NextTokenRows, PromptRows, SequenceShare, make_context
 from boost.models.block import TransformerBlock, flows_of, interleave
-from boost.models.cache import CacheRows, KVCache, NextTokenRows, PromptRows
 from boost.models.fused import FusedModule, local_kv_heads
 from boost.models.group import NO_RECOMPUTE, Flow, LinearGroup, RecomputePolicy, Stream
 from boost.models.interface import Layout, Teaching

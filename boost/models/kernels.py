@@ -135,8 +135,8 @@ def inverse_rms(s_T: Tensor, width: int, eps: float) -> Tensor:
 def _inverse_rms_of(x_TD: Tensor, eps: float) -> Tensor:
     """`inverse_rms` of whole rows, [T, 1]."""
     dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
-    s_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=dtype).square()
-    return torch.rsqrt(s_T1 / x_TD.shape[-1] + eps)
+    norm_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=dtype)
+    return torch.rsqrt(norm_T1.square_().div_(x_TD.shape[-1]).add_(eps))
 
 
 def scaled(x: Tensor, c_T1: Tensor) -> Tensor:
@@ -214,7 +214,8 @@ def row_product(x_TR: Tensor, y_TR: Tensor, dtype: torch.dtype) -> Tensor:
 def normed(x_TD: Tensor, gamma_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMSNorm of whole rows -> (gamma x c, rounded to x's dtype once, c [T, 1])."""
     c_T1 = _inverse_rms_of(x_TD, eps)
-    return (x_TD * c_T1).mul_(gamma_D).to(x_TD.dtype), c_T1
+    y_TD = (x_TD * c_T1).mul_(gamma_D)
+    return y_TD if y_TD.dtype == x_TD.dtype else y_TD.to(x_TD.dtype), c_T1
 
 
 def _normed_traced(x_TD: Tensor, gamma_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -237,7 +238,8 @@ def normed_backward(dy_TD: Tensor, x_TD: Tensor, gamma_D: Tensor, c_T1: Tensor) 
     return g_TD.addcmul_(normed_TD, mean_T1, value=-1).mul_(c_T1).to(x_TD.dtype), dgamma_D
 
 
-# Products. Other precisions and deferred weight gradients belong here.
+# Products. Other precisions and deferred weight gradients belong here. `to` costs as much as a small operation even if there is
+# nothing to convert, hence the conditions.
 
 StartCollective = Callable[[Tensor], Tensor]
 """Starts a collective whose result has the shape of its operand. Call `wait` before using the result."""
@@ -247,7 +249,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Differentiable x W^T (+ b), [..., I] x [O, I] -> [..., O], in x's dtype: master weights are cast here."""
     if bias is not None:
         bias = bias.to(x.dtype)
-    return F.linear(x, weight.to(x.dtype), bias)
+    return F.linear(x, weight if weight.dtype == x.dtype else weight.to(x.dtype), bias)
 
 
 def gemm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -293,7 +295,7 @@ class UpProject(torch.autograd.Function):
         ctx.silu, ctx.start_grad_sum = silu, start_grad_sum
         h_TR = u_TR if c_T1 is None and not silu else activated(u_TR, c_T1, silu)
         slots = zip(_slots(h_TR, weights) if len(weights) > 1 else (h_TR,), weights, strict=True)
-        return tuple([F.linear(h_Tr, b_Or.to(u_TR.dtype)) for h_Tr, b_Or in slots])
+        return tuple([F.linear(h_Tr, b if b.dtype == u_TR.dtype else b.to(u_TR.dtype)) for h_Tr, b in slots])
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -73,7 +73,7 @@ class GradientReducer:
             loss.backward()
         reducer.finish()
 
-    Gradients of sharded parameters (`parallel.sharding`) are already reduced to shards when they arrive. Only partial gradients
+    Gradients of sharded parameters (`parallel.weights`) are already reduced to shards when they arrive. Only partial gradients
     that are sharded over DP alone still need a sum over TP after the backward pass.
     """
 
@@ -101,7 +101,7 @@ class GradientReducer:
             queue.prepare_for_backward(micro_batches)
 
     def accumulated(self, parameter: nn.Parameter) -> None:
-        """Counts one micro-batch for a parameter whose gradient was accumulated outside autograd (`parallel.working`)."""
+        """Counts one micro-batch for a parameter whose gradient was accumulated outside autograd (`parallel.weights`)."""
         for queue in self._queues:
             if queue.active and parameter in queue.bucket_of:
                 queue.mark_gradient_ready(queue.bucket_of[parameter])

@@ -2,9 +2,6 @@
 
 import contextlib
 import datetime
-import json
-import os
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -14,16 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from boost.config.schema import ParallelConfig
-from boost.errors import ConfigError
-from boost.parallel.rendezvous import Stopped, meet
-
-LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-"""Environment variables that hold a process's local rank on its machine: torchrun and our launcher, Slurm, Open MPI, MPICH."""
 
 T = TypeVar("T")
-
-GPUS_OF_A_NODE = 16
-"""Upper bound on the GPUs of one machine."""
 
 
 @dataclass(frozen=True)
@@ -136,106 +125,6 @@ def share(count: int, place: int, places: int) -> range:
     return range(place * count // places, (place + 1) * count // places)
 
 
-def world_size() -> int:
-    """Number of processes that torchrun (or our launcher) started; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def choose_device(device: str) -> torch.device:
-    """Chooses this process's device for `run.device`: a GPU if one is visible, unless "cpu" is requested.
-
-    A process that sees one GPU takes it: srun --gpus-per-task=1, Kubernetes and MIG show each process only its own. A process
-    that sees several takes the one of its local rank.
-
-    Raises ConfigError if there is no GPU for this process.
-    """
-    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device != "cpu" and not visible:
-        _require_driver()
-    if device == "cuda" and not visible:
-        raise ConfigError("run.device = 'cuda', but torch sees no GPU; nearest valid value: 'cpu'")
-    if device == "cpu" or not visible:
-        return torch.device("cpu")
-    if visible == 1 or world_size() == 1:
-        return torch.device("cuda", 0)
-    local = next((int(os.environ[name]) for name in LOCAL_RANKS if os.environ.get(name, "").isdecimal()), None)
-    if local is None:
-        raise ConfigError(
-            f"this process sees {visible} GPUs but has no local rank to choose one; start with torchrun, set LOCAL_RANK, or show "
-            "each process one GPU (CUDA_VISIBLE_DEVICES)"
-        )
-    if local >= visible:
-        raise ConfigError(
-            f"this is process {local + 1} on a machine with {visible} GPUs; start at most {visible} processes, or set "
-            "run.device = 'cpu'"
-        )
-    return torch.device("cuda", local)
-
-
-def _require_driver() -> None:
-    """Raises ConfigError if torch sees no GPU because NVIDIA's driver is too old for it: it would only train on CPUs."""
-    built_for = torch.version.cuda
-    if built_for is None:
-        return
-    # The newest CUDA version that the driver supports, such as 12040 for 12.4; 0 without a driver.
-    supported: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-    if 0 < supported // 1000 < int(built_for.partition(".")[0]):
-        version = f"{supported // 1000}.{supported % 1000 // 10}"
-        raise ConfigError(
-            f"torch is built for CUDA {built_for}, but this machine's driver supports CUDA {version}, so torch sees no GPU; update "
-            f"the driver, install torch for CUDA {version}, or set run.device = 'cpu'"
-        )
-
-
-def _require_exclusive_gpu(device: torch.device, store: dist.Store, rank: int, size: int) -> None:
-    """Raises ConfigError if another process on this machine uses the same GPU. NCCL would reject it too, but much later."""
-    gpu = [socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), device.index, _gpu_id(device)]
-    store.set(f"gpu/{rank}", json.dumps(gpu))
-    # Ranks of a node are neighbors, so ranks farther away are on other machines.
-    near = range(max(rank - GPUS_OF_A_NODE, 0), min(rank + GPUS_OF_A_NODE + 1, size))
-    for other in near:
-        if other != rank and json.loads(store.get(f"gpu/{other}")) == gpu:
-            first, second = sorted((rank, other))
-            raise ConfigError(
-                f"ranks {first} and {second} see the same GPU, {torch.cuda.get_device_name(device)}; start one process per GPU, "
-                "or set run.device = 'cpu'"
-            )
-
-
-def _gpu_id(device: torch.device) -> str:
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-
-
-def open_mesh(
-    parallel: ParallelConfig, device: str = "auto", timeout_s: int = 600, stopped: Stopped = lambda: None
-) -> Mesh:
-    """Joins the process group of this run (none for one process) and returns this process's mesh.
-
-    Raises ConfigError if the number of processes is not pp x dp x cp x tp, TrainingError if some do not join within
-    `timeout_s`, and StoppedError if one of them receives a stop signal (named by `stopped`) before all have joined.
-    """
-    size = world_size()
-    if size != parallel.world_size:
-        raise ConfigError(
-            f"{size} processes were started, but parallel.{' x '.join(parallel.axes)} = "
-            f"{' x '.join(str(n) for n in parallel.axes.values())} = {parallel.world_size}; start {parallel.world_size}"
-        )
-    chosen = choose_device(device)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    if size == 1:
-        return Mesh(chosen)
-    if not dist.is_initialized():
-        store, rank, size = meet(timeout_s, stopped)
-        if chosen.type == "cuda":
-            _require_exclusive_gpu(chosen, store, rank, size)
-        # On GPUs CPU tensors have gloo: checkpoints, object digests.
-        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-        timeout = datetime.timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    return mesh_of(parallel, chosen, timeout_s)
-
-
 def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600) -> Mesh:
     """Builds this process's mesh on an existing process group."""
     backend = _backend(device)
@@ -307,13 +196,3 @@ def temporary_groups() -> Iterator[None]:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group not in before:
             dist.destroy_process_group(group)
-
-
-def close_mesh() -> None:
-    """Destroys the process group. With NCCL this waits for the other processes, so all of them must call it.
-
-    Do not call it while an exception propagates: the others are in a different collective, and a timeout would replace the
-    error.
-    """
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from boost.config.schema import ModelConfig, ParallelConfig
-from boost.models.cache import CacheRows, KVCache
+from boost.models.attention import CacheRows, KVCache
 from boost.models.decoder import Decoder
 from boost.models.interface import Layout
 from boost.models.kernels import statistic_dtype

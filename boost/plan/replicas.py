@@ -237,7 +237,7 @@ BytesByUnit = Callable[[int | str | None], dict[str, int]]
 class Shards:
     """Memory that ZeRO and FSDP need in addition to shards: gathered weights, and gradients before they are reduced.
 
-    The runtime is torch's fully_shard (`boost.parallel.sharding`). A unit is a block, or the embedding and head of a stage. Weights
+    The runtime is torch's fully_shard (`boost.parallel.weights`). A unit is a block, or the embedding and head of a stage. Weights
     are gathered into one flat tensor, which lives until the next unit is gathered, and copied out of it. Gradients are copied into
     one flat tensor for the reduce-scatter.
     """

@@ -296,7 +296,7 @@ class ShapeTensor:
     def __iadd__(self, other: Any) -> "ShapeTensor":
         return RULES["in_place"](self, other)
 
-    mul_ = sub_ = __iadd__
+    add_ = mul_ = sub_ = div_ = __iadd__
 
     def copy_(self, other: Any) -> "ShapeTensor":
         self[...] = other

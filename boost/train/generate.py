@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from boost.errors import ConfigError
 from boost.format import format_bytes
-from boost.models.cache import CacheRows, NextTokenRows, PromptRows
+from boost.models.attention import CacheRows, NextTokenRows, PromptRows
 from boost.models.decoder import Decoder
 from boost.models.group import FusedLinearGroup
 from boost.parallel.pipeline import Pipeline

@@ -31,8 +31,8 @@ import torch.distributed as dist
 from boost.config.schema import RunConfig
 from boost.parallel.collectives import last_exchanges
 from boost.parallel.mesh import Mesh, set_timeout
-from boost.parallel.rendezvous import launch_dir
 from boost.train.best_effort import best_effort
+from boost.train.rendezvous import launch_dir
 
 log = logging.getLogger("boost")
 

@@ -23,7 +23,7 @@ from boost.optim.adamw import Optimizer, build_optimizer
 from boost.optim.schedule import learning_rate
 from boost.parallel.gradients import GradientReducer, StepFlags, StepStats, reduce_flags
 from boost.parallel.mesh import Mesh
-from boost.parallel.sharding import forget_gathered
+from boost.parallel.weights import forget_gathered
 from boost.train import checkpoint as ckpt
 from boost.train.builtin_hooks import builtin_hooks
 from boost.train.checkpoint import Checkpoint, Position, SavedCheckpoint

@@ -26,7 +26,7 @@ from boost.models.init import initialize
 from boost.parallel.mesh import Mesh
 from boost.parallel.pipeline import Pipeline, StageModule
 from boost.parallel.recompute import POLICIES
-from boost.parallel.sharding import shard
+from boost.parallel.weights import shard
 from boost.train.hardware import total_memory
 from boost.train.progress import progress
 

@@ -16,9 +16,7 @@ from boost.data.fit import open_fitting_store
 from boost.data.verify import Progress
 from boost.errors import HangError, StoppedError, TrainingError
 from boost.format import format_count
-from boost.parallel.mesh import close_mesh, open_mesh
-from boost.parallel.rendezvous import Stopped, launch_dir
-from boost.parallel.sharding import require_torch
+from boost.parallel.weights import require_torch
 from boost.train.best_effort import outliving_terminal
 from boost.train.checkpoint import checkpoint_path, fallback_folder
 from boost.train.console import ConsoleHook
@@ -35,6 +33,7 @@ from boost.train.heartbeat import Heartbeat, process_name, remember_collectives
 from boost.train.hooks import Hook, TrainResult
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, tracker_modules
+from boost.train.rendezvous import Stopped, close_mesh, launch_dir, open_mesh
 from boost.train.resume import check_start, inherited_data, require_nothing_lost, resume_candidates
 from boost.train.run_lock import RunLock, require_unlocked
 from boost.train.rundir import RunDirectory, configure_logging

@@ -30,8 +30,7 @@ from boost.parallel.gradients import (
 )
 from boost.parallel.mesh import Mesh, share
 from boost.parallel.pipeline import Pipeline
-from boost.parallel.sharding import forget_gathered, last_backward
-from boost.parallel.working import WorkingCopies
+from boost.parallel.weights import WorkingCopies, forget_gathered, last_backward
 from boost.train.checkpoint import Position
 from boost.train.hardware import Moment, now
 from boost.train.model import HostBatch, Model, host_batch, to_device

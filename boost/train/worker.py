@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 import torch
 
 from boost.config.text import escape_output, printable_text
-from boost.parallel.rendezvous import LAUNCH_DIR
 from boost.train.best_effort import best_effort
 from boost.train.failures import failure_report
+from boost.train.rendezvous import LAUNCH_DIR
 from boost.train.signals import StopRequest, caught_signals
 
 STOPPED_EXIT = 128

@@ -10,7 +10,7 @@ from boost.config import Config
 from boost.config.attention import chunks_of, crosses_as_heads
 from boost.errors import ConfigError
 from boost.layouts.runtime import ContextAxis
-from boost.models.attention import attend, make_context
+from boost.models.attention import attend, make_context, split_heads
 from boost.models.block import interleave
 from boost.models.group import Flow
 from boost.parallel.collectives import run
@@ -113,8 +113,8 @@ def attention_both_ways(config: Config) -> float:
     context = make_context(1, share.positions(2 * c, toy.CPU), model, torch.float64, share=share)
 
     interleave([axis.enter(flow, [x.flatten(0, 1).flatten(1) for x in own], share, 1)])
-    q, k, v = flow.arrived
-    attended, _ = attend(q, k, v, width, context)
+    q, k, v = split_heads(flow.arrived, width, 1)
+    attended, _ = attend(q, k, v, context)
     interleave([axis.leave(flow, attended, share, 1)])
     (ours,) = flow.arrived
     operation: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

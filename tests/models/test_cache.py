@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from boost.models.cache import NextTokenRows, PromptRows
+from boost.models.attention import NextTokenRows, PromptRows
 from boost.models.decoder import Decoder
 from boost.train.generate import PackedWeight, prepare_inference
 from tests import toy

@@ -34,15 +34,15 @@ def context(ids: Tensor | None = IDS, compiled: bool = False) -> Context:
 def results(of: Context, kv_heads: int = KV_HEADS) -> Iterator[Tensor]:
     """The output and the gradients of the inputs."""
     generator = torch.Generator().manual_seed(0)
-    widths = [heads * WIDTH for heads in (HEADS, kv_heads, kv_heads, HEADS)]
     q, k, v, upstream = (
-        torch.randn(BATCH * LENGTH, width, generator=generator, dtype=torch.float64) for width in widths
+        torch.randn(BATCH, LENGTH, heads, WIDTH, generator=generator, dtype=torch.float64)
+        for heads in (HEADS, kv_heads, kv_heads, HEADS)
     )
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    attended, keys_values = attend(*inputs, WIDTH, of)
+    attended, keys_values = attend(*inputs, of)
     assert not keys_values
     yield attended
-    yield from torch.autograd.grad(attended, inputs, upstream)
+    yield from torch.autograd.grad(attended, inputs, upstream.view(attended.shape))
 
 
 def reference_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, *longest: int, **options: Any):
@@ -123,15 +123,14 @@ def test_documents_of_half_a_sequence(lengths: tuple[int, ...], form: Any, monke
     monkeypatch.setattr(documents, "document_form", lambda *_: form)
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
     whole = make_context(1, torch.arange(LENGTH), MODEL, torch.float64, ids)
-    q, k, v, upstream = (
-        torch.randn(LENGTH, n * WIDTH, dtype=torch.float64) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)
-    )
+    q, k, v = (torch.randn(1, LENGTH, n, WIDTH, dtype=torch.float64) for n in (HEADS, KV_HEADS, KV_HEADS))
+    upstream = torch.randn(LENGTH, HEADS * WIDTH, dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    first, second = zip(whole.halves(), *(x.split(LENGTH // 2) for x in inputs), strict=True)
-    of_first, (keys_values,) = attend(*first[1:], WIDTH, first[0])
-    of_second, needed = attend(*second[1:], WIDTH, second[0], None, keys_values)
+    first, second = zip(whole.halves(), *(x.split(LENGTH // 2, dim=1) for x in inputs), strict=True)
+    of_first, (keys_values,) = attend(*first[1:], first[0])
+    of_second, needed = attend(*second[1:], second[0], None, keys_values)
     assert not needed
-    attended, halved = attend(*inputs, WIDTH, whole)[0], torch.cat((of_first, of_second))
+    attended, halved = attend(*inputs, whole)[0], torch.cat((of_first, of_second))
     expected = (attended, *torch.autograd.grad(attended, inputs, upstream))
     actual = (halved, *torch.autograd.grad(halved, inputs, upstream))
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

@@ -16,8 +16,7 @@ from boost.models.fused import fused_params
 from boost.optim.adamw import build_optimizer
 from boost.parallel.gradients import GradientReducer
 from boost.parallel.pipeline import Pipeline
-from boost.parallel.sharding import last_backward
-from boost.parallel.working import WorkingCopies
+from boost.parallel.weights import WorkingCopies, last_backward
 from boost.plan.categories import GRADIENTS, OPTIMIZER, WEIGHTS
 from tests import toy
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from boost.config.load import from_tree
 from boost.config.stages import whole
-from boost.parallel.working import WorkingCopies
+from boost.parallel.weights import WorkingCopies
 from boost.plan.timing import block_work, ends_work, step_work
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, SILU, SILU_BACKWARD, Work, gemm
 from boost.train.model import build_decoder

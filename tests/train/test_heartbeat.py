@@ -14,7 +14,6 @@ import torch
 from boost.config.schema import RunConfig
 from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Axis, Mesh
-from boost.parallel.rendezvous import LAUNCH_DIR
 from boost.train import heartbeat
 from boost.train.heartbeat import (
     Beat,
@@ -27,6 +26,7 @@ from boost.train.heartbeat import (
     latest_collectives,
     read_beats,
 )
+from boost.train.rendezvous import LAUNCH_DIR
 from tests import toy
 from tests.distributed import run_distributed
 

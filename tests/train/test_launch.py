@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from boost.errors import BoostError, ConfigError, ExcludedError, StorageError, TrainingError
-from boost.parallel.rendezvous import meet
 from boost.train import launch as launcher
 from boost.train.failures import FailureReport, failure_report, read_reports, root_cause
 from boost.train.launch import can_fork, launch, under_torchrun
+from boost.train.rendezvous import meet
 from boost.train.signals import STOP_SIGNALS, StopRequest
 from boost.train.worker import LaunchSpec
 from tests.train.commands import ForkedPython

@@ -33,7 +33,7 @@ from boost.measure.exactness import (
 )
 from boost.measure.verify.report import Found, Verifier, worst_of
 from boost.parallel.mesh import Mesh, mesh_of, temporary_groups
-from boost.parallel.sharding import require_torch
+from boost.parallel.weights import require_torch
 
 LIMITS = {"float64": 1e-9, "float32": 1e-5}
 """Maximum relative errors. AdamW amplifies rounding; without it, float64 errors would be below 1e-12."""

@@ -9,9 +9,10 @@ from boost.config import Config, load
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.measure.verify import collectives, devices, layouts, step
 from boost.measure.verify.report import Found, Report, Unequal, Verifier
-from boost.parallel.mesh import Axis, close_mesh, mesh_of, open_mesh, world_size
+from boost.parallel.mesh import Axis, mesh_of
 from boost.plan.hardware import load_hardware, profile_of
 from boost.train.hardware import total_memory
+from boost.train.rendezvous import close_mesh, open_mesh, world_size
 from boost.train.rundir import environment
 
 TIMEOUT_S = 300

@@ -15,8 +15,8 @@ from pathlib import Path
 from boost.config.schema import ModelConfig
 from boost.errors import BoostError
 from boost.measure.verify.report import Found, Report
-from boost.parallel.mesh import choose_device
 from boost.train.checkpoint import checkpoint_path, complete_checkpoints
+from boost.train.rendezvous import choose_device
 
 STEPS, SAVE_EVERY, FAULT = 12, 4, 10
 HANG_S, HANG_ON_GPU_S = 5, 30
