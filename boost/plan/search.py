@@ -170,9 +170,11 @@ class Search:
             if isinstance(first, list):
                 if self.fits(first[-1]):
                     return self.plan(first[-1])
-                # Memory grows from the first to the last: bisects for the last one that fits.
-                fitting = bisect.bisect_left(first, True, hi=len(first) - 1, key=lambda config: not self.fits(config))
-                if fitting:
+                if len(first) > 1 and self.fits(first[0]):
+                    # Memory grows from the first to the last: bisects for the last one that fits, mostly the first.
+                    fitting = 1
+                    if self.fits(first[1]):
+                        fitting = bisect.bisect_left(first, True, 2, len(first) - 1, key=lambda c: not self.fits(c))
                     config = first[fitting - 1]
                     heapq.heappush(waiting, (self.predictor.predict(config).seconds, next(numbers), [config]))
             elif not first.exact:
