@@ -18,7 +18,7 @@ from boost import drawing
 from boost.config import Config
 from boost.config.load import change, from_tree
 from boost.config.schema import Family, ModelConfig
-from boost.data.fit import open_fitting_store
+from boost.data.fit import open_corpus
 from boost.optim.schedule import learning_rate
 from boost.parallel.mesh import Mesh
 from boost.train.evaluate import Evaluation, evaluate
@@ -236,5 +236,5 @@ def run(args: argparse.Namespace) -> int:
     for family in families:  # validate before starting any process
         for contender in every_layout(family):
             configuration(config, family, next(iter(LIMITS)), {**contender.parallel, "tp": args.tp})
-    open_fitting_store(config)
+    open_corpus(config)
     return run_processes(curves_process, (config, families, args.out), args.tp)

@@ -27,7 +27,7 @@ from benchmarks.experiments.sections import save
 from boost.config import Config
 from boost.config.load import change, from_tree
 from boost.config.schema import Family
-from boost.data.fit import open_fitting_store
+from boost.data.fit import open_corpus
 from boost.errors import ConfigError, TrainingError
 from boost.parallel.mesh import Mesh
 from boost.train.progress import progress
@@ -178,7 +178,7 @@ def start(config: Config, plan: ConvergenceExperiment, out: Path) -> Facts:
 
     Raises ConfigError if `out`.json has results with other settings.
     """
-    store = open_fitting_store(config)
+    store = open_corpus(config).stores[0]
     settings = {
         # Paths do not matter; the content at these paths is compared. Every contender replaces family and seed.
         "config": config.model_dump(exclude={"run": True, "parallel": True, "data": {"store"}, "train": {"seed"}}),

@@ -14,7 +14,7 @@ from unittest import mock
 
 from benchmarks.local_tasks import TASKS, make_tasks
 from boost.config import Config
-from boost.data.fit import open_fitting_store
+from boost.data.fit import open_corpus
 from boost.errors import ConfigError
 from boost.models.decoder import Decoder
 from boost.train.loop import Trainer
@@ -44,7 +44,7 @@ def task_folder(config: Config, questions: int) -> Iterator[Path | None]:
         yield None
         return
     with tempfile.TemporaryDirectory(prefix="boost-tasks-") as folder:
-        make_tasks(open_fitting_store(config), Path(folder), questions, seed=0)
+        make_tasks(open_corpus(config).stores[0], Path(folder), questions, seed=0)
         yield Path(folder)
 
 
@@ -62,7 +62,7 @@ def scored(trainer: Trainer, folder: Path) -> Scored | None:
     """Scores the trainer's model on the tasks of `folder`. All TP ranks call it; all but the first one of a machine get None."""
     from boost.train.harness import HarnessModel, rows_of, run_tasks
 
-    store, model = open_fitting_store(trainer.config), trainer.model
+    store, model = open_corpus(trainer.config).stores[0], trainer.model
     assert isinstance(model, Decoder)  # these experiments have no pipeline
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     # Progress bars of the harness are not shown.

@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from boost.config.architecture import IGNORED
 from boost.config.attention import chunks_of
-from boost.data.mixture import AnySplit, Proportions, parts_of
+from boost.data.mixture import AnySplit, Proportions
 from boost.data.store import Split
 from boost.errors import ConfigError, DataError
 
@@ -106,7 +107,17 @@ class PackedWindows:
     """
 
     def __init__(self, split: Split, seq_len: int) -> None:
-        starts, n_inputs = _segments(split, seq_len)
+        assert split.targets is not None, "only splits with a loss mask are packed"
+        # Starts and numbers of inputs of all segments with a target, in order; both [n].
+        bounds = np.asarray(split.documents[:], dtype=np.int64)
+        inputs = np.maximum(np.diff(bounds) - 1, 0)
+        counts = -(-inputs // seq_len)
+        document = np.repeat(np.arange(len(inputs)), counts)
+        number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+        starts = bounds[document] + number * seq_len
+        n_inputs = np.minimum(inputs[document] - number * seq_len, seq_len)
+        useful = split.targets.before(starts + 1 + n_inputs) > split.targets.before(starts + 1)
+        starts, n_inputs = starts[useful], n_inputs[useful]
         # Samples are numbered in the order of their first segments.
         _, first, numbers = np.unique(_best_fit(n_inputs + 1, seq_len + 1), return_index=True, return_inverse=True)
         sample_of = np.argsort(np.argsort(first))[numbers]
@@ -128,20 +139,6 @@ def windows_of(split: Split, seq_len: int, partial: bool) -> EqualWindows | Pack
     if split.targets is not None:
         return PackedWindows(split, seq_len)
     return EqualWindows(split.n_tokens, seq_len, partial)
-
-
-def _segments(split: Split, seq_len: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Starts and numbers of inputs of all segments with a target, in order; both [n]."""
-    assert split.targets is not None, "only splits with a loss mask are packed"
-    bounds = np.asarray(split.documents[:], dtype=np.int64)
-    inputs = np.maximum(np.diff(bounds) - 1, 0)
-    counts = -(-inputs // seq_len)
-    document = np.repeat(np.arange(len(inputs)), counts)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
-    starts = bounds[document] + number * seq_len
-    n_inputs = np.minimum(inputs[document] - number * seq_len, seq_len)
-    useful = split.targets.before(starts + 1 + n_inputs) > split.targets.before(starts + 1)
-    return starts[useful], n_inputs[useful]
 
 
 def _best_fit(sizes: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.int64]:
@@ -177,16 +174,15 @@ class Batches:
         if not 0 <= seed < 1 << 32:
             raise ConfigError(f"seed {seed}: must be from 0 to {(1 << 32) - 1}")
         self.split, self.seq_len, self.global_batch, self.seed = split, seq_len, global_batch, seed
-        parts = parts_of(split)
-        self.splits = [part for part, _ in parts]
+        self.splits = [split] if isinstance(split, Split) else list(split.parts)
         self._windows = [_windows(part, seq_len) for part in self.splits]
         self.samples_of = [len(windows) for windows in self._windows]
         """Number of samples of each store."""
         self._first = list(itertools.accumulate(self.samples_of, initial=0))
         self.n_samples = self._first[-1]
-        self._proportions = Proportions([weight for _, weight in parts])
+        self._proportions = Proportions([Fraction(1)] if isinstance(split, Split) else split.weights)
         # Seeds differ, so that stores of equal size, such as translations, are not read in step.
-        sequences = [np.random.SeedSequence((seed, source)) for source in range(len(parts))]
+        sequences = [np.random.SeedSequence((seed, source)) for source in range(len(self.splits))]
         seeds = [seed, *(int(sequence.generate_state(1)[0]) for sequence in sequences[1:])]
         self._orders = list(map(shuffled_order, self.samples_of, seeds))
 
@@ -196,23 +192,9 @@ class Batches:
         drawn = [self._proportions[first + i] for i in range(self.global_batch)]
         return np.array([self._first[source] + self._orders[source][count] for source, count in drawn], dtype=np.int64)
 
-    def micro_batches(self, step: int, dp_rank: int, dp: int, micro_batch: int) -> Iterator[Batch]:
-        """This DP rank's G / dp samples of a step, in order, `micro_batch` at a time.
-
-        DP ranks take contiguous slices, so the samples of a step do not depend on `dp` and `micro_batch`. Raises
-        `ConfigError` if these do not divide the global batch.
-        """
-        rows = dp * micro_batch
-        if dp < 1 or micro_batch < 1 or self.global_batch % rows:
-            raise ConfigError(
-                f"global batch {self.global_batch} is not a multiple of {dp} data-parallel ranks times "
-                f"micro-batch {micro_batch}; set it to {-(-self.global_batch // max(rows, 1)) * max(rows, 1)}"
-            )
-        per_rank = self.global_batch // (dp * micro_batch)
-        return self.numbered(step, range(dp_rank * per_rank, (dp_rank + 1) * per_rank), micro_batch)
-
     def numbered(self, step: int, numbers: Iterable[int], micro_batch: int) -> Iterator[Batch]:
-        """Micro-batches of a step by their indices in the global batch, 0 to G / B - 1."""
+        """Micro-batches of a step by their indices in the global batch, 0 to G / B - 1. DP ranks take contiguous shares of them, so
+        the samples of a step depend neither on their number nor on the micro-batch."""
         indices = self.sample_indices(step)
         for number in numbers:
             chosen = indices[number * micro_batch : (number + 1) * micro_batch]

@@ -64,11 +64,6 @@ class FileArray:
         weakref.finalize(self, os.close, self._descriptor)
         self._length = os.fstat(self._descriptor).st_size // dtype.itemsize
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all elements."""
-        return self._length * self.dtype.itemsize
-
     def __len__(self) -> int:
         return self._length
 

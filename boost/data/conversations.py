@@ -12,6 +12,7 @@ one per line, in a JSON array, or per row of a Parquet file. Text may be compres
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,7 +93,11 @@ def _by_form(record: dict[str, Any]) -> tuple[tuple[str, ...], list[dict[str, An
         asked = _text(record["instruction"], "instruction")
         if more := _text(record.get("input") or "", "input"):
             asked = f"{asked}\n\n{more}"
-        messages = [*_history(record), *_exchange(asked, _text(record["output"], "output"))]
+        history = record.get("history") or []  # earlier exchanges, as LLaMA-Factory reads them
+        if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+            raise Malformed("'history' is not a list of questions and answers")
+        earlier = [_exchange(_text(question, "history"), _text(answer, "history")) for question, answer in history]
+        messages = [*chain(*earlier), *_exchange(asked, _text(record["output"], "output"))]
         return ("instruction", "input", "output", "history"), _with_system(record, messages)
     if "prompt" in record and "completion" in record:
         prompt, completion = record["prompt"], record["completion"]
@@ -104,15 +109,6 @@ def _by_form(record: dict[str, Any]) -> tuple[tuple[str, ...], list[dict[str, An
             messages = _exchange(_text(prompt, "prompt"), _text(completion, "completion"))
         return ("prompt", "completion"), _with_system(record, messages)
     raise Malformed("neither messages, conversations, instruction and output, nor prompt and completion")
-
-
-def _history(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Earlier exchanges of an Alpaca record, [[question, answer], ...], as LLaMA-Factory reads them."""
-    history = record.get("history") or []
-    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise Malformed("'history' is not a list of questions and answers")
-    for asked, answered in history:
-        yield from _exchange(_text(asked, "history"), _text(answered, "history"))
 
 
 def _template_fields(record: dict[str, Any]) -> dict[str, Any]:

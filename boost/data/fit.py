@@ -32,11 +32,6 @@ def open_corpus(config: Config, progress: Progress = iter) -> Corpus:
     return corpus
 
 
-def open_fitting_store(config: Config, progress: Progress = iter) -> TokenStore:
-    """Like `open_corpus`. Returns the store with the largest weight; all have its tokenizer."""
-    return open_corpus(config, progress).stores[0]
-
-
 def check_vocabulary(config: Config, store: TokenStore) -> None:
     """Raises ConfigError if the store contains token ids outside the model's vocabulary."""
     if store.largest_token >= config.model.vocab_size:

@@ -35,12 +35,7 @@ class HubSource:
     size: int | None = None
 
     def __init__(
-        self,
-        spec: str,
-        split: str = "train",
-        text_field: str = "text",
-        revision: str | None = None,
-        chat: bool = False,
+        self, spec: str, split: str = "train", text_field: str = "text", revision: str | None = None, chat: bool = False
     ) -> None:
         """`chat`: the rows are conversations."""
         self.dataset, _, config = spec.partition(":")

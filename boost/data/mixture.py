@@ -87,13 +87,6 @@ class MixedSplit:
 AnySplit = Split | MixedSplit
 
 
-def parts_of(split: AnySplit) -> list[tuple[Split, Fraction]]:
-    """The stores' splits and their weights; one of weight 1 for a single store."""
-    if isinstance(split, Split):
-        return [(split, Fraction(1))]
-    return list(zip(split.parts, split.weights, strict=True))
-
-
 @dataclass(frozen=True)
 class Corpus:
     """The token stores of a run and their weights, which add up to 1. Heaviest first, independently of the order in the

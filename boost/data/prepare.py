@@ -24,16 +24,7 @@ from boost.data.readers import Document
 from boost.data.reading import Reading
 from boost.data.sources import FilesSource, SeenInputs, Source, StdlibSource
 from boost.data.split import SplitRule, choose_split
-from boost.data.store import (
-    FORMAT,
-    OFFSET_DTYPE,
-    SPLITS,
-    STORE_FILE,
-    TokenStore,
-    boundaries_of,
-    read_meta,
-    token_dtype,
-)
+from boost.data.store import FORMAT, OFFSET_DTYPE, SPLITS, STORE_FILE, TokenStore, boundaries_of, read_meta, token_dtype
 from boost.data.tokenizer import (
     END_OF_TEXT,
     find_eos,
@@ -414,6 +405,6 @@ def build_chat(options: PrepareOptions, reading: Reading, fingerprint: str, fold
         if reading.taken == options.max_documents:
             report.notes.append(f"only the first {reading.taken} conversations were read (--max-documents)")
         meta = store_meta(tokenizer, eos, fingerprint, options, report) | {
-            "chat": {"template": template.template, "tokenizer": template.special_tokens},
+            "chat": {"template": template.template, "tokenizer": template.special_tokens}
         }
         writer.finish(tokenizer.to_str(), meta, report.details())

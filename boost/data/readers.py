@@ -406,7 +406,15 @@ def _read_csv(
         is_text = {
             field.name: pyarrow.types.is_string(field.type) or pyarrow.types.is_binary(field.type) for field in schema
         }
-        with counting(lambda: _csv_rows(path, csv, blocks, parse(lambda _: "skip"))):
+
+        def count() -> int:
+            with (
+                open_utf8(path, FileReport(""), PrepareReport()) as file,
+                csv.open_csv(file, blocks, parse(lambda _: "skip")) as batches,
+            ):
+                return sum(batch.num_rows for batch in batches)
+
+        with counting(count):
             columns = {name: is_text[name] or name == text_field for name in is_text}
             column = find_text_column(text_field, columns, entry)
         # As bytes, so that one row that is not UTF-8 does not end the file.
@@ -423,11 +431,6 @@ def _read_csv(
         if "straddling" in reason:
             reason = f"a row longer than {format_bytes(MAX_RECORD_BYTES)}, or a quote that is never closed"
         raise Unreadable("not a CSV file", f"after row {row}: {reason}", "correct it") from error
-
-
-def _csv_rows(path: Path, csv: Any, blocks: Any, parse: Any) -> int:
-    with open_utf8(path, FileReport(""), PrepareReport()) as file, csv.open_csv(file, blocks, parse) as batches:
-        return sum(batch.num_rows for batch in batches)
 
 
 def _read_parquet(

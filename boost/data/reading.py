@@ -5,7 +5,7 @@ times must be the same, are read again from the start of their source up to the 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from boost.data.hub import HubSource
@@ -52,22 +52,23 @@ class Reading:
         self._progress.phase(phase, self._total)
         self.taken, self._begun = 0, []
         left = list(saved)
+
+        def is_over(split: str) -> bool:
+            return is_full(split) or (split == "train" and self.taken == self._limit)
+
         for split, sources in (("heldout", self._heldout), ("train", self._sources)):
             for source in sources:
                 mark = left.pop(0) if left else None
-                if mark is None and (is_full(split) or self._is_over(split)):
+                if mark is None and is_over(split):
                     break
-                for document in self._read(source, split, mark, bool(left), is_full):
+                for document in self._read(source, split, mark, bool(left), is_over):
                     yield document
                     self._progress.update(self.report.consumed, self.taken)
-                    if is_full(split) or self._is_over(split):
+                    if is_over(split):
                         break
 
-    def _is_over(self, split: str) -> bool:
-        return split == "train" and self.taken == self._limit
-
     def _read(
-        self, source: Source, split: str, mark: dict[str, Any] | None, finished: bool, is_full: Callable[[str], bool]
+        self, source: Source, split: str, mark: dict[str, Any] | None, finished: bool, is_over: Callable[[str], bool]
     ) -> Iterator[Document]:
         """The documents of one source after its mark; none if the mark is its end (`finished`)."""
         self._begun.append(begun := _Begun(source, len(self.report.sources)))
@@ -78,7 +79,7 @@ class Reading:
         else:
             begun.documents = again
             self.taken += again if split == "train" else 0
-            if finished or is_full(split) or self._is_over(split):
+            if finished or is_over(split):
                 self.report.source(source.name).restore(mark["entries"])
                 return
             documents, again = source.documents(self.report, mark["stream"], mark["entries"]), 0
@@ -91,7 +92,7 @@ class Reading:
             self._progress.update(self.report.consumed, self.taken)
             if mark is not None and begun.documents == again:
                 self.report.sources[begun.section].restore(mark["entries"])
-                if finished or is_full(split) or self._is_over(split):
+                if finished or is_over(split):
                     return
         if begun.documents < again:
             raise DataError(f"{source.name}: has fewer documents than before the interruption; {AGAIN}")
@@ -102,7 +103,7 @@ class Reading:
             {
                 "documents": begun.documents,
                 "entries": [
-                    entry.as_dict() for section in self.report.sources[begun.section :][:1] for entry in section.files
+                    asdict(entry) for section in self.report.sources[begun.section :][:1] for entry in section.files
                 ],
                 "stream": begun.source.position()
                 if begun is self._begun[-1] and isinstance(begun.source, HubSource)

@@ -52,14 +52,11 @@ class FileReport:
         self.notes.setdefault(printable(what), Skip()).add(printable(where))
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Sets the numbers to those of `as_dict`."""
+        """Inverse of `asdict`: sets the numbers."""
         self.documents, self.bytes, self.tokens = (int(saved[key]) for key in ("documents", "bytes", "tokens"))
         for what in ("skipped", "notes"):
             reasons = {reason: Skip(skip["count"], list(skip["examples"])) for reason, skip in saved[what].items()}
             setattr(self, what, reasons)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass
@@ -78,7 +75,7 @@ class SourceReport:
         return self.files[-1]
 
     def restore(self, saved: list[dict[str, Any]]) -> None:
-        """Sets the numbers of all files to those of their `as_dict`, and adds files that are not there yet."""
+        """Sets the numbers of all files (`FileReport.restore`), and adds files that are not there yet."""
         for missing in saved[len(self.files) :]:
             self.file(missing["name"])
         for entry, numbers in zip(self.files, saved, strict=True):
@@ -114,7 +111,7 @@ class PrepareReport:
 
     def details(self) -> dict[str, Any]:
         """Every file by name, for `report.json`."""
-        return {source.name: [entry.as_dict() for entry in source.files] for source in self.sources}
+        return {source.name: [asdict(entry) for entry in source.files] for source in self.sources}
 
     def skipped_in_words(self) -> str:
         """Text for an error message: `3 skipped: 2 empty (a.txt), 1 binary (holds a NUL byte) (b.dat: byte 9)`."""

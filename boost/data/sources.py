@@ -17,7 +17,7 @@ from typing import Any
 from boost.data.conversations import read_conversations
 from boost.data.hub import HubSource
 from boost.data.readers import Document, Unreadable, read_file
-from boost.data.report import PrepareReport, SourceReport
+from boost.data.report import PrepareReport
 from boost.data.store import STORE_FILE
 from boost.data.writer import is_leftover
 from boost.errors import DataError
@@ -144,29 +144,26 @@ class FilesSource:
         for name, reason in self._skipped:
             section.file(name).skip(reason)
         for file in self.files:
-            yield from self._documents_of(file, section, report)
-
-    def _documents_of(self, file: InputFile, section: SourceReport, report: PrepareReport) -> Iterator[Document]:
-        entry = section.file(file.key)
-        try:
-            if file.refused:
-                raise Unreadable(file.refused)
-            require_unchanged(file.path, file.size, file.mtime_ns)
-            if file.size == 0:
-                entry.skip("empty")
-                return
+            entry = section.file(file.key)
             try:
-                if self.chat:
-                    yield from read_conversations(file.path, file.key, entry, report)
-                else:
-                    yield from read_file(file.path, file.key, self.text_field, entry, report)
-            except OSError as error:
-                raise Unreadable(f"cannot be read: {error.strerror or error}") from error
-            require_unchanged(file.path, file.size, file.mtime_ns)
-        except Unreadable as problem:
-            if file.explicit:
-                raise DataError(f"{file.path}: {problem}") from problem
-            entry.skip(problem.reason, problem.where, problem.documents)
+                if file.refused:
+                    raise Unreadable(file.refused)
+                require_unchanged(file.path, file.size, file.mtime_ns)
+                if file.size == 0:
+                    entry.skip("empty")
+                    continue
+                try:
+                    if self.chat:
+                        yield from read_conversations(file.path, file.key, entry, report)
+                    else:
+                        yield from read_file(file.path, file.key, self.text_field, entry, report)
+                except OSError as error:
+                    raise Unreadable(f"cannot be read: {error.strerror or error}") from error
+                require_unchanged(file.path, file.size, file.mtime_ns)
+            except Unreadable as problem:
+                if file.explicit:
+                    raise DataError(f"{file.path}: {problem}") from problem
+                entry.skip(problem.reason, problem.where, problem.documents)
 
     def fingerprint(self) -> list[Any]:
         return [[file.key, file.size, file.mtime_ns] for file in self.files]

@@ -76,7 +76,7 @@ def verify(store: TokenStore, progress: Progress = iter) -> None:
 
 def _verify_block(store: TokenStore, array: FileArray, file: str, index: int) -> None:
     start = index * BLOCK_BYTES
-    data = array.read_bytes(start, max(min(BLOCK_BYTES, array.n_bytes - start), 0))
+    data = array.read_bytes(start, max(min(BLOCK_BYTES, len(array) - start), 0))
     expected = store.blocks[file][index * 2 * DIGEST_BYTES : (index + 1) * 2 * DIGEST_BYTES]
     if block_digest(data) != expected:
         raise damaged(store.path, f"{file} is damaged (between bytes {start} and {start + len(data)})")

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from boost.data.blocks import BLOCK_BYTES, BlockDigests
 from boost.data.options import PrepareOptions
+from boost.data.report import PrepareReport
 from boost.data.store import (
     FORMAT,
     OFFSET_DTYPE,
@@ -43,8 +44,6 @@ from boost.paths import read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-    from boost.data.report import PrepareReport
 
 RESUME_FILE = "resume.json"
 """In `STORE.boost-tmp`: the last commit of an unfinished store."""
@@ -205,11 +204,7 @@ def _sync_one(path: Path) -> None:
 
 
 def store_meta(
-    tokenizer: "Tokenizer",
-    eos: tuple[str, int],
-    fingerprint: str,
-    options: PrepareOptions,
-    report: "PrepareReport",
+    tokenizer: "Tokenizer", eos: tuple[str, int], fingerprint: str, options: PrepareOptions, report: PrepareReport
 ) -> dict[str, Any]:
     """What store.json says of every store. `eos`: (token, id); `fingerprint`: of the input."""
     return {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from boost.config import Config
 from boost.config.text import printable, printable_text
-from boost.data.fit import open_fitting_store
+from boost.data.fit import open_corpus
 from boost.data.verify import Progress
 from boost.errors import HangError, StoppedError, TrainingError
 from boost.format import format_count
@@ -29,7 +29,7 @@ from boost.train.failures import (
     out_of_memory,
 )
 from boost.train.faults import Fault, FaultInjection
-from boost.train.heartbeat import Heartbeat, process_name, remember_collectives
+from boost.train.heartbeat import Heartbeat, process_name
 from boost.train.hooks import Hook, TrainResult
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, tracker_modules
@@ -61,11 +61,8 @@ class Session:
         """Joins the mesh. Raises the same errors as `open_mesh`."""
         self.config = config
         self.mesh = open_mesh(config.parallel, config.run.device, config.run.startup_timeout_s, stopped)
-
-    @property
-    def rank(self) -> int:
+        self.rank = self.mesh.rank
         """The number of this process in names of log files."""
-        return self.mesh.rank
 
     @property
     def is_over(self) -> bool:
@@ -120,7 +117,7 @@ def check_before_start(
             require_nothing_lost(run, candidates, restart)
     tracker_modules(config)
     require_torch(config)
-    store = open_fitting_store(config, progress)
+    store = open_corpus(config, progress).stores[0]  # all have its tokenizer
     if start_from is not None:
         check_start(start_from, config, store)
     check_teacher(config, store)
@@ -150,7 +147,8 @@ def train(
 ) -> tuple[TrainResult | None, int]:
     """Like `train_process`, but runs `hooks` before the built-in ones. Returns the result and the exit code. The result is None if
     a signal stopped the run before its first step."""
-    remember_collectives()
+    # c10d's flight recorder, for heartbeats: so many collectives, few because they are read every second. Before the mesh.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")
     if config.train.deterministic:  # read at first use, so these come before the mesh
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
         os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")  # NVSwitch does not add in a fixed order
@@ -158,9 +156,7 @@ def train(
         with contextlib.suppress(OSError):  # stderr may not be a file
             faulthandler.register(signal.SIGQUIT, all_threads=True)
         if "TORCHELASTIC_RUN_ID" in os.environ and config.run.recovery == "restart":
-            stop_without(
-                os.getppid()
-            )  # a signal that torchrun does not handle ends it, and leaves its processes running
+            stop_without(os.getppid())  # a signal that torchrun does not handle ends it, but not its processes
     with outliving_terminal(), StopRequest() as request:
         try:
             session: Session = pkgutil.resolve_name(SESSIONS[config.run.recovery])(config, lambda: request.name)

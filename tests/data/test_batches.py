@@ -23,6 +23,7 @@ from boost.data.batches import (
 from boost.data.mixture import MixedSplit
 from boost.data.store import Spans, Split, boundaries_of
 from boost.errors import ConfigError, DataError
+from boost.parallel.mesh import share
 
 
 def make_split(n_tokens, document=5):
@@ -77,8 +78,9 @@ def test_any_step_without_the_ones_before():
 @pytest.mark.parametrize(("dp", "micro_batch"), [(1, 12), (1, 1), (2, 3), (3, 4), (4, 3), (12, 1)])
 def test_ranks_and_micro_batches_only_cut_the_global_batch(dp, micro_batch):
     batches = Batches(make_split(500), seq_len=8, global_batch=12, seed=1)
-    whole = next(batches.micro_batches(2, 0, 1, 12))
-    parts = [part for rank in range(dp) for part in batches.micro_batches(2, rank, dp, micro_batch)]
+    (whole,) = batches.numbered(2, [0], 12)
+    shares = [share(12 // micro_batch, rank, dp) for rank in range(dp)]
+    parts = [part for own in shares for part in batches.numbered(2, own, micro_batch)]
     assert all(part.tokens.shape == (micro_batch, 8) for part in parts)
     for name in ("tokens", "targets", "document_ids"):
         np.testing.assert_array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name))
@@ -102,7 +104,7 @@ def test_a_mixture_repeats_and_skips_no_sample_of_a_source_over_resumes_with_oth
     for dp, steps in ((1, 3), (2, 4), (4, 2), (3, 5)):  # three resumes, each in a process of its own
         batches = Batches(split, seq_len=10, global_batch=12, seed=4)
         for _ in range(steps):
-            parts = [part for rank in range(dp) for part in batches.micro_batches(step, rank, dp, 1)]
+            parts = [part for rank in range(dp) for part in batches.numbered(step, share(12, rank, dp), 1)]
             taken += [int(part.tokens[0, 0]) for part in parts]
             step += 1
     by_source = [[t % 10_000 // 10 for t in taken if t // 10_000 == i] for i in range(3)]
@@ -149,10 +151,7 @@ def test_corpus_shorter_than_a_sequence():
     assert Batches(make_split(10), 9, 1, 0).n_samples == 1
 
 
-def test_global_batch_that_does_not_divide():
-    batches = Batches(make_split(100), 4, 10, 0)
-    with pytest.raises(ConfigError, match=r"global batch 10 .* set it to 12"):
-        next(batches.micro_batches(0, 0, 2, 3))
+def test_a_seed_that_is_none():
     with pytest.raises(ConfigError, match="seed -1"):
         Batches(make_split(100), 4, 10, -1)
 

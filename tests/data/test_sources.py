@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -190,7 +191,7 @@ def test_a_revision_is_resolved_once_and_a_stream_continues_with_it(local_hub, m
     monkeypatch.setattr(hub, "commit_of", lambda dataset, revision: "a newer commit")
     again = hub.HubSource("someone/rows", "train", "body", revision="v1")
     report = PrepareReport()
-    rest = [document.text for document in again.documents(report, position, [FileReport("someone/rows").as_dict()])]
+    rest = [document.text for document in again.documents(report, position, [asdict(FileReport("someone/rows"))])]
     assert rest == [f"text {i}" for i in (2, *range(4, 9))]
     assert [options["revision"] for _, _, options in local_hub] == ["someone/rows@v1"] * 2
     assert source.fingerprint() == ["someone/rows", None, "train", "v1"]

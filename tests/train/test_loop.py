@@ -85,7 +85,7 @@ def test_the_loss_is_a_mean_over_targets_whatever_micro_batches_they_fall_into(
     ]
     for trainer in trainers:
         trainer.start([])
-    (batch,) = trainers[2].batches.micro_batches(0, 0, 1, 4)
+    (batch,) = trainers[2].batches.numbered(0, [0], 4)
     counted = int((batch.targets != IGNORED).sum())
     assert 0 < counted < batch.targets.size
     total = trainers[2].model(*to_device(batch, False, toy.CPU))

@@ -59,7 +59,7 @@ def test_the_loss_is_that_of_the_answers_alone(chats: Path, tmp_path: Path) -> N
     """Against torch's own cross-entropy, with the tokens of the answers looked up in the store."""
     trainer = make_trainer(config_on(chats, tmp_path))
     trainer.start([])
-    (batch,) = trainer.batches.micro_batches(0, 0, 1, 8)
+    (batch,) = trainer.batches.numbered(0, [0], 8)
     counted = batch.targets != IGNORED
     assert 0.05 < counted.mean() < 0.6
     per_row = counted.sum(1)

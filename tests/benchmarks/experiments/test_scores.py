@@ -76,9 +76,9 @@ def test_two_processes_score_as_one_and_as_the_definition(
         found = scored(config, folder)
         assert capfd.readouterr().err == "", "progress bars of the harness are not shown"
         asked = [json.loads(line) for line in (folder / "local_continuation.jsonl").read_text().splitlines()]
-    from boost.data.fit import open_fitting_store
+    from boost.data.fit import open_corpus
 
-    tokenizer = open_fitting_store(config).tokenizer()
+    tokenizer = open_corpus(config).stores[0].tokenizer()
     lengths = [[len(tokenizer.encode(f" {choice}").ids) for choice in each["choices"]] for each in asked]
     right = [each["answer"] == of_each.index(min(of_each)) for each, of_each in zip(asked, lengths, strict=True)]
     assert found["local_continuation acc"] == pytest.approx(sum(right) / QUESTIONS)
