@@ -80,8 +80,10 @@ class StoreGuard:
         self._answered = time.monotonic()
 
     def _watch(self) -> None:
-        while not self._is_over(time.monotonic()):
+        since = None
+        while since is None or time.monotonic() - max(since, self._answered) <= self._patience_s:
             time.sleep(LOOKS_S)
+            since = self._waits_since()
         text = (
             f"the run's store at {self._where} has not responded for {self._patience_s:g} s: this replica cannot tell whether the "
             "others continue, so it stops"
@@ -89,7 +91,3 @@ class StoreGuard:
         log.error(text)
         print(f"boost: error: {text}", file=sys.stderr, flush=True)
         leave(BoostError.exit_code)
-
-    def _is_over(self, now: float) -> bool:
-        since = self._waits_since()
-        return since is not None and now - max(since, self._answered) > self._patience_s

@@ -1,5 +1,6 @@
 """Hooks of a run with in-step recovery: who takes over as main process, slow replicas, and the event of a change."""
 
+import contextlib
 import logging
 import statistics
 import time
@@ -60,17 +61,17 @@ class TakeOver(Hook):
     main_only = True
 
     def __init__(self) -> None:
-        self._lock: RunLock | None = None
+        self._lock = contextlib.ExitStack()
 
     def setup(self, trainer: Training) -> None:
         if not trainer.takes_over:
             return
         take_terminal()
         deadline = time.monotonic() + LOCK_S
-        while self._lock is None:
-            lock = RunLock(trainer.config.run.dir)
+        while True:
             try:
-                self._lock = lock.__enter__()
+                self._lock.enter_context(RunLock(trainer.config.run.dir))
+                return
             except (ConfigError, StorageError) as error:  # the previous main process hangs and has not been ended yet
                 if isinstance(error, StorageError) or time.monotonic() > deadline:
                     log.warning("%s; training continues without the lock", error)
@@ -78,9 +79,7 @@ class TakeOver(Hook):
                 time.sleep(0.2)
 
     def teardown(self, trainer: Training) -> None:
-        if self._lock is not None:
-            self._lock.__exit__(None, None, None)
-            self._lock = None
+        self._lock.close()
 
 
 class SlowReplicas(Hook):

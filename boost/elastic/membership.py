@@ -95,11 +95,7 @@ class Coordinator:
     """One process's view of the store. Not thread-safe."""
 
     def __init__(
-        self,
-        store: dist.Store,
-        replicas: int,
-        processes: int,
-        status: Callable[[Member], str] = lambda member: "",
+        self, store: dist.Store, replicas: int, processes: int, status: Callable[[Member], str] = lambda member: ""
     ) -> None:
         """`replicas`: replicas of a full run. `processes`: processes per replica. `status`: what heartbeats say about a
         member: DEAD if a newer incarnation of its replica runs, SILENT if it has stopped responding, else ''."""
@@ -182,9 +178,8 @@ class Coordinator:
 
         `stopped` raises if this process received a stop signal. Raises TrainingError if replicas are missing after `timeout_s`.
         """
-        if self.store.check(["decision/0"]):
-            return self._first_if_member(member)
-        self.store.set(f"founds/{member.replica}/{process}", member.incarnation)
+        if not self.store.check(["decision/0"]):
+            self.store.set(f"founds/{member.replica}/{process}", member.incarnation)
         deadline, pauses = time.monotonic() + timeout_s, _pauses()
         while not self.store.check(["decision/0"]):
             stopped()
@@ -202,9 +197,6 @@ class Coordinator:
                 time.sleep(next(pauses))
                 continue
             self._decide(Decision(0, tuple(founders)))
-        return self._first_if_member(member)
-
-    def _first_if_member(self, member: Member) -> Decision | None:
         decision = self.decision(0)
         return decision if decision.place(member) is not None else None
 
@@ -218,11 +210,6 @@ class Coordinator:
         while self.store.check([f"decision/{since}"]):
             latest, since = self.decision(since), since + 1
         return latest
-
-    def admitted(self, member: Member, since: int) -> Decision | None:
-        """The decision that admits an announced member; None if there is none yet."""
-        latest = self.latest(since)
-        return latest if latest is not None and latest.place(member) is not None else None
 
     def agree(self, before: Decision, member: Member, process: int, report: Report) -> Decision:
         """Writes this process's report and waits for the decision that follows `before`.
@@ -289,7 +276,16 @@ class Coordinator:
             for member in before.members
             if member not in with_state
         }
-        if refused := _refusal(before, lost, len(with_state)):
+        survivors = len(with_state)
+        voters = sum(not why.startswith(DEAD) for why in lost.values()) + survivors
+        if not survivors:
+            refused = f"no replica with weights is left of {len(before.members)}; resume with --resume auto"
+            return Decision(number, (), refused=refused, lost=lost)
+        if 2 * survivors < voters:
+            refused = (
+                f"{survivors} of {voters} replicas respond, which is not a majority: the {voters - survivors} others may be "
+                "training elsewhere; find out why they do not respond, then resume with --resume auto"
+            )
             return Decision(number, (), refused=refused, lost=lost)
         all_reports = [report for own in with_state.values() for report in own]
         newest = max(all_reports, key=lambda report: report.operation)
@@ -323,20 +319,6 @@ class Coordinator:
             if not self.lost_reason(member.incarnation) and member.replica not in {m.replica for m in inside}:
                 waiting[member.replica] = member
         return list(waiting.values()), seen
-
-
-def _refusal(before: Decision, lost: Mapping[str, str], survivors: int) -> str:
-    """Why training cannot continue; empty if it can."""
-    voters = sum(not why.startswith(DEAD) for why in lost.values()) + survivors
-    if not survivors:
-        return f"no replica with weights is left of {len(before.members)}; resume with --resume auto"
-    if 2 * survivors < voters:
-        silent = voters - survivors
-        return (
-            f"{survivors} of {voters} replicas respond, which is not a majority: the {silent} others may be training "
-            "elsewhere; find out why they do not respond, then resume with --resume auto"
-        )
-    return ""
 
 
 def _pauses() -> Iterator[float]:

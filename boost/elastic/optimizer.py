@@ -14,7 +14,7 @@ A division, an ordered list of replica names, determines which replica holds whi
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,52 +33,35 @@ from boost.parallel.mesh import share
 from boost.train.replicas import digest
 
 
-class Transfer(Protocol):
-    """Brings the optimizer state of joining replicas up to date."""
-
-    def transfer_info(self) -> dict[str, Any]:
-        """JSON-serializable state that a joining replica needs before `transfer`."""
-
-    def load_transfer_info(self, info: dict[str, Any]) -> None:
-        """Inverse of `transfer_info`."""
-
-    def transfer(self, mesh: ElasticMesh, donor: int, takes: bool) -> None:
-        """Sends state from replica `donor` of the mesh to those with `takes`; `commit_transfer` makes it effective. Collective."""
-
-    def digests(self, device: torch.device) -> list[Tensor]:
-        """Digests of the state after `transfer`: on each replica the same number, or 0."""
-
-    def commit_transfer(self) -> None:
-        """Commits an exchange between replicas, once it is complete on all processes."""
-
-    def discard_transfer(self) -> None:
-        """Discards an exchange between replicas that was interrupted before it was complete on any process."""
-
-
 class WholeTransfer:
-    """The `Transfer` of an optimizer whose state every replica holds whole."""
+    """Brings the state of joining replicas up to date, for an optimizer whose state every replica holds whole."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
 
     def transfer_info(self) -> dict[str, Any]:
+        """JSON-serializable state that a joining replica needs before `transfer`."""
         return {"updates": self._optimizer.updates}
 
     def load_transfer_info(self, info: dict[str, Any]) -> None:
+        """Inverse of `transfer_info`."""
         self._optimizer.updates = info["updates"]
 
     def transfer(self, mesh: ElasticMesh, donor: int, takes: bool) -> None:
+        """Sends state from replica `donor` of the mesh to those with `takes`; `commit_transfer` makes it effective. Collective."""
         for tensor in self._optimizer.state_tensors():
             dist.broadcast(tensor if takes else torch.empty_like(tensor), group=mesh.dp.group, group_src=donor)
 
     def digests(self, device: torch.device) -> list[Tensor]:
+        """Digests of the state after `transfer`: on each replica the same number, or 0."""
         return [digest(self._optimizer.state_tensors(), device)]
 
     def commit_transfer(self) -> None:
-        """Nothing is pending: what arrives is in place."""
+        """Commits an exchange between replicas, once it is complete on all processes. Here nothing is pending: what arrives is in
+        place."""
 
     def discard_transfer(self) -> None:
-        """Nothing is pending."""
+        """Discards an exchange between replicas that was interrupted before it was complete on any process."""
 
 
 @dataclass(frozen=True)
@@ -298,6 +281,10 @@ class DividedAdamW(Optimizer):
             }
             for piece, moments in self._pieces.items()
         ]
+
+
+Transfer = WholeTransfer | DividedAdamW
+"""Brings the optimizer state of joining replicas up to date."""
 
 
 def _rows_view(tensor: Tensor, rows: range) -> Tensor:

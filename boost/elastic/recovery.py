@@ -70,11 +70,9 @@ class RecoverableRun(Training, Protocol):
 
     def adopt(self, event: MembershipChange) -> None:
         """Continues with a new set of replicas."""
-        ...
 
     def abandon_save(self) -> None:
         """Abandons the save in flight, if any, because the replicas change."""
-        ...
 
 
 class Recovery:
@@ -100,7 +98,9 @@ class Recovery:
         self.operation, self._last = 0, None
         self.held: list[int] = []
         """Micro-batches of the current step whose gradients this process holds."""
-        self._depth, self._repeats, self._admits, self._closed = 0, False, False, threading.Event()
+        self.repeats = False
+        """Whether the current operation is being repeated."""
+        self._depth, self._admits, self._closed = 0, False, threading.Event()
         self.trainer: RecoverableRun | None = None
         self._beats = MemberBeats(self.board(), self.slots, replica_size(parallel), run.heartbeat_timeout_s)
         self._coordinator = Coordinator(self._store, parallel.dp, replica_size(parallel), self._beats.status)
@@ -179,13 +179,8 @@ class Recovery:
         finally:
             self._depth -= 1
 
-    @property
-    def repeats(self) -> bool:
-        """Whether the current operation is being repeated."""
-        return self._repeats
-
     def _complete(self, result: Any) -> None:
-        self.operation, self._last, self.held, self._repeats = self.operation + 1, result, [], False
+        self.operation, self._last, self.held, self.repeats = self.operation + 1, result, [], False
 
     def own_share(self, micro_batches: int) -> list[int]:
         """Micro-batches of this process in the step that it is about to start.
@@ -199,7 +194,7 @@ class Recovery:
 
     def remaining(self, micro_batches: int) -> list[int]:
         """Micro-batches of lost replicas that this process still has to compute in the current step."""
-        return self._assigned(micro_batches) if self._repeats else []
+        return self._assigned(micro_batches) if self.repeats else []
 
     def _assigned(self, micro_batches: int) -> list[int]:
         held = [self.decision.held.get(member.incarnation, ()) for member in self.decision.members]
@@ -219,7 +214,7 @@ class Recovery:
                 except PeersLostError as again:
                     log.info("membership %d is over: %s", self.decision.number, again)
                     continue
-                self._repeats = True
+                self.repeats = True
                 return self.decision.result if self.operation < self.decision.operation else _REPEAT
             return None
         finally:
@@ -270,7 +265,7 @@ class Recovery:
         assert self.trainer is not None, "replicas are only admitted during training"
 
         def admit() -> None:
-            if not self._repeats:  # a repeated attempt is already in a new membership
+            if not self.repeats:  # a repeated attempt is already in a new membership
                 begun = time.monotonic()
                 self.membership.lost("a replica joins")
                 report = Report(self.operation, self._last, admits=True)
@@ -292,24 +287,25 @@ class Recovery:
         Raises ExcludedError if that fails, so that the replica is restarted; StoppedError if the run ends first, or on a stop
         signal to a process of this replica.
         """
-        since, current = self.decision.number, self.decision
         if self.replica.size > 1:
             dist.barrier()
         if self.replica.process == 0:
             self._coordinator.announce(self.member)
-        while (decision := self._coordinator.admitted(self.member, since)) is None:
+        decision = self.decision
+        while True:
+            decision = self._coordinator.latest(decision.number) or decision
+            if decision.place(self.member) is not None:
+                break
             if self.is_over:
                 raise StoppedError("the end of the run")
             self._require_not_stopped()
             if why := self._coordinator.lost_reason(self.member.incarnation):
                 raise ExcludedError(f"the others did not admit this replica ({why})")
-            if (latest := self._coordinator.latest(since)) is not None:
-                since, current = latest.number, latest
             # Under torchrun nobody reports a loss if no member is left to notice it: heartbeats tell.
-            lost = [self._coordinator.lost_reason(m.incarnation) or self._beats.status(m) for m in current.members]
-            if current.refused or all(lost):
-                self._coordinator.exclude_lost(current.members, self.member)  # so that launchers end what hangs
-                raise ExcludedError(current.refused or "no replica with weights is left; resume with --resume auto")
+            lost = [self._coordinator.lost_reason(m.incarnation) or self._beats.status(m) for m in decision.members]
+            if decision.refused or all(lost):
+                self._coordinator.exclude_lost(decision.members, self.member)  # so that launchers end what hangs
+                raise ExcludedError(decision.refused or "no replica with weights is left; resume with --resume auto")
             time.sleep(0.02)
         try:
             self._connect(decision)

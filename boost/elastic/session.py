@@ -23,11 +23,8 @@ class ElasticSession(Session):
         """Joins the replica and, unless it is a restart, the first membership. Raises the same errors as `Recovery`."""
         self.config, self.recovery = config, Recovery(config, stopped)
         self.mesh = self.recovery.mesh
-
-    @property
-    def rank(self) -> int:
-        """Rank of the full run: it stays when the membership changes."""
-        return self.recovery.slot
+        self.rank = self.recovery.slot
+        """Of the full run: it stays when the membership changes."""
 
     @property
     def is_over(self) -> bool:

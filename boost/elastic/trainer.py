@@ -7,16 +7,18 @@ were lost. A save in flight is abandoned when replicas change, and those that re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from boost.config import Config
 from boost.elastic.groups import PeersLostError
 from boost.elastic.hooks import MembershipChange, SlowReplicas, TakeOver
 from boost.elastic.mesh import ElasticMesh
 from boost.elastic.optimizer import DividedAdamW, Division, Transfer, WholeTransfer, build_optimizer
+from boost.elastic.recovery import Recovery
 from boost.optim.adamw import Optimizer
 from boost.parallel.gradients import (
     BucketQueue,
@@ -36,12 +38,8 @@ from boost.train.hardware import Moment, now, seconds_between
 from boost.train.heartbeat import set_pace
 from boost.train.hooks import Hook, TrainStart
 from boost.train.loop import Trainer
+from boost.train.rundir import RunDirectory
 from boost.train.step import Passes, Stepper, Update, run_passes
-
-if TYPE_CHECKING:
-    from boost.config import Config
-    from boost.elastic.recovery import Recovery
-    from boost.train.rundir import RunDirectory
 
 ABANDON_S = 5.0
 """Seconds to wait for an abandoned save to end; it may be writing a file."""
@@ -111,7 +109,7 @@ class RecoverableStepper(Stepper):
 
     reducer: ElasticReducer
 
-    def __init__(self, recovery: "Recovery", *parts: Any) -> None:
+    def __init__(self, recovery: Recovery, *parts: Any) -> None:
         """`parts`: arguments of `Stepper` except `ahead`."""
         super().__init__(*parts)
         self.ahead = self.from_tensors = False
@@ -150,7 +148,10 @@ class RecoverableStepper(Stepper):
             nonlocal whole
             if more := self._recovery.remaining(self.micro_batches):
                 self.reducer.restore_local()
-                whole = self._more(whole, more)
+                data = self.prefetcher.read(passes.position.step + passes.position.skipped, more)
+                with self.copies.in_use():
+                    loss = run_passes(self.model, data.batches, self.config, divisor=self.tokens)
+                whole = replace(whole, loss=whole.loss + loss, targets=whole.targets + data.targets)
                 self._recovery.held += more
             elif self._recovery.repeats:
                 self.reducer.restore_local()
@@ -167,13 +168,6 @@ class RecoverableStepper(Stepper):
             clip_gradients((s.tensor for s in self.fused_params), numbers, self.config.optim.clip)
             self.optimizer.step(passes.position.step, passes.lr)
         return Update(passes.lr, stats, now(self.timed_on))
-
-    def _more(self, passes: Passes, numbers: Sequence[int]) -> Passes:
-        """Runs the passes of further micro-batches and adds them to `passes`."""
-        data = self.prefetcher.read(passes.position.step + passes.position.skipped, numbers)
-        with self.copies.in_use():
-            loss = run_passes(self.model, data.batches, self.config, divisor=self.tokens)
-        return replace(passes, loss=passes.loss + loss, targets=passes.targets + data.targets)
 
 
 class ElasticSaver(CheckpointSaver):
@@ -214,7 +208,7 @@ class ElasticTrainer(Trainer):
     reducer: ElasticReducer
     _saver: ElasticSaver
 
-    def __init__(self, config: "Config", recovery: "Recovery", run: "RunDirectory", hooks: Sequence[Hook] = ()) -> None:
+    def __init__(self, config: Config, recovery: Recovery, run: RunDirectory, hooks: Sequence[Hook] = ()) -> None:
         self.recovery = recovery
         exclude = recovery.exclude_slow if config.run.exclude_slow else None
         watch = SlowReplicas(config.run.slow_steps, lambda: (recovery.decision, recovery.beats()), exclude)
