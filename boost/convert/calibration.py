@@ -120,7 +120,7 @@ def collect(decoder: Decoder, batches: Sequence[Batch], seed: int = 0) -> dict[s
 
     def observe(group: LinearGroup, x_TI: Tensor, outputs: Sequence[Tensor]) -> None:
         if x_TI.requires_grad:  # not in the pass that samples targets
-            _Gradients(moments[names[group]], x_TI.detach()).watch(group, outputs)
+            _watch_gradients(moments[names[group]], x_TI.detach(), group, outputs)
 
     trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
     for parameter in trained:
@@ -144,28 +144,24 @@ def collect(decoder: Decoder, batches: Sequence[Batch], seed: int = 0) -> dict[s
     return moments
 
 
-class _Gradients:
+def _watch_gradients(into: GroupMoments, x_TI: Tensor, group: LinearGroup, outputs: Sequence[Tensor]) -> None:
     """Adds one batch to the moments of a group, as the gradients of its outputs arrive."""
+    squares_T = torch.zeros(len(x_TI), device=x_TI.device)
+    missing = len(outputs)
 
-    def __init__(self, into: GroupMoments, x_TI: Tensor) -> None:
-        self._into, self._x_TI = into, x_TI
-        self._squares_T = torch.zeros(len(x_TI), device=x_TI.device)
-        self._missing = 0
-
-    def watch(self, group: LinearGroup, outputs: Sequence[Tensor]) -> None:
-        self._missing = len(outputs)
-        for slot, y_TO in zip(group.shape.slots, outputs, strict=True):
-            y_TO.register_hook(lambda g_TO, moment=self._into.outputs[slot.name]: self._arrived(g_TO, moment))
-
-    def _arrived(self, g_TO: Tensor, moment_OO: Tensor) -> None:
+    def arrived(g_TO: Tensor, moment_OO: Tensor) -> None:
+        nonlocal missing
         add_moment(moment_OO, g_TO)
-        self._squares_T += g_TO.double().square().sum(1).float()
-        self._missing -= 1
-        if self._missing == 0:
+        squares_T.add_(g_TO.double().square().sum(1).float())
+        missing -= 1
+        if missing == 0:
             # Gradients that never arrive, of a model with weights of zero, say nothing about tokens.
-            s_T = self._squares_T if bool(self._squares_T.any()) else torch.ones_like(self._squares_T)
-            add_moment(self._into.inputs, weigh(self._x_TI, s_T))
-            self._into.importance.append(s_T)
+            s_T = squares_T if bool(squares_T.any()) else torch.ones_like(squares_T)
+            add_moment(into.inputs, weigh(x_TI, s_T))
+            into.importance.append(s_T)
+
+    for slot, y_TO in zip(group.shape.slots, outputs, strict=True):
+        y_TO.register_hook(lambda g_TO, moment=into.outputs[slot.name]: arrived(g_TO, moment))
 
 
 def weigh(x_TN: Tensor, s_T: Tensor) -> Tensor:

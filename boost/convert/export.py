@@ -1,7 +1,6 @@
 """Exports a checkpoint as a Hugging Face folder. Streams: memory holds at most one output file and one linear."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -15,9 +14,9 @@ from boost.config.text import printable
 from boost.convert.formats import MODELING_FILE, Form, config_json, entries, form_of
 from boost.convert.tensors import INDEX, TensorWriter, dtype_name
 from boost.convert.vocabulary import BOS, TIED, merged_generation_config, template_files, tokenizer_files
-from boost.errors import ConfigError, StorageError
+from boost.errors import ConfigError
 from boost.paths import read_text
-from boost.train.checkpoint import HUB, Checkpoint, WeightReader
+from boost.train.checkpoint import HUB, Checkpoint, WeightReader, writing_weights
 from boost.train.progress import progress
 from boost.version import __version__
 
@@ -48,10 +47,7 @@ def export(
     form = form_of(model, merge, official)
     reader = WeightReader(checkpoint)
     target = getattr(torch, dtype) if dtype else None
-    temporary = out.resolve().with_name(f".{out.resolve().name}.tmp")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+    with writing_weights(out, "--out") as temporary:
         writer = TensorWriter(temporary, "model", file_bytes)
         # Tied where it comes from, and still the same: not trained since, because boost trains them apart.
         can_tie = form in ("llama", "merged") and bool((checkpoint.data.get(HUB) or {}).get(TIED))
@@ -74,10 +70,6 @@ def export(
             (temporary / name).parent.mkdir(exist_ok=True)
             (temporary / name).write_text(text, encoding="utf-8")
         temporary.rename(out)
-    except OSError as error:
-        raise StorageError(f"--out = '{out}' cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     files = len(set(weight_map.values()))
     has_tokenizer = (out / "tokenizer.json").is_file()
     return Exported(out, form, writer.parameters, writer.total_bytes, files, stored, has_tokenizer)

@@ -6,7 +6,7 @@ boost   our own modeling file: factors (A.weight, B.weight) and latent gates unc
 """
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -105,12 +105,7 @@ def config_json(
     if form in ("llama", "merged"):
         content["hidden_act"] = "silu" if model.mlp_silu else "linear"
     elif form == "cola":
-        content |= {
-            "hidden_act": "silu",
-            "rank": model.rank,
-            "lr_act_type": "silu",
-            "only_lr_act": not model.mlp_silu,
-        }
+        content |= {"hidden_act": "silu", "rank": model.rank, "lr_act_type": "silu", "only_lr_act": not model.mlp_silu}
     else:
         content |= {field: getattr(model, field) for field in (*_OWN, *_ROPE)}
     if model.rope_factor != 1 and not own:
@@ -142,9 +137,9 @@ def read_folder(path: Path) -> Folder:
     except KeyError as error:
         raise ConfigError(f"{where} has no {error.args[0]}; fix the file, or save the model again") from None
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise ConfigError(f"{where} cannot be read: {_line(error)}") from None
+        raise ConfigError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
     except BoostError as error:
-        raise ConfigError(f"{where} is not a model that boost can train: {_line(error)}") from None
+        raise ConfigError(f"{where} is not a model that boost can train: {' '.join(str(error).split())}") from None
     generation = read_json(path / "generation_config.json", "fix or remove it")
 
     def token(name: str) -> int | None:
@@ -170,11 +165,6 @@ def read_json(path: Path, advice: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"'{path}' is not a JSON object; {advice}")
     return content
-
-
-def _line(error: Exception) -> str:
-    """Returns the message as one line."""
-    return " ".join(str(error).split())
 
 
 def _model_table(content: dict[str, Any], where: str) -> dict[str, Any]:
@@ -263,12 +253,6 @@ def form_of(model: ModelConfig, merge: bool, official: bool = True) -> Form:
     if official and model.family == "cola" and model.latent_act == "silu" and not model.ranks and plain:
         return "cola"
     return "boost"
-
-
-def stored_form(form: Form, names: Collection[str]) -> Form:
-    """Returns the form that matches the tensor names of a folder. config.json alone does not determine it: transformers and peft
-    may save the factors of a CoLA model under the names of its modules."""
-    return "boost" if "model.layers.0.self_attn.q_proj.A.weight" in names else form
 
 
 def entries(model: ModelConfig, form: Form) -> Iterator[Entry]:

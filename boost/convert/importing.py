@@ -15,7 +15,7 @@ from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
 from boost.convert.compress import CompressedWeights, Compression
 from boost.convert.export import require_free
-from boost.convert.formats import entries, read_folder, stored_form
+from boost.convert.formats import entries, read_folder
 from boost.convert.spectrum import Factorizer, Truncation
 from boost.convert.tensors import TensorFolder, TensorWriter, Weights, dtype_name
 from boost.convert.vocabulary import BOS, TIED, Vocabulary, read_generation_settings, read_vocabulary
@@ -49,7 +49,8 @@ class FolderWeights:
             raise ConfigError(
                 f"num_hidden_layers = {folder.model.layers} in '{path}/config.json', but the weights have {stored}"
             )
-        form = stored_form(folder.form, self._tensors.shapes)
+        # config.json alone does not say which: transformers and peft may save CoLA's factors under the names of its modules.
+        form = "boost" if "model.layers.0.self_attn.q_proj.A.weight" in self._tensors.shapes else folder.form
         self._entries = {entry.parameters[0].name: entry for entry in entries(folder.model, form)}
         embed, head = self._entries["embed"].name, self._entries["head"].name
         self._tensors.check(self._entries.values(), frozenset({head} if folder.tied else ()))

@@ -149,7 +149,7 @@ class MomentRoot:
     inverse: Tensor
 
 
-def moment_root(moment_NN: Tensor, damping: float = DAMPING) -> MomentRoot:
+def moment_root(moment_NN: Tensor) -> MomentRoot:
     """R = Q sqrt(L) of C = Q L Q^T (fp64). Negative eigenvalues, which are rounding errors, count as 0 before damping.
 
     A moment of zero, of gradients that never arrive, counts as a multiple of the identity.
@@ -157,7 +157,7 @@ def moment_root(moment_NN: Tensor, damping: float = DAMPING) -> MomentRoot:
     values, q_NN = torch.linalg.eigh(moment_NN.double())
     values = values.clamp_min(0)
     mean = values.mean()
-    roots = (values + damping * torch.where(mean > 0, mean, 1)).sqrt()
+    roots = (values + DAMPING * torch.where(mean > 0, mean, 1)).sqrt()
     return MomentRoot(q_NN * roots, (q_NN / roots).T)
 
 

@@ -134,6 +134,7 @@ class TensorWriter:
     time. After `close` the files are `{stem}.safetensors` or `{stem}-00001-of-00003.safetensors`, ..."""
 
     def __init__(self, folder: Path, stem: str, limit: int) -> None:
+        folder.mkdir(exist_ok=True)
         self._folder, self._stem, self._limit = folder, stem, limit
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0

@@ -47,11 +47,11 @@ class Vocabulary:
     start: int | None
     """Id of the token that the tokenizer puts in front of every text, whatever bos_token its folder names."""
     hub: dict[str, Any] = field(default_factory=dict)
-    """Other settings of the folder: special tokens, chat templates."""
+    """Other settings of the folder, each only if it has them: `tokenizer` (special tokens), `chat_templates`."""
 
 
 def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
-    """Reads a tokenizer.json or its folder; `folder` may contain a tokenizer_config.json. Raises DataError."""
+    """Reads a tokenizer.json or its folder; `folder` may contain a tokenizer_config.json. Raises ConfigError, DataError."""
     tokenizer = load_tokenizer(path.resolve())
     text = tokenizer.to_str()
     plain = tokenizer.encode("a", add_special_tokens=False).ids
@@ -83,7 +83,11 @@ def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
                 "tokenizer again: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH)"
             )
     start = with_special[0] if before else None
-    return Vocabulary(text, tokenizer_fingerprint(text), eos, start, read_tokenizer_settings(folder))
+    legacy = read_json(folder / "special_tokens_map.json", "fix or remove it")
+    special = {key: value for key, value in (legacy | config).items() if key in _TOKENIZER_KEYS}
+    settings = {"tokenizer": special, "chat_templates": _templates(folder, config)}
+    hub = {key: value for key, value in settings.items() if value}
+    return Vocabulary(text, tokenizer_fingerprint(text), eos, start, hub)
 
 
 def tokenizer_files(
@@ -130,15 +134,6 @@ def _post_processor(original: dict[str, Any] | None, name: str | None, start: in
 
 
 # Chat templates and generation settings.
-
-
-def read_tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Returns {"tokenizer": ..., "chat_templates": ...}, each only if the folder has it. Raises ConfigError or DataError."""
-    config = read_json(folder / "tokenizer_config.json", "fix or remove it")
-    legacy = read_json(folder / "special_tokens_map.json", "fix or remove it")
-    tokenizer = {key: value for key, value in (legacy | config).items() if key in _TOKENIZER_KEYS}
-    settings = {"tokenizer": tokenizer, "chat_templates": _templates(folder, config)}
-    return {key: value for key, value in settings.items() if value}
 
 
 def read_generation_settings(folder: Path) -> dict[str, Any]:

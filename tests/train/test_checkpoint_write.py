@@ -39,7 +39,7 @@ class HeldDisk:
         patch.setattr(write, "write_snapshot", self._write)
 
     def _write(self, folder: Path, snapshot: Snapshot, mesh: Mesh, group: Any = None) -> SavedCheckpoint:
-        self.started.append(snapshot.step)
+        self.started.append(snapshot.state.step)
         if threading.current_thread() is not threading.main_thread():
             assert self.release.wait(LIMIT_S)
             if self.fails:

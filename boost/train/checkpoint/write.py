@@ -85,11 +85,6 @@ class Snapshot:
     slices: list[LocalSlice]
     """In file order: wider dtypes first, so that every tensor is aligned."""
 
-    @property
-    def step(self) -> int:
-        """The step that was saved."""
-        return self.state.step
-
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
@@ -213,7 +208,7 @@ class CheckpointSaver:
                 outcome = error
                 abandoned = self._thread is not threading.current_thread()
                 if not abandoned and not isinstance(error, (BoostError, *self.expected_errors)):
-                    log.exception("the checkpoint of step %d was not saved", snapshot.step)
+                    log.exception("the checkpoint of step %d was not saved", snapshot.state.step)
         if self._thread is threading.current_thread():
             self._outcome = outcome
 
@@ -282,14 +277,15 @@ def write_snapshot(
     Raises StorageError on every process if one of them could not write, NonFiniteError if one of them holds a value that is not
     finite. The partial checkpoint is then removed, and earlier checkpoints are untouched.
     """
-    final = checkpoint_path(folder, snapshot.step)
+    step = snapshot.state.step
+    final = checkpoint_path(folder, step)
     temporary: Path | None = None
     try:
-        temporary, warnings = run_on_main(mesh, lambda: make_temporary(folder, snapshot.step), group=group)
+        temporary, warnings = run_on_main(mesh, lambda: make_temporary(folder, step), group=group)
         path = temporary
         shards = run_on_all(mesh, lambda: _write_shard(path, snapshot, mesh), group=group)
         if problem := next((problem for _, problem in shards if problem), None):
-            raise NonFiniteError(f"checkpoint of step {snapshot.step} not saved: {problem}")
+            raise NonFiniteError(f"checkpoint of step {step} not saved: {problem}")
         entries = {name: entry for files, _ in shards for name, entry in files.items()}
 
         def complete() -> list[str]:
@@ -299,18 +295,26 @@ def write_snapshot(
 
         more = run_on_main(mesh, complete, group=group)
     except ProcessFailure as error:
-        raise StorageError(f"checkpoint of step {snapshot.step} not saved in '{folder}': {error}") from None
+        raise StorageError(f"checkpoint of step {step} not saved in '{folder}': {error}") from None
     finally:
         if temporary and mesh.is_main and temporary.exists():
             remove(temporary)
-    return SavedCheckpoint(snapshot.step, final, (*warnings, *more))
+    return SavedCheckpoint(step, final, (*warnings, *more))
 
 
 def _write_shard(temporary: Path, snapshot: Snapshot, mesh: Mesh) -> tuple[dict[str, FileEntry], str | None]:
     """Writes this process's tensors. Returns the manifest entries of its files, or a description of what is wrong with a tensor."""
     where, entries = f" on process {mesh.rank}" if mesh.size > 1 else "", {}
+    # One file is enough unless a tensor has several slices: names are unique within a file.
+    files: list[list[LocalSlice]] = [[]]
+    seen: Counter[str] = Counter()
+    for tensor in snapshot.slices:
+        if seen[tensor.name] == len(files):
+            files.append([])
+        files[seen[tensor.name]].append(tensor)
+        seen[tensor.name] += 1
     try:
-        for number, slices in enumerate(_files(snapshot.slices)):
+        for number, slices in enumerate(files):
             name = f"{TENSORS}/shard-{mesh.rank + 1 + number * mesh.size:05d}-model-00001-of-00001.safetensors"
             with (temporary / name).open("xb") as stream:
                 entries[name] = _write_tensors(stream, slices)
@@ -319,18 +323,6 @@ def _write_shard(temporary: Path, snapshot: Snapshot, mesh: Mesh) -> tuple[dict[
     except OSError as error:
         raise OSError(error.errno, f"{f'process {mesh.rank}: ' if where else ''}{root_cause(error)}") from None
     return entries, None
-
-
-def _files(slices: list[LocalSlice]) -> list[list[LocalSlice]]:
-    """Distributes the slices over files. One file is enough unless a tensor has several slices: names are unique within a file."""
-    files: list[list[LocalSlice]] = [[]]
-    seen: Counter[str] = Counter()
-    for tensor in slices:
-        if seen[tensor.name] == len(files):
-            files.append([])
-        files[seen[tensor.name]].append(tensor)
-        seen[tensor.name] += 1
-    return files
 
 
 def _write_tensors(stream: BinaryIO, slices: list[LocalSlice]) -> FileEntry:
@@ -355,9 +347,7 @@ def _write_tensors(stream: BinaryIO, slices: list[LocalSlice]) -> FileEntry:
 
 def _header(slices: list[LocalSlice]) -> bytes:
     sharding = {tensor.name: {OFFSETS: list(tensor.offsets)} for tensor in slices}
-    header: dict[str, Any] = {
-        "__metadata__": {"DCP_VERSION": "1.0", SHARDING: json.dumps(sharding), "format": "pt"},
-    }
+    header: dict[str, Any] = {"__metadata__": {"DCP_VERSION": "1.0", SHARDING: json.dumps(sharding), "format": "pt"}}
     begin = 0
     for tensor in slices:
         end = begin + tensor.local.nbytes
@@ -434,12 +424,13 @@ def fallback_folder(config: Config) -> Path | None:
 
 @contextlib.contextmanager
 def writing_weights(final: Path, field: str) -> Iterator[Path]:
-    """An empty temporary folder for a weights-only checkpoint, next to its final path, to which `finish_weights` moves it. It is
-    removed in any case. Raises StorageError, naming the `field` of the path, if something cannot be written."""
+    """An empty temporary folder next to the final path, to which the caller moves it (a weights-only checkpoint: with
+    `finish_weights`). It is removed in any case. Raises StorageError, naming the `field` of the path, if something cannot be
+    written."""
     temporary = final.resolve().with_name(f".{final.resolve().name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
-        (temporary / TENSORS).mkdir(parents=True)
+        temporary.mkdir(parents=True)
         yield temporary
     except OSError as error:
         raise StorageError(f"{field} = '{final}' cannot be written: {error.strerror or error}") from None
