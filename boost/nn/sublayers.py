@@ -77,10 +77,8 @@ class SeparateLinears(LinearGroup):
     @property
     def is_plain(self) -> bool:
         """Whether every weight is used as it is stored: no module was replaced, such as by an adapter, and none has a hook."""
-        return all(type(module) is nn.Linear and not module._forward_hooks for module in self._modules())
-
-    def _modules(self) -> list[nn.Module]:
-        return [*(self.inner_modules if self.low_rank else ()), *self.outer_modules]
+        modules = [*(self.inner_modules if self.low_rank else ()), *self.outer_modules]
+        return all(type(module) is nn.Linear and not module._forward_hooks for module in modules)
 
     @property
     def A(self) -> Tensor:  # type: ignore[override]
@@ -137,32 +135,6 @@ def _weight(module: nn.Module) -> Tensor:
     return local_weight(module)
 
 
-def make_linears(module: FusedModule, spec: Spec, layer: int, shape: architecture.GroupSpec) -> SeparateLinears:
-    """Adds the linears of a group to `module` as q_proj, k_proj, ..., uninitialized, and returns the group."""
-    prefix = f"layers.{layer}"
-    for slot in shape.slots:
-        name = child_name(slot)
-        if slot.rank is None:
-            (weight,) = _parameters(shape, prefix, "W", slot)
-            out_local, in_local = spec.local_shape(weight)
-            linear: nn.Module = nn.Linear(in_local, out_local, bias=False)
-            described = {f"{name}.weight": weight}
-        else:
-            (a,), (b,) = (_parameters(shape, prefix, factor, slot) for factor in "AB")
-            # A rank may exceed the width of a shard, which `LowRankLinear.__init__` refuses.
-            linear = LowRankLinear.__new__(LowRankLinear)
-            nn.Module.__init__(linear)
-            linear.activation = spec.model.latent_act
-            for factor, parameter in (("A", a), ("B", b)):
-                out_local, in_local = spec.local_shape(parameter)
-                linear.add_module(factor, nn.Linear(in_local, out_local, bias=False))
-            described = {f"{name}.A.weight": a, f"{name}.B.weight": b}
-        module.add_module(name, linear)
-        for attribute, parameter in described.items():
-            module.describe_child(attribute, parameter, spec.layout)
-    return SeparateLinears(module, spec, layer, shape)
-
-
 def child_name(slot: architecture.Slot) -> str:
     """q_proj for attn.q."""
     return f"{slot.name.partition('.')[2]}_proj"
@@ -197,10 +169,31 @@ class Sublayer(FusedModule):
         self.layer = layer
 
     def add_linears(self, shape: architecture.GroupSpec) -> SeparateLinears:
-        """Adds the linears of a group, and the latent gate that belongs to it."""
-        group = make_linears(self, self.spec, self.layer, shape)
+        """Adds the linears of a group as q_proj, k_proj, ..., uninitialized, and the latent gate that belongs to it."""
+        prefix = f"layers.{self.layer}"
+        for slot in shape.slots:
+            name = child_name(slot)
+            if slot.rank is None:
+                (weight,) = _parameters(shape, prefix, "W", slot)
+                out_local, in_local = self.spec.local_shape(weight)
+                linear: nn.Module = nn.Linear(in_local, out_local, bias=False)
+                described = {f"{name}.weight": weight}
+            else:
+                (a,), (b,) = (_parameters(shape, prefix, factor, slot) for factor in "AB")
+                # A rank may exceed the width of a shard, which `LowRankLinear.__init__` refuses.
+                linear = LowRankLinear.__new__(LowRankLinear)
+                nn.Module.__init__(linear)
+                linear.activation = self.model.latent_act
+                for factor, parameter in (("A", a), ("B", b)):
+                    out_local, in_local = self.spec.local_shape(parameter)
+                    linear.add_module(factor, nn.Linear(in_local, out_local, bias=False))
+                described = {f"{name}.A.weight": a, f"{name}.B.weight": b}
+            self.add_module(name, linear)
+            for attribute, parameter in described.items():
+                self.describe_child(attribute, parameter, self.layout)
+        group = SeparateLinears(self, self.spec, self.layer, shape)
         if architecture.has_latent_gate(self.model, self.layer):
-            gate = Gate(self.model, shape, f"layers.{self.layer}", self.layout)
+            gate = Gate(self.model, shape, prefix, self.layout)
             self.add_module(f"{shape.name}_gate", gate)
             group.latent_gate = gate
         group.recompute(NO_RECOMPUTE)
