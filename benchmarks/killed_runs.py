@@ -62,7 +62,7 @@ class Run:
 
     def disturb(self, chance: random.Random) -> Any:
         """Kills processes `args.kills` times; yields the time and victims of each kill."""
-        for _ in progress(self.args.kills, f"kills of {self.folder.parent.name}"):
+        for _ in progress(range(self.args.kills), f"kills of {self.folder.parent.name}"):
             time.sleep(min(chance.expovariate(1 / self.args.every), 3 * self.args.every))
             # Drawn once per kill: otherwise a replica that is slow to rejoin would attract all kills.
             wants_outside = chance.random() < 0.3
@@ -165,7 +165,7 @@ class Hosts:
 
     def disturb(self, chance: random.Random) -> Iterator[dict[str, Any]]:
         """Same as `Run.disturb`."""
-        for _ in progress(self.args.kills, "kills on two hosts"):
+        for _ in progress(range(self.args.kills), "kills on two hosts"):
             time.sleep(min(chance.expovariate(1 / self.args.every), 3 * self.args.every))
             wants_outside = chance.random() < 0.3
             while all(agent.poll() is None for agent in self.agents):

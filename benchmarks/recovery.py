@@ -146,7 +146,7 @@ def soak_hosts(args: argparse.Namespace) -> dict[str, Any]:
 def overhead(args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds per step on two processes with and without in-step recovery, from runs interleaved in alternating order."""
     found: dict[str, list[float]] = {"restart": [], "in-step": []}
-    for turn in progress(args.turns, "runs with and without recovery"):
+    for turn in progress(range(args.turns), "runs with and without recovery"):
         for recovery in sorted(found, reverse=bool(turn % 2)):
             folder = args.folder / f"overhead-{recovery}"
             shutil.rmtree(folder, ignore_errors=True)

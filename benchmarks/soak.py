@@ -84,7 +84,7 @@ def soak(args: argparse.Namespace, run: Path) -> list[dict[str, Any]]:
     """Kills the run repeatedly. Returns time, victim, signal and phase of each kill, and the steps reached and saved."""
     chance = random.Random(args.seed)
     rounds: list[dict[str, Any]] = []
-    for _ in progress(args.kills, "kills"):
+    for _ in progress(range(args.kills), "kills"):
         rounds.append(one_round(args, run, chance, 0.5 + chance.random() * (args.longest - 0.5)))
         if last_step(run) == args.steps:
             break

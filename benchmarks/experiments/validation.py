@@ -244,7 +244,7 @@ def _rows(
     seconds: list[list[tuple[float, float]]] = [[] for _ in steppers]
     probe = Probe(steppers[0].mesh.device)
     usual = hardware.speeds_of(1 if share else steppers[0].mesh.size).probe_us * 1e-6
-    for number in progress(rounds, f"steps of {len(steppers)} configurations", enabled=steppers[0].mesh.is_main):
+    for number in progress(range(rounds), f"steps of {len(steppers)} configurations", enabled=steppers[0].mesh.is_main):
         order = list(range(len(steppers)))
         for i in order[number % len(order) :] + order[: number % len(order)]:
             before, taken = probe.seconds(), steppers[i].seconds()

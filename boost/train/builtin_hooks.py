@@ -40,15 +40,12 @@ def builtin_hooks(config: Config) -> list[Hook]:
 
 
 class BadStepLimit(Hook):
-    """Raises TrainingError after `limit` bad steps in a row."""
-
-    def __init__(self, limit: int = MAX_BAD_STEPS) -> None:
-        self.limit = limit
+    """Raises TrainingError after `MAX_BAD_STEPS` bad steps in a row."""
 
     def on_bad_step(self, trainer: Training, event: BadStep) -> None:
         what = f"loss {event.loss}, gradient norm {event.gradient_norm} at step {event.step}"
         log.warning("%s: no weight was changed", what)
-        if event.consecutive >= self.limit:
+        if event.consecutive >= MAX_BAD_STEPS:
             optim = trainer.config.optim
             proven = trainer.proven_checkpoint()
             raise TrainingError(
@@ -129,7 +126,9 @@ class PeriodicCheckpoint(Hook):
         this = BestCheckpoint(event.metrics.step, event.metrics.heldout_loss)
         # The candidate counts too: its save may still be in flight.
         lowest = all(this.heldout_loss < other.heldout_loss for other in (self._best, self._candidate) if other)
-        if _comparable(event, self.train) and lowest and math.isfinite(this.heldout_loss):
+        # As many tokens as periodic evaluations: losses on different ones are not comparable.
+        comparable = event.complete == (not self.train.eval_tokens)
+        if comparable and lowest and math.isfinite(this.heldout_loss):
             self._candidate = this
             if trainer.at_end and self._saved_step == this.step:  # the final evaluation follows the last save
                 self._record_best(trainer)
@@ -227,11 +226,6 @@ class ProfileHook(Hook):
             folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(file))
             log.info("timeline of steps %d to %d: %s (ui.perfetto.dev)", self.first, self.last, file)
-
-
-def _comparable(event: EvaluationEnd, train: TrainConfig) -> bool:
-    """Whether an evaluation uses the same tokens as periodic ones. Losses on different tokens are not comparable."""
-    return event.complete == (not train.eval_tokens)
 
 
 def _due(step: int, every: int) -> bool:

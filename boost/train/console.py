@@ -6,8 +6,6 @@
 import math
 import sys
 import time
-from collections.abc import Callable
-from types import TracebackType
 from typing import Self, TextIO
 
 from rich.console import Console as RichConsole
@@ -28,21 +26,29 @@ class PlainConsole:
     def __init__(self, total_steps: int, start_step: int, log_every: int, out: TextIO | None = None) -> None:
         self._total, self._every, self._out = total_steps, log_every, out
         self._first = start_step + 1
-        self._eta = EtaEstimator(total_steps)
+        self._timed: tuple[int, float] | None = None
+        """The first step, and when it ended: it starts threads, allocates and compiles, so time is measured from its end."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def step(self, metrics: StepMetrics) -> None:
         """Shows one optimizer step."""
-        eta = self._eta.eta(metrics)
+        eta = self.eta(metrics)
         if metrics.step in (self._first, self._total) or metrics.step % self._every == 0:
             self.note(step_line(metrics, self._total, eta))
+
+    def eta(self, metrics: StepMetrics) -> float:
+        """Estimated seconds until the last step. Includes evaluations and checkpoints, but not the slow first step."""
+        now = time.monotonic()
+        if self._timed is None:
+            self._timed = metrics.step, now
+        step, then = self._timed
+        pace = (now - then) / (metrics.step - step) if metrics.step > step else metrics.seconds
+        return pace * (self._total - metrics.step)
 
     def evaluation(self, metrics: EvalMetrics) -> None:
         """Shows one evaluation."""
@@ -70,8 +76,13 @@ class BarConsole(PlainConsole):
         return self
 
     def step(self, metrics: StepMetrics) -> None:
-        stats = step_stats(metrics, self._eta.eta(metrics), self._bar.console.width)
-        self._bar.update(self._task, completed=metrics.step, stats=stats)
+        # Shorter than `step_line`: memory and MFU only if the terminal is wide enough.
+        width = self._bar.console.width
+        words = [f"loss {metrics.loss:.4f}", format_rate(metrics.tokens_per_second, 2)]
+        words += [f"mfu {format_percent(metrics.mfu)}"] * (width >= MFU_MIN_WIDTH and not math.isnan(metrics.mfu))
+        words += [format_bytes(metrics.memory_bytes, 2)] * (width >= BAR_MIN_WIDTH)
+        words += [f"eta {format_duration(self.eta(metrics))}"]
+        self._bar.update(self._task, completed=metrics.step, stats=" ".join(words))
 
     def note(self, text: str) -> None:
         self._bar.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
@@ -155,24 +166,6 @@ def make_console(total_steps: int, start_step: int, log_every: int) -> PlainCons
     return PlainConsole(total_steps, start_step, log_every)
 
 
-class EtaEstimator:
-    """Estimates the remaining wall-clock time. Includes evaluations and checkpoints, but not the slow first step."""
-
-    def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._total, self._clock = total_steps, clock
-        self._first: tuple[int, float] | None = None
-
-    def eta(self, metrics: StepMetrics) -> float:
-        """Estimated seconds until the last step."""
-        now = self._clock()
-        if self._first is None:
-            # The first step starts threads, allocates and compiles, so time is measured from its end.
-            self._first = (metrics.step, now)
-        step, then = self._first
-        pace = (now - then) / (metrics.step - step) if metrics.step > step else metrics.seconds
-        return pace * (self._total - metrics.step)
-
-
 def step_line(metrics: StepMetrics, total_steps: int, eta: float) -> str:
     """`step   120/1000  loss 4.3210  lr 2.9e-03  norm 0.41  8.1k tok/s  mfu 41.2%  1.3 GB  eta 3:21`; no MFU if it is unknown."""
     mfu = "" if math.isnan(metrics.mfu) else f"mfu {format_percent(metrics.mfu)}  "
@@ -181,14 +174,6 @@ def step_line(metrics: StepMetrics, total_steps: int, eta: float) -> str:
         f"lr {metrics.lr:.1e}  norm {metrics.gradient_norm:.2f}  {format_rate(metrics.tokens_per_second, 2)}  "
         f"{mfu}{format_bytes(metrics.memory_bytes, 2)}  eta {format_duration(eta)}"
     )
-
-
-def step_stats(metrics: StepMetrics, eta: float, width: int) -> str:
-    """A shorter version of `step_line` for the bar. Includes memory and MFU only if the terminal is wide enough."""
-    words = [f"loss {metrics.loss:.4f}", format_rate(metrics.tokens_per_second, 2)]
-    words += [f"mfu {format_percent(metrics.mfu)}"] * (width >= MFU_MIN_WIDTH and not math.isnan(metrics.mfu))
-    words += [format_bytes(metrics.memory_bytes, 2)] * (width >= BAR_MIN_WIDTH)
-    return " ".join([*words, f"eta {format_duration(eta)}"])
 
 
 def evaluation_line(metrics: EvalMetrics, total_steps: int) -> str:

@@ -4,13 +4,13 @@ For a mixture of stores: the weighted mean of the losses of the stores.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from boost.config.architecture import IGNORED
-from boost.data.batches import Batch, DocumentBatches, EvaluationBatches
+from boost.data.batches import DocumentBatches, EvaluationBatches
 from boost.data.mixture import AnySplit
 from boost.data.store import Split
 from boost.errors import DataError
@@ -66,7 +66,25 @@ def evaluate(
     def of_store(part: Split, limit: int | None, label: str) -> Evaluation:
         rows = DocumentBatches if by_document else EvaluationBatches
         batches = rows(part, seq_len, batch, mesh.dp.rank, mesh.dp.size, limit)
-        return _evaluate_store(model, part, progress(batches, label, enabled=mesh.is_main), isolate, mesh, stopped)
+        total = torch.zeros(2, dtype=torch.double, device=mesh.device)
+        for index, whole in enumerate(progress(batches, label, enabled=mesh.is_main)):
+            if index % STOP_CHECK_EVERY == 0 and stopped():
+                raise EvaluationStopped
+            tokens, targets, documents = to_device(whole.share(mesh.cp.rank, mesh.cp.size), isolate, mesh.device)
+            total[0] += model(tokens, targets, documents).double()
+            total[1] += (targets != IGNORED).sum()
+        total[1] /= mesh.pp.size  # every stage counts targets, but only one has the loss
+        for axis in (mesh.dp_cp, mesh.pp):
+            if axis.size > 1:
+                total = all_reduce(total, axis)
+        nats, count = total.tolist()
+        if not count:
+            raise DataError(
+                f"{part.path}: none of the evaluated tokens counts in the loss; evaluate more tokens, or whole documents"
+            )
+        loss = nats / count
+        bits_per_byte = loss / math.log(2) / part.bytes_per_target
+        return Evaluation(round(count), loss, _perplexity(loss), bits_per_byte)
 
     if isinstance(split, Split):
         return of_store(split, max_tokens, "evaluate")
@@ -83,33 +101,3 @@ def evaluate(
 
 def _perplexity(loss: float) -> float:
     return math.exp(min(loss, 700))
-
-
-def _evaluate_store(
-    model: Model,
-    split: Split,
-    batches: Iterable[Batch],
-    isolate: bool,
-    mesh: Mesh,
-    stopped: Callable[[], bool],
-) -> Evaluation:
-    """The evaluation of one store on `batches` of it."""
-    total = torch.zeros(2, dtype=torch.double, device=mesh.device)
-    for index, part in enumerate(batches):
-        if index % STOP_CHECK_EVERY == 0 and stopped():
-            raise EvaluationStopped
-        tokens, targets, documents = to_device(part.share(mesh.cp.rank, mesh.cp.size), isolate, mesh.device)
-        total[0] += model(tokens, targets, documents).double()
-        total[1] += (targets != IGNORED).sum()
-    total[1] /= mesh.pp.size  # every stage counts targets, but only one has the loss
-    for axis in (mesh.dp_cp, mesh.pp):
-        if axis.size > 1:
-            total = all_reduce(total, axis)
-    nats, count = total.tolist()
-    if not count:
-        raise DataError(
-            f"{split.path}: none of the evaluated tokens counts in the loss; evaluate more tokens, or whole documents"
-        )
-    loss = nats / count
-    bits_per_byte = loss / math.log(2) / split.bytes_per_target
-    return Evaluation(round(count), loss, _perplexity(loss), bits_per_byte)

@@ -68,13 +68,8 @@ def memory_bytes(device: torch.device) -> int:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
-        return peak_resident_bytes()
-
-
-def peak_resident_bytes() -> int:
-    """Peak resident set size of this process so far, in bytes (the kernel reports KiB, macOS bytes)."""
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest if sys.platform == "darwin" else largest * 1024
+        largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return largest if sys.platform == "darwin" else largest * 1024  # kernels report KiB, macOS bytes
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, devices: int, peak: float) -> float:

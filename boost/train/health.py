@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from boost.train import checkpoint as ckpt
-from boost.train.hooks import Hook, Rollback, SaveStart, StepEnd, StepMetrics, Training, TrainStart
+from boost.train.hooks import Hook, Rollback, RunTrouble, SaveStart, StepEnd, StepMetrics, Training, TrainStart
 
 WINDOW = 128
 """Number of recent healthy steps from which mean and standard deviation are computed."""
@@ -113,10 +113,10 @@ class HealthMonitor(Hook):
             if trainer.trouble is None:
                 trainer.proven_step = step - 1
             elif self._healthy < RECOVERED:
-                trainer.begin_trouble(trainer.trouble.text, ruined=False)
+                trainer.trouble = RunTrouble(trainer.trouble.text, ruined=False)
             else:
                 trainer.warn(f"training has recovered: {RECOVERED} steps without trouble up to step {step}")
-                trainer.end_trouble()
+                trainer.trouble = None
                 if self._owes_save:
                     self._owes_save = False
                     trainer.request_save()
@@ -127,7 +127,7 @@ class HealthMonitor(Hook):
             proven = trainer.proven_checkpoint()
             saved = f"'{proven}' is kept" if proven is not None else "there is no proven one yet"
             trainer.warn(f"{text}; checkpoints are marked until training has recovered, {saved}")
-        trainer.begin_trouble(text, ruined=kind != "spike")
+        trainer.trouble = RunTrouble(text, ruined=kind != "spike")
         # A non-finite step changes no weight. Only a second one in a row means that the weights are ruined.
         if self._rollback and (kind != "not finite" or trainer.bad_steps > 1):
             trainer.request_rollback(text)

@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -47,9 +46,6 @@ WATCH_MARGIN_S = 2.0
 
 NCCL_MARGIN_S = 8.0
 """Seconds past the timeout of a phase after which NCCL aborts the process. The thread must report before that."""
-
-_RECORDS = "64"
-"""Size of the flight recorder, in collectives, unless TORCH_FR_BUFFER_SIZE is set. It is small because it is read every second."""
 
 _BEAT_BYTES = 4096
 """Size of a heartbeat's file; longer ones are rare."""
@@ -118,16 +114,6 @@ class Beat:
             raise ValueError("not a heartbeat") from error
 
 
-class Board(Protocol):
-    """Where processes publish their heartbeats."""
-
-    def post(self, rank: int, text: str) -> None:
-        """Publishes a heartbeat of `rank`, replacing its previous one."""
-
-    def read(self, size: int) -> list[Beat]:
-        """The latest heartbeat of every process that has published one."""
-
-
 class FolderBoard:
     """Heartbeats as files in a local folder. They are overwritten in place, which needs no space on the disk: if it is full, no
     process looks dead."""
@@ -136,6 +122,7 @@ class FolderBoard:
         self._folder = folder
 
     def post(self, rank: int, text: str) -> None:
+        """Publishes a heartbeat of `rank`, replacing its previous one."""
         descriptor = os.open(self._folder / f"beat{rank}", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             size = max(os.fstat(descriptor).st_size, _BEAT_BYTES)
@@ -144,6 +131,7 @@ class FolderBoard:
             os.close(descriptor)
 
     def read(self, size: int) -> list[Beat]:
+        """The latest heartbeat of every process that has published one."""
         return read_beats(self._folder)
 
 
@@ -178,6 +166,10 @@ class StoreBoard:
         return beats
 
 
+Board = FolderBoard | StoreBoard
+"""Where processes publish their heartbeats."""
+
+
 # State of this process. One run at a time, because torch has one default process group.
 
 
@@ -210,12 +202,11 @@ def enter(phase: Phase, step: int | None = None) -> None:
         _state.step = step
     if phase != _state.phase:
         _state.phase = phase
-        if _current is not None:
-            _current.phase_changed()
+        apply_timeout()
 
 
 def apply_timeout() -> None:
-    """Applies the timeout of the current phase to process groups created during it."""
+    """Applies the timeout of the current phase, also to process groups created during it."""
     if _current is not None:
         _current.phase_changed()
 
@@ -252,7 +243,7 @@ class Heartbeat:
     ) -> None:
         """`board`: where to publish heartbeats, by default the launcher's folder or the run's store. `incarnation`: see `Beat`."""
         self.rank, self.size = mesh.rank, mesh.size
-        self._make_board, self._incarnation = board or self._usual_board, incarnation
+        self._make_board, self._incarnation = board, incarnation
         self._margin = NCCL_MARGIN_S if mesh.device.type == "cuda" else 0.0
         self._timeouts = {
             Phase.START_UP: run.startup_timeout_s,
@@ -276,10 +267,15 @@ class Heartbeat:
         _state.phase, _state.step = Phase.START_UP, 0
         if self.size > 1:
             _current = self
-            self._board = self._make_board()
+            if self._make_board is not None:
+                self._board = self._make_board()
+            elif folder := launch_dir():
+                self._board = FolderBoard(folder)
+            else:
+                self._board = StoreBoard(dist.distributed_c10d._get_default_store())
             with best_effort("write heartbeats"):
                 self._post()
-            self._apply_timeout()
+            set_timeout(self.timeout_s + self._margin)
             self._thread.start()
         return self
 
@@ -294,10 +290,6 @@ class Heartbeat:
             with contextlib.suppress(OSError, RuntimeError):
                 self._post(left=True)
 
-    def _usual_board(self) -> Board:
-        folder = launch_dir()
-        return FolderBoard(folder) if folder else StoreBoard(dist.distributed_c10d._get_default_store())
-
     @property
     def timeout_s(self) -> float:
         """Timeout of the current phase, in seconds."""
@@ -305,11 +297,8 @@ class Heartbeat:
 
     def phase_changed(self) -> None:
         """Applies the timeout of the current phase to subsequent collectives, and publishes the phase."""
-        self._apply_timeout()
-        self._wake.set()
-
-    def _apply_timeout(self) -> None:
         set_timeout(self.timeout_s + self._margin)
+        self._wake.set()
 
     def diagnose(self, waited: bool = True) -> str | None:
         """Returns one line naming the processes that this one waits for, or None if no process is at fault. `waited`: whether this
@@ -402,11 +391,6 @@ class Heartbeat:
                 if message and not self._over:
                     self._on_hang(message)
                 self._earlier, since = None, time.monotonic()
-
-
-def remember_collectives() -> None:
-    """Enables c10d's flight recorder. Call before creating the process group."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDS)
 
 
 def latest_collectives() -> tuple[str | None, dict[str, Issued]]:

@@ -284,7 +284,7 @@ class Training(Protocol):
     bad_steps: int
     """Consecutive bad steps up to the current position."""
     trouble: RunTrouble | None
-    """What is currently wrong with the run."""
+    """What is currently wrong with the run; `HealthMonitor` sets it."""
     proven_step: int
     """The last step whose weights the loss of the next step has proven healthy, with no trouble since."""
     resumed_from: Path | None
@@ -299,68 +299,46 @@ class Training(Protocol):
     @property
     def at_end(self) -> bool:
         """Whether no step is left."""
-        ...
 
     @property
     def rolling_back(self) -> bool:
         """Whether a rollback follows this step."""
-        ...
 
     def evaluate(self, max_tokens: int | None = None) -> "Evaluation | None":
         """Evaluates the held-out loss. Collective."""
-        ...
 
     def save(self, wait: bool = True) -> Path | None:
         """Saves a checkpoint of the current position. Collective."""
-        ...
 
     def save_last(self, urgent: bool) -> Path | None:
         """Saves the last checkpoint of a run, with retries. Collective."""
-        ...
 
     def prepare_saves(self) -> None:
         """Allocates host memory for background saves in advance. Collective."""
-        ...
 
     def check_replicas(self, again: bool = False) -> None:
         """Compares the weights and moments of all replicas. Collective."""
-        ...
 
     def checkpoints(self) -> list[Path]:
         """The complete checkpoints of this run."""
-        ...
 
     def proven_checkpoint(self) -> Path | None:
         """The newest checkpoint that a later step has proven healthy."""
-        ...
-
-    def begin_trouble(self, text: str, ruined: bool) -> None:
-        """Marks the run as in trouble."""
-        ...
-
-    def end_trouble(self) -> None:
-        """Marks the run as healthy again."""
-        ...
 
     def request_rollback(self, reason: str) -> None:
         """Requests a rollback after this step. Call it on all processes, in `after_step`."""
-        ...
 
     def request_stop(self, reason: str) -> None:
         """Requests that all processes save and stop."""
-        ...
 
     def request_save(self) -> None:
         """Requests a checkpoint."""
-        ...
 
     def warn(self, text: str) -> None:
         """Logs a warning and passes it to the hooks of this process."""
-        ...
 
     def notify(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Calls `method` (an attribute of `Hook`) on every hook of this process."""
-        ...
 
 
 class Hook:

@@ -32,7 +32,7 @@ from boost import errors
 from boost.config.text import printable_text
 from boost.errors import BoostError, ConfigError, TrainingError
 from boost.train.failures import FailureReport, read_reports, root_cause
-from boost.train.heartbeat import read_beats
+from boost.train.heartbeat import process_name, read_beats
 from boost.train.rundir import available_cores
 from boost.train.signals import SECOND_INTERRUPT_S, STOP_SIGNALS, answer_interrupt, caught_signals, mute_closed_streams
 from boost.train.worker import NO_STOP, STOPPED_EXIT, LaunchSpec, run_worker, stacks_file
@@ -208,7 +208,22 @@ def _forward_signals(spec: LaunchSpec, forks: bool) -> Iterator[_Signals]:
     signals = _Signals()
 
     def forward(number: int, frame: FrameType | None) -> None:
-        _note(spec, signals, number)
+        """Records a signal, also for processes that have not started yet, responds to Ctrl-C, and sends it to the processes."""
+        signals.received.append(number)
+        if number in STOP_SIGNALS:
+            # A process that has not started yet reads this file at startup. Overwritten in place: the disk may be full.
+            with contextlib.suppress(OSError), open(spec.stop_file, "r+", encoding="ascii") as file:
+                file.write(f"{number:{len(NO_STOP)}}")
+        if number == signal.SIGHUP:
+            mute_closed_streams()
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if signals.interrupted_at is None:
+                signals.interrupted_at = now
+                if spec.holds_signals:
+                    answer_interrupt()
+            elif now - signals.interrupted_at > SECOND_INTERRUPT_S:
+                signals.aborted = True
         for process in signals.processes:
             if process.pid is not None and process.exitcode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -239,26 +254,6 @@ def _forward_signals(spec: LaunchSpec, forks: bool) -> Iterator[_Signals]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _note(spec: LaunchSpec, signals: _Signals, number: int) -> None:
-    """Records a signal, also for processes that have not started yet, and responds to Ctrl-C."""
-    signals.received.append(number)
-    if number in STOP_SIGNALS:
-        # A process that has not started yet reads this file at startup. Overwritten in place: the disk may be full.
-        with contextlib.suppress(OSError), open(spec.stop_file, "r+", encoding="ascii") as file:
-            file.write(f"{number:{len(NO_STOP)}}")
-    if number == signal.SIGHUP:
-        mute_closed_streams()
-    if number != signal.SIGINT:
-        return
-    now = time.monotonic()
-    if signals.interrupted_at is None:
-        signals.interrupted_at = now
-        if spec.holds_signals:
-            answer_interrupt()
-    elif now - signals.interrupted_at > SECOND_INTERRUPT_S:
-        signals.aborted = True
-
-
 def _raise_root_cause(
     spec: LaunchSpec, failed: Mapping[int, int], reports: list[FailureReport], signals: _Signals
 ) -> int:
@@ -277,26 +272,19 @@ def _raise_root_cause(
         how = f"was killed by {name}" if number > 0 else f"ended with exit code {code}"
         hint = " (out of memory?)" if number == signal.SIGKILL else ""
         others = "; the others were stopped" if spec.nproc > 1 else ""
-        raise TrainingError(f"{_process_name(spec, report)} {how}{hint}{others}; {_resume_hint(spec)}")
+        raise TrainingError(f"{process_name(report, spec.nproc)} {how}{hint}{others}; {_resume_hint(spec)}")
+    who = process_name(report.rank, spec.nproc)
     if report.kind == "defect":
-        print(
-            f"{_process_name(spec, report.rank)} failed:\n{printable_text(report.message)}", file=sys.stderr, flush=True
-        )
+        print(f"{who} failed:\n{printable_text(report.message)}", file=sys.stderr, flush=True)
         return 1
     failure: BoostError = getattr(errors, report.error)(report.message)
     if report.kind == "lost":
-        failure = TrainingError(
-            f"{_process_name(spec, report.rank)} lost its connection to another process: {report.message}; {_resume_hint(spec)}"
-        )
+        failure = TrainingError(f"{who} lost its connection to another process: {report.message}; {_resume_hint(spec)}")
     elif report.kind == "hung":
         failure = errors.HangError(f"{report.message}; {_resume_hint(spec)}")
     failure.exit_code = report.exit_code
-    failure.add_note(f"in {_process_name(spec, report.rank)}:\n{report.trace}")
+    failure.add_note(f"in {who}:\n{report.trace}")
     raise failure
-
-
-def _process_name(spec: LaunchSpec, rank: int) -> str:
-    return f"process {rank + 1} of {spec.nproc} (rank {rank})"
 
 
 def _resume_hint(spec: LaunchSpec) -> str:

@@ -87,12 +87,7 @@ class Trainer:
     saver_type: type[ckpt.CheckpointSaver] = ckpt.CheckpointSaver
 
     def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        run: RunDirectory,
-        hooks: Sequence[Hook] = (),
-        ahead: bool | None = None,
+        self, config: Config, mesh: Mesh, run: RunDirectory, hooks: Sequence[Hook] = (), ahead: bool | None = None
     ) -> None:
         """Builds everything at step 0. Raises DataError if the token store does not match the configuration.
 
@@ -172,7 +167,7 @@ class Trainer:
             else:
                 self.resumed_from = checkpoint.path
                 if checkpoint.position.doubt:
-                    self.begin_trouble(checkpoint.position.doubt, ruined=False)
+                    self.trouble = RunTrouble(checkpoint.position.doubt, ruined=False)
                 self.warnings += resume_warnings(checkpoint, resume_from, self.config)
                 log.info("resumed from %s at step %d", checkpoint.path, self.position.step)
                 break
@@ -363,11 +358,10 @@ class Trainer:
         """Evaluates the held-out loss on the whole split or about `max_tokens` of it; None if stopped by a signal. Collective."""
         self._runner.require_all_processes("evaluate", self.mesh.size)
         train, isolate = self.config.train, self.config.data.isolate_documents
-        sizes = (train.seq_len, train.micro_batch, isolate, self.mesh, max_tokens)
+        facts = train.seq_len, train.micro_batch, isolate, self.mesh, max_tokens, self._signal_now
         try:
             with in_phase(Phase.EVALUATION):
-                sizes_and_stop = (*sizes, self._signal_now)
-                result = self.mesh.together(lambda: evaluate(self.model, self.heldout, *sizes_and_stop))
+                result = self.mesh.together(lambda: evaluate(self.model, self.heldout, *facts))
         except EvaluationStopped:
             return None
         finally:
@@ -451,7 +445,7 @@ class Trainer:
         return replace(self.position, trouble=text if ruined else "", doubt="" if ruined else text)
 
     def _may_save(self, last: bool = False) -> bool:
-        """Waits for the save in flight. Returns whether a new save may start, that is, no hook refuses it."""
+        """Waits for the save in flight. Returns whether a new save may start, that is, no hook on any process refuses it."""
         self._runner.require_all_processes("save", self.mesh.size)
         self._signals_to_reduce = True
         in_flight, begin = self._saver.in_flight, time.perf_counter()
@@ -463,7 +457,14 @@ class Trainer:
             )
         self.check_replicas()
         step = self.position.step
-        if reason := self._refusal(SaveStart(step, last)):
+
+        def ask_hooks() -> list[str]:
+            reasons = self.notify(Hook.before_save, SaveStart(step, last))
+            return [reason or "refused by a hook" for reason in reasons if reason is not None]
+
+        # Not part of the step statistics, because saves are rare and a hook may inspect the current weights.
+        answers = ckpt.run_on_all(self.mesh, ask_hooks, TrainingError)
+        if reason := next((reasons[0] for reasons in answers if reasons), None):
             self.warn(f"checkpoint of step {step} not saved: {reason}")
             return False
         return True
@@ -472,10 +473,9 @@ class Trainer:
         """Logs a complete checkpoint and notifies hooks."""
         for warning in saved.warnings:
             self.warn(warning)
-        event = SaveEnd(saved.step, saved.path)
         self._saved = saved.path
         log.info("saved %s", saved.path)
-        self.notify(Hook.after_save, event)
+        self.notify(Hook.after_save, SaveEnd(saved.step, saved.path))
         return saved.path
 
     def check_replicas(self, again: bool = False) -> None:
@@ -494,26 +494,6 @@ class Trainer:
         complete = ckpt.complete_checkpoints(self.run.checkpoints)
         require_sound(report, self.position.step, complete[-1] if complete else None)
         self._checked = self.position
-
-    def _refusal(self, event: SaveStart) -> str | None:
-        """The first reason that a hook on any process gives for refusing a checkpoint; the same on all processes.
-
-        Not part of the step statistics, because saves are rare and a hook may inspect the current weights.
-        """
-
-        def ask_hooks() -> list[str]:
-            reasons = self.notify(Hook.before_save, event)
-            return [reason or "refused by a hook" for reason in reasons if reason is not None]
-
-        return next((reasons[0] for reasons in ckpt.run_on_all(self.mesh, ask_hooks, TrainingError) if reasons), None)
-
-    def begin_trouble(self, text: str, ruined: bool) -> None:
-        """Marks the run as in trouble. `ruined`: the last step indicates that the weights are unusable."""
-        self.trouble = RunTrouble(text, ruined)
-
-    def end_trouble(self) -> None:
-        """Marks the run as healthy again."""
-        self.trouble = None
 
     def proven_checkpoint(self) -> Path | None:
         """The newest checkpoint that a later step has proven healthy; None if there is none."""

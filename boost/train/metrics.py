@@ -230,23 +230,19 @@ class MetricsHook(Hook):
             trainer.warnings.append(text)  # the console starts later
 
         with best_effort("open the metrics", warn):
-            self._open(trainer)
-
-    def _open(self, trainer: Training) -> None:
-        if trainer.resumed_from is None and not trainer.position.step:
-            trainer.run.set_aside_metrics()
-        state = trainer.position.step, trainer.takes_over
-        self._writer = MetricsWriter(trainer.run, trainer.config, *state, trainer.warn)
-        if self._writer.damaged:
-            name = trainer.run.metrics.name
-            trainer.warn(f"{self._writer.damaged} lines of {name} could not be read; moved to {name}.damaged")
-
-        if trainer.recent:  # the previous main process may not have written them
-            known = {(line["kind"], line["step"]) for line in read_metrics(trainer.run.metrics)}
-            for metrics in trainer.recent:
-                kind = "step" if isinstance(metrics, StepMetrics) else "eval"
-                if (kind, metrics.step) not in known:
-                    self._writer.write(metrics)
+            if trainer.resumed_from is None and not trainer.position.step:
+                trainer.run.set_aside_metrics()
+            state = trainer.position.step, trainer.takes_over
+            self._writer = MetricsWriter(trainer.run, trainer.config, *state, trainer.warn)
+            if self._writer.damaged:
+                name = trainer.run.metrics.name
+                trainer.warn(f"{self._writer.damaged} lines of {name} could not be read; moved to {name}.damaged")
+            if trainer.recent:  # the previous main process may not have written them
+                known = {(line["kind"], line["step"]) for line in read_metrics(trainer.run.metrics)}
+                for metrics in trainer.recent:
+                    kind = "step" if isinstance(metrics, StepMetrics) else "eval"
+                    if (kind, metrics.step) not in known:
+                        self._writer.write(metrics)
 
     def after_step(self, trainer: Training, event: StepEnd) -> None:
         if self._writer:
@@ -390,21 +386,17 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
 
 def _from_line(line: bytes, path: Path | str, number: int) -> dict[str, Any]:
     try:
-        values = json.loads(line)
+        values = json.loads(line, object_hook=_numbers)
         if isinstance(values, dict):
-            return _numbers(values)
+            return values
     except (ValueError, RecursionError):
         pass
     raise DataError(f"line {number} of '{path}' is not a JSON object; fix or remove that line")
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """Inverse of `_finite`."""
+    """Inverse of `_finite`, for one table."""
     return {
-        name: _numbers(value)
-        if isinstance(value, dict)
-        else _NOT_FINITE.get(value, value)
-        if isinstance(value, str) and name not in TEXTS
-        else value
+        name: _NOT_FINITE.get(value, value) if isinstance(value, str) and name not in TEXTS else value
         for name, value in values.items()
     }

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any, TypeVar, overload
+from typing import TypeVar
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
@@ -23,19 +23,12 @@ live_bars: list[Progress] = []
 """The live bar of this process, if any. A terminal has one live display; other bars are added to it."""
 
 
-@overload
-def progress(work: int, description: str, enabled: bool = ...) -> Iterator[int]: ...
-@overload
-def progress(work: Iterable[Item], description: str, enabled: bool = ...) -> Iterator[Item]: ...
-
-
-def progress(work: int | Iterable[Any], description: str, enabled: bool = True) -> Iterator[Any]:
-    """Yields the items of `work` (an iterable, or range(work) for an int) with a progress bar labeled `description`.
+def progress(items: Iterable[Item], description: str, enabled: bool = True) -> Iterator[Item]:
+    """Yields the items with a progress bar labeled `description`.
 
     The bar goes to stderr, because stdout is for results. If the training bar is live, the bar is added to it.
     Without a terminal, prints a plain line every 10 s. With `enabled` False (on all but the main process), prints nothing.
     """
-    items: Iterable[Any] = range(work) if isinstance(work, int) else work
     total = len(items) if isinstance(items, Sized) else None
     description = printable(description)
     if not enabled:
@@ -64,13 +57,7 @@ def make_bar(rich_console: RichConsole | None = None, transient: bool = False) -
     columns.append(TextColumn("{task.fields[stats]}", markup=False))
     if not narrow:
         columns = [columns[0], BarColumn(bar_width=None), *columns[1:], TimeElapsedColumn()]
-    return Progress(
-        *columns,
-        console=rich_console,
-        expand=not narrow,
-        transient=transient,
-        refresh_per_second=4,
-    )
+    return Progress(*columns, console=rich_console, expand=not narrow, transient=transient, refresh_per_second=4)
 
 
 def _with_bar(bar: Progress, items: Iterable[Item], total: int | None, description: str) -> Iterator[Item]:

@@ -142,11 +142,7 @@ def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 def compare(rows: Sequence[Sequence[int]], sizes: tuple[int, int, int]) -> list[Mismatch]:
     """Compares digests: `rows` holds one per set of `_COPIES` for each global rank; `sizes` is the mesh (pp, dp, tp)."""
     ranks = torch.arange(len(rows)).view(sizes)
-    groups = {
-        "replicas": ranks.flatten(1),
-        "dp": ranks.transpose(1, 2).flatten(0, 1),
-        "tp": ranks.flatten(0, 1),
-    }
+    groups = {"replicas": ranks.flatten(1), "dp": ranks.transpose(1, 2).flatten(0, 1), "tp": ranks.flatten(0, 1)}
     mismatches = []
     for column, over in enumerate(_COPIES):
         for group in groups[over].tolist():

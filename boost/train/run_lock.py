@@ -15,7 +15,6 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from boost.errors import ConfigError
@@ -59,9 +58,7 @@ class RunLock:
         self._beats.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._beats.join()
         if _read(self.path).get("token") == self._owner["token"]:

@@ -14,6 +14,7 @@ checkpoints/       complete checkpoints (boost.train.checkpoint)
 
 import contextlib
 import datetime
+import itertools
 import json
 import logging
 import os
@@ -72,7 +73,7 @@ class RunDirectory:
     def record_saved(self, step: int) -> None:
         """Records, atomically, that there is a checkpoint of `step`. Raises StorageError."""
         with storage_errors(self.path):
-            _replace(self.last_saved, {"step": step})
+            replace_json(self.last_saved, {"step": step})
 
     def last_saved_step(self) -> int | None:
         """The step that was recorded last; None if no checkpoint was saved here."""
@@ -93,7 +94,7 @@ class RunDirectory:
         if tracker not in ids:
             ids[tracker] = proposed
             with storage_errors(self.path):
-                _replace(self.trackers, ids)
+                replace_json(self.trackers, ids)
         return file_name(ids[tracker], self.trackers, tracker)  # W&B names a folder after it
 
     def set_aside_metrics(self) -> None:
@@ -102,10 +103,8 @@ class RunDirectory:
         if not (self.metrics.is_file() and self.metrics.stat().st_size):
             return
         with storage_errors(self.path):
-            number = 1
-            while (aside := self.path / f"metrics.{number}.jsonl").exists():
-                number += 1
-            self.metrics.rename(aside)
+            number = next(n for n in itertools.count(1) if not (self.path / f"metrics.{n}.jsonl").exists())
+            self.metrics.rename(self.path / f"metrics.{number}.jsonl")
             if self.trackers.exists():
                 self.trackers.rename(self.path / f"trackers.{number}.json")
 
@@ -113,17 +112,12 @@ class RunDirectory:
         """Raises ConfigError if a new run would mix with files of an earlier one, or of a token store."""
         if (self.path / "store.json").exists():
             raise ConfigError(f"run.dir = '{self.path}' is a token store; choose another --run.dir")
-        if self.holds_run():
+        holds_metrics = self.metrics.is_file() and self.metrics.stat().st_size > 0
+        if holds_metrics or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir())):
             raise ConfigError(
                 f"run.dir = '{self.path}' holds a run already; resume it with --resume auto, "
                 "or choose another --run.dir"
             )
-
-    def holds_run(self) -> bool:
-        """Whether there are metrics or checkpoints of an earlier run."""
-        if self.metrics.is_file() and self.metrics.stat().st_size > 0:
-            return True
-        return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
 
 
 @contextlib.contextmanager
@@ -256,7 +250,7 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _replace(path: Path, values: dict[str, Any]) -> None:
+def replace_json(path: Path, values: dict[str, Any]) -> None:
     """Writes a JSON file atomically."""
     draft = path.with_name(f".{path.name}.tmp")
     draft.write_text(json.dumps(values) + "\n", encoding="utf-8")
@@ -265,14 +259,10 @@ def _replace(path: Path, values: dict[str, Any]) -> None:
 
 def _write_numbered(folder: Path, stem: str, suffix: str, text: str) -> None:
     """Writes stem.suffix, or stem.2.suffix, ...: the first unused name."""
-    number = 1
-    while True:
+    for number in itertools.count(1):
         name = f"{stem}{suffix}" if number == 1 else f"{stem}.{number}{suffix}"
-        try:
-            with open(folder / name, "x", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError), open(folder / name, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
             return
-        except FileExistsError:
-            number += 1

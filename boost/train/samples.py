@@ -58,13 +58,13 @@ def heldout_prompt(store: TokenStore) -> Prompt:
     return Prompt(store.tokenizer().decode(ids), ids)
 
 
-def sample_text(model: Model, store: TokenStore, prompt: list[int], tokens: int, sampling: Sampling = SAMPLING) -> str:
+def sample_text(model: Model, store: TokenStore, prompt: list[int], tokens: int) -> str:
     """Continues the tokens of a prompt, up to the end of a document. Collective over the mesh.
 
     Always generates all tokens and truncates afterwards. Replicas with sharded weights gather them for every token, so a replica
     that stopped earlier because of rounding would leave the others waiting.
     """
-    new = list(generate(model, prompt, tokens, sampling))
+    new = list(generate(model, prompt, tokens, SAMPLING))
     if store.eos in new:
         new = new[: new.index(store.eos) + 1]
     return continuation(store.tokenizer(), prompt, new)

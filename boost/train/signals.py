@@ -10,7 +10,7 @@ import select
 import signal
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ClassVar
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
@@ -72,9 +72,7 @@ class StopRequest:
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, handler in self._previous.items():
             # None: a handler installed by C code, which Python cannot restore.

@@ -6,7 +6,7 @@ from rich.console import Console as RichConsole
 
 import boost.train.progress as progress_of
 from boost.train import console
-from boost.train.console import BarConsole, EtaEstimator, PlainConsole, make_console
+from boost.train.console import BarConsole, PlainConsole, make_console
 from boost.train.hooks import EvalMetrics, StepMetrics
 from boost.train.progress import progress
 
@@ -26,12 +26,13 @@ def test_lines_are_as_documented() -> None:
     )
 
 
-def test_the_pace_counts_everything_after_the_first_step() -> None:
+def test_the_pace_counts_everything_after_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 103.0, 113.0])
-    estimator = EtaEstimator(100, lambda: next(clock))
-    assert estimator.eta(step(11)) == 2.0 * 89  # nothing else is known yet than the step's own time
-    assert estimator.eta(step(12)) == 3.0 * 88
-    assert estimator.eta(step(13)) == 13.0 / 2 * 87
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    shown = PlainConsole(100, 10, 1)
+    assert shown.eta(step(11)) == 2.0 * 89  # nothing else is known yet than the step's own time
+    assert shown.eta(step(12)) == 3.0 * 88
+    assert shown.eta(step(13)) == 13.0 / 2 * 87
 
 
 def plain(first: int, last: int, total: int, every: int) -> list[str]:
@@ -89,7 +90,7 @@ def test_a_bar_inside_the_training_bar_joins_it_and_leaves_it() -> None:
         assert list(progress(["a", "b"], "evaluating")) == ["a", "b"]
         assert [task.description for task in shown._bar.tasks] == ["train"]
         seen = []
-        for number in progress(3, "evaluating"):
+        for number in progress(range(3), "evaluating"):
             seen.append(number)
             tasks = {task.description: task for task in shown._bar.tasks}
             assert (tasks["evaluating"].completed, tasks["evaluating"].total) == (number, 3)
@@ -99,7 +100,7 @@ def test_a_bar_inside_the_training_bar_joins_it_and_leaves_it() -> None:
 
 def test_a_bar_that_is_left_early_goes_away() -> None:
     with BarConsole(10, 0, terminal()) as shown:
-        work = progress(3, "evaluating")
+        work = progress(range(3), "evaluating")
         next(work)
         assert len(shown._bar.tasks) == 2
         work.close()  # type: ignore[attr-defined] # what `break` does to a generator
@@ -138,7 +139,7 @@ def test_progress_without_a_terminal_speaks_every_ten_seconds(
 
 def test_short_or_disabled_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(progress(range(5), "short")) == [0, 1, 2, 3, 4]
-    assert list(progress(2, "other rank", enabled=False)) == [0, 1]
+    assert list(progress(range(2), "other rank", enabled=False)) == [0, 1]
     assert capsys.readouterr() == ("", "")
 
 

@@ -38,7 +38,7 @@ def test_create_writes_a_configuration_that_loads_to_itself(tmp_path: Path) -> N
     assert load(str(run.path / "config.toml")) == config
     assert run.logs.is_dir()
     assert run.checkpoints.is_dir()
-    assert not run.holds_run()
+    run.require_empty()
 
 
 def test_environment_says_versions_hardware_and_command_but_no_host(tmp_path: Path) -> None:

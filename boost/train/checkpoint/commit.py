@@ -14,6 +14,7 @@ best.json                  names the checkpoint with the lowest held-out loss (t
 """
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from boost.errors import BoostError, StorageError
 from boost.parallel.mesh import Mesh
 from boost.paths import read_text
+from boost.train.rundir import replace_json
 
 log = logging.getLogger("boost")
 
@@ -71,11 +73,8 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 def _unused(path: Path) -> Path:
     """An unused path: `path`, with .2, .3, ... appended if necessary."""
-    candidate, number = path, 1
-    while candidate.exists():
-        number += 1
-        candidate = path.with_name(f"{path.name}.{number}")
-    return candidate
+    numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(2))
+    return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())
 
 
 # A folder to write to.
@@ -261,13 +260,7 @@ class BestCheckpoint:
 
 def write_best(folder: Path, best: BestCheckpoint, mesh: Mesh) -> None:
     """Records the best checkpoint, atomically. Raises StorageError on every process."""
-
-    def write() -> None:
-        draft = folder / f".{BEST_FILE}.tmp"
-        draft.write_text(json.dumps(asdict(best)) + "\n", encoding="utf-8")
-        draft.replace(folder / BEST_FILE)
-
-    run_on_main(mesh, write, StorageError)
+    run_on_main(mesh, lambda: replace_json(folder / BEST_FILE, asdict(best)), StorageError)
 
 
 def read_best(folder: Path) -> BestCheckpoint | None:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from boost.models.fused import fused_params
 from boost.optim.adamw import Optimizer, Part
@@ -54,18 +53,8 @@ class TensorSlice(Tensor):
             return args[0]
         raise NotImplementedError(f"{func} is not supported on a TensorSlice")
 
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, self.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=self.__create_chunk_list__()[0],
-                    properties=TensorProperties.create_from_tensor(self.local),
-                    size=self.shape,
-                ),
-            )
-        ]
+    def __create_write_items__(self, fqn: str, _: Any) -> Any:
+        raise NotImplementedError("of the planner's protocol, but saves do not use it")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offsets=self.offsets, sizes=self.local.shape)]

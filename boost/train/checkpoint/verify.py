@@ -234,10 +234,24 @@ def read_structure(path: Path, manifest: Manifest, model: ModelConfig) -> Shards
 
 
 def _read_header(path: Path, name: str) -> Iterator[tuple[str, StoredShard]]:
-    def damaged(what: str) -> DamagedCheckpointError:
-        return DamagedCheckpointError(f"'{path / name}' is damaged: {what}")
+    file = path / name
 
-    header, data_bytes = _header_json(path / name)
+    def damaged(what: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(f"'{file}' is damaged: {what}")
+
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > min(MAX_HEADER_BYTES, size - 8):
+                raise damaged(f"a header of {length} bytes in a file of {size}")
+            header = json.loads(stream.read(length))
+    except OSError as error:
+        raise DamagedCheckpointError(f"'{file}' cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise damaged("its header is not valid JSON") from None
+    if not isinstance(header, dict):
+        raise damaged("its header is not a JSON object")
     metadata = header.pop("__metadata__", {})
     try:
         entries = _ENTRIES.validate_python(header)
@@ -258,26 +272,8 @@ def _read_header(path: Path, name: str) -> Iterator[tuple[str, StoredShard]]:
         if offsets is None or len(offsets) != len(entry.shape):
             raise damaged(f"{tensor} has no valid {OFFSETS} in its sharding metadata")
         yield tensor, StoredShard(name, entry.dtype, tuple(entry.shape), tuple(offsets))
-    if end != data_bytes:
-        raise damaged(f"its header describes {end} bytes of tensors, the file holds {data_bytes}")
-
-
-def _header_json(file: Path) -> tuple[dict[str, Any], int]:
-    """Returns the header of a safetensors file and the number of bytes after it."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > min(MAX_HEADER_BYTES, size - 8):
-                raise DamagedCheckpointError(f"'{file}' is damaged: a header of {length} bytes in a file of {size}")
-            header = json.loads(stream.read(length))
-    except OSError as error:
-        raise DamagedCheckpointError(f"'{file}' cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise DamagedCheckpointError(f"'{file}' is damaged: its header is not valid JSON") from None
-    if not isinstance(header, dict):
-        raise DamagedCheckpointError(f"'{file}' is damaged: its header is not a JSON object")
-    return header, size - 8 - length
+    if end != size - 8 - length:
+        raise damaged(f"its header describes {end} bytes of tensors, the file holds {size - 8 - length}")
 
 
 def _check_coverage(path: Path, shards: Shards, shapes: Mapping[str, tuple[int, ...]]) -> None:
