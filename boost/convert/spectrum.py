@@ -95,11 +95,8 @@ class Factorizer:
     def report(self) -> dict[str, Any]:
         """Returns the options, a summary per slot, and every linear."""
         options = {k: v for k, v in asdict(self._truncation).items() if k != "device" and v is not None}
-        return {
-            "asked": options,
-            "slots": slot_rows(self.linears),
-            "linears": [asdict(linear) for linear in self.linears],
-        }
+        linears = [asdict(linear) for linear in self.linears]
+        return {"asked": options, "slots": slot_rows(self.linears), "linears": linears}
 
 
 def low_rank_table(dense: ModelConfig, rank: int, ranks: Mapping[str, int]) -> dict[str, Any]:

@@ -93,8 +93,7 @@ class TensorFolder:
         expected = {entry.name: entry.shape for entry in wanted}
         if missing := [name for name in expected if name not in self.shapes and name not in optional]:
             raise CheckpointError(
-                f"'{self.path}' has no tensor {missing[0]!r}{_more(missing)}; check that config.json "
-                "belongs to these weights"
+                f"'{self.path}' has no tensor {missing[0]!r}{_more(missing)}; check that config.json belongs to these weights"
             )
         unexpected = [name for name in self.shapes if name not in expected and not name.endswith("rotary_emb.inv_freq")]
         if unexpected:

@@ -48,14 +48,10 @@ class Encoder:
     """Encodes texts in batches and passes the tokens to the writer in order, until a split has `limits[split]` tokens."""
 
     def __init__(
-        self,
-        tokenizer: "Tokenizer",
-        writer: TokenWriter,
-        on_batch: Callable[[int], None],
-        limits: Mapping[str, int] | None = None,
+        self, tokenizer: "Tokenizer", writer: TokenWriter, on_batch: Callable[[int], None], limits: Mapping[str, int]
     ) -> None:
         """`on_batch` is called after every batch with the number of characters left in the current text."""
-        self._tokenizer, self._writer, self._on_batch, self._limits = tokenizer, writer, on_batch, limits or {}
+        self._tokenizer, self._writer, self._on_batch, self._limits = tokenizer, writer, on_batch, limits
         self._batch: list[tuple[FileReport, str, str, bool]] = []
         self._chars = 0
         self._starts, self._drops = True, False

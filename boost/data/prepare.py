@@ -236,14 +236,10 @@ def _build(
         tokenizer, eos = parse_tokenizer(saved["tokenizer"]), tuple(saved["eos"])
     decided = {"rule": asdict(rule), "tokenizer": tokenizer.to_str(), "eos": list(eos), "fingerprint": fingerprint}
     size = vocabulary_size(tokenizer)
-    limits = {"train": options.max_tokens, "heldout": options.max_heldout_tokens}
+    wanted = {"train": options.max_tokens, "heldout": options.max_heldout_tokens}
+    limits = {name: limit for name, limit in wanted.items() if limit is not None}
     with TokenWriter(folder, token_dtype(size), eos[1], saved and saved["written"]) as writer:
-        encoder = Encoder(
-            tokenizer,
-            writer,
-            reading.update_progress,
-            {name: limit for name, limit in limits.items() if limit is not None},
-        )
+        encoder = Encoder(tokenizer, writer, reading.update_progress, limits)
         encoder.unknown = saved["unknown"] if saved else 0
         next_commit = time.monotonic() + COMMIT_S
         phase = "encoding" if saved is None else "encoding, continued"

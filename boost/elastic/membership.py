@@ -298,16 +298,8 @@ class Coordinator:
             )
             for member, own in with_state.items()
         }
-        return Decision(
-            number,
-            (*with_state, *joining),
-            newest.operation,
-            newest.result,
-            held,
-            tuple(member.incarnation for member in joining),
-            lost,
-            seen,
-        )
+        members, joined = (*with_state, *joining), tuple(member.incarnation for member in joining)
+        return Decision(number, members, newest.operation, newest.result, held, joined, lost, seen)
 
     def _waiting(self, seen: int, inside: set[Member], proposer: Member) -> tuple[list[Member], int]:
         """The announced replicas, once each, and the number of the last announcement."""

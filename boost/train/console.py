@@ -135,8 +135,7 @@ def _introduction(trainer: Training) -> list[str]:
     lines = [
         f"{model.title} {format_count(parameter_count(model))} parameters, layout {trainer.model.layout.spec.name}, "
         f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}{f' x cp {parallel.cp}' * (parallel.cp > 1)} on "
-        f"{trainer.mesh.device.type}, "
-        f"{trainer.batches.n_samples} training sequences of {train.seq_len} tokens"
+        f"{trainer.mesh.device.type}, {trainer.batches.n_samples} training sequences of {train.seq_len} tokens"
     ]
     corpus = trainer.corpus
     if len(corpus.stores) > 1:

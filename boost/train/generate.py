@@ -69,15 +69,11 @@ class NewToken(NamedTuple):
     """Whether it is the last one of its sequence."""
 
 
-Ends = int | Collection[int] | None
-"""Tokens that end a sequence, in addition to the maximum number of tokens."""
-
-
 def generate(
-    model: Model, prompt: Sequence[int], max_tokens: int, sampling: Sampling, eos: Ends = None
+    model: Model, prompt: Sequence[int], max_tokens: int, sampling: Sampling, ends: Collection[int] = ()
 ) -> Iterator[int]:
-    """Yields up to `max_tokens` new tokens after a non-empty prompt; stops after yielding (one of) `eos`."""
-    for new in generate_batch(model, [prompt], max_tokens, sampling, eos):
+    """Yields up to `max_tokens` new tokens after a non-empty prompt; stops after yielding one of `ends`."""
+    for new in generate_batch(model, [prompt], max_tokens, sampling, ends):
         yield new.token
 
 
@@ -86,14 +82,14 @@ def generate_batch(
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     sampling: Sampling,
-    eos: Ends = None,
+    ends: Collection[int] = (),
     *,
     samples: int = 1,
     batch: int = 1,
 ) -> Iterator[NewToken]:
     """Yields up to `max_tokens` new tokens for each of `samples` samples of each non-empty prompt, as they are generated.
 
-    Up to `batch` sequences run at a time, in the order of the prompts. A sequence stops after yielding (one of) `eos`. Sample j
+    Up to `batch` sequences run at a time, in the order of the prompts. A sequence stops after yielding one of `ends`. Sample j
     is drawn with the seed `sampling.seed` + j, whatever it is batched with. Raises ConfigError if the key/value cache of the
     batch does not fit into memory.
     """
@@ -107,8 +103,7 @@ def generate_batch(
     capacity = max((len(prompt) for prompt in prompts), default=0) + max_tokens - 1
     require_cache_memory(model, batch, capacity)
     if batch and max_tokens:
-        ends = {eos} if isinstance(eos, int) else set(eos or ())
-        yield from _Batch(model, sampling, batch, capacity).run(sequences, max_tokens, ends)
+        yield from _Batch(model, sampling, batch, capacity).run(sequences, max_tokens, set(ends))
 
 
 def require_cache_memory(model: Model, batch: int, capacity: int) -> None:

@@ -194,13 +194,7 @@ def rows_of(result: dict[str, Any]) -> list[dict[str, Any]]:
             if not name or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             stderr = values.get(f"{metric}_stderr,{name}")
+            stderr = float(stderr) if isinstance(stderr, int | float) else None
             label = metric if name == "none" else f"{metric} ({name})"
-            rows.append(
-                {
-                    "task": task,
-                    "metric": label,
-                    "value": float(value),
-                    "stderr": float(stderr) if isinstance(stderr, int | float) else None,
-                }
-            )
+            rows.append({"task": task, "metric": label, "value": float(value), "stderr": stderr})
     return rows

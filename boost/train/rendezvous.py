@@ -204,17 +204,12 @@ def _connect(rank: int, timeout_s: float, stopped: Stopped) -> dist.Store:
             f"MASTER_ADDR = {host!r}, MASTER_PORT = {port!r} are not the address of a store; start with torchrun, or set both"
         )
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    deadline = time.monotonic() + timeout_s
+    deadline, attempt = time.monotonic() + timeout_s, datetime.timedelta(seconds=min(_CONNECT_S, timeout_s))
     leaving_at: float | None = None
     while True:
         try:
             return dist.TCPStore(
-                host,
-                int(port),
-                is_master=hosts,
-                timeout=datetime.timedelta(seconds=min(_CONNECT_S, timeout_s)),
-                wait_for_workers=False,
-                multi_tenant=True,
+                host, int(port), is_master=hosts, timeout=attempt, wait_for_workers=False, multi_tenant=True
             )
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             if hosts:

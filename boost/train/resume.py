@@ -169,6 +169,5 @@ def check_resumable(found: Checkpoint, config: Config, corpus: Corpus) -> None:
         )
     setting = f"data.mixture = {config.data.mixture}" if config.data.mixture else f"data.store = '{config.data.store}'"
     raise CheckpointError(
-        f"'{found.path}' was trained on different text than {setting} holds; "
-        "resume with the stores that it was trained on"
+        f"'{found.path}' was trained on different text than {setting} holds; resume with the stores that it was trained on"
     )

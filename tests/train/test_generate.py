@@ -70,7 +70,7 @@ def test_greedy_generation_is_the_models_own_argmax_and_stops_at_the_end() -> No
         expected.append(int(logits.argmax()))
     new = list(generate(decoder, prompt, 8, Sampling(0.0)))
     assert new == expected[5:]
-    assert list(generate(decoder, prompt, 8, Sampling(0.0), eos=new[0])) == new[:1]
+    assert list(generate(decoder, prompt, 8, Sampling(0.0), [new[0]])) == new[:1]
 
 
 # Batches.

@@ -351,11 +351,8 @@ def _header(slices: list[LocalSlice]) -> bytes:
     begin = 0
     for tensor in slices:
         end = begin + tensor.local.nbytes
-        header[tensor.name] = {
-            "dtype": _DTYPES[tensor.local.dtype][0],
-            "shape": list(tensor.local.shape),
-            "data_offsets": [begin, end],
-        }
+        dtype, shape = _DTYPES[tensor.local.dtype][0], list(tensor.local.shape)
+        header[tensor.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
