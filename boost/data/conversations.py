@@ -68,6 +68,9 @@ def conversation_of(record: Any) -> Conversation:
     if record.get("label") is False:
         raise Malformed("label is false: an example of a bad answer")
     form, messages = _by_form(record)
+    system = record.get("system")
+    if isinstance(system, str) and system and not (messages and messages[0]["role"] == "system"):
+        messages.insert(0, {"role": "system", "content": system})
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()  # nothing is learned from what nobody answered
     if not messages:
@@ -82,13 +85,13 @@ def conversation_of(record: Any) -> Conversation:
 def _by_form(record: dict[str, Any]) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
     """(fields that hold the messages, messages)."""
     if isinstance(record.get("messages"), list):
-        return ("messages",), _with_system(record, [_message(m, "role", "content") for m in record["messages"]])
+        return ("messages",), [_message(message, "role", "content") for message in record["messages"]]
     if isinstance(record.get("conversations"), list):
         shared = [isinstance(message, dict) and "from" in message for message in record["conversations"]]
         keys = [("from", "value") if is_shared else ("role", "content") for is_shared in shared]
         turns = zip(record["conversations"], keys, strict=True)
         messages = [_message(message, role, content) for message, (role, content) in turns]
-        return ("conversations",), _with_system(record, messages)
+        return ("conversations",), messages
     if "instruction" in record and "output" in record:
         asked = _text(record["instruction"], "instruction")
         if more := _text(record.get("input") or "", "input"):
@@ -98,7 +101,7 @@ def _by_form(record: dict[str, Any]) -> tuple[tuple[str, ...], list[dict[str, An
             raise Malformed("'history' is not a list of questions and answers")
         earlier = [_exchange(_text(question, "history"), _text(answer, "history")) for question, answer in history]
         messages = [*chain(*earlier), *_exchange(asked, _text(record["output"], "output"))]
-        return ("instruction", "input", "output", "history"), _with_system(record, messages)
+        return ("instruction", "input", "output", "history"), messages
     if "prompt" in record and "completion" in record:
         prompt, completion = record["prompt"], record["completion"]
         if isinstance(prompt, list) and isinstance(completion, list):
@@ -107,7 +110,7 @@ def _by_form(record: dict[str, Any]) -> tuple[tuple[str, ...], list[dict[str, An
                 message |= {"weight": 0} if message["role"] == "assistant" else {}
         else:
             messages = _exchange(_text(prompt, "prompt"), _text(completion, "completion"))
-        return ("prompt", "completion"), _with_system(record, messages)
+        return ("prompt", "completion"), messages
     raise Malformed("neither messages, conversations, instruction and output, nor prompt and completion")
 
 
@@ -141,13 +144,6 @@ def _exchange(asked: str, answered: str) -> list[dict[str, Any]]:
     if not answered.strip():
         raise Malformed("an empty answer")
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-
-
-def _with_system(record: dict[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    system = record.get("system")
-    if not isinstance(system, str) or not system or (messages and messages[0]["role"] == "system"):
-        return messages
-    return [{"role": "system", "content": system}, *messages]
 
 
 def _message(message: Any, role: str, content: str) -> dict[str, Any]:

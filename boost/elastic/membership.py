@@ -116,10 +116,9 @@ class Coordinator:
 
         `why`: DEAD or SLOW; `exclude_lost` marks silent ones. The first mark stays, except that DEAD replaces the others.
         """
-        key = f"gone/{incarnation}"
         known = self.lost_reason(incarnation)
         if known is None or (why == DEAD and not known.startswith(DEAD)):
-            self.store.set(key, f"{why}: {text}")
+            self.store.set(f"gone/{incarnation}", f"{why}: {text}")
 
     def exclude_lost(self, members: Iterable[Member], accuser: Member) -> None:
         """Marks those of `members` as lost that heartbeats say are restarted or silent.

@@ -156,4 +156,4 @@ def test_batches_on_a_mesh(parallel: dict[str, Any]) -> None:
 
 def texts_on(parallel: dict[str, Any]) -> dict[tuple[int, int], list[int]]:
     model, _ = toy.toy_model(toy.toy_config(**MODEL, parallel=parallel))
-    return collected(model, 8, Sampling(0.0), 9, batch=3)
+    return collected(model, 8, Sampling(0.0), [9], batch=3)
