@@ -175,19 +175,13 @@ def documents_of(document_ids_BS: Tensor, device: torch.device, dtype: torch.dty
     form = document_form(device.type, str(dtype)[6:], compiled)
     if form == "varlen" and not _has_varlen():
         form = "mask"
-    lengths = _lengths(document_ids_BS)
+    runs = (torch.unique_consecutive(row_S, return_counts=True)[1] for row_S in document_ids_BS.cpu())
+    lengths = tuple(tuple(row_N.tolist()) for row_N in runs)
     if form == "mask":
         return Documents(form, lengths, mask=_mask(document_ids_BS.to(device, non_blocking=True), dtype))
     if all(len(sequence) == 1 for sequence in lengths):
         return None
     return Documents(form, lengths, _starts(lengths, device) if form == "varlen" else None)
-
-
-def _lengths(document_ids_BS: Tensor) -> Lengths:
-    def of_row(row_S: Tensor) -> tuple[int, ...]:
-        return tuple(torch.unique_consecutive(row_S, return_counts=True)[1].tolist())
-
-    return tuple(of_row(row_S) for row_S in document_ids_BS.cpu())
 
 
 def _starts(lengths: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -25,20 +25,16 @@ class Sharding(Protocol):
 
     def placement(self, role: str) -> Placement:
         """Placement of parameters with this role."""
-        ...
 
     def crosses_as_heads(self, slot: Slot) -> bool:
         """Whether this projection computes all heads of this process's tokens, which are then exchanged, instead of this
         process's heads of all tokens."""
-        ...
 
     def residual_shape(self, tokens: int) -> tuple[int, int]:
         """Local shape of the residual stream of `tokens` tokens, which pipeline stages exchange."""
-        ...
 
     def latent_shape(self, rank: int, tokens: int) -> tuple[int, int]:
         """Local shape of the latents passed to the next block, given their full width `rank`."""
-        ...
 
 
 def local_slice(parameter: Parameter, layout: Sharding, whole: Tensor) -> Tensor:

@@ -61,53 +61,41 @@ class Layout(Sharding, Protocol):
 
     def sequence_share(self) -> SequenceShare | None:
         """This process's share of each sequence; None: the whole sequence."""
-        ...
 
     def embed(self, flow: Flow, table: Tensor, dtype: torch.dtype) -> Iterable[None]:
         """x: from tokens (int64, [T]) to their embedding in `dtype`: the activations' dtype, so nothing wider is sent."""
-        ...
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterable[None]:
         """norm(x) and the first part of a group, up to its last collective. Leaves `arrived` and `to_combine`."""
-        ...
 
     def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
         """The rest of the group: one [T, d_out / num_shards] per slot, and its latents for the next block if they are computed
         here."""
-        ...
 
     def enter_attention(self, flow: Flow, qkv: Sequence[Tensor], context: Context) -> Iterable[None]:
         """Redistributes q, k (both rotated) and v of the local tokens for attention: all tokens of some heads, or the same
         queries with all keys and values. They arrive in this order."""
-        ...
 
     def leave_attention(self, flow: Flow, attended: Tensor, context: Context) -> Iterable[None]:
         """Redistributes attention's output: all heads of this TP rank arrive for the local tokens."""
-        ...
 
     def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """Heads or channels [T, d_in / num_shards] through the first part of a group, up to its first collective."""
-        ...
 
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterable[None]:
         """The rest of the group, and its update of x."""
-        ...
 
     def head_input(self, flow: Flow, gamma: Tensor) -> Iterable[None]:
         """x: the final norm of all T tokens, [T, d], replicated on every process. Each process then uses its own rows of the
         head, so gradients of the result are partial; the backward pass sums them."""
-        ...
 
     def loss(self, normed_TD: Tensor, head: Tensor, targets_T: Tensor, teaching: Teaching | None = None) -> Tensor:
         """Sum of the cross-entropy (nats, fp32 or wider scalar) over targets that are not -100, given the head's input. Equal on
         every process. With a teacher: of the distillation loss."""
-        ...
 
     def all_logits(self, normed_TD: Tensor, head: Tensor) -> Tensor:
         """Differentiable logits [T, V] of all tokens, given the head's input, replicated on every process (`loss` never
         materializes them)."""
-        ...
 
     def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
         """Logits [N, V] of the tokens at indices `tokens_N`, replicated on every process (for generation)."""
-        ...

@@ -59,19 +59,16 @@ class Muon(Optimizer):
             torch._foreach_mul_(self._decaying, 1 - rate * self.optim.weight_decay)
         with without_tf32():
             for bucket in self.factors.buckets:
-                self._update(bucket, rate)
-
-    def _update(self, bucket: Sequence[FactorUnit], rate: float) -> None:
-        """Each factor moves along its own orthogonalized momentum."""
-        tall = {name: x[..., 0] for name, x in self.factors.tall(bucket, self._direction).items()}
-        for factor, p_RR in self._solved(bucket, tall):
-            for view, value in factor.own(factor.fused.tensor, tall[factor.name] @ p_RR):
-                rows, columns = factor.parameter.shape  # of the whole parameter, not of this process's shard
-                if self.optim.muon_adjust == "match_rms_adamw":
-                    adjusted = 0.2 * math.sqrt(max(rows, columns))
-                else:
-                    adjusted = math.sqrt(max(1, rows / columns))
-                view.sub_(value, alpha=rate * adjusted)
+                # Each factor moves along its own orthogonalized momentum.
+                tall = {name: x[..., 0] for name, x in self.factors.tall(bucket, self._direction).items()}
+                for factor, p_RR in self._solved(bucket, tall):
+                    rows, columns = factor.parameter.shape  # of the whole parameter, not of this process's shard
+                    if self.optim.muon_adjust == "match_rms_adamw":
+                        adjusted = 0.2 * math.sqrt(max(rows, columns))
+                    else:
+                        adjusted = math.sqrt(max(1, rows / columns))
+                    for view, value in factor.own(factor.fused.tensor, tall[factor.name] @ p_RR):
+                        view.sub_(value, alpha=rate * adjusted)
 
     def _solved(self, bucket: Sequence[FactorUnit], tall: Mapping[str, Tensor]) -> Iterator[tuple[Factor, Tensor]]:
         """The matrix [R, R] of the iteration for every factor of a bucket.

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from boost.config.architecture import Slot
 from boost.layouts.runtime import Replicated
 from boost.layouts.spec import GATHER, SCATTER_SUM, SUM_BACKWARD, SUM_FORWARD
 from boost.models.group import Flow, Latents, LinearGroup
@@ -45,7 +44,12 @@ class Vanilla(Replicated):
             yield
             flow.arrived = tuple(y.wait() for y in sums)
             return
-        shares = [self._by_process(y_TO, slot) for y_TO, slot in zip(outputs, group.shape.slots, strict=True)]
+        # [T, O] -> [p, T, O/p]: the part that each process continues with. If there are fewer key/value heads than p, several
+        # processes get the same one.
+        shares = []
+        for y_TO, slot in zip(outputs, group.shape.slots, strict=True):
+            repeated = collectives.heads_for_each(y_TO, self.model.kv_heads, self.size) if slot.kv else y_TO
+            shares.append(repeated.view(repeated.shape[0], self.size, -1).transpose(0, 1))
         if self.grouping:
             merged = self.start(SCATTER_SUM, torch.cat(tuple(shares), dim=-1).flatten(0, 1))
             widths = [share.shape[-1] for share in shares]
@@ -124,10 +128,3 @@ class Vanilla(Replicated):
         """Latents of the previous block as the gate needs them: this process's shard of each, or each whole."""
         parts = h.split([gate.ranks[slot] for slot in slots], dim=-1)
         return [collectives.rows_to_features(part, self.axis) for part in parts] if gate.mixes else parts
-
-    def _by_process(self, y_TO: Tensor, slot: Slot) -> Tensor:
-        """[T, O] -> [p, T, O/p]: the part that each process continues with. If there are fewer key/value heads than p, several
-        processes get the same one."""
-        if slot.kv:
-            y_TO = collectives.heads_for_each(y_TO, self.model.kv_heads, self.size)
-        return y_TO.view(y_TO.shape[0], self.size, -1).transpose(0, 1)
