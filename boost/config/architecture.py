@@ -190,15 +190,13 @@ def parameter_count(model: ModelConfig) -> int:
     return sum(parameter.size for parameter in parameters(model))
 
 
-def flops_per_token(model: ModelConfig, seq_len: int, all_scores: bool = False) -> int:
+def flops_per_token(model: ModelConfig, seq_len: int) -> int:
     """FLOPs of the forward and backward pass per token, as counted for model FLOPs utilization (MFU).
 
     6 per weight of every linear and of the head (2 forward, 4 backward; the embedding is a lookup), plus attention: the causal
-    half of the scores or, with `all_scores`, all of them, as PaLM (arXiv 2204.02311) and Megatron-LM count. Recomputation is not
-    counted.
+    half of the scores. Recomputation is not counted.
     """
-    masked = 6 * model.dim * seq_len * model.layers * all_scores
-    return sum(block_flops_per_token(model, seq_len, n) for n in range(model.layers)) + 6 * head(model).size + masked
+    return sum(block_flops_per_token(model, seq_len, n) for n in range(model.layers)) + 6 * head(model).size
 
 
 def block_flops_per_token(model: ModelConfig, seq_len: int, layer: int) -> int:

@@ -112,6 +112,13 @@ class OptimConfig(Tagged):
     for_factors: ClassVar[bool] = False
     """Whether the optimizer has its own update for the factors A and B."""
 
+    builder: ClassVar[str]
+    """module:name of a function (fused parameters, configuration, mesh) -> optimizer. A string: this package does not import
+    torch."""
+
+    whole_factors: ClassVar[bool] = False
+    """Whether every step (not only one of exact_every) needs whole factors."""
+
     factor_copies: ClassVar[int] = 1
     """Number of factor-shaped tensors in the workspace of a step on gathered factors."""
 
@@ -155,17 +162,6 @@ class OptimConfig(Tagged):
     lr_schedule: SerializeAsAny[LRSchedule] = Field(default_factory=LRSchedule)
     """Learning-rate schedule. In a file: the key `schedule` and the keys of the schedule."""
 
-    @property
-    def builder(self) -> str:
-        """module:name of a function (fused parameters, configuration, mesh) -> optimizer. A string, because this package does not
-        import torch."""
-        raise NotImplementedError(type(self).__name__)
-
-    @property
-    def whole_factors(self) -> bool:
-        """Whether every step (not only one of exact_every) needs whole factors."""
-        return False
-
     @classmethod
     def switch(cls, table: dict[str, Any], changes: Mapping[str, Any]) -> None:
         """Falls back to the default schedule if the current one does not work with the new optimizer."""
@@ -187,17 +183,14 @@ class OptimConfig(Tagged):
 class AdamWConfig(OptimConfig):
     """AdamW for every parameter."""
 
+    builder: ClassVar[str] = "boost.optim.adamw:plain_adamw"
     name: Literal["adamw"] = "adamw"
-
-    @property
-    def builder(self) -> str:
-        """torch's fused AdamW."""
-        return "boost.optim.adamw:plain_adamw"
 
 
 class LOROConfig(OptimConfig):
     """AdamW with Riemannian steps of the factors on the low-rank manifold (ICLR 2025), for model.family = svd."""
 
+    builder: ClassVar[str] = "boost.optim.loro:Loro"
     for_factors: ClassVar[bool] = True
     factor_copies: ClassVar[int] = 2  # factors and directions
     factor_dtype: ClassVar[str] = "float64"
@@ -206,11 +199,6 @@ class LOROConfig(OptimConfig):
 
     exact_every: Count = 500
     """K: the last of every K steps is exact; all moments are then cleared. Published runs use 500 and 200."""
-
-    @property
-    def builder(self) -> str:
-        """LORO's steps."""
-        return "boost.optim.loro:Loro"
 
     def is_exact(self, step: int) -> bool:
         """Whether step `step` (0-based) is exact: the K-th, 2K-th, ... step of training."""
@@ -231,7 +219,11 @@ class LOROConfig(OptimConfig):
 class MuonConfig(OptimConfig):
     """Orthogonalized momentum for the factors, AdamW for the rest."""
 
+    builder: ClassVar[str] = "boost.optim.muon:Muon"
     for_factors: ClassVar[bool] = True
+    whole_factors: ClassVar[bool] = (
+        True  # orthogonalizing each shard of a factor separately would be a different update
+    )
     factor_bucket: ClassVar[int] = 4  # enough Gram matrices to keep most processes busy
     name: Literal["muon"] = "muon"
 
@@ -250,13 +242,3 @@ class MuonConfig(OptimConfig):
 
     muon_steps: Annotated[int, Field(ge=1, le=99)] = 5
     """Number of Newton-Schulz iterations."""
-
-    @property
-    def builder(self) -> str:
-        """Muon's steps."""
-        return "boost.optim.muon:Muon"
-
-    @property
-    def whole_factors(self) -> bool:
-        """Always: orthogonalizing each shard of a factor separately would be a different update."""
-        return True

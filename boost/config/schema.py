@@ -374,6 +374,11 @@ class Config(Section):
     distill: DistillConfig = DistillConfig()
     run: RunConfig = RunConfig()
 
+    def changed(self, **sections: Mapping[str, Any]) -> "Config":
+        """A copy with other values in some sections, such as `changed(train={"steps": 5})`. Checks neither values nor rules."""
+        updated = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=updated)
+
     @property
     def shards_weights(self) -> bool:
         """Whether replicas shard and gather weights (FSDP2). False with in-step recovery: each replica holds all weights."""

@@ -10,7 +10,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
 from pydantic.fields import FieldInfo
@@ -75,16 +75,8 @@ def load_plugins() -> None:
         point.load()
 
 
-class WholeConfig(Protocol):
-    """The whole configuration (`boost.config.schema.Config`), which is made of the tables, as the rules of one table read it."""
-
-    model: Any
-    data: Any
-    parallel: Any
-    train: Any
-    optim: Any
-    distill: Any
-    run: Any
+WholeConfig = Any
+"""A whole configuration (`boost.config.schema.Config`), as the rules of one table read it: it is made of the tables."""
 
 
 class Tagged(Section):

@@ -77,11 +77,20 @@ class Costs:
 def costs(model: ModelConfig, train: TrainConfig) -> Costs:
     """Cost of each part of the model, including recomputation, which MFU does not count."""
     tokens = train.micro_batch * train.seq_len
-    cost_of = functools.cache(
-        lambda layer, policy: (
-            tokens * (block_flops_per_token(model, train.seq_len, layer) + _again(model, layer, train, policy))
-        )
-    )
+
+    @functools.cache
+    def cost_of(layer: int, policy: RecomputeName) -> float:
+        """Of a block, which recomputes nothing, its whole forward pass, or the part that follows the latents."""
+        flops = block_flops_per_token(model, train.seq_len, layer)
+        again = 0.0
+        if policy == "full-block":
+            again = flops / 3
+        elif policy != "none":
+            entering = [p.size for g in groups(model, layer) if g.side == "enter" for p in g.parameters("", "B")]
+            attention = 2.0 * model.dim * train.seq_len
+            again = 2.0 * sum(entering) + (0.0 if policy == "low-rank+attention-output" else attention)
+        return tokens * (flops + again)
+
     policies = train.recompute_by_layer(model.layers)
     blocks = tuple(cost_of(first_alike(model, layer), policy) for layer, policy in enumerate(policies))
     # T rows: copied in the forward pass; read and added in the backward pass. Gradient of the table: zeroed, then accumulated.
@@ -116,14 +125,3 @@ def balanced(costs: Costs, count: int) -> tuple[int, ...]:
                 longer[end] = min(longer.get(end, candidate), candidate)
         best = longer
     return best[layers][2]
-
-
-def _again(model: ModelConfig, layer: int, train: TrainConfig, policy: RecomputeName) -> float:
-    """FLOPs that a block recomputes per token: its whole forward pass, or the part that follows the latents."""
-    attention = 2.0 * model.dim * train.seq_len
-    if policy == "none":
-        return 0.0
-    if policy == "full-block":
-        return block_flops_per_token(model, train.seq_len, layer) / 3
-    entering = [p.size for g in groups(model, layer) if g.side == "enter" for p in g.parameters("", "B")]
-    return 2.0 * sum(entering) + (0.0 if policy == "low-rank+attention-output" else attention)

@@ -143,9 +143,7 @@ def outside() -> Iterator[None]:
         lion_warmth: Natural = 3
         """Nothing in particular."""
 
-        @property
-        def builder(self) -> str:
-            return f"{__name__}:built"
+        builder = f"{__name__}:built"
 
     class Ternary(LowRankConfig):
         """y = B sign(A x)."""
