@@ -12,7 +12,6 @@ from pathlib import Path
 from boost.config import Config, load
 from boost.plan.categories import LATENTS, RESIDUAL, WIDE
 from boost.plan.inspection import Inspection, inspect
-from boost.plan.memory import memory
 from boost.plan.pictures import (
     BAR,
     COLORS,
@@ -27,7 +26,7 @@ from boost.plan.pictures import (
     DiagramRow,
     block_rows,
 )  # fmt: skip
-from boost.plan.tape import Held
+from boost.plan.trace import pass_of_block
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
 GAIN = "\N{GREEK SMALL LETTER GAMMA}"
@@ -226,7 +225,7 @@ def recomputation_picture() -> None:
                 x + 8, top + row * line, width - 16, 20, color, radius=4, alpha=1.0 if is_saved else 0.14,
                 hatch="" if is_saved else color,
             )  # fmt: skip
-        total = sum(held.bytes for held in saved[policy])
+        total = sum(size for _, size in saved[policy])
         canvas.text(f"{total / 1e6:,.0f} MB", x + width / 2, end + 16, 13, align="center", bold=True)
         canvas.text(f"{recommunicated(policy)} collectives", x + width / 2, end + 40, 12, align="center")
     for row, (words, _) in enumerate(everything):
@@ -241,8 +240,7 @@ def recomputation_picture() -> None:
 
 def recomputing(policy: str) -> Config:
     """btp with a recomputation policy."""
-    config = config_of("btp")
-    return config.model_copy(update={"train": config.train.model_copy(update={"recompute": policy})})
+    return config_of("btp").changed(train={"recompute": policy})
 
 
 def recommunicated(policy: str) -> int:
@@ -252,19 +250,18 @@ def recommunicated(policy: str) -> int:
     return sum(c.layer == inspection.layer and c.phase == "recompute" for c in issued)
 
 
-def saved_tensors(policy: str) -> list[Held]:
-    """What the second block saves, weights aside, in forward order."""
-    held = [item.held for item in memory(recomputing(policy)).saved if item.layer == 1]
-    return [tensor for tensor in held if tensor.category in (RESIDUAL, LATENTS, WIDE)]
+def saved_tensors(policy: str) -> list[tuple[str, int]]:
+    """(category, bytes) of what the second block saves, weights aside, in forward order."""
+    return [held for held in pass_of_block(recomputing(policy), 1).saved if held[0] in (RESIDUAL, LATENTS, WIDE)]
 
 
-def present(saved: Sequence[Held]) -> list[bool]:
+def present(saved: Sequence[tuple[str, int]]) -> list[bool]:
     """Which of the nine rows of the picture are among the saved tensors, found by category and order."""
     flags = dict.fromkeys(range(9), False)
     order = {RESIDUAL: [0, 5], LATENTS: [1, 4, 6, 8], WIDE: [2, 3, 7]}
-    residual = [tensor for tensor in saved if tensor.category == RESIDUAL]
-    latents = [tensor for tensor in saved if tensor.category == LATENTS and tensor.bytes > 2**20]  # not statistics
-    wide = [tensor for tensor in saved if tensor.category == WIDE and tensor.bytes > 2**20]
+    residual = [size for category, size in saved if category == RESIDUAL]
+    latents = [size for category, size in saved if category == LATENTS and size > 2**20]  # not statistics
+    wide = [size for category, size in saved if category == WIDE and size > 2**20]
     for row in order[RESIDUAL][: len(residual)] + order[LATENTS][: len(latents)]:
         flags[row] = True
     for row in {1: [3], 7: [2, 3, 7], 0: []}[len(wide)]:  # attention's output; q, k, v, output, gate, up, product

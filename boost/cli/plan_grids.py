@@ -5,11 +5,11 @@ import json
 import math
 
 from boost.cli.plan_report import SCHEMA, as_json, asked_words, console, model_words
-from boost.cli.terminal import print_table, searching
+from boost.cli.terminal import new_table, print_table, searching
 from boost.errors import ConfigError
 from boost.format import format_seconds
 from boost.plan.candidates import Request
-from boost.plan.pictures import GridCell, draw_grid
+from boost.plan.pictures import draw_grid
 from boost.plan.search import GridPlan, by_gpus
 
 
@@ -20,11 +20,6 @@ def slower_than(row: list[GridPlan], cell: GridPlan) -> int | None:
     if cell.plan is None or best is None or best.plan is None or best.plan.time.seconds >= cell.plan.time.seconds:
         return None
     return best.gpus
-
-
-def _slower(row: list[GridPlan], cell: GridPlan) -> str:
-    fewer = slower_than(row, cell)
-    return "" if fewer is None else f"\nslower than {fewer}"
 
 
 def print_grid(args: argparse.Namespace, request: Request) -> int:
@@ -47,28 +42,26 @@ def print_grid(args: argparse.Namespace, request: Request) -> int:
         facts = {"schema": SCHEMA, "argv": asked_words(args), "question": question, "answers": answers}
         print(json.dumps(facts, indent=2))
     else:
-        from rich.table import Table
         from rich.text import Text
 
         out = console()
         out.print(Text(f"{model_words(request.base, args.model)}\n{request.hardware.title}"), soft_wrap=True)
-        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-        for name in ("tokens per step", *columns):
-            table.add_column(name, justify="right")
+        headings = ("tokens per step", *columns)
+        table = new_table(headings, right=headings)
         for row in rows:
-            cells = [
-                f"{cell.label}\n{format_seconds(cell.plan.time.seconds)}{_slower(row, cell)}"
-                if cell.plan
-                else cell.why_none
-                for cell in row
-            ]
+            cells = []
+            for cell in row:
+                fewer = slower_than(row, cell)
+                slower = "" if fewer is None else f"\nslower than {fewer}"
+                words = (
+                    f"{cell.label}\n{format_seconds(cell.plan.time.seconds)}{slower}" if cell.plan else cell.why_none
+                )
+                cells.append(words)
             table.add_row(*map(Text, (f"{row[0].tokens:,}", *cells)))
         print_table(out, table)
         out.print(Text("\nWithout a pipeline. Differences below 5% are within the prediction error."))
     if args.svg is not None:
-        drawn = [
-            (f"{row[0].tokens:,}", [GridCell(cell.label or cell.why_none, cell.kind) for cell in row]) for row in rows
-        ]
+        drawn = [(f"{row[0].tokens:,}", [(cell.label or cell.why_none, cell.kind) for cell in row]) for row in rows]
         title = f"Layout by tokens per step and number of GPUs: {args.model}, {request.base.model.title}"
         length = f"{request.base.train.seq_len:,}"
         subtitle = f"{args.gpu}, sequences of {length}: the fastest configuration without a pipeline"

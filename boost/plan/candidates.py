@@ -27,11 +27,8 @@ from boost.errors import ConfigError
 from boost.layouts import layout_spec, layouts_of, spec_of
 from boost.plan.hardware import Hardware
 
-SCHEDULES = (
-    ("1f1b", 1),
-    *(("interleaved-1f1b", virtual) for virtual in (2, 3, 4, 6, 8, 12, 16)),
-)
-"""(pipeline schedule, stages per process). Combinations with more stages than layers are skipped."""
+SCHEDULES = {"1f1b": (1,), "interleaved-1f1b": (2, 3, 4, 6, 8, 12, 16)}
+"""Pipeline schedules, and how many stages each process has. Combinations with more stages than layers are skipped."""
 
 POLICIES: tuple[RecomputeName, ...] = (
     "none", "low-rank+attention-output", "low-rank", "low-rank-sharded", "full-block",
@@ -58,7 +55,6 @@ class Request:
     gpus: int
     """Number of GPUs, one process each."""
     hardware: Hardware
-    """The hardware profile."""
     fixed: frozenset[str] = frozenset()
     """Dotted keys that the user fixed, such as 'parallel.tp'."""
     margin: float = 0.0
@@ -102,10 +98,8 @@ class Request:
         if layout not in self._by_layout:
             base = self.base.parallel
             of_layout = base.model_copy(update={"layout": layout})
-            fixed = [
-                key.partition(".")[2] for key in self.fixed if key.startswith("parallel.") and key != "parallel.layout"
-            ]
-            lost = any(getattr(of_layout, field) != getattr(base, field) for field in fixed)
+            fixed = [field for section, _, field in (key.partition(".") for key in self.fixed) if section == "parallel"]
+            lost = any(getattr(of_layout, field) != getattr(base, field) for field in fixed if field != "layout")
             self._by_layout[layout] = None if lost else of_layout
         return self._by_layout[layout]
 
@@ -160,6 +154,13 @@ def _structures_of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[Para
     model = request.base.model
     layouts = [name for name in layouts_of(model) if not layout_spec(name).superseded_by(model)]
     usual = layouts if mesh.tp > 1 else (spec_of(mesh).name,)
+    usual_schedules = SCHEDULES if mesh.pp > 1 else {"1f1b": (1,)}
+    schedules = [
+        (schedule, virtual)
+        for schedule in request.choices("parallel.schedule", list(usual_schedules))
+        for virtual in request.choices("parallel.virtual", usual_schedules.get(schedule, (1,)))
+        if mesh.pp * virtual <= model.layers or "parallel.virtual" in request.fixed
+    ]
     overlaps = request.choices("parallel.overlap", ("none", "halves") if mesh.tp * mesh.cp > 1 else ("none",))
     for layout in request.choices("parallel.layout", usual):
         of_layout = request.under(layout)
@@ -174,23 +175,13 @@ def _structures_of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[Para
             whole = ["none"] * (not outer) + ["optimizer", "full"] * (mesh.dp_cp > 1 or outer)
             shards += [(shard, outer) for shard in request.choices("parallel.shard", whole)]
         for shard, outer in shards:
-            for schedule, virtual in _schedules(request, mesh):
+            for schedule, virtual in schedules:
                 changes: dict[str, Any] = {**mesh.axes, "cp": mesh.cp, "shard": shard, "shard_outer": outer}
                 changes |= {"schedule": schedule, "virtual": virtual}
                 for overlap in overlaps:
                     for values in itertools.product(*options):
                         own = dict(zip(searched, values, strict=True))
                         yield of_layout.model_copy(update={**changes, "overlap": overlap, **own})
-
-
-def _schedules(request: Request, mesh: ParallelConfig) -> Iterator[tuple[str, int]]:
-    usual: dict[str, list[int]] = {}
-    for name, virtual in SCHEDULES if mesh.pp > 1 else SCHEDULES[:1]:
-        usual.setdefault(name, []).append(virtual)
-    for schedule in request.choices("parallel.schedule", list(usual)):
-        for virtual in request.choices("parallel.virtual", usual.get(schedule, [1])):
-            if mesh.pp * virtual <= request.base.model.layers or "parallel.virtual" in request.fixed:
-                yield schedule, virtual
 
 
 def micro_batches(request: Request, dp: int) -> Sequence[int]:

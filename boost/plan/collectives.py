@@ -35,10 +35,32 @@ def micro_batch_collectives(
     `recompute`: the policy of each block (empty: none); re-communication has phase 'recompute'. `stage`: the pipeline stage
     (None: the whole model).
     """
-    stage = stage or whole(model)
-    result = list(_forward(model, parallel, tokens, compute_dtype, stage))
-    if training:
-        result += _backward_of(model, parallel, tokens, compute_dtype, recompute, stage)
+    stage, spec = stage or whole(model), spec_of(parallel)
+    embed, *blocks, head = _places(model, parallel, compute_dtype, stage)
+    # Parts of a micro-batch that communicate separately: they interleave at run time, and are sequential here.
+    parts = [tokens] if parallel.overlap == "none" else [tokens // 2] * 2
+    if parallel.tp * parallel.cp == 1:
+        parts = []
+    result: list[Collective] = []
+    for part in parts:
+        for place in (embed, *blocks, head):
+            result += _issued("forward", place, part, compute_dtype, parallel)
+        if stage.has_head and parallel.tp > 1:
+            # Under every layout, one all-gather of (logsumexp, target logit) per chunk of tokens.
+            step, dtype = chunk_tokens(model.vocab_size // parallel.tp), statistic_dtype(compute_dtype)
+            shapes = [(parallel.tp, 2, min(step, part - start)) for start in range(0, part, step)]
+            result += [Collective("forward", "all-gather", shape, dtype, parallel.tp, "loss") for shape in shapes]
+    result += stage_sends("forward", model, parallel, tokens, compute_dtype, stage)
+    if not training:
+        return result
+    for part in parts:
+        result += _issued("backward", head[::-1], part, compute_dtype, parallel)
+        for layer, comms in zip(stage.numbers[::-1], blocks[::-1], strict=True):
+            policy = recompute[layer] if recompute else "none"
+            for phase, comm in spec.backward(comms, policy, to_the_end=parallel.overlap == "halves"):
+                result += _issued(phase, [comm], part, compute_dtype, parallel)
+        result += _issued("backward", embed[::-1], part, compute_dtype, parallel)
+    result += stage_sends("backward", model, parallel, tokens, compute_dtype, stage)
     return result
 
 
@@ -74,66 +96,14 @@ def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     return result
 
 
-def _forward(
-    model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str, stage: Stage
-) -> Iterator[Collective]:
-    for part in _parts(parallel, tokens):
-        for place in _places(model, parallel, dtype, stage):
-            yield from _issued("forward", place, part, dtype, parallel)
-        if stage.has_head and parallel.tp > 1:
-            # Under every layout, one all-gather of (logsumexp, target logit) per chunk of tokens.
-            step = chunk_tokens(model.vocab_size // parallel.tp)
-            for start in range(0, part, step):
-                shape = (parallel.tp, 2, min(step, part - start))
-                yield Collective("forward", "all-gather", shape, statistic_dtype(dtype), parallel.tp, "loss")
-    if not stage.has_head:
-        yield from stage_sends("forward", model, parallel, tokens, dtype, stage.numbers[-1])
-
-
-def _parts(parallel: ParallelConfig, tokens: int) -> list[int]:
-    """Tokens of each part of a micro-batch that communicates separately. Parts interleave at run time; here they are sequential."""
-    if parallel.tp * parallel.cp == 1:
-        return []
-    return [tokens] if parallel.overlap == "none" else [tokens // 2] * 2
-
-
-def boundary_sends(
-    model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str, stage: Stage
-) -> Iterator[Collective]:
-    """Sends of a stage for one micro-batch: forward to the next stage, backward to the previous one."""
-    if not stage.has_head:
-        yield from stage_sends("forward", model, parallel, tokens, dtype, stage.numbers[-1])
-    if not stage.has_embedding:
-        yield from stage_sends("backward", model, parallel, tokens, dtype, stage.numbers[0] - 1)
-
-
-def _backward_of(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    tokens: int,
-    dtype: str,
-    recompute: Sequence[RecomputeName],
-    stage: Stage,
-) -> Iterator[Collective]:
-    for part in _parts(parallel, tokens):
-        embed, *blocks, head_place = _places(model, parallel, dtype, stage)
-        yield from _issued("backward", head_place[::-1], part, dtype, parallel)
-        policies: list[RecomputeName] = [recompute[n] if recompute else "none" for n in stage.numbers]
-        spec = spec_of(parallel)
-        for comms, policy in zip(blocks[::-1], policies[::-1], strict=True):
-            for phase, comm in spec.backward(comms, policy, to_the_end=parallel.overlap == "halves"):
-                yield from _issued(phase, [comm], part, dtype, parallel)
-        yield from _issued("backward", embed[::-1], part, dtype, parallel)
-    if not stage.has_embedding:
-        yield from stage_sends("backward", model, parallel, tokens, dtype, stage.numbers[0] - 1)
-
-
 def stage_sends(
-    phase: str, model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str, layer: int
+    phase: str, model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str, stage: Stage
 ) -> Iterator[Collective]:
-    """Sends of one process at the stage boundary after block `layer`: its shard of the residual stream and of the latents for the
-    next block, or of their gradients."""
-    spec = spec_of(parallel)
+    """Sends of a stage in one pass of a micro-batch, forward to the next stage and backward to the previous one: its shard of the
+    residual stream and of the latents for the next block, or of their gradients."""
+    if stage.has_head if phase == "forward" else stage.has_embedding:
+        return
+    layer, spec = stage.numbers[-1] if phase == "forward" else stage.numbers[0] - 1, spec_of(parallel)
     shapes = [spec.residual_shape(model, parallel, tokens)]
     for group in groups(model, layer) if has_latent_gate(model, layer + 1) else ():
         ranks = [sum(group.ranks)] if parallel.grouping else group.ranks

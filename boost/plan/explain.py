@@ -172,17 +172,13 @@ def notes(search: Search, best: Plan, others: list[Alternative], dense: Plan | N
 def _against_data_parallelism(best: Plan, others: list[Alternative]) -> Iterator[str]:
     if best.time.devices == 1:
         return
+    pure = [c for c in others if pure_data_parallel(c.plan.config.parallel)]
     if pure_data_parallel(best.config.parallel):
         tp = next((c for c in others if c.plan.config.parallel.tp > 1 and c.plan.shortfall <= 0), None)
         if tp is not None:
             slower = tp.plan.time.seconds / best.time.seconds - 1
             parallel = tp.plan.config.parallel
-            fits_whole = any(
-                pure_data_parallel(c.plan.config.parallel)
-                and not c.plan.config.parallel.sharded
-                and c.plan.shortfall <= 0
-                for c in others
-            )
+            fits_whole = any(not c.plan.config.parallel.sharded and c.plan.shortfall <= 0 for c in pure)
             sharded = best.config.parallel.shard == "full" and best.config.parallel.sharded and not fits_whole
             reason = (
                 "sharding over replicas (shard = full) makes the model fit" if sharded else "the model fits on one GPU"
@@ -192,12 +188,11 @@ def _against_data_parallelism(best: Plan, others: list[Alternative]) -> Iterator
                 f"({mesh(parallel)}, {parallel.layout}) takes {slower:.1%} longer ({tp.why}).{_caveat(slower)}"
             )
         return
-    pure = next((c for c in others if pure_data_parallel(c.plan.config.parallel)), None)
-    if pure is not None and pure.plan.shortfall > 0:
-        yield f"Pure data parallelism does not fit: {pure.why}."
-    elif pure is not None:
-        slower = pure.plan.time.seconds / best.time.seconds - 1
-        yield f"Pure data parallelism fits, but takes {slower:.1%} longer: {pure.why}.{_caveat(slower)}"
+    if pure and pure[0].plan.shortfall > 0:
+        yield f"Pure data parallelism does not fit: {pure[0].why}."
+    elif pure:
+        slower = pure[0].plan.time.seconds / best.time.seconds - 1
+        yield f"Pure data parallelism fits, but takes {slower:.1%} longer: {pure[0].why}.{_caveat(slower)}"
 
 
 def _caveat(slower: float) -> str:

@@ -8,6 +8,7 @@ import difflib
 import functools
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +101,6 @@ class AttentionSpeed(Section):
     """
 
     head_dim: int
-    """Head dimension."""
     forward: Positive
     """TFLOP/s of the forward pass."""
     backward: Positive
@@ -318,41 +318,38 @@ def profile_of(name: str, memory_bytes: int) -> str | None:
     """
     matches: list[tuple[int, str]] = []
     for profile in names():
-        kinds, _, rest = profile.rpartition("g")[0].rpartition("-") if not profile[-1].isdigit() else ("", "", "")
-        if not kinds:  # the name ends in the number of GPUs per node: a100-80g-8
-            kinds, rest = profile.rsplit("-", 2)[0], profile.rsplit("-", 2)[1].rstrip("g")
-        words = kinds.upper().split("-")
-        if all(word in name.upper() for word in words) and abs(memory_bytes / 1e9 / int(rest) - 1) < 0.15:
-            matches.append((-len(kinds), profile))
+        parts = re.fullmatch(r"(.+)-(\d+)g(-\d+)?", profile)  # a100-80g, or a100-80g-8 for eight GPUs per node
+        assert parts is not None, profile
+        fits = abs(memory_bytes / 1e9 / int(parts[2]) - 1) < 0.15
+        if fits and all(word in name.upper() for word in parts[1].upper().split("-")):
+            matches.append((-len(parts[1]), profile))
     return min(matches)[1] if matches else None
 
 
 def load_hardware(name: str) -> Hardware:
     """Loads a profile by name or its first word ('h100'), from a `.toml` file, or from a datasheet line ('tflops=165,mem=24,...',
     `boost.plan.datasheet`). Raises ConfigError if it does not exist or is invalid."""
+    tree = _raw(BASE if "=" in name else name)
+    # `gpu` names the entry of boost/config/gpus.toml that supplies missing peaks.
+    peak = find_peak(str(tree.pop("gpu", "")))
+    for dtype, speed in tree.get("speeds", {}).get("gemm", {}).items():
+        tflops = None if peak is None else peak.of_dtype(dtype)
+        if isinstance(speed, dict) and tflops is not None:
+            speed.setdefault("tflops", tflops)
     try:
-        return Hardware.model_validate(tree_of(name, _read(BASE)) if "=" in name else _read(name))
+        return Hardware.model_validate(tree_of(name, tree) if "=" in name else tree)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"--gpu = '{name}': {field}: {first['msg']}") from None
 
 
-def _read(name: str) -> dict[str, Any]:
-    """Reads the tables of a profile. `gpu` names the entry of boost/config/gpus.toml that supplies missing peaks."""
-    tree = _raw(name)
-    peak = find_peak(str(tree.pop("gpu", "")))
-    for dtype, speed in tree.get("speeds", {}).get("gemm", {}).items():
-        tflops = None if peak is None else peak.of_dtype(dtype)
-        if isinstance(speed, dict) and tflops is not None:
-            speed.setdefault("tflops", tflops)
-    return tree
-
-
 def _raw(name: str) -> dict[str, Any]:
     """Reads the raw tables of a profile. `like` names a built-in profile to inherit from."""
-    own = name.endswith(".toml")
-    path = Path(name) if own else PROFILES / f"{full_name(name)}.toml"
+    own, word = name.endswith(".toml"), name.lower()
+    if word not in names():  # an abbreviation: the shortest, then first, of the profiles that begin with this word
+        word = min((profile for profile in names() if profile.startswith(f"{word}-")), key=len, default=word)
+    path = Path(name) if own else PROFILES / f"{word}.toml"
     if not path.is_file():
         if own:
             raise ConfigError(f"--gpu = '{name}': no such file; 'boost plan calibrate --out {name}' creates one")
@@ -379,13 +376,6 @@ def _raw(name: str) -> dict[str, Any]:
     if not own:
         below.pop("has_runs", None)
     return _merged(below, tree)
-
-
-def full_name(name: str) -> str:
-    """Expands an abbreviated profile name: the shortest, then first, of the profiles that begin with this word."""
-    known = names()
-    begins = [profile for profile in known if profile.startswith(f"{name.lower()}-")]
-    return name.lower() if name.lower() in known or not begins else min(begins, key=len)
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -472,39 +462,27 @@ def link_of(axis: str, parallel: ParallelConfig, hardware: Hardware) -> Link:
 def collective_seconds(collective: Collective, parallel: ParallelConfig, hardware: Hardware) -> float:
     """Seconds of one collective while all groups of its axis run it concurrently. Rings cross all links at the same time, so the
     slowest one counts."""
-    return max(_local_seconds(collective, parallel, hardware), _site_seconds(collective, parallel, hardware))
-
-
-def _site_seconds(collective: Collective, parallel: ParallelConfig, hardware: Hardware) -> float:
-    """Seconds on the link between sites; 0 if the group is within one site."""
-    site, per_site = hardware.site, hardware.per_site
-    if site is None or per_site is None or (where := span(collective.axis, parallel, per_site)).inside:
-        return 0.0
-    # Each group sends as much over the link as one of its processes sends. A pipeline sends only where one stage follows another.
-    sending = min(parallel.tp * parallel.dp_cp, per_site) if collective.kind == "send" else per_site / where.per_node
-    payload = collective.elements * ITEMSIZE[collective.dtype]
-    return site.seconds(
-        collective.kind, collective.dtype, payload, collective.sent_bytes, collective.processes, 1 / sending
-    )
-
-
-def _local_seconds(collective: Collective, parallel: ParallelConfig, hardware: Hardware) -> float:
-    """Seconds on the links in a node and between nodes."""
+    sent = collective.kind, collective.dtype, collective.elements * ITEMSIZE[collective.dtype], collective.sent_bytes
+    site, per_site, between_sites = hardware.site, hardware.per_site, 0.0
+    if site and per_site and not (where := span(collective.axis, parallel, per_site)).inside:
+        # Each group sends as much over the link as one of its processes. A pipeline sends only where one stage follows another.
+        sending = (
+            min(parallel.tp * parallel.dp_cp, per_site) if collective.kind == "send" else per_site / where.per_node
+        )
+        between_sites = site.seconds(*sent, collective.processes, 1 / sending)
+    # The links in a node and between nodes.
     where = span(collective.axis, parallel, hardware.per_node)
-    payload = collective.elements * ITEMSIZE[collective.dtype]
     link = hardware.node if where.inside else hardware.network
     # The processes of a group on one node use all of their network ports.
     share = 1.0 if where.inside or collective.kind == "send" else float(where.per_node)
     if not where.inside:
         share = min(share, hardware.node.gb_s / hardware.network.gb_s)
-    sending = link.seconds(
-        collective.kind, collective.dtype, payload, collective.sent_bytes, collective.processes, max(share, 1.0)
-    )
+    seconds = link.seconds(*sent, collective.processes, max(share, 1.0))
     # A link's own latency covers one node, and two nodes. Over more nodes, gathers and scatters are rings: one hop per additional
     # process (NCCL, `src/graph/tuning.cc`). All-reduces are trees over nodes: two hops per doubling.
     nodes = -(-where.processes // where.per_node)
-    if nodes <= 2 or collective.kind == "send":
-        return sending
-    if collective.kind == "all-reduce":
-        return sending + 2 * math.log2(nodes / 2) * hardware.network.hop_us * 1e-6
-    return sending + (nodes - 2) * (hardware.network.hop_us + (where.per_node - 1) * hardware.node.hop_us) * 1e-6
+    if nodes > 2 and collective.kind == "all-reduce":
+        seconds += 2 * math.log2(nodes / 2) * hardware.network.hop_us * 1e-6
+    elif nodes > 2 and collective.kind != "send":
+        seconds += (nodes - 2) * (hardware.network.hop_us + (where.per_node - 1) * hardware.node.hop_us) * 1e-6
+    return max(seconds, between_sites)

@@ -9,15 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from boost.config.architecture import (
-    Parameter,
-    block_parameters,
-    embedding,
-    final_norm,
-    has_latent_gate,
-    head,
-    parameter_count,
-)
+from boost.config import architecture
 from boost.config.optimizers import LOROConfig
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.stages import Stage, stages_of
@@ -145,7 +137,7 @@ class Inspection:
     @property
     def has_latent_gate(self) -> bool:
         """Whether that block gates its latents with those of the previous block."""
-        return has_latent_gate(self.config.model, self.layer)
+        return architecture.has_latent_gate(self.config.model, self.layer)
 
     @property
     def bytes_per_token(self) -> float:
@@ -158,11 +150,11 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
     model, parallel, train = config.model, config.parallel, config.train
     micro_batches = train.global_batch // (parallel.dp * train.micro_batch)
     held = stages_of(config, pp_rank)
-    parameters = [*block_parameters(model, held[0].numbers[-1])]
+    parameters = [*architecture.block_parameters(model, held[0].numbers[-1])]
     if held[0].has_embedding:
-        parameters.insert(0, embedding(model))
+        parameters.insert(0, architecture.embedding(model))
     if held[-1].has_head:
-        parameters += [final_norm(model), head(model)]
+        parameters += [architecture.final_norm(model), architecture.head(model)]
     stored = [tensor for stage in held for tensor in stored_tensors(model, parallel, stage)]
     collectives = step_collectives(config, pp_rank)
     of_all = [c for c in collectives if c.phase != "step"]
@@ -171,7 +163,7 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
         pp_rank=pp_rank,
         stages=held,
         weights=tuple(_weight(parameter, model, parallel) for parameter in parameters),
-        parameters=parameter_count(model),
+        parameters=architecture.parameter_count(model),
         parameters_per_process=sum(tensor.shard(parallel) for tensor in stored),
         tokens=train.micro_batch * train.seq_len // parallel.cp,
         micro_batches=micro_batches,
@@ -187,7 +179,7 @@ def _aggregated(collectives: Sequence[Collective], times: int = 1) -> list[Colle
     return [CollectiveRow(collective, count * times) for collective, count in counts.items()]
 
 
-def _weight(parameter: Parameter, model: ModelConfig, parallel: ParallelConfig) -> Weight:
+def _weight(parameter: architecture.Parameter, model: ModelConfig, parallel: ParallelConfig) -> Weight:
     placement = placement_of(parameter.role, model, parallel)
     name = re.sub(r"^layers\.\d+\.", "layers.N.", parameter.name)
     words = "replicated, gradient summed once per step" if placement.partial else "replicated"

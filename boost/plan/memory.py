@@ -15,33 +15,10 @@ from boost.config.attention import document_form
 from boost.config.schema import Config, compiled_part
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE, bucket_lengths
+from boost.plan import replicas
 from boost.plan.categories import BUFFERS, COPIES, GRADIENTS, LATENTS, OPTIMIZER, RESIDUAL, SAVED, WEIGHTS, WORK
 from boost.plan.optimizer import state_bytes, work_bytes
-from boost.plan.replicas import (
-    END,
-    Shards,
-    StoredTensor,
-    moments_share,
-    reduced_gradients,
-    stored_tensors,
-    with_whole_weights,
-)
-from boost.plan.tape import Held
 from boost.plan.trace import TracedPass, alike, pass_of_block, trace_embedding, trace_loss
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """One tensor saved in the forward pass of a micro-batch for its backward pass."""
-
-    held: Held
-    layer: int | None = None
-    """Index of the block; None for the loss."""
-
-    @property
-    def bytes(self) -> int:
-        """Size of the tensor in bytes."""
-        return self.held.bytes
 
 
 @dataclass(frozen=True)
@@ -50,22 +27,19 @@ class Memory:
 
     states: dict[str, int]
     """Bytes of WEIGHTS, GRADIENTS and OPTIMIZER."""
-    saved: tuple[SavedTensor, ...]
-    """Tensors saved between the forward and the backward pass of a micro-batch. Working copies of weights are included; they are
+    saved: Counter[str]
+    """Bytes saved between the forward and the backward pass of a micro-batch. Working copies of weights are included; they are
     shared by all micro-batches."""
 
     @property
     def by_category(self) -> dict[str, int]:
         """Bytes of STATES and SAVED, and of the attention masks that CPUs save."""
-        sums = {**self.states, **dict.fromkeys(SAVED, 0)}
-        for item in self.saved:
-            sums[item.held.category] = sums.get(item.held.category, 0) + item.bytes
-        return sums
+        return {**self.states, **dict.fromkeys(SAVED, 0), **self.saved}
 
     @property
     def activations(self) -> int:
         """Total bytes saved for the backward pass."""
-        return sum(item.bytes for item in self.saved)
+        return self.saved.total()
 
     @property
     def total(self) -> int:
@@ -75,39 +49,32 @@ class Memory:
 
 def memory(config: Config, pp_rank: int = 0) -> Memory:
     """Memory of one process: the training state of its stages, and the activations that one micro-batch saves."""
-    config, share = with_whole_weights(config), moments_share(config)
+    config, share = replicas.with_whole_weights(config), replicas.moments_share(config)
     stages = stages_of(config, pp_rank)
-    saved, dtype = list[SavedTensor](), config.train.compute_dtype
+    saved: Counter[str] = Counter()
     for layer in (layer for stage in stages for layer in stage.numbers):
-        saved += [SavedTensor(held, layer) for held in pass_of_block(config, layer).saved]
-        for size in prev_latents_saved(config, layer):
-            saved.append(SavedTensor(Held(size, LATENTS, "prev_latents", (size // ITEMSIZE[dtype],), dtype, ""), layer))
+        saved.update(pass_of_block(config, layer).by_category)
+        saved[LATENTS] += sum(prev_latents_saved(config, layer))
     if stages[-1].has_head:
-        saved += [SavedTensor(held) for held in trace_loss(config).saved]
-    stored = [tensor for stage in stages for tensor in stored_tensors(config.model, config.parallel, stage)]
-    saved += [SavedTensor(held, tensor.unit) for tensor in stored if (held := _copy(config, tensor))]
+        saved.update(trace_loss(config).by_category)
+    stored = [tensor for stage in stages for tensor in replicas.stored_tensors(config.model, config.parallel, stage)]
+    saved[COPIES] += copies_bytes(config, stored)
     states = states_of(config, stored, stages)
-    return Memory(states | {OPTIMIZER: int(states[OPTIMIZER] * share)}, tuple(saved))
+    return Memory(states | {OPTIMIZER: int(states[OPTIMIZER] * share)}, saved)
 
 
-def states_of(config: Config, stored: Sequence[StoredTensor], stages: Sequence[Stage]) -> dict[str, int]:
+def states_of(config: Config, stored: Sequence[replicas.StoredTensor], stages: Sequence[Stage]) -> dict[str, int]:
     """Bytes of STATES for this process's shards of the stored tensors of these stages."""
     weights = sum(tensor.shard(config.parallel) for tensor in stored) * ITEMSIZE[config.train.param_dtype]
     copies = 2 if config.run.recovery == "in-step" else 1  # local gradients, in addition to their sums
     return {WEIGHTS: weights, GRADIENTS: copies * weights, OPTIMIZER: state_bytes(config, stored, stages)}
 
 
-def copies_bytes(config: Config, stored: Sequence[StoredTensor]) -> int:
+def copies_bytes(config: Config, stored: Sequence[replicas.StoredTensor]) -> int:
     """Bytes of the working copies of these stored tensors."""
-    return sum(held.bytes for tensor in stored if (held := _copy(config, tensor)))
-
-
-def _copy(config: Config, tensor: StoredTensor) -> Held | None:
-    """The working copy of a stored tensor; None if it has none."""
-    if not (tensor.may_have_copy and config.has_working_copies):
-        return None
-    dtype = config.train.compute_dtype
-    return Held(tensor.elements * ITEMSIZE[dtype], COPIES, "copy_", (tensor.rows, tensor.columns), dtype, "")
+    if not config.has_working_copies:
+        return 0
+    return sum(tensor.elements for tensor in stored if tensor.may_have_copy) * ITEMSIZE[config.train.compute_dtype]
 
 
 def prev_latents_saved(config: Config, layer: int, on_gpu: bool = False) -> list[int]:
@@ -204,8 +171,8 @@ def peak(config: Config, pp_rank: int = 0, on_gpu: bool = False, enough: float =
     Accurate to a few percent of `boost.measure.memory`; for LORO's exact step and for Muon, to the size of a bucket. With LORO,
     every step counts as an exact step.
     """
-    highest = _StepMemory(with_whole_weights(config), pp_rank, on_gpu).peak_memory(enough)
-    moments = int(highest.by_category[OPTIMIZER] * moments_share(config))
+    highest = _StepMemory(replicas.with_whole_weights(config), pp_rank, on_gpu).peak_memory(enough)
+    moments = int(highest.by_category[OPTIMIZER] * replicas.moments_share(config))
     return replace(highest, by_category=highest.by_category | {OPTIMIZER: moments})
 
 
@@ -249,7 +216,9 @@ class _Storage:
     """Storage of one process that does not depend on micro-batches or recomputation."""
 
     def __init__(self, config: Config, stages: Sequence[Stage]) -> None:
-        self.tensors = {stage.index: list(stored_tensors(config.model, config.parallel, stage)) for stage in stages}
+        self.tensors = {
+            stage.index: list(replicas.stored_tensors(config.model, config.parallel, stage)) for stage in stages
+        }
         """Stored tensors by stage index."""
         self.size = ITEMSIZE[config.train.param_dtype]
         self.gradient_bytes = [self.size * sum(t.elements for t in tensors) for tensors in self.tensors.values()]
@@ -257,7 +226,7 @@ class _Storage:
         stored = [t for tensors in self.tensors.values() for t in tensors]
         self.states, self.copies = states_of(config, stored, stages), copies_bytes(config, stored)
         """Bytes between steps by category; bytes of working copies while passes run."""
-        self.shards = Shards(config, stages, self.tensors)
+        self.shards = replicas.Shards(config, stages, self.tensors)
         self.buckets = self._bucket_copies(config)
 
     def _bucket_copies(self, config: Config) -> dict[int | None, int]:
@@ -268,7 +237,9 @@ class _Storage:
         parallel, ratio = config.parallel, ITEMSIZE[config.train.sum_dtype] / self.size
         kept = 0
         copies: dict[int | None, int] = {}
-        for tensors, _, _ in reduced_gradients(parallel, [t for of_stage in self.tensors.values() for t in of_stage]):
+        for tensors, _, _ in replicas.reduced_gradients(
+            parallel, [t for of_stage in self.tensors.values() for t in of_stage]
+        ):
             sizes = [t.shard(parallel) * self.size for t in tensors]
             for length in bucket_lengths(sizes):
                 filled, copied = tensors[length - 1].unit, sum(sizes[:length])
@@ -296,22 +267,15 @@ class _StepMemory:
         self.blocks = _blocks(config, [n for stage in self.stages for n in stage.numbers], on_gpu)
         self.loss, self.embedding = trace_loss(config, on_gpu), trace_embedding(config)
         train = config.train
-        made_with = (
-            train.param_dtype,
-            train.compute_dtype,
-            train.reduce_dtype,
-            train.working_copies,
-            config.run.recovery,
-        )
-        key = config.model, parallel, config.optim, *made_with, self.stages
+        dtypes = train.param_dtype, train.compute_dtype, train.reduce_dtype
+        key = config.model, parallel, config.optim, *dtypes, train.working_copies, config.run.recovery, self.stages
         if key not in _STORAGE:
             if len(_STORAGE) >= _MAX_STORAGE:
                 _STORAGE.clear()
             _STORAGE[key] = _Storage(config, self.stages)
         self.storage = _STORAGE[key]
         self.states, self.shards, self.buckets = self.storage.states, self.storage.shards, self.storage.buckets
-        self.actions = actions(config, pp_rank)
-        self.micro_batches = micro_batches(config)
+        self.actions, self.micro_batches = actions(config, pp_rank), micro_batches(config)
         self.has_pipeline = parallel.pp > 1
         self.holds_sends = self.has_pipeline and parallel.schedule == "interleaved-1f1b"
         """Whether the schedule holds send buffers until the end of the step."""
@@ -343,10 +307,16 @@ class _StepMemory:
             )  # fmt: skip
             if seen not in kinds:
                 kinds.add(seen)
-                self._pass(action)
+                is_forward = action.kind == "forward"
+                passing = (
+                    self._forward(self.stages[stage]) if is_forward else self._backward(self.stages[stage], action)
+                )
+                self._record(self._baseline(), passing)
                 if self._peak[0] > enough:
                     break
-            self._advance(action)
+            done = self.forward_done if action.kind == "forward" else self.backward_done
+            done[stage] += 1
+            self.in_flight[stage] += 1 if action.kind == "forward" else -1
         at_end = (
             _Snapshot(SUM, Counter(), {WORK: self.buckets.get(None, 0)}),
             _Snapshot(STEP, Counter(), {WORK: work_bytes(self.config, self.stages)}),
@@ -357,22 +327,6 @@ class _StepMemory:
         return PeakMemory({category: size for category, size in held.items() if size}, name)
 
     # Snapshots.
-
-    def _pass(self, action: Action) -> None:
-        stage = self.stages[action.stage]
-        if action.kind == "forward":
-            self._record(self._baseline(), self._forward(stage))
-        else:
-            self._record(self._baseline(), self._backward(stage, action))
-
-    def _advance(self, action: Action) -> None:
-        stage = action.stage
-        if action.kind == "forward":
-            self.in_flight[stage] += 1
-            self.forward_done[stage] += 1
-        else:
-            self.in_flight[stage] -= 1
-            self.backward_done[stage] += 1
 
     def _baseline(self) -> Counter[str]:
         """Bytes held throughout a pass."""
@@ -452,7 +406,7 @@ class _StepMemory:
         if stage.has_embedding:
             extra = self.embedding.first_backward if is_new else self.embedding.backward
             temporary = {GRADIENTS: new, WORK: self.blocks[stage.numbers[0]].traced.input_bytes + extra}
-            yield _Snapshot(EMBEDDING, Counter(freed), temporary, gathered(END))
+            yield _Snapshot(EMBEDDING, Counter(freed), temporary, gathered(replicas.END))
 
     # Baseline.
 

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from boost import drawing
 from boost.config.architecture import GroupSpec, groups
@@ -104,15 +105,11 @@ class Canvas:
 
         style = f"round,pad=0,rounding_size={radius}" if radius else "square,pad=0"
         face = "none" if fill == "none" else to_rgba(fill, alpha)
-        self.axes.add_patch(
-            FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=face, edgecolor=edge, linewidth=0.72 * line)
-        )
+        looks: list[dict[str, Any]] = [{"facecolor": face, "edgecolor": edge, "linewidth": 0.72 * line}]
         if hatch:
-            self.axes.add_patch(
-                FancyBboxPatch(
-                    (x, y), width, height, boxstyle=style, facecolor="none", edgecolor=hatch, hatch="////", linewidth=0
-                )
-            )
+            looks.append({"facecolor": "none", "edgecolor": hatch, "hatch": "////", "linewidth": 0})
+        for look in looks:
+            self.axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=style, **look))
 
     def line(
         self, points: Sequence[tuple[float, float]], color: str, *, arrow: bool = False, alpha: float = 1.0
@@ -326,10 +323,8 @@ def _wide(inspection: Inspection, group: GroupSpec) -> DiagramRow:
         if inspection.spec.mlp_token_local:
             return DiagramRow(title, (f"{_share('T', p)} x f",), boxes=("all channels",) * p)
     share = n // parts
-    boxes = []
-    for rank in range(p):
-        first = rank * share if parts > 1 else 0
-        boxes.append(f"{word} {first}-{first + share - 1}" if share > 1 else f"{word[:-1]} {first}")
+    firsts = [rank * share if parts > 1 else 0 for rank in range(p)]
+    boxes = [f"{word} {first}-{first + share - 1}" if share > 1 else f"{word[:-1]} {first}" for first in firsts]
     same = " on every process" if parts == 1 < p else ""
     return DiagramRow(title, (f"T x {_share(width, parts)}{same}",), boxes=tuple(boxes))
 
@@ -465,36 +460,28 @@ def _symbol(inspection: Inspection, group: GroupSpec, width: int) -> str:
 # The best choice as a function of two quantities.
 
 
-@dataclass(frozen=True)
-class GridCell:
-    """One cell of a grid."""
-
-    words: str
-    kind: str = ""
-    """Selects the color; '' leaves the cell uncolored."""
-
-
 def draw_grid(
     title: str,
     subtitle: str,
     corner: str,
     columns: Sequence[str],
-    rows: Sequence[tuple[str, Sequence[GridCell]]],
+    rows: Sequence[tuple[str, Sequence[tuple[str, str]]]],
     path: Path,
 ) -> None:
-    """Draws a grid of cells, one color per kind. `corner`: heading of the row labels."""
+    """Draws a grid. `corner`: heading of the row labels. `rows`: label and cells, each (words, kind); kinds differ in color, and ''
+    leaves a cell uncolored."""
     left, top, line = 150.0, 128.0, 40.0
     width = (WIDTH - left - MARGIN) / len(columns)
     canvas = Canvas(top + len(rows) * line + MARGIN, title, subtitle)
-    kinds = sorted({cell.kind for _, cells in rows for cell in cells if cell.kind})
+    kinds = sorted({kind for _, cells in rows for _, kind in cells if kind})
     hue = dict(zip(kinds, HUES, strict=False))
     for x, words in ((MARGIN, corner), *((left + i * width + 12, column) for i, column in enumerate(columns))):
         canvas.text(words, x, top - 12, 13, MUTED)
     for number, (label, cells) in enumerate(rows):
         y = top + number * line
         canvas.text(label, MARGIN, y + 25, 13)
-        for column, cell in enumerate(cells):
-            fill, ink = (hue[cell.kind], PAPER) if cell.kind else (PAPER, MUTED)
+        for column, (words, kind) in enumerate(cells):
+            fill, ink = (hue[kind], PAPER) if kind else (PAPER, MUTED)
             canvas.box(left + column * width + 3, y + 3, width - 6, line - 6, fill, LINE, radius=4, line=1.0)
-            canvas.text(cell.words, left + column * width + 12, y + 25, 13, ink, room=width - 20)
+            canvas.text(words, left + column * width + 12, y + 25, 13, ink, room=width - 20)
     canvas.write(path)

@@ -12,16 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from boost.config.architecture import (
-    Parameter,
-    embedding,
-    final_norm,
-    first_alike,
-    groups,
-    has_latent_gate,
-    head,
-    latent_gate_parameters,
-)
+from boost.config import architecture
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.stages import Stage, whole
 from boost.config.traffic import ITEMSIZE, Collective, bucket_lengths
@@ -63,7 +54,7 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensor(
-    model: ModelConfig, parallel: ParallelConfig, unit: int | None, *parameters: Parameter
+    model: ModelConfig, parallel: ParallelConfig, unit: int | None, *parameters: architecture.Parameter
 ) -> StoredTensor:
     """Returns the stored tensor of these fused parameters on one process; `unit` as in `StoredTensor`."""
     placement = placement_of(parameters[0].role, model, parallel)
@@ -91,32 +82,32 @@ _NOT_OF_TP = ("pp", "dp", "cp", "shard", "shard_outer", "schedule", "virtual", "
 
 def _stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage) -> Iterator[StoredTensor]:
     stored = functools.partial(stored_tensor, model, parallel)
-
     if stage.has_embedding:
-        yield stored(None, embedding(model))
+        yield stored(None, architecture.embedding(model))
     known: dict[int, list[StoredTensor]] = {}
     for layer in stage.numbers:
-        like = first_alike(model, layer)
+        like = architecture.first_alike(model, layer)
         if like not in known:
             known[like] = list(_block_tensors(model, parallel, like))
         for tensor in known[like]:
             yield tensor._replace(unit=layer)
     if stage.has_head:
-        yield stored(None, final_norm(model))
-        yield stored(None, head(model))
+        yield stored(None, architecture.final_norm(model))
+        yield stored(None, architecture.head(model))
 
 
 def _block_tensors(model: ModelConfig, parallel: ParallelConfig, layer: int) -> Iterator[StoredTensor]:
     stored = functools.partial(stored_tensor, model, parallel)
     prefix = f"layers.{layer}"
     for _ in ("attn_norm", "mlp_norm"):
-        yield stored(layer, Parameter(prefix, (model.dim,), "norm"))
-    for group in groups(model, layer):
+        yield stored(layer, architecture.Parameter(prefix, (model.dim,), "norm"))
+    for group in architecture.groups(model, layer):
         if model.low_rank:
             yield stored(layer, *group.parameters(prefix, "A"))
             yield from (stored(layer, b) for b in group.parameters(prefix, "B"))
-            if has_latent_gate(model, layer):
-                yield from (stored(layer, *fused) for fused in latent_gate_parameters(model, group, prefix).values())
+            if architecture.has_latent_gate(model, layer):
+                gates = architecture.latent_gate_parameters(model, group, prefix)
+                yield from (stored(layer, *fused) for fused in gates.values())
         else:
             weights = group.parameters(prefix, "W")
             for _, alike in itertools.groupby(weights, lambda weight: placement_of(weight.role, model, parallel)):
@@ -125,9 +116,7 @@ def _block_tensors(model: ModelConfig, parallel: ParallelConfig, layer: int) -> 
 
 def with_whole_weights(config: Config) -> Config:
     """The configuration with parallel.shard = "none" if replicas divide only the moments (`boost.optim.divided`)."""
-    if not config.divides_moments:
-        return config
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"shard": "none"})})
+    return config.changed(parallel={"shard": "none"}) if config.divides_moments else config
 
 
 def moments_share(config: Config) -> float:
@@ -263,29 +252,23 @@ class Shards:
                     self.vectors[stage.index] += tensor.elements
         self.ends = sum(elements for (_, unit), elements in self.units.items() if unit is None)
         """Elements of embedding and head together."""
-        self.blocks = {
-            stage.index: {
-                unit: n for (index, unit), n in self.units.items() if index == stage.index and isinstance(unit, int)
-            }
-            for stage in stages
-        }
+        self.blocks: dict[int, dict[int, int]] = {stage.index: {} for stage in stages}
         """Elements of each block, by stage."""
+        for (index, unit), elements in self.units.items():
+            if isinstance(unit, int):
+                self.blocks[index][unit] = elements
         self.full = self.enabled and self.parallel.shard == "full"
         self.has_pipeline = self.parallel.pp > 1
-
-    @property
-    def scatters_each(self) -> bool:
+        self.scatters_each = self.full and not self.has_pipeline
         """Whether gradients are reduce-scattered after every micro-batch."""
-        return self.full and not self.has_pipeline
 
     def gradients(self, stage: Stage, done: int) -> int:
         """Bytes of a stage's gradients after `done` backward passes."""
         if not done:
             return 0
-        held_bytes = self.vectors[stage.index] * self.stored
-        if self.scatters_each:
-            return held_bytes + sum(n for (index, _), n in self.shards.items() if index == stage.index) * self.stored
-        return held_bytes + sum(n for (index, _), n in self.units.items() if index == stage.index) * self.stored
+        units = self.shards if self.scatters_each else self.units
+        elements = sum(n for (index, _), n in units.items() if index == stage.index)
+        return (self.vectors[stage.index] + elements) * self.stored
 
     def forward(self, stage: Stage, in_flight: Counter[int], backward_done: Sequence[int]) -> BytesByUnit:
         """Bytes held during a forward pass."""

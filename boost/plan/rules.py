@@ -7,7 +7,6 @@ counts elements read and written per output element, without broadcast operands.
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,21 +15,8 @@ import torch.nn.functional as F
 
 import boost.parallel.collectives  # noqa: F401  defines torch.ops.boost
 from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
-from boost.plan.shape_tensor import NoRuleError, Shape, ShapeTensor, contiguous, make, origin, record, rule
-from boost.plan.work import (
-    ATTENTION,
-    ATTENTION_BACKWARD,
-    GEMM,
-    LOOKUP,
-    LOSS,
-    REDUCE,
-    REORDER,
-    REORDER_FINELY,
-    SHORT_RUN,
-    SILU,
-    SILU_BACKWARD,
-    STREAM,
-)
+from boost.plan import work
+from boost.plan.shape_tensor import RULES, NoRuleError, Shape, ShapeTensor, contiguous, make, origin, record, rule
 
 # Element-wise operations.
 
@@ -55,11 +41,11 @@ def _dense(shape: Shape, strides: Shape) -> Shape:
     return tuple(dense[order.index(dim)] for dim in range(len(shape)))
 
 
-def _moved(operands: Sequence[ShapeTensor], numel: int, dtype: torch.dtype, written: int = 1) -> float:
-    return written + sum(x.dtype.itemsize for x in operands if x.numel_ == numel) / dtype.itemsize
+def _moved(operands: Sequence[ShapeTensor], numel: int, dtype: torch.dtype) -> float:
+    return 1 + sum(x.dtype.itemsize for x in operands if x.numel_ == numel) / dtype.itemsize
 
 
-def _made(operation: str, operands: Sequence[ShapeTensor], kernel: str = STREAM) -> ShapeTensor:
+def _made(operation: str, operands: Sequence[ShapeTensor], kernel: str = work.STREAM) -> ShapeTensor:
     shape, dtype = _broadcast_shapes(*(x.shape for x in operands)), _promoted(operands)
     moves = _moved(operands, math.prod(shape), dtype)
     # The first operand that has this shape determines the order of its dimensions.
@@ -80,26 +66,30 @@ def _require_no_graph(operation: str, operands: Sequence[Any]) -> None:
         raise NoRuleError(f"no rule for '{operation}' under autograd; add one to boost.plan.rules")
 
 
+for _method in ("square", "clamp", "clamp_min"):
+    RULES[_method] = functools.partial(elementwise, _method)
+
+
 @rule("compare")
 def compare(x: ShapeTensor) -> ShapeTensor:
     """Comparison; returns a bool mask."""
     return make(x, x.shape, "compare", dtype=torch.bool)
 
 
-@rule("in_place")
-def in_place(x: ShapeTensor, *operands: Any) -> ShapeTensor:
+@rule("in_place", "add_", "sub_", "mul_", "div_", "square_", "addcmul_")
+def in_place(x: ShapeTensor, *operands: Any, value: float = 1) -> ShapeTensor:
     """In-place update of x."""
     _require_no_graph("in-place operation", (x, *operands))
     if not x.is_small:
         read = [x, *(y for y in operands if isinstance(y, ShapeTensor))]
-        x.tape.record_op(STREAM, (x.numel_,), x.dtype, _moved(read, x.numel_, x.dtype))
+        x.tape.record_op(work.STREAM, (x.numel_,), x.dtype, _moved(read, x.numel_, x.dtype))
     return x
 
 
 @rule("exp_")
 def exp_(x: ShapeTensor) -> ShapeTensor:
     """In-place exp, timed like a softmax."""
-    x.tape.record_op(LOSS, (x.numel_,), x.dtype, 2)
+    x.tape.record_op(work.LOSS, (x.numel_,), x.dtype, 2)
     return x
 
 
@@ -108,13 +98,12 @@ def _summed_to(gradient: ShapeTensor, like: ShapeTensor) -> ShapeTensor:
     if gradient.shape == like.shape:
         return gradient
     if not gradient.is_small:
-        gradient.tape.record_op(REDUCE, (gradient.numel_,), gradient.dtype, 1)
+        gradient.tape.record_op(work.REDUCE, (gradient.numel_,), gradient.dtype, 1)
     return make(gradient, like.shape, "sum")
 
 
 @rule("add", torch.add, torch.Tensor.add)
 def add(x: ShapeTensor, y: Any) -> ShapeTensor:
-    """x + y."""
     if not isinstance(y, ShapeTensor):
         return record(lambda: _made("add", [x]), [x], lambda g, s: [g[0]])
     a, b = x.without_storage(), y.without_storage()
@@ -130,7 +119,7 @@ def mul(x: ShapeTensor, y: Any, out: ShapeTensor | None = None) -> ShapeTensor:
     """x * y; saves each operand that the other's gradient needs."""
     if out is not None:
         _require_no_graph("mul", (x, y))
-        out.tape.record_op(STREAM, (out.numel_,), out.dtype, _moved([x, y], out.numel_, out.dtype))
+        out.tape.record_op(work.STREAM, (out.numel_,), out.dtype, _moved([x, y], out.numel_, out.dtype))
         return out
     if not isinstance(y, ShapeTensor):
         return record(lambda: _made("mul", [x]), [x], lambda g, s: [_made("mul", [g[0]])])
@@ -158,7 +147,6 @@ def div(x: ShapeTensor, y: Any) -> ShapeTensor:
 
 @rule("neg", torch.neg)
 def neg(x: ShapeTensor) -> ShapeTensor:
-    """-x."""
     return record(lambda: _made("neg", [x]), [x], lambda g, s: [_made("neg", [g[0]])])
 
 
@@ -174,15 +162,17 @@ def rsqrt(x: ShapeTensor) -> ShapeTensor:
 def silu(x: ShapeTensor, inplace: bool = False) -> ShapeTensor:
     """x sigmoid(x); saves x."""
     return record(
-        lambda: _made("silu", [x], SILU), [x], lambda g, s: [_made("silu_backward", [g[0], s[0]], SILU_BACKWARD)], [x]
+        lambda: _made("silu", [x], work.SILU),
+        [x],
+        lambda g, s: [_made("silu_backward", [g[0], s[0]], work.SILU_BACKWARD)],
+        [x],
     )
 
 
 @rule(torch.ops.aten.silu_backward)
 def silu_backward(dy: ShapeTensor, x: ShapeTensor) -> ShapeTensor:
-    """Gradient of silu. Outside autograd only."""
     _require_no_graph("silu_backward", (dy, x))
-    return _made("silu_backward", [dy, x], SILU_BACKWARD)
+    return _made("silu_backward", [dy, x], work.SILU_BACKWARD)
 
 
 @rule(torch.addcmul)
@@ -205,7 +195,7 @@ def addcmul(bias: ShapeTensor, x: ShapeTensor, weight: ShapeTensor) -> ShapeTens
 
 @rule("sum")
 def reduce(
-    x: ShapeTensor, dim: int | None = None, kernel: str = REDUCE, dtype: torch.dtype | None = None
+    x: ShapeTensor, dim: int | None = None, kernel: str = work.REDUCE, dtype: torch.dtype | None = None
 ) -> ShapeTensor:
     """Sum over one dimension, or over all."""
     _require_no_graph("sum", (x,))
@@ -218,7 +208,7 @@ def reduce(
 @rule("logsumexp")
 def logsumexp(x: ShapeTensor, dim: int) -> ShapeTensor:
     """logsumexp over one dimension, timed like a softmax."""
-    return reduce(x, dim, LOSS)
+    return reduce(x, dim, work.LOSS)
 
 
 @rule(torch.linalg.vector_norm)
@@ -245,7 +235,7 @@ def cat(parts: Sequence[ShapeTensor], dim: int = 0) -> ShapeTensor:
     shape = (*parts[0].shape[:dim], sum(sizes), *parts[0].shape[dim + 1 :])
     run = min(x.run for x in parts)
     turned = any(list(x.strides) != sorted(x.strides, reverse=True) for x in parts)
-    kernel = (REORDER if run >= SHORT_RUN else REORDER_FINELY) if turned else STREAM
+    kernel = (work.REORDER if run >= work.SHORT_RUN else work.REORDER_FINELY) if turned else work.STREAM
 
     def made() -> ShapeTensor:
         return make(parts[0], shape, "cat", 2.0, inputs=parts, kernel=kernel, dtype=_promoted(parts))
@@ -260,13 +250,11 @@ def cat(parts: Sequence[ShapeTensor], dim: int = 0) -> ShapeTensor:
 @rule(F.pad)
 def pad(x: ShapeTensor, sizes: Sequence[int], mode: str = "constant", value: float | None = None) -> ShapeTensor:
     """Pads x; the gradient is a copy of the unpadded part."""
-    added = [before + after for before, after in zip(sizes[::2], sizes[1::2], strict=True)][
-        ::-1
-    ]  # the last dimension is first
-    kept = x.ndim - len(added)
-    shape = (*x.shape[:kept], *(n + more for n, more in zip(x.shape[kept:], added, strict=True)))
+    shape = list(x.shape)
+    for dim, added in enumerate(zip(sizes[::2], sizes[1::2], strict=True), start=1):  # the last dimension is first
+        shape[-dim] += sum(added)
     like = x.without_storage()
-    return record(lambda: make(x, shape, "pad", 2.0), [x], lambda g, s: [make(like, like.shape, "pad", 2.0)])
+    return record(lambda: make(x, tuple(shape), "pad", 2.0), [x], lambda g, s: [make(like, like.shape, "pad", 2.0)])
 
 
 @rule(torch.stack)
@@ -316,7 +304,7 @@ def _product(
 ) -> ShapeTensor:
     """[m, k] x [k, n], leading dimensions folded."""
     m, k, n = math.prod(a.shape[:-1]), a.shape[-1], b.shape[-1]
-    a.tape.record_op(GEMM, (1, m, n, k), a.dtype)
+    a.tape.record_op(work.GEMM, (1, m, n, k), a.dtype)
     return make(a, shape, operation, inputs=inputs)
 
 
@@ -346,7 +334,7 @@ def _write(out: ShapeTensor, operation: str, inputs: Sequence[ShapeTensor]) -> N
     storage, tape = out.storage, out.tape
     if storage is not None and storage.category:
         storage.category, storage.role = origin(tape, operation, inputs)
-        tape.alive[id(storage)] = replace(tape.alive[id(storage)], category=storage.category, made_by=operation)
+        tape.alive[id(storage)] = storage.category, storage.bytes
 
 
 @rule("mm", torch.mm)
@@ -354,7 +342,7 @@ def mm(a: ShapeTensor, b: ShapeTensor, out: ShapeTensor | None = None) -> ShapeT
     """[m, k] x [k, n]."""
     if out is not None:
         _require_no_graph("mm", (a, b))
-        a.tape.record_op(GEMM, (1, a.shape[0], b.shape[1], a.shape[1]), a.dtype)
+        a.tape.record_op(work.GEMM, (1, a.shape[0], b.shape[1], a.shape[1]), a.dtype)
         _write(out, "mm", [a, b])
         return out
 
@@ -371,7 +359,7 @@ def mm(a: ShapeTensor, b: ShapeTensor, out: ShapeTensor | None = None) -> ShapeT
 @rule("addmm_")
 def addmm_(x: ShapeTensor, a: ShapeTensor, b: ShapeTensor) -> ShapeTensor:
     """x + a b, in place."""
-    a.tape.record_op(GEMM, (1, a.shape[0], b.shape[1], a.shape[1]), a.dtype)
+    a.tape.record_op(work.GEMM, (1, a.shape[0], b.shape[1], a.shape[1]), a.dtype)
     return x
 
 
@@ -437,7 +425,7 @@ def attention(
     tape, acc_dtype = q.tape, torch.promote_types(q.dtype, torch.float32)
 
     def kernel() -> tuple[Any, Any]:
-        tape.record_op(ATTENTION, shape, q.dtype)
+        tape.record_op(work.ATTENTION, shape, q.dtype)
         made = make(q, q.shape, "attention", inputs=[q, k, v], strides=_by_tokens(q.shape))
         return made, make(q, (batch, heads, length), "attention", dtype=acc_dtype)
 
@@ -448,7 +436,7 @@ def attention(
         return both[0]
 
     def backward(g: Sequence[Any], s: Sequence[ShapeTensor]) -> Sequence[Any]:
-        tape.record_op(ATTENTION_BACKWARD, shape, g[0].dtype)
+        tape.record_op(work.ATTENTION_BACKWARD, shape, g[0].dtype)
         return [make(x, x.shape, "attention_backward", strides=_by_tokens(x.shape)) for x in s[:3]]
 
     kept = [q, k, v, *([attn_mask] if isinstance(attn_mask, ShapeTensor) else [])]
@@ -462,10 +450,9 @@ def _by_tokens(shape: Shape) -> Shape:
 
 @rule(F.embedding)
 def embedding(tokens: Any, table: ShapeTensor, *_: Any, **__: Any) -> ShapeTensor:
-    """Embedding lookup."""
     rows, shape = table.shape[0], (*tokens.shape, table.shape[1])
     return record(
-        lambda: make(table, shape, "embedding", 2.0, kernel=LOOKUP, inputs=[table]),
+        lambda: make(table, shape, "embedding", 2.0, kernel=work.LOOKUP, inputs=[table]),
         [None, table],
         lambda g, s: [None, embedding_backward(g[0], tokens, rows, -1, False)],
     )
@@ -475,7 +462,7 @@ def embedding(tokens: Any, table: ShapeTensor, *_: Any, **__: Any) -> ShapeTenso
 def embedding_backward(dy: ShapeTensor, tokens: Any, rows: int, padding: int, scaled: bool) -> ShapeTensor:
     """Zeroes the gradient of the table, then accumulates into it."""
     table = make(dy, (rows, dy.shape[1]), "embedding_backward", 1.0)
-    dy.tape.record_op(LOOKUP, (dy.numel_,), dy.dtype, 3)
+    dy.tape.record_op(work.LOOKUP, (dy.numel_,), dy.dtype, 3)
     return table
 
 
@@ -518,16 +505,11 @@ def all_gather(x: ShapeTensor, processes: int, *others: Any) -> ShapeTensor:
     return _issue(ALL_GATHER, gathered, gathered, x, others[-1])
 
 
-@rule(_ops.reduce_scatter_tensor)
-def reduce_scatter(x: ShapeTensor, op: str, processes: int, group: str) -> ShapeTensor:
-    """[p n, ...] -> [n, ...]."""
-    return _issue(REDUCE_SCATTER, x.shape, (x.shape[0] // processes, *x.shape[1:]), x, group)
-
-
-@rule(torch.ops.boost.reduce_scatter)
-def scatter_on_cpu(x: ShapeTensor, processes: int, at_once: bool, group: str) -> ShapeTensor:
-    """The same for CPU processes."""
-    return reduce_scatter(x, "sum", processes, group)
+@rule(_ops.reduce_scatter_tensor, torch.ops.boost.reduce_scatter)
+def reduce_scatter(x: ShapeTensor, *others: Any) -> ShapeTensor:
+    """[p n, ...] -> [n, ...]. The group comes last."""
+    processes = int(others[-1].rpartition(" ")[2])
+    return _issue(REDUCE_SCATTER, x.shape, (x.shape[0] // processes, *x.shape[1:]), x, others[-1])
 
 
 @rule(_ops.all_to_all_single, torch.ops.boost.all_to_all)

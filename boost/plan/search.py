@@ -153,10 +153,7 @@ class Search:
         return ""
 
     def fastest(
-        self,
-        test: Test = any_config,
-        of: Callable[[ParallelConfig], bool] | None = None,
-        limit: float = math.inf,
+        self, test: Test = any_config, of: Callable[[ParallelConfig], bool] | None = None, limit: float = math.inf
     ) -> Plan | None:
         """Returns the fastest candidate that fits, passes `test`, whose [parallel] passes `of`, and that takes at most `limit`
         seconds; None if there is none."""
@@ -207,24 +204,22 @@ class Search:
 
     def smallest(self, test: Test = any_config, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
         """Returns the candidate with the lowest peak memory that passes, or None. Estimates one candidate per mesh."""
-        thrifty: dict[Any, tuple[Any, Config]] = {}
+        thrifty: dict[Any, Config] = {}
         for node in self._nodes:
             parallel = node.config.parallel
             if of is None or of(parallel):
                 for config, *_ in self._legal_variants(parallel, node.config.train.micro_batch):
-                    key = _mesh(parallel)
-                    rank = _memory_rank(config)
-                    if test(config) and (key not in thrifty or rank < thrifty[key][0]):
-                        thrifty[key] = rank, config
-        configs = [config for _, config in thrifty.values()]
+                    if test(config):
+                        key = _mesh(parallel)
+                        thrifty[key] = min(thrifty.get(key, config), config, key=_memory_rank)
+        configs = list(thrifty.values())
         return self.plan(min(configs, key=lambda config: self.peak_memory(config)[0].total)) if configs else None
 
     def plan(self, config: Config) -> Plan:
         """Predicts time and peak memory of one configuration."""
         held, pp_rank = self.peak_memory(config)
-        request = self.request
-        usable = request.hardware.usable_in(config.parallel)
-        return Plan(config, self.predictor.predict(config), held, pp_rank, usable, request.margin)
+        usable = self.request.hardware.usable_in(config.parallel)
+        return Plan(config, self.predictor.predict(config), held, pp_rank, usable, self.request.margin)
 
     def fits(self, config: Config) -> bool:
         """Whether every pipeline rank fits in memory."""
@@ -301,20 +296,9 @@ class Search:
 
     def _one_tp_group(self, parallel: ParallelConfig, micro_batch: int) -> Config:
         """Returns the configuration reduced to one TP group and one micro-batch, without PP or DP."""
-        changes = {
-            "pp": 1,
-            "dp": 1,
-            "shard": "none",
-            "shard_outer": False,
-            "schedule": "1f1b",
-            "virtual": 1,
-            "split": (),
-        }
+        whole = {"pp": 1, "dp": 1, "shard": "none", "shard_outer": False, "schedule": "1f1b", "virtual": 1, "split": ()}
         train = {"micro_batch": micro_batch, "global_batch": micro_batch, "recompute": "none", "recompute_every": 1}
-        base = self.request.base
-        return base.model_copy(
-            update={"parallel": parallel.model_copy(update=changes), "train": base.train.model_copy(update=train)}
-        )
+        return self.request.base.model_copy(update={"parallel": parallel}).changed(parallel=whole, train=train)
 
     def _may_fit(self, parallel: ParallelConfig, micro_batch: int) -> bool:
         """Whether a block and the loss fit without any training state. If not, no configuration fits."""
@@ -392,22 +376,11 @@ def max_peak(config: Config, on_gpu: bool = False) -> tuple[PeakMemory, int]:
 
 
 def require_legal(search: Search) -> None:
-    """Raises ConfigError that states the violated rule if no configuration is legal."""
+    """Raises ConfigError that states the violated rule if no configuration is legal, or how the fixed mesh sizes do not match the
+    number of GPUs."""
     if not search.empty:
         return
     request = search.request
-    _require_mesh(request)
-    for parallel in structures(request):
-        for micro_batch in (*micro_batches(request, parallel.dp), 1):
-            for policy in policies(request, parallel):
-                rules.check(request.variant(parallel, micro_batch, *policy))
-    raise ConfigError(
-        f"no mesh of {request.gpus} GPUs is legal for model.layers = {request.base.model.layers} and these choices; fix fewer"
-    )
-
-
-def _require_mesh(request: Request) -> None:
-    """Raises ConfigError if the product of the fixed mesh sizes does not match the number of GPUs."""
     sizes = {key: getattr(request.base.parallel, key.partition(".")[2]) for key in AXES if key in request.fixed}
     for key, size in sizes.items():
         if request.gpus % size:
@@ -418,6 +391,13 @@ def _require_mesh(request: Request) -> None:
     if sizes and (request.gpus % made or (not free and made != request.gpus)):
         words = " x ".join(f"{key} = {size}" for key, size in sizes.items())
         raise ConfigError(f"{words} = {made} processes, but --gpus = {request.gpus}; drop one of them")
+    for parallel in structures(request):
+        for micro_batch in (*micro_batches(request, parallel.dp), 1):
+            for policy in policies(request, parallel):
+                rules.check(request.variant(parallel, micro_batch, *policy))
+    raise ConfigError(
+        f"no mesh of {request.gpus} GPUs is legal for model.layers = {request.base.model.layers} and these choices; fix fewer"
+    )
 
 
 # A grid of searches. More tokens per step amortize the communication that happens once per step; with many GPUs or few tokens, DP
@@ -440,7 +420,6 @@ class GridPlan:
     tokens: int
     """Tokens per step."""
     gpus: int
-    """Number of GPUs."""
     plan: Plan | None
     why_none: str = ""
     """Short reason if there is no plan."""
@@ -476,7 +455,7 @@ def by_gpus(request: Request, tick: Tick | None = None) -> Grid:
     batches = [BATCH_RATIO**n for n in range(16) if BATCH_RATIO**n <= most]
     rows: Grid = []
     for batch in batches:
-        asked = base.model_copy(update={"train": base.train.model_copy(update={"global_batch": batch})})
+        asked = base.changed(train={"global_batch": batch})
         row = list[GridPlan]()
         for gpus in counts:
             search = Search(replace(request, base=asked, gpus=gpus, fixed=fixed))

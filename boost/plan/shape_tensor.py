@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from boost.plan.categories import COPIES, category_of
-from boost.plan.tape import LEAF, Backward, GraphNode, Held, ShapeStorage, Tape, name_of
+from boost.plan.tape import LEAF, Backward, GraphNode, ShapeStorage, Tape
 from boost.plan.work import REORDER, REORDER_FINELY, SHORT_RUN, STREAM
 
 Shape = tuple[int, ...]
@@ -122,11 +122,9 @@ class ShapeTensor:
         """Returns the same graph node without memory, which is owned elsewhere."""
         return ShapeTensor(self.tape, None, self.shape, self.strides, self.dtype, self.device, self.node, self.index)
 
-    def detach(self) -> "ShapeTensor":
-        return self.without_graph()
+    detach = without_graph
 
     def as_view(self, shape: Shape, strides: Shape, node: GraphNode | None = None, index: int = 0) -> "ShapeTensor":
-        """Returns a view."""
         return ShapeTensor(self.tape, self.storage, shape, strides, self.dtype, self.device, node, index)
 
     # Views.
@@ -296,28 +294,12 @@ class ShapeTensor:
     def __iadd__(self, other: Any) -> "ShapeTensor":
         return RULES["in_place"](self, other)
 
-    add_ = mul_ = sub_ = div_ = __iadd__
-
     def copy_(self, other: Any) -> "ShapeTensor":
         self[...] = other
         return self
 
     def masked_fill_(self, mask: Any, value: float) -> "ShapeTensor":
         return RULES["in_place"](self)
-
-    def square_(self) -> "ShapeTensor":
-        return RULES["in_place"](self)
-
-    def clamp(self, *_: Any) -> "ShapeTensor":
-        return RULES["elementwise"]("clamp", self)
-
-    clamp_min = clamp
-
-    def square(self) -> "ShapeTensor":
-        return RULES["elementwise"]("square", self)
-
-    def addcmul_(self, first: "ShapeTensor", second: "ShapeTensor", value: float = 1) -> "ShapeTensor":
-        return RULES["in_place"](self, first, second)
 
     def gather(self, dim: int, index: "ShapeTensor") -> "ShapeTensor":
         return RULES["elementwise"]("gather", index)
@@ -369,7 +351,7 @@ def make(
     if tape.phase == "forward":
         category, role = origin(tape, operation, inputs or (like,))
         storage = ShapeStorage(tape, numel * dtype.itemsize, category, role)
-        tape.alive[id(storage)] = Held(storage.bytes, category, operation, shape, name_of(dtype), tape.place)
+        tape.alive[id(storage)] = category, storage.bytes
     else:
         storage = ShapeStorage(tape, numel * dtype.itemsize, "", "")
     made = ShapeTensor(tape, storage, shape, strides or contiguous(shape), dtype, like.device)

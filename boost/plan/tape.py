@@ -14,13 +14,11 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from boost.config.traffic import STATISTIC_TERMS, Collective
-from boost.models.interface import Layout
 from boost.plan.work import Counted, Work
 
 ShapeTensor = Any
@@ -65,20 +63,6 @@ def work_of(log: Iterable[Operation]) -> Counted:
     for (shape, kernel, dtype, moves, place, phase, _), times in counts.items():
         work[Work.of(kernel, shape, name_of(dtype), moves, place, phase)] += times
     return work
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """The memory of one live tensor."""
-
-    bytes: int
-    category: str
-    """Category, as in `boost.plan.categories`."""
-    made_by: str
-    """Name of the operation that allocated it."""
-    shape: tuple[int, ...]
-    dtype: str
-    place: str
 
 
 class ShapeStorage:
@@ -154,7 +138,8 @@ class Tape:
         """Bytes of weight gradients so far, for a first micro-batch, whose gradients stay allocated."""
         self.first_peak = 0
         """`peak` for a first micro-batch, whose weight gradients stay allocated."""
-        self.alive: dict[int, Held] = {}
+        self.alive: dict[int, tuple[str, int]] = {}
+        """(category, bytes) of the memory of each live tensor of a forward pass, by the id of the memory."""
         self.place = ""
         """`Work.place` of the operations that follow, and of their gradients."""
         self.scope = ""
@@ -180,7 +165,6 @@ class Tape:
         """Whether autograd is on, apart from inside autograd functions, where torch turns it off."""
 
     def set_grad_enabled(self, mode: bool) -> None:
-        """torch.set_grad_enabled."""
         self.grad_enabled = mode
         torch._C._set_grad_enabled(mode)
 
@@ -213,7 +197,6 @@ class Tape:
     def record_collective(
         self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, processes: int, axis: str
     ) -> None:
-        """Records a collective."""
         self.flights.append(Flight(len(self.log), len(self.collectives), self.times, waited=False))
         sent = Collective(self.phase, kind, shape, name_of(dtype), processes, self.place, axis=axis)
         self.collectives += [sent] * self.times
@@ -232,30 +215,15 @@ class Tape:
         self.flights.append(Flight(len(self.log), number, self.times, waited=True))
 
     def node(self, inputs: Sequence[Any], results: int, backward: Backward | None) -> GraphNode:
-        """Appends a node to the graph."""
         return GraphNode(next(self._number), inputs, results, backward, self.place)
 
     # Activation checkpointing.
 
-    def checkpoint(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
-        """Calls a function and saves only its arguments."""
-        return self._checkpoint(function, arguments)
-
-    def checkpoint_but_attention(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
-        """Calls a function and saves only its arguments and the attention outputs."""
-        return self._checkpoint(function, arguments, selective=True)
-
-    def checkpoint_block(self, function: Callable[..., Any], /, layout: Layout, *arguments: Any) -> Any:
-        """Calls a function that communicates and saves only its arguments."""
-        return self._checkpoint(function, (layout, *arguments), to_the_end=layout.halves)
-
-    def _checkpoint(
-        self,
-        function: Callable[..., Any],
-        arguments: Sequence[Any],
-        selective: bool = False,
-        to_the_end: bool = False,
+    def checkpoint(
+        self, function: Callable[..., Any], /, *arguments: Any, selective: bool = False, to_the_end: bool = False
     ) -> Any:
+        """Calls a function, and saves only its arguments and, if `selective`, attention outputs. `to_the_end`: recomputation
+        runs to its end, even if nothing needs it."""
         assert self._frame is None, "nested checkpointed functions"
         self._frame = CheckpointFrame(function, arguments, selective, to_the_end, self.place)
         try:
@@ -301,21 +269,17 @@ class Tape:
             result: Sequence[ShapeTensor] = node.saved
             return result
         if frame.recomputed is None:
-            self._recompute(frame)
-        assert frame.recomputed is not None
+            frame.recomputed = {}
+            self._frame, self._recomputing = frame, True
+            self.phase, self.place = "recompute", frame.place
+            try:
+                with torch.enable_grad():
+                    frame.function(*frame.arguments)
+            except _StopRecompute as enough:
+                enough.__traceback__ = None  # it holds the frames, and they hold tensors
+            finally:
+                self._frame, self._recomputing, self.phase = None, False, "backward"
         return [frame.recomputed.pop(number) for number in node.saved]
-
-    def _recompute(self, frame: CheckpointFrame) -> None:
-        frame.recomputed = {}
-        self._frame, self._recomputing = frame, True
-        self.phase, self.place = "recompute", frame.place
-        try:
-            with torch.enable_grad():
-                frame.function(*frame.arguments)
-        except _StopRecompute as enough:
-            enough.__traceback__ = None  # it holds the frames, and they hold tensors
-        finally:
-            self._frame, self._recomputing, self.phase = None, False, "backward"
 
     # The backward pass.
 

@@ -20,42 +20,18 @@ from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeNa
 from boost.config.stages import Stage, stages
 from boost.config.traffic import ITEMSIZE, Collective
 from boost.layouts import placement_of
-from boost.plan.collectives import boundary_sends
+from boost.plan import step_time
+from boost.plan.collectives import stage_sends
 from boost.plan.hardware import Hardware, Speeds, collective_seconds, span
 from boost.plan.optimizer import iterations, optimizer_collectives
 from boost.plan.replicas import StoredTensor, gathers, gradient_collectives, stored_tensors
-from boost.plan.step_time import (
-    ATTENTION_TIME,
-    BUBBLE,
-    CONTEXT,
-    GEMMS,
-    OPTIMIZER_TIME,
-    OTHER,
-    PARTS,
-    PIPELINE,
-    RECOMPUTED,
-    REPLICAS,
-    REST,
-    STRAGGLERS,
-    TENSOR,
-    PassTime,
-    Seconds,
-    StepTime,
-)
+from boost.plan.step_time import PassTime, Seconds, StepTime
 from boost.plan.tape import Operation, work_of
 from boost.plan.trace import PassOps, trace_block, trace_embedding, trace_loss, traced_values
-from boost.plan.work import (
-    ATTENTION,
-    ATTENTION_BACKWARD,
-    GEMM,
-    OPTIMIZER,
-    REDUCE,
-    STREAM,
-    Counted,
-    Work,
-    gemm,
-    moved,
-)
+from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, OPTIMIZER, REDUCE, STREAM, Counted, Work, gemm, moved
+
+PART_OF = {GEMM: step_time.GEMMS, ATTENTION: step_time.ATTENTION_TIME, ATTENTION_BACKWARD: step_time.ATTENTION_TIME}
+"""Part of the step time of each kind of operation; all others are `step_time.OTHER`."""
 
 # Operations of one process in a training step: embedding, blocks, loss, and the work after the last backward pass.
 
@@ -82,9 +58,7 @@ def as_stored(config: Config) -> Config:
     the receive buffer and their gradients into the send buffer. These copies move about as many bytes as casts at each use, which
     are counted instead.
     """
-    if not config.parallel.sharded:
-        return config
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"shard": "none"})})
+    return config.changed(parallel={"shard": "none"}) if config.parallel.sharded else config
 
 
 def kinds_of_blocks(model: ModelConfig, layers: Iterable[int]) -> Counter[int]:
@@ -192,22 +166,22 @@ class Predictor:
         busiest = max(range(parallel.pp), key=lambda rank: passes[rank].total)
         worst = passes[busiest]
         parts = defaultdict(float, {name: count * value for name, value in worst.parts.items()})
-        parts[BUBBLE] = _bubble(config, passes, worst)
+        parts[step_time.BUBBLE] = _bubble(config, passes, worst)
         if hardware.alone is not None and 1 < parallel.pp == parallel.world_size <= hardware.per_node:
             # A stage is faster while the others wait: CPU cores share bandwidth and clocks.
             large, dtype = (4096, 4096, 4096), train.compute_dtype
             together, alone = (of.gemm_speed(dtype).flops_per_s(*large) for of in (hardware.speeds, hardware.alone))
-            parts[BUBBLE] *= min(together / alone, 1.0)
+            parts[step_time.BUBBLE] *= min(together / alone, 1.0)
         held = stages(config)[busiest :: parallel.pp]
         exposed, hidden = self._replicas(config, held, worst, count)
-        parts[REPLICAS] += exposed
-        parts[OPTIMIZER_TIME] += self._step_end(config, held)
-        parts[STRAGGLERS] = sum(parts.values()) * self._straggling(parallel)
-        parts[REST] += hardware.step_ms * 1e-3
+        parts[step_time.REPLICAS] += exposed
+        parts[step_time.OPTIMIZER_TIME] += self._step_end(config, held)
+        parts[step_time.STRAGGLERS] = sum(parts.values()) * self._straggling(parallel)
+        parts[step_time.REST] += hardware.step_ms * 1e-3
         tokens = train.global_batch * train.seq_len
         return StepTime(
             seconds=sum(parts.values()),
-            parts={name: parts[name] for name in PARTS if parts[name]},
+            parts={name: parts[name] for name in step_time.PARTS if parts[name]},
             tokens=tokens,
             devices=parallel.world_size,
             flops=float(tokens * _flops_per_token(config.model, train.seq_len)),
@@ -240,7 +214,7 @@ class Predictor:
         parallel, train = config.parallel, config.train
         hides, slower = parallel.overlap != "none", 1 + self._straggling(parallel)
         if hides:
-            config = config.model_copy(update={"parallel": parallel.model_copy(update={"overlap": "none"})})
+            config = config.changed(parallel={"overlap": "none"})
         if parallel.pp == 1:
             held = stages(config)
             worst = self._cached_pass(config, held)
@@ -285,7 +259,9 @@ class Predictor:
         self._add_sends(config, held, result)
         # On a GPU, the host launches kernels ahead of time; the device waits if the host is slower.
         issuing = self.hardware.host_us * 1e-6 * result.calls
-        computing = result.total - sum(result.parts[part] for part in (TENSOR, CONTEXT, PIPELINE))
+        computing = result.total - sum(
+            result.parts[part] for part in (step_time.TENSOR, step_time.CONTEXT, step_time.PIPELINE)
+        )
         result.wait(issuing if self.hardware.device == "cpu" else max(issuing - computing, 0.0))
         return result
 
@@ -306,12 +282,13 @@ class Predictor:
             if stage.count == 1:
                 continue
             gated = has_latent_gate(model, stage.numbers[0]), has_latent_gate(model, stage.numbers[-1])
-            sends = list(boundary_sends(model, config.parallel, tokens, train.compute_dtype, stage))
+            made_with = model, config.parallel, tokens, train.compute_dtype, stage
+            sends = [c for phase in ("forward", "backward") for c in stage_sends(phase, *made_with)]
             key = "sends", stage.has_embedding, stage.has_head, *gated
             sent = self._per_micro_batch(config, key, self._sums, config, sends)
             # Each pass of a micro-batch waits for one receive and one send.
             waits = 2 * sent["pp forward"], 2 * sent["pp backward"]
-            result.add(PassTime(defaultdict(float, {PIPELINE: sum(waits)}), *waits, waits=waits), 1)
+            result.add(PassTime(defaultdict(float, {step_time.PIPELINE: sum(waits)}), *waits, waits=waits), 1)
 
     def _pass_time(self, config: Config, runs: Sequence[PassOps]) -> PassTime:
         """Time of operations in sequence, and of waiting for collectives."""
@@ -328,18 +305,18 @@ class Predictor:
         seconds: Seconds = defaultdict(float)
         for (phase, kernel), spent in by_kind.items():
             seconds[phase] += spent
-            seconds[f"{phase} {_part(kernel)}"] += spent
+            seconds[f"{phase} {PART_OF.get(kernel, step_time.OTHER)}"] += spent
         sent = self._sums(config, (collective for run in runs for collective in run.collectives))
         exposed = self._exposed(config, runs, priced)
         result = PassTime(calls=sum(operation.times for operation in log))
-        for part in (GEMMS, ATTENTION_TIME, OTHER):
+        for part in (step_time.GEMMS, step_time.ATTENTION_TIME, step_time.OTHER):
             result.parts[part] = seconds[f"forward {part}"] + seconds[f"backward {part}"]
-        result.parts[RECOMPUTED] = seconds["recompute"]
+        result.parts[step_time.RECOMPUTED] = seconds["recompute"]
         forward, backward = ([exposed[f"{axis} {phase}"] for axis in ("tp", "cp")] for phase in ("forward", "backward"))
         result.waits = sum(forward), sum(backward)
         all_sent = (sum(sent[f"{axis} {phase}"] for axis in ("tp", "cp")) for phase in ("forward", "backward"))
         result.hidden = next(all_sent) - result.waits[0], next(all_sent) - result.waits[1]
-        result.parts[TENSOR], result.parts[CONTEXT] = map(sum, zip(forward, backward, strict=True))
+        result.parts[step_time.TENSOR], result.parts[step_time.CONTEXT] = map(sum, zip(forward, backward, strict=True))
         result.forward = seconds["forward"] + sum(forward)
         result.backward = seconds["recompute"] + seconds["backward"] + sum(backward)
         return result
@@ -422,8 +399,8 @@ class Predictor:
     def _once_per_step(self, config: Config, held: Sequence[Stage], micro_batches: int) -> tuple[float, float, float]:
         """(device seconds, operations, seconds of the optimizer's collectives) per step of `micro_batches` micro-batches."""
         train, parallel = config.train, config.parallel
-        batch = {"global_batch": parallel.dp * train.micro_batch * micro_batches}
-        work = step_work(config.model_copy(update={"train": train.model_copy(update=batch)}), held)
+        batch = parallel.dp * train.micro_batch * micro_batches
+        work = step_work(config.changed(train={"global_batch": batch}), held)
         whole = optimizer_collectives(config, held[0].index % parallel.pp) if config.optim.whole_factors else ()
         sent = sum(self._sent(config, collective) for collective in whole)
         speeds = self._speeds(config)
@@ -459,12 +436,6 @@ _flops_per_token = functools.lru_cache(64)(flops_per_token)
 def _name(sent: Collective) -> str:
     """Key '<axis> <pass>' of a collective; re-communication belongs to the backward pass."""
     return f"{sent.axis} {'forward' if sent.phase == 'forward' else 'backward'}"
-
-
-def _part(kernel: str) -> str:
-    if kernel == GEMM:
-        return GEMMS
-    return ATTENTION_TIME if kernel in (ATTENTION, ATTENTION_BACKWARD) else OTHER
 
 
 def _bubble(config: Config, passes: list[PassTime], worst: PassTime) -> float:

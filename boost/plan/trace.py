@@ -25,7 +25,7 @@ from boost.models.group import NO_RECOMPUTE, Flow, Stream
 from boost.parallel.recompute import policies
 from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
 from boost.plan.shape_tensor import ShapeTensor, contiguous
-from boost.plan.tape import Flight, Held, Operation, work_of
+from boost.plan.tape import Flight, Operation, work_of
 from boost.plan.tracer import TracedLayout, Tracer
 from boost.plan.work import Counted
 
@@ -49,10 +49,9 @@ class PassOps:
 class TracedPass(PassOps):
     """Operations and memory of a pass; sizes in bytes."""
 
-    saved: tuple[Held, ...]
-    """Tensors saved for the backward pass, except latents of the previous block."""
+    saved: tuple[tuple[str, int], ...]
+    """(category, bytes) of each tensor saved for the backward pass, except latents of the previous block."""
     input_bytes: int
-    """Bytes of the inputs."""
     output_bytes: int
     """Bytes of the outputs; their gradients take as many."""
     forward: int
@@ -72,8 +71,8 @@ class TracedPass(PassOps):
     def by_category(self) -> Counter[str]:
         """Bytes of `saved` by category."""
         sums: Counter[str] = Counter()
-        for held in self.saved:
-            sums[held.category] += held.bytes
+        for category, size in self.saved:
+            sums[category] += size
         return sums
 
 
@@ -179,7 +178,9 @@ def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[int, li
     block: TransformerBlock = _module(
         tracer, layer, lambda: TransformerBlock(tracer.model, layer, tracer.layout, NO_RECOMPUTE, 0)
     )
-    block.recompute(policies(tape.checkpoint, tape.checkpoint_but_attention, tape.checkpoint_block)[policy])
+    but_attention = functools.partial(tape.checkpoint, selective=True)
+    of_block = functools.partial(tape.checkpoint, to_the_end=tracer.layout.halves)  # it communicates
+    block.recompute(policies(tape.checkpoint, but_attention, of_block)[policy])
     layout: Any = TracedLayout(tracer.layout, tape)
     # Rotary angles, whose memory is counted elsewhere.
     tokens, width = tracer.config.train.seq_len // tracer.parallel.cp, tracer.model.head_dim
@@ -213,10 +214,9 @@ def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPas
         sent = [weakref.ref(x.storage) for x in results]
         gradients = tracer.gradients(results)
         output_bytes = sum(x.nbytes for x in gradients)
-        for_next = {id(x.storage) for x in gradients}
         results = [x.without_storage() for x in results]  # owned by the next block
-        own = {id(ref()) for _, ref in prev if ref() is not None}
-        saved = tuple(held for key, held in tape.alive.items() if key not in own and key not in for_next)
+        others = {id(ref()) for _, ref in prev if ref() is not None} | {id(x.storage) for x in gradients}
+        saved = tuple(held for key, held in tape.alive.items() if key not in others)
         outputs = len(sent) // tracer.parts  # residual stream and latents of one part
         latents_saved = tuple(ref() is not None for i, ref in enumerate(sent) if i % outputs)
         prev_saved = tuple(size if ref() is not None else 0 for size, ref in prev)

@@ -61,7 +61,6 @@ class Tracer:
         self.layout = layout_for(model, config.parallel, Mesh(self.device, axes))
 
     def new(self, shape: Shape, dtype: torch.dtype, category: str) -> Any:
-        """Allocates a tensor."""
         self.tape.scope = category
         made = make(ShapeTensor(self.tape, None, shape, contiguous(shape), dtype, self.device), shape, "")
         self.tape.scope = ""
@@ -149,7 +148,14 @@ def one_pass(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
     if facts is None:
         if len(_KERNEL_FACTS) > _MAX_FACTS:
             _KERNEL_FACTS.clear()
-        facts = _KERNEL_FACTS[key] = _facts(kernel, arguments, tape)
+        with tape.unrecorded() as done:
+            outputs = kernel.function(*arguments)
+            several = isinstance(outputs, tuple)
+            results = tuple((x.shape, x.strides, x.dtype) for x in (outputs if several else (outputs,)))
+            del outputs
+        kinds = {operation.kernel for operation in done}
+        slowest = next((kind for kind in (SILU_BACKWARD, SILU, STREAM, REDUCE) if kind in kinds), STREAM)
+        facts = _KERNEL_FACTS[key] = _KernelFacts(several, results, slowest)
     made = [
         make(inputs[0], shape, kernel.name, dtype=dtype, inputs=inputs, strides=strides)
         for shape, strides, dtype in facts.results
@@ -161,18 +167,6 @@ def one_pass(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
     )
     tape.record_op(facts.kind, (numel,), dtype, moved / (numel * dtype.itemsize))
     return tuple(made) if facts.several else made[0]
-
-
-def _facts(kernel: Kernel, arguments: tuple[Any, ...], tape: Tape) -> _KernelFacts:
-    with tape.unrecorded() as done:
-        made = kernel.function(*arguments)
-        several = isinstance(made, tuple)
-        results = tuple((x.shape, x.strides, x.dtype) for x in (made if several else (made,)))
-        del made
-    kinds = {operation.kernel for operation in done}
-    return _KernelFacts(
-        several, results, next((kind for kind in (SILU_BACKWARD, SILU, STREAM, REDUCE) if kind in kinds), STREAM)
-    )
 
 
 class _Rules(TorchFunctionMode):

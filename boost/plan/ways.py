@@ -38,9 +38,11 @@ def _changes(request: Request) -> Iterator[tuple[str, Request, str]]:
     """
     base, train = request.base, request.base.train
     for key in sorted(request.fixed):
-        yield f"without --{key} {_value(request, key)}", replace(request, fixed=request.fixed - {key}), ""
+        (value,) = request.choices(key, ())
+        words = str(value).lower() if isinstance(value, bool) else str(value)
+        yield f"without --{key} {words}", replace(request, fixed=request.fixed - {key}), ""
     if train.param_dtype == "float32":
-        narrow = base.model_copy(update={"train": train.model_copy(update={"param_dtype": "bfloat16"})})
+        narrow = base.changed(train={"param_dtype": "bfloat16"})
         price = "and each update rounds the weights to bfloat16"
         yield "with --train.param_dtype bfloat16", replace(request, base=narrow), price
     tried, gpus = [request.gpus, 2 * request.gpus, 4 * request.gpus], 2 * request.gpus
@@ -50,15 +52,9 @@ def _changes(request: Request) -> Iterator[tuple[str, Request, str]]:
         gpus *= 2
     length = train.seq_len // 2
     while length >= 64:
-        shorter = base.model_copy(update={"train": train.model_copy(update={"seq_len": length})})
+        shorter = base.changed(train={"seq_len": length})
         yield f"with sequences of {length:,} tokens (--seq {length})", replace(request, base=shorter), ""
         length //= 2
-
-
-def _value(request: Request, key: str) -> str:
-    section, name = key.split(".")
-    value = getattr(getattr(request.base, section), name)
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def any_fits(request: Request) -> bool:
@@ -68,8 +64,7 @@ def any_fits(request: Request) -> bool:
     much memory.
     """
     if "parallel.overlap" not in request.fixed:
-        parallel = request.base.parallel.model_copy(update={"overlap": "none"})
-        base = request.base.model_copy(update={"parallel": parallel})
+        base = request.base.changed(parallel={"overlap": "none"})
         request = replace(request, base=base, fixed=request.fixed | {"parallel.overlap"})
     on_gpu = request.hardware.is_gpu
     every = request.choices("train.recompute_every", (1,))[0]
@@ -107,7 +102,10 @@ def fewer_gpus(search: Search, best: Plan, plans: Sequence[Plan] = ()) -> tuple[
     over them, takes so little time.
     """
     request, limit = search.request, (1 + NEARLY) * best.time.seconds
-    work = LARGER_GEMMS * min(plan.time.devices * _computing(plan) for plan in (best, *plans))
+    computing = (GEMMS, ATTENTION_TIME, OTHER)
+    work = LARGER_GEMMS * min(
+        plan.time.devices * sum(plan.time.parts.get(part, 0.0) for part in computing) for plan in (best, *plans)
+    )
     found: tuple[Search, Plan] | None = None
     for gpus in [n for n in _numbers(request) if work / n <= limit][:MAX_TRIES]:
         other = Search(replace(request, gpus=gpus), known=search)
@@ -119,10 +117,6 @@ def fewer_gpus(search: Search, best: Plan, plans: Sequence[Plan] = ()) -> tuple[
         ):
             found = other, plan
     return found
-
-
-def _computing(plan: Plan) -> float:
-    return sum(plan.time.parts.get(part, 0.0) for part in (GEMMS, ATTENTION_TIME, OTHER))
 
 
 def _numbers(request: Request) -> list[int]:

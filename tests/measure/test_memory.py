@@ -10,6 +10,7 @@ from boost.config.schema import OptimConfig, RecomputeName
 from boost.measure.memory import MemoryTracker
 from boost.plan.categories import SAVED, STATES
 from boost.plan.memory import memory
+from boost.plan.trace import pass_of_block
 from tests import toy
 from tests.distributed import run_distributed
 from tests.fake_memory import MeasuredMemory, measure, measure_step
@@ -61,9 +62,8 @@ def test_other_numbers_and_heads_keep_what_is_predicted() -> None:
 
 def test_every_nth_block_recomputes() -> None:
     config = config_of("cola", {"layout": "btp"}, "low-rank", "float32", layers=5)
-    config = config.model_copy(update={"train": config.train.model_copy(update={"recompute_every": 2})})
-    wide = {item.layer for item in memory(config).saved if item.held.category == "wide activations"}
-    assert wide == {1, 3}
+    config = config.changed(train={"recompute_every": 2})
+    assert [layer for layer in range(5) if pass_of_block(config, layer).by_category["wide activations"]] == [1, 3]
     assert measure(config).activations == kept(config)
 
 

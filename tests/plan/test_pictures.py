@@ -11,7 +11,7 @@ from boost.config import load
 from boost.config.traffic import Collective
 from boost.plan import pictures
 from boost.plan.inspection import Inspection, inspect
-from boost.plan.pictures import COLORS, GridCell, block_rows, draw_block, draw_grid
+from boost.plan.pictures import COLORS, block_rows, draw_block, draw_grid
 from tests.matrices import first
 from tests.plan.toys import LAYOUTS, inspected
 
@@ -134,7 +134,7 @@ def test_each_process_shows_its_own_shard(drawn: Callable[..., Any]) -> None:
 
 def test_grids(drawn: Callable[..., Any]) -> None:
     """Each cell has its words, and equal kinds have equal colors."""
-    cells = [GridCell("DP", "DP"), GridCell("btp TP 8 CP 4", "btp"), GridCell("too few tokens")]
+    cells = [("DP", "DP"), ("btp TP 8 CP 4", "btp"), ("too few tokens", "")]
     figure = drawn(draw_grid, "title", "below", "tokens", ["1", "2", "3"], [("4", cells), ("5", cells)])
     assert texts(figure).count("btp TP 8 CP 4") == 2 and {"4", "5", "tokens"} <= set(texts(figure))
     faces = [patch.get_facecolor() for patch in figure.axes[0].patches]
