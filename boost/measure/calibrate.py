@@ -212,21 +212,14 @@ def _attention(by_name: dict[str, list[Point]], dtype: str) -> list[dict[str, fl
             speeds.append(1 / constant)
             halves.append(max(slope / constant, 0.0))
         half = statistics.mean(halves)
-        result.append(
-            {
-                "head_dim": head_dim,
-                "forward": round(speeds[0] / 1e12, 5),
-                "backward": round(speeds[1] / 1e12, 5),
-                "half": round(half, 1),
-            }
-        )
+        tflops = [round(speed / 1e12, 5) for speed in speeds]
+        result.append({"head_dim": head_dim, "forward": tflops[0], "backward": tflops[1], "half": round(half, 1)})
     return result
 
 
 def _gb_s(bytes_per_second: float) -> float:
     """Converts to GB/s with four significant digits, so that a very slow link on a busy machine does not become 0."""
-    gb_s = bytes_per_second / 1e9
-    return float(f"{gb_s:.4g}")
+    return float(f"{bytes_per_second / 1e9:.4g}")
 
 
 def _link(points: Sequence[Point], processes: int) -> dict[str, Any]:
@@ -252,8 +245,7 @@ def _sweep(watch: Stopwatch, dtypes: Sequence[str], quick: bool, title: str) -> 
     largest = (8192 if cuda else 2048) if not quick else 256
     tokens = ((4096, 16384) if cuda else (256, 1024, 2048)) if not quick else (256,)
     lengths = ((1024, 4096) if cuda else (128, 256, 512, 1024)) if not quick else (64, 128)
-    powers = range(14, 29 if cuda else 25, 2) if not quick else range(14, 19, 2)
-    sizes = [2**n for n in powers]
+    sizes = [2**n for n in (range(14, 29 if cuda else 25, 2) if not quick else range(14, 19, 2))]
     sweeps: list[Iterable[Point]] = []
     for name in dtypes:
         dtype = getattr(torch, name)
@@ -267,13 +259,9 @@ def _sweep(watch: Stopwatch, dtypes: Sequence[str], quick: bool, title: str) -> 
 
 def _host_us(mesh: Mesh, profile: dict[str, Any] | None) -> float:
     """Host microseconds per operation: step time of a model with almost no work, minus the time of that work."""
-    tiny = from_tree(
-        {
-            "model": {"dim": 64, "ffn_dim": 128, "heads": 2, "layers": 4, "vocab_size": 256, "rank": 16},
-            "parallel": {"layout": "single"},
-            "train": {"micro_batch": 1, "global_batch": 1, "seq_len": 32},
-        }
-    )
+    model = {"dim": 64, "ffn_dim": 128, "heads": 2, "layers": 4, "vocab_size": 256, "rank": 16}
+    train = {"micro_batch": 1, "global_batch": 1, "seq_len": 32}
+    tiny = from_tree({"model": model, "parallel": {"layout": "single"}, "train": train})
     if mesh.is_main:
         assert profile is not None
         measured = statistics.median(time_passes(tiny, mesh.device, rounds=30))

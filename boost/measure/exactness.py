@@ -3,9 +3,10 @@
 Used by `boost verify` and by tests. Data is synthetic: rows have different numbers of targets, and documents have a few tokens.
 """
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from boost.config.architecture import IGNORED
 from boost.config.traffic import Collective
 from boost.data.batches import Batch, Batches
 from boost.measure.counting import CollectiveCounter
-from boost.models.fused import fused_params, local_slice
+from boost.models.fused import FusedParam, ParamSlice, fused_params, local_slice
 from boost.optim.adamw import build_optimizer
 from boost.parallel.gradients import GradientReducer, StepFlags, launch_step_stats
 from boost.parallel.mesh import Mesh
@@ -38,7 +39,7 @@ ByName = dict[str, Tensor]
 
 def alone(config: Config) -> Config:
     """Returns the configuration for one process."""
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=ALONE)})
+    return config.changed(parallel=ALONE)
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,16 @@ class Observed:
     """Weights after the last step."""
 
 
-class SyntheticBatches(Batches):
-    """The micro-batches of `made_up_batches`, in place of those of a store."""
+class MadeBatches(Batches):
+    """Micro-batches that `make` makes for a step and all replicas, instead of those of a store; too few are repeated."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, make: Callable[[int], Sequence[Batch]]) -> None:
+        self.make = make
 
     def numbered(self, step: int, numbers: Iterable[int], micro_batch: int) -> Iterator[Batch]:
         """The micro-batches of a step with these numbers."""
-        made = made_up_batches(self.config, step)
-        return (made[number] for number in numbers)
+        made = self.make(step)
+        return (made[number % len(made)] for number in numbers)
 
 
 class CountedReducer(GradientReducer):
@@ -72,7 +73,6 @@ class CountedReducer(GradientReducer):
     before_sums: Callable[[], None] = staticmethod(lambda: None)
 
     def finish(self) -> None:
-        """As in the base class."""
         self.before_sums()
         super().finish()
 
@@ -90,13 +90,11 @@ class TrainedModel:
         params = self.fused_params = list(fused_params(self.model))
         self.reducer = CountedReducer(params, mesh, getattr(torch, config.train.sum_dtype))
         self.optimizer = self.build_optimizer(params, config, mesh)
-        batches = SyntheticBatches(config)
+        batches = MadeBatches(functools.partial(made_up_batches, config))
         self.stepper = Stepper(config, mesh, self.model, params, self.reducer, self.optimizer, batches, ahead=False)
         self.stepper.from_tensors = False  # clips the gradients themselves, which are compared
-        self.gradients: list[ByName] = []
-        """Gradients of each step, after clipping."""
+        self.gradients: list[ByName] = []  # as in Observed
         self.numbers = [self.step(step) for step in range(steps)]
-        """(loss, gradient norm) of each step."""
 
     def seen(self) -> Observed:
         """Returns the record of the steps so far."""
@@ -192,32 +190,27 @@ def matches_table(config: Config, counted: list[Collective], pp_rank: int = 0) -
 
 def gradients(model: Model) -> ByName:
     """Local shard of every gradient."""
-    return {
-        param_slice.parameter.name: param_slice.view(s.tensor.grad)
-        for s in fused_params(model)
-        for param_slice in s.local_slices()
-        if s.tensor.grad is not None
-    }
+    return {part.parameter.name: part.view(s.tensor.grad) for s, part in _slices(model) if s.tensor.grad is not None}
 
 
 def weights(model: Model) -> ByName:
     """Local shard of every weight."""
-    return {
-        param_slice.parameter.name: param_slice.view(s.tensor.detach())
-        for s in fused_params(model)
-        for param_slice in s.local_slices()
-    }
+    return {part.parameter.name: part.view(s.tensor.detach()) for s, part in _slices(model)}
 
 
 def local_parts(model: Model, whole: ByName) -> ByName:
     """Expected local shards of unsharded tensors."""
     return {
-        param_slice.parameter.name: local_slice(
-            param_slice.parameter, model.layout, whole[param_slice.parameter.name]
-        ).narrow(0, param_slice.offset, param_slice.rows)
-        for s in fused_params(model)
-        for param_slice in s.local_slices()
+        part.parameter.name: local_slice(part.parameter, model.layout, whole[part.parameter.name]).narrow(
+            0, part.offset, part.rows
+        )
+        for _, part in _slices(model)
     }
+
+
+def _slices(model: Model) -> Iterator[tuple[FusedParam, ParamSlice]]:
+    """Every parameter of which this process holds a part: what stores it, and where."""
+    return ((fused, part) for fused in fused_params(model) for part in fused.local_slices())
 
 
 def worst_error(actual: ByName, expected: ByName) -> float:

@@ -104,6 +104,14 @@ def read_run(path: Path) -> RunRecord:
     elif last.get("kind") == "end":
         state, reason = ("stopped" if last.get("state") == "stopped" else "done"), str(last.get("reason", ""))
     steps, evaluations = ([line for line in lines if line.get("kind") == kind] for kind in ("step", "eval"))
+    names = ((re.fullmatch(r"config(?:\.(\d+))?\.toml", file.name), file) for file in path.glob("config*.toml"))
+    _, file = max(
+        (int(name[1] or 1), file) for name, file in names if name
+    )  # of the last start, with every field resolved
+    try:
+        train = tomllib.loads(file.read_text(encoding="utf-8", errors="replace")).get("train", {})
+    except tomllib.TOMLDecodeError:
+        raise DataError(f"'{file}' is not a TOML file; restore it, or move this run elsewhere") from None
     losses, speeds, mfus, seconds = (
         [line[name] for line in steps if math.isfinite(line.get(name, math.nan))]
         for name in ("loss", "tokens_per_second", "mfu", "seconds")
@@ -120,7 +128,7 @@ def read_run(path: Path) -> RunRecord:
         reason,
         updated,
         step=steps[-1]["step"] if steps else 0,
-        total_steps=_total_steps(path),
+        total_steps=int(train.get("steps", 0)),
         tokens=steps[-1].get("tokens", 0) if steps else 0,
         loss=statistics.fmean(losses[-RECENT:]) if losses else None,
         heldout_loss=heldout[-1][0] if heldout else None,
@@ -132,12 +140,3 @@ def read_run(path: Path) -> RunRecord:
         seconds=sum(seconds),
         damaged_lines=len(damaged),
     )
-
-
-def _total_steps(path: Path) -> int:
-    """Steps of the last start's configuration, which has every field resolved."""
-    names = ((re.fullmatch(r"config(?:\.(\d+))?\.toml", file.name), file) for file in path.glob("config*.toml"))
-    _, file = max((int(name[1] or 1), file) for name, file in names if name)
-    with contextlib.suppress(tomllib.TOMLDecodeError):
-        return int(tomllib.loads(file.read_text(encoding="utf-8", errors="replace")).get("train", {}).get("steps", 0))
-    raise DataError(f"'{file}' is not a TOML file; restore it, or move this run elsewhere")

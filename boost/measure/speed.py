@@ -18,18 +18,7 @@ from torch import Tensor
 
 from boost.parallel import collectives as sent
 from boost.parallel.mesh import Axis, Mesh
-from boost.plan.work import (
-    LOOKUP,
-    LOSS,
-    OPTIMIZER,
-    REDUCE,
-    REORDER,
-    REORDER_FINELY,
-    SHORT_RUN,
-    SILU,
-    SILU_BACKWARD,
-    STREAM,
-)
+from boost.plan import work
 
 SAMPLES = 7
 """Timed samples per point. The median is used."""
@@ -93,8 +82,8 @@ class Stopwatch:
     shared, and its probe would time launches, and clocks that rise under load.
     """
 
-    def __init__(self, mesh: Mesh, samples: int = SAMPLES, least: float = LEAST_SECONDS) -> None:
-        self.mesh, self.samples, self.least = mesh, samples, least
+    def __init__(self, mesh: Mesh, samples: int = SAMPLES) -> None:
+        self.mesh, self.samples = mesh, samples
         self.probe = Probe(mesh.device)
         self.reference = self.probe.least()
 
@@ -102,7 +91,7 @@ class Stopwatch:
         """Median seconds of one call. All processes must time the same calls in the same order."""
         call()
         once = self._sample(call, 1)
-        repeats = max(1, min(math.ceil(self.least / max(once, 1e-7)), 1000))
+        repeats = max(1, min(math.ceil(LEAST_SECONDS / max(once, 1e-7)), 1000))
         if collective:  # the same number of repetitions on all processes
             repeats = int(
                 sent.all_reduce(torch.tensor(float(repeats), device=self.mesh.device), _world(self.mesh))
@@ -171,29 +160,22 @@ def kernel_points(watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int]) ->
         x, y = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
         row, column = x[0].clone(), x[:, :1].clone()
         heads = x.view(8, rows // 8, 8, width // 8).transpose(1, 2)  # the memory layout at the rotary embedding
+        streams: list[Call] = [partial(torch.add, x, y), x.clone]
+        streams += [partial(torch.mul, x, factor) for factor in (row, column)]
+        streams.append(partial(torch.mul, heads, heads[0].contiguous()))
+        streams.append(partial(torch.cat, heads.chunk(2, dim=-1)[::-1], dim=-1))
+        sums: list[Call] = [partial(torch.sum, x, dim) for dim in (0, -1)]
+        sums.append(partial(torch.linalg.vector_norm, x, dim=-1))
         measured: dict[str, tuple[float, list[Call]]] = {
-            STREAM: (
-                13 / 6,
-                [
-                    partial(torch.add, x, y),
-                    partial(torch.mul, x, row),
-                    partial(torch.mul, x, column),
-                    x.clone,
-                    partial(torch.mul, heads, heads[0].contiguous()),
-                    partial(torch.cat, heads.chunk(2, dim=-1)[::-1], dim=-1),
-                ],
-            ),
-            REORDER: (8 / 3, _reorderings(x, SHORT_RUN)),
-            REORDER_FINELY: (8 / 3, _reorderings(x, SHORT_RUN // 2)),
-            SILU: (2.0, [partial(F.silu, x)]),
-            SILU_BACKWARD: (3.0, [partial(torch.ops.aten.silu_backward, y, x)]),
-            REDUCE: (
-                1.0,
-                [partial(torch.sum, x, 0), partial(torch.sum, x, -1), partial(torch.linalg.vector_norm, x, dim=-1)],
-            ),
-            LOSS: (1.5, [partial(torch.logsumexp, x, -1), partial(torch.exp, x, out=torch.empty_like(x))]),
-            LOOKUP: (2.0, [partial(F.embedding, torch.randint(0, rows, (rows,), device=device), x)]),
-            OPTIMIZER: (7.0 * _TOGETHER, [_adamw(x)]),
+            work.STREAM: (13 / 6, streams),
+            work.REORDER: (8 / 3, _reorderings(x, work.SHORT_RUN)),
+            work.REORDER_FINELY: (8 / 3, _reorderings(x, work.SHORT_RUN // 2)),
+            work.SILU: (2.0, [partial(F.silu, x)]),
+            work.SILU_BACKWARD: (3.0, [partial(torch.ops.aten.silu_backward, y, x)]),
+            work.REDUCE: (1.0, sums),
+            work.LOSS: (1.5, [partial(torch.logsumexp, x, -1), partial(torch.exp, x, out=torch.empty_like(x))]),
+            work.LOOKUP: (2.0, [partial(F.embedding, torch.randint(0, rows, (rows,), device=device), x)]),
+            work.OPTIMIZER: (7.0 * _TOGETHER, [_adamw(x)]),
         }
         for kernel, (times, calls) in measured.items():
             spent = sum(watch.seconds(_with_live_outputs(call, RING_BYTES // size)) for call in calls) / len(calls)

@@ -1,7 +1,6 @@
 """Runs optimizer steps as in training, on random tokens, and measures their time, memory and collectives, next to predictions."""
 
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,9 @@ from torch import Tensor
 
 from boost.config import Config
 from boost.config.traffic import Collective
-from boost.data.batches import Batch, Batches
+from boost.data.batches import Batch
 from boost.measure.counting import CollectiveCounter
+from boost.measure.exactness import MadeBatches
 from boost.measure.memory import MemoryTracker
 from boost.measure.speed import synchronize
 from boost.models.fused import fused_params
@@ -33,17 +33,6 @@ SMALL, SIZE_1B = (512, 4, 1376, 8), (2048, 6, 5472, 32)
 """(d, blocks, f, heads) of steps that take about a second on a CPU core and on a GPU."""
 
 
-class RandomTokens(Batches):
-    """The same random micro-batches in every step and for every replica, in place of those of a store."""
-
-    def __init__(self, config: Config) -> None:
-        self.made = made_up_batches(config)
-
-    def numbered(self, step: int, numbers: Iterable[int], micro_batch: int) -> Iterator[Batch]:
-        """The micro-batches with these numbers."""
-        return (self.made[number % len(self.made)] for number in numbers)
-
-
 class Stepper:
     """A model, its optimizer and the steps of `boost train` on one process of a mesh. Every step uses the same random tokens."""
 
@@ -54,7 +43,8 @@ class Stepper:
         self.fused_params = list(fused_params(model))
         self.optimizer = build_optimizer(self.fused_params, config, mesh)
         reducer = GradientReducer(self.fused_params, mesh, getattr(torch, config.train.sum_dtype))
-        batches = RandomTokens(config)
+        made = made_up_batches(config)  # the same in every step, and for every replica
+        batches = MadeBatches(lambda step: made)
         self._training = TrainingStepper(config, mesh, model, self.fused_params, reducer, self.optimizer, batches)
         self.stats: StepStats | None = None
         """Of the last step."""

@@ -78,12 +78,9 @@ def same_software(machines: Sequence[Facts]) -> Found:
     for rank, machine in enumerate(machines):
         for name, version in machine["software"].items():
             if version != first.get(name):
-                return Found(
-                    "failed",
-                    f"{name} is {first.get(name)} on rank 0 and {version} on rank {rank}",
-                    "install the same versions on all nodes",
-                    {"software": [machine["software"] for machine in machines]},
-                )
+                detail = f"{name} is {first.get(name)} on rank 0 and {version} on rank {rank}"
+                numbers = {"software": [machine["software"] for machine in machines]}
+                return Found("failed", detail, "install the same versions on all nodes", numbers)
     return Found("ok", ", ".join(f"{name} {version}" for name, version in first.items()), numbers={"software": first})
 
 
@@ -101,9 +98,8 @@ def devices_of(machines: Sequence[Facts]) -> Found:
     names_of = {machine["name"] for machine in machines}
     numbers = {"ranks": [{k: v for k, v in machine.items() if k not in ("host", "software")} for machine in machines]}
     if len(names_of) > 1:
-        return Found(
-            "note", "; ".join(texts), "all devices run at the speed of the slowest: use identical ones", numbers
-        )
+        advice = "all devices run at the speed of the slowest: use identical ones"
+        return Found("note", "; ".join(texts), advice, numbers)
     return Found("ok", "; ".join(texts), numbers=numbers)
 
 
@@ -112,12 +108,8 @@ def free_memory(machines: Sequence[Facts]) -> Found:
     shares = {rank: machine["free"] / machine["memory"] for rank, machine in enumerate(machines)}
     rank, least = min(shares.items(), key=lambda item: item[1])
     if least < FREE:
-        return Found(
-            "note",
-            f"{1 - least:.0%} of the GPU memory of rank {rank} is in use",
-            "stop other processes on this GPU (nvidia-smi)",
-            {"free": shares},
-        )
+        detail = f"{1 - least:.0%} of the GPU memory of rank {rank} is in use"
+        return Found("note", detail, "stop other processes on this GPU (nvidia-smi)", {"free": shares})
     return Found("ok", f"at least {least:.0%} is free", numbers={"free": shares})
 
 
@@ -133,8 +125,5 @@ def reachable(processes: Sequence[Mapping[str, str]]) -> Found:
             "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface",
         )
     words = f"{chosen} (GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME)" if chosen else "chosen by gloo and NCCL"
-    return Found(
-        "ok",
-        f"{words}; available: {processes[0]['present']}",
-        numbers={"interfaces": [dict(process) for process in processes]},
-    )
+    numbers = {"interfaces": [dict(process) for process in processes]}
+    return Found("ok", f"{words}; available: {processes[0]['present']}", numbers=numbers)

@@ -161,9 +161,8 @@ def _reference(description: str, device: torch.device) -> Observed:
 def reference(config: Config, device: torch.device, dtype: str = "") -> Observed:
     """Trains the whole model in this process, in eager mode without recomputation, in `dtype` or the configuration's dtype."""
     plain = {"recompute": "none", "compile": "none", **({"compute_dtype": dtype} if dtype else {})}
-    config = config.model_copy(update={"train": config.train.model_copy(update=plain)})
-    parallel = config.parallel.model_copy(update={"overlap": "none", "schedule": "1f1b"})
-    return _reference(alone(config.model_copy(update={"parallel": parallel})).model_dump_json(), device)
+    whole = config.changed(train=plain, parallel={"overlap": "none", "schedule": "1f1b"})
+    return _reference(alone(whole).model_dump_json(), device)
 
 
 def compare(config: Config, mesh: Mesh) -> dict[str, float]:
@@ -258,10 +257,7 @@ def verify(
                 "forward or backward pass (docs/extend.md)"
             )
         verifier.check(
-            row.name,
-            functools.partial(run_row, model, row, mesh),
-            functools.partial(judged, row.cells),
-            advice,
+            row.name, functools.partial(run_row, model, row, mesh), functools.partial(judged, row.cells), advice
         )
 
 

@@ -27,29 +27,25 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Check:
-    """A check and its result."""
-
-    section: str
-    name: str
-    verdict: Verdict
-    detail: str
-    """The result in one line."""
-    advice: str = ""
-    """What to do if it is not ok."""
-    seconds: float = 0.0
-    numbers: dict[str, Any] = field(default_factory=dict)
-    """Measured numbers."""
-
-
-@dataclass(frozen=True)
 class Found:
     """The result of a check over all processes."""
 
     verdict: Verdict
     detail: str
+    """The result in one line."""
     advice: str = ""
+    """What to do if it is not ok."""
     numbers: dict[str, Any] = field(default_factory=dict)
+    """Measured numbers."""
+
+
+@dataclass(frozen=True)
+class Check(Found):
+    """A check and its result."""
+
+    section: str = ""
+    name: str = ""
+    seconds: float = 0.0
 
 
 @dataclass
@@ -63,11 +59,9 @@ class Report:
     """Called after each check: checks that took minutes should not be lost with those that follow."""
 
     def section(self, title: str) -> None:
-        """Starts a section."""
         self.say(f"\n{title}")
 
     def add(self, check: Check) -> None:
-        """Adds a check and prints it."""
         self.checks.append(check)
         self.changed()
         self.say(f"  {_MARKS[check.verdict]:<7} {check.name:<{_WIDTH}}  {check.detail}")
@@ -80,7 +74,7 @@ class Report:
         begun = time.perf_counter()
 
         def note(result: Found) -> None:
-            self.add(Check(section, name, **asdict(result), seconds=time.perf_counter() - begun))
+            self.add(Check(**asdict(result), section=section, name=name, seconds=time.perf_counter() - begun))
 
         yield note
 
@@ -132,7 +126,6 @@ class Verifier:
             report.say = lambda line: None
 
     def section(self, title: str) -> None:
-        """Starts a section."""
         self.report.section(title)
         self._section = title
 

@@ -25,9 +25,8 @@ def usual(processes: int, device: str) -> Config:
     tp = next(n for n in (8, 4, 2, 1) if processes % n == 0)
     dp = processes // tp
     sizes = shape(*(SIZE_1B if device == "cuda" else SMALL))
-    batch = flags(
-        micro_batch=2 if device == "cuda" else 4, global_batch=(2 if device == "cuda" else 4) * dp, tp=tp, dp=dp
-    )
+    micro_batch = 2 if device == "cuda" else 4
+    batch = flags(micro_batch=micro_batch, global_batch=micro_batch * dp, tp=tp, dp=dp)
     others = flags(vocab_size=32000, seq_len=4096) if device == "cuda" else flags(vocab_size=4096, seq_len=256)
     dtype = ["--train.compute_dtype=bfloat16"] if device == "cuda" else []
     return load("demo", [*sizes, *batch, *others, *dtype])

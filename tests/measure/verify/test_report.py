@@ -68,7 +68,7 @@ def test_a_failure_of_one_process_is_known_to_all_and_ends_the_checks() -> None:
 
 def test_a_report_is_json_that_can_be_taken_up(tmp_path: Path) -> None:
     report = Report(say=lambda line: None)
-    report.add(Check("a", "b", "ok", "c", numbers={"x": 1}))
+    report.add(Check("ok", "c", numbers={"x": 1}, section="a", name="b"))
     report.write(tmp_path / "v.json", {"torch": "2"})
     facts = json.loads((tmp_path / "v.json").read_text())
     assert (facts["schema"], facts["verdict"], facts["environment"]) == (SCHEMA, "ok", {"torch": "2"})
@@ -86,7 +86,7 @@ def test_a_report_that_is_cut_short_has_the_checks_so_far(tmp_path: Path) -> Non
     report = Report(say=lambda line: None)
     report.changed = lambda: report.write(path, {}, finished=False)
     for count in (1, 2):
-        report.add(Check("a", str(count), "ok", "c"))
+        report.add(Check("ok", "c", section="a", name=str(count)))
         facts = json.loads(path.read_text())
         assert (facts["verdict"], len(facts["checks"])) == ("unfinished", count)
     report.write(path, {})
