@@ -202,8 +202,16 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _replace(module: nn.Module, name: str, linear: Any, rank: int, init: str, activation: str) -> None:
-    factors = LowRankLinear.from_linear(_as_linear(linear), rank, init=init, activation=activation)
-    if not isinstance(linear, nn.Linear):
+    plain = linear
+    if not isinstance(linear, nn.Linear):  # transformers' Conv1D, with a transposed weight
+        weight = linear.weight.detach()
+        rows, columns = weight.shape
+        plain = nn.Linear(rows, columns, device=weight.device, dtype=weight.dtype).train(linear.training)
+        with torch.no_grad():
+            plain.weight.copy_(weight.T)
+            plain.bias.copy_(linear.bias)
+    factors = LowRankLinear.from_linear(plain, rank, init=init, activation=activation)
+    if plain is not linear:
         factors.conv1d = type(linear)  # type: ignore[assignment]  # what it is merged to
     _set(module, name, factors)
 
@@ -211,15 +219,3 @@ def _replace(module: nn.Module, name: str, linear: Any, rank: int, init: str, ac
 def _set(module: nn.Module, name: str, replacement: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(module.get_submodule(parent), child, replacement)
-
-
-def _as_linear(module: Any) -> nn.Linear:
-    if isinstance(module, nn.Linear):
-        return module
-    weight = module.weight.detach()
-    rows, columns = weight.shape
-    linear = nn.Linear(rows, columns, device=weight.device, dtype=weight.dtype)
-    with torch.no_grad():
-        linear.weight.copy_(weight.T)
-        linear.bias.copy_(module.bias)
-    return linear.train(module.training)
