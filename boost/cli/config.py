@@ -55,22 +55,10 @@ def _print_presets(as_json: bool) -> None:
     for name in presets():
         config = load(name)
         model, parallel = config.model, config.parallel
-        rows.append(
-            {
-                "preset": name,
-                "family": model.family,
-                "parameters": parameter_count(model),
-                "dim": model.dim,
-                "ffn_dim": model.ffn_dim,
-                "layers": model.layers,
-                "heads": model.heads,
-                "rank": model.rank,
-                "tp": parallel.tp,
-                "pp": parallel.pp,
-                "seq_len": config.train.seq_len,
-                "what": summary(name),
-            }
-        )
+        row: dict[str, Any] = {"preset": name, "family": model.family, "parameters": parameter_count(model)}
+        row |= {field: getattr(model, field) for field in ("dim", "ffn_dim", "layers", "heads", "rank")}
+        row |= {"tp": parallel.tp, "pp": parallel.pp, "seq_len": config.train.seq_len, "what": summary(name)}
+        rows.append(row)
     rows.sort(key=lambda row: (row["preset"] != "demo", row["preset"].partition("-")[0], row["parameters"]))
     if as_json:
         print(json.dumps(rows, indent=2))
@@ -84,15 +72,10 @@ def _print_presets(as_json: bool) -> None:
 
 
 def _print_fields(as_json: bool) -> None:
-    rows = [
-        {
-            "key": key,
-            "type": type_name(info),
-            "default": None if info.is_required() else info.default,
-            "meaning": " ".join((info.description or "").split()),
-        }
-        for key, info in fields()
-    ]
+    rows = []
+    for key, info in fields():
+        default, meaning = None if info.is_required() else info.default, " ".join((info.description or "").split())
+        rows.append({"key": key, "type": type_name(info), "default": default, "meaning": meaning})
     if as_json:
         print(json.dumps(rows, indent=2))
         return

@@ -105,17 +105,10 @@ def evaluate_process(args: argparse.Namespace) -> int:
     for store in corpus.stores:
         store.require_tokenizer(checkpoint.require_tokenizer(), f"'{checkpoint.path}'")
         check_vocabulary(config, store)
-    split = corpus.split(args.split)
-    result = evaluate(
-        decoder,
-        split,
-        config.train.seq_len,
-        args.batch or config.train.micro_batch,
-        config.data.isolate_documents,
-        mesh,
-        args.max_tokens or None,
-        by_document=args.by_document,
-    )
+    split, train = corpus.split(args.split), config.train
+    batch, isolate = args.batch or train.micro_batch, config.data.isolate_documents
+    most = args.max_tokens or None
+    result = evaluate(decoder, split, train.seq_len, batch, isolate, mesh, most, by_document=args.by_document)
     if mesh.is_main:
         facts: dict[str, Any] = {
             "checkpoint": str(checkpoint.path),

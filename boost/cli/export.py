@@ -60,11 +60,7 @@ def run(args: argparse.Namespace) -> int:
             done.form, "BoostForCausalLM"
         ),
         "trust_remote_code": done.form in ("cola", "boost"),
-        "parameters": done.parameters,
-        "bytes": done.bytes,
-        "files": done.files,
-        "dtype": done.dtype,
-        "tokenizer": done.tokenizer,
+        **{name: getattr(done, name) for name in ("parameters", "bytes", "files", "dtype", "tokenizer")},
     }
     dump(facts, args.json)
     return 0

@@ -127,22 +127,15 @@ def run(args: argparse.Namespace) -> int:
         _print_report(done.report)
     dump(facts, args.json)
     if not done.tokenizer:
-        print(f"warning: {_missing_tokenizer(Path(args.source))}", file=sys.stderr)
+        source = args.source  # perhaps only the model was saved in it
+        slow = [f"{name} but " for name in ("tokenizer.model", "vocab.json") if Path(source, name).is_file()]
+        way_out = "import again with --tokenizer PATH, for example the folder that the model was originally loaded from"
+        if slow:
+            saves = f"AutoTokenizer.from_pretrained('{source}').save_pretrained('{source}')"
+            way_out = f"convert it with {saves} and import again"
+        problem = f"'{source}' has {''.join(slow[:1])}no tokenizer.json, so the checkpoint has no tokenizer"
+        print(f"warning: {problem}; {way_out}", file=sys.stderr)
     return 0
-
-
-def _missing_tokenizer(source: Path) -> str:
-    """Returns the warning for a folder without tokenizer.json, such as one where only the model was saved."""
-    slow = [name for name in ("tokenizer.model", "vocab.json") if (source / name).is_file()]
-    if slow:
-        return (
-            f"'{source}' has {slow[0]} but no tokenizer.json, so the checkpoint has no tokenizer; convert it with "
-            f"AutoTokenizer.from_pretrained('{source}').save_pretrained('{source}') and import again"
-        )
-    return (
-        f"'{source}' has no tokenizer.json, so the checkpoint has no tokenizer; import again with --tokenizer PATH, for example "
-        "the folder that the model was originally loaded from"
-    )
 
 
 def _print_report(report: dict[str, Any]) -> None:

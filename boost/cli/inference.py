@@ -44,14 +44,14 @@ def inference_config(saved: Config, tp: int, device: str, batch: int = 0) -> Con
 
         choose_device(device)
     batch = batch or saved.train.micro_batch
-    train = saved.train.model_copy(update={"micro_batch": batch, "global_batch": batch})
-    run = saved.run.model_copy(update={"device": device, "recovery": "restart"})
+    train = {"micro_batch": batch, "global_batch": batch}
+    run = {"device": device, "recovery": "restart"}
     problem: ConfigError | None = None
     # The checkpoint's own layout first, then the others of its family: all load the same weights, and compute the same.
     for layout in sorted(layouts_of(saved.model), key=lambda layout: layout != saved.parallel.layout):
         own = {field: getattr(saved.parallel, field) for field in layout_spec(layout).options}
         parallel = ParallelConfig(layout=layout, tp=tp, grouping=saved.parallel.grouping, **own)
-        config = saved.model_copy(update={"parallel": parallel, "train": train, "run": run})
+        config = saved.model_copy(update={"parallel": parallel}).changed(train=train, run=run)
         try:
             check(config)
         except ConfigError as error:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from boost.cli.terminal import print_fact, print_table, result_console
+from boost.cli.terminal import new_table, print_fact, print_table, result_console
 from boost.config import Config, load
 from boost.config.attention import context_notes
 from boost.config.stages import stages
@@ -40,7 +40,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost inspect boost-7b --layout btp --svg btp.svg      a picture of one block\n\n"
         "Bytes are those sent by one process: 2N(p-1)/p for an all-reduce of N bytes over p processes, N(p-1)/p for an\n"
         "all-gather, a reduce-scatter or an all-to-all. Units are decimal: 1 MB = 1,000,000 bytes.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="preset name or TOML file")
     parser.add_argument("--layout", metavar="L", help="short for --parallel.layout")
@@ -48,9 +47,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--pp-rank", type=int, default=0, metavar="R", help="pipeline rank to show (default 0)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--memory",
-        action="store_true",
-        help="show memory by category, between the passes and at the peak",
+        "--memory", action="store_true", help="show memory by category, between the passes and at the peak"
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw one block (.svg, .png or .pdf)")
     parser.set_defaults(takes_overrides=True)
@@ -80,13 +77,16 @@ def run(args: argparse.Namespace) -> int:
         draw_block(inspection, name, args.svg)
     held: tuple[Memory, PeakMemory] | None = None
     if args.memory:
-        from boost.plan.memory import memory as predict_memory
-        from boost.plan.memory import peak as predict_peak
+        from boost.plan import memory
 
-        held = predict_memory(config, args.pp_rank), predict_peak(config, args.pp_rank)
+        held = memory.memory(config, args.pp_rank), memory.peak(config, args.pp_rank)
     if args.json:
-        memory = {"memory": memory_as_json(*held)} if held else {}
-        print(json.dumps(as_json(inspection) | memory | {"notes": notes}, indent=2))
+        facts = as_json(inspection)
+        if held:  # bytes on one process
+            predicted, peak = held
+            moment = {"predicted_peak": peak.by_category, "moment": peak.during}
+            facts["memory"] = {"predicted": predicted.by_category, **moment}
+        print(json.dumps(facts | {"notes": notes}, indent=2))
         return 0
     print_report(inspection, name, notes)
     if held:
@@ -113,30 +113,18 @@ def _notes(config: Config) -> Iterator[str]:
 def as_json(inspection: "Inspection") -> dict[str, Any]:
     """Converts the inspection to JSON values. Parameters are in elements, shapes are lists, bytes are those sent by one process."""
     config = inspection.config
+    attributes = (
+        "layout", "pp_rank", "parameters", "parameters_per_process", "tokens", "micro_batches", "residual", "heads", "channels",
+        "bytes_per_token", "bytes_per_micro_batch", "bytes_per_step", "bytes_of_exact_step",
+    )  # fmt: skip
     return {
         "family": config.model.family,
-        "layout": inspection.layout,
-        "tp": config.parallel.tp,
-        "dp": config.parallel.dp,
-        "cp": config.parallel.cp,
-        "pp": config.parallel.pp,
-        "pp_rank": inspection.pp_rank,
-        "stages": [{"index": s.index, "first_layer": s.first_layer, "layers": s.layers} for s in inspection.stages],
-        "shard": config.parallel.shard,
         "layers": config.model.layers,
-        "parameters": inspection.parameters,
-        "parameters_per_process": inspection.parameters_per_process,
-        "tokens": inspection.tokens,
-        "micro_batches": inspection.micro_batches,
-        "residual": inspection.residual,
-        "heads": inspection.heads,
-        "channels": inspection.channels,
-        "bytes_per_token": inspection.bytes_per_token,
-        "bytes_per_micro_batch": inspection.bytes_per_micro_batch,
-        "bytes_per_step": inspection.bytes_per_step,
+        **{name: getattr(config.parallel, name) for name in ("tp", "dp", "cp", "pp", "shard")},
+        **{name: getattr(inspection, name) for name in attributes},
         "optimizer": config.optim.name,
         "exact_every": config.optim.exact_every,
-        "bytes_of_exact_step": inspection.bytes_of_exact_step,
+        "stages": [{"index": s.index, "first_layer": s.first_layer, "layers": s.layers} for s in inspection.stages],
         "weights": [
             {"name": w.name, "global": w.shape, "local": w.local, "cut": w.where, "partial": w.placement.partial}
             for w in inspection.weights
@@ -156,8 +144,6 @@ def _row_as_json(row: "CollectiveRow") -> dict[str, Any]:
 
 def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
     """Prints the tables."""
-    from rich.text import Text
-
     # For a pipe, the default of 80 columns would wrap rows of large models.
     console = result_console(100)
     config = inspection.config
@@ -182,15 +168,11 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
     }
     if parallel.pp > 1:
         lengths = ", ".join(str(stage.layers) for stage in stages(config))
-        shown = " and ".join(
-            ", ".join(
-                ["embedding"] * stage.has_embedding
-                + [f"blocks {stage.numbers[0]}-{stage.numbers[-1]}"]
-                + ["head"] * stage.has_head
-            )
-            for stage in inspection.stages
-        )
-        facts["stages"] = f"{lengths} blocks; pipeline rank {inspection.pp_rank}: {shown}"
+        shown = []
+        for stage in inspection.stages:
+            parts = ["embedding"] * stage.has_embedding + [f"blocks {stage.numbers[0]}-{stage.numbers[-1]}"]
+            shown.append(", ".join(parts + ["head"] * stage.has_head))
+        facts["stages"] = f"{lengths} blocks; pipeline rank {inspection.pp_rank}: {' and '.join(shown)}"
     for key, value in facts.items():
         print_fact(console, key, value)
     for note in notes:
@@ -200,7 +182,7 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
         _print_collectives(console, [row for row in inspection.rows if row.collective.phase == phase], title)
     _print_collectives(console, inspection.exact_rows, f"every {config.optim.exact_every} steps, in the exact step")
     if not inspection.rows:
-        console.print(Text("\nno collectives: one process"), soft_wrap=True)
+        print("\nno collectives: one process")
         return
     console.print("\nbytes sent by one process", style="bold")
     totals = {
@@ -211,21 +193,15 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
     if inspection.exact:
         totals["per exact step"] = inspection.bytes_per_step + inspection.bytes_of_exact_step
     for per, sent in totals.items():
-        console.print(Text(f"  {per:<15}{format_bytes(sent):>9}"))
+        print(f"  {per:<15}{format_bytes(sent):>9}")
 
 
-_RESIDUAL = {
-    "tokens": "sharded along tokens",
-    "hidden": "sharded along hidden",
-    "replicated": "replicated",
-}
+_RESIDUAL = {"tokens": "sharded along tokens", "hidden": "sharded along hidden", "replicated": "replicated"}
 _PHASES = {"forward": "forward", "recompute": "recompute", "backward": "backward", "step": "once per step"}
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 
 def _print_weights(console: "Console", inspection: "Inspection") -> None:
-    from rich.table import Table
-
     model = inspection.config.model
     alike = "the same in every block"
     if model.has_latent_gates:
@@ -233,11 +209,7 @@ def _print_weights(console: "Console", inspection: "Inspection") -> None:
     if any(name.startswith("layers.") for name in model.ranks):
         alike = f"of block {inspection.layer}; ranks differ between blocks"
     console.print(f"\nweights ({alike})", style="bold")
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("name")
-    table.add_column("global", justify="right")
-    table.add_column("local", justify="right")
-    table.add_column("sharding")
+    table = new_table(("name", "global", "local", "sharding"), right=("global", "local"))
     for weight in inspection.weights:
         cells = (weight.short_name, _shape(weight.shape), _shape(weight.local), weight.where)
         table.add_row(
@@ -248,18 +220,11 @@ def _print_weights(console: "Console", inspection: "Inspection") -> None:
 
 def _print_collectives(console: "Console", rows: "Sequence[CollectiveRow]", title: str) -> None:
     """Prints the collectives of one phase of a step, summed over blocks and micro-batches."""
-    from rich.table import Table
-
     if not rows:
         return
     console.print(f"\ncollectives, {title}", style="bold")
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("place", "kind"):
-        table.add_column(heading)
-    table.add_column("shape", justify="right")
-    table.add_column("dtype")
-    for heading in ("bytes", "count", "total"):
-        table.add_column(heading, justify="right")
+    numbers = ("bytes", "count", "total")
+    table = new_table(("place", "kind", "shape", "dtype", *numbers), right=("shape", *numbers))
     for row in rows:
         c = row.collective
         times, sizes = f"x {row.count:,}", (format_bytes(c.sent_bytes), format_bytes(row.total_bytes))
@@ -267,29 +232,18 @@ def _print_collectives(console: "Console", rows: "Sequence[CollectiveRow]", titl
     print_table(console, table)
 
 
-def memory_as_json(predicted: "Memory", peak: "PeakMemory") -> dict[str, Any]:
-    """Converts memory to JSON values: bytes on one process."""
-    return {"predicted": predicted.by_category, "predicted_peak": peak.by_category, "moment": peak.during}
-
-
 def print_memory(config: Config, predicted: "Memory", peak: "PeakMemory") -> None:
     """Prints the memory of one process between forward and backward pass, and at the peak."""
-    from rich.table import Table
-    from rich.text import Text
-
     from boost.plan.categories import CATEGORIES
 
     console = result_console(100)
     train = config.train
     every = f", every {train.recompute_every} blocks" if train.recompute_every > 1 else ""
     console.print(f"\nmemory of one process, train.recompute = {train.recompute}{every}", style="bold")
-    columns = [("predicted", predicted.by_category), ("at the peak", peak.by_category)]
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("category", no_wrap=True)
-    for heading, _ in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("description", style="dim")
-    sides = [side for _, side in columns]
+    sides = predicted.by_category, peak.by_category
+    headings = ("predicted", "at the peak")
+    table = new_table(("category", *headings, "description"), right=headings)
+    table.columns[-1].style = "dim"
     for category, words in CATEGORIES.items():
         if any(side.get(category) for side in sides):
             table.add_row(
@@ -297,9 +251,7 @@ def print_memory(config: Config, predicted: "Memory", peak: "PeakMemory") -> Non
             )
     table.add_row("total", *(format_bytes(sum(side.values())) for side in sides), style="bold")
     print_table(console, table)
-    console.print(
-        Text(f"Predicted peak during: {peak.during}. Columns to the left of the peak: memory between the passes.")
-    )
+    console.print(f"Predicted peak during: {peak.during}. Columns to the left of the peak: memory between the passes.")
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -77,7 +77,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0 success, 2 bad input, 3 training failed, 1 a bug."""
-    _cap_threads()
+    # Many more threads than cores hang instead of computing: OMP_NUM_THREADS is lowered before torch reads it.
+    threads, cores = os.environ.get("OMP_NUM_THREADS", ""), available_cores()
+    if threads.isdecimal() and int(threads) > cores:
+        os.environ["OMP_NUM_THREADS"] = str(cores)
+        note = f"OMP_NUM_THREADS = {threads} is more than the {cores} cores there are; using {cores}"
+        print(f"warning: {note}", file=sys.stderr)
     escape_output()
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
@@ -91,17 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if " ".join(words[:2]) in COMMANDS and len(words) > 1:
         words = [" ".join(words[:2]), *words[2:]]
     return run_command(parser, words, overrides)
-
-
-def _cap_threads() -> None:
-    """Lowers OMP_NUM_THREADS to the cores that there are, before torch reads it: many more threads hang instead of computing."""
-    threads, cores = os.environ.get("OMP_NUM_THREADS", ""), available_cores()
-    if threads.isdecimal() and int(threads) > cores:
-        os.environ["OMP_NUM_THREADS"] = str(cores)
-        print(
-            f"warning: OMP_NUM_THREADS = {threads} is more than the {cores} cores there are; using {cores}",
-            file=sys.stderr,
-        )
 
 
 def run_command(parser: argparse.ArgumentParser, words: Sequence[str], overrides: list[str]) -> int:

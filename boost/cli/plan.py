@@ -1,15 +1,11 @@
 """`boost plan`: finds the fastest layout, mesh and batch for a number of GPUs, predicts its speed, and explains why it wins."""
 
 import argparse
-import json
 import math
 import re
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from boost.cli.terminal import searching
 from boost.config import load, presets
 from boost.config.architecture import parameter_count
 from boost.config.load import change, parse_overrides, read_source, validated
@@ -17,16 +13,10 @@ from boost.config.rules import check
 from boost.config.schema import ParallelConfig
 from boost.drawing import require_drawable
 from boost.errors import ConfigError
-from boost.format import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from boost.plan.candidates import Request
     from boost.plan.hardware import Hardware
-    from boost.plan.search import Plan, Search
-
-
-RUNNERS_UP = 8
-"""How many are shown."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -49,7 +39,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--parallel.KEY, --train.micro_batch and --train.recompute restrict the search to a value.\n"
         "'boost plan calibrate' profiles this machine.\n"
         "A global batch is in sequences (256) or tokens (1M-tokens, 500k-tokens). Units are decimal: 1 GB = 10^9 bytes.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="preset or TOML file to explain without a search")
     parser.add_argument("--model", metavar="M", help="size, preset, TOML file, or Hugging Face folder")
@@ -109,7 +98,9 @@ def run(args: argparse.Namespace) -> int:
                     f"--{name.replace('_', '-')} belongs to a search, and CONFIG = '{args.config}' is explained without one; "
                     "remove one of them, or change the configuration with --section.key value"
                 )
-        return _explain_config(args, hardware)
+        from boost.cli.plan_report import explain
+
+        return explain(load(args.config, args.overrides), args, hardware)
     for name in ("model", "gpus"):
         if getattr(args, name) is None:
             raise ConfigError(f"--{name} is missing; example: boost plan --model 7b --gpus 16 --gpu {args.gpu}")
@@ -118,126 +109,10 @@ def run(args: argparse.Namespace) -> int:
         from boost.cli.plan_grids import print_grid
 
         return print_grid(args, request)
-    return _best(args, request)
+    from boost.cli.plan_report import search_and_report
 
-
-def _best(args: argparse.Namespace, request: "Request") -> int:
-    from boost.cli import plan_report
-    from boost.convert.formats import read_folder
-    from boost.plan.explain import alternatives, choices, mesh, notes
-    from boost.plan.search import Search, require_legal
-    from boost.plan.ways import fewer_gpus, way_out
-
-    begun = time.perf_counter()
-    with searching("configurations") as tick:
-        search = Search(request, tick)
-    require_legal(search)
-    with searching("comparing") as tick:
-        best = search.fastest()
-        if best is None:
-            nearest = search.smallest()
-            assert nearest is not None
-            config, way = nearest.config, way_out(search)
-            raise ConfigError(
-                f"{args.model} ({config.model.family}) does not fit on {args.gpus} x {args.gpu} in any configuration: even the "
-                f"smallest ({mesh(config.parallel)}, {choices(config)}) needs {format_bytes(nearest.memory)} of "
-                f"{format_bytes(nearest.usable)}; "
-                + (f"it fits {way}" if way else "it does not fit on more GPUs either; use a smaller model")
-            )
-        remarks, fastest = list[str](), best
-        best = search.simplest(fastest)
-        if best is not fastest:
-            remarks.append(_tie(best, fastest))
-        others = alternatives(search, best, tick)
-        if (fewer := fewer_gpus(search, best, [other.plan for other in others])) is not None:
-            remarks.append(_on_fewer(best, fewer[1]))
-            if fewer[1].time.seconds < best.time.seconds:
-                search, best = fewer
-                request, others = search.request, alternatives(search, best, tick)
-        dense = _dense(search)
-    remarks += notes(search, best, others, dense)
     source = source_of(args.model)
-    folder = hugging_face_folder(source)
-    if folder is not None and read_folder(folder).tied:
-        more = best.config.model.vocab_size * best.config.model.dim
-        remarks.append(
-            f"'{folder / 'config.json'}' ties embedding and head. The plan is for two tensors, as 'boost import --untie' makes "
-            f"them: {more:,} parameters more."
-        )
-    if args.write is not None:
-        command = ["train", str(args.write)]
-    elif folder is not None:
-        command = ["train", "run.toml"]  # written by --write run.toml, because no preset has this shape
-    else:
-        command = ["train", source, *plan_report.flags(best.config, source)]
-    report = plan_report.PlanReport(
-        args, request, search, best, others[:RUNNERS_UP], remarks, command, time.perf_counter() - begun
-    )
-    if args.write is not None:
-        args.write.write_text(plan_report.written(report), encoding="utf-8", newline="\n")
-    if args.json:
-        plan_report.print_json(report)
-        return 0
-    plan_report.print_report(report)
-    if args.explain:
-        plan_report.print_explanation(best, request.hardware)
-    return 0
-
-
-def _explain_config(args: argparse.Namespace, hardware: "Hardware") -> int:
-    """Explains one configuration without a search."""
-    from boost.cli import plan_report
-    from boost.plan.search import Plan, max_peak
-    from boost.plan.timing import predict
-
-    config = load(args.config, args.overrides)
-    held, pp_rank = max_peak(config, hardware.is_gpu)
-    usable = hardware.usable_in(config.parallel)
-    plan = Plan(config, predict(config, hardware), held, pp_rank, usable, args.memory_margin)
-    if args.json:
-        asked = {"schema": plan_report.SCHEMA, "argv": plan_report.asked_words(args)}
-        print(json.dumps({**asked, **plan_report.as_json(plan, hardware)}, indent=2))
-    else:
-        plan_report.print_plan(plan_report.console(), plan, args, hardware)
-        plan_report.print_explanation(plan, hardware)
-    return 0
-
-
-def _tie(best: "Plan", fastest: "Plan") -> str:
-    """Says that the plan is the simpler one of two that are equally fast."""
-    from boost.plan.explain import choices, mesh
-    from boost.plan.search import TIE, TIE_SECONDS
-
-    faster, config = 1 - fastest.time.seconds / best.time.seconds, fastest.config
-    return (
-        f"A tie: {mesh(config.parallel)} ({choices(config)}) takes {faster:.1%} less time. Of plans within {TIE:.0%} or "
-        f"{format_seconds(TIE_SECONDS)}, the simplest is chosen."
-    )
-
-
-def _on_fewer(best: "Plan", fewer: "Plan") -> str:
-    """Says that fewer GPUs are faster than all of them, or nearly as fast."""
-    from boost.plan.explain import choices, mesh
-
-    used, given = fewer.time.devices, best.time.devices
-    ways = [f"{format_seconds(p.time.seconds)} ({mesh(p.config.parallel)}; {choices(p.config)})" for p in (fewer, best)]
-    if fewer.time.seconds < best.time.seconds:
-        return f"{used} of the {given} GPUs are faster than all of them: {ways[0]} per step instead of {ways[1]}."
-    longer = fewer.time.seconds / best.time.seconds - 1
-    return f"{used} of the {given} GPUs take only {longer:.1%} longer than all of them: {ways[0]} per step."
-
-
-def _dense(search: "Search") -> "Plan | None":
-    """Returns the fastest plan of the dense model of the same shape, or the one with the least memory if none fits."""
-    from boost.plan.search import Search
-
-    request, base = search.request, search.request.base
-    if not base.model.low_rank or request.fixed & {"parallel.layout", "train.recompute"} or base.optim.for_factors:
-        return None
-    model = base.model.model_dump(exclude={"rank", "ranks", "latent_act", "factor_init", "over", "gate", "mlp_silu"})
-    tree = base.model_dump(exclude_none=True) | {"model": {**model, "family": "dense"}}
-    other = Search(replace(request, base=validated(tree)), known=search)
-    return other.fastest() or other.smallest()
+    return search_and_report(args, request, source, hugging_face_folder(source))
 
 
 # What is searched for: the model, the batch and the fixed choices.
@@ -283,12 +158,11 @@ def request_of(args: argparse.Namespace, hardware: "Hardware") -> "Request":
         words = f"{next(tokens for most, tokens in USUAL_TOKENS if parameters <= most)}-tokens"
     if words is not None:
         sequences = global_batch(words, base.train.seq_len, args.gpus)
-        base = base.model_copy(update={"train": base.train.model_copy(update={"global_batch": sequences})})
+        base = base.changed(train={"global_batch": sequences})
 
     # What is searched is not known yet, so the rules are checked for one process.
     alone = {"micro_batch": 1, "recompute": "none", "recompute_every": 1}
-    single = {"parallel": ParallelConfig(layout="single"), "train": base.train.model_copy(update=alone)}
-    check(base.model_copy(update=single))
+    check(base.model_copy(update={"parallel": ParallelConfig(layout="single")}).changed(train=alone))
     fixed = frozenset(key for key in changes if key.startswith("parallel.") or key in SEARCHED)
     return Request(base, args.gpus, hardware, fixed, args.memory_margin)
 

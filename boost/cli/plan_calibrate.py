@@ -19,16 +19,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost plan calibrate --out local.toml                  one process per GPU or core\n"
         "  boost plan calibrate --nproc 2 --dtypes float32 bfloat16\n"
         "  boost plan --model 1b --gpu local.toml --gpus 2 --global-batch 64",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--out", type=Path, default=Path("local.toml"), metavar="FILE", help="profile to write (default: local.toml)"
     )
     parser.add_argument(
-        "--nproc",
-        type=int,
-        metavar="N",
-        help="number of processes (default: one per GPU, or per core up to 8)",
+        "--nproc", type=int, metavar="N", help="number of processes (default: one per GPU, or per core up to 8)"
     )
     parser.add_argument(
         "--dtypes",

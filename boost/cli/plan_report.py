@@ -1,27 +1,32 @@
-"""The result of `boost plan` as text, JSON and a configuration, the command that runs the best plan, and its --explain."""
+"""The search of `boost plan`, and its result as text, JSON and a configuration, with the command that runs the best plan."""
 
 import argparse
 import itertools
 import json
 import shlex
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from boost.cli.terminal import print_fact, print_table, result_console
+from boost.cli.terminal import new_table, print_fact, print_table, result_console, searching
 from boost.config import Config, to_toml
 from boost.config.architecture import parameter_count
 from boost.config.load import change, parse_overrides, read_source, tags, validated
+from boost.config.text import printable
+from boost.convert.formats import read_folder
+from boost.errors import ConfigError
 from boost.format import format_bytes, format_count, format_rate, format_seconds
 from boost.plan.candidates import Request
 from boost.plan.categories import CATEGORIES
-from boost.plan.explain import Alternative, choices, mesh, products
+from boost.plan.explain import Alternative, alternatives, choices, mesh, notes, products
 from boost.plan.hardware import Hardware, collective_seconds, link_of
 from boost.plan.inspection import inspect
-from boost.plan.search import Plan, Search
+from boost.plan.search import TIE, TIE_SECONDS, Plan, Search, max_peak, require_legal
 from boost.plan.step_time import PARTS, fit_probability, interval
-from boost.plan.timing import Predictor
+from boost.plan.timing import Predictor, predict
+from boost.plan.ways import fewer_gpus, way_out
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,6 +40,9 @@ EVALUATIONS = 20
 
 EVALUATED = 2**20
 """Default tokens per evaluation. The final evaluation covers the whole split."""
+
+RUNNERS_UP = 8
+"""How many are shown."""
 
 TOKENS_PER_PARAMETER = 20
 """Tokens per parameter of a compute-optimal run (arXiv 2203.15556)."""
@@ -59,6 +67,98 @@ class PlanReport:
 def console() -> "Console":
     """A console as wide as the terminal, or 110 columns for a pipe."""
     return result_console(110)
+
+
+def search_and_report(args: argparse.Namespace, request: Request, source: str, folder: Path | None) -> int:
+    """Searches, and prints or writes the best plan. `source`: preset, file or folder of the model; `folder`: it, if it is a Hugging
+    Face folder. Raises ConfigError if nothing is legal or fits."""
+    begun = time.perf_counter()
+    with searching("configurations") as tick:
+        search = Search(request, tick)
+    require_legal(search)
+    with searching("comparing") as tick:
+        fastest = search.fastest()
+        if fastest is None:
+            nearest = search.smallest()
+            assert nearest is not None
+            config, way = nearest.config, way_out(search)
+            raise ConfigError(
+                f"{args.model} ({config.model.family}) does not fit on {args.gpus} x {args.gpu} in any configuration: even the "
+                f"smallest ({mesh(config.parallel)}, {choices(config)}) needs {format_bytes(nearest.memory)} of "
+                f"{format_bytes(nearest.usable)}; "
+                + (f"it fits {way}" if way else "it does not fit on more GPUs either; use a smaller model")
+            )
+        remarks, best = list[str](), search.simplest(fastest)
+        if best is not fastest:
+            faster, config = 1 - fastest.time.seconds / best.time.seconds, fastest.config
+            remarks.append(
+                f"A tie: {mesh(config.parallel)} ({choices(config)}) takes {faster:.1%} less time. Of plans within {TIE:.0%} or "
+                f"{format_seconds(TIE_SECONDS)}, the simplest is chosen."
+            )
+        others = alternatives(search, best, tick)
+        if (fewer := fewer_gpus(search, best, [other.plan for other in others])) is not None:
+            few = fewer[1]
+            used = f"{few.time.devices} of the {best.time.devices} GPUs"
+            ways = [
+                f"{format_seconds(p.time.seconds)} ({mesh(p.config.parallel)}; {choices(p.config)})"
+                for p in (few, best)
+            ]
+            if few.time.seconds < best.time.seconds:
+                remarks.append(f"{used} are faster than all of them: {ways[0]} per step instead of {ways[1]}.")
+                search, best = fewer
+                request, others = search.request, alternatives(search, best, tick)
+            else:
+                longer = few.time.seconds / best.time.seconds - 1
+                remarks.append(f"{used} take only {longer:.1%} longer than all of them: {ways[0]} per step.")
+        dense = _dense(search)
+    remarks += notes(search, best, others, dense)
+    if folder is not None and read_folder(folder).tied:
+        more = best.config.model.vocab_size * best.config.model.dim
+        remarks.append(
+            f"'{folder / 'config.json'}' ties embedding and head. The plan is for two tensors, as 'boost import --untie' makes "
+            f"them: {more:,} parameters more."
+        )
+    if args.write is not None:
+        command = ["train", str(args.write)]
+    elif folder is not None:
+        command = ["train", "run.toml"]  # written by --write run.toml, because no preset has this shape
+    else:
+        command = ["train", source, *flags(best.config, source)]
+    seconds = time.perf_counter() - begun
+    report = PlanReport(args, request, search, best, others[:RUNNERS_UP], remarks, command, seconds)
+    if args.write is not None:
+        args.write.write_text(written(report), encoding="utf-8", newline="\n")
+    if args.json:
+        print_json(report)
+        return 0
+    print_report(report)
+    if args.explain:
+        print_explanation(best, request.hardware)
+    return 0
+
+
+def explain(config: Config, args: argparse.Namespace, hardware: Hardware) -> int:
+    """Explains one configuration without a search."""
+    held, pp_rank = max_peak(config, hardware.is_gpu)
+    usable = hardware.usable_in(config.parallel)
+    plan = Plan(config, predict(config, hardware), held, pp_rank, usable, args.memory_margin)
+    if args.json:
+        print(json.dumps({"schema": SCHEMA, "argv": asked_words(args), **as_json(plan, hardware)}, indent=2))
+    else:
+        print_plan(console(), plan, args, hardware)
+        print_explanation(plan, hardware)
+    return 0
+
+
+def _dense(search: Search) -> Plan | None:
+    """Returns the fastest plan of the dense model of the same shape, or the one with the least memory if none fits."""
+    request, base = search.request, search.request.base
+    if not base.model.low_rank or request.fixed & {"parallel.layout", "train.recompute"} or base.optim.for_factors:
+        return None
+    model = base.model.model_dump(exclude={"rank", "ranks", "latent_act", "factor_init", "over", "gate", "mlp_silu"})
+    tree = base.model_dump(exclude_none=True) | {"model": {**model, "family": "dense"}}
+    other = Search(replace(request, base=validated(tree)), known=search)
+    return other.fastest() or other.smallest()
 
 
 def flags(config: Config, source: str) -> list[str]:
@@ -205,14 +305,14 @@ def print_report(report: PlanReport) -> None:
     written = " (after --write run.toml)" * (report.command == ["train", "run.toml"] and args.write is None)
     out.print(f"\ncommand{written}", style="bold")
     for line in launch(report):
-        out.print(Text(f"  {line}"), soft_wrap=True)
+        print(printable(f"  {line}"))
     _print_others(out, report)
     if report.notes:
         out.print()
     for note in report.notes:
         out.print(Text(f"- {note}"))
     if args.write is not None:
-        out.print(Text(f"\n{args.write} written; not decided by the plan:"), soft_wrap=True)
+        print(printable(f"\n{args.write} written; not decided by the plan:", "\n"))
         for line in undecided(report.best.config, asked_keys(args)):
             print_fact(out, "-", line, 2)
 
@@ -228,7 +328,6 @@ def model_words(config: Config, name: str) -> str:
 
 def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: Hardware) -> None:
     """Prints choices and predictions of one configuration."""
-
     time, parallel = plan.time, plan.config.parallel
     process = f", pipeline rank {plan.pp_rank}" if parallel.pp > 1 else ""
     room = (
@@ -260,18 +359,14 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: H
 
 
 def _print_others(out: "Console", report: PlanReport) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     if not report.others:
         return
     out.print("\nrunners-up: the best of every other kind, and why each loses", style="bold")
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("best of", no_wrap=False, max_width=24)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("memory", justify="right", no_wrap=True)
-    table.add_column("configuration, and why it loses")
+    headings = ("best of", "step", "", "memory", "configuration, and why it loses")
+    table = new_table(headings, right=("step", "", "memory"))
+    table.columns[0].max_width = 24
     for other in report.others:
         plan, fits = other.plan, other.plan.shortfall <= 0
         words = Text(f"{mesh(plan.config.parallel)}; {choices(plan.config)}\n")
@@ -294,9 +389,7 @@ def runnable(config: Config, name: str, asked: frozenset[str]) -> Config:
             train["eval_tokens"] = max(EVALUATED, config.train.seq_len)
     if config.run.dir == type(config.run)().dir and "run.dir" not in asked:
         run["dir"] = f"runs/{name}"
-    return config.model_copy(
-        update={"train": config.train.model_copy(update=train), "run": config.run.model_copy(update=run)}
-    )
+    return config.changed(train=train, run=run)
 
 
 def undecided(config: Config, asked: frozenset[str]) -> Iterator[str]:
@@ -381,15 +474,11 @@ def _print_parts(
     out: "Console", parts: Mapping[str, float], words: Mapping[str, str], meaning: Mapping[str, str]
 ) -> None:
     from rich.bar import Bar as RichBar
-    from rich.table import Table
 
     whole = sum(parts.values())
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(width=_BAR)
-    table.add_column(style="dim")
+    headings = ("part", "amount", "share", "bar", "meaning")
+    table = new_table(headings, right=("amount", "share"), show_header=False)
+    table.columns[3].width, table.columns[4].style = _BAR, "dim"
     begin = 0.0
     for part, size in parts.items():
         bar = RichBar(whole, begin, begin + size, width=_BAR, color="cyan")
@@ -399,19 +488,14 @@ def _print_parts(
 
 
 def _print_products(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> None:
-    from rich.table import Table
-
     listed = products(plan.config, hardware, rank)
     # The longest ones, until they cover nearly all of the time.
     before = itertools.accumulate((total.seconds for total in listed), initial=0.0)
     whole = sum(total.seconds for total in listed)
     shown = [total for total, seconds in zip(listed, before, strict=False) if seconds < SHOWN * whole]
     out.print("\nGEMMs and attention of one process per step", style="bold")
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for heading in ("place", "pass"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("m x n x k", "calls", "TFLOP", "bytes", "FLOP/byte", "time", "of peak"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    numbers = ("m x n x k", "calls", "TFLOP", "bytes", "FLOP/byte", "time", "of peak")
+    table = new_table(("place", "pass", *numbers), right=numbers)
     for total in shown:
         work, flops = total.work, total.calls * total.work.flops
         shape = work.shape if work.shape[0] > 1 else work.shape[1:]
@@ -433,18 +517,13 @@ def _print_products(out: "Console", plan: Plan, hardware: Hardware, rank: int) -
 
 
 def _print_sent(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> None:
-    from rich.table import Table
-
     rows, parallel = inspect(plan.config, rank).rows, plan.config.parallel
     out.print("\ncollectives of one process per step", style="bold")
     if not rows:
         out.print("none: one process")
         return
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for heading in ("axis", "place", "pass", "kind", "over"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("processes", "count", "sent", "time"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    numbers = ("processes", "count", "sent", "time")
+    table = new_table(("axis", "place", "pass", "kind", "over", *numbers), right=numbers)
     for row in rows:
         c = row.collective
         link = link_of(c.axis, parallel, hardware)

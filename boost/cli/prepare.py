@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from boost.cli.terminal import print_rows, result_console
+from boost.cli.terminal import print_rows
+from boost.config.text import printable
 from boost.format import format_bytes
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ held out. With --heldout-split or --heldout-from, the held-out text comes from t
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the command and returns its parser."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "prepare",
         help="tokenize files, a Hugging Face dataset or a code corpus",
@@ -136,7 +136,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepares the store and prints the report."""
     from boost.data.prepare import PrepareOptions, prepare
 
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(PrepareOptions)}
@@ -186,17 +185,14 @@ def as_json(result: "PrepareResult") -> dict[str, Any]:
 
 def print_report(result: "PrepareResult") -> None:
     """Prints tables of what was read, what was changed or skipped and why, and what the store contains."""
-    from rich.text import Text
-
-    console = result_console(200)
     report = as_json(result)
     keys, rows = ("files", "documents", "bytes", "tokens"), []
     for source in report["sources"]:
         skipped = sum(skip["count"] for skip in source["skipped"].values())
         rows.append([source["name"], *(f"{number:,}" for number in (*(source[key] for key in keys), skipped))])
     print_rows(("source", *keys, "skipped"), rows, right=(*keys, "skipped"), piped_width=200, title="read")
-    _print_reasons(console, report["sources"], "notes")
-    _print_reasons(console, report["sources"], "skipped")
+    _print_reasons(report["sources"], "notes")
+    _print_reasons(report["sources"], "skipped")
     headings = {"documents": "documents", "bytes": "bytes", "tokens": "tokens"}
     headings |= {"targets": "in the loss"} if result.store.is_masked else {}
     rows = []
@@ -206,29 +202,23 @@ def print_report(result: "PrepareResult") -> None:
     numbers = (*headings.values(), "bytes/token", "unigram entropy")
     print_rows(("split", *numbers), rows, right=numbers, piped_width=200, title="\nstore")
     for note in report["notes"]:
-        console.print(Text(f"note: {note}"), soft_wrap=True)
+        print(printable(f"note: {note}"))
     state = "is up to date, nothing to do" if result.up_to_date else f"written in {result.seconds:.1f} s"
-    eos = report["eos"]
-    console.print(
-        Text(f"\n{report['store']} {state}: vocab_size {report['vocab_size']}, eos {eos['token']} (id {eos['id']})"),
-        soft_wrap=True,
-    )
+    eos = f"eos {report['eos']['token']} (id {report['eos']['id']})"
+    print(printable(f"\n{report['store']} {state}: vocab_size {report['vocab_size']}, {eos}", "\n"))
 
 
-def _print_reasons(console: Any, sources: list[dict[str, Any]], what: str) -> None:
+def _print_reasons(sources: list[dict[str, Any]], what: str) -> None:
     """Prints the `notes` or what was `skipped`."""
-    from rich.text import Text
-
-    if not any(source[what] for source in sources):
-        return
-    console.print(f"\n{what}")
+    if any(source[what] for source in sources):
+        print(f"\n{what}")
     for source in sources:
         for reason, skip in source[what].items():
-            console.print(Text(f"  {skip['count']:,} {reason}, in {source['name']}"), soft_wrap=True)
+            print(printable(f"  {skip['count']:,} {reason}, in {source['name']}"))
             for example in skip["examples"]:
-                console.print(Text(f"      {example}"), soft_wrap=True)
+                print(printable(f"      {example}"))
             if skip["count"] > len(skip["examples"]):
-                console.print(f"      and {skip['count'] - len(skip['examples']):,} more, see report.json in the store")
+                print(f"      and {skip['count'] - len(skip['examples']):,} more, see report.json in the store")
 
 
 def progress_display() -> "Progress":

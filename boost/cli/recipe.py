@@ -28,7 +28,6 @@ COLUMN = 14
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
-    """Adds the command and returns its parser."""
     parser = subparsers.add_parser(
         "recipe",
         help="prepare, train, evaluate and compare a published run",
@@ -66,11 +65,17 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Lists the recipes, or runs one."""
     if args.recipe is None:
         if args.overrides:
             raise ConfigError(f"RECIPE is missing before {args.overrides[0]}; 'boost recipe' lists them")
-        _print_list()
+        rows = []
+        for recipe in recipes().values():
+            published = "-" if recipe.perplexity is None else f"{recipe.perplexity:.2f}"
+            tokens = format_count(tokens_of(recipe.config()))
+            rows.append((recipe.name, recipe.preset, recipe.corpus.dataset, tokens, published, recipe.source))
+        headings = ("recipe", "preset", "data", "tokens", "perplexity", "source")
+        print_rows(headings, rows, right=("tokens", "perplexity"))
+        print("\n'boost recipe RECIPE --dry-run' prints the budget of one.")
         return 0
     if args.steps is not None and args.steps < 1:
         raise ConfigError(f"--steps = {args.steps} is too small; smallest valid value: 1")
@@ -142,7 +147,6 @@ def print_budget(args: argparse.Namespace, recipe: Recipe, config: Config, optio
     if source is None:
         transfer = format_bytes((tokens + heldout) * recipe.corpus.transfer_bytes, 2)
         source = f"{options.hf} from the Hugging Face Hub, about {transfer} to transfer (streamed, not stored)"
-
     store = (tokens + heldout) * (2 if model.vocab_size <= 1 << 16 else 4)
     checkpoints = (train.keep + 1) * parameters * CHECKPOINT_BYTES
     existing = options.out.absolute()
@@ -272,14 +276,3 @@ def _by_document(config: Config) -> tuple[float, int]:
     )
     close_mesh()
     return result.perplexity, result.tokens
-
-
-def _print_list() -> None:
-    rows = []
-    for recipe in recipes().values():
-        published = "-" if recipe.perplexity is None else f"{recipe.perplexity:.2f}"
-        tokens = format_count(tokens_of(recipe.config()))
-        rows.append((recipe.name, recipe.preset, recipe.corpus.dataset, tokens, published, recipe.source))
-    headings = ("recipe", "preset", "data", "tokens", "perplexity", "source")
-    print_rows(headings, rows, right=("tokens", "perplexity"))
-    print("\n'boost recipe RECIPE --dry-run' prints the budget of one.")

@@ -6,7 +6,7 @@ import textwrap
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from boost.config.text import printable
 
@@ -37,6 +37,17 @@ def print_fact(console: "Console", key: str, value: str, column: int = 12) -> No
         console.print(Text(f"{label:<{column}}{line}"), soft_wrap=True)
 
 
+def new_table(headings: Sequence[str], right: Collection[str] = (), **options: Any) -> "Table":
+    """Returns a table without rows for `print_table`. `right`: headings of the columns that are aligned to the right; `options`: of
+    `rich.table.Table`."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, **{"header_style": "dim"} | options)
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in right else "left")
+    return table
+
+
 def print_rows(
     headings: Sequence[str],
     rows: Iterable[Sequence[object]],
@@ -45,12 +56,9 @@ def print_rows(
     title: str | None = None,
 ) -> None:
     """Prints a table on stdout. `right`: headings of the columns that are aligned to the right."""
-    from rich.table import Table
     from rich.text import Text  # keeps a value such as "[red]" from being read as markup
 
-    table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading in right else "left")
+    table = new_table(headings, right, header_style="bold", title=title, title_justify="left")
     for row in rows:
         table.add_row(*(Text(printable(str(cell), "\n")) for cell in row))
     print_table(result_console(piped_width), table)
@@ -100,16 +108,12 @@ def searching(what: str) -> Iterator[Callable[[int, int], None]]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     terminal = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     collects = gc.isenabled()
     gc.disable()
     try:
-        with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
+        hides = not terminal.is_terminal
+        with Progress(*columns, TimeElapsedColumn(), console=terminal, transient=True, disable=hides) as bar:
             task, begun = bar.add_task(what, total=None, visible=False), time.perf_counter()
 
             def tick(done: int, total: int) -> None:

@@ -128,15 +128,8 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
     forks = can_fork()
     if forks:
         import torch._dynamo  # torch's optimizers load it, for a second: once, and not in every process
-    return launch(
-        train_process,
-        work,
-        config.parallel.world_size,
-        log_dir=RunDirectory(config.run.dir).logs,
-        holds_signals=True,
-        forks=forks,
-        supervise=supervise,
-    )
+    size, logs = config.parallel.world_size, RunDirectory(config.run.dir).logs
+    return launch(train_process, work, size, log_dir=logs, holds_signals=True, forks=forks, supervise=supervise)
 
 
 def _config(args: argparse.Namespace) -> Config:
