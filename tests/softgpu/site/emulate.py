@@ -27,8 +27,8 @@ USUAL = {
 }  # fmt: skip
 """Operations that allocate, only look at memory in another way, or copy to the host: the runtime does that."""
 
-_library: torch.library.Library | None = None
-"""Registrations last as long as it does."""
+_libraries: list[torch.library.Library] = []
+"""Registrations last as long as they do."""
 
 
 def shared(x: Tensor) -> Tensor:
@@ -200,19 +200,21 @@ def _below_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def install() -> None:
     """Replaces every CUDA kernel."""
-    global _library
-    _library = torch.library.Library("aten", "IMPL", "CUDA")
-    names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
-    names = {name.removeprefix("aten::") for name in names if name.startswith("aten::")} | {"copy_"}
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
+    names = {name.removeprefix("aten::") for name in registered if name.startswith("aten::")} | {"copy_"}
+    aten, fsdp = _libraries[:] = [torch.library.Library(name, "IMPL", "CUDA") for name in ("aten", "fsdp")]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that are replaced: that is the purpose
         for name in sorted(names - USUAL - ATTENTION.keys()):
             base, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
             if op is not None:  # some are for TorchScript only
-                _library.impl(name, on_the_cpu(op), "CUDA", allow_override=True)
+                aten.impl(name, on_the_cpu(op), "CUDA", allow_override=True)
         for name, function in ATTENTION.items():
-            _library.impl(name, _below_autograd(function), "CUDA", allow_override=True)
+            aten.impl(name, _below_autograd(function), "CUDA", allow_override=True)
+        if "fsdp::chunk_cat_mixed_dtype" in registered:  # torch 2.15: a kernel outside ATen
+            op = torch.ops.fsdp.chunk_cat_mixed_dtype.default
+            fsdp.impl("chunk_cat_mixed_dtype", on_the_cpu(op), "CUDA", allow_override=True)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
 
     def without_inductor(_: Any, graph: Any, inputs: Any) -> Any:
