@@ -62,13 +62,14 @@ def main() -> None:
     chosen.add_argument("--torch", metavar="VERSION")
     chosen.add_argument("--venv", type=Path)
     args = parser.parse_args()
+    folder = args.folder.resolve()  # pip runs in the repository
     if args.venv is None:
-        home = args.folder / args.torch
+        home = folder / args.torch
         home.mkdir(parents=True, exist_ok=True)
         new_venv(home / "venv", args.torch)
     version = output((args.venv or home / "venv") / "bin" / "python", "-c", VERSION)
     if args.venv is not None:
-        home = args.folder / version
+        home = folder / version
         home.mkdir(parents=True, exist_ok=True)
         link(home / "venv", args.venv.resolve())
     build(home)

@@ -87,7 +87,11 @@ def on_the_cpu(op: Any) -> Callable[..., Any]:
             return copied(x, device) if x.device.type == "cpu" else x
 
         with torch._C._AutoDispatchBelowAutograd():
-            result = op(*tree_map(enter, args), **tree_map(enter, kwargs))
+            on_host = tree_map(enter, args), tree_map(enter, kwargs)
+            try:
+                result = op(*on_host[0], **on_host[1])
+            except NotImplementedError:  # it has a kernel for GPUs only
+                result = torch._decomp.decomposition_table[op](*on_host[0], **on_host[1])
             for twin, x in given.values():  # an operation may have resized its `out`
                 if twin.shape != x.shape:
                     x.resize_(twin.shape)

@@ -1,5 +1,5 @@
-"""Python runs this at its start. As soon as torch is imported: there is no cuDNN, and with SOFTGPU_EMULATE, ATen's operations
-are computed."""
+"""Python runs this at its start. As soon as torch is imported, it has neither cuDNN nor CUPTI, and with SOFTGPU_EMULATE, ATen's
+operations are computed."""
 
 import importlib.util
 import os
@@ -22,6 +22,8 @@ class AfterTorch:
         def exec_module(module: ModuleType) -> None:
             usual(module)
             module.backends.cuda.enable_cudnn_sdp(False)
+            profiler = module.autograd.profiler
+            profiler._supported_activities = lambda: {profiler.ProfilerActivity.CPU}  # GPUs are timed by events
             if os.environ.get("SOFTGPU_EMULATE"):
                 import emulate
 
