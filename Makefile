@@ -5,6 +5,8 @@
 #   make test     the test suite, on every commit (about 20 minutes on two cores)
 #   make quick    quick tests during development: every layout once, no subprocesses (two and a half minutes)
 #   make nightly  tests that are too slow to run on every commit, then make versions
+#   make softgpu  what the nightly tests of GPU code need on a machine without a GPU, in .softgpu/$TORCH (7 GB; once for each version:
+#                 `TORCH=2.11.0 make softgpu`; CUDA_VENV=PATH uses an environment that has a CUDA build of torch)
 #   make versions the test suite on the oldest and on the newest supported torch, in build/venv-oldest and build/venv-newest
 #   make check    lint, format and types
 #   make docs     the documentation site, into build/site (strict: a broken link is an error)
@@ -18,6 +20,7 @@
 #   make report   rebuild the report from existing results
 
 PYTHON ?= python3
+SOFTGPU ?= .softgpu
 VENV ?= .venv
 # The newest version whose CPU build can be installed where we test: 2.2 GB, against 6.6 GB for the CUDA builds of 2.14 and 2.15.
 # `make nightly` runs the suite on the oldest and the newest supported version.
@@ -41,7 +44,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: setup train test quick nightly versions test-oldest test-newest guards soak recovery check docs verify curves perplexity recompute validate bench report clean
+.PHONY: setup train test quick nightly versions softgpu test-oldest test-newest guards soak recovery check docs verify curves perplexity recompute validate bench report clean
 
 setup: $(READY)
 
@@ -83,6 +86,9 @@ quick: setup
 nightly: setup
 	$(PYTEST) -m nightly
 	$(MAKE) --keep-going versions
+
+softgpu:
+	$(PYTHON) tests/softgpu/setup.py $(SOFTGPU) $(if $(CUDA_VENV),--venv $(CUDA_VENV),--torch $(TORCH))
 
 versions: test-oldest test-newest
 

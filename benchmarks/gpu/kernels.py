@@ -66,13 +66,13 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    made = arguments_of(
-        16384 if on_gpu else 256, 4096 if on_gpu else 128, torch.bfloat16 if on_gpu else torch.float32, device
-    )
+    made = arguments_of(args.tokens, args.width, torch.bfloat16 if on_gpu else torch.float32, device)
     missing = KERNELS.keys() - made.keys()
     assert not missing, f"kernels that nobody measures: {missing}"
     found = []

@@ -1,11 +1,14 @@
 # Sourced by one.sh and two.sh: pieces of at most ten minutes. Each writes its result immediately; finished pieces are skipped.
 #
-#   OUT=folder DEVICE=cuda|cpu PYTHON=python BOOST=boost
+#   OUT=folder DEVICE=cuda|cpu SMALL=1 PYTHON=python BOOST=boost
 #
-# DEVICE=cpu is a dry run: the same commands on small models, so only the hardware is new when a GPU is available.
+# SMALL=1 is a dry run: the same commands on small models, so only the hardware is new when a GPU is available. DEVICE=cpu implies
+# it; with DEVICE=cuda it is for a software GPU (docs/verify.md).
 
 OUT=${OUT:-benchmarks/gpu/results}
 DEVICE=${DEVICE:-cuda}
+[ "$DEVICE" = cuda ] || SMALL=1
+SMALL=${SMALL:-}
 PYTHON=${PYTHON:-python}
 BOOST=${BOOST:-"$PYTHON -m boost.cli.main"}
 LIMIT_S=${LIMIT_S:-600}

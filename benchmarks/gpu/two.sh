@@ -10,10 +10,11 @@ cd "$(dirname "$0")/../.."
 NPROC=${NPROC:-2}
 OUT=$OUT/$NPROC
 mkdir -p "$OUT"
-if [ "$DEVICE" = cuda ]; then
-    rounds=9 quick=() compile=all short=(--train.steps=200 --train.compute_dtype=bfloat16)
+if [ -z "$SMALL" ]; then
+    rounds=9 quick=() compile=all short=(--train.steps=200 --train.compute_dtype=bfloat16) own=()
 else
     rounds=7 quick=(--quick) compile=none short=(--train.steps=50 --train.seq_len=32 --model.layers=2)
+    own=(demo --train.seq_len=64 --model.layers=2)
 fi
 on=(--run.device="$DEVICE")
 
@@ -28,8 +29,8 @@ print(*layouts_of(load(None, ['--model.family=$family']).model), 'dp', 'cp', 'pp
 done
 piece 03-faults $BOOST verify --nproc "$NPROC" --only runs --out "$OUT/runs.json" "${on[@]}" --parallel.tp="$NPROC"
 piece 04-calibrate $BOOST plan calibrate --device "$DEVICE" --nproc "$NPROC" --out "$OUT/profile.toml" ${quick[@]+"${quick[@]}"}
-piece 05-step $BOOST verify --nproc "$NPROC" --only step --gpu "$OUT/profile.toml" --out "$OUT/step.json" "${on[@]}" --parallel.tp="$NPROC"
-if [ "$DEVICE" = cuda ]; then
+piece 05-step $BOOST verify ${own[@]+"${own[@]}"} --nproc "$NPROC" --only step --gpu "$OUT/profile.toml" --out "$OUT/step.json" "${on[@]}" --parallel.tp="$NPROC"
+if [ -z "$SMALL" ]; then
     piece 06-steps $PYTHON -m benchmarks steps --tp "$NPROC" --hardware "$OUT/profile.toml" --rounds "$rounds" --out "$OUT/steps"
 fi
 

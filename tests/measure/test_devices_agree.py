@@ -12,7 +12,7 @@ from boost.parallel.mesh import Mesh
 from tests import toy
 from tests.matrices import policies
 
-DEVICE = torch.device(os.environ.get("BOOST_TEST_DEVICE", "cuda"))
+DEVICE = torch.device("cuda", 0) if os.environ.get("BOOST_TEST_DEVICE", "cuda") == "cuda" else toy.CPU
 
 pytestmark = [
     pytest.mark.cuda,

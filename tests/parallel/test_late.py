@@ -98,7 +98,7 @@ def test_optimizers_of_whole_factors(sections: dict[str, Any]) -> None:
     require_same_order(outcomes)
 
 
-DEVICE = torch.device(os.environ.get("BOOST_TEST_DEVICE", "cuda"))
+DEVICE = torch.device("cuda", 0) if os.environ.get("BOOST_TEST_DEVICE", "cuda") == "cuda" else toy.CPU
 
 
 def shared_gpu(family: str, row: Row) -> Outcome:

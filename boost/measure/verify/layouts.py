@@ -209,6 +209,8 @@ def run_row(model: ModelConfig, row: Row, mesh: Mesh) -> Results:
         except ConfigError as error:
             results[cell.name] = str(error)
             continue
+        if config.train.compile != "none":
+            torch.compiler.reset()  # the dtypes of all cells would exceed a kernel's limit of recompilations
         with temporary_groups() if mesh.size > 1 else contextlib.nullcontext():
             of_its_own = mesh_of(config.parallel, mesh.device) if mesh.size > 1 else mesh
             results[cell.name] = compare(config, of_its_own)

@@ -134,3 +134,14 @@ def test_layouts_are_checked_by_name(only: list[str], expected: set[str] | None)
     assert {name.partition(",")[0].partition(":")[0] for name in seen} == (
         expected or {*layouts_of(COLA), "dp", "pp", "cp"}
     )
+
+
+def test_no_cell_inherits_the_compiled_kernels_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the dtypes of all of them, a kernel would exceed its limit of recompilations, and all would run in eager mode."""
+    log: list[str] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: log.append("reset"))
+    monkeypatch.setattr(layouts, "compare", lambda config, mesh: log.append(config.train.compute_dtype) or {})
+    compiled = {"train": {"compile": "kernels"}}
+    cells = (Cell("a", "float32", compiled), Cell("b", "bfloat16", compiled), Cell("c", "float64"))
+    run_row(COLA, Row("one process", {}, cells), Mesh(toy.CPU))
+    assert log == ["reset", "float32", "reset", "bfloat16", "float64"]

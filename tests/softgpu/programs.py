@@ -1,0 +1,147 @@
+"""What the tests run on the software GPU: python -m tests.softgpu.programs NAME ARGUMENTS."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+from benchmarks.experiments.shares import without_the_others
+from benchmarks.gpu.kernels import arguments_of
+from boost.config import Config
+from boost.config.load import from_tree
+from boost.config.schema import ParallelConfig
+from boost.errors import ConfigError
+from boost.measure.exactness import TrainedModel, alone, made_up_batches
+from boost.measure.steps import Stepper
+from boost.models import kernels
+from boost.parallel.mesh import Mesh, mesh_of, temporary_groups
+from boost.parallel.weights import require_torch
+from boost.train.rendezvous import close_mesh, open_mesh, world_size
+from tests.matrices import ONE_EACH
+from tests.toy import CPU, toy_config
+
+STEPS = 3
+GPU = torch.device("cuda", 0)
+PLAIN = {"recompute": "none"}
+
+
+def losses(cells: str, out: str) -> None:
+    """Trains each configuration (by name, as trees) on all processes of this launch, if this version of torch can. Writes the
+    largest relative error of a loss and of a gradient norm in three steps, against one process on the CPU."""
+    world = open_mesh(ParallelConfig(layout="single", dp=world_size()), "cuda", timeout_s=600)
+    expected: dict[str, list[tuple[float, float]]] = {}
+    errors: dict[str, tuple[float, ...]] = {}
+    for name, tree in json.loads(Path(cells).read_text()).items():
+        config = from_tree(tree)
+        try:
+            require_torch(config)
+        except ConfigError:
+            continue
+        single = alone(config.model_copy(update={"train": config.train.model_copy(update=PLAIN)}))
+        single = single.model_copy(update={"parallel": ParallelConfig(layout=single.parallel.layout)})
+        key = single.model_dump_json(exclude={"parallel"})  # every layout computes the same function
+        if key not in expected:
+            expected[key] = TrainedModel(single, Mesh(CPU), STEPS).numbers
+        with temporary_groups():
+            numbers = TrainedModel(config, mesh_of(config.parallel, world.device), STEPS).numbers
+        by_kind = zip(*([abs(a / e - 1) for a, e in zip(*pair)] for pair in zip(numbers, expected[key])))  # noqa: B905
+        errors[name] = tuple(max(values) for values in by_kind)
+    of_all: list[Any] = [None] * world.size
+    dist.all_gather_object(of_all, errors)
+    if world.is_main:
+        worst = {name: [max(each[name][i] for each in of_all) for i in range(2)] for name in errors}
+        Path(out).write_text(json.dumps(worst))
+    world.barrier()
+    close_mesh()
+
+
+def small(model: dict[str, Any], parallel: dict[str, Any], dtype: str = "bfloat16", **sections: Any) -> Config:
+    """A configuration for programs without emulation, whose kernels do nothing: large enough for FlashAttention."""
+    train = {"micro_batch": 2, "global_batch": 4, "seq_len": 64, "compile": "none", **sections.pop("train", {})}
+    sizes = {"dim": 128, "ffn_dim": 192, "heads": 8, "kv_heads": 4, "layers": 2, "vocab_size": 256}
+    rank = {} if model["family"] == "dense" else {"rank": 32}
+    return toy_config(dtype, model={**model, **sizes, **rank}, parallel={**parallel, "tp": 4}, train=train, **sections)
+
+
+def launched_configs() -> Iterator[Config]:
+    """Every layout and family, in both dtypes, with and without documents and recomputation; TP 4."""
+    families = [*ONE_EACH, *(({"family": family}, {"layout": "btp"}) for family in ("svd", "lax"))]
+    for (model, parallel), dtype, documents, again in product(families, ("float32", "bfloat16"), *[(False, True)] * 2):
+        policy = "none" if not again else "full-block" if model["family"] == "dense" else "low-rank+attention-output"
+        yield small(model, parallel, dtype, data={"isolate_documents": documents}, train={"recompute": policy})
+
+
+@contextmanager
+def one_rank(config: Config) -> Iterator[Stepper]:
+    """Steps of TP rank 0 of 4, whose collectives return its own data. Only launch them: what they compute is garbage."""
+    torch._dynamo.reset()
+    with without_the_others(config.parallel, GPU) as mesh:
+        stepper = Stepper(config, mesh)
+        stepper._training.prefetcher._batches.made = made_up_batches(config, 0)  # several documents in each sequence
+        yield stepper
+
+
+def synchronizations() -> None:
+    """Fails if the passes or the update of a step wait for the GPU, in any layout."""
+    for config in launched_configs():
+        with one_rank(config) as stepper:
+            stepper._launch()
+            torch.cuda.set_sync_debug_mode("error")
+            stepper._launch()
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def deterministic() -> None:
+    """Fails if an operation of a step has no deterministic kernel, in any layout and family."""
+    torch.use_deterministic_algorithms(True)
+    for config in launched_configs():
+        with one_rank(config) as stepper:
+            stepper._launch()
+
+
+def compiled(part: str) -> None:
+    """Builds the Triton kernels of every layout's blocks (or hand-written kernels), forward and backward, for an H100."""
+    for (model, parallel), documents in product(ONE_EACH, (False, True)):
+        config = small(model, parallel, data={"isolate_documents": documents}, train={"compile": part})
+        with one_rank(config) as stepper:
+            stepper._launch()
+    built = [path.read_text() for path in Path(cache_dir()).rglob("*.ptx")]
+    print(len(built), "kernels")
+    assert len(built) > 10 and all(".target sm_90" in text for text in built)
+
+
+def reductions() -> None:
+    """Fails if a reduction of a hand-written kernel has two candidates: TP ranks that time them differently would choose
+    different orders of summation, and the copies of what they all hold would drift apart."""
+    torch._inductor.config.compile_threads = 1  # otherwise other processes choose candidates
+    made: list[tuple[str, int]] = []
+    usual = CachingAutotuner.__init__
+
+    def init(tuner: CachingAutotuner, *args: Any, **kwargs: Any) -> None:
+        usual(tuner, *args, **kwargs)
+        if "REDUCTION" in str(tuner.heuristic_type):
+            made.append((tuner.fn.__name__, len(tuner.configs or ())))
+
+    CachingAutotuner.__init__ = init  # type: ignore[method-assign]
+    kernels.use("inductor")
+    with torch.no_grad():
+        for name, arguments in arguments_of(16384, 4096, torch.bfloat16, GPU).items():
+            kernels.KERNELS[name](*arguments)
+    print(made)
+    assert len(made) >= 5 and all(candidates == 1 for _, candidates in made), made
+
+
+PROGRAMS: dict[str, Callable[..., None]] = {
+    function.__name__: function for function in (losses, synchronizations, deterministic, compiled, reductions)
+}
+
+if __name__ == "__main__":
+    PROGRAMS[sys.argv[1]](*sys.argv[2:])

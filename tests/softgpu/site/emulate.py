@@ -1,0 +1,229 @@
+"""Computes ATen's CUDA operations on the CPU, on the same bytes: memory of the software GPU is memory of the host.
+
+Every operation that has a CUDA kernel gets a Python function instead, which calls the CPU's kernel on tensors that share the
+operands' memory. Attention has no such kernel on CPUs and stands here. Compiled code runs Dynamo's and AOTAutograd's graphs
+with these operations; its Triton kernels are built by tests that run without the emulation.
+
+Legend: B sequences, H query heads and K key/value heads, S queries and C keys of a sequence, T of all, E width of a head.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+CPU = torch.device("cpu")
+
+USUAL = {
+    "_efficientzerotensor", "_local_scalar_dense", "_pin_memory", "_reshape_alias", "_resize_output_", "as_strided",
+    "empty.memory_format", "empty_strided", "is_pinned", "is_set_to", "record_stream", "resize_", "set_", "set_.source_Storage",
+    "set_.source_Storage_storage_offset", "set_.source_Tensor", "set_.source_Tensor_storage_offset", "unfold", "view",
+    "view_as_complex", "view_as_real",
+}  # fmt: skip
+"""Operations that allocate, only look at memory in another way, or copy to the host: the runtime does that."""
+
+_libraries: list[torch.library.Library] = []
+"""Registrations last as long as they do."""
+
+
+def shared(x: Tensor) -> Tensor:
+    """A CPU tensor on the memory of a CUDA tensor."""
+    storage = x.untyped_storage()
+    if storage.nbytes() == 0 or storage.data_ptr() == 0:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+    host = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), CPU, storage.nbytes())
+    return torch.empty(0, dtype=x.dtype).set_(host, x.storage_offset(), x.shape, x.stride())
+
+
+def copied(x: Tensor, device: torch.device) -> Tensor:
+    """A CUDA tensor with the values of a CPU tensor."""
+    made = torch.empty_like(x, device=device)
+    shared(made).copy_(x)
+    return made
+
+
+def device_of(arguments: Any) -> torch.device:
+    """Where an operation with these arguments runs."""
+    leaves = tree_leaves(arguments)
+    on = [x.device if isinstance(x, Tensor) else x for x in leaves if isinstance(x, Tensor | torch.device)]
+    return next((device for device in on if device.type == "cuda"), torch.device("cuda", torch.cuda.current_device()))
+
+
+def on_the_cpu(op: Any) -> Callable[..., Any]:
+    """What an operation does on CUDA tensors."""
+    types = [str(argument.type) for argument in op._schema.arguments]
+
+    def number(value: Any, kind: str, double: bool) -> Any:
+        """Python numbers in place of tensors, which the dispatcher has unwrapped, become tensors again."""
+        if kind != "Tensor" or not isinstance(value, bool | int | float):
+            return value
+        wide = {bool: torch.bool, int: torch.int64, float: torch.float64 if double else torch.get_default_dtype()}
+        return torch.scalar_tensor(value, dtype=wide[type(value)])
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        double = any(isinstance(x, Tensor) and x.is_floating_point() for x in args)
+        args = tuple(number(value, kind, double) for value, kind in zip(args, types, strict=False))
+        device, given = device_of((args, kwargs)), {}
+
+        def enter(x: Any) -> Any:
+            if isinstance(x, torch.device):
+                return CPU
+            if not isinstance(x, Tensor) or not x.is_cuda:
+                return x
+            twin = shared(x)
+            given[id(twin)] = twin, x
+            return twin
+
+        def leave(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            if id(x) in given:
+                return given[id(x)][1]
+            return copied(x, device) if x.device.type == "cpu" else x
+
+        with torch._C._AutoDispatchBelowAutograd():
+            on_host = tree_map(enter, args), tree_map(enter, kwargs)
+            try:
+                result = op(*on_host[0], **on_host[1])
+            except NotImplementedError:  # it has a kernel for GPUs only
+                result = torch._decomp.decomposition_table[op](*on_host[0], **on_host[1])
+            for twin, x in given.values():  # an operation may have resized its `out`
+                if twin.shape != x.shape:
+                    x.resize_(twin.shape)
+                    shared(x).copy_(twin)
+            return tree_map(leave, result)
+
+    return run
+
+
+# Attention: softmax(scale q k^T) v, where causal queries are those of the last keys.
+
+
+def _probabilities(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """[B, H, S, C], and the logarithms of their sums, [B, H, S]. Grouped keys are repeated before."""
+    scores = q @ k.mT * (scale or q.shape[-1] ** -0.5)
+    if causal:
+        queries, keys = scores.shape[-2:]
+        scores = scores.masked_fill(torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1), -math.inf)
+    sums = scores.logsumexp(-1)
+    return (scores - sums.unsqueeze(-1)).exp(), sums
+
+
+def _repeated(q: Tensor, *grouped: Tensor) -> tuple[Tensor, ...]:
+    return (q.float(), *(x.float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in grouped))
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    q, k, v = _repeated(q, k, v)
+    p, sums = _probabilities(q, k, causal, scale)
+    return p @ v, sums
+
+
+def _gradients(d: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, ...]:
+    wide_q, wide_k, wide_v = _repeated(q, k, v)
+    p, _ = _probabilities(wide_q, wide_k, causal, scale)
+    d, scale = d.float(), scale or q.shape[-1] ** -0.5
+    dp = d @ wide_v.mT
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+    dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (ds.mT @ wide_q, p.mT @ d))
+    return ds @ wide_k, dk, dv
+
+
+def _state(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Of random numbers, which no dropout has used."""
+    return tuple(torch.zeros(shape, dtype=torch.uint64, device=like.device) for shape in (2, ()))  # type: ignore[return-value]
+
+
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, *_: Any, scale: Any = None
+) -> Any:
+    out, sums = _attended(*map(shared, (q, k, v)), causal, scale)
+    by_tokens = out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)  # as the kernel lays it out
+    made = copied(by_tokens, q.device), copied(sums, q.device)
+    return (*made, None, None, q.shape[2], k.shape[2], *_state(q), q.new_empty(0))
+
+
+def sdpa_backward(d: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Any, scale: Any = None) -> Any:
+    *_, causal, _, _ = saved  # and the state of random numbers
+    made = _gradients(*map(shared, (d, q, k, v)), causal, scale)
+    return tuple(copied(x.to(q.dtype), q.device) for x in made)
+
+
+def _documents(starts_q: Tensor, starts_k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Queries and keys of each document that has any."""
+    bounds = (pairwise(shared(starts).tolist()) for starts in (starts_q, starts_k))
+    return ((slice(*rows), slice(*columns)) for rows, columns in zip(*bounds, strict=True) if rows[0] < rows[1])
+
+
+def varlen(query: Tensor, key: Tensor, value: Tensor, *more: Any, scale: Any = None, **options: Any) -> Any:
+    starts_q, starts_k, _, _, _, causal, *_ = more
+    causal = causal or options["window_size_right"] == 0
+    q, k, v = (shared(x).transpose(0, 1)[None] for x in (query, key, value))  # [1, H, T, E]
+    out, sums = torch.zeros(q.shape), torch.zeros(q.shape[1:3])
+    for rows, columns in _documents(starts_q, starts_k):
+        parts = q[:, :, rows], k[:, :, columns], v[:, :, columns]
+        out[:, :, rows], sums[:, rows] = _attended(*parts, causal, scale)
+    made = copied(out[0].transpose(0, 1).to(q.dtype).contiguous(), query.device), copied(sums, query.device)
+    return (*made, *_state(query), query.new_empty(0))
+
+
+def varlen_backward(
+    d: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any, scale: Any = None, **options: Any
+) -> Any:
+    _, _, starts_q, starts_k, _, _, _, causal, *_ = saved
+    causal = causal or options["window_size_right"] == 0
+    d, q, k, v = (shared(x).transpose(0, 1)[None] for x in (d, query, key, value))
+    made = [torch.zeros(x.shape) for x in (q, k, v)]
+    for rows, columns in _documents(starts_q, starts_k):
+        results = _gradients(d[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], causal, scale)
+        for whole, result, where in zip(made, results, (rows, columns, columns), strict=True):
+            whole[:, :, where] += result
+    return tuple(copied(x[0].transpose(0, 1).to(q.dtype).contiguous(), query.device) for x in made)
+
+
+ATTENTION: dict[str, Callable[..., Any]] = {
+    "_scaled_dot_product_flash_attention": sdpa,
+    "_scaled_dot_product_flash_attention_backward": sdpa_backward,
+    "_flash_attention_forward": varlen,
+    "_flash_attention_backward": varlen_backward,
+}
+
+
+def _below_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def install() -> None:
+    """Replaces every CUDA kernel."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
+    names = {name.removeprefix("aten::") for name in registered if name.startswith("aten::")} | {"copy_"}
+    aten, fsdp = _libraries[:] = [torch.library.Library(name, "IMPL", "CUDA") for name in ("aten", "fsdp")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kernels that are replaced: that is the purpose
+        for name in sorted(names - USUAL - ATTENTION.keys()):
+            base, _, overload = name.partition(".")
+            op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+            if op is not None:  # some are for TorchScript only
+                aten.impl(name, on_the_cpu(op), "CUDA", allow_override=True)
+        for name, function in ATTENTION.items():
+            aten.impl(name, _below_autograd(function), "CUDA", allow_override=True)
+        if "fsdp::chunk_cat_mixed_dtype" in registered:  # torch 2.15: a kernel outside ATen
+            op = torch.ops.fsdp.chunk_cat_mixed_dtype.default
+            fsdp.impl("chunk_cat_mixed_dtype", on_the_cpu(op), "CUDA", allow_override=True)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+
+    def without_inductor(_: Any, graph: Any, inputs: Any) -> Any:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        return aot_eager(graph, inputs)
+
+    torch._TorchCompileInductorWrapper.__call__ = without_inductor  # type: ignore[method-assign]
