@@ -85,7 +85,8 @@ def one_rank(config: Config) -> Iterator[Stepper]:
     torch._dynamo.reset()
     with without_the_others(config.parallel, GPU) as mesh:
         stepper = Stepper(config, mesh)
-        stepper._training.prefetcher._batches.made = made_up_batches(config, 0)  # several documents in each sequence
+        made = made_up_batches(config, 0)  # several documents in each sequence
+        stepper._training.prefetcher._batches.make = lambda step: made
         yield stepper
 
 
