@@ -219,7 +219,8 @@ def _attention(by_name: dict[str, list[Point]], dtype: str) -> list[dict[str, fl
 
 def _gb_s(bytes_per_second: float) -> float:
     """Converts to GB/s with four significant digits, so that a very slow link on a busy machine does not become 0."""
-    return float(f"{bytes_per_second / 1e9:.4g}")
+    gb_s = bytes_per_second / 1e9
+    return float(f"{gb_s:.4g}")
 
 
 def _link(points: Sequence[Point], processes: int) -> dict[str, Any]:
