@@ -261,8 +261,8 @@ class FusedLinearGroup(LinearGroup, FusedModule):
         else:
             alike = itertools.groupby(shape.parameters(prefix, "W"), lambda parameter: layout.placement(parameter.role))
             self._outer = [self._store_outer("W", tuple(parameters), layout) for _, parameters in alike]
-        self._is_stored_by_slot = len(self._outer) == len(self.own_heads) and not any(self.own_heads)
-        self._is_one_weight = len(self._outer) == 1 and self.is_one_tensor and not any(self.own_heads)
+        self._uses_all_rows = not any(self.own_heads)
+        self._is_one_weight = len(self._outer) == 1 and self.is_one_tensor and self._uses_all_rows
         has_latent_gate = architecture.has_latent_gate(model, layer)
         self.latent_gate = LatentGate(model, shape, prefix, layout) if has_latent_gate else None
         self.recompute(NO_RECOMPUTE)
@@ -272,12 +272,12 @@ class FusedLinearGroup(LinearGroup, FusedModule):
         return [param_slice.rows for param_slice in self.slices["A"]]
 
     def weights(self) -> Sequence[Tensor]:
-        if self._is_stored_by_slot:
-            return [getattr(self, name) for name in self._outer]
         if len(self._outer) == len(self.own_heads):
             stored = [getattr(self, name) for name in self._outer]
         else:
             stored = [part.view(getattr(self, name)) for name in self._outer for part in self.slices[name]]
+        if self._uses_all_rows:
+            return stored
         return [w if own is None else w.narrow(0, *own) for w, own in zip(stored, self.own_heads, strict=True)]
 
     def dense(self, inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -15,10 +15,10 @@ LIMIT_S = 3600
 
 @pytest.fixture(params=homes(), ids=lambda home: home.name)
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
-    """Runs a command of the environment of `make softgpu`, emulated or not, and returns its output. It must exit with `code`
+    """Runs a command of the environment of `make softgpu`, emulated or not, and returns its output. It must exit with 0
     and leave no process, and all processes must have issued the same collectives."""
 
-    def command(*words: str | Path, emulated: bool = True, code: int = 0, stop: bytes = b"") -> str:
+    def command(*words: str | Path, emulated: bool = True, stop: bytes = b"") -> str:
         """`stop`: send SIGTERM once this is in the output."""
         log = tmp_path / "log"
         with environment(request.param, emulated) as (shared, variables), log.open("wb") as out:
@@ -28,7 +28,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
                     time.sleep(0.1)
                 if stop:
                     process.send_signal(signal.SIGTERM)
-                assert process.wait(LIMIT_S) == code, log.read_text()[-5000:]
+                assert process.wait(LIMIT_S) == 0, log.read_text()[-5000:]
                 ends = time.monotonic() + 30  # multiprocessing's trackers end after the processes that they serve
                 while processes_of(shared) and time.monotonic() < ends:
                     time.sleep(0.1)
