@@ -27,12 +27,12 @@ from torch import Tensor
 
 from benchmarks.commands import LEAST_ROUNDS
 from benchmarks.experiments.contest import ratio, spread
+from benchmarks.experiments.results import MeasurementError
 from boost.api.model import FILE_BYTES, Model
 from boost.config import Config, load
 from boost.config.architecture import parameter_count
 from boost.config.schema import ModelConfig
 from boost.convert.export import export
-from boost.errors import MeasurementError
 from boost.format import format_bytes, format_seconds
 from boost.models.decoder import Decoder
 from boost.parallel.mesh import Mesh

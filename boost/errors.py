@@ -56,9 +56,3 @@ class StoppedError(BoostError):
     """A stop signal arrived before the first step, so no work is lost. The message is the name of the signal."""
 
     exit_code = 0
-
-
-class MeasurementError(BoostError):
-    """A measurement is invalid, or two results cannot be compared."""
-
-    exit_code = 3

@@ -1,5 +1,6 @@
 """Measures the memory of a step of one process, also on fake tensors: nothing is allocated, and a 7B model takes seconds."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,10 @@ def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor],
             with copies.in_use():
                 total = decoder(*batch)
                 if not isinstance(total, FakeTensor):
-                    tracker.settle()
+                    before = None
+                    while before != tracker.live:  # gloo's threads release sent tensors with a delay
+                        before = +tracker.live
+                        time.sleep(0.1)
                 kept = dict(+tracker.live)
                 tracker.scope = WORK
                 total.backward()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.commands import LEAST_ROUNDS
-from boost.errors import MeasurementError
+from benchmarks.experiments.results import MeasurementError
 from boost.measure.speed import Probe, synchronize
 from boost.parallel.mesh import Mesh
 from boost.train.progress import progress

@@ -18,8 +18,8 @@ from typing import Any
 from benchmarks.commands import PAGE, RESULTS, require_least
 from benchmarks.experiments import sections
 from benchmarks.experiments.hosts import why_no_hosts
-from benchmarks.experiments.results import Facts, read, require_one_machine
-from boost.errors import ConfigError, MeasurementError
+from benchmarks.experiments.results import Facts, MeasurementError, read, require_one_machine
+from boost.errors import ConfigError
 from boost.format import format_duration
 from boost.train.rundir import git_state, storage_errors
 

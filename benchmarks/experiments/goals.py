@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.experiments.results import Facts, Goal, machine
+from benchmarks.experiments.results import Facts, Goal, MeasurementError, machine
 from boost.config.text import read_toml
-from boost.errors import MeasurementError
 
 Status = Literal["met", "not met", "not measured"]
 

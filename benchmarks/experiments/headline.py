@@ -169,7 +169,10 @@ def draw(facts: Facts, path: Path, narrow: bool = False) -> None:
     shown = [] if free is False else ["no limit"]
     axis.set_xticks(places, [*shown, *(f"{rate:,.0f}" for rate in rates)])
     axis.minorticks_off()
-    for name, rate in _marks(facts).items():
+    named = {launch["wire"]: launch["mbit"] for launch in _launches(facts)}
+    for wire, name in (("share-matched", "share-matched"), ("slow", "slow wire")):
+        if not isinstance(rate := named.get(wire), int | float):
+            continue
         axis.axvline(rate, color=drawing.MUTED, linestyle=(0, (2, 2)), linewidth=0.9, zorder=0)
         axis.annotate(
             f"{name} ",
@@ -200,13 +203,6 @@ def _launches(facts: Facts) -> list[Facts]:
     """Launches of the first group."""
     first = facts["groups"][0]["group"]
     return [launch for launch in facts["groups"] if launch["group"] == first]
-
-
-def _marks(facts: Facts) -> dict[str, float]:
-    """Mbit/s of the marked wires by label."""
-    named = {launch["wire"]: launch["mbit"] for launch in _launches(facts)}
-    labels = {"share-matched": "share-matched", "slow": "slow wire"}
-    return {label: float(named[name]) for name, label in labels.items() if isinstance(named.get(name), int | float)}
 
 
 def _fastest(facts: Facts, rate: float | None, contenders: Sequence[str]) -> Spread | None:

@@ -8,6 +8,7 @@ import argparse
 import functools
 import itertools
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -122,7 +123,10 @@ def time_variant(name: str, config: Config, mesh: Mesh, rounds: int) -> list[Tim
     """Times every policy of one layout and batch in `rounds` interleaved rounds."""
     decoder = build_decoder(config, mesh)
     initialize(decoder, config.train.seed)
-    batch = _tokens(config, mesh)
+    generator = torch.Generator().manual_seed(config.train.seed)
+    shape = (config.train.micro_batch, config.train.seq_len + 1)
+    tokens = torch.randint(0, config.model.vocab_size, shape, generator=generator).to(mesh.device)
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     kept, predicted = {}, {}
     for policy in policies(config):
         _choose(decoder, policy)
@@ -157,7 +161,10 @@ def _kept_bytes(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor]) 
     usual, copies = decoder.layout.loss, WorkingCopies(decoder, config, lambda _: None)
     with mock.patch.object(decoder.layout, "loss", loss), tracker, using(BACKENDS["eager"]), copies.in_use():
         total = decoder(*batch)  # keeps what it saved
-        tracker.settle()
+        before = None
+        while before != tracker.live:  # gloo's threads release sent tensors with a delay
+            before = +tracker.live
+            time.sleep(0.1)
         kept = sum(size for category, size in tracker.live.items() if category in SAVED)
     del total
     return kept
@@ -183,13 +190,6 @@ def recompute_process(config: Config, batches: Sequence[int], rounds: int, out: 
 def _choose(decoder: Decoder, policy: RecomputeName) -> None:
     for block in decoder.blocks:
         cast(TransformerBlock, block).recompute(POLICIES[policy])
-
-
-def _tokens(config: Config, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    shape = (config.train.micro_batch, config.train.seq_len + 1)
-    generator = torch.Generator().manual_seed(config.train.seed)
-    tokens = torch.randint(0, config.model.vocab_size, shape, generator=generator).to(mesh.device)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def _pass(decoder: Decoder, policy: RecomputeName, batch: tuple[Tensor, Tensor]) -> list[Tensor]:

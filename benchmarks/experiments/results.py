@@ -13,8 +13,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from boost.config import Config
-from boost.errors import ConfigError, MeasurementError
+from boost.errors import BoostError, ConfigError
 from boost.train.rundir import environment, storage_errors
+
+
+class MeasurementError(BoostError):
+    """A measurement is invalid, or two results cannot be compared."""
+
+    exit_code = 3
 
 
 @dataclass(frozen=True)

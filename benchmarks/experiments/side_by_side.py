@@ -16,14 +16,13 @@ import numpy as np
 import torch
 
 from benchmarks.experiments.contest import Call, Ratio, Spread, largest, launches, ratio, spread, take_turns
-from benchmarks.experiments.results import Facts
+from benchmarks.experiments.results import Facts, MeasurementError
 from benchmarks.experiments.shares import exposed_collectives, without_the_others
 from boost.config import Config
 from boost.config.architecture import groups as linears
 from boost.config.architecture import parameter_count
 from boost.config.schema import ParallelConfig
 from boost.config.traffic import Collective
-from boost.errors import MeasurementError
 from boost.measure.steps import Stepper, look_at
 from boost.parallel.mesh import Mesh
 from boost.plan.collectives import step_collectives

@@ -32,12 +32,12 @@ import torch
 from benchmarks.commands import LEAST_ROUNDS, add_config, require_least
 from benchmarks.experiments.contest import spread
 from benchmarks.experiments.hosts import Host, hosts, why_no_hosts
-from benchmarks.experiments.results import MACHINE, Facts, facts_of, keep, resumed
+from benchmarks.experiments.results import MACHINE, Facts, MeasurementError, facts_of, keep, resumed
 from benchmarks.experiments.sections import save
 from benchmarks.experiments.wire_plan import MARKED, NO_LIMIT, SETS, WireGroup, WireSet, on_wire, row_of, wire_name
 from benchmarks.experiments.wire_report import ISSUE, MIB
 from boost.config import Config
-from boost.errors import ConfigError, MeasurementError
+from boost.errors import ConfigError
 from boost.format import format_duration
 from boost.parallel.mesh import Mesh
 

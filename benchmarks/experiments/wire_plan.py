@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.experiments.contest import Ratio, ratio, spread
-from benchmarks.experiments.results import Facts
+from benchmarks.experiments.results import Facts, MeasurementError
 from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PARALLEL, PUBLISHED, VANILLA
 from boost.config import Config, load
-from boost.errors import MeasurementError
 from boost.measure.steps import flags, shape
 
 ULYSSES, BTP_CP = "ulysses", "btp-cp"

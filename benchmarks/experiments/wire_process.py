@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from benchmarks.commands import LEAST_ROUNDS
 from benchmarks.experiments.contest import take_turns
+from benchmarks.experiments.results import MeasurementError
 from benchmarks.experiments.side_by_side import TimingGroup, measure_steppers
 from benchmarks.experiments.timeline import as_numbers, record
 from benchmarks.experiments.wire import collective_calls
 from boost.config.load import from_tree
-from boost.errors import MeasurementError
 from boost.measure.steps import Stepper
 from boost.train.rendezvous import close_mesh, open_mesh
 

@@ -30,12 +30,6 @@ def register_layout(spec: LayoutSpec) -> LayoutSpec:
     return spec
 
 
-def unregister_layout(name: str) -> None:
-    """Unregisters a layout. For tests."""
-    del _specs[name]
-    del ParallelConfig.choices[name]
-
-
 def layout_names() -> tuple[str, ...]:
     """Names of all layouts: built-in ones, starting with the defaults of each family, then those of other packages."""
     load_plugins()

@@ -4,7 +4,6 @@ Works on real and on fake tensors. Allocator rounding and cuBLAS workspaces are 
 """
 
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -52,13 +51,6 @@ class MemoryTracker(TorchDispatchMode):
             self._total += storage.nbytes()
             if self._total > self._largest:
                 self._largest, self.peak = self._total, +self.live
-
-    def settle(self) -> None:
-        """Waits until no more memory is released, since gloo threads release sent tensors with a delay."""
-        before = -1
-        while before != self._total:
-            before = self._total
-            time.sleep(0.1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):

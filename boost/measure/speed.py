@@ -166,6 +166,9 @@ def kernel_points(watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int]) ->
         streams.append(partial(torch.cat, heads.chunk(2, dim=-1)[::-1], dim=-1))
         sums: list[Call] = [partial(torch.sum, x, dim) for dim in (0, -1)]
         sums.append(partial(torch.linalg.vector_norm, x, dim=-1))
+        weights = [x.clone().requires_grad_() for _ in range(_TOGETHER)]
+        for weight in weights:
+            weight.grad = torch.randn_like(x)
         measured: dict[str, tuple[float, list[Call]]] = {
             work.STREAM: (13 / 6, streams),
             work.REORDER: (8 / 3, _reorderings(x, work.SHORT_RUN)),
@@ -175,10 +178,13 @@ def kernel_points(watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int]) ->
             work.REDUCE: (1.0, sums),
             work.LOSS: (1.5, [partial(torch.logsumexp, x, -1), partial(torch.exp, x, out=torch.empty_like(x))]),
             work.LOOKUP: (2.0, [partial(F.embedding, torch.randint(0, rows, (rows,), device=device), x)]),
-            work.OPTIMIZER: (7.0 * _TOGETHER, [_adamw(x)]),
+            work.OPTIMIZER: (7.0 * _TOGETHER, [torch.optim.AdamW(weights, lr=1e-6, fused=True).step]),
         }
+        # The last results stay alive, so that outputs are written to uncached memory, like activations.
+        results = collections.deque[object](maxlen=max(2, min(RING_BYTES // size, 64)))
         for kernel, (times, calls) in measured.items():
-            spent = sum(watch.seconds(_with_live_outputs(call, RING_BYTES // size)) for call in calls) / len(calls)
+            kept = [partial(lambda call, results: results.append(call()), call, results) for call in calls]
+            spent = sum(watch.seconds(call) for call in kept) / len(calls)
             yield _point(kernel, dtype, (round(times * size),), spent)
 
 
@@ -191,20 +197,6 @@ def _reorderings(x: Tensor, run: int) -> list[Call]:
     rows, count = x.shape[0], x.shape[1] // run
     below, beside = x.view(count, rows, run), x.view(rows, count, run).transpose(0, 1)
     return [below.transpose(0, 1).contiguous, beside.contiguous, partial(torch.cat, (beside, beside), dim=-1)]
-
-
-def _with_live_outputs(call: Call, count: int) -> Call:
-    """Keeps the last `count` results alive, so that outputs are written to uncached memory, like activations."""
-    results = collections.deque[object](maxlen=max(2, min(count, 64)))
-    return lambda: results.append(call())
-
-
-def _adamw(like: Tensor) -> Call:
-    weights = [like.clone().requires_grad_() for _ in range(_TOGETHER)]
-    for weight in weights:
-        weight.grad = torch.randn_like(like)
-    optimizer = torch.optim.AdamW(weights, lr=1e-6, fused=True)
-    return optimizer.step
 
 
 def collective_points(

@@ -88,7 +88,13 @@ class Documents:
             a_THE = varlen_attn(q_THE, k_TKE, v_TKE, *starts, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
             assert isinstance(a_THE, Tensor), "varlen_attn returns one tensor unless asked for more"
         else:
-            a_THE = _segments(q_THE, k_TKE, v_TKE, self.lengths, before)
+            # One document after another; the first of each sequence has `before` more keys than queries.
+            sizes = list(itertools.chain(*self.lengths))
+            key_sizes = list(itertools.chain(*_with_keys_before(self.lengths, before)))
+            cuts = ((q_THE, sizes), (k_TKE, key_sizes), (v_TKE, key_sizes))
+            queries, keys, values = ([x.transpose(0, 1)[None] for x in whole.split(parts)] for whole, parts in cuts)
+            attended = [causal(q, k, v) for q, k, v in zip(queries, keys, values, strict=True)]
+            a_THE = torch.cat([a[0].transpose(0, 1) for a in attended])
         return a_THE.unflatten(0, (q_BHSE.shape[0], -1)).transpose(1, 2)
 
 
@@ -196,16 +202,6 @@ def _mask(document_ids_BS: Tensor, dtype: torch.dtype) -> Tensor:
     allowed = same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril()
     # In the activations' dtype: from a boolean mask, every block would create and save its own.
     return torch.zeros(allowed.shape, dtype=dtype, device=same.device).masked_fill_(~allowed, -math.inf)
-
-
-def _segments(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, lengths: Lengths, before: Sequence[int]) -> Tensor:
-    """[T, H, E], one document after another. `before`: extra keys at the front of each sequence's first document."""
-    sizes = list(itertools.chain(*lengths))
-    key_sizes = list(itertools.chain(*_with_keys_before(lengths, before)))
-    cuts = ((q_THE, sizes), (k_TKE, key_sizes), (v_TKE, key_sizes))
-    queries, keys, values = ([x.transpose(0, 1)[None] for x in whole.split(parts)] for whole, parts in cuts)
-    attended = [causal(q, k, v) for q, k, v in zip(queries, keys, values, strict=True)]
-    return torch.cat([a[0].transpose(0, 1) for a in attended])
 
 
 @functools.cache

@@ -66,11 +66,6 @@ class Request:
     def __post_init__(self) -> None:
         assert self.gpus >= 1
 
-    @property
-    def allowed_bytes(self) -> int:
-        """Memory budget for tensors on one device of the smallest mesh, in bytes."""
-        return int(self.hardware.usable_bytes * (1 - self.margin))
-
     def allowed_in(self, parallel: ParallelConfig) -> int:
         """Memory budget for tensors on one device of this mesh, in bytes."""
         return int(self.hardware.usable_in(parallel) * (1 - self.margin))

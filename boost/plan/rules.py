@@ -329,21 +329,16 @@ def linear(x: ShapeTensor, weight: ShapeTensor, bias: ShapeTensor | None = None)
     return record(made, [x, weight, *([] if bias is None else [bias])], backward, [x, weight])
 
 
-def _write(out: ShapeTensor, operation: str, inputs: Sequence[ShapeTensor]) -> None:
-    """Records a write into `out`, which may be uninitialized memory: it takes the category of what is written into it."""
-    storage, tape = out.storage, out.tape
-    if storage is not None and storage.category:
-        storage.category, storage.role = origin(tape, operation, inputs)
-        tape.alive[id(storage)] = storage.category, storage.bytes
-
-
 @rule("mm", torch.mm)
 def mm(a: ShapeTensor, b: ShapeTensor, out: ShapeTensor | None = None) -> ShapeTensor:
     """[m, k] x [k, n]."""
     if out is not None:
         _require_no_graph("mm", (a, b))
         a.tape.record_op(work.GEMM, (1, a.shape[0], b.shape[1], a.shape[1]), a.dtype)
-        _write(out, "mm", [a, b])
+        if out.storage is not None and out.storage.category:
+            # `out` may be uninitialized memory: it takes the category of what is written into it.
+            out.storage.category, out.storage.role = origin(out.tape, "mm", [a, b])
+            out.tape.alive[id(out.storage)] = out.storage.category, out.storage.bytes
         return out
 
     def made() -> ShapeTensor:

@@ -123,7 +123,8 @@ class Search:
 
     def __post_init__(self) -> None:
         self.predictor: Predictor = self.known.predictor if self.known else Predictor(self.request.hardware)
-        self.usable = self.request.allowed_bytes  # an upper bound, with which hopeless candidates are dropped
+        # That of the smallest mesh: an upper bound, with which hopeless candidates are dropped.
+        self.usable = int(self.request.hardware.usable_bytes * (1 - self.request.margin))
         self._limits: dict[tuple[Any, ...], tuple[int, float]] = {}
         """(largest micro-batch that may fit, smallest one that does not), by traced values of [parallel]."""
         self._tp_legal: dict[tuple[Any, ...], bool] = {}

@@ -166,7 +166,9 @@ class Predictor:
         busiest = max(range(parallel.pp), key=lambda rank: passes[rank].total)
         worst = passes[busiest]
         parts = defaultdict(float, {name: count * value for name, value in worst.parts.items()})
-        parts[step_time.BUBBLE] = _bubble(config, passes, worst)
+        # gpipe and 1F1B: the time of the other ranks in the first and last micro-batch (arXiv 1811.06965, 2006.09503). v stages per
+        # rank shorten it v times (arXiv 2104.04473).
+        parts[step_time.BUBBLE] = (sum(one.total for one in passes) - worst.total) / parallel.virtual
         if hardware.alone is not None and 1 < parallel.pp == parallel.world_size <= hardware.per_node:
             # A stage is faster while the others wait: CPU cores share bandwidth and clocks.
             large, dtype = (4096, 4096, 4096), train.compute_dtype
@@ -423,8 +425,8 @@ class Predictor:
         return self._lookup(config, (shared, key), function, arguments)
 
     def _lookup(self, config: Config, key: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        p, train = config.parallel, config.train
-        whole = (config.model, p.layout, p.tp, train.compute_dtype, train.param_dtype, key)
+        train = config.train
+        whole = (config.model, config.parallel.layout, config.parallel.tp, train.compute_dtype, train.param_dtype, key)
         if whole not in self._cache:
             self._cache[whole] = function(*arguments)
         return self._cache[whole]
@@ -436,12 +438,3 @@ _flops_per_token = functools.lru_cache(64)(flops_per_token)
 def _name(sent: Collective) -> str:
     """Key '<axis> <pass>' of a collective; re-communication belongs to the backward pass."""
     return f"{sent.axis} {'forward' if sent.phase == 'forward' else 'backward'}"
-
-
-def _bubble(config: Config, passes: list[PassTime], worst: PassTime) -> float:
-    """Seconds of pipeline bubble on the slowest rank, over all micro-batches.
-
-    gpipe and 1F1B: the time of the other ranks in the first and last micro-batch (arXiv 1811.06965, 2006.09503). v stages per
-    rank shorten it v times (arXiv 2104.04473).
-    """
-    return (sum(one.total for one in passes) - worst.total) / config.parallel.virtual

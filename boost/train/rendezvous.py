@@ -104,7 +104,8 @@ def _require_driver() -> None:
 
 def _require_exclusive_gpu(device: torch.device, store: dist.Store, rank: int, size: int) -> None:
     """Raises ConfigError if another process on this machine uses the same GPU. NCCL would reject it too, but much later."""
-    gpu = [socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), device.index, _gpu_id(device)]
+    gpu_id = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    gpu = [socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), device.index, gpu_id]
     store.set(f"gpu/{rank}", json.dumps(gpu))
     # Ranks of a node are neighbors, so ranks farther away are on other machines.
     near = range(max(rank - GPUS_OF_A_NODE, 0), min(rank + GPUS_OF_A_NODE + 1, size))
@@ -115,10 +116,6 @@ def _require_exclusive_gpu(device: torch.device, store: dist.Store, rank: int, s
                 f"ranks {first} and {second} see the same GPU, {torch.cuda.get_device_name(device)}; start one process per GPU, "
                 "or set run.device = 'cpu'"
             )
-
-
-def _gpu_id(device: torch.device) -> str:
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def open_mesh(

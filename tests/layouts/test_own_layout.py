@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from boost import layouts
 from boost.cli.inspect import as_json
 from boost.config import Config, load
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
-from boost.layouts import layout_names, layout_spec, register_layout, unregister_layout
+from boost.layouts import layout_names, layout_spec, register_layout
 from boost.measure.verify.layouts import is_ours
 from boost.models.kernels import _Scale, scale
 from boost.plan.candidates import Request
@@ -50,7 +51,7 @@ def register() -> None:
 def _registered() -> Iterator[None]:
     register()
     yield
-    unregister_layout(NAME)
+    del layouts._specs[NAME], ParallelConfig.choices[NAME]
 
 
 def trains(sections: dict[str, Any]) -> dict[str, float]:

@@ -5,8 +5,8 @@ import pytest
 from boost.config.load import from_tree, load
 from boost.config.schema import Config, ParallelConfig
 from boost.plan.hardware import load_hardware
-from boost.plan.step_time import SPREADS, PassTime, fit_probability, interval, kind_of
-from boost.plan.timing import Predictor, _bubble, predict
+from boost.plan.step_time import BUBBLE, SPREADS, PassTime, fit_probability, interval, kind_of
+from boost.plan.timing import Predictor, predict
 
 FORWARD, BACKWARD = 1.0, 2.0
 """Seconds of one stage and micro-batch."""
@@ -20,11 +20,14 @@ FORWARD, BACKWARD = 1.0, 2.0
         ("interleaved-1f1b", 2, (FORWARD + BACKWARD) / 2),  # 2104.04473
     ],
 )
-def test_a_pipeline_waits_for_the_first_and_last_micro_batch(schedule: str, virtual: int, waits: float) -> None:
+def test_a_pipeline_waits_for_the_first_and_last_micro_batch(
+    monkeypatch: pytest.MonkeyPatch, schedule: str, virtual: int, waits: float
+) -> None:
     pipeline = {"pp": 4, "schedule": schedule, "virtual": virtual}
     config = from_tree({"model": {"layers": 8}, "parallel": pipeline, "train": {"micro_batch": 1, "global_batch": 8}})
     passes = [PassTime(forward=FORWARD, backward=BACKWARD) for _ in range(4)]
-    assert _bubble(config, passes, passes[0]) == pytest.approx(3 * waits)
+    monkeypatch.setattr(Predictor, "passes", lambda self, config: passes)
+    assert predict(config, load_hardware("h100-80g")).parts[BUBBLE] == pytest.approx(3 * waits)
 
 
 def seven(*words: str) -> Config:

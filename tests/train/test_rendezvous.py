@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,7 +136,7 @@ def test_two_processes_with_one_gpu_are_named(monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
 
     def join(rank: int, own: str) -> None:
-        monkeypatch.setattr(rendezvous, "_gpu_id", lambda device: own)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=own))
         rendezvous._require_exclusive_gpu(gpu, store, rank, 2)
 
     store.set("gpu/1", json.dumps([socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), 0, "GPU-1"]))

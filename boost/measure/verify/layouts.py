@@ -183,18 +183,6 @@ def compare(config: Config, mesh: Mesh) -> dict[str, float]:
     return {"ratio": ours / theirs if theirs else float(ours > 0), "table": table}
 
 
-def _text(cell: Cell, errors: dict[str, float]) -> str:
-    if errors["table"]:
-        return f"{cell.name}: COLLECTIVES DIFFER FROM THE TABLE"
-    value = f"{errors['ratio']:.2f}x" if "ratio" in errors else f"{errors['error']:.0e}".replace("0e+00", "0")
-    return f"{cell.name} {value}"
-
-
-def _holds(cell: Cell, errors: dict[str, float]) -> bool:
-    right = errors["ratio"] <= LIMIT_BF16 if "ratio" in errors else errors["error"] <= LIMITS[cell.dtype]
-    return right and not errors["table"]
-
-
 Results = dict[str, dict[str, float] | str]
 """Errors by cell, or the reason why the cell cannot run."""
 
@@ -220,17 +208,24 @@ def run_row(model: ModelConfig, row: Row, mesh: Mesh) -> Results:
 def judged(cells: Sequence[Cell], by_rank: list[Results]) -> Found:
     """Judges a row from the results of all processes."""
     worst: dict[str, dict[str, float]] = {}
-    refused: dict[str, str] = {}
+    refused, texts, wrong = dict[str, str](), dict[str, str](), list[str]()
     for cell in cells:
         outcomes = [results[cell.name] for results in by_rank]
         numbers = [outcome for outcome in outcomes if isinstance(outcome, dict)]
-        if numbers:
-            worst[cell.name] = worst_of(numbers)
-        else:
+        if not numbers:
             refused[cell.name] = str(outcomes[0])
-    by_name = {cell.name: cell for cell in cells}
-    wrong = [name for name, errors in worst.items() if not _holds(by_name[name], errors)]
-    text = " · ".join(_text(by_name[name], errors) for name, errors in worst.items() if not wrong or name in wrong)
+            continue
+        errors = worst[cell.name] = worst_of(numbers)
+        if "ratio" in errors:
+            value, holds = f"{errors['ratio']:.2f}x", errors["ratio"] <= LIMIT_BF16
+        else:
+            value, holds = f"{errors['error']:.0e}".replace("0e+00", "0"), errors["error"] <= LIMITS[cell.dtype]
+        texts[cell.name] = f"{cell.name} {value}"
+        if errors["table"]:
+            texts[cell.name] = f"{cell.name}: COLLECTIVES DIFFER FROM THE TABLE"
+        if errors["table"] or not holds:
+            wrong.append(cell.name)
+    text = " · ".join(texts[name] for name in wrong or texts)
     numbers_of: dict[str, Any] = {"cells": worst, "refused": refused}
     if wrong:
         return Found("failed", text, numbers=numbers_of)

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.commands import LEAST_ROUNDS
 from benchmarks.experiments import contest
 from benchmarks.experiments.contest import WARM_UP, ratio, refuse_zeros, spread, t_interval, take_turns
-from boost.errors import MeasurementError
+from benchmarks.experiments.results import MeasurementError
 from boost.parallel.mesh import Mesh
 from tests import toy
 from tests.distributed import run_distributed

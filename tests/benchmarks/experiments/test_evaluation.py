@@ -12,8 +12,8 @@ from benchmarks.commands import EXPERIMENTS, build_parser
 from benchmarks.experiments import evaluation
 from benchmarks.experiments.contest import ratio
 from benchmarks.experiments.evaluation import BENCH, Part, Place, merged
-from benchmarks.experiments.results import Section, facts_of
-from boost.errors import ConfigError, MeasurementError
+from benchmarks.experiments.results import MeasurementError, Section, facts_of
+from boost.errors import ConfigError
 from tests import toy
 
 CLEAN = {"commit": "a" * 40, "dirty": False}

@@ -13,8 +13,7 @@ from benchmarks.experiments.goals import (
     target_of,
     verdict,
 )
-from benchmarks.experiments.results import Goal
-from boost.errors import MeasurementError
+from benchmarks.experiments.results import Goal, MeasurementError
 
 FOUND = Goal("btp-sp against btp, bytes", "0.50x", "here", "0.50x", True, "counted")
 

@@ -9,10 +9,10 @@ import pytest
 from benchmarks.commands import main
 from benchmarks.experiments import colors, report, sections
 from benchmarks.experiments.report import inline_svg
-from benchmarks.experiments.results import Facts, Figure, Goal, Section, Table, facts_of
+from benchmarks.experiments.results import Facts, Figure, Goal, MeasurementError, Section, Table, facts_of
 from boost import drawing
 from boost.config import load
-from boost.errors import ConfigError, MeasurementError
+from boost.errors import ConfigError
 
 TITLE = "Steps <script>document.title = 'taken over'</script> & more"
 

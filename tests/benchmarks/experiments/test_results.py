@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.experiments.results import (
     Figure,
+    MeasurementError,
     Section,
     Table,
     differences,
@@ -20,7 +21,7 @@ from benchmarks.experiments.results import (
     save_section,
 )
 from boost.config import load
-from boost.errors import ConfigError, MeasurementError
+from boost.errors import ConfigError
 
 
 def test_a_section_is_written_with_its_command_and_machine(tmp_path: Path) -> None:

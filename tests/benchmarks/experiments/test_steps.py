@@ -10,13 +10,13 @@ import torch.distributed as dist
 from benchmarks.commands import LEAST_ROUNDS
 from benchmarks.experiments import shares, side_by_side, steps
 from benchmarks.experiments.contest import refuse_zeros
-from benchmarks.experiments.results import Facts, Table, facts_of
+from benchmarks.experiments.results import Facts, MeasurementError, Table, facts_of
 from benchmarks.experiments.shares import exposed_collectives
 from benchmarks.experiments.side_by_side import TimingGroup
 from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PUBLISHED, VANILLA, Machine
 from benchmarks.experiments.steps_report import goals, section
 from boost.config.schema import ParallelConfig
-from boost.errors import ConfigError, MeasurementError
+from boost.errors import ConfigError
 from boost.measure.steps import Stepper
 from boost.plan.hardware import load_hardware
 from boost.plan.timing import predict

@@ -11,11 +11,11 @@ import torch
 
 from benchmarks.experiments import wire, wire_report
 from benchmarks.experiments.hosts import Host, hosts, why_no_hosts
-from benchmarks.experiments.results import Table, figures, read
+from benchmarks.experiments.results import MeasurementError, Table, figures, read
 from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON_SP, PUBLISHED
 from benchmarks.experiments.wire import WireLaunch, schedule
 from benchmarks.experiments.wire_plan import BTP_CP, MAIN, MANY, MESHES, NO_LIMIT, WireContender, WireGroup, WireSet
-from boost.errors import ConfigError, MeasurementError
+from boost.errors import ConfigError
 from boost.measure.steps import Stepper
 from boost.parallel.mesh import Mesh
 

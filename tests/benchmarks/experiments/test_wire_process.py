@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.experiments import wire_process
-from boost.errors import MeasurementError
+from benchmarks.experiments.results import MeasurementError
 from boost.measure.steps import Stepper
 from boost.parallel.mesh import Mesh
 from tests import toy
