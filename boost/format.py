@@ -10,12 +10,12 @@ _COUNTS = ("", "k", "M", "B", "T")
 
 
 def format_bytes(number: float, digits: int = 3) -> str:
-    """Bytes to so many significant digits: '512 B', '152 MB', '1.29 GB'; 'n/a' for nan."""
+    """Bytes to `digits` significant digits: '512 B', '152 MB', '1.29 GB'; 'n/a' for nan."""
     return _scaled(number, _BYTES, digits)
 
 
 def format_count(number: float, digits: int = 3) -> str:
-    """A count to so many significant digits: '950', '8.1k', '1.3M', '6.74B'; 'n/a' for nan."""
+    """A count to `digits` significant digits: '950', '8.1k', '1.3M', '6.74B'; 'n/a' for nan."""
     return _scaled(number, _COUNTS, digits)
 
 
@@ -36,7 +36,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A longer time as on a clock: '0:07', '3:21', '2:03:21' or '3d 4:00:00'; '-' if not finite."""
+    """A longer time in clock format: '0:07', '3:21', '2:03:21' or '3d 4:00:00'; '-' if not finite."""
     if not math.isfinite(seconds):
         return "-"
     minutes, second = divmod(round(max(seconds, 0.0)), 60)
@@ -48,7 +48,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_percent(fraction: float, digits: int = 1) -> str:
-    """A fraction with so many decimals: '41.2%'; 'n/a' if not finite."""
+    """A fraction as a percentage with `digits` decimals: '41.2%'; 'n/a' if not finite."""
     return f"{fraction:.{digits}%}" if math.isfinite(fraction) else "n/a"
 
 

@@ -11,7 +11,7 @@ from boost.errors import BoostError, DataError
 from boost.format import format_bytes
 
 _MAX_BYTES = 200
-"""Of a name. File systems allow 255, including the suffix that a caller may add."""
+"""Limit for a name. File systems allow 255, including the suffix that a caller may add."""
 
 READ_LIMIT = 1 << 28
 """Largest file that is read whole, bytes. The largest tokenizers have 50 MB."""

@@ -54,8 +54,8 @@ class Model(nn.Module):
     def from_preset(cls, name: str, overrides: Mapping[str, Any] | None = None, **options: Any) -> "Model":
         """A new model of a preset (`boost config` lists them), or of a TOML file, with initial weights.
 
-        `overrides`: values by dotted key, such as {"model.rank": 64}; `options`: of `boost.nn.Spec`, such as mesh, layout, dtype.
-        Raises ConfigError.
+        `overrides`: values by dotted key, such as {"model.rank": 64}; `options`: those of `boost.nn.Spec`, such as mesh or
+        layout. Raises ConfigError.
         """
         tree = read_source(name)
         change(tree, overrides or {})
@@ -63,7 +63,7 @@ class Model(nn.Module):
 
     @classmethod
     def from_config(cls, config: Config | Mapping[str, Any] | str | Path, **options: Any) -> "Model":
-        """A new model of a configuration: an object, a nested dict, or a TOML file. `options` as of `from_preset`."""
+        """A new model of a configuration: an object, a nested dict, or a TOML file. `options` as in `from_preset`."""
         config = as_config(config)
         return cls(Decoder(spec_of(config.model, {"seed": config.train.seed, **options})), config)
 
@@ -71,13 +71,13 @@ class Model(nn.Module):
     def from_pretrained(cls, path: str | Path, *, untie: bool = False, **options: Any) -> "Model":
         """Weights of a run directory (its newest checkpoint), a checkpoint, or a Hugging Face folder (LLaMA, CoLA, our exports).
 
-        `untie`: take a folder whose embedding and head are one tensor, as two. `options`: of `boost.nn.Spec`, such as mesh and
+        `untie`: load a tied embedding and head as two tensors. `options`: those of `boost.nn.Spec`, such as mesh and
         layout, under which each process keeps its own shards; dtype defaults to that of the weights. Raises BoostError.
         """
         path = Path(path)
         if not path.is_dir():
             raise ConfigError(
-                f"path = '{path}' is no folder; name a run directory, a checkpoint, or a Hugging Face folder"
+                f"path = '{path}' is not a folder; pass a run directory, a checkpoint, or a Hugging Face folder"
             )
         is_hf = (path / "config.json").is_file()
         weights = FolderWeights(path) if is_hf else CheckpointWeights(find_checkpoint(path))
@@ -104,8 +104,8 @@ class Model(nn.Module):
         return self._tokenizer
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, *rest: Any, **options: Any) -> Tensor:
-        """Logits [B, S, V] of tokens [B, S], or with targets the mean loss in nats per token: `boost.nn.Decoder.forward`, with its
-        further arguments."""
+        """Logits [B, S, V] of tokens [B, S], or with targets the mean loss in nats per token. Takes all arguments of
+        `boost.nn.Decoder.forward`."""
         result: Tensor = self.decoder(tokens, targets, *rest, **options)
         return result
 
@@ -148,7 +148,7 @@ class Model(nn.Module):
 
     def save(self, path: str | Path) -> Path:
         """Writes a checkpoint of weights and tokenizer, which `boost train --start-from`, `eval`, `generate`, `export` and
-        `from_pretrained` take. Collective under TP; rank 0 writes. Raises ConfigError if the folder exists, StorageError.
+        `from_pretrained` accept. Collective under TP; rank 0 writes. Raises ConfigError if the folder exists, or StorageError.
         """
         path, is_writer = Path(path), self._is_writer
         require_free(path, "path")  # on all ranks: none must wait for one that was refused
@@ -169,9 +169,9 @@ class Model(nn.Module):
         return path
 
     def export(self, path: str | Path, *, dtype: str | None = None, merge: bool = True) -> Path:
-        """Writes a Hugging Face folder, as `boost export`: `dtype` of the weights, and for svd whether to merge W = B A.
+        """Writes a Hugging Face folder, like `boost export`: `dtype` of the weights, and for svd whether to merge W = B A.
 
-        Collective under TP; rank 0 writes. Raises ConfigError if the folder exists, StorageError.
+        Collective under TP; rank 0 writes. Raises ConfigError if the folder exists, or StorageError.
         """
         path, is_writer = Path(path), self._is_writer
         scratch = path.resolve().with_name(f".{path.resolve().name}.weights")
@@ -199,7 +199,7 @@ class Model(nn.Module):
         return self._mesh is None or not any(self._mesh.get_coordinate() or ())
 
     def _barrier(self) -> None:
-        """Waits for the other ranks: nobody reads what the first one has not written."""
+        """Waits for the other ranks: none may read what the first one has not written yet."""
         if (mesh := self._mesh) is not None:
             for dim in range(mesh.ndim):
                 dist.barrier(group=mesh.get_group(dim))

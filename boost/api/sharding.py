@@ -28,9 +28,9 @@ def parallelize(
 
     Args:
         model: a `Decoder`, `Block`, `LowRankAttention` or `LowRankMLP` of `boost.nn` on one process.
-        mesh: the TP ranks, as of `boost.nn.Spec`.
+        mesh: the TP ranks, as in `boost.nn.Spec`.
         layout: such as btp or btp-sp (default: the family's usual one).
-        options: of the layout: norm, grouping, overlap; and recompute.
+        options: the layout's norm, grouping and overlap; recompute.
 
     Raises ConfigError if the layout cannot shard these sizes over the mesh.
     """

@@ -37,21 +37,21 @@ def lowrank(
     include: str | Sequence[str] = ("*",),
     exclude: str | Sequence[str] = (),
 ) -> nn.Module:
-    """Replaces linears inside `module` by `boost.nn.LowRankLinear`, in place, and returns it. The logger `boost.api.swap` says at
-    level INFO how many; `ranks_of` lists them.
+    """Replaces linears inside `module` with `boost.nn.LowRankLinear`, in place, and returns it. The logger `boost.api.swap` reports
+    their number at level INFO; `ranks_of` lists them.
 
-    The output embedding is left alone, unless `include` names it exactly. So are linears that share their weight with another
-    module, such as a tied head, and those whose factors would have as many parameters.
+    The output embedding is left alone unless `include` names it exactly. So are linears that share their weight with another
+    module, such as a tied head, and those whose factors would not have fewer parameters.
 
     Args:
         module: any model. transformers' `Conv1D` (GPT-2) and subclasses of `nn.Linear` that compute the same count as linears.
-        rank: of the factors; a float is a fraction of each linear's smaller width. A mapping has one for each pattern of module
-            names: the first that matches counts, and linears that match none are left alone.
+        rank: rank of the factors; a float is a fraction of each linear's smaller width. A mapping has one for each pattern of
+            module names: the first match counts, and linears without a match are left alone.
         init: "svd" approximates each weight by its truncated SVD; "random" draws new factors.
-        activation: between the factors: "none" or "silu".
+        activation: activation between the factors, "none" or "silu".
         include, exclude: patterns of module names, such as "*.mlp.*" (fnmatch).
 
-    Raises ConfigError if no linear matches, an argument is not valid, or `include` names a linear with a shared weight.
+    Raises ConfigError if no linear matches, an argument is invalid, or `include` names a linear with a shared weight.
     """
     by_pattern = rank if isinstance(rank, Mapping) else {"*": rank}
     for of_pattern in by_pattern.values():
@@ -67,11 +67,11 @@ def lowrank(
         if value is not None and r * (rows + columns) < rows * columns:
             chosen.append((name, linear, r))
     if not chosen:
-        why = "no linear has such a name"
+        why = "no linear matches these names"
         if linears:
             why = "its factors would not be smaller; use a lower rank"
         elif any(_matches(name, included) for name in ranks_of(module)):
-            why = "its linears are factors already"
+            why = "its linears are already factors"
         raise ConfigError(f"rank = {rank}, include = {included}: nothing to replace in {type(module).__name__}: {why}")
     for name, linear, r in progress(chosen, "factorizing", enabled=init == "svd"):
         _replace(module, name, linear, r, init, activation)
@@ -87,8 +87,8 @@ def ranks_of(module: nn.Module) -> dict[str, int]:
 
 
 def merge_lowrank(module: nn.Module) -> nn.Module:
-    """Replaces every `LowRankLinear` inside `module` by the dense linear W = B A, in place, and returns it. Raises ConfigError with
-    an activation, which has no dense equivalent."""
+    """Replaces every `LowRankLinear` inside `module` with the dense linear W = B A, in place, and returns it. Raises ConfigError
+    with an activation, which has no dense equivalent."""
     for name in ranks_of(module):
         factors: Any = module.get_submodule(name)
         merged = factors.merged()
@@ -102,10 +102,10 @@ def merge_lowrank(module: nn.Module) -> nn.Module:
 
 
 def load_lowrank(path: str | Path, **options: Any) -> Any:
-    """Loads a transformers model that `save_pretrained` has written after `lowrank`.
+    """Loads a transformers model that `save_pretrained` wrote after `lowrank`.
 
-    transformers' own `from_pretrained` does not know the factors: it warns, and draws dense weights anew. `options`: of
-    `from_pretrained`, such as dtype. Raises ConfigError if the folder has no ranks or its class is not one of transformers.
+    transformers' own `from_pretrained` does not recognize the factors: it warns and initializes dense weights. `options`: options
+    of `from_pretrained`, such as dtype. Raises ConfigError if the folder has no ranks or its class is not one of transformers.
     """
     import transformers
 
@@ -137,10 +137,10 @@ def load_lowrank(path: str | Path, **options: Any) -> Any:
 
 def _check_rank(rank: Any) -> None:
     if isinstance(rank, bool) or not isinstance(rank, int | float):
-        raise ConfigError(f"rank = {rank!r} is no number; use one such as 64, or a fraction of each width such as 0.25")
+        raise ConfigError(f"rank = {rank!r} is not a number; use one such as 64, or a fraction of each width (0.25)")
     if isinstance(rank, float) and not 0 < rank <= 1:
         raise ConfigError(
-            f"rank = {rank} is no fraction of a linear's width; nearest valid value: {min(max(rank, 0.01), 1.0)}"
+            f"rank = {rank} is not a fraction of a linear's width; nearest valid value: {min(max(rank, 0.01), 1.0)}"
         )
     if rank < 1 and isinstance(rank, int):
         raise ConfigError(f"rank = {rank} is too small; smallest valid value: 1")

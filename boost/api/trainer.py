@@ -41,7 +41,7 @@ class Trainer:
             hooks: called around each step on every process, before the built-in ones (`boost.Hook`).
             resume: "auto" resumes from the latest checkpoint in run.dir, or starts if there is none; or a checkpoint.
             start_from: a checkpoint whose weights the run begins with, at step 0. Unless `config` chooses them, the learning
-                rate and train.seq_len suit these weights, as of `boost train --start-from`.
+                rate and train.seq_len suit these weights, as in `boost train --start-from`.
 
         Raises ConfigError, DataError, or CheckpointError: everything that can be checked before the first step is checked here.
         """
@@ -71,5 +71,5 @@ class Trainer:
         return result
 
     def model(self, **options: Any) -> Model:
-        """The model of the latest checkpoint of the run, on one process; `options` as of `Model.from_pretrained`."""
+        """The model of the latest checkpoint of the run, on one process; `options` as in `Model.from_pretrained`."""
         return Model.from_pretrained(self.config.run.dir, **options)

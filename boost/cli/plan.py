@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.write} already exists; add --force to overwrite it")
     if args.svg is not None:
         if not args.by_gpus:
-            raise ConfigError("--svg draws a grid; add --by-gpus")
+            raise ConfigError("--svg draws the grid of --by-gpus; add --by-gpus")
         require_drawable(args.svg)
     if args.config is not None:
         for name in ("model", "gpus", "seq", "global_batch", "write", "by_gpus"):

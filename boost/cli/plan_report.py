@@ -92,8 +92,8 @@ def search_and_report(args: argparse.Namespace, request: Request, source: str, f
         if best is not fastest:
             faster, config = 1 - fastest.time.seconds / best.time.seconds, fastest.config
             remarks.append(
-                f"A tie: {mesh(config.parallel)} ({choices(config)}) takes {faster:.1%} less time. Of plans within {TIE:.0%} or "
-                f"{format_seconds(TIE_SECONDS)}, the simplest is chosen."
+                f"A tie: {mesh(config.parallel)} ({choices(config)}) takes {faster:.1%} less time. Among plans within {TIE:.0%} or "
+                f"{format_seconds(TIE_SECONDS)}, the planner picks the simplest."
             )
         others = alternatives(search, best, tick)
         if (fewer := fewer_gpus(search, best, [other.plan for other in others])) is not None:
@@ -116,7 +116,7 @@ def search_and_report(args: argparse.Namespace, request: Request, source: str, f
         more = best.config.model.vocab_size * best.config.model.dim
         remarks.append(
             f"'{folder / 'config.json'}' ties embedding and head. The plan is for two tensors, as 'boost import --untie' makes "
-            f"them: {more:,} parameters more."
+            f"them: {more:,} more parameters."
         )
     if args.write is not None:
         command = ["train", str(args.write)]
@@ -338,7 +338,7 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: H
     low, high = map(format_seconds, interval(time.seconds, parallel, hardware))
     likely = f"eight of ten runs take {low} to {high}"
     if hardware.architecture and not hardware.has_runs:
-        likely = f"no measured run for this GPU: perhaps {low} to {high}"
+        likely = f"no measured run for this GPU; a guess is {low} to {high}"
     probability = fit_probability(plan.memory, plan.usable)
     chance = f"{probability:.0%}"
     if not 0.005 < probability < 0.995:

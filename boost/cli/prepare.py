@@ -71,7 +71,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--from-tokens",
         metavar="PATH",
-        help="read token ids that another tool wrote; --tokenizer names their tokenizer",
+        help="read token ids written by another tool; --tokenizer names their tokenizer",
     )
     parser.add_argument(
         "--token-dtype",
@@ -82,9 +82,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="the inputs are conversations (messages, ShareGPT or Alpaca, as .jsonl, .json or .parquet files, folders of them, or "
-        "an --hf dataset); formats them by the chat "
-        "template in the folder --tokenizer, with a mask so that only what the assistant says counts in the loss",
+        help="read the inputs as conversations (messages, ShareGPT or Alpaca, as .jsonl, .json or .parquet files, folders of them, "
+        "or an --hf dataset); formats them with the chat "
+        "template in the --tokenizer folder, and masks the loss so that only what the assistant says counts",
     )
     parser.add_argument(
         "--out", metavar="STORE", help="folder of the token store (default: data/NAME, after the first input)"
@@ -97,7 +97,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "(default: %(default)s)",
     )
     parser.add_argument(
-        "--eos", metavar="TOKEN", help="end-of-document token (default: found by its usual names, such as </s>)"
+        "--eos", metavar="TOKEN", help="end-of-document token (default: the first usual name found, such as </s>)"
     )
     parser.add_argument(
         "--text-field",
@@ -125,7 +125,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--max-documents", type=int, metavar="N", help="read at most N documents, not counting --heldout-from or -split"
     )
     parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="stop with the document that reaches N training tokens"
+        "--max-tokens", type=int, metavar="N", help="stop after the document that reaches N training tokens"
     )
     parser.add_argument(
         "--max-heldout-tokens", type=int, metavar="N", help="hold out no more documents once they have N tokens"

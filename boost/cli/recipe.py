@@ -67,7 +67,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     if args.recipe is None:
         if args.overrides:
-            raise ConfigError(f"RECIPE is missing before {args.overrides[0]}; 'boost recipe' lists them")
+            raise ConfigError(f"RECIPE is missing before {args.overrides[0]}; 'boost recipe' lists the recipes")
         rows = []
         for recipe in recipes().values():
             published = "-" if recipe.perplexity is None else f"{recipe.perplexity:.2f}"

@@ -101,7 +101,7 @@ def _plain(cell: object) -> str:
 def searching(what: str) -> Iterator[Callable[[int, int], None]]:
     """Yields the progress callback (done, total) of a search by the planner, whose bar is on stderr.
 
-    The bar is shown if stderr is a terminal and the search takes longer than a second. Garbage collection is off meanwhile: it
+    The bar is shown if stderr is a terminal and the search takes longer than a second. Garbage collection is off during it: it
     takes a tenth of the time and finds nothing, because a search creates no cycles.
     """
     from rich.console import Console

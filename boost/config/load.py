@@ -111,7 +111,7 @@ REMOVED = {
 }
 """When keys and names were removed. Keys are ignored at 0 or false, where they did nothing, and at their `FORMER_DEFAULTS`."""
 FORMER_DEFAULTS = {"data.recheck_every": 100}
-"""Of removed keys that were on by default: every configuration saved before has them."""
+"""Defaults of removed keys that were on by default, which every earlier saved configuration has."""
 
 
 def from_tree(tree: dict[str, Any]) -> Config:

@@ -167,7 +167,7 @@ def _sharding_problems(config: Config) -> Iterator[str]:
         holders = [name for name in layouts.layout_names() if layouts.layout_spec(name).has_whole_factors]
         yield (
             f"parallel.shard_outer = true shards factors that parallel.layout = {_either(holders)} replicates over TP; "
-            f"'{parallel.layout}' replicates none: set shard_outer = false, or use that layout"
+            f"'{parallel.layout}' replicates none: set shard_outer = false, or use a layout that does"
         )
 
 
@@ -185,7 +185,7 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
             f"valid value with '{parallel.schedule}': 1"
         )
     if parallel.schedule == "interleaved-1f1b" and parallel.virtual == 1:
-        yield "parallel.virtual = 1 is not enough for parallel.schedule = 'interleaved-1f1b'; set 2, or use '1f1b'"
+        yield "parallel.virtual = 1 is not enough for parallel.schedule = 'interleaved-1f1b'; set it to 2, or use '1f1b'"
     if parallel.stages > layers:
         way_out = f"parallel.pp: {layers // parallel.virtual}"
         if layers // parallel.virtual < 2:
@@ -340,7 +340,7 @@ def _train_problems(config: Config) -> Iterator[str]:
     if train.recompute == "low-rank-sharded" and parallel.layout not in gatherers:
         yield (
             f"train.recompute = 'low-rank-sharded' saves latents before parallel.layout = {_either(gatherers)} gathers them; "
-            f"'{parallel.layout}' gathers none: use 'low-rank', or that layout"
+            f"'{parallel.layout}' gathers none: use 'low-rank', or a layout that does"
         )
     if train.recompute_every > config.model.layers:
         yield (

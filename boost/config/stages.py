@@ -80,7 +80,7 @@ def costs(model: ModelConfig, train: TrainConfig) -> Costs:
 
     @functools.cache
     def cost_of(layer: int, policy: RecomputeName) -> float:
-        """Of a block, which recomputes nothing, its whole forward pass, or the part that follows the latents."""
+        """Cost of a block that recomputes nothing, its whole forward pass, or the part after the latents."""
         flops = block_flops_per_token(model, train.seq_len, layer)
         again = 0.0
         if policy == "full-block":

@@ -106,7 +106,7 @@ def collect(decoder: Decoder, batches: Sequence[Batch], seed: int = 0) -> dict[s
     """Moments of every group, by `group_name`, from one forward and backward pass over the batches.
 
     Gradients are those of targets sampled from the model itself (seed `seed`), not of the text: their second moment is
-    the Fisher matrix, the curvature of the divergence from this model, also where the model has not converged.
+    the Fisher matrix, the curvature of the divergence from this model, even if the model has not converged.
     """
     device, names, moments = decoder.device, dict[LinearGroup, str](), dict[str, GroupMoments]()
     for layer, block in enumerate(block for block in decoder.blocks if isinstance(block, TransformerBlock)):
@@ -226,7 +226,7 @@ class Twins:
             self._streams = [(flow.x, flow.x) for flow in flows]
 
     def moments(self, index: int, importance: Sequence[Tensor]) -> list[InputMoments]:
-        """Of group `index` of the current block, over each half of the tokens of every batch.
+        """Moments of group `index` of the current block, over each half of the tokens of every batch.
 
         `importance`: s of every token, one [T] per batch.
         """

@@ -58,7 +58,7 @@ MAX_SEQ_LEN = 1024
 
 @dataclass(frozen=True)
 class Compression:
-    """What the low-rank model must be."""
+    """Requirements for the low-rank model."""
 
     budget: float
     """Parameters of all factors as a fraction of those of the linears that they replace (embedding, head and norms stay)."""
@@ -209,7 +209,7 @@ class Candidate:
     """One linear: what each direction is worth, and what a rank costs."""
 
     gains: Tensor
-    """[R] fp64, descending: fall of the loss from each further rank, up to the largest that is worth having."""
+    """[R] fp64, descending: drop in the loss from each additional rank, up to the largest worth having."""
     size: int
     """Parameters per rank: O + I."""
 

@@ -125,8 +125,8 @@ def import_weights(
     """Writes the checkpoint `out`, which must be empty or not exist. `how`: how dense weights become factors; None: as they are.
 
     `dtype`: None keeps the stored dtype, or the widest of several (float16 becomes float32, factors are float32 or wider).
-    `tokenizer`: a tokenizer.json or its folder, instead of the one next to the weights. `untie`: take a folder whose embedding and
-    head are one tensor, as two. Writes to a temporary folder and renames it once complete. Raises BoostError.
+    `tokenizer`: a tokenizer.json or its folder, instead of the one next to the weights. `untie`: import a tied embedding
+    and head as two tensors. Writes to a temporary folder and renames it once complete. Raises BoostError.
     """
     require_free(out, "--out")
     weights = open_weights(source, how)

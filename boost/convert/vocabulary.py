@@ -28,7 +28,7 @@ _TOKENIZER_KEYS = (
 )
 """Fields of tokenizer_config.json to keep. The others name files or classes, or repeat what tokenizer.json contains."""
 BOS = "bos_token_id"
-"""Key among the settings of a folder: the token that it names, which starts a prompt only if the tokenizer says so too."""
+"""Key among the settings of a folder: the token that it names, which starts a prompt only if the tokenizer also says so."""
 TIED = "tied"
 """Key among the settings of a folder: whether its embedding and head are one tensor."""
 _ORIGINAL_KEY = "boost_post_processor"

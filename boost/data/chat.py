@@ -58,7 +58,7 @@ def _template_errors() -> tuple[type[Exception], ...]:
 
 
 class Rejected(Exception):
-    """A conversation that the template cannot format for training: why."""
+    """Why the template cannot format a conversation for training."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,15 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplate:
-    """Formats conversations for training, such that only what the assistant says counts in the loss.
+    """Formats conversations for training so that only what the assistant says counts in the loss.
 
-    A template with {% generation %} markers says itself what that is. Otherwise it is what each message of the assistant adds to
-    the prompt before it: the text of the conversation up to and including the message, without the prompt with which generation of
+    A template with {% generation %} markers says what that is. Otherwise, it is what each assistant message adds to the
+    prompt before it: the text of the conversation up to and including the message, without the prompt with which generation of
     the message would begin.
     """
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: see `load_chat_template`. Raises ConfigError or DataError, also if it has no template."""
+        """`folder`: see `load_chat_template`. Raises ConfigError or DataError, including when it has no template."""
         self._tokenizer = _load(folder)
         if not self._tokenizer.chat_template:
             raise DataError(
@@ -108,19 +108,19 @@ class ChatTemplate:
         }
 
     def unused(self, messages: Sequence[dict[str, Any]], fields: Mapping[str, Any]) -> Iterator[str]:
-        """What the template does not read of a conversation, in words."""
+        """The parts of a conversation that the template does not use, in words."""
         for name in fields:
             if name not in self._names or name in self._reserved:
                 yield f"the chat template does not use {name!r}"
         for name in {name: None for message in messages for name in message}:
             if name not in self._names and name != "weight":
-                yield f"the chat template does not use {name!r} of a message"
+                yield f"the chat template does not use a message's {name!r}"
 
     def encode(self, messages: Sequence[dict[str, Any]], fields: Mapping[str, Any] | None = None) -> list[Encoded]:
         """The conversation as one document; or, if the template formats a message differently once others follow it (as those that
-        drop earlier reasoning do), as one document per message of the assistant, in which only that message counts.
+        drop earlier reasoning do), as one document per assistant message, in which only that message counts.
 
-        A message with `weight` 0 does not count. `fields`: further variables of the template, such as `tools`. Raises Rejected.
+        A message with `weight` 0 does not count. `fields`: more template variables, such as `tools`. Raises Rejected.
         """
         counts = [message.get("weight") != 0 for message in messages if message["role"] == "assistant"]
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
@@ -150,7 +150,7 @@ class ChatTemplate:
         if not all(counts):
             if len(edges) != len(counts):
                 raise Rejected(
-                    "the template's {% generation %} blocks do not match its messages, of which some do not count"
+                    "the template's {% generation %} blocks do not match its messages, some of which do not count"
                 )
             for (start, end), is_counted in zip(edges, counts, strict=True):
                 mask[start:end] &= is_counted
@@ -189,7 +189,7 @@ class ChatTemplate:
             header = self._render(other, variables, prompt=True).removeprefix(self._render(other, variables))
             if header and header in answered:
                 return answered.index(header) + len(header)
-        raise Rejected("the prompt of the chat template is not the start of what it formats with the answer")
+        raise Rejected("the chat template's prompt is not a prefix of the formatted conversation")
 
     def _render(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any], prompt: bool = False) -> str:
         return str(

@@ -45,14 +45,14 @@ _REFUSED = ("train_detail", "images", "image", "videos", "video", "audios", "aud
 
 
 class Malformed(Exception):
-    """A record that is no conversation: why."""
+    """Why a record is not a conversation."""
 
 
 class Conversation(NamedTuple):
-    """What a record says."""
+    """The content of a record."""
 
     messages: list[dict[str, Any]]
-    """Up to the last one of the assistant. A message that does not count in the loss has `weight` 0."""
+    """Up to the last assistant message. A message that does not count in the loss has `weight` 0."""
     template: dict[str, Any]
     """More variables of the chat template, such as `tools`."""
     unused: list[str]
@@ -74,9 +74,9 @@ def conversation_of(record: Any) -> Conversation:
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()  # nothing is learned from what nobody answered
     if not messages:
-        raise Malformed("no message of the assistant")
+        raise Malformed("no assistant message")
     if all(message.get("weight") == 0 for message in messages if message["role"] == "assistant"):
-        raise Malformed("no message of the assistant that counts in the loss")
+        raise Malformed("no assistant message that counts in the loss")
     template = _template_fields(record)
     used = {*form, "system", "label", "tools", "functions", "documents", "chat_template_kwargs"}
     return Conversation(messages, template, [key for key in record if key not in used])
@@ -158,7 +158,7 @@ def _message(message: Any, role: str, content: str) -> dict[str, Any]:
     }
     for key in _COUNTS:
         if (counts := message.get(key)) not in (None, 0, 1):
-            raise Malformed(f"{key!r} of a message is {counts!r:.20}; 0 and 1 are supported")
+            raise Malformed(f"a message's {key!r} is {counts!r:.20}; 0 and 1 are supported")
     if any(message.get(key) == 0 for key in _COUNTS):
         others["weight"] = 0
     text = message.get(content)
@@ -182,7 +182,7 @@ def _kind(value: Any) -> str:
 
 
 def document_of(record: Any, key: str, where: str, entry: FileReport) -> Document | None:
-    """A conversation as a document: its text is JSON of messages and variables of the template. None if it is skipped."""
+    """A conversation as a document: its text is JSON of messages and template variables. None if it is skipped."""
     try:
         messages, template, unused = conversation_of(record)
         text = json.dumps({"messages": messages, "template": template}, ensure_ascii=False)
@@ -210,4 +210,4 @@ def read_conversations(path: Path, key: str, entry: FileReport, report: PrepareR
                     yield document
         report.consumed += path.stat().st_size
     else:
-        raise Unreadable("not a file of conversations", fix="--chat reads .jsonl, .json (also compressed) and .parquet")
+        raise Unreadable("not a conversation file", fix="--chat reads .jsonl, .json (also compressed) and .parquet")

@@ -94,7 +94,7 @@ def open_token_files(path: Path, dtype: str, split: str | None = None) -> list[T
         return [_open_megatron(_existing(index), split)]
     if not is_tokens:
         _existing(path)
-        raise DataError(f"--from-tokens {path}: expected .bin or .idx of Megatron-LM, or .bin or a folder of nanoGPT")
+        raise DataError(f"--from-tokens {path}: expected a Megatron-LM .bin or .idx, or a nanoGPT .bin or folder")
     return [_open_raw(_existing(path), dtype, split)]
 
 
@@ -122,13 +122,13 @@ def _open_megatron(index: Path, split: str | None) -> TokenFile:
     with index.open("rb") as file:
         head = file.read(_MEGATRON_HEADER.size)
         if not head.startswith(_MEGATRON_MAGIC) or len(head) < _MEGATRON_HEADER.size:
-            raise DataError(f"{index}: not an index of Megatron-LM (it begins with other bytes)")
+            raise DataError(f"{index}: not a Megatron-LM index (wrong first bytes)")
         _, version, code, n_sequences, n_indices = _MEGATRON_HEADER.unpack(head)
         if version != 1:
-            raise DataError(f"{index}: version {version} of Megatron-LM's index; only version 1 is known")
+            raise DataError(f"{index}: Megatron-LM index version {version}; only version 1 is supported")
         if code not in _MEGATRON_TYPES:
             known = [*_MEGATRON_TYPES]
-            raise DataError(f"{index}: code {code} for the type of the ids; expected an integer type: {known}")
+            raise DataError(f"{index}: code {code} for the id type; expected an integer type: {known}")
         dtype = np.dtype(_MEGATRON_TYPES[code])
         expected, size = 12 * n_sequences + 8 * n_indices, index.stat().st_size - len(head)
         if size not in (expected, expected + n_sequences):  # a multimodal dataset has another byte per sequence
@@ -140,9 +140,9 @@ def _open_megatron(index: Path, split: str | None) -> TokenFile:
         indices = np.fromfile(file, "<i8", n_indices)
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     if (lengths < 0).any() or (offsets != ends[:-1] * dtype.itemsize).any():
-        raise DataError(f"{index}: sequences that do not follow one another in the .bin file")
+        raise DataError(f"{index}: the sequences are not contiguous in the .bin file")
     if len(indices) < 1 or indices[0] != 0 or indices[-1] != len(lengths) or (np.diff(indices) < 0).any():
-        raise DataError(f"{index}: document indices that do not divide the {len(lengths)} sequences")
+        raise DataError(f"{index}: the document indices do not partition the {len(lengths)} sequences")
     size, expected = path.stat().st_size, int(ends[-1]) * dtype.itemsize
     if size != expected:
         raise DataError(f"{path}: has {size} bytes, but {index.name} says {expected}; copy it again")
@@ -190,14 +190,14 @@ class TokenInput:
             if file.ends is None and vocab_size > np.iinfo(file.dtype).max + 1:
                 raise DataError(
                     f"{file.path}: --token-dtype {self._dtype} cannot hold the ids of a vocabulary of {vocab_size}; pass "
-                    "--token-dtype uint32, or name the tokenizer that made the ids with --tokenizer"
+                    "--token-dtype uint32, or pass the tokenizer that produced the ids with --tokenizer"
                 )
             for ids, end in file.pieces(eos):
                 if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
                     at = int(np.argmax((ids < 0) | (ids >= vocab_size)))
                     raise DataError(
                         f"{file.path}: id {ids[at]} (number {read + at} of the file) is outside the tokenizer's vocabulary of "
-                        f"{vocab_size}; name the tokenizer that made the ids with --tokenizer, or check --token-dtype"
+                        f"{vocab_size}; pass the tokenizer that produced the ids with --tokenizer, or check --token-dtype"
                     )
                 read, consumed = read + len(ids), consumed + ids.nbytes
                 progress.update(min(consumed, self.size), documents)
@@ -233,7 +233,7 @@ def build_from_tokens(
             raise DataError(f"there are no ids: {scanned.skipped_in_words()}; name files that contain token ids")
         if rule.single:
             raise DataError(
-                f"--from-tokens {tokens.name}: is one document, so that none can be held out; name held-out ids with "
+                f"--from-tokens {tokens.name}: is one document, so none can be held out; name held-out ids with "
                 "--heldout-from, or the token that ends documents with --eos"
             )
     count_bytes = byte_counter(tokenizer)

@@ -111,8 +111,8 @@ class HubSource:
 
 
 def commit_of(dataset: str, revision: str | None) -> str | None:
-    """The commit of a dataset's branch, tag or commit (None: its main branch); None if the Hub may not be asked
-    (HF_HUB_OFFLINE). Raises errors of the Hub's client."""
+    """The commit of a dataset's branch, tag or commit (None: its main branch); None if the Hub must not be
+    contacted (HF_HUB_OFFLINE). Raises the Hub client's errors."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 

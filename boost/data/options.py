@@ -43,7 +43,7 @@ class PrepareOptions:
     max_heldout_tokens: int | None = None
     """The same for the held-out split."""
     chat: bool = False
-    """The inputs are files of conversations, and `tokenizer` is a folder with a chat template."""
+    """The inputs are conversation files, and `tokenizer` is a folder with a chat template."""
     overwrite: bool = False
     """Replace an existing store that was made from different input."""
 

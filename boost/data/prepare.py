@@ -108,7 +108,7 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Prepar
 
 
 def _open_sources(options: PrepareOptions) -> tuple[list[Source], list[Source]]:
-    """The sources of text or conversations, and those of the held-out split, of which there are none if it is a fraction of the
+    """The sources of text or conversations, and those of the held-out split, which has none if it is a fraction of the
     documents. Raises `DataError`."""
     sources: list[Source] = []
     heldout: list[Source] = []
@@ -131,7 +131,7 @@ def _open_sources(options: PrepareOptions) -> tuple[list[Source], list[Source]]:
     if sources:
         return sources, heldout
     if options.chat:
-        raise DataError("--chat: no input given; name .jsonl, .json or .parquet files of conversations, or --hf NAME")
+        raise DataError("--chat: no input given; pass conversation files (.jsonl, .json or .parquet), or --hf NAME")
     raise DataError(
         "no input given; name text, JSON, CSV, Parquet or Arrow files, --hf NAME, or --stdlib for a corpus without files"
     )
@@ -145,7 +145,7 @@ def _progress_of(options: PrepareOptions, fingerprint: str) -> dict[str, Any] | 
     if not options.overwrite:
         tokens = sum(sizes["tokens"] for sizes in saved["written"]["sizes"].values())
         raise DataError(
-            f"{options.out}: an interrupted 'boost prepare' of other input or options has written {format_count(tokens)} tokens; "
+            f"{options.out}: an interrupted 'boost prepare' with other input or options wrote {format_count(tokens)} tokens; "
             f"repeat its command to continue, add --overwrite to discard them, or choose another --out"
         )
     remove(sibling(options.out, "tmp"))
@@ -170,8 +170,8 @@ def _check_options(options: PrepareOptions) -> None:
             raise DataError(f"--{mode.replace('_', '-')} cannot be combined with {flags}; remove one of them")
     if options.from_tokens and training:
         raise DataError(
-            f"--from-tokens {options.from_tokens}: needs the tokenizer that made the ids; name it with --tokenizer, such as gpt2 "
-            "or its tokenizer.json"
+            f"--from-tokens {options.from_tokens}: needs the tokenizer that produced the ids; name it with --tokenizer, such as "
+            "gpt2 or its tokenizer.json"
         )
     if options.chat and not Path(options.tokenizer).is_dir():
         raise DataError(
@@ -388,15 +388,15 @@ def build_chat(options: PrepareOptions, reading: Reading, fingerprint: str, fold
         counted = sum(sizes["targets"] for sizes in writer.sizes.values())
         total = sum(sizes["tokens"] for sizes in writer.sizes.values())
         how = "{% generation %} markers" if template.has_markers else "prompts"
-        report.notes.append(f"{counted:,} of {total:,} tokens count in the loss, by the {how} of the chat template")
+        report.notes.append(f"{counted:,} of {total:,} tokens count in the loss, by the chat template's {how}")
         if template.straddling:
             report.notes.append(
-                f"{template.straddling:,} answers begin within a token: the template should end its prompt with a token of its own"
+                f"{template.straddling:,} answers begin within a token: the template should end its prompt with a separate token"
             )
         if template.endless:
             report.notes.append(
                 f"{template.endless:,} answers end before a special token that does not count, so the model does not learn to "
-                "stop: let the {% generation %} block include it"
+                "stop: include it in the {% generation %} block"
             )
         if reading.taken == options.max_documents:
             report.notes.append(f"only the first {reading.taken} conversations were read (--max-documents)")

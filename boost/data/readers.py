@@ -30,9 +30,9 @@ from boost.format import format_bytes, format_count
 MAX_DOCUMENT_CHARS = 16_000_000
 PART_CHARS = 1_000_000
 MAX_RECORD_BYTES = 1 << 26
-"""Of a line of JSON and a row of CSV, which are parsed as a whole. Longer: skipped."""
+"""Limit for a JSON line or CSV row, which is parsed as a whole. Longer ones are skipped."""
 MAX_JSON_BYTES = 1 << 30
-"""Of a JSON array, which is parsed as a whole too."""
+"""Limit for a JSON array, which is also parsed as a whole."""
 CHUNK = 1 << 20
 """Bytes to read at a time."""
 
@@ -50,7 +50,7 @@ ARROW_SUFFIXES = (".arrow", ".feather")
 
 
 class Unreadable(Exception):
-    """A file that cannot be read: why, where in the file, and how to fix it."""
+    """Why a file cannot be read, where in the file, and how to fix it."""
 
     def __init__(self, reason: str, where: str = "", fix: str = "remove it from the inputs") -> None:
         super().__init__(f"{reason} at {where}; {fix}" if where else f"{reason}; {fix}")

@@ -28,7 +28,7 @@ class _Begun:
 
 
 class Reading:
-    """The documents of all sources: those for the held-out split first, then the others, of which at most `limit`."""
+    """The documents of all sources: those for the held-out split first, then at most `limit` others."""
 
     def __init__(
         self, sources: Sequence[Source], heldout: Sequence[Source], limit: int | None, progress: Progress

@@ -103,7 +103,7 @@ class FilesSource:
                         f"{folder}: a saved dataset without a train split; name the folder of a split: {splits}"
                     )
                 for name in sorted({*folders} - {"train"}):
-                    self._skip(os.path.join(folder, name), "another split than train; to read it, name its folder")
+                    self._skip(os.path.join(folder, name), "a split other than train; to read it, name its folder")
                 folders[:] = ["train"]
             metadata = DATASET_METADATA if set(names) >= DATASET_METADATA else {DATASET_DICT} & set(names)
             for name in sorted(metadata):

@@ -1,4 +1,4 @@
-"""In-step recovery (run.recovery = "in-step"): a run goes on when it loses a replica, which rejoins once it is restarted.
+"""In-step recovery (run.recovery = "in-step"): a run continues when it loses a replica, which rejoins once it is restarted.
 
 session.py     one process's part in such a run; `boost.train.run` chooses it
 recovery.py    operations, who trains, and what happens when that changes

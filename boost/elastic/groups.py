@@ -3,7 +3,7 @@
 A collective that waits for a dead process must end, and gloo does not end it. Its `abort` does nothing (torch 2.13), a process
 that is not the dead one's neighbor waits for the whole timeout, and a process that was stopped resets no connection. So a
 waiting process checks every `POLL_S` whether its membership has ended, and if so abandons the collective. NCCL kernels end when
-their communicator is aborted. All communicators of a process are aborted at once, because aborting one of them waits for kernels
+their communicator is aborted. All communicators of a process are aborted together, because aborting one of them waits for kernels
 of the others (pytorch issue 119797).
 """
 
@@ -103,7 +103,7 @@ class Membership:
 class _Guarded(Work):
     """A collective in flight; waiting for it ends when its membership ends.
 
-    Refers to c10d's object only through its group, so that a group that is left can be disconnected whoever holds this one.
+    Refers to c10d's object only through its group, so that an abandoned group can be disconnected no matter who holds this one.
     """
 
     def __init__(self, number: int, group: "RecoverableGroup", what: str, tensors: Sequence[Tensor]) -> None:
@@ -172,7 +172,7 @@ class RecoverableGroup(dist.ProcessGroup):
 
     def disconnect(self) -> None:
         """Closes the connections, which ends what other processes still wait for in this group. An open one costs CPU time: gloo's
-        thread spins while data that nobody takes arrives."""
+        thread spins while unclaimed data arrives."""
         self._backends.clear()
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:

@@ -8,7 +8,7 @@ one decision per number, so a run cannot split into two histories.
 Survivors need a majority of the votes. Every member of the previous membership has one vote unless it is known to be dead, and
 the store breaks ties. If one replica of two dies, the other one continues. If a network partition splits the replicas in half,
 the half that reaches the store continues and the other half stops. A minority that reaches the store while the majority is
-silent also stops. If members take each other for silent, the first one to say so counts: whoever is on the list of the silent ones
+silent also stops. If members consider each other silent, the first one to say so counts: a member on the list of silent ones
 cannot add others to it.
 """
 

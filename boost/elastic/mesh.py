@@ -75,10 +75,10 @@ class ElasticMesh(Mesh):
     members: tuple[str, ...] = ()
     """Names of the replicas along dp."""
     run: Callable[[Callable[[], Any]], Any] | None = None
-    """Runs an operation and repeats it if a replica is lost meanwhile (`Recovery.run`); None: runs it once."""
+    """Runs an operation and repeats it if a replica is lost in the process (`Recovery.run`); None: runs it once."""
 
     def together(self, operation: Callable[[], T]) -> T:
-        """Runs an operation of all processes; if a replica is lost meanwhile, runs it again."""
+        """Runs an operation of all processes; if a replica is lost in the process, runs it again."""
         result: T = self.run(operation) if self.run else operation()
         return result
 

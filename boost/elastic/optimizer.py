@@ -71,7 +71,7 @@ class Division:
     names: tuple[str, ...] = ()
 
     def holders(self, piece: int) -> tuple[str, ...]:
-        """The two replicas that hold a piece. Half of all others lie between them, so they are rarely on one machine."""
+        """The two replicas that hold a piece. Half of the others lie between them, so they rarely share a machine."""
         count = len(self.names)
         second = (piece + max(count // 2, 1)) % count
         return tuple(self.names[index] for index in dict.fromkeys((piece, second)))
@@ -87,7 +87,7 @@ class Division:
     def sources(self, members: Sequence[str]) -> list[int]:
         """For each piece, the index of the first of `members` that holds it.
 
-        Raises TrainingError if none of them does.
+        Raises TrainingError if none does.
         """
         holders = [[members.index(n) for n in self.holders(i) if n in members] for i in range(len(self.names))]
         if lost := holders.count([]):

@@ -146,7 +146,7 @@ class Recovery:
     # Operations.
 
     def run(self, attempt: Callable[[], Any]) -> Any:
-        """Runs one collective operation. If a replica is lost meanwhile, the survivors repeat it, or take the result from a process
+        """Runs one collective operation. If a replica is lost, the survivors repeat it, or take the result from a process
         that has already completed it.
 
         Raises what `attempt` raises; ExcludedError if the others continue without this replica; TrainingError if training cannot

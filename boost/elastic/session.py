@@ -17,14 +17,14 @@ from boost.train.rundir import RunDirectory
 
 
 class ElasticSession(Session):
-    """A run that goes on when it loses a replica."""
+    """A run that continues when it loses a replica."""
 
     def __init__(self, config: Config, stopped: Stopped) -> None:
         """Joins the replica and, unless it is a restart, the first membership. Raises the same errors as `Recovery`."""
         self.config, self.recovery = config, Recovery(config, stopped)
         self.mesh = self.recovery.mesh
         self.rank = self.recovery.slot
-        """Of the full run: it stays when the membership changes."""
+        """Rank in the full run, which membership changes do not affect."""
 
     @property
     def is_over(self) -> bool:

@@ -58,8 +58,8 @@ class Supervisor:
         """Starts every process; ends and restarts a replica with a failed one as long as another replica runs
         (`boost.train.launch.Supervise`).
 
-        Returns an empty dict if the run is complete; the exit codes of the failed processes, by rank, if no replica could
-        continue. The caller ends the processes that are left.
+        Returns an empty dict if the run is complete, or the exit codes of the failed processes, by rank, if no replica could
+        continue. The caller ends the remaining processes.
         """
         self._folder, self._start, self._processes = folder, start, processes
         self._coordinator = Coordinator(file_store(folder / "members"), len(self._replicas), len(self._replicas[0]))

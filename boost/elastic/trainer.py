@@ -229,7 +229,7 @@ class ElasticTrainer(Trainer):
         return RecoverableStepper(self.recovery, self.config, self.mesh, *parts)
 
     def prepare_saves(self) -> None:
-        """Nothing: replicas rejoin at different times, so the first save allocates its memory."""
+        """Does nothing. Replicas rejoin at different times, so the first save allocates its memory."""
 
     def _train(self, peak: float) -> StepFlags:
         self._is_fitting = True
@@ -269,7 +269,7 @@ class ElasticTrainer(Trainer):
             self.request_save()  # the remaining replicas repeat it
 
     def wait_for_newcomer(self, longest_s: float) -> None:
-        """Returns once a lost replica asks to rejoin, at once if none is missing, and after `longest_s` seconds at the latest."""
+        """Returns once a lost replica asks to rejoin, immediately if none is missing, and after at most `longest_s` seconds."""
         until = time.monotonic() + longest_s
         while self.recovery.is_short and not self.recovery.has_waiting() and time.monotonic() < until:
             time.sleep(0.02)

@@ -1,7 +1,7 @@
 """`boost plan calibrate`: measures a hardware profile of this machine in a minute or two.
 
-All processes measure at once, as in training, then one process measures alone. The cost model of `boost.plan.hardware` is fitted to
-the points, and the fit error is printed.
+All processes measure at the same time, as in training, then one process measures alone. The cost model of
+`boost.plan.hardware` is fitted to the points, and the fit error is printed.
 """
 
 import itertools

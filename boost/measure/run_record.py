@@ -44,7 +44,7 @@ class RunRecord:
     loss: float | None
     """Mean train loss of the last RECENT steps, nats per token."""
     heldout_loss: float | None
-    """Of the last evaluation, nats per token."""
+    """Held-out loss of the last evaluation, nats per token."""
     best_heldout_loss: float | None
     """Lowest held-out loss of all evaluations."""
     best_step: int | None
@@ -56,9 +56,9 @@ class RunRecord:
     memory_bytes: int | None
     """Peak of the main process."""
     seconds: float
-    """Wall-clock time of all steps, without start-up, evaluations and saves."""
+    """Wall-clock time of all steps, excluding startup, evaluations and saves."""
     damaged_lines: int
-    """Unreadable lines of metrics.jsonl, besides an incomplete last one."""
+    """Unreadable lines of metrics.jsonl, other than an incomplete last one."""
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -82,12 +82,12 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether `boost train` has made this folder."""
+    """Whether `boost train` created this folder."""
     return (folder / "config.toml").is_file() and (folder / "checkpoints").is_dir()
 
 
 def read_run(path: Path) -> RunRecord:
-    """Reads a run directory. Raises DataError if it is none."""
+    """Reads a run directory. Raises DataError if it is not one."""
     if not is_run(path):
         raise DataError(f"'{path}' is not a run directory: it has no config.toml next to a checkpoints folder")
     run, damaged = RunDirectory(path), list[int]()

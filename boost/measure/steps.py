@@ -47,7 +47,7 @@ class Stepper:
         batches = MadeBatches(lambda step: made)
         self._training = TrainingStepper(config, mesh, model, self.fused_params, reducer, self.optimizer, batches)
         self.stats: StepStats | None = None
-        """Of the last step."""
+        """Statistics of the last step."""
 
     def step(self) -> list[Tensor]:
         """Runs one step. Returns the loss, on a process that holds the head, and the local gradients."""

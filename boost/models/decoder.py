@@ -91,7 +91,7 @@ class Decoder(FusedModule):
 
     @torch.no_grad()
     def head_inputs(self, tokens_BS: Tensor, document_ids_BS: Tensor | None = None) -> Tensor:
-        """The final norm of all tokens, [T, d], replicated over TP, of a model that is one stage. Arguments as of `forward`."""
+        """The final norm of all tokens, [T, d], replicated over TP, of a model that is one stage. Arguments as in `forward`."""
         _, streams = self._run_parts(tokens_BS, document_ids_BS, ())
         flows = [Flow(stream.x) for stream in streams]
         interleave([self.layout.head_input(flow, self.final_norm) for flow in flows])

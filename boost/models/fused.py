@@ -12,7 +12,7 @@ from boost.layouts import Placement, local_shape
 
 
 class Sharding(Protocol):
-    """Where a layout cuts weights, and the tensors between blocks: all that the weights of a model know of it."""
+    """How a layout shards weights and the tensors between blocks: all that a model's weights know about it."""
 
     rank: int
     """This process's TP rank."""

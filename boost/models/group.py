@@ -99,7 +99,7 @@ NO_RECOMPUTE = RecomputePolicy()
 class LinearGroup:
     """Linears that share one input, dense or low-rank, on the layout's shards of their weights. Subclasses store the weights.
 
-    `inner` is what stands before the bottleneck, `outer` what stands after it: A x and B act(u). A dense group has no bottleneck:
+    `inner` is what comes before the bottleneck, `outer` what comes after it: A x and B act(u). A dense group has no bottleneck:
     its W is `outer` if the group projects in, and `inner` if it projects out; the other one does nothing.
 
     Families differ by data: whether there is a bottleneck, and its activation.

@@ -42,7 +42,7 @@ def norm_down_proj(
         norm_weight: [D].
         down_weights: the factors A_k, [r_k, D] each.
         eps: added to the mean square.
-        mesh: the TP ranks, as of `boost.nn.Spec`.
+        mesh: the TP ranks, as in `boost.nn.Spec`.
 
     Returns:
         Latents [..., r_k], complete and equal on all TP ranks.

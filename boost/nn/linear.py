@@ -33,7 +33,7 @@ class LowRankLinear(nn.Module):
         super().__init__()
         if not 1 <= rank <= min(in_features, out_features):
             raise ConfigError(
-                f"rank = {rank} does not suit a linear of {in_features} x {out_features}; nearest valid value: "
+                f"rank = {rank} is not valid for a linear of {in_features} x {out_features}; nearest valid value: "
                 f"{min(max(rank, 1), in_features, out_features)}"
             )
         if activation not in ACTIVATIONS:
@@ -60,7 +60,7 @@ class LowRankLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """W = B A, [out_features, in_features], computed at each access, for models that read the weight of a linear (T5, Mamba).
+        """W = B A, [out_features, in_features], computed at each access, for models that read a linear's weight (T5, Mamba).
 
         Raises AttributeError with an activation, which has no such weight.
         """

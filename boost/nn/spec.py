@@ -132,7 +132,7 @@ def tp_axis(mesh: DeviceMesh | dist.ProcessGroup | None) -> Axis:
         if mesh.ndim > 1:
             names = mesh.mesh_dim_names or ()
             if "tp" not in names:
-                raise ConfigError(f"mesh has dimensions {names}; name the one of the TP ranks 'tp', or pass it alone")
+                raise ConfigError(f"mesh has dimensions {names}; name the TP dimension 'tp', or pass only that one")
             mesh = mesh["tp"]
         mesh = mesh.get_group()
     size = dist.get_world_size(mesh)

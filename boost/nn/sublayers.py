@@ -66,12 +66,12 @@ class SeparateLinears(LinearGroup):
 
     @property
     def inner_modules(self) -> list[nn.Module]:
-        """Factors A, one a slot."""
+        """Factors A, one per slot."""
         return [cast(LowRankLinear, linear).A for linear in self.linears]
 
     @property
     def outer_modules(self) -> list[nn.Module]:
-        """Factors B, or whole linears of a dense group, one a slot."""
+        """Factors B, or whole linears of a dense group, one per slot."""
         return [cast(LowRankLinear, linear).B for linear in self.linears] if self.low_rank else self.linears
 
     @property
@@ -226,7 +226,7 @@ def run_alone(
     # A token-sharded stream has T / p rows.
     tokens = rows.shape[0] * spec.tp.size // layout.residual_shape(spec.tp.size)[0]
     if tokens % batch:
-        raise ConfigError(f"x has rows of {tokens} tokens, which batch = {batch} does not divide")
+        raise ConfigError(f"x has {tokens} tokens, which batch = {batch} does not divide")
     positions_S = torch.arange(tokens // batch, device=x.device)
     with autocast_resolved(x.device, x.dtype) as dtype:
         context = make_context(batch, positions_S, spec.model, dtype)
@@ -243,7 +243,7 @@ def finish(module: "Sublayer | Block", alone: bool) -> None:
 
 
 class LowRankAttention(Sublayer):
-    """x + o(attention(q, k, v)) of q, k, v = projections of RMSNorm(x): grouped-query attention with rotary positions.
+    """x + o(attention(q, k, v)), where q, k, v = projections of RMSNorm(x): grouped-query attention with rotary positions.
 
     `q_proj`, `k_proj`, `v_proj` and `o_proj` are `LowRankLinear` modules (`nn.Linear` with family = "dense"). Norm and residual
     update belong to the sublayer, because layouts merge them with the projections' collectives.
@@ -273,7 +273,7 @@ class LowRankAttention(Sublayer):
 
 
 class LowRankMLP(Sublayer):
-    """x + down(silu(gate) * up) of gate, up = projections of RMSNorm(x).
+    """x + down(silu(gate) * up), where gate, up = projections of RMSNorm(x).
 
     `gate_proj`, `up_proj` and `down_proj` are `LowRankLinear` modules (`nn.Linear` with family = "dense").
     """

@@ -33,7 +33,7 @@ class _OwnGradient(torch.autograd.Function):
 
 
 class GradientSums:
-    """Sums over TP ranks the gradients of replicated weights of which each rank computes a part: norms and outer factors under
+    """Sums over TP ranks the gradients of replicated weights when each rank computes a part: norms and outer factors under
     btp-sp, the final norm under btp, and others."""
 
     def __init__(self, axis: Axis) -> None:

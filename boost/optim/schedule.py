@@ -49,7 +49,7 @@ def _with_restarts(schedule: CosineRestarts, optim: OptimConfig, step: int, step
 
     During warmup the envelope rises linearly from min_lr_ratio to the cosine's value at the end of the warmup. The cosine peaks
     at warmup_steps + restart_delay. After a restart, the rate rises linearly over restart_warmup_steps to the envelope's value
-    at the step of the restart. As in the published runs, restarts are counted anew after warmup, restart_delay later, and the
+    at the step of the restart. As in the published runs, restarts are counted again after warmup, restart_delay later, and the
     cosine of that count has no delay.
     """
     cycle, low, delay = optim.exact_every, optim.min_lr_ratio, schedule.restart_delay

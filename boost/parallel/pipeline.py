@@ -83,7 +83,7 @@ class Pipeline(nn.Module):
         """Creates the schedule of a training step of `micro_batches` micro-batches, each of shape (sequences, tokens per
         sequence).
 
-        `backward` creates further schedules for steps with another number of micro-batches.
+        `backward` creates more schedules for steps with a different number of micro-batches.
         """
         self._rows = micro_batch[0]
         self._make = lambda count: self._make_schedule(parallel, count, micro_batch)

@@ -243,7 +243,7 @@ class Hardware(Section):
     reserve_gb: Amount
     """Memory in GB that is not available to tensors: CUDA context, buffers of three communicators, fragmentation."""
     communicator_gb: Amount = 0.0
-    """Memory in GB of each further communicator (`communicators`)."""
+    """Memory in GB of each additional communicator (`communicators`)."""
     host_us: Amount
     """Host time to launch one operation, in microseconds."""
     step_ms: Amount = 0.0

@@ -22,7 +22,7 @@ from boost.config.traffic import STATISTIC_TERMS, Collective
 from boost.plan.work import Counted, Work
 
 ShapeTensor = Any
-"""A `boost.plan.shape_tensor.ShapeTensor`, which stands on this file."""
+"""A `boost.plan.shape_tensor.ShapeTensor`, which builds on this file."""
 
 Backward = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 """(gradients of the outputs, saved tensors) -> gradients of the inputs."""

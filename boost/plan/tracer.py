@@ -116,7 +116,7 @@ class Tracer:
 
 
 def _last_queries(q_BHSE: Any, k_BKSE: Any, v_BKSE: Any) -> Any:
-    """`documents.last_queries`, whose kernel needs no mask: this one only tells that queries are fewer than keys."""
+    """`documents.last_queries`, whose kernel needs no mask: this one only shows that there are fewer queries than keys."""
     grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
     return F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, attn_mask=torch.empty(0), enable_gqa=grouped)
 

@@ -17,7 +17,7 @@ MOST_GPUS = 1024
 
 
 def way_out(search: Search) -> str:
-    """For a model that does not fit: the first change with which it does, and its price; '' if there is none."""
+    """The first change that makes a model fit, and its price; '' if there is none."""
     for words, request, price in _changes(search.request):
         if any_fits(request):
             plan = Search(request, known=search).fastest()

@@ -1,5 +1,5 @@
 """Writes that only inform: metrics, heartbeats, reports, text on the terminal. If one fails, because a disk is full or a terminal
-is closed, the run goes on and saves as usual.
+is closed, the run continues and saves as usual.
 
 Whatever a process of a run writes outside of a checkpoint is in such a context, unless it is written before the first step. The
 log is covered by its handler (`boost.train.rundir`).
@@ -24,8 +24,8 @@ _failing: set[str] = set()
 def best_effort(
     what: str, warn: Callable[[str], None] = log.warning, errors: type[Exception] = Exception
 ) -> Iterator[None]:
-    """Context manager: errors only cause a warning, `cannot {what}`, and only the first one until it works again. Code inside that
-    communicates may only fail with `errors` if it does on every process."""
+    """Context manager: errors cause only a warning, `cannot {what}`, and only the first one until it works again. Code inside that
+    communicates may fail only with `errors` if it does on every process."""
     try:
         yield
     except errors as error:

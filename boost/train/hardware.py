@@ -16,7 +16,7 @@ _TERA = 1e12
 def peak_flops(device: torch.device, compute_dtype: torch.dtype, override_tflops: float = 0.0) -> float:
     """Peak FLOP/s of one device in `compute_dtype`: `override_tflops` if not 0, else from boost/config/gpus.toml.
 
-    nan for a CPU, whose peak nobody states, and for a GPU that is not in the table: set run.peak_tflops.
+    nan for a CPU, whose peak nobody publishes, and for a GPU that is not in the table: set run.peak_tflops.
     """
     if override_tflops > 0:
         return override_tflops * _TERA

@@ -1,4 +1,4 @@
-"""Training health: warns of spikes and divergence, marks checkpoints saved meanwhile, and optionally rolls back.
+"""Training health: warns of spikes and divergence, marks checkpoints saved during them, and optionally rolls back.
 
 A step is in trouble if
 
@@ -60,7 +60,7 @@ class SpikeDetector:
         self, metrics: StepMetrics, skipped: bool, cross_entropy: float | None = None
     ) -> tuple[Trouble, str] | None:
         """Returns (kind, one-line description) for a step in trouble. Returns None for a healthy step and adds it to the window.
-        `cross_entropy`: as of `StepEnd`."""
+        `cross_entropy`: as in `StepEnd`."""
         if skipped:
             return "not finite", f"loss {metrics.loss}, gradient norm {metrics.gradient_norm}"
         name, value = ("loss", metrics.loss) if cross_entropy is None else ("cross-entropy", cross_entropy)
@@ -126,7 +126,7 @@ class HealthMonitor(Hook):
         if trainer.trouble is None:
             proven = trainer.proven_checkpoint()
             saved = f"'{proven}' is kept" if proven is not None else "there is no proven one yet"
-            trainer.warn(f"{text}; checkpoints are marked until training has recovered, {saved}")
+            trainer.warn(f"{text}; checkpoints are marked until training has recovered; {saved}")
         trainer.trouble = RunTrouble(text, ruined=kind != "spike")
         # A non-finite step changes no weight. Only a second one in a row means that the weights are ruined.
         if self._rollback and (kind != "not finite" or trainer.bad_steps > 1):

@@ -339,7 +339,7 @@ def read_metrics(path: Path | str, damaged: list[int] | None = None) -> list[dic
 
 
 def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progress: bool = False) -> int:
-    """Drops the lines of steps > `last_step`. Atomic: the file is replaced at once.
+    """Drops the lines of steps > `last_step`. Atomic: the file is replaced in one step.
 
     With `in_progress`, step `last_step` + 1 has started, and its other events (`RunEvent`) are kept. Also drops the end of the run
     and, with `at_end`, the final evaluation, which a run resumed at its end repeats. Lines that are not JSON objects are moved to

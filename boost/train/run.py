@@ -55,7 +55,7 @@ STOPPED_ELSEWHERE = 75
 
 
 class Session:
-    """One process's part in a run that ends if one of its processes does: how it joins, which trainer it has, how it leaves."""
+    """How one process joins, trains in and leaves a run that ends if any of its processes does."""
 
     def __init__(self, config: Config, stopped: Stopped) -> None:
         """Joins the mesh. Raises the same errors as `open_mesh`."""
@@ -89,7 +89,7 @@ class Session:
         """Called when the run fails with `error` on this process."""
 
     def close(self) -> None:
-        """Leaves the mesh, when the run is complete."""
+        """Leaves the mesh when the run is complete."""
         close_mesh()
 
 
@@ -102,9 +102,9 @@ def check_before_start(
     rejoins: bool = False,
     progress: Progress = iter,
 ) -> None:
-    """Checks everything that can be checked before the first step, so that a mistake does not cost the start of processes.
+    """Checks everything that can be checked before the first step, so that mistakes surface before processes start.
 
-    `resume`, `start_from`, `restart`: as of `boost train`. `rejoins`: this process may join a run that others train already, whose
+    `resume`, `start_from`, `restart`: as in `boost train`. `rejoins`: this process may join a run that is already training, whose
     run directory is in use. `progress` wraps the verification of the token store. Raises ConfigError, DataError, CheckpointError.
     """
     run = RunDirectory(config.run.dir)

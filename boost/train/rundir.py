@@ -37,7 +37,7 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 class RunDirectory:
-    """The paths of a run directory. The constructor touches nothing; `create` makes the folder."""
+    """The paths of a run directory. The constructor touches nothing; `create` creates the folder."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)

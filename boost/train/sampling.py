@@ -1,4 +1,4 @@
-"""How the next token is chosen. Without torch, so that mistakes are answered at once."""
+"""How the next token is chosen. Without torch, so that errors appear immediately."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ class Sampling:
 
 
 def beyond_context(tokens: int, context: int) -> str:
-    """The warning about a prompt and its text of so many tokens; '' if they fit into the context that the model was made for."""
+    """The warning about a prompt and text of `tokens` tokens in total; '' if they fit in the context of the model."""
     if tokens <= context:
         return ""
     return (

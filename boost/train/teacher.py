@@ -35,7 +35,7 @@ class Teacher:
         """The student's cross-entropy over the micro-batches since it was last set to 0, summed over this process's targets."""
 
     def __call__(self, tokens_BS: Tensor, document_ids_BS: Tensor | None) -> Teaching:
-        """Runs the teacher's forward pass. Arguments as of `Decoder.forward`."""
+        """Runs the teacher's forward pass. Arguments as in `Decoder.forward`."""
         hidden_TE = self.decoder.head_inputs(tokens_BS, document_ids_BS)
         distill = self._distill
         weights = distill.weight, distill.temperature, distill.hidden

@@ -123,7 +123,7 @@ def test_new_models() -> None:
         model.generate("text")
     with pytest.raises(ConfigError, match="no configuration file and no preset named 'dmeo'; did you mean 'demo'"):
         boost.Model.from_preset("dmeo")
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         boost.Model.from_pretrained("nowhere")
 
 

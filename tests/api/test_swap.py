@@ -46,7 +46,7 @@ def test_patterns_choose() -> None:
     model = boost.lowrank(mlp(), 2, include="2.*", init="random", activation="silu")
     assert [name for name, m in model.named_modules() if isinstance(m, LowRankLinear)] == ["2.0"]
     assert model[2][0].activation == "silu"
-    with pytest.raises(ConfigError, match="its linears are factors already"):
+    with pytest.raises(ConfigError, match="its linears are already factors"):
         boost.lowrank(model, 1, include="2.*")
     again = boost.lowrank(model, 1, exclude=["0"])
     assert isinstance(again[3], LowRankLinear) and isinstance(again[2][0].A, nn.Linear), (
@@ -205,20 +205,20 @@ def test_ranks_by_pattern_and_subclasses_of_linear() -> None:
 
 
 def test_attention_of_torch_is_left_alone() -> None:
-    with pytest.raises(ConfigError, match="no linear has such a name"):
+    with pytest.raises(ConfigError, match="no linear matches these names"):
         boost.lowrank(nn.Sequential(nn.MultiheadAttention(16, 2)), 2)
 
 
 @pytest.mark.parametrize(
     ("rank", "options", "said"),
     [
-        ("a", {}, "rank = 'a' is no number"),
+        ("a", {}, "rank = 'a' is not a number"),
         (0, {}, "rank = 0 is too small; smallest valid value: 1"),
-        ({"0": 2.0}, {}, r"rank = 2\.0 is no fraction"),
+        ({"0": 2.0}, {}, r"rank = 2\.0 is not a fraction"),
         (2, {"include": "attention.*"}, "include = .'attention.*',.: nothing to replace"),
-        (1.5, {}, r"rank = 1\.5 is no fraction of a linear's width; nearest valid value: 1\.0"),
+        (1.5, {}, r"rank = 1\.5 is not a fraction of a linear's width; nearest valid value: 1\.0"),
         (30, {}, "its factors would not be smaller"),
-        (2, {"include": ["attention.*"]}, "no linear has such a name"),
+        (2, {"include": ["attention.*"]}, "no linear matches these names"),
         (2, {"activation": "relu"}, "activation = 'relu' is unknown"),
     ],
 )

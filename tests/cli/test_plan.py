@@ -138,7 +138,7 @@ def test_a_batch_of_tokens_divides_over_odd_numbers_of_gpus() -> None:
         ([*SMALL, "--parallel.tp", "x"], "parallel.tp"),
         ([*SMALL, "--parallel.tpp", "2"], "unknown key 'parallel.tpp'"),
         ([*SMALL, "--model.family", "denes"], "model.family"),
-        ([*SMALL, "--svg", "x.svg"], "--svg draws a grid; add --by-gpus"),
+        ([*SMALL, "--svg", "x.svg"], "--svg draws the grid of --by-gpus; add --by-gpus"),
         ([*SMALL, "--memory-margin", "1.1"], "--memory-margin = 1.1 must be at least 0 and less than 1"),
         (["--model", "cola-1b", "--gpus", "2", "--gpu", "a100-80g", "--parallel.tp", "2", "--parallel.layout", "btp"],
          "model.ffn_dim = 5461"),
@@ -300,7 +300,7 @@ def test_a_hugging_face_config_is_a_model(capsys: pytest.CaptureFixture[str], tm
     (tmp_path / "config.json").write_text(json.dumps(content | {"tie_word_embeddings": True}), encoding="utf-8")
     (note,) = (note for note in facts(capsys, "--model", str(tmp_path), *words)["notes"] if "ties embedding" in note)
     assert note.endswith(
-        "The plan is for two tensors, as 'boost import --untie' makes them: 16,384,000 parameters more."
+        "The plan is for two tensors, as 'boost import --untie' makes them: 16,384,000 more parameters."
     )
     (tmp_path / "config.json").write_text(json.dumps(content | {"model_type": "gpt2"}), encoding="utf-8")
     assert main(["plan", "--model", str(tmp_path), *words]) == 2 and "model_type = 'gpt2'" in capsys.readouterr().err

@@ -132,7 +132,7 @@ BAD = [
     (["--parallel.virtual", "2"], ["virtual = 2", "pp > 1", "valid value: 1"]),
     (
         ["--parallel.pp", "2", "--parallel.schedule", "interleaved-1f1b", "--parallel.virtual", "1"],
-        ["virtual = 1", "set 2, or use '1f1b'"],
+        ["virtual = 1", "set it to 2, or use '1f1b'"],
     ),
     (["--parallel.pp", "8"], ["global_batch = 32", "4 micro-batches", "'1f1b'", "nearest valid value: 64"]),
     (

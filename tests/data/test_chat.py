@@ -92,7 +92,7 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
     assert list(template.unused(messages, fields)) == [
         "the chat template does not use 'mood'",
         "the chat template does not use 'tokenize'",
-        "the chat template does not use 'tone' of a message",
+        "the chat template does not use a message's 'tone'",
     ]
 
 

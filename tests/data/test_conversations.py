@@ -64,15 +64,15 @@ def test_what_a_template_may_need_is_kept() -> None:
     [
         ([1], "a list, not an object"),
         ({"text": "a"}, "neither messages, conversations"),
-        ({"messages": []}, "no message of the assistant"),
-        ({"messages": [said("user", "a")]}, "no message of the assistant"),
+        ({"messages": []}, "no assistant message"),
+        ({"messages": [said("user", "a")]}, "no assistant message"),
         ({"messages": [said("narrator", "a")]}, "unknown role 'narrator'"),
         ({"messages": ["a"]}, "a message without 'role'"),
         ({"messages": [{"role": "user"}, said("assistant", "b")]}, "'content' is null, not text"),
         ({"conversations": [{"from": "human", "value": 3}]}, "'value' is a number, not text"),
         ({"instruction": "a", "output": " "}, "an empty answer"),
-        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "no message of the assistant that counts in the loss"),
-        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "'weight' of a message is 0.5; 0 and 1 are supported"),
+        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "no assistant message that counts in the loss"),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "a message's 'weight' is 0.5; 0 and 1 are supported"),
         ({"conversations": [SHARED[0], {**SHARED[1], "train_detail": [{}]}]}, "'train_detail' is not supported"),
         ({"messages": [USER, ANSWER], "images": ["a.png"]}, "'images' is not supported"),
         ({"prompt": "a", "completion": "b", "label": False}, "an example of a bad answer"),
@@ -131,7 +131,7 @@ def test_bad_records_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         FilesSource(tmp_path / "none.jsonl", chat=True)
-    for name, content, words in (("a.txt", b"x", "not a file of conversations"), ("a.json", b"[1, ", "not JSON at line 1, col"),
+    for name, content, words in (("a.txt", b"x", "not a conversation file"), ("a.json", b"[1, ", "not JSON at line 1, col"),
                                  ("a.parquet", b"x", "not a Parquet file"), ("a.jsonl.gz", b"x", "damaged gzip file")):  # fmt: skip
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=words):

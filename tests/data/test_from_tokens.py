@@ -143,7 +143,7 @@ def test_ids_outside_the_vocabulary_are_found(bad, tmp_path, tokenizer, ids):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokenizer": "train:300"}, "needs the tokenizer that made the ids; name it with --tokenizer"),
+        ({"tokenizer": "train:300"}, "needs the tokenizer that produced the ids; name it with --tokenizer"),
         ({"inputs": ("x.txt",)}, "--from-tokens cannot be combined with INPUT; remove one of them"),
         (
             {"stdlib": True, "max_tokens": 9},
@@ -256,16 +256,16 @@ def change(at, data):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (change(0, b"TNTIDX"), r"x\.idx: not an index of Megatron-LM"),
-        (lambda content: content[:20], r"x\.idx: not an index of Megatron-LM"),
-        (change(9, b"\2"), "version 2 of Megatron-LM's index; only version 1"),
-        (change(17, b"\7"), "code 7 for the type of the ids; expected an integer type"),
+        (change(0, b"TNTIDX"), r"x\.idx: not a Megatron-LM index"),
+        (lambda content: content[:20], r"x\.idx: not a Megatron-LM index"),
+        (change(9, b"\2"), "Megatron-LM index version 2; only version 1"),
+        (change(17, b"\7"), "code 7 for the id type; expected an integer type"),
         (lambda content: content[:-1], "99 bytes after the header, but 100 for 5 sequences; copy it again"),
         (change(26, b"\6"), "100 bytes after the header, but 108 for 5 sequences"),
-        (change(34, struct.pack("<i", 4)), "sequences that do not follow one another"),
-        (change(34, struct.pack("<i", -1)), "sequences that do not follow one another"),
-        (change(34 + 60 + 8, struct.pack("<q", 5)), "document indices that do not divide the 5 sequences"),
-        (change(34 + 60 + 32, struct.pack("<q", 4)), "document indices that do not divide the 5 sequences"),
+        (change(34, struct.pack("<i", 4)), "sequences are not contiguous"),
+        (change(34, struct.pack("<i", -1)), "sequences are not contiguous"),
+        (change(34 + 60 + 8, struct.pack("<q", 5)), "document indices do not partition the 5 sequences"),
+        (change(34 + 60 + 32, struct.pack("<q", 4)), "document indices do not partition the 5 sequences"),
     ],
 )
 def test_a_damaged_index_is_an_error_that_names_it(damage, message, tmp_path):
@@ -323,7 +323,7 @@ def test_paths_without_tokens_are_one_line(tmp_path):
     (tmp_path / "x.txt").write_text("text")
     for path, message in {
         tmp_path: r"contains no train\.bin",
-        tmp_path / "x.txt": r"expected \.bin or \.idx of Megatron-LM",
+        tmp_path / "x.txt": r"expected a Megatron-LM \.bin or \.idx",
         tmp_path / "none.bin": r"none\.bin: no such file",
         tmp_path / "prefix": "prefix: no such file",
     }.items():

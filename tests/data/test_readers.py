@@ -490,7 +490,7 @@ def test_a_saved_dataset_is_its_train_split(saved):
     found, report = read(FilesSource(saved))
     assert [text for _, text in found] == [f"story {i}" for i in range(30)]
     assert skips(report) == {
-        ("test", "another split than train; to read it, name its folder"): [],
+        ("test", "a split other than train; to read it, name its folder"): [],
         ("dataset_dict.json", "metadata of a saved dataset"): [],
         ("train/dataset_info.json", "metadata of a saved dataset"): [],
         ("train/state.json", "metadata of a saved dataset"): [],

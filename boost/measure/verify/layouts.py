@@ -247,10 +247,10 @@ def verify(
     if own_row is not None and not only:
         listed.insert(0, own_row)
     for row in listed:
-        advice = "this layout computes wrong results on these machines: report it with this command's JSON"
+        advice = "this layout computes wrong results on these machines: report it and attach this command's JSON"
         if row is own_row and own is not None and not is_ours(own):
             advice = (
-                f"'{own.parallel.layout}' computes another function than one process: a sum over TP ranks may be missing in its "
+                f"'{own.parallel.layout}' does not match one process: a sum over TP ranks may be missing in its "
                 "forward or backward pass (docs/extend.md)"
             )
         verifier.check(

@@ -65,8 +65,8 @@ def verify(report: Report, model: ModelConfig, processes: int, device: str) -> N
 
 @contextmanager
 def _exits_at_sigterm() -> Iterator[None]:
-    """By default SIGTERM ends a process without its `finally` blocks, and the run that it has started would go on without it: it
-    has a session of its own."""
+    """By default SIGTERM ends a process without its `finally` blocks, and the run that it has started would continue without it: it
+    has its own session."""
     usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield

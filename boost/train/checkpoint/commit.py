@@ -217,7 +217,7 @@ def publish(temporary: Path, final: Path, entries: Mapping[str, FileEntry]) -> l
     """Adds the manifest and renames the folder, which makes the checkpoint complete. Returns warnings. `entries`: by path, relative
     to the checkpoint, with forward slashes.
 
-    Of what stands at the final path only an earlier checkpoint or an empty folder is removed, and only after the rename. Until then
+    Only an earlier checkpoint or an empty folder at the final path is removed, and only after the rename. Until then,
     it has a name that no save removes, because a kill between the two renames leaves neither at the final path.
     """
     assert STATE_FILE in entries

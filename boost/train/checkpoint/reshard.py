@@ -24,7 +24,7 @@ Key = tuple[str, tuple[int, ...]]
 
 
 class TensorSlice(Tensor):
-    """A tensor of `shape`, of which this process holds the rectangle `local` at `offsets`, for torch.distributed.checkpoint.
+    """The rectangle `local` at `offsets` of a tensor of `shape`, held by this process, for torch.distributed.checkpoint.
 
     DTensor describes equal shards along dimensions. That is not always enough: equal shards of a fused tensor are unequal shards of
     its parameters. This class describes any rectangle, through the protocol that DTensor implements for the checkpoint planner. It

@@ -266,14 +266,14 @@ def _read_header(path: Path, name: str) -> Iterator[tuple[str, StoredShard]]:
         if entry.dtype not in DTYPE_BYTES:
             raise damaged(f"dtype {entry.dtype!r} of {tensor}; known dtypes: {', '.join(DTYPE_BYTES)}")
         if begin != end or stop - begin != expected:
-            raise damaged(f"{tensor} of shape {entry.shape} does not fill bytes {begin} to {stop} after byte {end}")
+            raise damaged(f"{tensor} of shape {entry.shape} does not fill bytes {begin} to {stop}; previous end: {end}")
         end = stop
         offsets = [0] * len(entry.shape) if sharding is None else sharding.get(tensor, {}).get(OFFSETS)
         if offsets is None or len(offsets) != len(entry.shape):
             raise damaged(f"{tensor} has no valid {OFFSETS} in its sharding metadata")
         yield tensor, StoredShard(name, entry.dtype, tuple(entry.shape), tuple(offsets))
     if end != size - 8 - length:
-        raise damaged(f"its header describes {end} bytes of tensors, the file holds {size - 8 - length}")
+        raise damaged(f"its header describes {end} bytes of tensors, but the file holds {size - 8 - length}")
 
 
 def _check_coverage(path: Path, shards: Shards, shapes: Mapping[str, tuple[int, ...]]) -> None:

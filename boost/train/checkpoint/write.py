@@ -379,7 +379,7 @@ class Attempt:
     wait_s: float = 0.0
     """Seconds to wait before it."""
     notice: str = ""
-    """What the user is told before it, after the reason why the previous one failed."""
+    """Message to the user before it, after the reason the previous one failed."""
 
 
 def last_save_attempts(folder: Path, fallback: Path | None, minutes: float, urgent: bool) -> list[Attempt]:
