@@ -391,7 +391,7 @@ class Config(Section):
 
     @property
     def has_working_copies(self) -> bool:
-        """Whether the run keeps copies of weights in compute_dtype (train.working_copies). Not if weights are sharded: they
+        """Whether the run keeps copies of weights in compute_dtype (train.working_copies). Sharded weights have none: they
         are cast before the all-gather."""
         is_cast = self.train.compute_dtype != self.train.param_dtype
         return self.train.working_copies and is_cast and not self.shards_weights

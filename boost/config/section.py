@@ -219,7 +219,7 @@ class Tagged(Section):
             return super().__getattr__(name)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Like pydantic's, without validation, unless `update` changes the tag or a key of a part: those may select other
+        """Like pydantic's, without validation unless `update` changes the tag or a key of a part: those may select other
         classes, so the copy is validated."""
         own = getattr(self, self.tag())
         if not update or (update.get(self.tag(), own) == own and update.keys() <= type(self).model_fields.keys()):

@@ -285,9 +285,9 @@ def corrected(w_OI: Tensor, halves: Sequence[InputMoments], output: MomentRoot) 
     """The weight whose outputs for inputs x' of the factorized model come close to W x, and the share of the correction in it.
 
     W E[x x'^T] E[x' x'^T]^-1 is closest on the calibration text, but most of what it adds to W may be noise, which builds up over
-    the blocks. Hence only a share of it is added: the share with which a correction fitted on one half of the text is closest on
-    the other half, in the norm of the outputs' gradients, both ways. The correction of the whole text has half the noise of that
-    of a half, so share a of the latter becomes 2 a / (1 + a) of the former.
+    the blocks. So only a share of it is added: the share for which a correction fitted on one half of the text comes closest on
+    the other half, and vice versa, in the norm of the outputs' gradients. The correction of the whole text has half the noise
+    of that of a half, so share a of the latter becomes 2 a / (1 + a) of the former.
     """
 
     def correction(of: InputMoments) -> Tensor:

@@ -111,7 +111,7 @@ def low_rank_table(dense: ModelConfig, rank: int, ranks: Mapping[str, int]) -> d
 
 
 def slot_rows(linears: list[FactoredLinear]) -> list[dict[str, Any]]:
-    """For the report: each of the seven slots, summarized over all blocks; energy is the mean, cost the sum."""
+    """Summarizes each of the seven slots over all blocks for the report; energy is the mean, cost the sum."""
     rows = []
     for slot in SLOTS:
         of_slot = [linear for linear in linears if linear.name.endswith(f".{slot}")]

@@ -97,11 +97,11 @@ class EqualWindows:
 
 
 class PackedWindows:
-    """Samples of several segments: whole documents, longest first, each in the fullest sequence that has room for it (best-fit
+    """Samples of several segments: whole documents, longest first, each in the fullest sequence that it fits in (best-fit
     decreasing).
 
-    Only documents of more than S + 1 tokens are split, into segments of S inputs and a rest; the last target of one is the first
-    input of the next. Segments without a target are left out. Samples, and the segments of a sample, are in the order of the split.
+    Only documents of more than S + 1 tokens are split, into segments of S inputs and a remainder; the last target of one is the
+    first input of the next. Segments without a target are omitted. Samples, and a sample's segments, are in the order of the split.
 
     Takes 12 bytes per document and 8 per sample. Building takes about 1 s per million documents.
     """

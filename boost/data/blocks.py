@@ -50,7 +50,7 @@ class BlockDigests:
 class FileArray:
     """A file of numbers of one dtype as a read-only array; slices are read on access.
 
-    Not a memory map: if the file is truncated or the disk fails, a memory map kills the process with SIGBUS, while this class
+    This is not a memory map. If the file is truncated or the disk fails, a memory map kills the process with SIGBUS; this class
     raises `DataError`. The file stays open, so replacing it does not affect this reader.
     """
 

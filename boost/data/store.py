@@ -43,7 +43,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class Spans:
-    """Which tokens of a split count in the loss (a loss mask), as spans: on disk 16 bytes per answer.
+    """Spans of a split's tokens that count in the loss (a loss mask), with 16 bytes per answer on disk.
 
     `boundaries` int64 [2 n], increasing: span i has tokens boundaries[2 i] to boundaries[2 i + 1] - 1."""
 

@@ -206,7 +206,7 @@ def _sync_one(path: Path) -> None:
 def store_meta(
     tokenizer: "Tokenizer", eos: tuple[str, int], fingerprint: str, options: PrepareOptions, report: PrepareReport
 ) -> dict[str, Any]:
-    """What store.json says of every store. `eos`: (token, id); `fingerprint`: of the input."""
+    """What store.json says about every store. `eos`: (token, id); `fingerprint`: of the input."""
     return {
         "format": FORMAT,
         "vocab_size": vocabulary_size(tokenizer),

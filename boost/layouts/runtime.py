@@ -162,7 +162,7 @@ class BaseLayout:
         return distill_loss(normed_TD, weight, targets_T, teaching, self.axis)
 
     def all_logits(self, normed_TD: Tensor, head: Tensor) -> Tensor:
-        """The collectives of `loss`, and an all-gather of T V/p logits. Nothing more in the backward pass."""
+        """The collectives of `loss`, and an all-gather of T V/p logits. The backward pass adds nothing."""
         logits_TV = linear(normed_TD, head)
         if self.size == 1:
             return logits_TV

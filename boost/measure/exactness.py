@@ -224,7 +224,7 @@ def worst_error(actual: ByName, expected: ByName) -> float:
 
 
 def mean_error(actual: ByName, expected: ByName) -> float:
-    """Norm of all differences relative to the norm of the expected values. For low precision, where single elements mean little."""
+    """Norm of all differences relative to that of the expected values, for low precision, where single elements mean little."""
     squares = [
         ((actual[k].double() - expected[k].double()).square().sum(), expected[k].double().square().sum())
         for k in expected

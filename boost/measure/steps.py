@@ -63,8 +63,8 @@ class Stepper:
         return passes, self._training.update(passes, StepFlags.NONE)
 
     def seconds(self, steps: int = 1) -> float:
-        """Seconds of one step, from a common start until all processes are done. Of several, the mean: as in training, the host
-        launches each before it reads the statistics of the one before."""
+        """Seconds of one step, from a common start until all processes are done. With several, their mean: as in training, the host
+        launches each before it reads the statistics of the previous one."""
         self._all_here()
         begun, previous = time.perf_counter(), None
         for _ in range(steps):

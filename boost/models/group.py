@@ -33,7 +33,7 @@ class Stream(NamedTuple):
 
 
 class Flow:
-    """One part of a micro-batch on its way through the blocks: the residual stream, and what a collective has brought."""
+    """One part of a micro-batch on its way through the blocks: the residual stream, and what a collective has delivered."""
 
     def __init__(self, x: Tensor, prev_latents: Latents = (), first_half: "Flow | None" = None) -> None:
         """`first_half`: of the sequence, if this is its second half, which attends to the keys of the first."""

@@ -85,7 +85,7 @@ class Decoder(decoder.Decoder):
         Args:
             tokens: [B, S] int64.
             targets: [B, S] int64, the token that follows each; -100 where there is no loss. None: returns logits.
-            document_ids: [B, S] int; a token then attends to earlier tokens of its own document only.
+            document_ids: [B, S] int; a token then attends only to earlier tokens of its own document.
             reduction: "mean" over targets, or "sum". Micro-batches with unequal numbers of targets need the sum: divide each by the
                 number of targets, `(targets != -100).sum()`, of all micro-batches and replicas of the step.
 
@@ -121,7 +121,7 @@ class Decoder(decoder.Decoder):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes in this context do not sum partial gradients over TP; its end does, once for all of them. For gradient
-        accumulation: all micro-batches of a step but the last. If the block raises, gradients are discarded."""
+        accumulation, use it for all micro-batches of a step but the last. If the block raises, gradients are discarded."""
         return no_sync(self, self._sums)
 
     @torch.no_grad()

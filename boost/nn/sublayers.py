@@ -48,7 +48,7 @@ class Gate(LatentGate):
 
 
 class SeparateLinears(LinearGroup):
-    """A `LinearGroup` whose weights belong to modules of their own, looked up at each use: an adapter may have replaced a factor.
+    """A `LinearGroup` whose weights belong to separate modules, looked up at each use: an adapter may have replaced a factor.
 
     For training, grouped factors A are concatenated for their GEMM, a copy of 3 r d numbers for qkv; fused parameters need none.
     """

@@ -152,7 +152,7 @@ def _gather_rows(stored: Sequence[FusedParam], local: Sequence[Tensor], mesh: Me
 
 
 def solve_all(deal: Deal, solve: Callable[[int], Tensor], like: Tensor, axis: Axis) -> list[Tensor]:
-    """Solves small problems that all processes of an axis hold alike (LORO's exact step in coordinates, Muon's iterations on Gram
+    """Solves small problems that all processes of an axis hold (LORO's exact step in coordinates, Muon's iterations on Gram
     matrices). Returns `solve(number)`, flattened, for each problem of the deal, bitwise equal on all processes.
 
     Each process calls `solve` for its own problems. Buffers have dtype and device of `like`. One all-gather or all-reduce over

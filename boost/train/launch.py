@@ -68,7 +68,7 @@ def can_fork() -> bool:
     """Whether the processes of a run can be forked. Forked processes start in milliseconds and share the memory of imported
     modules.
 
-    Only on Linux with a CPU build of torch: GPU drivers do not survive a fork.
+    True only on Linux with a CPU build of torch: GPU drivers do not survive a fork.
     """
     return sys.platform == "linux" and not torch.backends.cuda.is_built()
 

@@ -112,7 +112,7 @@ def test_an_answer_whose_end_does_not_count_is_noticed(tmp_path: Path, by_marker
         ("{{ messages[0]['none']['none'] }}", "rejects the conversation"),
         (
             "{% if add_generation_prompt %}>{% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}",
-            "not the start of",
+            "not a prefix of",
         ),
         ("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}", "no token counts"),
     ],
