@@ -82,7 +82,7 @@ class Segment:
 
 
 class EqualWindows:
-    """Samples of one segment: consecutive windows of S inputs. With `partial`, the last has what is left; else it is dropped."""
+    """Samples of one segment: consecutive windows of S inputs. With `partial`, the last one is shorter; otherwise it is dropped."""
 
     def __init__(self, n_tokens: int, seq_len: int, partial: bool) -> None:
         self._targets, self._seq_len = max(n_tokens - 1, 0), seq_len

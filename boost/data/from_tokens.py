@@ -259,7 +259,7 @@ def byte_counter(tokenizer: "Tokenizer") -> Callable[[npt.NDArray[Any]], int]:
     """Returns a function that counts the UTF-8 bytes of the text of ids, without special tokens: a store records them for bits per
     byte.
 
-    Exact for byte-level tokenizers, by a table. Others decode the ids in pieces, which can be off by a byte or two per piece.
+    Byte-level tokenizers use a table, which is exact. Others decode the ids in pieces, which can be off by a byte or two per piece.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 

@@ -53,7 +53,7 @@ class HubSource:
     def documents(
         self, report: PrepareReport, position: dict[str, Any] | None = None, entries: Sequence[dict[str, Any]] = ()
     ) -> Iterator[Document]:
-        """Yields the rows with text. `position`: continues after it, with the numbers of the one of `entries` in the report."""
+        """Yields the rows with text. `position`: where to continue, with the report's numbers taken from `entries`."""
         entry = report.source(self.name).file(self.dataset)
         self._row, self._consumed = 0, report.consumed
         if position is not None:

@@ -310,7 +310,7 @@ def _decoded(file: IO[bytes]) -> Iterator[str]:
 
 
 def json_records(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[tuple[int, str, Any]]:
-    """(number from 1, position in words, value) of the records of a JSON file. Bad lines are skipped, which the report says.
+    """(number from 1, position in words, value) of the records of a JSON file. Bad lines are skipped and reported.
     Raises `Unreadable`."""
     with open_utf8(path, entry, report) as file:
         head = bytes(file.peek(CHUNK)).removeprefix(codecs.BOM_UTF8).lstrip()
