@@ -354,7 +354,7 @@ class RunConfig(Section):
     """In-step recovery: drop and restart a replica that is reported as slow."""
 
     peak_tflops: NonNegative = 0.0
-    """Peak TFLOP/s of one device in compute_dtype, for MFU. 0: look up the GPU in a built-in table; on CPUs, measure a GEMM."""
+    """Peak TFLOP/s of one device in compute_dtype, for MFU. 0: look up the GPU in a built-in table; CPUs have no MFU then."""
 
     wandb: bool = False
     """Also log to Weights & Biases (requires the package wandb and a W&B login). A resumed run continues the same W&B run."""

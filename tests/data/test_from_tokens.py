@@ -134,7 +134,7 @@ def test_held_out_ids_of_their_own(tmp_path, tokenizer, ids):
 def test_ids_outside_the_vocabulary_are_found(bad, tmp_path, tokenizer, ids):
     index = write_megatron(tmp_path / "x", [[each] for each in [*ids, [5, bad]]], "int32")
     number = sum(map(len, ids)) + 1
-    message = rf"x\.bin: id {bad} \(number {number} of the file\) is outside the tokenizer's vocabulary of 300; name the token"
+    message = rf"x\.bin: id {bad} \(number {number} of the file\) is outside the tokenizer's vocabulary of 300; pass the token"
     with pytest.raises(DataError, match=message):
         prepare(options(tmp_path, tokenizer, index))
     assert not (tmp_path / "store").exists()
