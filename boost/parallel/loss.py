@@ -35,9 +35,8 @@ class _CrossEntropy(torch.autograd.Function):
         dx_TD = torch.empty_like(x_TD) if needs_gradient else None
         dw_VD = torch.zeros_like(w_VD, dtype=acc_dtype) if needs_gradient else None
         total = torch.zeros((), dtype=acc_dtype, device=x_TD.device)
-        step = chunk_tokens(w_VD.shape[0])
-        for start in chunks(x_TD.shape[0], step):
-            x_ND, targets_N = x_TD[start : start + step], targets_T[start : start + step]
+        for rows in chunks(x_TD.shape[0], w_VD.shape[0]):
+            x_ND, targets_N = x_TD[rows], targets_T[rows]
             logits_NV = gemm(x_ND, w_VD.t()).to(acc_dtype)
             local_N = (targets_N - first).clamp(0, w_VD.shape[0] - 1)
             mine_N = (targets_N >= first) & (targets_N < first + w_VD.shape[0])
@@ -50,7 +49,7 @@ class _CrossEntropy(torch.autograd.Function):
             d_NV = logits_NV.sub_(logsumexp_N.unsqueeze(-1)).exp_()
             d_NV.scatter_add_(1, local_N.unsqueeze(-1), -mine_N.to(acc_dtype).unsqueeze(-1))
             d_NV = d_NV.mul_(counted_N.unsqueeze(-1)).to(x_TD.dtype)
-            torch.mm(d_NV, w_VD, out=dx_TD[start : start + step])
+            torch.mm(d_NV, w_VD, out=dx_TD[rows])
             if dw_VD.dtype == x_TD.dtype:
                 dw_VD.addmm_(d_NV.t(), x_ND)
             else:
@@ -64,9 +63,10 @@ class _CrossEntropy(torch.autograd.Function):
         return dx_TD * d.to(dx_TD.dtype), dw_VD * d.to(dw_VD.dtype), None, None
 
 
-def chunks(tokens: int, step: int) -> Iterable[int]:
-    """Start of each chunk of tokens."""
-    return range(0, tokens, step)
+def chunks(tokens: int, vocabulary: int) -> Iterable[slice]:
+    """The tokens whose logits over `vocabulary` local rows exist at the same time, one slice after another."""
+    step = chunk_tokens(vocabulary)
+    return map(slice, range(0, tokens, step), range(step, tokens + step, step))
 
 
 def cross_entropy(x_TD: Tensor, w_VD: Tensor, targets_T: Tensor, axis: Axis) -> Tensor:
@@ -111,10 +111,8 @@ class _DistillLoss(torch.autograd.Function):
         dx_TD = torch.empty_like(x_TD) if needs_gradient else None
         dw_VD = torch.zeros_like(w_VD, dtype=acc_dtype) if needs_gradient else None
         total = torch.zeros((), dtype=acc_dtype, device=x_TD.device)
-        step = chunk_tokens(w_VD.shape[0])
         head_VE = teaching.head_VE.to(x_TD.dtype)
-        for start in chunks(x_TD.shape[0], step):
-            rows = slice(start, start + step)
+        for rows in chunks(x_TD.shape[0], w_VD.shape[0]):
             x_ND, h_NE, targets_N = x_TD[rows], teaching.hidden_TE[rows], targets_T[rows]
             s_NV, t_NV = gemm(x_ND, w_VD.t()).to(acc_dtype), gemm(h_NE, head_VE.t()).to(acc_dtype)
             loss_N, cross_entropy_N, d_NV = _distill_chunk(s_NV, t_NV, targets_N, teaching, axis)

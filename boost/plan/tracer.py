@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from boost.config.schema import Config, compiled_part
+from boost.config.traffic import chunk_tokens
 from boost.layouts import spec_of
 from boost.layouts.runtime import layout_for
 from boost.models import documents, kernels
@@ -105,13 +106,14 @@ class Tracer:
                 del function.apply  # the inherited one is back
             loss.chunks, documents.last_queries = usual
 
-    def _chunks(self, tokens: int, step: int) -> Iterator[int]:
-        """Runs one of several identical chunks, and counts it that many times."""
+    def _chunks(self, tokens: int, vocabulary: int) -> Iterator[slice]:
+        """`loss.chunks`: runs one of several identical chunks, and counts it that many times."""
+        step = chunk_tokens(vocabulary)
         whole, rest = divmod(tokens, step)
         for start, times in ((0, whole), (whole * step, int(rest > 0))):
             self.tape.times = times
             if times:
-                yield start
+                yield slice(start, start + step)
         self.tape.times = 1
 
 
