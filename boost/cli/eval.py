@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="evaluate a checkpoint on held-out text, or on tasks",
         description="Computes cross-entropy, perplexity and bits per byte over every token of a split, and the unigram entropy\n"
         "of the same text as a baseline. Works with checkpoints from any mesh and layout.\n"
-        "With --tasks, runs tasks of lm-evaluation-harness instead.",
+        "With --tasks, runs tasks from lm-evaluation-harness instead.",
         epilog="examples:\n"
         "  boost eval runs/demo\n"
         "  boost eval runs/demo/checkpoints/step-00000200 --tp 2 --json\n"
@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="evaluate the first train.seq_len tokens of each document, as GaLore, LORO and CoLA do, instead of all tokens",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    group = parser.add_argument_group("tasks of lm-evaluation-harness (pip install lm_eval)")
+    group = parser.add_argument_group("tasks from lm-evaluation-harness (pip install lm_eval)")
     group.add_argument("--tasks", metavar="NAME[,NAME]", help="evaluate these tasks instead of a split")
     group.add_argument("--task-folder", type=Path, metavar="DIR", help="folder with more tasks (YAML files)")
     group.add_argument(

@@ -53,11 +53,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help='file with one prompt per line, or a .jsonl file with {"prompt": "text"} per line (with --chat also {"messages": '
-        '[{"role": "user", "content": "text"}, ...]})',
+        help='file with one prompt per line, or a .jsonl file with {"prompt": "text"} per line; with --chat, {"messages": '
+        '[{"role": "user", "content": "text"}, ...]} is also valid',
     )
     parser.add_argument(
-        "--chat", action="store_true", help="treat prompts as user messages, using the chat template of the checkpoint"
+        "--chat", action="store_true", help="treat prompts as user messages, using the checkpoint's chat template"
     )
     parser.add_argument(
         "--batch",
@@ -65,7 +65,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         type=int,
         default=16,
         metavar="N",
-        help="sequences that are generated at a time (default 16); memory of the key/value cache is proportional to it",
+        help="sequences to generate at a time (default 16); the key/value cache grows in proportion",
     )
     parser.add_argument(
         "--samples",
@@ -95,7 +95,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print one line of JSON per text: prompt (or messages), text, tokens; with --samples also sample",
+        help="print one line of JSON per text: prompt (or messages), text, tokens; with --samples, also sample",
     )
     return parser
 

@@ -17,8 +17,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description="Converts a Hugging Face folder with safetensors weights (stock LLaMA, the official CoLA class, or the output\n"
         "of 'boost export') to a checkpoint at step 0, for 'boost eval', 'generate' and 'train --start-from'.\n"
         "--rank, --energy and --budget factorize the linears of a dense model, from a folder or a checkpoint, into an svd\n"
-        "model, and report the error of each linear: with --budget and --calibrate by what each direction costs on\n"
-        "calibration text, else by truncated SVD.",
+        "model, and report the error of each linear. --budget and --calibrate choose directions by their cost on\n"
+        "calibration text; --rank and --energy truncate the SVD.",
         epilog="examples:\n"
         "  boost import models/llama-1b --out checkpoints/llama-1b\n"
         "  boost import models/cola-1b --out checkpoints/cola-1b --tokenizer data/c4\n"
@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--untie",
         action="store_true",
-        help="import embedding and head as two tensors if DIR has one for both; boost does not train them tied",
+        help="import embedding and head as two tensors if DIR has one for both; boost cannot train tied weights",
     )
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument("--rank", type=int, metavar="R", help="factorize: rank of every linear")
@@ -53,14 +53,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--budget",
         type=float,
         metavar="FRACTION",
-        help="factorize, with --calibrate: parameters of all factors, as a fraction of those of the linears that they replace, "
-        "such as 0.6; embedding, norms and head do not count",
+        help="factorize, with --calibrate: parameters of all factors as a fraction of the parameters that they replace, such "
+        "as 0.6; embedding, norms and head do not count",
     )
     parser.add_argument(
         "--calibrate",
         metavar="STORE",
-        help="with --budget: token store whose training split shows what the model must keep; ranks follow from what each "
-        "direction costs the loss",
+        help="with --budget: token store whose training split shows what the model must keep; each rank depends on how "
+        "much the loss would rise without it",
     )
     parser.add_argument(
         "--calibrate-tokens",
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--calibrate-tokens requires --calibrate STORE; add it, or remove --calibrate-tokens")
     if args.multiple is not None and args.energy is None and args.budget is None:
         raise ConfigError(
-            "--multiple rounds the ranks that --energy or --budget chooses; add one, or remove --multiple"
+            "--multiple rounds the ranks that --energy or --budget chooses; add one of them, or remove --multiple"
         )
     if not Path(args.source).is_dir():
         raise ConfigError(f"no folder at '{args.source}'; pass a Hugging Face folder with safetensors weights")
@@ -159,7 +159,7 @@ def _print_report(report: dict[str, Any]) -> None:
         print(
             f"linears: {of['factors']:,} of {of['linears']:,} parameters ({of['factors'] / of['linears']:.1%}; {asked})"
         )
-    head = f", with {of['untied']:,} of the head, which was one tensor with the embedding" if of["untied"] else ""
+    head = f", including {of['untied']:,} for the head, which shared the embedding's tensor" if of["untied"] else ""
     print(
         f"whole model: {of['after']:,} parameters instead of {of['before']:,} ({of['after'] / of['before']:.1%}){head}"
     )

@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost inspect boost-13b --memory --pp-rank 1           the second of its two pipeline ranks\n"
         "  boost inspect boost-7b --layout vanilla --json         machine-readable: counts per kind and place\n"
         "  boost inspect boost-7b --layout btp --svg btp.svg      a picture of one block\n\n"
-        "Bytes are those sent by one process: 2N(p-1)/p for an all-reduce of N bytes over p processes, N(p-1)/p for an\n"
+        "Bytes are counted as sent by one process: 2N(p-1)/p for an all-reduce of N bytes over p processes, N(p-1)/p for an\n"
         "all-gather, a reduce-scatter or an all-to-all. Units are decimal: 1 MB = 1,000,000 bytes.",
     )
     parser.add_argument("config", metavar="CONFIG", help="preset name or TOML file")

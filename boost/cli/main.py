@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     threads, cores = os.environ.get("OMP_NUM_THREADS", ""), available_cores()
     if threads.isdecimal() and int(threads) > cores:
         os.environ["OMP_NUM_THREADS"] = str(cores)
-        note = f"OMP_NUM_THREADS = {threads} is more than the {cores} cores there are; using {cores}"
+        note = f"OMP_NUM_THREADS = {threads} exceeds the number of available cores; using {cores}"
         print(f"warning: {note}", file=sys.stderr)
     escape_output()
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)

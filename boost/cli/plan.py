@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         usage="boost plan --model M --gpus N --gpu PROFILE [--global-batch B] [--seq L] [--explain] [--write run.toml]\n"
         "       boost plan CONFIG --gpu PROFILE [--section.key value ...]      explain one configuration",
         description="Searches all valid configurations of a model on N GPUs for the fastest one that fits in memory, and\n"
-        "explains why the others lose. Plans for 'boost train': other frameworks differ in time, memory and what is legal.\n"
+        "explains why the others lose. Plans for 'boost train': other frameworks differ in time, memory and valid choices.\n"
         "Predicts only: starts no processes and takes seconds.",
         epilog="examples:\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --global-batch 1M-tokens --seq 4096\n"
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         for name in ("model", "gpus", "seq", "global_batch", "write", "by_gpus"):
             if getattr(args, name) not in (None, False):
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} belongs to a search, and CONFIG = '{args.config}' is explained without one; "
+                    f"--{name.replace('_', '-')} applies only to a search, but CONFIG = '{args.config}' is explained without one; "
                     "remove one of them, or change the configuration with --section.key value"
                 )
         from boost.cli.plan_report import explain

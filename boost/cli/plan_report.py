@@ -115,8 +115,8 @@ def search_and_report(args: argparse.Namespace, request: Request, source: str, f
     if folder is not None and read_folder(folder).tied:
         more = best.config.model.vocab_size * best.config.model.dim
         remarks.append(
-            f"'{folder / 'config.json'}' ties embedding and head. The plan is for two tensors, as 'boost import --untie' makes "
-            f"them: {more:,} more parameters."
+            f"'{folder / 'config.json'}' ties embedding and head. The plan is for two tensors, as after 'boost import --untie', "
+            f"which adds {more:,} parameters."
         )
     if args.write is not None:
         command = ["train", str(args.write)]

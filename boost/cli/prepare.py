@@ -28,7 +28,7 @@ examples:
   boost prepare --hf allenai/c4:en --max-tokens 1300000000 --heldout-split validation --max-heldout-tokens 10000000 \\
                 --tokenizer t5-base --out data/c4       or all of a published recipe: boost recipe c4-60m
 
-Without --out, the store is data/stdlib or data/NAME, where NAME is that of the first input. Running the same command
+Without --out, the store is data/stdlib or data/NAME, where NAME comes from the first input. Running the same command
 again does nothing if the input is unchanged. An interrupted run leaves no store; an existing store is kept until the new
 one is complete. After a kill, a broken connection or a full disk, the same command continues (it commits every 30 s).
 
@@ -38,10 +38,10 @@ decompressed, CRLF line breaks become LF, and documents of more than 16M charact
 files are skipped and reported; a file that you name must be readable. Pickles and other formats that can contain code
 are rejected.
 
---from-tokens reads what another tool tokenized: Megatron .bin/.idx and nanoGPT .bin.
+--from-tokens reads token ids from other tools: Megatron .bin/.idx and nanoGPT .bin.
 
-A fraction of the documents is held out, chosen by the hash of their names. If there is only one document, its last part is
-held out. With --heldout-split or --heldout-from, the held-out text comes from there and all other documents are for training.
+A fraction of the documents is held out, chosen by a hash of their names. If there is only one document, its last part is
+held out. With --heldout-split or --heldout-from, that text is held out and all other documents are for training.
 """
 
 
@@ -58,7 +58,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="INPUT",
         help="text, JSON, CSV, Parquet or Arrow files, compressed or not, or folders of them",
     )
-    parser.add_argument("--stdlib", action="store_true", help="read the Python standard library of this machine")
+    parser.add_argument("--stdlib", action="store_true", help="read this machine's Python standard library")
     parser.add_argument("--hf", metavar="NAME[:CONFIG]", help="stream a dataset from the Hugging Face Hub")
     parser.add_argument(
         "--hf-split", default="train", metavar="SPLIT", help="split of the dataset to read (default: %(default)s)"
@@ -83,11 +83,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--chat",
         action="store_true",
         help="read the inputs as conversations (messages, ShareGPT or Alpaca, as .jsonl, .json or .parquet files, folders of them, "
-        "or an --hf dataset); formats them with the chat "
-        "template in the --tokenizer folder, and masks the loss so that only what the assistant says counts",
+        "or an --hf dataset), format them with the chat template in the --tokenizer folder, and mask the loss so that only the "
+        "assistant's words count",
     )
     parser.add_argument(
-        "--out", metavar="STORE", help="folder of the token store (default: data/NAME, after the first input)"
+        "--out", metavar="STORE", help="folder of the token store (default: data/NAME, named after the first input)"
     )
     parser.add_argument(
         "--tokenizer",
@@ -122,13 +122,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="file or folder with the held-out text; may be repeated",
     )
     parser.add_argument(
-        "--max-documents", type=int, metavar="N", help="read at most N documents, not counting --heldout-from or -split"
+        "--max-documents", type=int, metavar="N", help="read at most N documents, not counting held-out sources"
     )
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="stop after the document that reaches N training tokens"
     )
     parser.add_argument(
-        "--max-heldout-tokens", type=int, metavar="N", help="hold out no more documents once they have N tokens"
+        "--max-heldout-tokens", type=int, metavar="N", help="stop holding out documents once they have N tokens"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a store that was made from different input")
     parser.add_argument("--json", action="store_true", help="print the report as JSON and show no progress")

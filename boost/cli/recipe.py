@@ -47,13 +47,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--data",
         metavar="PATH",
-        help="folder with the dataset's files, instead of the Hugging Face Hub; their names contain the name of the split, such "
+        help="folder with the dataset's files, instead of the Hugging Face Hub; each file name must contain its split, such "
         "as c4-train.00000-of-01024.json.gz and c4-validation.00000-of-00008.json.gz",
     )
     parser.add_argument(
         "--tokenizer",
         metavar="TOKENIZER",
-        help="instead of the recipe's: a local copy of it, or another one, as for 'boost prepare' (then set --model.vocab_size)",
+        help="tokenizer, as for 'boost prepare': a local copy of the recipe's, or another one (then set --model.vocab_size)",
     )
     parser.add_argument(
         "--steps", type=int, metavar="N", help="train for N steps; warm-up and intervals shrink with it"
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             rows.append((recipe.name, recipe.preset, recipe.corpus.dataset, tokens, published, recipe.source))
         headings = ("recipe", "preset", "data", "tokens", "perplexity", "source")
         print_rows(headings, rows, right=("tokens", "perplexity"))
-        print("\n'boost recipe RECIPE --dry-run' prints the budget of one.")
+        print("\n'boost recipe RECIPE --dry-run' prints a recipe's budget.")
         return 0
     if args.steps is not None and args.steps < 1:
         raise ConfigError(f"--steps = {args.steps} is too small; smallest valid value: 1")
@@ -182,7 +182,7 @@ def _run_stages(recipe: Recipe, config: Config, options: "PrepareOptions") -> in
     if prepared < needed / 4:  # the run would read the same text again and again
         enough = max(prepared * config.train.steps // needed, 1)
         raise DataError(
-            f"{result.store.path}: has {format_count(prepared)} training tokens, and the recipe reads {format_count(needed)}; add "
+            f"{result.store.path}: has {format_count(prepared)} training tokens, but the recipe reads {format_count(needed)}; add "
             f"more of the dataset's files, or pass --steps {enough}"
         )
     print("\n2/3 train", flush=True)

@@ -51,12 +51,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="check only these layouts; dp, cp and pp are the meshes without one (default: all)",
+        help="check only these layouts; dp, cp and pp select meshes without a layout (default: all)",
     )
     parser.add_argument(
         "--compile",
         choices=("all", "first", "none"),
-        help="layouts to also check with torch.compile (default: all on GPUs; first on CPUs, which takes a minute)",
+        help="layouts to also check with torch.compile (default: all on GPUs; on CPUs the first, which takes a minute)",
     )
     parser.add_argument("--gpu", metavar="PROFILE", help="hardware profile to compare with (default: the GPU's)")
     parser.add_argument(

@@ -170,7 +170,7 @@ def read_source(source: str) -> dict[str, Any]:
     advice = (
         f"did you mean '{names[0]}'?"
         if names
-        else "'boost config' lists the presets, and prints one to start a file from"
+        else "'boost config' lists the presets, and prints one as a starting point"
     )
     raise ConfigError(f"no configuration file and no preset named '{brief_text(source)}'; {advice}")
 

@@ -71,8 +71,8 @@ class CosineRestarts(LRSchedule):
         optim, steps, warmup = config.optim, config.train.steps, config.optim.warmup_steps
         if not self.suits(type(optim)):
             yield (
-                "optim.schedule = 'cosine-restarts' requires optim.name = 'loro', whose cleared moments it follows; use that, or "
-                "optim.schedule = 'cosine'"
+                "optim.schedule = 'cosine-restarts' requires optim.name = 'loro', because it restarts when LORO clears moments; "
+                "use that, or optim.schedule = 'cosine'"
             )
             return
         period = optim.exact_every

@@ -52,7 +52,7 @@ def _model_problems(config: Config) -> Iterator[str]:
     if total > MAX_PARAMETERS:
         field, value = out_of_proportion(model)
         yield (
-            f"{field} = {value} gives a model of {total:.1e} parameters, and the maximum is "
+            f"{field} = {value} gives a model of {total:.1e} parameters, but the maximum is "
             f"{MAX_PARAMETERS:.0e}; set {field} to {_USUAL[field]} or less"
         )
     if model.dim % 2:
@@ -64,7 +64,7 @@ def _model_problems(config: Config) -> Iterator[str]:
     if model.head_dim % 2:
         best = _nearest_heads(config)
         yield (
-            f"model.heads = {model.heads} gives an odd head_dim of {model.head_dim}, and rotary embedding rotates pairs; "
+            f"model.heads = {model.heads} gives an odd head_dim of {model.head_dim}, but rotary embedding rotates pairs; "
             f"nearest valid value: {best}"
         )
     if model.rope_low_freq >= model.rope_high_freq:
@@ -250,7 +250,7 @@ def _micro_batch_problems(config: Config) -> Iterator[str]:
             how += f", and a number n of micro-batches that is divisible by n // {parallel.pp}"
         yield (
             f"train.global_batch = {train.global_batch} gives {count} micro-batches of {train.micro_batch} for each of "
-            f"{parallel.dp} replicas, and parallel.schedule = '{parallel.schedule}' needs {how}; nearest valid value: "
+            f"{parallel.dp} replicas, but parallel.schedule = '{parallel.schedule}' needs {how}; nearest valid value: "
             f"{best * chunk}"
         )
 

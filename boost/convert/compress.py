@@ -129,7 +129,7 @@ class CompressedWeights:
             store.require_tokenizer(tokenizer, "the model")
         if store.largest_token >= dense.model.vocab_size:
             raise ConfigError(
-                f"--calibrate = '{compression.store}' has token ids up to {store.largest_token}, but the model has "
+                f"--calibrate = '{compression.store}' has token ids up to {store.largest_token}, but model.vocab_size = "
                 f"{dense.model.vocab_size}; prepare the text with the model's tokenizer"
             )
         decoder = dense_decoder(dense, torch.device(compression.device))

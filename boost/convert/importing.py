@@ -70,7 +70,7 @@ class FolderWeights:
         """Raises ConfigError if embedding and head are tied, which no layout trains, unless the caller chose to `untie` them."""
         if self.tied and not untie:
             raise ConfigError(
-                f"embedding and head of '{self._tensors.path}' are tied, which boost does not train: add {option} to import them "
+                f"embedding and head of '{self._tensors.path}' are tied, which boost cannot train; add {option} to import them "
                 f"as two tensors (+{self.tied:,} parameters)"
             )
 

@@ -59,7 +59,7 @@ def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
     before = next((i for i in range(len(with_special)) if with_special[i : i + len(plain)] == plain), 0)
     if before > 1:
         raise DataError(
-            f"the tokenizer in '{folder}' puts {before} tokens before every text; boost supports one at most"
+            f"the tokenizer in '{folder}' adds {before} tokens before every text; boost supports at most one"
         )
     config = read_json(folder / "tokenizer_config.json", "fix or remove it")
     if _ORIGINAL_KEY in config:

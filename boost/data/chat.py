@@ -63,7 +63,7 @@ class Rejected(Exception):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A formatted conversation: token `ids` [n], and `mask` [n], True for those that count in the loss."""
+    """A formatted conversation: token `ids` [n], and `mask` [n], True for those that count toward the loss."""
 
     ids: npt.NDArray[np.int64]
     mask: npt.NDArray[np.bool_]
@@ -75,7 +75,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplate:
-    """Formats conversations for training so that only what the assistant says counts in the loss.
+    """Formats conversations for training so that only what the assistant says counts toward the loss.
 
     A template with {% generation %} markers says what that is. Otherwise, it is what each assistant message adds to the
     prompt before it: the text of the conversation up to and including the message, without the prompt with which generation of
@@ -135,7 +135,7 @@ class ChatTemplate:
         for document in documents:
             document.mask[:1] = False  # nothing precedes it
             if not document.mask.any():
-                raise Rejected("no token counts in the loss")
+                raise Rejected("no token counts toward the loss")
         return documents
 
     def _by_markers(

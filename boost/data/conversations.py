@@ -39,7 +39,7 @@ _ROLES = {
 
 
 _COUNTS = ("weight", "train", "loss")
-"""Fields of a message that say whether it counts in the loss: of OpenAI's files, axolotl's and ms-swift's."""
+"""Fields of a message that say whether it counts toward the loss: of OpenAI's files, axolotl's and ms-swift's."""
 _REFUSED = ("train_detail", "images", "image", "videos", "video", "audios", "audio")
 """Fields of a record or a message that would change what is learned, but are not supported."""
 
@@ -52,7 +52,7 @@ class Conversation(NamedTuple):
     """The content of a record."""
 
     messages: list[dict[str, Any]]
-    """Up to the last assistant message. A message that does not count in the loss has `weight` 0."""
+    """Up to the last assistant message. A message that does not count toward the loss has `weight` 0."""
     template: dict[str, Any]
     """More variables of the chat template, such as `tools`."""
     unused: list[str]
@@ -76,7 +76,7 @@ def conversation_of(record: Any) -> Conversation:
     if not messages:
         raise Malformed("no assistant message")
     if all(message.get("weight") == 0 for message in messages if message["role"] == "assistant"):
-        raise Malformed("no assistant message that counts in the loss")
+        raise Malformed("no assistant message that counts toward the loss")
     template = _template_fields(record)
     used = {*form, "system", "label", "tools", "functions", "documents", "chat_template_kwargs"}
     return Conversation(messages, template, [key for key in record if key not in used])
@@ -111,7 +111,7 @@ def _by_form(record: dict[str, Any]) -> tuple[tuple[str, ...], list[dict[str, An
         else:
             messages = _exchange(_text(prompt, "prompt"), _text(completion, "completion"))
         return ("prompt", "completion"), messages
-    raise Malformed("neither messages, conversations, instruction and output, nor prompt and completion")
+    raise Malformed("no messages, conversations, instruction and output, or prompt and completion")
 
 
 def _template_fields(record: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _message(message: Any, role: str, content: str) -> dict[str, Any]:
     }
     for key in _COUNTS:
         if (counts := message.get(key)) not in (None, 0, 1):
-            raise Malformed(f"a message's {key!r} is {counts!r:.20}; 0 and 1 are supported")
+            raise Malformed(f"a message's {key!r} is {counts!r:.20}; only 0 and 1 are supported")
     if any(message.get(key) == 0 for key in _COUNTS):
         others["weight"] = 0
     text = message.get(content)

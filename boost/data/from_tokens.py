@@ -133,7 +133,7 @@ def _open_megatron(index: Path, split: str | None) -> TokenFile:
         expected, size = 12 * n_sequences + 8 * n_indices, index.stat().st_size - len(head)
         if size not in (expected, expected + n_sequences):  # a multimodal dataset has another byte per sequence
             raise DataError(
-                f"{index}: {size} bytes after the header, but {expected} for {n_sequences} sequences; copy it again"
+                f"{index}: {size} bytes after the header instead of {expected} for {n_sequences} sequences; copy it again"
             )
         lengths = np.fromfile(file, "<i4", n_sequences).astype(np.int64)
         offsets = np.fromfile(file, "<i8", n_sequences)
@@ -233,8 +233,8 @@ def build_from_tokens(
             raise DataError(f"there are no ids: {scanned.skipped_in_words()}; name files that contain token ids")
         if rule.single:
             raise DataError(
-                f"--from-tokens {tokens.name}: is one document, so none can be held out; name held-out ids with "
-                "--heldout-from, or the token that ends documents with --eos"
+                f"--from-tokens {tokens.name}: is one document, so none can be held out; pass held-out ids with "
+                "--heldout-from, or name the token that ends documents with --eos"
             )
     count_bytes = byte_counter(tokenizer)
     progress.phase("copying the ids", tokens.size)

@@ -113,7 +113,7 @@ class Corpus:
             other.require_tokenizer(first.fingerprint, f"'{first.path}', and data.mixture needs one tokenizer")
             if other.eos != first.eos:
                 raise DataError(
-                    f"{other.path}: its documents end with token {other.eos}, those of '{first.path}' with {first.eos}; "
+                    f"{other.path}: its documents end with token {other.eos}, but those in '{first.path}' with {first.eos}; "
                     "prepare it with the same --eos"
                 )
         return corpus

@@ -175,8 +175,8 @@ def _check_options(options: PrepareOptions) -> None:
         )
     if options.chat and not Path(options.tokenizer).is_dir():
         raise DataError(
-            f"--tokenizer {options.tokenizer}: with --chat, name the folder of a tokenizer.json and a chat template, such as "
-            "that of the model to fine-tune"
+            f"--tokenizer {options.tokenizer}: with --chat, name a folder with a tokenizer.json and a chat template, such as "
+            "the folder of the model to fine-tune"
         )
 
 
@@ -323,7 +323,7 @@ def _train_pieces(reading: Reading, rule: SplitRule) -> Iterator[str]:
 
 
 class MaskedWriter(TokenWriter):
-    """A `TokenWriter` that also writes which tokens count in the loss."""
+    """A `TokenWriter` that also writes which tokens count toward the loss."""
 
     def __init__(self, folder: Path, dtype: "np.dtype[Any]", eos: int) -> None:
         super().__init__(folder, dtype, eos)
@@ -374,7 +374,7 @@ def build_chat(options: PrepareOptions, reading: Reading, fingerprint: str, fold
     if rule is None or rule.single:
         usable = "the only conversation" if rule else "no conversation"
         raise DataError(
-            f"{usable} can be used, and a store needs one to train on and one to hold out "
+            f"{usable} can be used, but a store needs one to train on and one to hold out "
             f"({reading.report.skipped_in_words()}); add conversations"
         )
     with MaskedWriter(folder, token_dtype(size), eos[1]) as writer:
@@ -388,7 +388,7 @@ def build_chat(options: PrepareOptions, reading: Reading, fingerprint: str, fold
         counted = sum(sizes["targets"] for sizes in writer.sizes.values())
         total = sum(sizes["tokens"] for sizes in writer.sizes.values())
         how = "{% generation %} markers" if template.has_markers else "prompts"
-        report.notes.append(f"{counted:,} of {total:,} tokens count in the loss, by the chat template's {how}")
+        report.notes.append(f"{counted:,} of {total:,} tokens count toward the loss, by the chat template's {how}")
         if template.straddling:
             report.notes.append(
                 f"{template.straddling:,} answers begin within a token: the template should end its prompt with a separate token"

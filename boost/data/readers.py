@@ -73,7 +73,7 @@ class Document:
 def read_file(
     path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
 ) -> Iterator[Document]:
-    """The documents of one file, by its suffix. Counts in `report.consumed` the bytes read. Raises `Unreadable`."""
+    """Reads the documents of one file, whose suffix selects the reader. Counts bytes in `report.consumed`. Raises `Unreadable`."""
     name = path.name.lower()
     if name.endswith(REFUSED_SUFFIXES):
         tokens = "read token ids with --from-tokens, or " if name.endswith((".bin", ".idx")) else ""
@@ -173,7 +173,7 @@ def find_text_column(wanted: str | None, columns: dict[str, bool], entry: FileRe
         raise Unreadable(f"no text column found among {names}", fix="choose one with --text-field")
     chosen = (usual or strings)[0]
     if chosen != "text":
-        entry.note(f"without column 'text', text read from {chosen!r}")
+        entry.note(f"no column 'text'; text read from {chosen!r}")
     return chosen
 
 

@@ -50,7 +50,7 @@ class SeenInputs:
     keys: set[str] = field(default_factory=set)
 
 
-AGAIN = "nothing was written; run it again when nothing else writes to the input"
+AGAIN = "nothing was written; run it again when nothing else is writing to the input"
 
 
 def require_unchanged(path: Path, size: int, mtime_ns: int) -> None:
@@ -58,9 +58,9 @@ def require_unchanged(path: Path, size: int, mtime_ns: int) -> None:
     try:
         about = path.stat()
     except OSError as error:
-        raise DataError(f"{path}: disappeared during the preparation ({error.strerror}); {AGAIN}") from None
+        raise DataError(f"{path}: disappeared during preparation ({error.strerror}); {AGAIN}") from None
     if (about.st_size, about.st_mtime_ns) != (size, mtime_ns):
-        raise DataError(f"{path}: changed during the preparation; {AGAIN}")
+        raise DataError(f"{path}: changed during preparation; {AGAIN}")
 
 
 class FilesSource:

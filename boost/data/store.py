@@ -7,7 +7,7 @@
     STORE/train.documents      little-endian int64, n_documents + 1 offsets into the tokens, from 0 to n_tokens
     STORE/heldout.tokens, STORE/heldout.documents
     STORE/train.targets        with a loss mask (`boost prepare --chat`): little-endian int64, 2 n_spans boundaries of
-    STORE/heldout.targets      the spans of tokens that count in the loss
+    STORE/heldout.targets      the spans of tokens that count toward the loss
 
 Every document ends with the end-of-document token. A store gets its name only once it is complete.
 """
@@ -43,7 +43,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class Spans:
-    """Spans of a split's tokens that count in the loss (a loss mask), with 16 bytes per answer on disk.
+    """Spans of a split's tokens that count toward the loss (a loss mask), with 16 bytes per answer on disk.
 
     `boundaries` int64 [2 n], increasing: span i has tokens boundaries[2 i] to boundaries[2 i + 1] - 1."""
 
@@ -91,9 +91,9 @@ class Split:
     largest_token: int | None = None
     """Largest id that may occur; None: vocab_size - 1."""
     targets: Spans | None = None
-    """The tokens that count in the loss; None: all."""
+    """The tokens that count toward the loss; None: all."""
     n_targets: int | None = None
-    """Number of tokens that count in the loss, with a loss mask."""
+    """Number of tokens that count toward the loss, with a loss mask."""
     n_target_bytes: int | None = None
     """UTF-8 length of their text."""
 
@@ -107,7 +107,7 @@ class Split:
 
     @property
     def bytes_per_target(self) -> float:
-        """Bytes of text per token that counts in the loss."""
+        """Bytes of text per token that counts toward the loss."""
         if self.n_targets is None or self.n_target_bytes is None:
             return self.n_bytes / self.n_tokens
         return self.n_target_bytes / self.n_targets
@@ -135,7 +135,7 @@ class Split:
             raise IndexError(f"tokens {start}..{start + length} of split {self.name!r}, which has {self.n_tokens}")
 
     def token_counts(self) -> npt.NDArray[np.int64]:
-        """Frequencies of the tokens that count in the loss, int64 [vocab_size]; reads the whole split in chunks."""
+        """Frequencies of the tokens that count toward the loss, int64 [vocab_size]; reads the whole split in chunks."""
         counts = np.zeros(self.vocab_size, dtype=np.int64)
         for start in range(0, self.n_tokens, _CHUNK):
             tokens = self.tokens[start : start + _CHUNK]
@@ -209,7 +209,7 @@ class TokenStore:
 
     @property
     def is_masked(self) -> bool:
-        """Whether only some tokens count in the loss."""
+        """Whether only some tokens count toward the loss."""
         return "train.targets" in self.meta["blocks"]
 
     @property

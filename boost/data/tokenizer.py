@@ -31,7 +31,7 @@ def parse_training(spec: str) -> int | None:
         return None
     size = spec.removeprefix("train:")
     if not size.isdecimal() or not MIN_VOCAB <= int(size) <= 1 << 24:
-        raise DataError(f"--tokenizer {spec}: the size must be an integer from {MIN_VOCAB} up, such as train:4096")
+        raise DataError(f"--tokenizer {spec}: the size must be an integer of at least {MIN_VOCAB}, such as train:4096")
     return int(size)
 
 

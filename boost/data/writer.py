@@ -144,7 +144,7 @@ def new_store(store: Path) -> Iterator[Path]:
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in _FULL:
-            state = f"what is done is kept in {folder}; then run it again" if kept else "nothing was changed"
+            state = f"finished work is kept in {folder}, so a rerun continues" if kept else "nothing was changed"
             raise StorageError(
                 f"{store}: {os.strerror(error.errno)} while writing; {state}; free some space or choose another --out"
             ) from error

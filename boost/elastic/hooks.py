@@ -116,7 +116,7 @@ class SlowReplicas(Hook):
             self._reported.add(member)
             text = f"{slow[member]:.1f} times as long as the others for {event.metrics.step - since} steps"
             action = "it is excluded and restarted" if self._exclude else "check the load of its machine"
-            trainer.warn(f"replica {member.replica} takes {text}; {action}")
+            trainer.warn(f"replica {member.replica} has taken {text}; {action}")
             if self._exclude:
                 self._exclude(member, text)
 

@@ -278,7 +278,7 @@ class Coordinator:
         survivors = len(with_state)
         voters = sum(not why.startswith(DEAD) for why in lost.values()) + survivors
         if not survivors:
-            refused = f"no replica with weights is left of {len(before.members)}; resume with --resume auto"
+            refused = f"no replica with weights is left (there were {len(before.members)}); resume with --resume auto"
             return Decision(number, (), refused=refused, lost=lost)
         if 2 * survivors < voters:
             refused = (

@@ -172,8 +172,8 @@ def relative_errors(actual: TrainedModel, expected: Observed) -> dict[str, float
 def matches_table(config: Config, counted: list[Collective], pp_rank: int = 0) -> bool:
     """Whether a step issued the collectives of the table.
 
-    Those of micro-batches must be in order, except under overlapped halves. Gradient reductions may be in any order. With PP or
-    sharded weights, all may be in any order, since the schedule or torch determines it.
+    Collectives of micro-batches must be in order, except under overlapped halves. Gradient reductions may be in any order. With PP
+    or sharded weights, all may be in any order, since the schedule or torch determines it.
     """
     table = step_collectives(config, pp_rank)
     if config.parallel.pp > 1 or config.shards_weights:

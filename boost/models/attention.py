@@ -246,7 +246,7 @@ def make_context(
 ) -> Context:
     """Builds the context of a micro-batch at these positions, [S] or [B, S].
 
-    `document_ids_BS`: of whole sequences; tokens then attend only within their own document. `compiled`: blocks are compiled,
+    `document_ids_BS`: ids for whole sequences; tokens attend only within their own document. `compiled`: blocks are compiled,
     with one graph for all batches. `share`: the part of each sequence at these positions.
 
     Angles are computed in fp32 (fp64 for fp64 activations) regardless of `dtype`. Rotary positions are relative, so positions

@@ -293,7 +293,7 @@ def launch_step_stats(
     not wait for the result.
 
     `loss`: this replica's sum over its targets divided by `tokens`; equal on its TP ranks, 0 on pipeline ranks without the
-    head. Gradients are those of the same quotient. `targets`: positions of this replica that have a target. `tokens`: all
+    head. Gradients are taken of this quotient. `targets`: positions of this replica that have a target. `tokens`: all
     positions of the global batch. The two differ only if some positions have no target. `cross_entropy`: like `loss`, a fifth
     number to reduce.
     """

@@ -57,10 +57,10 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates on the whole split, or on about `max_tokens` spread evenly over it. All processes return the same result.
 
-    The stores of a mixture are evaluated one after the other. They share `max_tokens` by weight; each has one sequence at least.
+    The stores of a mixture are evaluated one after the other. They share `max_tokens` by weight; each has at least one sequence.
     `stopped` is called every few batches and must return the same value on all processes. Raises EvaluationStopped if it returns
-    True, and DataError if no evaluated token counts in the loss. `by_document`: on the first `seq_len` tokens of each document, as
-    in publications (`DocumentBatches`).
+    True, and DataError if no evaluated token counts toward the loss. `by_document`: on the first `seq_len` tokens of each document,
+    as in publications (`DocumentBatches`).
     """
 
     def of_store(part: Split, limit: int | None, label: str) -> Evaluation:
@@ -80,7 +80,7 @@ def evaluate(
         nats, count = total.tolist()
         if not count:
             raise DataError(
-                f"{part.path}: none of the evaluated tokens counts in the loss; evaluate more tokens, or whole documents"
+                f"{part.path}: none of the evaluated tokens counts toward the loss; evaluate more tokens, or whole documents"
             )
         loss = nats / count
         bits_per_byte = loss / math.log(2) / part.bytes_per_target

@@ -162,7 +162,7 @@ class StepEnd:
     cross_entropy: float | None = None
     """Mean cross-entropy in nats per token if the run distills and the loss has other terms, else None."""
     empty: bool = False
-    """Whether no token of the global batch counts in the loss, which is then 0, so that no weight was changed."""
+    """Whether no token of the global batch counts toward the loss, which is then 0, so that no weight was changed."""
 
 
 @dataclass(frozen=True)

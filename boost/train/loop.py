@@ -321,7 +321,7 @@ class Trainer:
 
     def step(self, lr: float) -> StepStats:
         """Runs one optimizer step on one global batch. Updates nothing if the loss or the gradient norm is not finite, or if no
-        token counts in the loss.
+        token counts toward the loss.
 
         Raises TrainingError after too many consecutive bad steps (`BadStepLimit`).
         """
@@ -347,7 +347,7 @@ class Trainer:
             self.bad_steps = 0
             if not stats.updates:
                 say = log.info if self._said_empty else self.warn
-                say(f"step {self.position.step} changed nothing: no token of its batch counts in the loss (loss masks)")
+                say(f"step {self.position.step} changed nothing: no token in it counts toward the loss (loss masks)")
                 self._said_empty = True
         else:
             self.bad_steps += 1

@@ -76,8 +76,8 @@ def choose_device(device: str) -> torch.device:
     local = next((int(os.environ[name]) for name in LOCAL_RANKS if os.environ.get(name, "").isdecimal()), None)
     if local is None:
         raise ConfigError(
-            f"this process sees {visible} GPUs but has no local rank to choose one; start with torchrun, set LOCAL_RANK, or show "
-            "each process one GPU (CUDA_VISIBLE_DEVICES)"
+            f"this process sees {visible} GPUs but no local rank says which one to use; start with torchrun, set LOCAL_RANK, "
+            "or make only one GPU visible to each process (CUDA_VISIBLE_DEVICES)"
         )
     if local >= visible:
         raise ConfigError(
@@ -198,7 +198,7 @@ def _connect(rank: int, timeout_s: float, stopped: Stopped) -> dist.Store:
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         raise ConfigError(
-            f"MASTER_ADDR = {host!r}, MASTER_PORT = {port!r} are not the address of a store; start with torchrun, or set both"
+            f"MASTER_ADDR = {host!r}, MASTER_PORT = {port!r} do not form a store's address; start with torchrun, or set both"
         )
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     deadline, attempt = time.monotonic() + timeout_s, datetime.timedelta(seconds=min(_CONNECT_S, timeout_s))

@@ -246,7 +246,7 @@ def start_advice(trainer: Trainer) -> Iterator[str]:
         split = store.split("heldout")
         heldout = split.n_tokens if split.n_targets is None else split.n_targets
         if heldout < FEW_HELDOUT_TOKENS:
-            counted = "" if split.n_targets is None else " that count in the loss"
+            counted = "" if split.n_targets is None else " that count toward the loss"
             yield (
                 f"the held-out split of {store.path} has {format_count(heldout)} tokens{counted}, fewer than "
                 f"{format_count(FEW_HELDOUT_TOKENS)}: its loss is noisy; prepare it with a larger --heldout"

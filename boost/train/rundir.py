@@ -115,7 +115,7 @@ class RunDirectory:
         holds_metrics = self.metrics.is_file() and self.metrics.stat().st_size > 0
         if holds_metrics or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir())):
             raise ConfigError(
-                f"run.dir = '{self.path}' holds a run already; resume it with --resume auto, or choose another --run.dir"
+                f"run.dir = '{self.path}' already holds a run; resume it with --resume auto, or choose another --run.dir"
             )
 
 

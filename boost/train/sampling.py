@@ -35,6 +35,4 @@ def beyond_context(tokens: int, context: int) -> str:
     """The warning about a prompt and text of `tokens` tokens in total; '' if they fit in the context of the model."""
     if tokens <= context:
         return ""
-    return (
-        f"prompt and text have up to {tokens} tokens, but this model was made for {context}; expect nonsense after that"
-    )
+    return f"prompt and text have up to {tokens} tokens, but this model was made for {context}; expect nonsense beyond that"

@@ -168,7 +168,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Update:
-    """The update of a step, launched (on a CPU: done). Its statistics may not have been read yet."""
+    """The update of a step, already launched (on CPUs, already complete). Its statistics may not have been read yet."""
 
     lr: float
     stats: LaunchedStats

@@ -189,4 +189,4 @@ def test_text_beyond_the_context_is_a_warning(
     monkeypatch.setattr(Checkpoint, "context", 5)
     code, again, err = say(capsys, *words)
     assert (code, again) == (0, out)
-    assert "but this model was made for 5; expect nonsense after that" in err
+    assert "but this model was made for 5; expect nonsense beyond that" in err

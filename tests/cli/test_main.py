@@ -49,7 +49,7 @@ def test_no_more_threads_than_cores(capsys: pytest.CaptureFixture[str], monkeypa
         monkeypatch.setenv("OMP_NUM_THREADS", given)
         assert main([]) == 0
         assert os.environ["OMP_NUM_THREADS"] == used
-        warning = "warning: OMP_NUM_THREADS = 1000 is more than the 2 cores there are; using 2\n"
+        warning = "warning: OMP_NUM_THREADS = 1000 exceeds the number of available cores; using 2\n"
         assert capsys.readouterr().err == (warning if given == "1000" else "")
 
 
@@ -92,7 +92,7 @@ def test_overrides_are_taken_from_anywhere() -> None:
         (["trian", "demo"], "unknown command 'trian'; did you mean 'train'?"),
         (["xyz"], "unknown command 'xyz'; see boost --help"),
         (["inspect", "demo", "--svg", "x.txt"], "'x.txt' is not the name of a picture; use one that ends with .svg"),
-        (["plan", "demo", "--gpu", "h100", "--gpus", "8", "--model", "30b"], "--model belongs to a search, and CONFIG = 'demo'"),
+        (["plan", "demo", "--gpu", "h100", "--gpus", "8", "--model", "30b"], "--model applies only to a search, but CONFIG"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip

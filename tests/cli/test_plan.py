@@ -300,7 +300,7 @@ def test_a_hugging_face_config_is_a_model(capsys: pytest.CaptureFixture[str], tm
     (tmp_path / "config.json").write_text(json.dumps(content | {"tie_word_embeddings": True}), encoding="utf-8")
     (note,) = (note for note in facts(capsys, "--model", str(tmp_path), *words)["notes"] if "ties embedding" in note)
     assert note.endswith(
-        "The plan is for two tensors, as 'boost import --untie' makes them: 16,384,000 more parameters."
+        "The plan is for two tensors, as after 'boost import --untie', which adds 16,384,000 parameters."
     )
     (tmp_path / "config.json").write_text(json.dumps(content | {"model_type": "gpt2"}), encoding="utf-8")
     assert main(["plan", "--model", str(tmp_path), *words]) == 2 and "model_type = 'gpt2'" in capsys.readouterr().err

@@ -76,7 +76,7 @@ def test_errors_are_one_line_with_exit_code_two(corpus, tmp_path, capsys):
         (tmp_path / "missing",): "no such file or folder",
         (tmp_path / "latin.txt",): "not UTF-8 text at byte 3",
         (corpus, "--tokenizer", "./none.json"): "no such file",
-        (corpus, "--eos", "<x>", "--tokenizer", "train:3"): "the size must be an integer from 257",
+        (corpus, "--eos", "<x>", "--tokenizer", "train:3"): "the size must be an integer of at least 257",
         (corpus, "--heldout", "2"): "--heldout 2.0",
     }
     for arguments, message in cases.items():
@@ -92,7 +92,7 @@ def test_what_was_read_in_another_form_is_printed(tmp_path, capsys):
     assert boost(tmp_path / "x.csv", "--out", tmp_path / "store", "--tokenizer", "train:270") == 0
     out = capsys.readouterr().out
     assert "\nnotes\n" in out and f"20 with CRLF line breaks, normalized to LF, in {tmp_path / 'x.csv'}" in out
-    assert "1 without column 'text', text read from 'body'" in out and "\nskipped" not in out
+    assert "1 no column 'text'; text read from 'body'" in out and "\nskipped" not in out
 
 
 def test_ids_of_another_tool(corpus, tmp_path, capsys, monkeypatch):
@@ -147,7 +147,7 @@ def test_conversations(tmp_path, capsys):
     arguments = ("--chat", chats, "--tokenizer", chat_tokenizer(tmp_path / "tokenizer"), "--out", tmp_path / "store")
     assert boost(*arguments) == 0
     out = capsys.readouterr().out
-    assert "in the loss" in out and "tokens count in the loss, by the chat template's prompts" in out
+    assert "in the loss" in out and "tokens count toward the loss, by the chat template's prompts" in out
     sizes = TokenStore.open(tmp_path / "store").meta["splits"]["train"]
     assert f"{sizes['targets']:,}" in out and 0 < sizes["targets"] < sizes["tokens"]
     assert boost("--chat", tmp_path / "none.jsonl", "--tokenizer", tmp_path / "tokenizer") != 0

@@ -89,4 +89,4 @@ def test_from_the_data_to_the_comparison(c4: Path, capsys: pytest.CaptureFixture
 
 def test_too_little_data_is_an_error(c4: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(c4, "--yes", steps=10_000)) == 2
-    assert "and the recipe reads 640k; add more of the dataset's files, or pass --steps " in capsys.readouterr().err
+    assert "but the recipe reads 640k; add more of the dataset's files, or pass --steps " in capsys.readouterr().err

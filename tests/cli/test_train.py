@@ -122,7 +122,7 @@ def test_a_killed_run_resumes_to_the_last_bit(
 
     code, _, err = say(capfd, "train", config, "--run.dir", killed)
     assert code == 2
-    assert "holds a run already" in err
+    assert "already holds a run" in err
     assert "--resume auto" in err
     assert len(read_metrics(killed / "metrics.jsonl")) == steps_before, "nothing is lost by the mistake"
 

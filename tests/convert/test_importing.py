@@ -139,7 +139,7 @@ def test_a_tied_folder_is_untied_on_request_only(form: str, tmp_path: Path, stor
         with pytest.raises(ConfigError) as caught:
             bring_in(theirs)
         assert str(caught.value) == (
-            f"embedding and head of '{theirs}' are tied, which boost does not train: add {option} to import them as two tensors "
+            f"embedding and head of '{theirs}' are tied, which boost cannot train; add {option} to import them as two tensors "
             f"(+{more:,} parameters)"
         )
     done = bring_as_asked(theirs, untie=True)

@@ -1,4 +1,4 @@
-"""Which tokens of a formatted conversation count in the loss: those of the assistant, by the template's word or by its prompts."""
+"""Which tokens of a formatted conversation count toward the loss: the assistant's, by the template's word or by its prompts."""
 
 from pathlib import Path
 

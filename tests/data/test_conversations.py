@@ -63,7 +63,7 @@ def test_what_a_template_may_need_is_kept() -> None:
     ("record", "words"),
     [
         ([1], "a list, not an object"),
-        ({"text": "a"}, "neither messages, conversations"),
+        ({"text": "a"}, "no messages, conversations"),
         ({"messages": []}, "no assistant message"),
         ({"messages": [said("user", "a")]}, "no assistant message"),
         ({"messages": [said("narrator", "a")]}, "unknown role 'narrator'"),
@@ -71,8 +71,8 @@ def test_what_a_template_may_need_is_kept() -> None:
         ({"messages": [{"role": "user"}, said("assistant", "b")]}, "'content' is null, not text"),
         ({"conversations": [{"from": "human", "value": 3}]}, "'value' is a number, not text"),
         ({"instruction": "a", "output": " "}, "an empty answer"),
-        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "no assistant message that counts in the loss"),
-        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "a message's 'weight' is 0.5; 0 and 1 are supported"),
+        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "no assistant message that counts toward the loss"),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "a message's 'weight' is 0.5; only 0 and 1 are supported"),
         ({"conversations": [SHARED[0], {**SHARED[1], "train_detail": [{}]}]}, "'train_detail' is not supported"),
         ({"messages": [USER, ANSWER], "images": ["a.png"]}, "'images' is not supported"),
         ({"prompt": "a", "completion": "b", "label": False}, "an example of a bad answer"),
@@ -124,7 +124,7 @@ def test_bad_records_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
     assert {reason: skip.count for reason, skip in skipped.items()} == {
         "blank line": 1,
         "not a line of JSON": 1,
-        "neither messages, conversations, instruction and output, nor prompt and completion": 1,
+        "no messages, conversations, instruction and output, or prompt and completion": 1,
     }
 
 
@@ -139,5 +139,5 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text(json.dumps(RECORDS[0]) + "\n")
     source = FilesSource(tmp_path / "b.jsonl", chat=True)
     (tmp_path / "b.jsonl").write_text(json.dumps(RECORDS[0]) + "\n\n")
-    with pytest.raises(DataError, match="changed during the preparation"):
+    with pytest.raises(DataError, match="changed during preparation"):
         list(source.documents(PrepareReport()))

@@ -172,7 +172,7 @@ def test_nothing_to_read_is_an_error(tmp_path, tokenizer):
         prepare(options(tmp_path, tokenizer, tmp_path))
     np.array([5, 0], "<u2").tofile(tmp_path / "one.bin")
     with pytest.raises(
-        DataError, match="is one document, .* --heldout-from, or the token that ends documents with --eos"
+        DataError, match="is one document, .* --heldout-from, or name the token that ends documents with --eos"
     ):
         prepare(options(tmp_path, tokenizer, tmp_path / "one.bin"))
 
@@ -185,7 +185,7 @@ def test_files_that_change_meanwhile_are_noticed(tmp_path, tokenizer, ids):
             if name == "copying the ids":
                 index.with_suffix(".bin").write_bytes(b"")
 
-    with pytest.raises(DataError, match=r"x\.bin: changed during the preparation"):
+    with pytest.raises(DataError, match=r"x\.bin: changed during preparation"):
         prepare(options(tmp_path, tokenizer, index), Change())
     assert not (tmp_path / "store").exists()
 
@@ -260,8 +260,8 @@ def change(at, data):
         (lambda content: content[:20], r"x\.idx: not a Megatron-LM index"),
         (change(9, b"\2"), "Megatron-LM index version 2; only version 1"),
         (change(17, b"\7"), "code 7 for the id type; expected an integer type"),
-        (lambda content: content[:-1], "99 bytes after the header, but 100 for 5 sequences; copy it again"),
-        (change(26, b"\6"), "100 bytes after the header, but 108 for 5 sequences"),
+        (lambda content: content[:-1], "99 bytes after the header instead of 100 for 5 sequences; copy it again"),
+        (change(26, b"\6"), "100 bytes after the header instead of 108 for 5 sequences"),
         (change(34, struct.pack("<i", 4)), "sequences are not contiguous"),
         (change(34, struct.pack("<i", -1)), "sequences are not contiguous"),
         (change(34 + 60 + 8, struct.pack("<q", 5)), "document indices do not partition the 5 sequences"),

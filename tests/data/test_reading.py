@@ -201,7 +201,9 @@ def test_a_full_disk_keeps_what_is_committed(c4: Path, monkeypatch: pytest.Monke
         real(file, data)
 
     monkeypatch.setattr(writer, "write_all", write)
-    with pytest.raises(StorageError, match="what is done is kept in .*boost-tmp; then run it again; free some space"):
+    with pytest.raises(
+        StorageError, match="finished work is kept in .*boost-tmp, so a rerun continues; free some space"
+    ):
         prepare.prepare(options(c4))
     left[0] = 10**6
     assert content(prepare.prepare(options(c4)).store.path) == expected

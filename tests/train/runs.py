@@ -77,7 +77,7 @@ def small_disk(path: Path, size: int) -> Iterator[Path]:
 
 
 def mask_step(trainer: Trainer, step: int) -> None:
-    """From now on, no token of this step's batch counts in the loss."""
+    """From now on, no token of this step's batch counts toward the loss."""
     usual = trainer.batches.numbered
 
     def numbered(number: int, *rest: Any) -> Any:

@@ -76,7 +76,7 @@ def test_a_finished_run_that_goes_on_says_how_the_learning_rate_changes(store: P
     found = ckpt.open_checkpoint(candidates(trained(config))[0])
     longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
     before, after = (learning_rate(config.optim, 5, 6), learning_rate(config.optim, 6, 9))
-    said = f"the learning rate of step 7 is {after:.4g}, at the end of the earlier schedule it was {before:.4g}"
+    said = f"the learning rate of step 7 is {after:.4g}; at the end of the earlier schedule, it was {before:.4g}"
     assert said in resume_warnings(found, [], longer) and resume_warnings(found, [], config) == []
 
 
