@@ -201,7 +201,7 @@ class TrainConfig(Section):
     healthy by a later step is always kept."""
 
     keep_every: Natural = 0
-    """Never delete checkpoints whose step is a multiple of this number. 0: no such checkpoints."""
+    """Never delete checkpoints whose step is a multiple of this number. 0: none."""
 
     keep_best: bool = False
     """True: also save a checkpoint whenever a periodic evaluation reaches the lowest held-out loss so far, and keep it.
@@ -266,7 +266,7 @@ class DistillConfig(Section):
 
     teacher: Annotated[str, Home] = ""
     """Checkpoint of the teacher: a run directory (its latest checkpoint; RUN@best: its best one) or a checkpoint folder. It needs
-    the same tokenizer and model.vocab_size, and may have any family. --distill-from sets it. Empty: no distillation."""
+    the same tokenizer and model.vocab_size, and may be of any family. --distill-from sets it. Empty: no distillation."""
 
     weight: Fraction = 0.5
     """w in the loss per token, (1 - w) cross-entropy + w T^2 KL(teacher || model). 0: the text only; 1: the teacher only."""
@@ -275,7 +275,7 @@ class DistillConfig(Section):
     """T: both models' logits are divided by it in the KL divergence."""
 
     hidden: NonNegative = 0.0
-    """Weight of another term per token: the mean squared difference between both models' inputs of the head (final hidden states
+    """Weight of another term per token: the mean squared difference between both models' inputs to the head (final hidden states
     after the norm). Requires a teacher with the same model.dim."""
 
     def problems(self, config: "Config") -> Iterator[str]:
@@ -311,7 +311,7 @@ class RunConfig(Section):
     """Run directory. Holds the resolved configuration, metrics, logs and checkpoints."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to train on. auto: one GPU per process if any GPU is visible, else the CPU."""
+    """Device to train on. auto: one GPU per process if any GPU is visible, otherwise the CPU."""
 
     fallback_dir: Annotated[str, Home] = ""
     """Fallback folder for the last checkpoint of a run if run.dir is not writable. Must be shared by all nodes. Several runs can
