@@ -99,7 +99,7 @@ def test_a_tied_model_is_untied_on_request_and_the_report_counts_its_head(
         assert (of["before"], of["untied"]) == (2 * (7_680 + 64) + 32 + 9_600, 9_600)
         ratio = f"{of['after'] / of['before']:.1%}"
         assert (
-            f"whole model: {of['after']:,} parameters instead of {of['before']:,} ({ratio}), with 9,600 of the head"
+            f"whole model: {of['after']:,} parameters instead of {of['before']:,} ({ratio}), including 9,600 for the head"
             in said
         )
         assert "9600" in next(line for line in said.splitlines() if line.startswith("untied parameters"))

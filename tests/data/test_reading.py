@@ -164,7 +164,7 @@ def test_a_partial_store_of_other_options_is_kept(c4: Path) -> None:
     with pytest.raises(Stop):
         prepare.prepare(options(c4), StopAt(60))
     other = options(c4, tokenizer="train:290")
-    with pytest.raises(DataError, match=r"an interrupted 'boost prepare' .* has written .* tokens; repeat its command"):
+    with pytest.raises(DataError, match=r"an interrupted 'boost prepare' .* wrote .* tokens; repeat its command"):
         prepare.prepare(other)
     assert prepare.prepare(options(c4), progress := StopAt(10**6)) and progress.phases == ["encoding, continued"]
     shutil.rmtree(other.out)
