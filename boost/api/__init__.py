@@ -1,1 +1,1 @@
-"""What `import boost` offers beside `boost.nn`: models by name, training by configuration, low-rank swaps, sharding."""
+"""What `import boost` offers in addition to `boost.nn`: models by name, training by configuration, low-rank swaps, sharding."""

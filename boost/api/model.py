@@ -28,7 +28,7 @@ from boost.train.generate import generate
 from boost.train.sampling import Sampling, beyond_context
 
 FILE_BYTES = 5 * 10**9
-"""Largest weight file that is written."""
+"""Maximum size of a weight file."""
 
 
 class Model(nn.Module):
@@ -44,7 +44,7 @@ class Model(nn.Module):
     def __init__(
         self, decoder: Decoder, config: Config, data: Mapping[str, Any] | None = None, tokenizer: str = ""
     ) -> None:
-        """`data`: what a checkpoint knows of its tokenizer (eos, bos, context, fingerprint); `tokenizer`: its JSON."""
+        """`data`: what a checkpoint records about its tokenizer (eos, bos, context, fingerprint); `tokenizer`: its JSON."""
         super().__init__()
         self.decoder, self.config = decoder, config
         self._data, self._tokenizer_json = dict(data or {}), tokenizer

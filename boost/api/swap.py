@@ -87,8 +87,8 @@ def ranks_of(module: nn.Module) -> dict[str, int]:
 
 
 def merge_lowrank(module: nn.Module) -> nn.Module:
-    """Replaces every `LowRankLinear` inside `module` with the dense linear W = B A, in place, and returns it. Raises ConfigError
-    with an activation, which has no dense equivalent."""
+    """Replaces every `LowRankLinear` inside `module` with the dense linear W = B A, in place, and returns it. Raises ConfigError if
+    there is an activation: no dense equivalent exists then."""
     for name in ranks_of(module):
         factors: Any = module.get_submodule(name)
         merged = factors.merged()
@@ -156,7 +156,7 @@ def _record(module: nn.Module, activation: str) -> None:
 
 
 def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """(name, module) of what may be replaced."""
+    """(name, module) of each module that may be replaced."""
     owners = Counter(id(parameter) for owner in module.modules() for parameter in owner.parameters(recurse=False))
     output = getattr(module, "get_output_embeddings", lambda: None)()
     # Factors are not factored again, and attention of torch reads the weight of its own linear.

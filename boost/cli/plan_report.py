@@ -42,7 +42,7 @@ EVALUATED = 2**20
 """Default tokens per evaluation. The final evaluation covers the whole split."""
 
 RUNNERS_UP = 8
-"""How many are shown."""
+"""Number of runners-up that are shown."""
 
 TOKENS_PER_PARAMETER = 20
 """Tokens per parameter of a compute-optimal run (arXiv 2203.15556)."""
@@ -70,8 +70,8 @@ def console() -> "Console":
 
 
 def search_and_report(args: argparse.Namespace, request: Request, source: str, folder: Path | None) -> int:
-    """Searches, and prints or writes the best plan. `source`: preset, file or folder of the model; `folder`: it, if it is a Hugging
-    Face folder. Raises ConfigError if nothing is legal or fits."""
+    """Searches, and prints or writes the best plan. `source`: preset, file or folder of the model; `folder`: the source, if it is a
+    Hugging Face folder. Raises ConfigError if nothing is legal or fits."""
     begun = time.perf_counter()
     with searching("configurations") as tick:
         search = Search(request, tick)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from boost.data.prepare import PrepareOptions
 
 SHORT_HELDOUT_TOKENS = 200_000
-"""Held-out tokens of a shortened run, at least."""
+"""Minimum number of held-out tokens of a shortened run."""
 CHECKPOINT_BYTES = 12
 """Bytes of a checkpoint per parameter: weight and two moments in fp32."""
 COLUMN = 14
-"""Where the values of the budget and of the comparison start."""
+"""Column at which the values of the budget and of the comparison start."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:

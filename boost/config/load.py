@@ -53,7 +53,7 @@ def load(source: str | None, overrides: Sequence[str] = (), model: ModelConfig |
 
 
 def for_weights(config: Config, source: Config) -> Config:
-    """`config` for a run that starts from the weights of a checkpoint with configuration `source`, where defaults suit new weights.
+    """`config` for a run that starts from the weights of a checkpoint (of configuration `source`): defaults suit only new weights.
 
     Unless chosen, the peak learning rate is a tenth of the default; a thirtieth if latents have an activation, which moves them
     further (docs/healing.md). The sequence length is that of the checkpoint. Raises ConfigError.
@@ -109,7 +109,7 @@ REMOVED = {
     "train.early_stopping_threshold": "2026-11-26; use train.keep_best, or a hook that calls trainer.request_stop",
     "data.recheck_every": "2026-11-26; data.verify = true verifies the whole store before the first step",
 }
-"""When keys and names were removed. Keys are ignored at 0 or false, where they did nothing, and at their `FORMER_DEFAULTS`."""
+"""When keys and names were removed. Keys are ignored if they are 0 or false, which did nothing, or have their `FORMER_DEFAULTS`."""
 FORMER_DEFAULTS = {"data.recheck_every": 100}
 """Defaults of removed keys that were on by default, which every earlier saved configuration has."""
 
@@ -206,7 +206,7 @@ _NUMBERS = "table of numbers"
 _MIXTURE_EXAMPLE = '{ "data/c4" = 0.7, "data/code" = 0.3 }'
 _TYPE_NAMES: dict[Any, str] = {bool: "true or false", int: "integer", float: "number", str: "text"}
 _PARSED = (_INTEGERS, _TABLE, _NUMBERS, "true or false", "integer", "number")
-"""Types whose values on a command line are TOML; the others are text as it is, or one of several words."""
+"""Types whose values on a command line are TOML; values of the others are plain text, or one of several words."""
 
 
 def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:

@@ -105,7 +105,7 @@ def read_batches(store: TokenStore, tokens: int, seq_len: int, device: torch.dev
 def collect(decoder: Decoder, batches: Sequence[Batch], seed: int = 0) -> dict[str, GroupMoments]:
     """Moments of every group, by `group_name`, from one forward and backward pass over the batches.
 
-    Gradients are those of targets sampled from the model itself (seed `seed`), not of the text: their second moment is
+    Gradients are taken for targets sampled from the model itself (seed `seed`), not for the text's: their second moment is
     the Fisher matrix, the curvature of the divergence from this model, even if the model has not converged.
     """
     device, names, moments = decoder.device, dict[LinearGroup, str](), dict[str, GroupMoments]()

@@ -61,7 +61,7 @@ class Compression:
     """Requirements for the low-rank model."""
 
     budget: float
-    """Parameters of all factors as a fraction of those of the linears that they replace (embedding, head and norms stay)."""
+    """Parameters of all factors as a fraction of the parameters that they replace (embedding, head and norms stay)."""
     store: str
     """Token store with the calibration text (its training split)."""
     tokens: int = 1 << 18
@@ -286,8 +286,8 @@ def corrected(w_OI: Tensor, halves: Sequence[InputMoments], output: MomentRoot) 
 
     W E[x x'^T] E[x' x'^T]^-1 is closest on the calibration text, but most of what it adds to W may be noise, which builds up over
     the blocks. So only a share of it is added: the share for which a correction fitted on one half of the text comes closest on
-    the other half, and vice versa, in the norm of the outputs' gradients. The correction of the whole text has half the noise
-    of that of a half, so share a of the latter becomes 2 a / (1 + a) of the former.
+    the other half, and vice versa, in the norm of the outputs' gradients. A correction fitted on the whole text has half the noise
+    of one fitted on half of it, so share a of the latter becomes 2 a / (1 + a) of the former.
     """
 
     def correction(of: InputMoments) -> Tensor:

@@ -180,8 +180,8 @@ def _model_table(content: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _rope(content: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """(type, parameters) of RoPE. transformers 5 has all in rope_parameters; 4 has rope_theta, and rope_scaling if it scales. Of a
-    folder with both, transformers 5 takes rope_scaling, and from nowhere else a rope_theta."""
+    """(type, parameters) of RoPE. transformers 5 has all in rope_parameters; 4 has rope_theta, and rope_scaling if it scales. If a
+    folder has both, transformers 5 takes rope_scaling, and takes rope_theta from nowhere else."""
     new, old = content.get("rope_parameters"), content.get("rope_scaling")
     rope = old or new or {}
     rope = dict(rope) if isinstance(rope, dict) else {"rope_type": str(rope)}

@@ -60,7 +60,7 @@ class FolderWeights:
             embedding = self._tensors.read(embed)
             self._tied = torch.equal(embedding, self._tensors.read(head).to(embedding.dtype))
         self.tied = folder.model.vocab_size * folder.model.dim if self._tied else 0
-        """Parameters of a head that is one tensor with the embedding; read, they are two."""
+        """Parameters of a head that shares one tensor with the embedding; once read, they are two tensors."""
         names = {entry.name for entry in self._entries.values()}
         self.dtype = self._tensors.dtype(name for name in self._tensors.shapes if name in names)
         self.tokenizer = path if (path / "tokenizer.json").is_file() else None

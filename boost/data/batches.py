@@ -259,14 +259,14 @@ class EvaluationBatches:
 
 
 class DocumentBatches:
-    """Batches with one document per row, as the published evaluations of low-rank pretraining have them: GaLore, LORO and CoLA take
+    """Batches with one document per row, as in the published evaluations of low-rank pretraining: GaLore, LORO and CoLA take
     the first S tokens of each document of C4's validation split, padded to S, and ignore the padding.
 
     Rows [S] of one document each, in order, `batch` rows at a time: its first S tokens, of which the last is eos.
 
-    Targets beyond a document or outside the loss mask are `IGNORED`; a document's first token is no target. All DP ranks yield the
-    same number of batches. `max_tokens` limits evaluation to as many documents as have that many tokens, at least one. `len` is the
-    number of batches.
+    Targets beyond a document or outside the loss mask are `IGNORED`; a document's first token is not a target. All DP ranks yield
+    the same number of batches. `max_tokens` limits evaluation to as many documents as have that many tokens, at least one. `len` is
+    the number of batches.
     """
 
     def __init__(

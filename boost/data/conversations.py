@@ -5,9 +5,9 @@
     {"instruction": "...", "input": "...", "output": "..."}                                          Alpaca; `input` is optional
     {"prompt": "...", "completion": "..."}                                                           also with lists of messages
 
-one per line, in a JSON array, or per row of a Parquet file. Text may be compressed. Besides, `system`, `tools` (or `functions`),
-`documents` and `chat_template_kwargs` of a record reach the template, and so do other fields of a message; `weight`, `train` or
-`loss` 0 of a message takes it out of the loss. The report names the fields that have no effect.
+one per line, in a JSON array, or per row of a Parquet file. Text may be compressed. In addition, `system`, `tools` (or
+`functions`), `documents` and `chat_template_kwargs` of a record reach the template, and so do other fields of a message; a message
+whose `weight`, `train` or `loss` is 0 does not count toward the loss. The report names the fields that have no effect.
 """
 
 import json
@@ -39,7 +39,7 @@ _ROLES = {
 
 
 _COUNTS = ("weight", "train", "loss")
-"""Fields of a message that say whether it counts toward the loss: of OpenAI's files, axolotl's and ms-swift's."""
+"""Fields of a message that say whether it counts toward the loss, as in files for OpenAI, axolotl and ms-swift."""
 _REFUSED = ("train_detail", "images", "image", "videos", "video", "audios", "audio")
 """Fields of a record or a message that would change what is learned, but are not supported."""
 
@@ -168,7 +168,7 @@ def _message(message: Any, role: str, content: str) -> dict[str, Any]:
 
 
 def _text(value: Any, field: str) -> str:
-    """A text, or the texts of a list of parts as of the OpenAI API."""
+    """A text, or the texts of a list of parts as in the OpenAI API."""
     if isinstance(value, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
         return "".join(part["text"] for part in value)
     if not isinstance(value, str):

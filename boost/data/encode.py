@@ -80,7 +80,7 @@ class Encoder:
         return not self._batch
 
     def is_full(self, split: str) -> bool:
-        """Whether the split has as many tokens as it may have."""
+        """Whether the split has reached its maximum number of tokens."""
         return split in self._limits and self._writer.sizes[split]["tokens"] >= self._limits[split]
 
     def flush(self) -> None:

@@ -6,7 +6,7 @@
 - nanoGPT: ids without a header, uint16. A folder has train.bin and, held out, val.bin.
 
 The ids are copied, not linked: a store has offsets of documents and ends each of them with eos, and its digests would no longer
-match files that another tool writes again.
+match files that another tool rewrites.
 """
 
 import json

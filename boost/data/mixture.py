@@ -120,7 +120,7 @@ class Corpus:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A short, unique name for each store: the last part of its path, or the whole path where two of those are equal."""
+        """A short, unique name for each store: the last part of its path, or the whole path if two of those are equal."""
         last = [store.path.name for store in self.stores]
         return tuple(
             name if last.count(name) == 1 else str(store.path) for name, store in zip(last, self.stores, strict=True)

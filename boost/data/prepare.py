@@ -1,8 +1,8 @@
 """The implementation of `boost prepare`: sources -> tokenizer -> token store, once per input.
 
 `reading.py` reads the sources, `split.py` decides which documents are held out, `encode.py` turns text into tokens, `writer.py`
-publishes a store atomically. A run that is killed continues from its last commit; its store is that of an undisturbed run, byte for
-byte.
+publishes a store atomically. A run that is killed continues from its last commit; its store is identical to that of an
+uninterrupted run, byte for byte.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ TRAINING_CHARS = 1 << 30
 COMMIT_S = 30.0
 """Seconds between commits: how much work a kill can cost."""
 COMMIT_PAUSE = 20.0
-"""At least this many times as long as a commit took: commits take at most a twentieth of the time."""
+"""Minimum pause between commits, relative to the time a commit took: commits take at most a twentieth of the time."""
 
 
 _CONFLICTS = {
@@ -60,7 +60,7 @@ _CONFLICTS = {
         "inputs", "stdlib", "hf", "text_field", "heldout_split", "max_documents", "max_tokens", "max_heldout_tokens",
     ),
 }  # fmt: skip
-"""Options that conversations and token files do not have. An error, so that none is silently ignored."""
+"""Options that conversations and token files do not have. Passing one is an error, so that none is silently ignored."""
 
 
 @dataclass(frozen=True)
@@ -388,7 +388,7 @@ def build_chat(options: PrepareOptions, reading: Reading, fingerprint: str, fold
         counted = sum(sizes["targets"] for sizes in writer.sizes.values())
         total = sum(sizes["tokens"] for sizes in writer.sizes.values())
         how = "{% generation %} markers" if template.has_markers else "prompts"
-        report.notes.append(f"{counted:,} of {total:,} tokens count toward the loss, by the chat template's {how}")
+        report.notes.append(f"{counted:,} of {total:,} tokens count toward the loss, per the chat template's {how}")
         if template.straddling:
             report.notes.append(
                 f"{template.straddling:,} answers begin within a token: the template should end its prompt with a separate token"

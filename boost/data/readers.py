@@ -56,7 +56,7 @@ class Unreadable(Exception):
         super().__init__(f"{reason} at {where}; {fix}" if where else f"{reason}; {fix}")
         self.reason, self.where = reason, where
         self.documents = 1
-        """Number of documents that are skipped with the file, where it is known."""
+        """Number of documents that are skipped with the file, if it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +310,8 @@ def _decoded(file: IO[bytes]) -> Iterator[str]:
 
 
 def json_records(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[tuple[int, str, Any]]:
-    """(number from 1, position in words, value) of the records of a JSON file. Bad lines are skipped and reported.
-    Raises `Unreadable`."""
+    """Yields (number from 1, description of the position, value) for each record of a JSON file. Bad lines are skipped and
+    reported. Raises `Unreadable`."""
     with open_utf8(path, entry, report) as file:
         head = bytes(file.peek(CHUNK)).removeprefix(codecs.BOM_UTF8).lstrip()
         is_whole = head.startswith(b"[") or head.partition(b"\n")[0].strip() == b"{"

@@ -1,7 +1,7 @@
 """Reads the sources of a store any number of times, and continues where an interrupted run stopped.
 
 A position is a list of marks, one per source that has been begun. A stream continues at its own position. Files, whose sizes and
-times must be the same, are read again from the start of their source up to the mark, which is fast next to tokenizing.
+times must be the same, are read again from the start of their source up to the mark, which is fast compared with tokenizing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +40,7 @@ class Reading:
         """Whether held-out documents come from sources of their own."""
         self.report = PrepareReport()
         self.taken = 0
-        """Documents of this pass, without those of sources for the held-out split."""
+        """Documents of this pass, excluding those from sources for the held-out split."""
         self._begun: list[_Begun] = []
 
     def documents(

@@ -121,7 +121,7 @@ class Coordinator:
             self.store.set(f"gone/{incarnation}", f"{why}: {text}")
 
     def exclude_lost(self, members: Iterable[Member], accuser: Member) -> None:
-        """Marks those of `members` as lost that heartbeats say are restarted or silent.
+        """Marks as lost the `members` that heartbeats report as restarted or silent.
 
         A member that is itself marked as lost marks nobody as silent. Otherwise members that lost sight of each other would exclude
         each other until none is left. A replica marks itself if one of its other processes is silent.
@@ -151,7 +151,7 @@ class Coordinator:
         return self._lost([incarnation]).get(incarnation)
 
     def lost_among(self, members: Iterable[Member]) -> dict[Member, str]:
-        """Those of `members` that are marked as lost, and why. Reads the list of silent ones once."""
+        """Which of `members` are marked as lost, and why. Reads the list of silent ones once."""
         by_name = {member.incarnation: member for member in members}
         return {by_name[name]: why for name, why in self._lost(by_name).items()}
 

@@ -112,7 +112,7 @@ class DividedAdamW(Optimizer):
         self._buckets = [list(islice(rest, length)) for length in lengths]
         self._updates = 0
         self._pending: tuple[Division, Pieces] | None = None
-        """A division that is complete on this process, but maybe not yet on all."""
+        """A division that is complete on this process, but perhaps not yet on all others."""
         division = Division(mesh.members)
         self._adopt(division, self._zeros(division))
 

@@ -58,7 +58,7 @@ class ElasticReducer(GradientReducer):
             queue.axis = axis
 
     def begin(self, micro_batches: int = 1) -> None:
-        """Starts a step, as in the base class, and forgets the own gradients of the previous one."""
+        """Starts a step, as in the base class, and forgets this process's own gradients of the previous one."""
         super().begin(micro_batches)
         for queue in self._queues:
             for bucket in queue.buckets:
@@ -190,7 +190,7 @@ class ElasticSaver(CheckpointSaver):
         return cast(ElasticMesh, self._mesh).background.group
 
     def _close_group(self, group: dist.ProcessGroup) -> None:
-        """Nothing: the group belongs to the membership."""
+        """Does nothing: the group belongs to the membership."""
 
     def _current_share(self) -> SaveShare:
         optimizer = self._optimizer

@@ -41,7 +41,7 @@ def layout_spec(name: str) -> LayoutSpec:
     if name not in _specs:
         load_plugins()
     if name not in _specs:
-        raise KeyError(f"no layout named '{name}'; there are {', '.join(_specs)}")
+        raise KeyError(f"no layout named '{name}'; valid names: {', '.join(_specs)}")
     return _specs[name]
 
 

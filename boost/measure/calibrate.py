@@ -49,7 +49,7 @@ DRIFT, WORST_DRIFT = 1.5, 4.0
 """Slowdown of the probe during calibration: thresholds for a warning and for refusing the profile."""
 
 LEAST_GB_S = 0.01
-"""Minimum plausible bandwidth of memory and links in GB/s. A slower measurement measured waiting."""
+"""Minimum plausible bandwidth of memory and links in GB/s. Anything slower means that waiting was measured."""
 
 LEAST_TFLOPS = 1e-4
 """Minimum plausible speed of large GEMMs in TFLOP/s."""

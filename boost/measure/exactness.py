@@ -56,7 +56,7 @@ class Observed:
 
 
 class MadeBatches(Batches):
-    """Micro-batches that `make` makes for a step and all replicas, instead of those of a store; too few are repeated."""
+    """Micro-batches that `make` makes for a step and all replicas, instead of a store's; if there are too few, they repeat."""
 
     def __init__(self, make: Callable[[int], Sequence[Batch]]) -> None:
         self.make = make
@@ -68,7 +68,7 @@ class MadeBatches(Batches):
 
 
 class CountedReducer(GradientReducer):
-    """Calls `before_sums` before the gradients that are left are summed, after the passes of a step."""
+    """Calls `before_sums` after the passes of a step, before the remaining gradients are summed."""
 
     before_sums: Callable[[], None] = staticmethod(lambda: None)
 

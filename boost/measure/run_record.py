@@ -1,4 +1,4 @@
-"""What run directories say of their runs, read without changing anything: finished runs, and runs in progress."""
+"""Reads what run directories say about their runs, finished or in progress, without changing anything."""
 
 import contextlib
 import datetime
@@ -21,9 +21,9 @@ State = Literal["running", "done", "stopped", "failed"]
 """failed: it ended with an error or was killed."""
 
 RECENT = 10
-"""Steps over which the train loss is averaged: that of one step is noisy."""
+"""Steps over which the train loss is averaged, because the loss of one step is noisy."""
 DEPTH = 5
-"""Folders below the given one in which runs are looked for."""
+"""Number of levels below the given folder at which runs are looked for."""
 
 
 @dataclass(frozen=True)

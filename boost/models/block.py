@@ -9,8 +9,8 @@ A sublayer projects norm(x) in, does its local work, and projects out:
     u = A a                   layout.project_out
     x = x + B act(u)          layout.leave: the collective, and B
 
-The functions of a block are generators. A bare `yield` says: a collective is in flight, so the other half of the micro-batch may
-run. Results stay in a `Flow`, because torch.compile traces no values that travel through a generator. Between two yields stand
+The functions of a block are generators. A bare `yield` means that a collective is in flight, so the other half of the micro-batch
+may run. Results stay in a `Flow`, because torch.compile traces no values that travel through a generator. Between two yields stand
 plain functions, segments, which can be recomputed in the backward pass without communication.
 
 Legend: x is the residual stream in the layout's shape.

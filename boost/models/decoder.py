@@ -105,7 +105,7 @@ class Decoder(FusedModule):
         received: tuple[Tensor, ...] = (),
         rows: CacheRows | None = None,
     ) -> Any:
-        """Logits [B, V] of the token after the last of each sequence's, which follow those already in the caches.
+        """Logits [B, V] of the token after each sequence's last one. `tokens_BS` follow the tokens already in the caches.
 
         `rows`: where each sequence is in the caches; prompts of several rows may be packed, [1, T]. None: sequence i is in row i,
         and all have equally many tokens. Same stage inputs and outputs as `forward`.
@@ -138,7 +138,7 @@ class Decoder(FusedModule):
     def _infer(
         self, tokens_BS: Tensor, caches: tuple[KVCache, ...], rows: CacheRows, received: tuple[Tensor, ...] = ()
     ) -> tuple[Layout, Stream]:
-        """The blocks on tokens that follow those in the caches."""
+        """Runs the blocks on tokens that follow those in the caches."""
         layout, device = self.layout.inference, tokens_BS.device
         if isinstance(rows, PromptRows) and tokens_BS.shape[0] < len(rows.rows):
             context = self._context(tokens_BS, rows.positions(device), rows.document_ids())

@@ -126,7 +126,7 @@ def causal(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
 def last_queries(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
     """`causal` for fewer queries than keys on GPUs: FlashAttention takes such queries as those of the last tokens.
 
-    Calls the kernel itself. torch's way to it, `causal_lower_right`, is a subclass of Tensor that can be created neither under a
+    Calls the kernel itself. torch's API for it, `causal_lower_right`, is a subclass of Tensor that can be created neither under a
     dispatch mode, such as that of selective recomputation, nor in compiled code, and it allocates tokens x keys of host memory.
     """
     # Its conditions, in a form that compiled code takes. ROCm's kernel takes the queries as those of the first tokens.

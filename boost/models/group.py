@@ -44,7 +44,7 @@ class Flow:
         self.latents: Latents = ()
         """Latents of this block's groups so far, for the next block."""
         self.arrived: Latents = ()
-        """What the last collective brought: the inputs of `Layout.project_in`, or of attention."""
+        """What the last collective delivered: the inputs of `Layout.project_in`, or of attention."""
         self.to_combine: Latents = ()
         """Latents of the previous block that `Layout.project_in` still has to combine with those that arrived."""
         self.first_half = first_half
@@ -206,7 +206,7 @@ class LinearGroup:
         return self.act(latents)
 
     def activate_segment(self, latents: Sequence[Tensor], prev: Latents) -> tuple[list[Tensor], Latents]:
-        """`activate` as a segment of its own, where a gate makes it worth one."""
+        """`activate` as a segment of its own, if a gate makes that worthwhile."""
         if self.latent_gate is None:
             return self.act(latents)
         made: tuple[list[Tensor], Latents] = self.policy.local(self.activate, latents, prev)
@@ -224,7 +224,7 @@ class LinearGroup:
         return [linear(h_Tr, b_Or) for h_Tr, b_Or in zip(h, self.weights(), strict=True)]
 
     def project_in_one_node(self, h: Sequence[Tensor]) -> list[Tensor]:
-        """The same in one autograd node, where there may be one, which writes the slots' gradients side by side."""
+        """The same, if possible in one autograd node, which writes the slots' gradients side by side."""
         if self.is_hand_written and len(h) == 1 and torch.is_grad_enabled():
             return list(UpProject.apply(h[0], None, False, None, *self.weights()))
         return self.project(h)

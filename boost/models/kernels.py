@@ -34,9 +34,9 @@ class Kernel:
         functools.update_wrapper(self, function)
         self.function, self.reads = function, reads
         self.traced = function
-        """What becomes part of a compiled graph. Compiled by torch 2.11, a custom autograd function has no gradients, without a
-        word (2.13 has them), if its result is what an operation gave back of its operands: of an in-place operation, or of a `to`
-        that changes nothing. Such a function needs another form here; a compiler saves the memory by itself."""
+        """What becomes part of a compiled graph. Compiled by torch 2.11, a custom autograd function silently loses its gradients
+        (2.13 keeps them) if its result is an operand that an operation returned: an in-place operation, or a `to` that changes
+        nothing. Such a function needs another form here; a compiler saves the memory by itself."""
         self.name = function.__name__
         KERNELS[self.name] = self
 

@@ -118,8 +118,8 @@ class _NormStats(torch.autograd.Function):
     """forward: v [T, R] -> s [T, 2k], the sums of v and of v^2 for each of k slots, fp64; dgrad: dv = ds_1 + 2 v ds_2. No
     collective.
 
-    The variance of a whole latent is s_2 / n - m^2, which cancels if the mean is much larger than the deviation. So only numbers
-    per token are combined like this, in fp64. Those per element are deviations from the mean of this process's shard.
+    The variance of a whole latent is s_2 / n - m^2, which cancels if the mean is much larger than the deviation. So only per-token
+    numbers are combined like this, in fp64. Per-element numbers are deviations from the mean of this process's shard.
     """
 
     @staticmethod

@@ -5,8 +5,8 @@
     model = boost.nn.Decoder(vocab_size=32000, dim=512, heads=8, layers=8, layout="btp", mesh=mesh)
     loss = model(tokens, targets)
 
-Modules are built from a `Spec` (sizes, a layout, a mesh), or from what `Spec` takes. Their linears are `LowRankLinear` modules with
-factors `A` and `B` as plain `nn.Linear` children. `functional` has BTP as functions.
+Modules are built from a `Spec` (sizes, a layout, a mesh), or from its arguments. Their linears are `LowRankLinear` modules
+with factors `A` and `B` as plain `nn.Linear` children. `functional` provides BTP as functions.
 """
 
 from boost.nn import functional

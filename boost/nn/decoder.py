@@ -41,7 +41,7 @@ class Decoder(decoder.Decoder):
     lm_head: Weight
 
     def __init__(self, spec: Spec | None = None, *, initialized: bool = True, **sizes: Any) -> None:
-        """From a `Spec`, or from what `Spec` takes. `initialized` = False leaves the weights to be loaded. Raises ConfigError."""
+        """From a `Spec`, or from its arguments. `initialized` = False leaves the weights to be loaded. Raises ConfigError."""
         FusedModule.__init__(self)
         self.spec = spec = as_spec(spec, sizes)
         self.model, self.layout, self.compute_dtype = spec.model, spec.layout, spec.compute_dtype
@@ -91,7 +91,7 @@ class Decoder(decoder.Decoder):
 
         Returns:
             Logits [B, S, V] in compute_dtype, or the cross-entropy, a scalar in fp32 or wider, nats (per token). Under
-            `torch.autocast`, its dtype takes the place of compute_dtype.
+            `torch.autocast`, its dtype replaces compute_dtype.
 
         Raises ConfigError if the layout shards tokens and TP does not divide their number.
         """

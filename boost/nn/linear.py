@@ -62,7 +62,7 @@ class LowRankLinear(nn.Module):
     def weight(self) -> Tensor:
         """W = B A, [out_features, in_features], computed at each access, for models that read a linear's weight (T5, Mamba).
 
-        Raises AttributeError with an activation, which has no such weight.
+        Raises AttributeError if there is an activation: no such weight exists then.
         """
         if self.activation != "none":
             raise AttributeError(f"factors with activation = '{self.activation}' have no weight W")
@@ -116,7 +116,7 @@ class LowRankLinear(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """The dense linear W = B A, computed in fp64. Raises ConfigError with an activation, which has no dense equivalent."""
+        """The dense linear W = B A, computed in fp64. Raises ConfigError if there is an activation."""
         if self.activation != "none":
             raise ConfigError(
                 f"activation = '{self.activation}': factors with an activation cannot be merged into one linear"

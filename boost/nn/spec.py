@@ -116,7 +116,7 @@ class Spec:
 def autocast_resolved(device: torch.device, dtype: torch.dtype) -> Iterator[torch.dtype]:
     """Yields the dtype in which activations are computed: `dtype`, or under `torch.autocast` the dtype of autocast.
 
-    Autocast itself is off inside: it knows no hand-written nodes, and each of them chooses its dtypes.
+    Autocast itself is off inside: it does not know the hand-written nodes, each of which chooses its own dtypes.
     """
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)

@@ -2,7 +2,7 @@
 
 The mathematics is that of `boost.models`; here the linears of a group are separate modules.
 
-Legend: B sequences, S tokens of each, T = B * S, D width of the residual stream held here: dim, or dim / p where it is sharded.
+Legend: B sequences, S tokens of each, T = B * S, D width of the residual stream held here: dim, or dim / p if it is sharded.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,7 +61,7 @@ class SeparateLinears(LinearGroup):
 
     @property
     def linears(self) -> list[nn.Module]:
-        """One a slot."""
+        """One per slot."""
         return [self._owner.get_submodule(name) for name in self._names]
 
     @property
@@ -216,7 +216,7 @@ def add_weight(module: FusedModule, spec: Spec, attribute: str, parameter: Param
 def run_alone(
     spec: Spec, x: Tensor, batch: int | None, run: Callable[[Layout, Flow, Context], Iterable[None]]
 ) -> Tensor:
-    """The residual stream after what `run` computes of it. Raises ConfigError for a family that passes latents between blocks."""
+    """The residual stream after `run` has updated it. Raises ConfigError for a family that passes latents between blocks."""
     if spec.model.has_latent_gates and spec.model.layers > 1:
         raise ConfigError(
             f"family = '{spec.model.family}' passes latents from block to block; run the blocks through boost.nn.Decoder"
@@ -324,7 +324,7 @@ class Block(TransformerBlock):
     def forward(self, x: Any, *rest: Any, batch: int | None = None) -> Any:
         """[B, S, D] -> [B, S, D]: the residual stream after the block, as `LowRankAttention.forward`.
 
-        A decoder calls it with what `TransformerBlock.forward` takes, through `__call__`, so that hooks of FSDP apply.
+        A decoder calls it with the arguments of `TransformerBlock.forward`, through `__call__`, so that hooks of FSDP apply.
         """
         if rest:
             return super().forward(x, *rest)

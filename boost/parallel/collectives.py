@@ -87,7 +87,7 @@ def _start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 
 RECEIVES_FIRST = {"cpu"}
-"""Types of devices with the collectives of this file. On CPUs, gloo's own send before they receive."""
+"""Types of devices with the collectives of this file. On CPUs, gloo's own collectives send before they receive."""
 
 
 wait: Callable[[Tensor], Tensor] = _ops.wait_tensor

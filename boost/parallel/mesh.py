@@ -63,8 +63,8 @@ class Mesh:
     def together(self, operation: Callable[[], T]) -> T:
         """Runs an operation of all processes of the run: an evaluation, a save. Returns its result.
 
-        A mesh that can lose processes repeats the operation if it does, so everything that all processes do between two steps goes
-        through here.
+        A mesh that can lose processes repeats the operation if any are lost, so everything that all processes do between two steps
+        goes through here.
         """
         return operation()
 

@@ -34,7 +34,7 @@ SHARDS_OVER_SEVERAL_MESHES = hasattr(_fsdp_common, "ShardPlacementResult")
 
 
 COMPILES_REPEATED_COLLECTIVES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""Whether compiled blocks repeat a collective that is to be recomputed. 2.11 saves its result instead, without a word."""
+"""Whether compiled blocks repeat a collective that is to be recomputed. torch 2.11 silently saves its result instead."""
 
 
 def require_torch(config: Config) -> None:

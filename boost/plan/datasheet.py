@@ -120,7 +120,7 @@ def _link(line: str, word: str) -> tuple[float, str]:
 
 
 def _positive(word: str) -> float | None:
-    """The finite positive number; None if it is none."""
+    """The number if it is finite and positive, else None."""
     try:
         value = float(word)
     except ValueError:

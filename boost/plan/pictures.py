@@ -114,7 +114,7 @@ class Canvas:
     def line(
         self, points: Sequence[tuple[float, float]], color: str, *, arrow: bool = False, alpha: float = 1.0
     ) -> None:
-        """A line through points, perhaps with a tip at its end."""
+        """A line through points, optionally with a tip at its end."""
         style = {"color": color, "alpha": alpha, "zorder": 1}  # that of boxes: what is drawn later is above
         self.axes.plot(*zip(*points, strict=True), linewidth=1.1, solid_joinstyle="miter", **style)
         if arrow:

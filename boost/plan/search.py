@@ -44,8 +44,8 @@ FEW_BLOCKS = 3
 """With fewer blocks per stage, full recomputation may need more memory than saving activations."""
 
 TIE, TIE_SECONDS = 0.01, 1e-3
-"""Plans whose times differ by less than this fraction, or by less than this, are equally fast: launches and hooks that no model has
-take as long."""
+"""Plans whose times differ by less than this fraction, or by less than this, are equally fast: launches and hooks, which no model
+includes, take that long."""
 
 Test = Callable[[Config], bool]
 Tick = Callable[[int, int], None]
@@ -110,7 +110,7 @@ class Search:
     request: Request
     tick: Tick | None = None
     known: "Search | None" = None
-    """Another search on the same hardware, whose predictions are used again."""
+    """Another search on the same hardware, whose predictions are reused."""
     considered: int = 0
     """Number of candidates considered."""
 
@@ -156,7 +156,7 @@ class Search:
     def fastest(
         self, test: Test = any_config, of: Callable[[ParallelConfig], bool] | None = None, limit: float = math.inf
     ) -> Plan | None:
-        """Returns the fastest candidate that fits, passes `test`, whose [parallel] passes `of`, and that takes at most `limit`
+        """Returns the fastest candidate that fits, passes `test`, has a [parallel] that passes `of`, and takes at most `limit`
         seconds; None if there is none."""
         numbers = itertools.count()
         waiting: list[tuple[float, int, _SearchNode | list[Config]]] = [
@@ -397,7 +397,7 @@ def require_legal(search: Search) -> None:
             for policy in policies(request, parallel):
                 rules.check(request.variant(parallel, micro_batch, *policy))
     raise ConfigError(
-        f"no mesh of {request.gpus} GPUs is legal for model.layers = {request.base.model.layers} with these choices; make fewer"
+        f"no mesh of {request.gpus} GPUs is legal for model.layers = {request.base.model.layers} with these choices; drop some"
     )
 
 

@@ -1,4 +1,4 @@
-"""Step time by part, of one micro-batch on one pipeline rank and of a whole step; and how uncertain a prediction is.
+"""Step time by part, for one micro-batch on one pipeline rank and for a whole step; and how uncertain a prediction is.
 
 The spread of measured over predicted seconds comes from the published speeds that docs/results.md lists, and from steps measured
 on a machine with a calibrated profile. `python -m benchmarks record` recomputes it, and counts how many rows of each publication

@@ -133,7 +133,7 @@ class Tape:
         """
         self.live = 0
         self.peak = 0
-        """Most live bytes of the pass."""
+        """Largest number of live bytes in the pass."""
         self.new_gradients = 0
         """Bytes of weight gradients so far, for a first micro-batch, whose gradients stay allocated."""
         self.first_peak = 0

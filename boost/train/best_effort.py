@@ -17,7 +17,7 @@ from typing import Any
 log = logging.getLogger("boost")
 
 _failing: set[str] = set()
-"""What could not be written the last time."""
+"""What could not be written last time."""
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def best_effort(
 
 
 class _PatientFile(io.FileIO):
-    """Standard output or error. Text that cannot be written is dropped; once the terminal or the reader is gone, all of it."""
+    """Standard output or error. Drops text that cannot be written, and all text once the terminal or the reader is gone."""
 
     def write(self, data: Any) -> int:
         try:

@@ -28,11 +28,11 @@ from boost.train.model import Model
 from boost.train.sampling import Sampling
 
 PREFILL_TOKENS = 4096
-"""Prompts that share a forward pass have no more tokens than this together. A longer one has a pass of its own."""
+"""Prompts that share a forward pass have at most this many tokens in total. A longer prompt gets its own pass."""
 
 
 def choose(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:
-    """The next token of each sequence from logits [B, V], drawn by a generator of its own."""
+    """The next token of each sequence from logits [B, V], drawn by the sequence's own generator."""
     if sampling.temperature == 0:
         greedy: list[int] = logits_BV.argmax(-1).tolist()
         return greedy
@@ -239,11 +239,11 @@ class _Batch:
 
 @torch.no_grad()
 def prepare_inference(decoder: Decoder, batch: int) -> None:
-    """Stores the weights of a model on one process as generation of `batch` sequences reads them fastest.
+    """Stores the weights of a model on one process in the form that generation of `batch` sequences reads fastest.
 
     Weights can then neither be trained nor saved. Matrices are cast to the activations' dtype, to which every forward pass would
-    cast them; vectors (gains, biases) keep theirs, because they multiply in a wider one. On a CPU, weights of linears are packed,
-    or, for single tokens in fp32, stored by columns where this is faster.
+    cast them; vectors (gains, biases) keep theirs, because they are multiplied in a wider one. On a CPU, weights of linears are
+    packed, or, for single tokens in fp32, stored by columns where this is faster.
     """
     dtype = decoder.compute_dtype
     for parameter in decoder.parameters():
@@ -283,7 +283,7 @@ class PackedWeight:
         return dtype in (torch.float32, torch.bfloat16) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
     def to(self, dtype: torch.dtype) -> "PackedWeight":
-        """Itself: a packed weight has the dtype of the activations."""
+        """Returns itself, because a packed weight already has the dtype of the activations."""
         assert dtype == self.dtype, "a packed weight has the dtype of the activations"
         return self
 

@@ -1,4 +1,4 @@
-"""Adapter of a checkpoint to lm-evaluation-harness (arXiv 2405.14782), which provides tasks, prompts and metrics.
+"""Adapts a checkpoint to lm-evaluation-harness (arXiv 2405.14782), which provides tasks, prompts and metrics.
 
 Every TP rank runs the whole harness on the same requests in the same order, so the harness sees a single process.
 """
@@ -104,7 +104,7 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **options: Any
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood of the continuation, whether it is what greedy decoding gives) of each request."""
+        """For each request: (log-likelihood of the continuation, whether greedy decoding would produce it)."""
         # Longest first, so that an out-of-memory error occurs at the start.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
         batches = [order[start : start + self._batch] for start in range(0, len(order), self._batch)]
@@ -168,7 +168,7 @@ def run_tasks(
 
 
 def _find(names: Sequence[str], folder: Path | None) -> TaskManager:
-    """The harness's index of tasks; its own thousands, which take seconds to read, only if `folder` has not all of `names`.
+    """The harness's index of tasks. Its own tasks take seconds to read and are included only if `folder` lacks any of `names`.
 
     Raises ConfigError for a name that neither has.
     """

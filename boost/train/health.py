@@ -4,16 +4,16 @@ A step is in trouble if
 
 - its loss or gradient norm is not finite (no weight changed, `BadStep`);
 - it has diverged: its cross-entropy (not the loss of a distillation, which may have any scale) is above DIVERGED x ln(vocabulary),
-  where ln(vocabulary) is that of a uniform guess;
+  where ln(vocabulary) is the cross-entropy of a uniform guess;
 - it is a spike: its loss is more than train.spike_sigma standard deviations above the mean of the last WINDOW healthy steps, or
   half as many if its gradient norm is that far above its own mean. This needs MIN_HEALTHY healthy steps. (In OLMo-core's
-  SkipStepOptimizer, 6 deviations and 128 steps, a gradient norm alone is a spike. In young runs it often is that high.)
+  SkipStepOptimizer, 6 deviations and 128 steps, a gradient norm alone counts as a spike. Early in a run, it is often that high.)
 
 Trouble ends after RECOVERED consecutive healthy steps. Until then checkpoints are marked: with `Position.trouble` if the last
-step was not finite or has diverged, else with `Position.doubt`, because the weights may be fine. Periodic ones of the first kind
-are saved only while there is no better one. The loss of a step is computed before its update, so a healthy step n + 1 proves that
-the checkpoint of step n is healthy. The newest proven checkpoint is never deleted. Checkpoints contain the recent healthy steps,
-so that a resumed run judges like one that was not interrupted. All processes see the same statistics and make the same decisions.
+step was not finite or has diverged, else with `Position.doubt`, because the weights may be fine. If the mark is `trouble`, periodic
+checkpoints are saved only while there is no better one. A step's loss is computed before its update, so a healthy step n + 1
+proves that the checkpoint of step n is healthy. The newest proven checkpoint is never deleted. Checkpoints contain the recent
+healthy steps, so a resumed run judges as an uninterrupted one would. All processes see the same statistics and decide alike.
 """
 
 import math
@@ -29,7 +29,7 @@ WINDOW = 128
 MIN_HEALTHY = 32
 """Healthy steps required before a step can be a spike."""
 FLOOR = 0.02
-"""Minimum standard deviation, as a fraction of the mean, for the case that recent steps are almost equal."""
+"""Minimum standard deviation, as a fraction of the mean, in case recent steps are almost equal."""
 RECOVERED = 8
 """Consecutive steps without trouble after which training has recovered."""
 DIVERGED = 1.5
@@ -92,7 +92,7 @@ class SpikeDetector:
 
 
 class HealthMonitor(Hook):
-    """Warns of trouble, marks the checkpoints of that time, and requests rollbacks if configured."""
+    """Warns of trouble, marks checkpoints saved during it, and requests rollbacks if configured."""
 
     def __init__(self, detector: SpikeDetector, rollback: bool) -> None:
         self._detector, self._rollback = detector, rollback

@@ -6,7 +6,7 @@ torchrun they are keys of the run's store. A process reads them only after it ha
 the processes that send no heartbeats or, if there are none, those that have not reached the collective that it waits for.
 
 A process that is stopped (SIGSTOP), swapped out or lost with its machine sends no heartbeats. One that loops or sleeps in Python
-still does.
+still sends them.
 """
 
 import contextlib
@@ -115,8 +115,8 @@ class Beat:
 
 
 class FolderBoard:
-    """Heartbeats as files in a local folder. They are overwritten in place, which needs no space on the disk: if it is full, no
-    process looks dead."""
+    """Heartbeats as files in a local folder. They are overwritten in place, which needs no space on the disk, so no process looks
+    dead when the disk is full."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

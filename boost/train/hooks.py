@@ -286,7 +286,7 @@ class Training(Protocol):
     trouble: RunTrouble | None
     """What is currently wrong with the run; `HealthMonitor` sets it."""
     proven_step: int
-    """The last step whose weights the loss of the next step has proven healthy, with no trouble since."""
+    """The last step whose weights were proven healthy by the loss of the next step, with no trouble since."""
     resumed_from: Path | None
     started_from: Path | None
     warnings: list[str]

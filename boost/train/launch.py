@@ -93,7 +93,7 @@ def launch(
     `forks`: fork the processes instead of spawning them. Requires `can_fork`, and that this process has computed on one thread
     only: OpenMP's threads do not survive a fork, and the next parallel loop would wait for them.
 
-    `supervise`: what to do while processes run, if not to end all of them once one has failed.
+    `supervise`: what to do while processes run, instead of ending all of them once one has failed.
 
     Raises the BoostError of the process that failed first; TrainingError if a process was killed or lost its connections;
     KeyboardInterrupt if an interrupt ended one. For a bug in `entry`, prints the traceback once, keeps it in log_dir/rank{r}.log,

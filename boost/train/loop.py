@@ -131,7 +131,7 @@ class Trainer:
         self.trouble: RunTrouble | None = None
         """What is currently wrong with the run (`boost.train.health`)."""
         self.proven_step = -1
-        """The last step whose weights the loss of the next step has proven healthy, with no trouble since."""
+        """The last step whose weights were proven healthy by the loss of the next step, with no trouble since."""
         self._said_empty = False
         self._rollback: str | None = None
         self.rollbacks = Rollbacks()

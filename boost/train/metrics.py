@@ -196,7 +196,7 @@ class MetricsWriter:
             self._file.flush()
 
     def _draw(self, write: "Callable[[SummaryWriter], Any]") -> None:
-        """Writes to TensorBoard. Its writer does nothing more after a failure, so another one is opened after a while."""
+        """Writes to TensorBoard. Its writer stops working after a failure, so another one is opened after a while."""
         from torch.utils.tensorboard import SummaryWriter
 
         if self._board is None and time.monotonic() < self._reopen_at:

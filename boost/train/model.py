@@ -37,7 +37,7 @@ Model = Decoder | Pipeline
 
 
 def build_model(config: Config, mesh: Mesh) -> Model:
-    """The model of this process for training: whole or its pipeline stages, blocks compiled, weights sharded over replicas.
+    """This process's model (or pipeline stages) for training, with blocks compiled and weights sharded over replicas.
 
     Weights are not initialized. Raises ConfigError if a requested option cannot run here, or if the weights alone exceed the
     device's memory.

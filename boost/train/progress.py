@@ -1,4 +1,4 @@
-"""A progress bar for any work: on a terminal a bar, elsewhere a line now and then."""
+"""A progress bar for any work: a bar on a terminal, elsewhere an occasional line."""
 
 import sys
 import time

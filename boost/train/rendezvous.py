@@ -198,7 +198,7 @@ def _connect(rank: int, timeout_s: float, stopped: Stopped) -> dist.Store:
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         raise ConfigError(
-            f"MASTER_ADDR = {host!r}, MASTER_PORT = {port!r} do not form a store's address; start with torchrun, or set both"
+            f"MASTER_ADDR = {host!r}, MASTER_PORT = {port!r} are not the address of a store; start with torchrun, or set both"
         )
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     deadline, attempt = time.monotonic() + timeout_s, datetime.timedelta(seconds=min(_CONNECT_S, timeout_s))

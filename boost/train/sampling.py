@@ -1,4 +1,4 @@
-"""How the next token is chosen. Without torch, so that errors appear immediately."""
+"""How the next token is chosen. Does not import torch, so that errors appear immediately."""
 
 from dataclasses import dataclass
 

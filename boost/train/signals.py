@@ -41,7 +41,7 @@ class StopRequest:
     """
 
     announces: ClassVar[bool] = True
-    """Whether this process prints a message on Ctrl-C. For processes that it started, the launcher does."""
+    """Whether this process prints a message on Ctrl-C. The launcher does so for the processes that it started."""
 
     _open: ClassVar["StopRequest | None"] = None
 

@@ -151,7 +151,7 @@ def run_passes(
 
 @dataclass(frozen=True)
 class Passes:
-    """Forward and backward passes of a step, launched. `Stepper.update` finds the gradients in the reducer's buckets."""
+    """The launched forward and backward passes of a step. `Stepper.update` finds the gradients in the reducer's buckets."""
 
     position: Position
     """Position of the weights that the passes use."""

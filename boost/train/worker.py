@@ -25,10 +25,10 @@ from boost.train.rendezvous import LAUNCH_DIR
 from boost.train.signals import StopRequest, caught_signals
 
 STOPPED_EXIT = 128
-"""Plus the signal number: exit code of a process stopped by a signal, as in a shell."""
+"""Exit code of a process stopped by a signal, minus the signal's number, as in a shell."""
 
 NO_STOP = " 0"
-"""Content of the stop file before a stop signal. Numbers of signals are as long."""
+"""Content of the stop file before a stop signal. Signal numbers are written with the same length."""
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def test_conversations(tmp_path, capsys):
     arguments = ("--chat", chats, "--tokenizer", chat_tokenizer(tmp_path / "tokenizer"), "--out", tmp_path / "store")
     assert boost(*arguments) == 0
     out = capsys.readouterr().out
-    assert "in the loss" in out and "tokens count toward the loss, by the chat template's prompts" in out
+    assert "in the loss" in out and "tokens count toward the loss, per the chat template's prompts" in out
     sizes = TokenStore.open(tmp_path / "store").meta["splits"]["train"]
     assert f"{sizes['targets']:,}" in out and 0 < sizes["targets"] < sizes["tokens"]
     assert boost("--chat", tmp_path / "none.jsonl", "--tokenizer", tmp_path / "tokenizer") != 0

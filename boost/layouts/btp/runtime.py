@@ -1,7 +1,7 @@
 """Runtime of `btp` (arXiv 2512.12131), and RMSNorm across shards of the hidden dimension. Shapes: `boost.layouts.btp.spec`.
 
 One pair of autograd nodes sums latents over processes in both passes: partial latents forward, their gradients backward. So
-everything that acts on latents sees partial gradients, and those of its parameters are reduced once per optimizer step.
+everything that acts on latents sees partial gradients, and its parameters' gradients are reduced once per optimizer step.
 
 The statistic s = sum of x^2 over the whole width commutes with the linear map after the norm, A (gamma * x) / sqrt(s/d + eps), so
 its terms can be sent with the partial sums A x (`OnlineSum`).
@@ -233,7 +233,7 @@ class OnlineSum:
         backward_started: bool = False,
     ) -> None:
         """`weights`: A [R, D] of all slots, or of each. `width`, `eps`: of the norm (`inverse_rms`). The caller must multiply the
-        latents by the inverse RMS and use them for nothing else. `backward_started`: the consumer of the sums starts those of
+        latents by the inverse RMS and use them for nothing else. `backward_started`: the consumer of the sums starts the sums of
         their gradients itself."""
         self._axis, self._tokens, self._backward_started = axis, x_TD.shape[0], backward_started
         projected = [

@@ -287,8 +287,8 @@ def rotate(folder: Path, keep: int, keep_every: int, protected: Collection[int],
 
 
 def rotated(complete: Sequence[Path], keep: int, keep_every: int, protected: Collection[int]) -> list[Path]:
-    """All checkpoints except the newest `keep` unmarked ones, those of every `keep_every` steps (0: none), and those of the
-    `protected` steps. `complete`: oldest first.
+    """All checkpoints except the newest `keep` unmarked ones, one per `keep_every` steps (0: none), and the `protected` steps.
+    `complete`: oldest first.
 
     If the newest one is marked (`marks_of`), training is in trouble, and any unmarked one may be the last good one. Then only
     marked ones are removed, except the newest of either kind.
@@ -309,7 +309,7 @@ def rotated(complete: Sequence[Path], keep: int, keep_every: int, protected: Col
 
 
 def marks_of(path: Path) -> tuple[str, str]:
-    """(trouble, doubt) of a checkpoint, see `Position`, as recorded in it; empty if there is none, or if it cannot be read."""
+    """(trouble, doubt) as recorded in a checkpoint (see `Position`); empty if there is none, or if it cannot be read."""
     try:
         state = json.loads(read_text(path / STATE_FILE))
         return str(state.get("trouble", "")), str(state.get("doubt", ""))

@@ -64,7 +64,7 @@ HUB = "hub"
 INIT_ONLY_FIELDS = ("factor_init", "init_std")
 """Fields of [model] that only affect the initial weights."""
 PREFIX = "model."
-"""Prefix of weights among the tensors of a checkpoint."""
+"""Prefix of the names of weights in a checkpoint."""
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -122,7 +122,7 @@ class Checkpoint:
 
     @property
     def context(self) -> int:
-        """Tokens of the longest sequence that the model was made for: in training, or where its weights come from."""
+        """Length in tokens of the longest sequence that the model was made for, here or where its weights come from."""
         before = self.data.get("context")
         return max(self.config.train.seq_len, before if isinstance(before, int) else 0)
 

@@ -2,7 +2,7 @@
 
 Tensors have the names and global shapes of the model's parameters, whatever the mesh and layout, and each slice has offsets in
 them. A save writes each slice once (`SaveShare`). A load asks for the slices of its own mesh (`named_slices`), which
-torch.distributed.checkpoint puts together from all files that hold a part of them. RNG states are tensors of their process.
+torch.distributed.checkpoint assembles from all files that hold parts of them. RNG states are separate tensors for each process.
 """
 
 from collections.abc import Iterable

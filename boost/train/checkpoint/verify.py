@@ -6,7 +6,7 @@
 4. The header of each tensor file matches the file (offsets, sizes, dtypes) and the model: names, global shapes, and shards that
    cover each tensor exactly once (`read_structure`).
 
-`verify_checkpoint` does all of it except 3 on all processes together. Names of files are checked before they become paths, and
+`verify_checkpoint` does all of this except 3, on all processes together. Names of files are checked before they become paths, and
 nothing is unpickled.
 """
 
@@ -158,7 +158,7 @@ class Position:
     trouble: str = ""
     """Why the weights are unusable; '' if they are usable. Such a checkpoint is resumed by its path, or if there is no other."""
     doubt: str = ""
-    """Why it is unknown whether the weights are usable: training was in trouble. A run that resumes from them still is."""
+    """Why it is unknown whether the weights are usable: training was in trouble, and a run that resumes here still is."""
     recent: dict[str, list[float]] = field(default_factory=dict, compare=False, repr=False)
     """Loss and gradient norm of recent healthy steps, with which the steps after a resume are compared (`boost.train.health`)."""
 

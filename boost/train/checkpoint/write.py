@@ -139,7 +139,7 @@ class CheckpointSaver:
     """Saves one model and optimizer. All methods except `close` and `in_flight` are collective."""
 
     expected_errors: tuple[type[Exception], ...] = ()
-    """Errors of a background save that are no defect, so that their traceback is not logged."""
+    """Errors of a background save that are not defects, so their tracebacks are not logged."""
 
     def __init__(
         self, model: Model, optimizer: Optimizer, config: Config, tokenizer: bytes, data: dict[str, Any], mesh: Mesh
@@ -248,7 +248,7 @@ class CheckpointSaver:
         return outcome
 
     def close(self, timeout_s: float) -> None:
-        """Waits up to `timeout_s` for a save in flight, even after an error: a checkpoint is worth some seconds."""
+        """Waits up to `timeout_s` for a save in flight, even after an error: a checkpoint is worth a few seconds' wait."""
         if self._thread:
             log.info("waiting for the checkpoint of step %d", self._step)
             self._thread.join(timeout_s)
@@ -373,13 +373,13 @@ def _finite(chunk: npt.NDArray[np.uint8], dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Attempt:
-    """An attempt of the last save of a run."""
+    """An attempt at the last save of a run."""
 
     folder: Path
     wait_s: float = 0.0
     """Seconds to wait before it."""
     notice: str = ""
-    """Message to the user before it, after the reason the previous one failed."""
+    """Message to the user before the attempt, after the reason that the previous one failed."""
 
 
 def last_save_attempts(folder: Path, fallback: Path | None, minutes: float, urgent: bool) -> list[Attempt]:
