@@ -14,7 +14,7 @@ _MAX_BYTES = 200
 """Limit for a name. File systems allow 255, including the suffix that a caller may add."""
 
 READ_LIMIT = 1 << 28
-"""Largest file that is read whole, bytes. The largest tokenizers have 50 MB."""
+"""Largest file that is read whole, in bytes. The largest tokenizers have 50 MB."""
 
 
 def require_regular(path: Path | str) -> os.stat_result:

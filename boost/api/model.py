@@ -54,7 +54,7 @@ class Model(nn.Module):
     def from_preset(cls, name: str, overrides: Mapping[str, Any] | None = None, **options: Any) -> "Model":
         """A new model of a preset (`boost config` lists them), or of a TOML file, with initial weights.
 
-        `overrides`: values by dotted key, such as {"model.rank": 64}; `options`: those of `boost.nn.Spec`, such as mesh or
+        `overrides`: values by dotted key, such as {"model.rank": 64}; `options`: arguments of `boost.nn.Spec`, such as mesh or
         layout. Raises ConfigError.
         """
         tree = read_source(name)
@@ -71,8 +71,8 @@ class Model(nn.Module):
     def from_pretrained(cls, path: str | Path, *, untie: bool = False, **options: Any) -> "Model":
         """Weights of a run directory (its newest checkpoint), a checkpoint, or a Hugging Face folder (LLaMA, CoLA, our exports).
 
-        `untie`: load a tied embedding and head as two tensors. `options`: those of `boost.nn.Spec`, such as mesh and
-        layout, under which each process keeps its own shards; dtype defaults to that of the weights. Raises BoostError.
+        `untie`: load a tied embedding and head as two tensors. `options`: arguments of `boost.nn.Spec`, such as mesh and layout,
+        under which each process keeps its own shards; dtype defaults to that of the weights. Raises BoostError.
         """
         path = Path(path)
         if not path.is_dir():

@@ -89,7 +89,7 @@ class Deal:
     sizes: tuple[int, ...]
     """Elements of each solution."""
     starts: tuple[int, ...]
-    """Offset of each solution in the buffer, elements."""
+    """Offset of each solution in the buffer, in elements."""
     part: int
     """Elements that each process contributes: its own part (all-gather) or the whole buffer (all-reduce)."""
     elements: int

@@ -49,7 +49,7 @@ def export(
     target = getattr(torch, dtype) if dtype else None
     with writing_weights(out, "--out") as temporary:
         writer = TensorWriter(temporary, "model", file_bytes)
-        # Tied where it comes from, and still the same: not trained since, because boost trains them apart.
+        # Tied in the source, and still equal: not trained since, because boost trains them separately.
         can_tie = form in ("llama", "merged") and bool((checkpoint.data.get(HUB) or {}).get(TIED))
         tied = can_tie and torch.equal(reader.read("embed"), reader.read("head"))
         stored_entries = [e for e in entries(model, form) if not (tied and e.parameters[0].name == "head")]

@@ -60,7 +60,7 @@ class FactoredLinear:
     error: float
     """||W - B A|| / ||W||, Frobenius."""
     cost: float | None = None
-    """Expected rise of the loss from this linear alone, nats per token; None without calibration."""
+    """Expected rise of the loss from this linear alone, in nats per token; None without calibration."""
     correction: float | None = None
     """Share of the correction towards the dense model's outputs (`boost.convert.compress.corrected`); None without calibration."""
 

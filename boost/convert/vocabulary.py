@@ -189,7 +189,7 @@ def merged_tokenizer_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[s
     Text that matches a special token is encoded as ordinary text, as in training. Models with a chat template are the exception,
     because templates write special tokens as text.
     """
-    # Filtered again: auto_map in the state.json of a stranger would run their code.
+    # Filtered again: auto_map in a stranger's state.json would run their code.
     kept = {key: value for key, value in hub.get("tokenizer", {}).items() if key in _TOKENIZER_KEYS}
     split = kept.pop("split_special_tokens", False)
     merged = {**ours, **kept}

@@ -76,7 +76,7 @@ class MixedSplit:
     names: tuple[str, ...]
 
     def unigram_entropy(self) -> float:
-        """Entropy of the token frequencies of the mixture, nats per token: the loss of the best unigram model."""
+        """Entropy of the token frequencies of the mixture, in nats per token: the loss of the best unigram model."""
         parts = zip(self.parts, self.weights, strict=True)
         counts = [(part.token_counts(), float(weight)) for part, weight in parts]
         share = np.sum([of_store * (weight / of_store.sum()) for of_store, weight in counts], axis=0)

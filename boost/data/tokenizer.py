@@ -121,7 +121,7 @@ class TextStream:
     def add(self, *tokens: int) -> str:
         """Adds tokens. Returns the text that they complete, which later tokens cannot change."""
         self._new += tokens
-        # With byte fallback, an invalid byte changes all those around it, special tokens between them or not.
+        # With byte fallback, an invalid byte changes all bytes around it, even across special tokens.
         last = tokens[-1:]
         if not self._tokenizer.decode(last) or _BYTE.fullmatch(self._tokenizer.id_to_token(*last) or ""):
             return ""

@@ -247,7 +247,7 @@ class TokenWriter:
         return self._files.enter_context(open(self.folder / name, "wb", buffering=0))
 
     def _reopen(self, name: str, committed: dict[str, Any]) -> None:
-        """Opens a file at its end as of the commit, without what was written after it, and checks its content."""
+        """Opens a file at its end as of the commit, dropping whatever was written later, and checks its content."""
         split, _, kind = name.partition(".")
         sizes = committed["sizes"][split]
         size = sizes["tokens"] * self.dtype.itemsize

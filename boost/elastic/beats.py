@@ -15,11 +15,11 @@ from boost.train.worker import leave
 log = logging.getLogger("boost")
 
 WATCH_S = 0.25
-"""Interval at which the store is polled for changes of the membership, seconds."""
+"""Interval at which the store is polled for changes of the membership, in seconds."""
 WAITS_S = 2.0
-"""Time that a process waits in a collective before it checks whether the other replicas respond, seconds."""
+"""Time that a process waits in a collective before it checks whether the other replicas respond, in seconds."""
 LOOKS_S = 0.5
-"""Interval between checks, seconds."""
+"""Interval between checks, in seconds."""
 
 
 class MemberBeats:
@@ -69,7 +69,7 @@ class StoreGuard:
     """
 
     def __init__(self, where: str, patience_s: float, waits_since: Callable[[], float | None]) -> None:
-        """`where`: address of the store, for messages. `patience_s`: how long the store may be silent, seconds. `waits_since`:
+        """`where`: address of the store, for messages. `patience_s`: how long the store may be silent, in seconds. `waits_since`:
         returns when the main thread started waiting for others, None if it is not waiting."""
         self._where, self._patience_s, self._waits_since = where, patience_s, waits_since
         self._answered = time.monotonic()

@@ -21,15 +21,15 @@ from torch._C._distributed_c10d import AllgatherOptions, Work
 from torch.distributed import distributed_c10d as c10d
 
 POLL_S = 0.1
-"""Interval at which a waiting process checks whether its membership has ended, seconds."""
+"""Interval at which a waiting process checks whether its membership has ended, in seconds."""
 
 CONNECT_S = 20
-"""Timeout for connecting the processes of a new membership, seconds. All of them have reported that they are ready."""
+"""Timeout for connecting the processes of a new membership, in seconds. All of them have reported that they are ready."""
 
 ABORT_FIRST_S = 0.5
-"""Head start of the first group's abort, seconds. An abort takes effect when it starts, and may last until the others do too."""
+"""Head start of the first group's abort, in seconds. An abort takes effect when it starts, and may last until the others do too."""
 ABORT_S = 20.0
-"""Time that a process waits for all aborts to end, seconds."""
+"""Time that a process waits for all aborts to end, in seconds."""
 
 _CPU = torch.device("cpu")
 

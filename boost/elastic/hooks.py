@@ -17,12 +17,12 @@ from boost.train.worker import take_terminal
 log = logging.getLogger("boost")
 
 LOCK_S = 5.0
-"""Time for the previous main process to release the run directory, seconds. Its launcher ends it once it is excluded."""
+"""Time for the previous main process to release the run directory, in seconds. Its launcher ends it once it is excluded."""
 
 TIMES = 3.0
 """A replica is slow if its micro-batches take this many times the median of the other replicas."""
 LOOK_S = 1.0
-"""Interval between checks, seconds; heartbeats are not more frequent."""
+"""Interval between checks, in seconds; heartbeats are not more frequent."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ STATUS_TEXT = {DEAD: "was restarted", SILENT: "does not answer"}
 """What heartbeats say about a lost member, in messages."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
-"""Polling interval of the store, seconds: the first one, and the limit that it backs off to."""
+"""Polling interval of the store, in seconds: the first one, and the limit that it backs off to."""
 
 
 @dataclass(frozen=True, order=True)

@@ -52,7 +52,7 @@ REPLICA, COORDINATOR = "BOOST_REPLICA", "BOOST_COORDINATOR"
 PATIENCE = 2
 """A remote store may be silent for this multiple of run.heartbeat_timeout_s while this process waits for others."""
 EXCLUDED_GRACE_S = 5.0
-"""Time that a process has to exit by itself once the others continue without it, seconds."""
+"""Time that a process has to exit by itself once the others continue without it, in seconds."""
 
 _REPEAT = object()
 
@@ -88,7 +88,7 @@ class Recovery:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             # A failed communicator must not end the process: it is aborted, and the next membership creates a new one.
-            # torchrun asks for the opposite, so this is assigned, whatever it was.
+            # torchrun asks for the opposite, so this overwrites any earlier value.
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
             os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(run.timeout_s))  # torch's default: 30 minutes
         number, process, store, self._store, incarnation = _start(parallel, run.startup_timeout_s, stopped)
@@ -221,7 +221,7 @@ class Recovery:
             self._agrees_since = None
 
     def _adopt(self, decision: Decision, begun: float) -> None:
-        # A membership may end before it is connected: what is reported are the changes since the last one that was.
+        # A membership may end before it is connected, so the changes since the last connected one are reported.
         self._lost_reasons |= decision.lost
         self._connect(decision)
         assert self.trainer is not None, "memberships only change during training"
@@ -301,7 +301,7 @@ class Recovery:
             self._require_not_stopped()
             if why := self._coordinator.lost_reason(self.member.incarnation):
                 raise ExcludedError(f"the others did not admit this replica ({why})")
-            # Under torchrun nobody reports a loss if no member is left to notice it: heartbeats tell.
+            # Under torchrun nobody reports a loss if no member is left to notice it, but heartbeats show it.
             lost = [self._coordinator.lost_reason(m.incarnation) or self._beats.status(m) for m in decision.members]
             if decision.refused or all(lost):
                 self._coordinator.exclude_lost(decision.members, self.member)  # so that launchers end what hangs

@@ -23,9 +23,9 @@ log = logging.getLogger("boost")
 
 POLL_S = 0.1
 RESTART_S = 0.5
-"""Delay before a replica is restarted, seconds. An error that hits all replicas ends the run within this time."""
+"""Delay before a replica is restarted, in seconds. An error that hits all replicas ends the run within this time."""
 END_S = 30.0
-"""Time that a restarting replica has to exit once the run is complete, seconds."""
+"""Time that a restarting replica has to exit once the run is complete, in seconds."""
 
 
 class Supervisor:

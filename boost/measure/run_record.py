@@ -42,9 +42,9 @@ class RunRecord:
     tokens: int
     """Tokens trained on."""
     loss: float | None
-    """Mean train loss of the last RECENT steps, nats per token."""
+    """Mean train loss of the last RECENT steps, in nats per token."""
     heldout_loss: float | None
-    """Held-out loss of the last evaluation, nats per token."""
+    """Held-out loss of the last evaluation, in nats per token."""
     best_heldout_loss: float | None
     """Lowest held-out loss of all evaluations."""
     best_step: int | None

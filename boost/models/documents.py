@@ -112,7 +112,7 @@ def _last_tokens(x_BKSE: Tensor, needed: Sequence[int]) -> Tensor:
 
 
 def causal(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
-    """Causal softmax(q k^T / sqrt(E)) v, [B, H, S, E]. If there are fewer queries than keys, the queries are those of the last
+    """Causal softmax(q k^T / sqrt(E)) v, [B, H, S, E]. If there are fewer queries than keys, the queries belong to the last
     tokens."""
     tokens, keys = q_BHSE.shape[2], k_BKSE.shape[2]
     if tokens == keys:
@@ -124,12 +124,12 @@ def causal(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
 
 
 def last_queries(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
-    """`causal` for fewer queries than keys on GPUs: FlashAttention takes such queries as those of the last tokens.
+    """`causal` for fewer queries than keys on GPUs: FlashAttention assigns such queries to the last tokens.
 
     Calls the kernel itself. torch's API for it, `causal_lower_right`, is a subclass of Tensor that can be created neither under a
     dispatch mode, such as that of selective recomputation, nor in compiled code, and it allocates tokens x keys of host memory.
     """
-    # Its conditions, in a form that compiled code takes. ROCm's kernel takes the queries as those of the first tokens.
+    # Its conditions, in a form that compiled code takes. ROCm's kernel assigns the queries to the first tokens.
     width, supported = q_BHSE.shape[3], torch.cuda.get_device_capability(q_BHSE.device) >= (8, 0)
     if width % 8 or width > 256 or not supported or torch.version.hip is not None:
         return _padded(q_BHSE, k_BKSE, v_BKSE)

@@ -146,7 +146,7 @@ def _parameters(shape: architecture.GroupSpec, prefix: str, factor: str, slot: a
 
 class Weight(nn.Module):
     """The weight of an RMSNorm, [D], which layouts apply together with the projection that follows; or of the embedding or the
-    head: V rows, or those of this process."""
+    head: all V rows, or this process's."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()

@@ -20,8 +20,8 @@ from boost.parallel.mesh import Axis
 
 
 class _OwnGradient(torch.autograd.Function):
-    """forward: w -> w; wgrad: dw, in memory of its own. A gradient that is a part of a larger tensor's (of a concatenated weight's)
-    would be a DTensor with an offset, which `copy.deepcopy` refuses."""
+    """forward: w -> w; wgrad: dw, in memory of its own. A gradient that is part of a larger one (a concatenated weight's) would be
+    a DTensor with an offset, which `copy.deepcopy` refuses."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:

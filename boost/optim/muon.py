@@ -101,7 +101,7 @@ class Muon(Optimizer):
 def without_tf32() -> Iterator[None]:
     """Context in which fp32 products use fp32, even if the process allows TF32 on GPUs (some container images do).
 
-    An iteration on a Gram matrix amplifies rounding errors; those of TF32 would make steps several times too long
+    An iteration on a Gram matrix amplifies rounding errors; TF32's would make steps several times too long
     (docs/negative-results.md).
     """
     products = torch.backends.cuda.matmul

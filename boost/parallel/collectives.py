@@ -48,7 +48,7 @@ from boost.parallel.mesh import Axis
 _ops = torch.ops._c10d_functional
 
 
-# Non-differentiable: start a collective without waiting for it. Compiled code reuses buffers that no kernel reads any more, even
+# Non-differentiable: start a collective without waiting for it. Compiled code reuses buffers that no kernel reads anymore, even
 # while a collective is in flight, so in compiled code our own collectives wait inside their op.
 
 

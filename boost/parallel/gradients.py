@@ -40,7 +40,7 @@ class StepStats:
     """Statistics of a step over the whole mesh, the same on all processes."""
 
     loss: float
-    """Mean loss over the targets of the global batch, nats per token: cross-entropy, or the loss of a distillation."""
+    """Mean loss over the targets of the global batch, in nats per token: cross-entropy, or the loss of a distillation."""
     gradient_norm: float
     """Global L2 norm of the gradient of that mean, before clipping."""
     flags: StepFlags = StepFlags.NONE
@@ -48,7 +48,7 @@ class StepStats:
     scale: float = 1.0
     """Factor still to be applied to the gradients: the backward pass divides by all positions instead of those with a target."""
     cross_entropy: float | None = None
-    """Mean cross-entropy of a distillation, nats per token; None: `loss`."""
+    """Mean cross-entropy of a distillation, in nats per token; None: `loss`."""
     targets: int = 1
     """Targets of the global batch. If there are none, loss and gradient norm are 0."""
 

@@ -179,8 +179,8 @@ def _distill_chunk(
 
 
 def _whole_statistics(local_5N: Tensor, axis: Axis) -> Tensor:
-    """Statistics over the whole vocabulary from those of the local rows: logsumexp (student, T = 1), target logit, logsumexp
-    (student, temperature), logsumexp (teacher, temperature), teacher's expectation of (t - s) / K."""
+    """Statistics over the whole vocabulary, from the statistics of the local rows: logsumexp (student, T = 1), target logit,
+    logsumexp (student, temperature), logsumexp (teacher, temperature), teacher's expectation of (t - s) / K."""
     if axis.size == 1:
         return local_5N
     local_p5N = all_gather(local_5N, axis).view(axis.size, 5, -1)

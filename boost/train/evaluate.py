@@ -20,7 +20,7 @@ from boost.train.model import Model, to_device
 from boost.train.progress import progress
 
 STOP_CHECK_EVERY = 4
-"""Interval between checks of the stop flags, batches."""
+"""Interval between checks of the stop flags, in batches."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Evaluation:
     tokens: int
     """Number of targets; each one is evaluated once."""
     loss: float
-    """Mean cross-entropy, nats per token."""
+    """Mean cross-entropy, in nats per token."""
     perplexity: float
     """exp(loss)."""
     bits_per_byte: float

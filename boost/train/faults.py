@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 SLOW_S = 20.0
-"""Duration of `slow`, seconds."""
+"""Duration of `slow`, in seconds."""
 
 WAIT_S = 120.0
-"""Longest duration of `wait`, seconds."""
+"""Longest duration of `wait`, in seconds."""
 
 KINDS = {
     "kill": "the process kills itself with SIGKILL, as the out-of-memory killer would",

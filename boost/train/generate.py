@@ -234,7 +234,7 @@ class _Batch:
             return self._model.next_logits(tokens_BS, self._caches, rows=rows).cpu()
 
 
-# Weights on one process, stored as generation reads them fastest.
+# Weights on one process, stored in the form that generation reads fastest.
 
 
 @torch.no_grad()

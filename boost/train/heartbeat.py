@@ -36,7 +36,7 @@ from boost.train.rendezvous import launch_dir
 log = logging.getLogger("boost")
 
 INTERVAL_S = 1.0
-"""Interval between heartbeats, seconds."""
+"""Interval between heartbeats, in seconds."""
 
 SILENCE_S = 3.5
 """Seconds without a heartbeat after which a process counts as unresponsive, once another one has waited for the whole timeout."""

@@ -38,10 +38,10 @@ from boost.train.signals import SECOND_INTERRUPT_S, STOP_SIGNALS, answer_interru
 from boost.train.worker import NO_STOP, STOPPED_EXIT, LaunchSpec, run_worker, stacks_file
 
 ORPHAN_GRACE_S = 30.0
-"""Time that a process has to save and exit after its launcher was killed, seconds."""
+"""Time that a process has to save and exit after its launcher was killed, in seconds."""
 
 FAILURE_GRACE_S = 5.0
-"""Time that the other processes have to report and exit after one has failed, seconds."""
+"""Time that the other processes have to report and exit after one has failed, in seconds."""
 
 SAVING_GRACE_S = 60.0
 """Same, while one of them is writing a checkpoint."""

@@ -1,7 +1,7 @@
 """Metrics of a run: metrics.jsonl and TensorBoard, optionally W&B.
 
 Each line of metrics.jsonl is a JSON object, such as `{"kind": "step", "step": 120, "loss": 4.3, ...}`. `KINDS` maps each kind to
-the class that defines its fields; other kinds are those of `RunEvent`. JSON has no non-finite numbers, so they are written as the
+the class that defines its fields; other kinds come from `RunEvent`. JSON has no non-finite numbers, so they are written as the
 strings "nan", "inf" and "-inf" (which pandas.to_numeric accepts); `read_metrics` converts them back to floats.
 """
 

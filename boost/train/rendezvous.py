@@ -29,17 +29,17 @@ LAUNCH_DIR = "BOOST_LAUNCH_DIR"
 """Environment variable: the folder that the single-machine launcher shares with its processes."""
 
 _CONNECT_S = 5.0
-"""Timeout of one attempt to reach the TCP store, seconds. Signals are checked between attempts."""
+"""Timeout of one attempt to reach the TCP store, in seconds. Signals are checked between attempts."""
 
 _LIBC = ctypes.CDLL(None)
 _KEEP_SIZE = 1
 """FALLOC_FL_KEEP_SIZE of Linux."""
 
 _GOODBYE_S = 3.0
-"""Time for which rank 0 still answers late processes after a stop signal, seconds."""
+"""Time for which rank 0 still answers late processes after a stop signal, in seconds."""
 
 _LATE_S = 20.0
-"""Time for which a process that received a stop signal still waits for rank 0 to start, so that rank 0 learns of it, seconds."""
+"""Time for which a process that received a stop signal still waits for rank 0 to start, so that rank 0 learns of it, in seconds."""
 
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 """Environment variables that hold a process's local rank on its machine: torchrun and our launcher, Slurm, Open MPI, MPICH."""

@@ -59,7 +59,7 @@ class ReplicaReport:
 def check_replicas(
     fused_params: Sequence[FusedParam], mesh: Mesh, moments: Mapping[Tensor, Mapping[str, Tensor]] | None = None
 ) -> ReplicaReport:
-    """Compares digests of this process's weights, and of the `moments` that it holds of them, with those of all copies.
+    """Compares digests of this process's weights, and of its part of their `moments`, with the digests of all copies.
     Collective: 4 int64 from each process.
 
     Reads every weight about three times without copying it, and never communicates weights.

@@ -49,7 +49,7 @@ class Ulysses(TokenSharded):
         return hidden if _is_exchanged(group) else group.inner(hidden)[0]
 
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
-        """o: exchanges heads for those of this process's tokens, then projects. down: the rest of the projection."""
+        """o: exchanges heads for all heads of its own tokens, then projects. down: the rest of the projection."""
         if _is_exchanged(group):
             heads = self.start(GATHER_REPLICATED if self.is_inference else EXCHANGE, partial)
             yield
