@@ -32,14 +32,7 @@ def toml(store: Path, *, tp: int = 2, micro_batch: int = 4, **train: int | str) 
     return "\n".join((toy.TOML, *sections, f'[data]\nstore = "{store}"', '[run]\ndevice = "cpu"\npeak_tflops = 1\n'))
 
 
-ENDLESS = {
-    "steps": 100000,
-    "save_every": 20,
-    "eval_every": 30,
-    "eval_tokens": 6400,
-    "log_every": 1000,
-    "keep": 100000,
-}
+ENDLESS = {"steps": 100000, "save_every": 20, "eval_every": 30, "eval_tokens": 6400, "log_every": 1000, "keep": 100000}
 """[train] of a run that others end."""
 
 
@@ -59,13 +52,16 @@ def phases_in(shared: Path) -> set[str]:
 class ForkedPython:
     """What `subprocess.Popen` of Python is, but forked from the server of `tests/distributed.py`: without the seconds of imports.
 
-    It runs `function(*arguments)`, which returns the exit code, in a session of its own, with this environment.
+    It runs `function(*arguments)`, which returns the exit code, in a session of its own, with this environment. `output`: a
+    terminal or device that it writes to.
     """
 
-    def __init__(self, function: Callable[..., int], arguments: Sequence[Any], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, function: Callable[..., int], arguments: Sequence[Any], environment: Mapping[str, str], output: str = ""
+    ) -> None:
         self._streams = [Path(tempfile.mkstemp(prefix="boost-test-")[1]) for _ in ("out", "err")]
         self._process = fork_server().Process(
-            target=run_forked, args=(function, tuple(arguments), dict(environment), self._streams)
+            target=run_forked, args=(function, tuple(arguments), dict(environment), self._streams, output)
         )
         self._process.start()
         self.pid: int = self._process.pid  # type: ignore[assignment]
@@ -86,7 +82,11 @@ class ForkedPython:
     def communicate(self, timeout: float = LIMIT_S) -> tuple[str, str]:
         """Its output, once it has ended; unlike that of pipes, also a second time."""
         self.wait(timeout)
-        out, err = (path.read_text() for path in self._streams)
+        return self.said()
+
+    def said(self) -> tuple[str, str]:
+        """Its output so far."""
+        out, err = (path.read_text(errors="replace") for path in self._streams)
         return out, err
 
     def send_signal(self, number: int) -> None:
@@ -106,7 +106,11 @@ class ForkedPython:
 
 
 def run_forked(
-    function: Callable[..., int], arguments: tuple[Any, ...], environment: dict[str, str], streams: list[Path]
+    function: Callable[..., int],
+    arguments: tuple[Any, ...],
+    environment: dict[str, str],
+    streams: list[Path],
+    output: str,
 ) -> None:
     """In the forked process."""
     os.setsid()
@@ -114,11 +118,18 @@ def run_forked(
     os.environ.update(environment)
     tempfile.tempdir = None  # of the former TMPDIR
     for descriptor, path in enumerate(streams, 1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
+        # The first terminal that a new session opens is its own.
+        os.dup2(os.open(output or path, os.O_RDWR if output else os.O_WRONLY | os.O_APPEND), descriptor)
+    renew_output()
     try:
         sys.exit(function(*arguments))
     finally:
         atexit._run_exitfuncs()  # which multiprocessing leaves out
+
+
+def renew_output() -> None:
+    """Python's standard output and error know of their files whether they can seek, or are terminals."""
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)  # noqa: SIM115
 
 
 def boost_command(words: list[str]) -> int:
@@ -132,12 +143,12 @@ def boost_command(words: list[str]) -> int:
 class Command:
     """`boost train` on two processes, with access to its launcher's folder."""
 
-    def __init__(self, folder: Path, store: Path, *words: str, **variables: str) -> None:
+    def __init__(self, folder: Path, store: Path, *words: str, output: str = "", **variables: str) -> None:
         self.run, self.shared = folder / "run", folder / "shared"
         self.shared.mkdir(exist_ok=True)
         command = training(folder, store, *words)
         environment = os.environ | {"TMPDIR": str(self.shared), "OMP_NUM_THREADS": "1"} | variables
-        self.process = ForkedPython(boost_command, [command[3:]], environment)
+        self.process = ForkedPython(boost_command, [command[3:]], environment, output)
 
     def phases(self) -> set[str]:
         """Phases of the processes that send heartbeats."""

@@ -3,27 +3,29 @@
     with two_nodes() as nodes:
         agents = [node.torchrun(nodes[0], words, nproc=2) for node in nodes]
 
-Each node runs a real torchrun in its own session, which can be killed with all its children. On exit, the context manager kills
-all processes and deletes the namespaces. The nodes share the file system, as training requires.
+Each node runs a real torchrun in its own session, which can be killed with all its children; only its imports are not repeated. On
+exit, the context manager kills all processes and deletes the namespaces. The nodes share the file system, as training requires.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.experiments.hosts import Host, hosts
 from boost.train.metrics import read_metrics
+from tests.train.commands import ForkedPython, boost_command
+from tests.train.runs import losses as losses
 
 PORT = 29400
 """Always free in a new namespace."""
+CLONE_NEWNET = 0x40000000
 FLOAT64 = {"param_dtype": "float64", "compute_dtype": "float64"}
 LIMIT_S = 900
 """Only against hanging for ever: beside other work a start of four processes takes a minute and more."""
@@ -31,10 +33,9 @@ LIMIT_S = 900
 
 @dataclass
 class Agent:
-    """A torchrun, and the file for its output and that of its processes (a pipe could fill up)."""
+    """A torchrun or another command, and the files for its output and that of its processes."""
 
-    process: subprocess.Popen[bytes]
-    output: Path
+    process: ForkedPython
 
     def wait(self, timeout: float) -> int:
         """Returns the exit code. Fails with the output if the process does not exit within `timeout` seconds."""
@@ -44,7 +45,7 @@ class Agent:
             raise AssertionError(f"torchrun still runs after {timeout} s:\n{self.said()}") from None
 
     def said(self) -> str:
-        return self.output.read_text(errors="replace")
+        return "".join(self.process.said())
 
     def workers(self) -> list[int]:
         """Process IDs of torchrun's workers, by local rank."""
@@ -78,7 +79,6 @@ class Node(Host):
         name has to be said: who hosts the meeting, this node's address, and gloo's interface.
         """
         command = [
-            *self.command(sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", "2", "--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.address}:{PORT}", "--rdzv-id", "test"),
             *("--rdzv-conf", f"is_host={int(self is first)},read_timeout=600", "--local-addr", self.address),
@@ -86,38 +86,48 @@ class Node(Host):
         ]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": self.wire, "OMP_NUM_THREADS": "1"}
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = str(int(own_store))
-        return self.started(command, environment)
+        return self.started(torchrun, command, environment)
 
-    def started(self, command: list[str], environment: dict[str, str]) -> Agent:
-        """Runs a command on this host until the test ends."""
-        with tempfile.NamedTemporaryFile(prefix=f"{self.name}-", delete=False) as output:
-            process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-            )
-        self.agents.append(Agent(process, Path(output.name)))
+    def started(self, function: Callable[[list[str]], int], words: list[str], environment: Mapping[str, str]) -> Agent:
+        """Calls `function(words)` in a process on this host, until the test ends."""
+        self.agents.append(Agent(ForkedPython(on_host, (self.name, function, words), environment)))
         return self.agents[-1]
 
     def coordinate(self) -> Agent:
         """Starts `boost coordinate`."""
-        return self.started(self.command(sys.executable, "-m", "boost.cli.main", "coordinate"), dict(os.environ))
+        return self.started(boost_command, ["coordinate"], os.environ)
 
     def replica(
         self, number: int, coordinator: "Node", words: list[str], nproc: int = 1, max_restarts: int = 0
     ) -> Agent:
         """Starts a torchrun of `nproc` processes as one replica of a run with in-step recovery."""
         command = [
-            *self.command(sys.executable, "-m", "torch.distributed.run"),
             *("--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts), "--monitor-interval", "0.2"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{PORT + 20 + number}", "--rdzv-id", str(number)),
             *("--rdzv-conf", "is_host=1", "--local-addr", "127.0.0.1", "-m", "boost.cli.main", *words),
         ]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": self.wire, "OMP_NUM_THREADS": "1"}
         environment |= {"BOOST_REPLICA": str(number), "BOOST_COORDINATOR": f"{coordinator.address}:29410"}
-        return self.started(command, environment)
+        return self.started(torchrun, command, environment)
 
     def connect(self, on: bool) -> None:
         """Connects or disconnects the wire."""
         subprocess.run(self.command("ip", "link", "set", self.wire, "up" if on else "down"), check=True, timeout=300)
+
+
+def on_host(name: str, function: Callable[[list[str]], int], words: list[str]) -> int:
+    """In a process that has one thread so far: enters the network namespace."""
+    with open(f"/run/netns/{name}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+    return function(words)
+
+
+def torchrun(words: list[str]) -> int:
+    from torch.distributed.run import main
+
+    main(words)
+    return 0
 
 
 @contextlib.contextmanager
@@ -130,11 +140,7 @@ def two_nodes() -> Iterator[tuple[Node, Node]]:
         finally:
             for agent in (agent for node in nodes for agent in node.agents):
                 agent.kill()
-                agent.output.unlink()
-
-
-def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
+                agent.process.close()
 
 
 def wait_for(agents: list[Agent], condition: Callable[[], Any]) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from boost.config import Config
 from boost.config.architecture import IGNORED
 from boost.data.batches import Batch
 from boost.parallel.mesh import Mesh, mesh_of
-from boost.train.hooks import Hook
+from boost.train.hooks import Hook, SaveEnd, SaveStart, StepEnd, StepStart, TrainStart
 from boost.train.loop import Trainer
+from boost.train.metrics import read_metrics
 from boost.train.rundir import RunDirectory
 from tests import toy
 
@@ -51,6 +52,41 @@ def fitted(config: Config, *hooks: Hook) -> Trainer:
     trainer.start([])
     trainer.fit()
     return trainer
+
+
+class Do(Hook):
+    """Calls `action(trainer)` at one event of one step, on one process or on all."""
+
+    def __init__(self, event: str, step: int, action: Callable[[Trainer], object], rank: int | None = None) -> None:
+        self.at, self.action, self.rank = (event, step), action, rank
+
+    def _happen(self, trainer: Trainer, event: str, step: int) -> None:
+        if self.at == (event, step) and self.rank in (None, trainer.mesh.rank):
+            self.action(trainer)
+
+    def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
+        self._happen(trainer, "on_train_start", event.step)
+
+    def before_step(self, trainer: Trainer, event: StepStart) -> None:
+        self._happen(trainer, "before_step", event.step)
+
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+        self._happen(trainer, "after_step", event.metrics.step)
+
+    def before_save(self, trainer: Trainer, event: SaveStart) -> None:
+        self._happen(trainer, "before_save", event.step)
+
+    def after_save(self, trainer: Trainer, event: SaveEnd) -> None:
+        self._happen(trainer, "after_save", event.step)
+
+
+def request_stop(trainer: Trainer) -> None:
+    trainer.request_stop("the test")
+
+
+def losses(run: Path) -> list[float]:
+    """Of the steps in metrics.jsonl."""
+    return [line["loss"] for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
 
 
 class Warnings(Hook):
