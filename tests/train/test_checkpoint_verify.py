@@ -1,7 +1,7 @@
 """Checkpoints with valid digests and invalid contents: a one-line error before any weight changes."""
 
 import json
-import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from boost.errors import CheckpointError, DamagedCheckpointError
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint.commit import entry_of
-from boost.train.checkpoint.verify import StoredShard, coverage_problem
 from boost.train.rundir import RunDirectory
 from tests import toy
 from tests.distributed import run_distributed
@@ -68,10 +67,10 @@ def refused(path: Path) -> str:
     return str(error.value)
 
 
-def copy(path: Path, to: Path) -> Path:
-    import shutil
-
-    return Path(shutil.copytree(path, to / path.name))
+@pytest.fixture
+def path(tmp_path: Path, sharded: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(sharded, tmp_path / sharded.name))
 
 
 EMBED = "model.embed"
@@ -94,9 +93,8 @@ HEADERS: dict[str, tuple[Edit, str]] = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_a_header_that_cannot_be_right_is_damage(tmp_path: Path, sharded: Path, name: str) -> None:
+def test_a_header_that_cannot_be_right_is_damage(path: Path, name: str) -> None:
     edit, message = HEADERS[name]
-    path = copy(sharded, tmp_path)
     edit_header(max((path / "tensors").iterdir()), edit)
     sign(path)
     said = refused(path)
@@ -115,19 +113,19 @@ def test_a_header_that_cannot_be_right_is_damage(tmp_path: Path, sharded: Path, 
     ],
     ids=["empty", "huge header", "list", "not UTF-8", "deeply nested", "6000 digits"],
 )
-def test_a_file_that_is_no_safetensors_file_is_damage(tmp_path: Path, sharded: Path, content: bytes) -> None:
-    path = copy(sharded, tmp_path)
+def test_a_file_that_is_no_safetensors_file_is_damage(path: Path, content: bytes) -> None:
     victim = max((path / "tensors").iterdir())
     victim.write_bytes(content)
     sign(path)
     assert victim.name in refused(path)
 
 
-def test_a_manifest_without_a_shard_is_damage(tmp_path: Path, sharded: Path) -> None:
-    path = copy(sharded, tmp_path)
+def test_a_manifest_without_a_shard_or_the_state_is_damage(path: Path) -> None:
     max((path / "tensors").iterdir()).unlink()
     sign(path)
     assert "numbers instead of" in refused(path)
+    (path / "manifest.json").write_text((path / "manifest.json").read_text().replace('"state.json"', '"other.json"'))
+    assert "state.json is not in its manifest" in refused(path)
 
 
 STATES: dict[str, tuple[dict[str, Any], str]] = {
@@ -144,9 +142,8 @@ STATES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_state_that_cannot_be_right_is_damage(tmp_path: Path, sharded: Path, name: str) -> None:
+def test_a_state_that_cannot_be_right_is_damage(path: Path, name: str) -> None:
     changes, message = STATES[name]
-    path = copy(sharded, tmp_path)
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps(state | changes))
     sign(path)
@@ -155,8 +152,7 @@ def test_a_state_that_cannot_be_right_is_damage(tmp_path: Path, sharded: Path, n
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_checkpoint_with_the_state_of_what_was_removed_still_opens(tmp_path: Path, sharded: Path) -> None:
-    path = copy(sharded, tmp_path)
+def test_a_checkpoint_with_the_state_of_what_was_removed_still_opens(path: Path) -> None:
     expected = ckpt.open_checkpoint(path)
     state = json.loads((path / "state.json").read_text())
     state |= {"best_heldout_loss": 3.5, "stale_evaluations": 2}
@@ -167,10 +163,12 @@ def test_a_checkpoint_with_the_state_of_what_was_removed_still_opens(tmp_path: P
     assert ckpt.open_checkpoint(path) == expected
 
 
-@pytest.mark.parametrize("content", ["[" * 10**5, "1" * 6000, '{"step": ' + "1" * 6000 + "}"])
-def test_json_that_breaks_parsers_is_damage(tmp_path: Path, sharded: Path, content: str) -> None:
+GARBLED = ["[]", "{", '{"state.json": 3}', '{"state.json": {"bytes": 1}}']
+
+
+@pytest.mark.parametrize("content", ["[" * 10**5, "1" * 6000, '{"step": ' + "1" * 6000 + "}", *GARBLED])
+def test_json_that_breaks_parsers_is_damage(path: Path, content: str) -> None:
     for name in ("state.json", "manifest.json"):
-        path = copy(sharded, tmp_path / name)
         (path / name).write_text(content)
         if name != "manifest.json":
             sign(path)
@@ -180,14 +178,13 @@ def test_json_that_breaks_parsers_is_damage(tmp_path: Path, sharded: Path, conte
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "a shard", "best.json"])
-def test_only_regular_files_are_read(tmp_path: Path, sharded: Path, endless: Callable[[Path], None], name: str) -> None:
-    path = copy(sharded, tmp_path)
+def test_only_regular_files_are_read(path: Path, endless: Callable[[Path], None], name: str) -> None:
     if name == "best.json":
-        endless(tmp_path / name)
-        assert ckpt.read_best(tmp_path) is None
+        endless(path.parent / name)
+        assert ckpt.read_best(path.parent) is None
         return
     endless(next(path.glob("tensors/*")) if name == "a shard" else path / name)
-    assert ckpt.complete_checkpoints(tmp_path) == [path] * (name != "manifest.json")
+    assert ckpt.complete_checkpoints(path.parent) == [path] * (name != "manifest.json")
     assert ckpt.marks_of(path) == ("", "")
     with pytest.raises(DamagedCheckpointError):  # a run that resumes takes the one before
         ckpt.verify_checkpoint(path, ckpt.open_checkpoint(path).config.model, ALONE)
@@ -202,26 +199,9 @@ def test_a_step_that_is_none_is_no_record(tmp_path: Path, step: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "tensors/../../x", "a//b", "nul\0", "C:x"])
-def test_a_manifest_lists_files_of_its_checkpoint_only(tmp_path: Path, sharded: Path, name: str) -> None:
-    path = copy(sharded, tmp_path)
+def test_a_manifest_lists_files_of_its_checkpoint_only(path: Path, name: str) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     manifest[name] = {"bytes": 1, "blake2b": "0" * 40}
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DamagedCheckpointError, match=r"manifest\.json': a file = .* is not a file name"):
         ckpt.open_checkpoint(path)
-
-
-def shard(shape: tuple[int, ...], offsets: tuple[int, ...], file: str = "f") -> StoredShard:
-    return StoredShard(file, "F32", shape, offsets)
-
-
-def test_an_exact_cover() -> None:
-    halves = [shard((2, 4), (0, 0)), shard((2, 2), (2, 0)), shard((2, 2), (2, 2))]
-    assert coverage_problem((4, 4), halves) is None
-    assert coverage_problem((), [shard((), ())]) is None
-    assert "numbers instead of 16" in str(coverage_problem((4, 4), halves[:2]))
-    twice = [shard((2, 4), (0, 0), "a"), shard((2, 4), (1, 0), "b")]
-    assert coverage_problem((4, 4), twice) == "shards in a and b overlap"
-    assert "exceeds" in str(coverage_problem((4, 4), [shard((4, 4), (1, 0))]))
-    many = [shard((1, 8), (row, 0)) for row in range(512)]
-    assert coverage_problem((512, 8), many) is None and math.prod((512, 8)) == 4096

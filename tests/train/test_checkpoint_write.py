@@ -13,15 +13,15 @@ from boost.errors import StorageError, TrainingError
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Position, SavedCheckpoint, write
-from boost.train.checkpoint.reshard import SaveShare, _assign
+from boost.train.checkpoint.reshard import _assign
 from boost.train.checkpoint.write import HostBuffer, Snapshot, write_snapshot
 from boost.train.hooks import Hook, SaveEnd, SaveStart, StepEnd
 from boost.train.loop import Trainer
-from boost.train.resume import resume_candidates
+from boost.train.metrics import MetricsHook
 from tests import toy
 from tests.distributed import run_distributed
-from tests.train.runs import fitted, make_config, make_trainer
-from tests.train.saves import DATA, TOKENIZER, load, mesh_config, save_at, state_of
+from tests.train.runs import Do, fitted, losses, make_config, make_trainer
+from tests.train.saves import DATA, TOKENIZER, load, mesh_config, save_at
 from tests.trained import Trained
 
 LIMIT_S = 300.0
@@ -150,39 +150,25 @@ def test_a_run_that_ends_with_an_error_completes_the_save_in_flight(
 ) -> None:
     disk = HeldDisk(monkeypatch)
 
-    class Fail(Hook):
-        def after_step(self, trainer: Trainer, event: StepEnd) -> None:
-            if event.metrics.step == 3:
-                threading.Timer(0.2, disk.release.set).start()
-                raise TrainingError("diverged")
+    def fail(_: Trainer) -> None:
+        threading.Timer(0.2, disk.release.set).start()
+        raise TrainingError("diverged")
 
-    trainer = make_trainer(make_config(store, tmp_path, train={"save_every": 2}), Fail())
+    trainer = make_trainer(make_config(store, tmp_path, train={"save_every": 2}), Do("after_step", 3, fail))
     trainer.start([])
     with pytest.raises(TrainingError, match="diverged"):
         trainer.fit()
     assert [p.name for p in ckpt.complete_checkpoints(trainer.run.checkpoints)] == ["step-00000002"]
 
 
-def losses_of(config: Config, resume: str | None) -> list[float]:
-    class Losses(Hook):
-        seen: list[float] = []  # noqa: RUF012
-
-        def after_step(self, trainer: Trainer, event: StepEnd) -> None:
-            self.seen.append(event.metrics.loss)
-
-    Losses.seen = []
-    trainer = make_trainer(config, Losses())
-    trainer.start(resume_candidates(resume, trainer.run))
-    trainer.fit()
-    return Losses.seen
-
-
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_resume_from_a_save_in_the_background_is_bitwise(store: Path, tmp_path: Path, size: int) -> None:
-    config = make_config(store, tmp_path, size, train={"steps": 6, "save_every": 1, "keep": 9})
-    run = (lambda *a: run_distributed(2, losses_of, *a)[0]) if size > 1 else losses_of
-    whole = run(config, None)
-    assert run(config, str(tmp_path / "checkpoints/step-00000003")) == whole[3:]
+def test_resume_from_a_save_in_the_background_is_bitwise(store: Path, tmp_path: Path) -> None:
+    config = make_config(store, tmp_path, train={"steps": 6, "save_every": 1, "keep": 9})
+    fitted(config, MetricsHook())
+    whole = losses(tmp_path)
+    again = make_trainer(config, MetricsHook())
+    again.start([tmp_path / "checkpoints/step-00000003"])
+    again.fit()
+    assert losses(tmp_path) == whole and len(whole) == 6
 
 
 def test_every_slice_has_one_writer_and_writers_share_the_work() -> None:
@@ -191,18 +177,6 @@ def test_every_slice_has_one_writer_and_writers_share_the_work() -> None:
     assigned = _assign(by_rank)
     assert sorted(key for keys in assigned for key in keys) == sorted(by_rank[0])
     assert all(assigned) and ("own", (0,)) in assigned[0]
-
-
-def test_a_snapshot_is_a_copy() -> None:
-    trained = Trained(mesh_config(1), 1)
-    before = state_of(trained)
-    share = SaveShare(trained.model, trained.optimizer, trained.mesh)
-    buffer = HostBuffer()
-    copies = buffer.copy(share.slices())
-    trained.step(1)
-    assert {c.name for c in copies} == before.keys() | {"rng.cpu.0"}
-    assert all(torch.equal(c.local, before[c.name]) for c in copies if c.name in before)
-    assert buffer.nbytes == sum(c.local.nbytes for c in copies)
 
 
 def test_host_memory_of_gpus_is_pinned_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,16 +95,13 @@ def test_a_bar_inside_the_training_bar_joins_it_and_leaves_it() -> None:
             tasks = {task.description: task for task in shown._bar.tasks}
             assert (tasks["evaluating"].completed, tasks["evaluating"].total) == (number, 3)
         assert seen == [0, 1, 2]
-    assert not progress_of.live_bars
-
-
-def test_a_bar_that_is_left_early_goes_away() -> None:
-    with BarConsole(10, 0, terminal()) as shown:
+        # One that is left early goes away.
         work = progress(range(3), "evaluating")
         next(work)
         assert len(shown._bar.tasks) == 2
         work.close()  # type: ignore[attr-defined] # what `break` does to a generator
         assert len(shown._bar.tasks) == 1
+    assert not progress_of.live_bars
 
 
 def test_the_terminal_is_given_back_after_an_error() -> None:

@@ -37,6 +37,7 @@ def test_it_is_the_mean_over_every_token(store: Path) -> None:
     assert result.loss == pytest.approx(nats / result.tokens, rel=1e-12)
     assert result.perplexity == pytest.approx(math.exp(result.loss))
     assert result.bits_per_byte == pytest.approx(result.loss / math.log(2) * split.n_tokens / split.n_bytes)
+    assert evaluation(store, config, batch=2, max_tokens=320).tokens == 320
 
 
 @pytest.mark.slow
@@ -74,7 +75,3 @@ def test_a_mixture_is_the_weighted_mean_of_its_stores(store: Path, mixture: dict
     assert result.bits_per_byte == pytest.approx(result.loss / math.log(2) / bytes_per_token)
     some = evaluate(model, split, 32, 8, False, mesh, 320)
     assert {name: each.tokens for name, each in some.sources.items()} == {"store": 224, "other": 96}
-
-
-def test_part_of_the_tokens(store: Path) -> None:
-    assert evaluation(store, make_config(), batch=2, max_tokens=320).tokens == 320

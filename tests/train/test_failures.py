@@ -9,36 +9,36 @@ import torch.distributed as dist
 from boost.errors import CheckpointError, HangError, TrainingError
 from boost.train.failures import failure_report, memory_advice, out_of_memory
 
-NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, {}, NCCL version 2.27.5\n{}: {}\nLast error:\n{}"
+PAIR = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547]"
+
+
+def nccl(what: str, name: str, more: str) -> Exception:
+    text = f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, {what}, NCCL version 2.27.5"
+    return dist.DistBackendError(f"{text}\n{name}: {more}")
+
 
 LOST = [
     RuntimeError(
-        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234. This means "
-        "the remote side crashed or was killed"
+        f"{PAIR} Connection closed by peer [127.0.0.1]:1234. This means the remote side crashed or was killed"
     ),
     RuntimeError("[gloo/transport/tcp/pair.cc:553] Read error [::1]:1: Connection reset by peer"),
     RuntimeError("[gloo/transport/tcp/pair.cc:461] Write error [10.0.0.2]:29411: Broken pipe"),
     RuntimeError(
-        "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms for recv operation to complete. This means "
-        "the remote process has hung or crashed."
+        "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms for recv operation to complete."
     ),
     RuntimeError("[gloo/transport/tcp/pair.cc:1008] Application timeout caused pair closure"),
     RuntimeError("Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:144] no error"),
-    dist.DistBackendError(
-        NCCL.format(
-            "remote process exited or there was a network error",
-            "ncclRemoteError",
-            "A call failed possibly due to a network error or a remote process exiting prematurely.",
-            "NET/IB: Got completion from peer 10.0.0.2<35121> with status=12",
-        )
+    nccl(
+        "remote process exited or there was a network error",
+        "ncclRemoteError",
+        "A call failed possibly due to a network error or a remote process exiting prematurely.\nLast error:\n"
+        "NET/IB: Got completion from peer 10.0.0.2<35121> with status=12",
     ),
-    dist.DistBackendError(
-        NCCL.format(
-            "unhandled system error (run with NCCL_DEBUG=INFO for details)",
-            "ncclSystemError",
-            "System call (e.g. socket, malloc) or external library call failed or device error.",
-            "socketPollConnect: Connect to 10.0.0.3<43031> failed : Connection refused",
-        )
+    nccl(
+        "unhandled system error (run with NCCL_DEBUG=INFO for details)",
+        "ncclSystemError",
+        "System call (e.g. socket, malloc) or external library call failed or device error.\nLast error:\n"
+        "socketPollConnect: Connect to 10.0.0.3<43031> failed : Connection refused",
     ),
     dist.DistBackendError("NCCL communicator was aborted on rank 1."),
     dist.DistBackendError(
@@ -59,35 +59,28 @@ DEFECTS = [
         "CUDA error: the launch timed out and was terminated\nCUDA kernel errors might be asynchronous"
     ),
     torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
-    dist.DistBackendError(
-        NCCL.format(
-            "invalid usage (run with NCCL_DEBUG=WARN for details)",
-            "ncclInvalidUsage",
-            "This usually reflects invalid usage of NCCL library.",
-            "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
-        )
+    nccl(
+        "invalid usage (run with NCCL_DEBUG=WARN for details)",
+        "ncclInvalidUsage",
+        "This usually reflects invalid usage of NCCL library.\nLast error:\n"
+        "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
     ),
-    dist.DistBackendError(
-        NCCL.format(
-            "internal error", "ncclInternalError", "Internal check failed.", "Attribute busid of node nic not found"
-        )
+    nccl(
+        "internal error",
+        "ncclInternalError",
+        "Internal check failed.\nLast error:\nAttribute busid of node nic not found",
     ),
     dist.DistNetworkError("The server socket has failed to listen on port 29500: EADDRINUSE, address already in use"),
     TimeoutError("_queue.Empty: a data loader timed out"),
 ]
 
 
-@pytest.mark.parametrize("error", LOST, ids=lambda error: str(error)[:40])
-def test_a_lost_connection_is_a_symptom(error: Exception) -> None:
-    assert failure_report(error, 0).kind == "lost"
+@pytest.mark.parametrize("error", [*LOST, *DEFECTS], ids=lambda error: str(error)[:40])
+def test_a_lost_connection_is_a_symptom_and_what_only_looks_like_one_is_not(error: Exception) -> None:
     wrapped = TrainingError("the step failed")
     wrapped.__cause__ = error
-    assert failure_report(wrapped, 0).kind == "lost"
-
-
-@pytest.mark.parametrize("error", DEFECTS, ids=lambda error: str(error)[:40])
-def test_what_only_looks_like_a_lost_connection_is_not(error: Exception) -> None:
-    assert failure_report(error, 0).kind != "lost"
+    for each in (error, wrapped):
+        assert (failure_report(each, 0).kind == "lost") == (error in LOST)
 
 
 def test_what_no_rule_names_keeps_its_traceback() -> None:

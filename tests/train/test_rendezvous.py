@@ -24,14 +24,20 @@ def start(rank: int, signal: str | None) -> str:
     return agree_on_attempt(store, rank, 2, LIMIT_S, lambda: signal)
 
 
-def test_a_process_stopped_before_rank_0_starts_still_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("patience", [LIMIT_S, 0.0])
+def test_a_process_stopped_before_rank_0_starts_still_tells_it_but_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setattr(rendezvous, "_CONNECT_S", 0.5)
-    monkeypatch.setattr(rendezvous, "_LATE_S", LIMIT_S)
+    monkeypatch.setattr(rendezvous, "_LATE_S", patience)
+    if not patience:
+        with pytest.raises(StoppedError, match="SIGTERM"):
+            start(1, "SIGTERM")
+        return
     with ThreadPoolExecutor(2) as pool:
         told: Future[str] = pool.submit(start, 1, "SIGTERM")
         time.sleep(2)  # several attempts may fail; the outcome is the same either way
@@ -40,17 +46,6 @@ def test_a_process_stopped_before_rank_0_starts_still_tells_it(monkeypatch: pyte
         for each in (told, late):
             with pytest.raises(StoppedError, match="SIGTERM"):
                 each.result(LIMIT_S)
-
-
-def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
-    monkeypatch.setattr(rendezvous, "_CONNECT_S", 0.5)
-    monkeypatch.setattr(rendezvous, "_LATE_S", 0.0)
-    with pytest.raises(StoppedError, match="SIGTERM"):
-        start(1, "SIGTERM")
 
 
 def test_every_start_agrees_on_a_fresh_name() -> None:

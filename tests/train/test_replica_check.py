@@ -7,33 +7,23 @@ import pytest
 
 from boost.config.optimizers import MuonConfig, OptimConfig
 from boost.errors import TrainingError
-from boost.train.hooks import Hook, StepEnd
 from boost.train.loop import Trainer
 from tests import toy
 from tests.distributed import run_distributed
-from tests.train.runs import make_config, make_trainer
-
-
-class FlipExponentBit(Hook):
-    """Flips an exponent bit of one weight, or of one of its `moment`, on one process after a step; by default the lowest, which
-    keeps the loss finite."""
-
-    def __init__(self, step: int, rank: int, bit: int = 23, moment: str = "") -> None:
-        self.step, self.rank, self.bit, self.moment = step, rank, bit, moment
-
-    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
-        if event.metrics.step == self.step and trainer.mesh.rank == self.rank:
-            flipped = trainer.fused_params[2].tensor
-            if self.moment:
-                flipped = next(held[self.moment] for held in trainer.optimizer.moments.values() if self.moment in held)
-            toy.flip(flipped, 5, self.bit)
+from tests.train.runs import Do, fitted, make_config, make_trainer
 
 
 def run_with_flip(
     config: Any, step: int, rank: int, bit: int = 23, moment: str = ""
 ) -> tuple[str | None, int, list[str]]:
-    """(error, step at which the run ended, checkpoints)."""
-    trainer = make_trainer(config, FlipExponentBit(step, rank, bit, moment))
+    """Flips an exponent bit of one weight, or of one of its `moment`, on one process after a step; by default the lowest, which
+    keeps the loss finite. Returns (error, step at which the run ended, checkpoints)."""
+
+    def flip(trainer: Trainer) -> None:
+        held = [one[moment] for one in trainer.optimizer.moments.values() if moment in one]
+        toy.flip(held[0] if moment else trainer.fused_params[2].tensor, 5, bit)
+
+    trainer = make_trainer(config, Do("after_step", step, flip, rank))
     trainer.start([])
     error = None
     try:
@@ -61,12 +51,12 @@ def test_one_flipped_bit_is_found_within_the_interval_and_its_process_named(stor
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("optim", "moment"), [(OptimConfig(), "exp_avg_sq"), (MuonConfig(), "momentum_buffer")], ids=["adamw", "muon"]
+    ("optim", "moment"), [(OptimConfig(), ""), (OptimConfig(), "exp_avg_sq"), (MuonConfig(), "momentum_buffer")]
 )
-def test_a_flipped_bit_of_a_moment_is_found_before_it_is_saved(
+def test_a_flipped_bit_is_found_before_it_is_saved(
     store: Path, tmp_path: Path, optim: OptimConfig, moment: str
 ) -> None:
-    """At the last step before a save: the weights of the replicas are still equal."""
+    """At the last step before a save, between two checks: if it is in a moment, the weights of the replicas are still equal."""
     config = config_of(store, tmp_path, 2, save_every=3, check_replicas_every=1000)
     config = config.model_copy(update={"optim": optim})
     for error, step, saved in run_distributed(2, run_with_flip, config, 3, 1, 23, moment):
@@ -90,14 +80,6 @@ def test_of_two_replicas_both_are_named(store: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_not_written_from_a_replica_that_differs(store: Path, tmp_path: Path) -> None:
-    """Between two checks, and without regular checks."""
-    config = config_of(store, tmp_path, 2, save_every=3, check_replicas_every=1000)
-    for error, step, saved in run_distributed(2, run_with_flip, config, 3, 0):
-        assert error is not None and step == 3 and saved == []
-
-
-@pytest.mark.slow
 def test_0_turns_the_check_off(store: Path, tmp_path: Path) -> None:
     for error, _, saved in run_distributed(
         2, run_with_flip, config_of(store, tmp_path, 2, check_replicas_every=0), 8, 0
@@ -108,13 +90,9 @@ def test_0_turns_the_check_off(store: Path, tmp_path: Path) -> None:
 def test_a_weight_that_no_gradient_touches_is_watched_too(store: Path, tmp_path: Path) -> None:
     """An embedding row of a token that does not occur in the text."""
 
-    class Poison(Hook):
-        def after_step(self, trainer: Trainer, event: StepEnd) -> None:
-            if event.metrics.step == 2:
-                trainer.fused_params[0].tensor.data[-1, 0] = float("nan")
+    def poison(trainer: Trainer) -> None:
+        trainer.fused_params[0].tensor.data[-1, 0] = float("nan")
 
     config = make_config(store, tmp_path, model={"vocab_size": 512}, train={"check_replicas_every": 4})
-    trainer = make_trainer(config, Poison())
-    trainer.start([])
     with pytest.raises(TrainingError, match=r"at step 4, weight 'embed' of process 0 \(host .*\) is not finite"):
-        trainer.fit()
+        fitted(config, Do("after_step", 2, poison))

@@ -28,7 +28,8 @@ def candidates(run: RunDirectory) -> list[Path]:
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over(store: Path, tmp_path: Path) -> None:
-    run = trained(make_config(store, tmp_path / "run"))
+    config = make_config(store, tmp_path / "run")
+    run = trained(config)
     require_nothing_lost(run, candidates(run), restart=False)
     run.checkpoints.rename(tmp_path / "elsewhere")  # as an unmounted file system leaves it
     run.checkpoints.mkdir()
@@ -37,10 +38,19 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(store: Path, tmp_p
     ):
         require_nothing_lost(run, candidates(run), restart=False)
     require_nothing_lost(run, candidates(run), restart=True)
+    before = run.metrics.read_bytes()
+    trained(config)
+    assert (run.path / "metrics.1.jsonl").read_bytes() == before, "a run that starts over keeps the earlier metrics"
+    assert len(read_metrics(run.metrics)) == len(before.splitlines())
 
 
-def test_manifests_that_are_gone_count_as_a_loss(store: Path, tmp_path: Path) -> None:
+def test_the_step_that_was_saved_is_noted_outside_the_checkpoints_and_in_their_names(
+    store: Path, tmp_path: Path
+) -> None:
     run = trained(make_config(store, tmp_path / "run"))
+    assert json.loads((run.path / "last-saved.json").read_text()) == {"step": 6}
+    run.last_saved.write_bytes(b"\x00")
+    assert run.last_saved_step() is None
     run.last_saved.unlink()
     for path in ckpt.complete_checkpoints(run.checkpoints):
         (path / "manifest.json").unlink()
@@ -55,29 +65,28 @@ def test_a_run_that_never_saved_starts_over(tmp_path: Path) -> None:
     require_nothing_lost(run, candidates(run), restart=False)
 
 
-def test_a_run_that_starts_over_keeps_the_earlier_metrics(store: Path, tmp_path: Path) -> None:
-    config = make_config(store, tmp_path / "run")
-    run = trained(config)
-    before = run.metrics.read_bytes()
-    run.checkpoints.rename(tmp_path / "elsewhere")
-    trained(config)
-    assert (run.path / "metrics.1.jsonl").read_bytes() == before
-    assert len(read_metrics(run.metrics)) == len(before.splitlines())
-
-
 def test_a_checkpoint_that_does_not_exist_is_refused_before_anything_is_written(store: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="missing"):
         check_before_start(make_config(store, tmp_path / "runs" / "mine"), str(tmp_path / "missing"), None)
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_finished_run_that_goes_on_says_how_the_learning_rate_changes(store: Path, tmp_path: Path) -> None:
-    config = make_config(store, tmp_path / "run")
-    found = ckpt.open_checkpoint(candidates(trained(config))[0])
+def test_a_resumed_run_says_what_changed_and_what_becomes_of_the_learning_rate(store: Path, tmp_path: Path) -> None:
+    config = make_config(store, tmp_path / "run", train={"save_every": 4, "steps": 6})
+    run = trained(config)
+    found = ckpt.open_checkpoint(candidates(run)[0])
     longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
     before, after = (learning_rate(config.optim, 5, 6), learning_rate(config.optim, 6, 9))
     said = f"the learning rate of step 7 is {after:.4g}; at the end of the earlier schedule, it was {before:.4g}"
     assert said in resume_warnings(found, [], longer) and resume_warnings(found, [], config) == []
+    longer = make_config(store, tmp_path / "run", train={"save_every": 4, "steps": 60})
+    again, same = make_trainer(longer), make_trainer(config)
+    for trainer in (again, same):
+        trainer.start([ckpt.checkpoint_path(run.checkpoints, 4)])
+    assert "changed since 'step-00000004': train.steps 6 -> 60" in again.warnings
+    rate = "the learning rate of step 5 is 0.002998; without these changes it would be"
+    assert any(text.startswith(rate) for text in again.warnings)
+    assert same.warnings == []
 
 
 def test_lines_of_garbage_do_not_block_a_resume(store: Path, tmp_path: Path) -> None:
@@ -109,22 +118,6 @@ def test_every_hyperparameter_that_changes_is_named(store: Path, tmp_path: Path)
     assert changes(now, now) == []
 
 
-def test_a_resumed_run_says_what_changed_and_what_becomes_of_the_learning_rate(store: Path, tmp_path: Path) -> None:
-    config = make_config(store, tmp_path / "run", train={"save_every": 4, "steps": 6})
-    run = trained(config)
-    longer = make_config(store, tmp_path / "run", train={"save_every": 4, "steps": 60})
-    again = make_trainer(longer)
-    again.start([ckpt.checkpoint_path(run.checkpoints, 4)])
-    assert "changed since 'step-00000004': train.steps 6 -> 60" in again.warnings
-    assert any(
-        text.startswith("the learning rate of step 5 is 0.002998; without these changes it would be")
-        for text in again.warnings
-    )
-    same = make_trainer(config)
-    same.start([ckpt.checkpoint_path(run.checkpoints, 4)])
-    assert same.warnings == []
-
-
 def numbers(run: RunDirectory) -> list[tuple[str, int, float, dict[str, float]]]:
     lines = [line for line in read_metrics(run.metrics) if line["kind"] in ("step", "eval")]
     return [(x["kind"], x["step"], x.get("loss", x.get("heldout_loss")), x.get("heldout_losses", {})) for x in lines]
@@ -147,10 +140,3 @@ def test_a_mixture_resumes_to_the_bit_and_refuses_other_weights(mixture: dict[st
     for other, words in refused:
         with pytest.raises((ConfigError, CheckpointError), match=words):
             make_trainer(make_config(other, tmp_path / "run", train=sizes)).start(candidates(run))
-
-
-def test_the_step_that_was_saved_is_noted_outside_the_checkpoints(store: Path, tmp_path: Path) -> None:
-    run = trained(make_config(store, tmp_path / "run"))
-    assert json.loads((run.path / "last-saved.json").read_text()) == {"step": 6}
-    run.last_saved.write_bytes(b"\x00")
-    assert run.last_saved_step() is None

@@ -2,29 +2,19 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from boost.errors import DataError
-from boost.train.hooks import Hook, StepEnd
 from boost.train.loop import Trainer
-from tests.train.runs import fitted, make_config, make_trainer
+from tests.train.runs import Do, fitted, make_config, make_trainer
 
 
-def change_after_step_2(change: Any) -> Hook:
-    class Change(Hook):
-        def after_step(self, trainer: Trainer, event: StepEnd) -> None:
-            if event.metrics.step == 2:
-                change(trainer.store.path / "train.tokens")
-
-    return Change()
-
-
-def run_with(change: Any, store: Path, folder: Path) -> Trainer:
+def run_with(change: Callable[[Path], None], store: Path, folder: Path) -> Trainer:
     own = shutil.copytree(store, folder / "store")
-    return fitted(make_config(own, folder / "run"), change_after_step_2(change))
+    return fitted(make_config(own, folder / "run"), Do("after_step", 2, lambda _: change(own / "train.tokens")))
 
 
 def test_truncation_is_one_line(store: Path, tmp_path: Path) -> None:
