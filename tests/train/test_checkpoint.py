@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,8 @@ def on_mesh(function: Any, folder: Path, *arguments: Any) -> list[Any]:
         {"tp": 1},
         {"tp": 2},
         pytest.param({"tp": 2, "dp": 2, "norm": "sync"}, marks=pytest.mark.nightly),
-        {"tp": 4, "layout": "btp-sp"},
-        {"tp": 2, "layout": "vanilla"},
+        pytest.param({"tp": 4, "layout": "btp-sp"}, marks=pytest.mark.nightly),
+        pytest.param({"tp": 2, "layout": "vanilla"}, marks=pytest.mark.nightly),
         {"tp": 1, "pp": 2},
         pytest.param({"tp": 1, "dp": 3, "shard": "full"}, marks=pytest.mark.slow),
         pytest.param({"tp": 2, "pp": 2, "dp": 2, "layout": "btp-sp", "shard": "optimizer"}, marks=pytest.mark.nightly),
@@ -70,7 +69,7 @@ def load_and_save(source: Path, target: Path, config: Config) -> None:
 @pytest.mark.parametrize(
     ("family", "there"),
     chosen(
-        (3, 4, 5, 7, 8, 9, 10, 11, 14),
+        (5, 7, 8, 10, 11, 13),
         [
             ("cola", {"tp": 2}),
             ("cola", {"tp": 4}),
@@ -151,31 +150,28 @@ def three_dimensions(parallel: dict[str, Any]) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"global_batch": 4})})
 
 
-HOME = three_dimensions({"pp": 2, "dp": 2, "tp": 2, "layout": "btp", "shard": "full", "grouping": False})
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[float, float]]]:
-    """A run on pp 2 x dp 2 x tp 2: its checkpoint, and its later losses."""
-    folder = tmp_path_factory.mktemp("home")
-    return folder, on_mesh(save_and_continue, folder, 6, HOME)[0]
-
-
-@pytest.mark.parametrize("elsewhere", chosen((1,), [{}, {"tp": 4, "layout": "btp-sp"}, {"pp": 4, "schedule": "gpipe"}]))
+@pytest.mark.parametrize(
+    ("home", "elsewhere"),
+    chosen(
+        (0,),
+        [
+            ({"dp": 2, "tp": 2, "shard": "full"}, {"tp": 4, "layout": "btp-sp"}),
+            *(({"pp": 2, "dp": 2, "tp": 2, "shard": "full"}, away) for away in ({}, {"pp": 4, "schedule": "gpipe"})),
+        ],
+    ),
+)
 @pytest.mark.slow
-def test_a_run_in_three_dimensions_goes_elsewhere_and_back(
-    tmp_path: Path, home: tuple[Path, list[tuple[float, float]]], elsewhere: dict[str, Any]
-) -> None:
+def test_a_run_goes_elsewhere_and_back(tmp_path: Path, home: dict[str, Any], elsewhere: dict[str, Any]) -> None:
     """Bitwise the same weights and moments on any mesh, and the same losses."""
-    folder, expected = home
-    there = three_dimensions(elsewhere)
-    on_mesh(load_and_save, folder, tmp_path / "away", there)
-    on_mesh(load_and_save, tmp_path / "away", tmp_path / "back", HOME)
-    states = [state_of(load(f, toy.single(HOME))[0]) for f in (folder, tmp_path / "away", tmp_path / "back")]
+    here, there = three_dimensions({**home, "layout": "btp", "grouping": False}), three_dimensions(elsewhere)
+    expected = on_mesh(save_and_continue, tmp_path / "home", 3, here)[0]
+    on_mesh(load_and_save, tmp_path / "home", tmp_path / "away", there)
+    on_mesh(load_and_save, tmp_path / "away", tmp_path / "back", here)
+    states = [state_of(load(tmp_path / name, toy.single(here))[0]) for name in ("home", "away", "back")]
     for state in states[1:]:
         assert state.keys() == states[0].keys()
         assert all(torch.equal(value, states[0][name]) for name, value in state.items())
-    actual, position = on_mesh(load_and_continue, folder, 6, there)[0]
+    actual, position = on_mesh(load_and_continue, tmp_path / "home", 3, there)[0]
     assert position == Position(3, 192)
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
@@ -202,11 +198,13 @@ def test_names_and_shapes_are_those_of_the_mathematics(tmp_path: Path) -> None:
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
 def test_damage_is_found_and_named_before_a_weight_is_touched(tmp_path: Path, harm: str) -> None:
     config = mesh_config(1)
-    _, path = save(tmp_path / "good", config)
+    _, path = save(tmp_path, config)
+    decoder, mesh = toy.toy_decoder(config, seed=9)
+    before = {k: v.clone() for k, v in toy.weights(decoder).items()}
     for victim in sorted(p.relative_to(path) for p in path.rglob("*") if p.is_file()):
-        shutil.copytree(path, tmp_path / "bad" / path.name)
-        file = tmp_path / "bad" / path.name / victim
-        content = bytearray(file.read_bytes())
+        file = path / victim
+        sound = file.read_bytes()
+        content = bytearray(sound)
         if harm == "flip":
             content[len(content) // 2] ^= 1
             file.write_bytes(content)
@@ -214,34 +212,12 @@ def test_damage_is_found_and_named_before_a_weight_is_touched(tmp_path: Path, ha
             file.write_bytes(content[: len(content) // 2])
         else:
             file.unlink()
-        decoder, mesh = toy.toy_decoder(config, seed=9)
-        before = {k: v.clone() for k, v in toy.weights(decoder).items()}
         with pytest.raises(CheckpointError) as error:
-            ckpt.load_weights(ckpt.open_checkpoint(tmp_path / "bad" / path.name), decoder, mesh)
+            ckpt.load_weights(ckpt.open_checkpoint(path), decoder, mesh)
         # A damaged manifest accuses a file that is sound, or itself; any other damage is named.
         assert victim.name in str(error.value) or victim.name == "manifest.json", (victim, str(error.value))
         assert all(torch.equal(v, before[k]) for k, v in toy.weights(decoder).items())
-        shutil.rmtree(tmp_path / "bad")
-
-
-def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
-    _, path = save(tmp_path, mesh_config(1))
-    other = toy.toy_config("float64", model={"rank": 4})
-    decoder, mesh = toy.toy_decoder(other)
-    with pytest.raises(CheckpointError, match=r"a different model: model.rank = 8 there, 4 here"):
-        ckpt.load_weights(ckpt.open_checkpoint(path), decoder, mesh)
-
-
-def test_an_interrupted_save_is_no_checkpoint_and_is_cleaned_up(tmp_path: Path) -> None:
-    config = mesh_config(1)
-    (tmp_path / ".step-00000009.tmp" / "tensors").mkdir(parents=True)
-    (tmp_path / "step-00000008").mkdir()
-    (tmp_path / "step-00000008" / "state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        ckpt.find_checkpoint(tmp_path)
-    save(tmp_path, config)
-    assert [p.name for p in ckpt.complete_checkpoints(tmp_path)] == ["step-00000003"]
-    assert not list(tmp_path.glob(".step*"))
+        file.write_bytes(sound)
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
@@ -294,13 +270,3 @@ def test_no_space_on_one_process_is_told_by_all_and_harms_nothing(tmp_path: Path
     assert [p.name for p in ckpt.complete_checkpoints(tmp_path)] == ["step-00000001"]
     ckpt.verify_checkpoint(tmp_path / "step-00000001", mesh_config(1).model, Mesh(toy.CPU))
     assert not list(tmp_path.glob(".step*"))
-
-
-def test_a_garbled_manifest_is_damage(tmp_path: Path) -> None:
-    _, path = save(tmp_path, mesh_config(1))
-    without_state = (path / "manifest.json").read_text().replace('"state.json"', '"other.json"')
-    for content in ("[]", "{", '{"state.json": 3}', '{"state.json": {"bytes": 1}}', without_state):
-        (path / "manifest.json").write_text(content)
-        reason = "state.json is not in its manifest" if content == without_state else ""
-        with pytest.raises(DamagedCheckpointError, match=f"manifest.json.*{reason}"):
-            ckpt.open_checkpoint(path)

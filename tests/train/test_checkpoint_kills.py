@@ -113,8 +113,8 @@ def run_processes(folder: Path, config: Config, background: bool, kill: tuple[in
 
 
 @functools.cache
-def expected_state(step: int) -> dict[str, torch.Tensor]:
-    return state_of(Trained(mesh_config(1), step))
+def trained(step: int) -> Trained:
+    return Trained(mesh_config(1), step)
 
 
 def check_killed_save(folder: Path, config: Config, background: bool, rank: int, event: int) -> int:
@@ -122,12 +122,12 @@ def check_killed_save(folder: Path, config: Config, background: bool, rank: int,
     counts = run_processes(folder, config, background, (rank, event))
     assert [each is None for each in counts] == [each == rank for each in range(len(counts))]
     newest = ckpt.complete_checkpoints(folder)[-1]
-    alone = mesh_config(1)
-    resumed, position = load(newest, alone)
+    resumed, position = load(newest, mesh_config(1))
+    state = state_of(resumed)
     assert newest.name == f"step-{position.step:08d}" and position.step in (1, 2)
-    for name, value in expected_state(position.step).items():
-        torch.testing.assert_close(state_of(resumed)[name], value, rtol=0, atol=0 if len(counts) == 1 else 1e-12)
-    save_at(folder, Trained(alone, 3), 3)
+    for name, value in state_of(trained(position.step)).items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=0 if len(counts) == 1 else 1e-12)
+    save_at(folder, trained(3), 3)
     ckpt.rotate(folder, 1, 0, (), Mesh(toy.CPU))
     assert [path.name for path in folder.iterdir()] == ["step-00000003"], "nothing is left of the killed save"
     return position.step
@@ -138,24 +138,23 @@ def points(total: int, some: int | None) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("background", [False, True], ids=["here", "background"])
-@pytest.mark.parametrize("some", [8, pytest.param(None, marks=pytest.mark.nightly)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    ("processes", "rank", "background", "some"),
+    [
+        *((1, 0, True, 6), (1, 0, False, 2), (2, 0, True, 2), (2, 1, True, 1)),
+        *(
+            pytest.param(*each, None, marks=pytest.mark.nightly)
+            for each in ((1, 0, True), (1, 0, False), (2, 0, True), (2, 1, True))
+        ),
+    ],
+)
 def test_a_kill_at_any_event_of_a_save_costs_at_most_that_save(
-    tmp_path: Path, background: bool, some: int | None
+    tmp_path: Path, processes: int, rank: int, background: bool, some: int | None
 ) -> None:
-    config = mesh_config(1)
-    (total,) = run_processes(tmp_path / "whole", config, background, None)
-    assert total is not None and total > 20, "mkdir, open, fsync, rename and remove are counted"
-    found = [check_killed_save(tmp_path / str(at), config, background, 0, at) for at in points(total, some)]
-    assert found == sorted(found) and {1, 2} == set(found), "before the rename the old one, after it the new one"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("some", [3, pytest.param(None, marks=pytest.mark.nightly)], ids=["some", "all"])
-def test_a_kill_of_one_of_two_processes_costs_at_most_that_save(tmp_path: Path, rank: int, some: int | None) -> None:
-    config = mesh_config(2)
-    total = run_processes(tmp_path / "whole", config, True, None)[rank]
-    assert total is not None and total > (20 if rank == 0 else 1), "only the main process makes and renames folders"
-    found = [check_killed_save(tmp_path / str(at), config, True, rank, at) for at in points(total, some)]
-    assert found == sorted(found) and set(found) == ({1, 2} if rank == 0 else {1}), "all shards, or no checkpoint"
+    config = mesh_config(processes)
+    total = run_processes(tmp_path / "whole", config, background, None)[rank]
+    # mkdir, open, fsync, rename and remove; only the main process makes and renames folders.
+    assert total is not None and total > (20 if rank == 0 else 1)
+    found = [check_killed_save(tmp_path / str(at), config, background, rank, at) for at in points(total, some)]
+    assert found == sorted(found), "before the rename the old one, after it the new one"
+    assert set(found) == ({1, 2} if rank == 0 else {1}), "all shards, or no checkpoint"

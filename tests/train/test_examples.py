@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 from boost.cli.main import build_parser, main, split_overrides
 from boost.config import load
 from boost.train.checkpoint import complete_checkpoints
-from boost.train.metrics import read_metrics
+from tests.train.runs import losses
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_S = 600
@@ -111,11 +111,6 @@ def slurm(*words: str) -> list[str]:
     return ["bash", str(EXAMPLES / "slurm.sh"), *words]
 
 
-def test_slurm_script_is_bash() -> None:
-    done = subprocess.run(["bash", "-n", str(EXAMPLES / "slurm.sh")], capture_output=True, text=True, timeout=LIMIT_S)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_slurm_starts_one_torchrun_a_node_with_all_arguments(stage: dict[str, str]) -> None:
     words = ["my run.toml", "--parallel.tp", "4", "--parallel.dp=2"]
     done = subprocess.run(slurm(*words), env=stage, capture_output=True, text=True, timeout=LIMIT_S)
@@ -124,29 +119,22 @@ def test_slurm_starts_one_torchrun_a_node_with_all_arguments(stage: dict[str, st
     assert hostnames == ["scontrol", "show", "hostnames", "node-[7-8]"]
     assert "--ntasks-per-node=1" in srun
     parsed, given = torchrun(started)
-    assert (parsed.nnodes, parsed.nproc_per_node) == ("2", "4")
-    assert (parsed.rdzv_backend, parsed.rdzv_id) == ("c10d", JOB)
+    assert (parsed.nnodes, parsed.nproc_per_node, parsed.rdzv_backend, parsed.rdzv_id) == ("2", "4", "c10d", JOB)
     host, port = parsed.rdzv_endpoint.split(":")
-    assert host == "node-7"
-    assert 1024 < int(port) < 32768
-    assert parsed.max_restarts > 0
-    assert "SIGUSR1" in parsed.signals_to_handle.split(",") and "SIGTERM" in parsed.signals_to_handle.split(",")
+    assert host == "node-7" and 1024 < int(port) < 32768
+    assert parsed.max_restarts > 0 and {"SIGUSR1", "SIGTERM"} <= set(parsed.signals_to_handle.split(","))
     assert given == ["train", "--resume", "auto", *words]
     args = boost_train(given)
     assert (args.config, args.resume, args.overrides) == ("my run.toml", "auto", words[1:])
 
 
-def test_slurm_jobs_meet_at_ports_of_their_own(stage: dict[str, str]) -> None:
-    for job in (JOB, str(int(JOB) + 1)):
-        subprocess.run(slurm("demo"), env=stage | {"SLURM_JOB_ID": job}, check=True, timeout=LIMIT_S)
-    endpoints = [torchrun(call)[0].rdzv_endpoint for call in calls(stage) if call[0] == "torchrun"]
-    assert len(set(endpoints)) == 2
-
-
-def test_slurm_says_how_a_run_failed_and_does_not_repeat_it(stage: dict[str, str]) -> None:
-    done = subprocess.run(slurm("demo"), env=stage | {"TORCHRUN_CODE": "7"}, timeout=LIMIT_S)
-    assert done.returncode == 7
-    assert [call[0] for call in calls(stage)] == ["scontrol", "srun", "torchrun"], "nothing goes back to the queue"
+def test_slurm_jobs_meet_at_ports_of_their_own_and_a_run_that_failed_is_not_repeated(stage: dict[str, str]) -> None:
+    for job, code in ((JOB, 0), (str(int(JOB) + 1), 7)):
+        environment = stage | {"SLURM_JOB_ID": job, "TORCHRUN_CODE": str(code)}
+        assert subprocess.run(slurm("demo"), env=environment, timeout=LIMIT_S).returncode == code
+    made = calls(stage)
+    assert [call[0] for call in made] == ["scontrol", "srun", "torchrun"] * 2, "nothing goes back to the queue"
+    assert len({torchrun(call)[0].rdzv_endpoint for call in made if call[0] == "torchrun"}) == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
@@ -262,13 +250,9 @@ def test_usage_lines_are_what_the_commands_take() -> None:
 
 def test_a_long_sequence_is_shared_by_two_processes(store: Path, tmp_path: Path) -> None:
     """A shorter sequence; losses match one process."""
-    losses = []
     for cp in (1, 2):
         words = ["--parallel.cp", str(cp), "--train.seq_len", "64", "--train.steps", "2", "--model.vocab_size", "300"]
         words += ["--data.store", str(store), "--run.dir", str(tmp_path / str(cp)), "--run.device", "cpu"]
         assert main(["train", str(EXAMPLES / "long.toml"), *words]) == 0
-        losses.append(
-            [line["loss"] for line in read_metrics(tmp_path / str(cp) / "metrics.jsonl") if line["kind"] == "step"]
-        )
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert len(losses[0]) == 2
+    found = losses(tmp_path / "2")
+    assert found == pytest.approx(losses(tmp_path / "1"), rel=1e-5) and len(found) == 2

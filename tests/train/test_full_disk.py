@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,11 @@ from boost.train import checkpoint as ckpt
 from boost.train.best_effort import best_effort
 from boost.train.failures import failure_report
 from boost.train.heartbeat import FolderBoard, read_beats
-from boost.train.hooks import Hook, TrainStart
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook
 from boost.train.rundir import configure_logging
-from tests.train.commands import Command, phases_in, saved_steps, training
-from tests.train.runs import Warnings, fitted, make_config, make_trainer, small_disk
+from tests.train.commands import Command, ForkedPython, boost_command, phases_in, renew_output, saved_steps, training
+from tests.train.runs import Do, Warnings, fitted, make_config, make_trainer, small_disk
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 IN_STEP = ("--parallel.tp", "1", "--parallel.dp", "2", "--train.micro_batch", "2", "--run.recovery", "in-step")
@@ -57,18 +55,6 @@ def test_the_first_failure_of_each_kind_is_said_until_it_works_again() -> None:
         raise ValueError("another")
 
 
-class FullMetrics(Hook):
-    """Fills the disk of the metrics before the first step."""
-
-    def __init__(self, metrics: MetricsHook) -> None:
-        self._metrics = metrics
-
-    def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
-        assert self._metrics._writer is not None
-        with open("/dev/full", "wb") as full:
-            os.dup2(full.fileno(), self._metrics._writer._file.fileno())
-
-
 def test_a_run_whose_metrics_log_and_notes_cannot_be_written_trains_and_saves(
     store: Path, tmp_path: Path, dev_full: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,27 +71,26 @@ def test_a_run_whose_metrics_log_and_notes_cannot_be_written_trains_and_saves(
     def full(*_: Any) -> None:
         raise StorageError("full")
 
+    def fill_metrics(_: Trainer) -> None:
+        assert metrics._writer is not None
+        with dev_full.open("wb") as device:
+            os.dup2(device.fileno(), metrics._writer._file.fileno())
+
     monkeypatch.setattr(ckpt, "rotate", full)
     monkeypatch.setattr("boost.train.builtin_hooks.write_best", full)
     metrics, hook = MetricsHook(), Warnings()
     try:
-        trainer = make_trainer(make_config(store, run, train=train), hook, FullMetrics(metrics), metrics)
+        trainer = make_trainer(
+            make_config(store, run, train=train), hook, Do("on_train_start", 0, fill_metrics), metrics
+        )
         trainer.start([])
         result = trainer.fit()
     finally:
         logging.getLogger("boost").handlers.clear()
     assert result.position.step == 6 and saved_steps(run) == [2, 4, 6]
     kinds = [text.partition(":")[0].removeprefix("cannot ").removeprefix("write ") for text in hook.seen]
-    assert sorted(kinds) == sorted(
-        [
-            "TensorBoard events",
-            "metrics.jsonl",
-            "last-saved.json",
-            "best.json",
-            "remove old checkpoints",
-            "the timeline of steps 2 to 3",
-        ]
-    )
+    files = ["TensorBoard events", "metrics.jsonl", "last-saved.json", "best.json"]
+    assert sorted(kinds) == sorted([*files, "remove old checkpoints", "the timeline of steps 2 to 3"])
     assert capfd.readouterr().err.count("rank0.log: [Errno 28] No space left on device; training continues") == 1
 
 
@@ -150,15 +135,21 @@ def test_a_report_that_cannot_be_written_says_so(tmp_path: Path) -> None:
 def test_output_that_cannot_be_written_does_not_end_a_run(store: Path, tmp_path: Path, dev_full: Path) -> None:
     """stdout and stderr on a full disk, then a pipe that nobody reads any more."""
     words = ("--parallel.tp", "1", "--train.steps", "3", "--train.log_every", "1", "--train.eval_every", "0")
+    for function, output in ((boost_command, str(dev_full)), (into_a_closed_pipe, "")):
+        folder = tmp_path / function.__name__
+        folder.mkdir()
+        process = ForkedPython(function, [training(folder, store, *words)[3:]], os.environ, output)
+        assert (process.wait(), saved_steps(folder / "run"), process.said()) == (0, [3], ("", ""))
+        process.close()
+
+
+def into_a_closed_pipe(words: list[str]) -> int:
     reading, writing = os.pipe()
     os.close(reading)
-    begun = {}
-    with open(dev_full, "wb") as full, os.fdopen(writing, "wb") as pipe:
-        for name, out in (("full", full), ("pipe", pipe)):
-            (tmp_path / name).mkdir()
-            begun[name] = subprocess.Popen(training(tmp_path / name, store, *words), stdout=out, stderr=out)
-    for name, process in begun.items():
-        assert (process.wait(timeout=600), saved_steps(tmp_path / name / "run")) == (0, [3])
+    for descriptor in (1, 2):
+        os.dup2(writing, descriptor)
+    renew_output()
+    return boost_command(words)
 
 
 def fill(folder: Path) -> None:

@@ -18,11 +18,8 @@ from tests.distributed import run_distributed
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
 
 
-def test_temperature_scales_logits() -> None:
+def test_temperature_scales_logits_and_top_k_keeps_the_k_likeliest() -> None:
     torch.testing.assert_close(distribution(LOGITS, Sampling(0.5)), (LOGITS / 0.5).softmax(-1))
-
-
-def test_top_k_keeps_the_k_likeliest() -> None:
     p = distribution(LOGITS, Sampling(1.0, top_k=2))
     torch.testing.assert_close(p, torch.tensor([[2.0, 1.0, float("-inf"), float("-inf")]]).softmax(-1))
     torch.testing.assert_close(distribution(LOGITS, Sampling(1.0, top_k=9)), LOGITS.softmax(-1))

@@ -23,7 +23,8 @@ from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, read_metrics
 from boost.train.resume import resume_candidates
 from tests.distributed import run_distributed
-from tests.train.runs import RATE, fitted, make_config, make_trainer
+from tests.train.commands import saved_steps
+from tests.train.runs import RATE, Warnings, fitted, make_config, make_trainer
 
 VOCABULARY = 300
 
@@ -57,40 +58,34 @@ def test_what_is_far_above_the_recent_steps_is_a_spike(loss: float, norm: float,
     assert (found[0] if found else None) == kind
 
 
-def test_a_spike_is_not_remembered_as_usual() -> None:
+def test_neither_a_spike_nor_a_huge_gradient_norm_is_remembered_as_usual() -> None:
     found = detector()
     for _ in range(2 * MIN_HEALTHY):
         spike = found.judge(metrics(5.0), skipped=False)
         assert spike and spike[0] == "spike"
-
-
-def test_a_huge_gradient_norm_does_not_hide_the_next_one() -> None:
     found = detector()
     assert found.judge(metrics(2.0, 1e6), skipped=False) is None
     spike = found.judge(metrics(2.4, 1e6), skipped=False)
     assert spike and "3 standard deviations" in spike[1] and "at a gradient norm of 1e+06" in spike[1]
 
 
-def test_few_steps_and_sigma_zero_know_no_spike_but_every_divergence() -> None:
+def test_few_steps_and_sigma_zero_know_no_spike_but_every_divergence_and_steps_all_alike_leave_room_for_noise() -> None:
     for few in (detector(MIN_HEALTHY - 1), detector(sigma=0.0)):
         assert few.judge(metrics(8.0), skipped=False) is None
         diverged = few.judge(metrics(1.6 * math.log(VOCABULARY)), skipped=False)
         assert diverged and diverged[0] == "diverged"
-
-
-def test_steps_that_are_all_alike_leave_room_for_noise() -> None:
     found = SpikeDetector(6.0, VOCABULARY)
     for _ in range(MIN_HEALTHY):
         found.judge(metrics(2.0), skipped=False)
     assert found.judge(metrics(2.2), skipped=False) is None
 
 
-class Rates(Hook):
+class Rates(Warnings):
     """Changes the learning rate at given steps, and records warnings and rollbacks."""
 
     def __init__(self, rates: dict[int, float]) -> None:
+        super().__init__()
         self.rates, self.lr = rates, RATE
-        self.warnings: list[str] = []
         self.rollbacks: list[Rollback] = []
 
     def before_step(self, trainer: Trainer, event: StepStart) -> None:
@@ -98,26 +93,18 @@ class Rates(Hook):
         step = trainer.optimizer.step
         trainer.optimizer.step = lambda number, lr: (step(number, self.lr), setattr(trainer.optimizer, "step", step))  # type: ignore[assignment, func-returns-value]
 
-    def on_warning(self, trainer: Trainer, text: str) -> None:
-        self.warnings.append(text)
-
     def on_rollback(self, trainer: Trainer, event: Rollback) -> None:
         self.rollbacks.append(event)
         self.lr = RATE
-
-
-def saved(trainer: Trainer) -> list[int]:
-    return [ckpt.step_of(path) or 0 for path in ckpt.complete_checkpoints(trainer.run.checkpoints)]
 
 
 def every_step(store: Path, run: Path, tp: int = 1, **train: Any) -> Config:
     return make_config(store, run, tp, "float32", train={"save_every": 1, "steps": 12, "async_save": False, **train})
 
 
-@pytest.mark.parametrize("keep", [1, 3])
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(("background", "keep"), [(True, 1), (False, 3)])
 def test_ruined_weights_never_push_out_the_last_good_checkpoint(
-    store: Path, tmp_path: Path, keep: int, background: bool
+    store: Path, tmp_path: Path, background: bool, keep: int
 ) -> None:
     """The seventh update ruins the weights, which the eighth loss shows: the checkpoint of step 6 stays after any number of
     resumes."""
@@ -127,17 +114,15 @@ def test_ruined_weights_never_push_out_the_last_good_checkpoint(
     trainer.start([])
     with pytest.raises(TrainingError, match="step-00000006"):
         trainer.fit()
-    assert 6 in saved(trainer) and max(saved(trainer)) == 7
-    assert any(
-        "checkpoints are marked until training has recovered" in text and "step-00000006' is kept" in text
-        for text in hook.warnings
-    )
+    assert 6 in saved_steps(trainer.run.path) and max(saved_steps(trainer.run.path)) == 7
+    (said,) = [text for text in hook.seen if "checkpoints are marked until training has recovered" in text]
+    assert "step-00000006' is kept" in said
     for _ in range(2):
         again = make_trainer(config, Rates({8: 1e30}))
         again.start(resume_candidates("auto", again.run))
         with pytest.raises(TrainingError):
             again.fit()
-        assert 6 in saved(again)
+        assert 6 in saved_steps(again.run.path)
 
 
 def test_a_finite_explosion_is_not_saved_periodically_and_marked_at_the_end(store: Path, tmp_path: Path) -> None:
@@ -145,14 +130,10 @@ def test_a_finite_explosion_is_not_saved_periodically_and_marked_at_the_end(stor
     trainer = make_trainer(every_step(store, tmp_path, keep=1), hook)
     trainer.start([])
     result = trainer.fit()
-    assert (
-        result.evaluation
-        and math.isfinite(result.evaluation.loss)
-        and result.evaluation.loss > 1.5 * math.log(VOCABULARY)
-    )
-    assert saved(trainer) == [4, 5, 12], "proven; saved before the loss showed it; the end of the run"
+    assert result.evaluation and 1.5 * math.log(VOCABULARY) < result.evaluation.loss < math.inf
+    assert saved_steps(trainer.run.path) == [4, 5, 12], "proven; saved before the loss showed it; the end of the run"
     assert ckpt.open_checkpoint(tmp_path / "checkpoints/step-00000012").position.trouble.startswith("diverged at step")
-    assert any(text.startswith("diverged at step 6") for text in hook.warnings)
+    assert any(text.startswith("diverged at step 6") for text in hook.seen)
 
     again = make_trainer(every_step(store, tmp_path, keep=1, steps=13))
     again.start(resume_candidates("auto", again.run))
@@ -179,18 +160,15 @@ class Spike(Hook):
         loop.step_metrics = self.usual
 
 
-class Saves(Hook):
-    """Marks of every checkpoint when it was saved, and what was then left."""
+class Saves(Warnings):
+    """Marks of every checkpoint when it was saved, and warnings."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.marks: dict[int, tuple[str, str]] = {}
-        self.warnings: list[str] = []
 
     def after_save(self, trainer: Trainer, event: SaveEnd) -> None:
         self.marks[event.step] = ckpt.marks_of(event.path)
-
-    def on_warning(self, trainer: Trainer, text: str) -> None:
-        self.warnings.append(text)
 
 
 DIVERGED_4 = "diverged at step 4: loss 100 is above 8.556, 1.5 x ln(vocabulary)"
@@ -202,7 +180,7 @@ def test_a_checkpoint_in_trouble_is_marked_and_repeated_at_its_end(store: Path, 
     trainer = fitted(config, Spike(4, 100.0), saves)
     # 5 and 10 are marked; asked for after step 12, the step after it saves; the last step saves.
     assert saves.marks == {5: ("", DIVERGED_4), 10: ("", DIVERGED_4), 4 + RECOVERED + 1: ("", ""), 15: ("", "")}
-    assert saved(trainer) == [4 + RECOVERED + 1, 15]
+    assert saved_steps(trainer.run.path) == [4 + RECOVERED + 1, 15]
 
 
 class Scale(Hook):
@@ -238,20 +216,20 @@ def test_a_young_run_in_doubt_is_saved_and_can_be_killed(store: Path, tmp_path: 
     recovers, and then saves an unmarked one."""
     config = every_step(store, tmp_path, steps=60, save_every=40, keep=1)
     _, saves = run_until(config, Scale(0, 1.0, kill_after=44), Spike(39, 8.0))
-    assert [text.partition(":")[0] for text in saves.warnings] == ["spike at step 39"]
-    assert "there is no proven one yet" in saves.warnings[0]
+    assert [text.partition(":")[0] for text in saves.seen] == ["spike at step 39"]
+    assert "there is no proven one yet" in saves.seen[0]
     ((step, (trouble, doubt)),) = saves.marks.items()
     assert (step, trouble) == (40, "") and doubt.startswith("spike at step 39")
     listed = inspect(ckpt.checkpoint_path(tmp_path / "checkpoints", 40))
     assert (listed.status, listed.problem) == ("complete", f"unproven: {doubt}")
     again, saves = run_until(config, resume="auto")
     assert any("step-00000040' is not proven: spike at step" in text for text in again.warnings)
-    recovered = next(text for text in saves.warnings if "training has recovered" in text)
+    recovered = next(text for text in saves.seen if "training has recovered" in text)
     assert saves.marks[60] == ("", "") and again.trouble is None and recovered
-    assert saved(again) == [60]
+    assert saved_steps(again.run.path) == [60]
 
 
-@pytest.mark.parametrize("save_every", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("save_every", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_weights_that_are_finite_and_worse_never_push_out_the_last_good_checkpoint(
     store: Path, tmp_path: Path, save_every: int
 ) -> None:
@@ -263,12 +241,15 @@ def test_weights_that_are_finite_and_worse_never_push_out_the_last_good_checkpoi
     trainer, _ = run_until(config, hook)
     assert 1.2 * hook.losses[40] < hook.losses[41] < 1.5 * math.log(VOCABULARY)
     good = 41 if save_every == 1 else 40
-    assert good in saved(trainer)
+    assert good in saved_steps(trainer.run.path)
     for kill_after in (52, 70, 90):
         again, _ = run_until(config, Scale(0, 1.0, kill_after), resume="auto")
         assert again.position.step == kill_after
-        assert good in saved(again) and len(saved(again)) <= 3
-        marks = {step: ckpt.marks_of(ckpt.checkpoint_path(again.run.checkpoints, step)) for step in saved(again)}
+        assert good in saved_steps(again.run.path) and len(saved_steps(again.run.path)) <= 3
+        marks = {
+            step: ckpt.marks_of(ckpt.checkpoint_path(again.run.checkpoints, step))
+            for step in saved_steps(again.run.path)
+        }
         assert marks.pop(good) == ("", "") and any(doubt.startswith("spike") for _, doubt in marks.values())
 
 
@@ -277,18 +258,28 @@ def test_ruined_weights_are_saved_and_marked_only_while_there_is_nothing_better(
     saves = Saves()
     trainer = fitted(every_step(store, tmp_path, steps=8, save_every=3, keep=3), Rates({1: 50.0}), saves)
     assert [step for step, (trouble, _) in saves.marks.items() if trouble.startswith("diverged")] == [3, 6, 8]
-    assert saved(trainer) == [8]
+    assert saved_steps(trainer.run.path) == [8]
 
 
 def fit_with_rollback(config: Config) -> tuple[Any, list[Rollback], list[int], list[float]]:
     hook = Rates({7: 1e30})
     trainer = make_trainer(config, hook, MetricsHook())
+    asked: list[int] = []
+    usual = trainer.batches.numbered
+    trainer.batches.numbered = lambda step, *rest: (asked.append(step), usual(step, *rest))[1]  # type: ignore[method-assign]
     trainer.start([])
     result = trainer.fit()
-    return result.position, hook.rollbacks, saved(trainer), [p.sum().item() for p in trainer.model.parameters()]
+    assert asked == list(range(15)), "every step of data once, in order, those of later steps after the rollback"
+    return (
+        result.position,
+        hook.rollbacks,
+        saved_steps(trainer.run.path),
+        [p.sum().item() for p in trainer.model.parameters()],
+    )
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_rollback_skips_the_data_and_goes_on(store: Path, tmp_path: Path, tp: int) -> None:
     config = every_step(store, tmp_path, tp, on_spike="rollback", keep=2)
     outcomes = run_distributed(tp, fit_with_rollback, config)
@@ -304,17 +295,6 @@ def test_a_rollback_skips_the_data_and_goes_on(store: Path, tmp_path: Path, tp: 
     assert ckpt.open_checkpoint(tmp_path / "checkpoints/step-00000012").position.skipped == 3
 
 
-def test_a_step_after_a_rollback_trains_on_the_data_of_a_later_step(store: Path, tmp_path: Path) -> None:
-    config = every_step(store, tmp_path / "a", on_spike="rollback")
-    trainer = make_trainer(config, Rates({7: 1e30}))
-    asked: list[int] = []
-    usual = trainer.batches.numbered
-    trainer.batches.numbered = lambda step, *rest: (asked.append(step), usual(step, *rest))[1]  # type: ignore[method-assign]
-    trainer.start([])
-    trainer.fit()
-    assert asked == list(range(15)), "every step of data once, in order"
-
-
 def test_rollbacks_that_do_not_help_end_the_run(store: Path, tmp_path: Path) -> None:
     class Always(Rates):
         def on_rollback(self, trainer: Trainer, event: Rollback) -> None:
@@ -322,18 +302,11 @@ def test_rollbacks_that_do_not_help_end_the_run(store: Path, tmp_path: Path) -> 
             self.rates[7] = 1e30
 
     hook = Always({7: 1e30})
-    trainer = make_trainer(every_step(store, tmp_path, on_spike="rollback", save_every=3), hook)
-    trainer.start([])
     with pytest.raises(TrainingError, match="3 rollbacks to .*step-00000006' did not help"):
-        trainer.fit()
+        fitted(every_step(store, tmp_path / "run", on_spike="rollback", save_every=3), hook)
     assert len(hook.rollbacks) == 3
-
-
-def test_a_rollback_without_a_checkpoint_says_so(store: Path, tmp_path: Path) -> None:
-    trainer = make_trainer(every_step(store, tmp_path, on_spike="rollback", save_every=0), Rates({3: 1e30}))
-    trainer.start([])
     with pytest.raises(TrainingError, match="finds no checkpoint to return to"):
-        trainer.fit()
+        fitted(every_step(store, tmp_path / "none", on_spike="rollback", save_every=0), Rates({3: 1e30}))
 
 
 def folders(path: Path, steps: list[int], ruined: set[int]) -> list[Path]:
@@ -378,7 +351,7 @@ def test_checkpoints_by_the_clock(store: Path, tmp_path: Path) -> None:
     hook._clock = lambda: next(now)
     trainer.start([])
     trainer.fit()
-    assert len(saved(trainer)) > 2 and saved(trainer)[-1] == 9
+    assert len(saved_steps(trainer.run.path)) > 2 and saved_steps(trainer.run.path)[-1] == 9
     assert config.train.save_every == 0
 
 

@@ -1,5 +1,7 @@
 """Hooks: order of events, requests from any process, and the effect of errors in hooks."""
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from boost.train import hooks, run
 from boost.train.builtin_hooks import BadStepLimit, PeriodicCheckpoint, PeriodicEvaluation, ReplicaCheck
 from boost.train.checkpoint import Position
 from boost.train.console import ConsoleHook
+from boost.train.faults import Fault, FaultInjection
 from boost.train.health import HealthMonitor
 from boost.train.hooks import EvaluationEnd, Hook, SaveEnd, SaveStart, StepEnd, StepStart, TrainEnd, TrainResult
 from boost.train.loop import Trainer
@@ -19,7 +22,8 @@ from boost.train.metrics import MetricsHook
 from boost.train.rundir import RunDirectory
 from tests import toy
 from tests.distributed import run_distributed
-from tests.train.runs import RATE, make_config, make_trainer
+from tests.train.commands import saved_steps
+from tests.train.runs import Do, Warnings, make_config, make_trainer, request_stop
 
 NO_EVENTS = ("main_only", "state", "take_state")
 EVENTS = [name for name in vars(Hook) if not name.startswith("_") and name not in NO_EVENTS]
@@ -41,33 +45,15 @@ class MainRecorder(Recorder):
     main_only = True
 
 
-class Stop(Hook):
-    """Requests a stop at one event of one step, on one process."""
-
-    def __init__(self, event: str, step: int, rank: int = 0) -> None:
-        self.event, self.step, self.rank = event, step, rank
-
-    def before_step(self, trainer: Trainer, event: StepStart) -> None:
-        if self.event == "before_step" and event.step == self.step and trainer.mesh.rank == self.rank:
-            trainer.request_stop("the test")
-
-    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
-        if self.event == "after_step" and event.metrics.step == self.step and trainer.mesh.rank == self.rank:
-            trainer.request_stop("the test")
-
-
-class Refuse(Hook):
+class Refuse(Warnings):
     """Refuses checkpoints of some steps on one process."""
 
     def __init__(self, steps: set[int], rank: int = 0) -> None:
+        super().__init__()
         self.steps, self.rank = steps, rank
-        self.warnings: list[str] = []
 
     def before_save(self, trainer: Trainer, event: SaveStart) -> str | None:
         return "not good enough" if event.step in self.steps and trainer.mesh.rank == self.rank else None
-
-    def on_warning(self, trainer: Trainer, text: str) -> None:
-        self.warnings.append(text)
 
 
 def fit(config: Any, *given: Hook) -> tuple[Trainer, TrainResult]:
@@ -76,15 +62,15 @@ def fit(config: Any, *given: Hook) -> tuple[Trainer, TrainResult]:
     return trainer, trainer.fit()
 
 
-def saved_steps(trainer: Trainer) -> list[str]:
-    return sorted(path.name.removeprefix("step-0000000") for path in trainer.run.checkpoints.glob("step-*"))
-
-
-def test_the_order_of_events(store: Path, tmp_path: Path) -> None:
-    """A step is reported, then evaluated, then saved; the last step is saved, then evaluated."""
-    recorder = Recorder()
+def test_the_order_of_events_and_of_hooks(store: Path, tmp_path: Path) -> None:
+    """A step is reported, then evaluated, then saved; the last step is saved, then evaluated. Given hooks come before the built-in
+    ones."""
+    recorder, second = Recorder(), Hook()
     train = {"steps": 3, "eval_every": 2, "save_every": 2, "async_save": False}
-    fit(make_config(store, tmp_path, train=train), recorder)
+    trainer, _ = fit(make_config(store, tmp_path, train=train), recorder, second)
+    assert trainer.hooks[:2] == [recorder, second]
+    own = [BadStepLimit, ReplicaCheck, HealthMonitor, PeriodicEvaluation, PeriodicCheckpoint]
+    assert [type(hook) for hook in trainer.hooks[2:]] == own
     step, save = ["before_step", "after_backward", "after_step"], ["before_save", "after_save"]
     assert recorder.seen == [
         *["setup", "on_train_start"],
@@ -92,19 +78,6 @@ def test_the_order_of_events(store: Path, tmp_path: Path) -> None:
         *[*step, "on_evaluation", *save],
         *[*step, *save, "on_evaluation"],
         *["on_train_end", "teardown"],
-    ]
-
-
-def test_given_hooks_come_before_the_built_in_ones_in_their_order(store: Path, tmp_path: Path) -> None:
-    first, second = Recorder(), ConsoleHook()
-    trainer = make_trainer(make_config(store, tmp_path), first, second)
-    assert trainer.hooks[:2] == [first, second]
-    assert [type(hook) for hook in trainer.hooks[2:]] == [
-        BadStepLimit,
-        ReplicaCheck,
-        HealthMonitor,
-        PeriodicEvaluation,
-        PeriodicCheckpoint,
     ]
 
 
@@ -138,22 +111,22 @@ def test_events_say_where_the_run_stands(store: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("event", "last"), [("before_step", 2), ("after_step", 3)])
 def test_a_hook_stops_the_run_and_everything_is_saved(store: Path, tmp_path: Path, event: str, last: int) -> None:
     recorder = Recorder()
-    trainer, result = fit(make_config(store, tmp_path, train={"eval_every": 1}), Stop(event, 2), recorder)
+    trainer, result = fit(make_config(store, tmp_path, train={"eval_every": 1}), Do(event, 2, request_stop), recorder)
     assert (result.position.step, result.stopped_by, result.evaluation) == (last, "the test", None)
     assert not result.by_signal and not result.received_signal
-    assert result.checkpoint is not None and saved_steps(trainer) == [str(last)]
+    assert result.checkpoint is not None and saved_steps(trainer.run.path) == [last]
     assert recorder.seen.count("on_evaluation") == last - 1, "a step that stops the run is not evaluated"
     assert recorder.seen[-2:] == ["on_train_end", "teardown"]
 
 
 def test_a_stop_asked_for_in_the_last_step_changes_nothing(store: Path, tmp_path: Path) -> None:
-    _, result = fit(make_config(store, tmp_path), Stop("before_step", 6))
+    _, result = fit(make_config(store, tmp_path), Do("before_step", 6, request_stop))
     assert (result.position.step, result.stopped_by) == (6, None)
     assert result.evaluation is not None
 
 
 def stop_on_one(config: Any) -> tuple[int, str | None, bool]:
-    _, result = fit(config, Stop("after_step", 2, rank=1))
+    _, result = fit(config, Do("after_step", 2, request_stop, rank=1))
     assert result.checkpoint is not None
     return result.position.step, result.stopped_by, result.by_signal
 
@@ -171,38 +144,22 @@ def test_a_stop_by_a_hook_exits_with_0_on_every_node(monkeypatch: pytest.MonkeyP
     assert run._exit_code(elsewhere) == run.STOPPED_ELSEWHERE
 
 
-def save_on_request(config: Any) -> list[str]:
-    class Request(Hook):
-        def after_step(self, trainer: Trainer, event: StepEnd) -> None:
-            if event.metrics.step == 2 and trainer.mesh.rank == 1:
-                trainer.request_save()
-
-    trainer, _ = fit(config, Request())
-    return saved_steps(trainer)
-
-
-@pytest.mark.slow
-def test_a_save_asked_for_on_one_process_happens_once_on_all(store: Path, tmp_path: Path) -> None:
-    config = make_config(store, tmp_path, 2, train={"save_every": 0, "keep": 9})
-    assert run_distributed(2, save_on_request, config) == [["3", "6"]] * 2
-
-
-def refuse_on_one(config: Any) -> tuple[list[str], list[str], Any]:
-    refuse, recorder = Refuse({2, 6}, rank=1), Recorder()
-    trainer, result = fit(config, refuse, recorder)
+def request_and_refuse_on_one(config: Any) -> tuple[list[int], list[str], Any]:
+    refuse, recorder = Refuse({5, 6}, rank=1), Recorder()
+    trainer, result = fit(config, Do("after_step", 2, Trainer.request_save, rank=1), refuse, recorder)
     assert recorder.seen.count("before_save") == 3 and recorder.seen.count("after_save") == 1
-    return saved_steps(trainer), refuse.warnings, result.checkpoint and result.checkpoint.name
+    return saved_steps(trainer.run.path), refuse.seen, result.checkpoint and result.checkpoint.name
 
 
 @pytest.mark.slow
-def test_a_checkpoint_refused_on_one_process_is_not_written_on_any(store: Path, tmp_path: Path) -> None:
-    """Not even the last one is saved; the run still ends with its evaluation and the earlier checkpoint."""
-    config = make_config(store, tmp_path, 2, train={"save_every": 2, "keep": 9})
-    for steps, warnings, latest in run_distributed(2, refuse_on_one, config):
-        assert steps == ["4"]
-        assert latest == "step-00000004"
+def test_a_save_that_one_process_asks_for_or_refuses_happens_on_all_or_none(store: Path, tmp_path: Path) -> None:
+    """Not even the last one is saved if it is refused; the run still ends with its evaluation and the earlier checkpoint."""
+    config = make_config(store, tmp_path, 2, train={"save_every": 5, "keep": 9})
+    for steps, warnings, latest in run_distributed(2, request_and_refuse_on_one, config):
+        assert steps == [3], "once, after the step that follows the request"
+        assert latest == "step-00000003"
         said = [each for each in warnings if "training waited" not in each]  # what a slow disk is told
-        assert said == [f"checkpoint of step {step} not saved: not good enough" for step in (2, 6)]
+        assert said == [f"checkpoint of step {step} not saved: not good enough" for step in (5, 6)]
 
 
 def test_a_refused_checkpoint_is_not_called_saved(
@@ -210,24 +167,22 @@ def test_a_refused_checkpoint_is_not_called_saved(
 ) -> None:
     config = make_config(store, tmp_path)
     for refused, words in ((set(), "checkpoint saved"), ({2}, "a hook refused the checkpoint of this step")):
-        trainer, result = fit(config, Stop("before_step", 2), Refuse(refused))
+        trainer, result = fit(config, Do("before_step", 2, request_stop), Refuse(refused))
         run._print_result(config, trainer, result)
         assert f"stopped by the test at step 2 of 6, {words}; resume with --resume auto" in capsys.readouterr().out
         for path in trainer.run.checkpoints.glob("step-*"):
             path.rename(path.with_name(f"superseded-{path.name}"))
 
 
-def raise_on_save(config: Any) -> tuple[str, list[str]]:
-    class Raise(Hook):
-        def before_save(self, trainer: Trainer, event: SaveStart) -> None:
-            if trainer.mesh.rank == 1:
-                raise StorageError("no quota left")
+def raise_on_save(config: Any) -> tuple[str, list[int]]:
+    def fail(_: Trainer) -> None:
+        raise StorageError("no quota left")
 
-    trainer = make_trainer(config, Raise())
+    trainer = make_trainer(config, Do("before_save", 0, fail, rank=1))
     trainer.start([])
     with pytest.raises(TrainingError) as error:
         trainer.save()
-    return str(error.value), saved_steps(trainer)
+    return str(error.value), saved_steps(trainer.run.path)
 
 
 def test_an_error_before_a_save_is_raised_on_all_processes(store: Path, tmp_path: Path) -> None:
@@ -271,19 +226,6 @@ def test_an_error_in_teardown_is_logged_and_costs_no_other_hook(
     assert "teardown of Broken failed" in caplog.text
 
 
-def main_only_events(config: Any) -> tuple[list[str], list[str]]:
-    everywhere, main = Recorder(), MainRecorder()
-    fit(config, everywhere, main)
-    return everywhere.seen, main.seen
-
-
-@pytest.mark.slow
-def test_main_only_hooks_run_on_the_main_process_only(store: Path, tmp_path: Path) -> None:
-    (all_0, main_0), (all_1, main_1) = run_distributed(2, main_only_events, make_config(store, tmp_path, 2))
-    assert all_0 == all_1 == main_0
-    assert main_1 == []
-
-
 def collective_from_main(config: Any) -> str | None:
     """The error of a hook that saves on the main process only; both processes stop before an unmatched collective."""
 
@@ -309,23 +251,21 @@ def test_a_main_only_hook_cannot_call_a_collective_method(store: Path, tmp_path:
     assert "Save runs on the main process only, but Trainer.save needs all processes" in message
 
 
-def printed(config: Any) -> tuple[str, str]:
-    """Standard output of a run, and what is in its metrics."""
-    import contextlib
-    import io
-
-    out = io.StringIO()
+def printed(config: Any) -> tuple[str, str, list[str], list[str]]:
+    """Standard output of a run, what is in its metrics, and events of hooks on all processes and on the main one."""
+    out, everywhere, main = io.StringIO(), Recorder(), MainRecorder()
     with contextlib.redirect_stdout(out):
-        fit(config, ConsoleHook(), MetricsHook())
-    return out.getvalue(), RunDirectory(config.run.dir).metrics.read_text()
+        fit(config, ConsoleHook(), MetricsHook(), everywhere, main)
+    return out.getvalue(), RunDirectory(config.run.dir).metrics.read_text(), everywhere.seen, main.seen
 
 
 @pytest.mark.slow
-def test_console_and_metrics_come_from_the_main_process(store: Path, tmp_path: Path) -> None:
+def test_main_only_hooks_and_so_console_and_metrics_run_on_the_main_process_only(store: Path, tmp_path: Path) -> None:
     config = make_config(store, tmp_path, 2, train={"eval_every": 3, "log_every": 1})
     RunDirectory.create(config, resume=False)
-    (said, metrics), (silence, _) = run_distributed(2, printed, config)
-    assert silence == ""
+    (said, metrics, all_0, main_0), (silence, _, all_1, main_1) = run_distributed(2, printed, config)
+    assert all_0 == all_1 == main_0
+    assert main_1 == [] and silence == ""
     first, *lines = said.splitlines()
     assert "layout btp, tp 2 x pp 1 x dp 1 on cpu" in first
     assert [line.split()[:2] for line in lines] == [
@@ -348,20 +288,9 @@ def test_bad_steps_are_counted_in_a_row_and_seen_before_the_limit_ends_the_run(s
         def after_step(self, trainer: Trainer, event: StepEnd) -> None:
             skipped.append(event.skipped)
 
-        def before_step(self, trainer: Trainer, event: StepStart) -> None:
-            handle.remove() if event.step == 2 else poison()
-
-    trainer = make_trainer(make_config(store, tmp_path), Watch())
-    trainer.start([])
-
-    def poison() -> None:
-        nonlocal handle
-        handle.remove()
-        handle = trainer.model.blocks[0].mlp_norm.register_hook(lambda gradient: gradient * float("nan"))  # type: ignore[union-attr]
-
-    handle = trainer.model.blocks[0].mlp_norm.register_hook(lambda gradient: gradient)  # type: ignore[union-attr]
+    nans = FaultInjection([Fault("nan", number) for number in (1, 3, 4, 5)])
     with pytest.raises(TrainingError, match="at step 5: not finite for 3 steps in a row"):
-        trainer.fit()
+        fit(make_config(store, tmp_path), Watch(), nans)
     assert seen == [(1, 1), (3, 1), (4, 2), (5, 3)]
     assert skipped == [True, False, True, True]
 
@@ -377,13 +306,3 @@ def flags_of(raised: list[tuple[int, int]]) -> list[int]:
 def test_flags_of_all_processes_are_united() -> None:
     raised = [(0, 0), (0, 1), (2, 2), (4, 1), (7, 7)]
     assert run_distributed(2, flags_of, raised) == [[first | second for first, second in raised]] * 2
-
-
-def test_step_evaluate_and_save_work_without_fit(store: Path, tmp_path: Path) -> None:
-    recorder = Recorder()
-    trainer = make_trainer(make_config(store, tmp_path), recorder)
-    trainer.start([])
-    trainer.step(RATE)
-    trainer.evaluate(64)
-    assert trainer.save() == trainer.run.checkpoints / "step-00000001"
-    assert recorder.seen == ["after_backward", "on_evaluation", "before_save", "after_save"]

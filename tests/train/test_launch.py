@@ -5,7 +5,6 @@ import json
 import os
 import pty
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -179,10 +178,10 @@ def test_two_processes_share_the_cores_and_talk_to_each_other(
     handlers = [signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGQUIT)]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     assert launch(sum_ranks, (tmp_path,), 2, tmp_path / "logs", forks=forks) == 0
-    seen = [json.loads((tmp_path / f"seen{number}.json").read_text()) for number in range(2)]
-    assert [one["sum"] for one in seen] == [3.0, 3.0]
-    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in seen] == [("0", "0", "2"), ("1", "1", "2")]
-    assert all(one["OMP_NUM_THREADS"] == "2" and one["threads"] == 2 and one["torchrun"] for one in seen)
+    for number in range(2):
+        ranks = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}
+        seen = json.loads((tmp_path / f"seen{number}.json").read_text())
+        assert seen == {**ranks, "sum": 3.0, "threads": 2, "torchrun": True}
     # The launcher leaves its own process as it was.
     assert "OMP_NUM_THREADS" not in os.environ
     assert [signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGQUIT)] == handlers
@@ -203,15 +202,16 @@ def test_rank_0_has_the_terminal_itself_and_a_code_that_is_not_0_comes_back(
 ) -> None:
     """The exit code shows the number of threads, which is the user's if set."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    ours, theirs = pty.openpty()
+    ends = pty.openpty()
+    process = ForkedPython(
+        main, (say_whether_terminal.__name__, str(tmp_path), "2", "30"), os.environ, os.ttyname(ends[1])
+    )
     try:
-        code = "import sys; from tests.train import test_launch as t; sys.exit(t.main(*sys.argv[1:]))"
-        words = [sys.executable, "-c", code, say_whether_terminal.__name__, str(tmp_path), "2", "30"]
-        with subprocess.Popen(words, stdout=theirs, stderr=theirs) as process:
-            assert process.wait(PATIENCE_S) == 3
+        assert process.wait(PATIENCE_S) == 3
     finally:
-        os.close(ours)
-        os.close(theirs)
+        process.close()
+        for end in ends:
+            os.close(end)
     assert (tmp_path / "tty0").read_text() == "True True"
     assert (tmp_path / "tty1").read_text() == "False False"
 
@@ -247,9 +247,6 @@ def test_a_process_that_dies_without_a_word_is_named(tmp_path: Path, capfd: pyte
     assert message.startswith("process 2 of 2 (rank 1) was killed by SIGKILL")
     assert message.endswith(f"the others were stopped; resume with --resume auto; logs: {tmp_path}")
     assert caught.value.exit_code == 3
-
-
-def test_a_process_that_exits_without_a_word_is_named(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"^process 2 of 2 \(rank 1\) ended with exit code 9") as caught:
         launcher._raise_root_cause(call_of(tmp_path), {1: 9}, [], launcher._Signals())
     assert caught.value.exit_code == 3
@@ -272,27 +269,6 @@ def test_a_defect_keeps_its_traceback_once_on_stderr_and_in_the_log(
 
 
 @pytest.mark.slow
-def test_a_stop_signal_to_the_launcher_reaches_the_processes_and_it_waits(tmp_path: Path) -> None:
-    with launched(train_until_told, tmp_path) as process:
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, err
-    assert "SIGTERM" in {(tmp_path / f"stopped{one}").read_text() for one in range(2)}
-    assert "Traceback" not in err
-
-
-@pytest.mark.slow
-def test_interrupting_the_whole_terminal_counts_once(tmp_path: Path) -> None:
-    """Every process receives Ctrl-C from the terminal and again from the launcher."""
-    with launched(train_until_told, tmp_path) as process:
-        os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, err
-    assert (tmp_path / "stopped0").read_text() == "SIGINT"
-    assert "Traceback" not in err
-
-
-@pytest.mark.slow
 def test_a_signal_does_not_hurt_a_process_that_has_finished(tmp_path: Path) -> None:
     with launched(finish_apart, tmp_path) as process:
         time.sleep(0.5)  # rank 1 returns; whether before or after the signal, the outcome is the same
@@ -301,31 +277,29 @@ def test_a_signal_does_not_hurt_a_process_that_has_finished(tmp_path: Path) -> N
         assert process.returncode == 0, err
 
 
+def stopped_before_the_start(folder: Path) -> int:
+    start = launcher._run
+
+    def run_after_signal(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return start(*args)
+
+    launcher._run = run_after_signal
+    try:
+        return launch(train_until_told, (folder,), 2, None, forks=can_fork())
+    except TrainingError as error:
+        print(error)
+        return error.exit_code
+
+
 @pytest.mark.slow
 def test_a_signal_before_the_processes_have_started_is_one_line(tmp_path: Path) -> None:
-    code = (
-        "import os, signal, sys, threading\n"
-        "from pathlib import Path\n"
-        "from boost.train import launch as launcher\n"
-        "from boost.errors import TrainingError\n"
-        "from tests.train import test_launch as t\n"
-        "start = launcher._run\n"
-        "def run_after_signal(*args):\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    return start(*args)\n"
-        "launcher._run = run_after_signal\n"
-        "try:\n"
-        "    launcher.launch(t.train_until_told, (Path(sys.argv[1]),), 2, None, forks=t.can_fork())\n"
-        "except TrainingError as error:\n"
-        "    print(error)\n"
-        "    sys.exit(error.exit_code)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    assert done.stdout == "stopped by SIGTERM during startup or shutdown; existing checkpoints are intact\n"
-    assert "Traceback" not in done.stderr
+    process = ForkedPython(stopped_before_the_start, (tmp_path,), os.environ)
+    out, err = process.communicate(PATIENCE_S)
+    process.close()
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert out == "stopped by SIGTERM during startup or shutdown; existing checkpoints are intact\n"
+    assert "Traceback" not in err
     assert not list(tmp_path.glob("stopped?"))
 
 
@@ -357,6 +331,11 @@ def test_the_root_cause_is_not_what_follows_from_it() -> None:
     assert root_cause({0: 1}, [lost, hung, defect]) is defect
     assert root_cause({0: 3}, [lost, hung]) is hung
     assert root_cause({0: 3}, [lost]) is lost
+    # A process without a report explains what others say, but not errors for the user.
+    assert root_cause({0: -9}, []) == 0
+    lost, defect, hung, ours = (report(kind, 1.0, rank=1) for kind in ("lost", "defect", "hung", "boost"))
+    assert root_cause({0: -9, 1: 1}, [lost, defect, hung]) == 0
+    assert root_cause({0: -9, 1: 2}, [lost, ours]) is ours
 
 
 def test_an_excluded_replica_is_never_the_cause_of_what_excluded_it() -> None:
@@ -369,13 +348,6 @@ def test_an_excluded_replica_is_never_the_cause_of_what_excluded_it() -> None:
         assert root_cause({0: 3, 1: 3}, [excluded, cause := report(kind, 9e9, rank=1)]) is cause
     assert root_cause({0: 3, 1: -9}, [excluded]) == 1
     assert root_cause({0: 3, 1: 3}, [lost, excluded]) is excluded
-
-
-def test_a_process_without_a_report_explains_what_others_say_but_not_errors_for_the_user() -> None:
-    lost, defect, ours = report("lost", 1.0, rank=1), report("defect", 2.0, rank=1), report("boost", 3.0, rank=1)
-    assert root_cause({0: -9}, []) == 0
-    assert root_cause({0: -9, 1: 1}, [lost, defect, report("hung", 0.0, rank=1)]) == 0
-    assert root_cause({0: -9, 1: 2}, [lost, ours]) is ours
 
 
 def call_of(tmp_path: Path) -> LaunchSpec:

@@ -10,7 +10,8 @@ from boost.config import Config
 from boost.config.architecture import IGNORED
 from boost.config.schema import OptimConfig
 from boost.data.batches import Batch, Batches
-from boost.errors import CheckpointError, ConfigError, TrainingError
+from boost.data.prepare import PrepareOptions, prepare
+from boost.errors import CheckpointError, ConfigError, DataError, TrainingError
 from boost.optim.schedule import learning_rate
 from boost.parallel import gradients
 from boost.parallel.pipeline import Pipeline
@@ -30,13 +31,6 @@ def losses_of(config: Config, steps: int) -> list[float]:
     return [trainer.step(RATE).loss for _ in range(steps)]
 
 
-def test_replicas_are_one_process(store: Path, tmp_path: Path) -> None:
-    several = {"global_batch": 8}  # two micro-batches for each replica
-    alone = losses_of(make_config(store, tmp_path, train=several), 6)
-    for losses in run_distributed(4, losses_of, make_config(store, tmp_path, 2, parallel={"dp": 2}, train=several), 6):
-        assert losses == pytest.approx(alone, rel=1e-10)
-
-
 def order_of_a_step(config: Config) -> list[str]:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -50,21 +44,14 @@ def order_of_a_step(config: Config) -> list[str]:
     return said
 
 
-def test_gradients_are_sent_before_the_backward_pass_is_over(store: Path, tmp_path: Path) -> None:
-    config = make_config(store, tmp_path, 2, parallel={"layout": "btp-sp"})
-    for said in run_distributed(2, order_of_a_step, config):
+@pytest.mark.parametrize("parallel", [{"tp": 2, "layout": "btp-sp"}, {"pp": 2, "dp": 2}], ids=str)
+def test_gradients_are_sent_once_before_the_backward_pass_is_over(
+    store: Path, tmp_path: Path, parallel: dict[str, Any]
+) -> None:
+    """When their last micro-batch has been added."""
+    config = make_config(store, tmp_path, parallel=parallel, train={"micro_batch": 1, "global_batch": 8})
+    for said in run_distributed(config.parallel.world_size, order_of_a_step, config)[-2:]:
         assert said == ["send", "finish"]
-
-
-def test_gradients_are_sent_when_their_last_micro_batch_has_been_added(store: Path, tmp_path: Path) -> None:
-    config = make_config(store, tmp_path, 1, parallel={"pp": 2, "dp": 2}, train={"micro_batch": 1, "global_batch": 8})
-    for said in run_distributed(4, order_of_a_step, config)[2:]:
-        assert said == ["send", "finish"]
-
-
-def test_micro_batches_are_one_batch(store: Path, tmp_path: Path) -> None:
-    whole = losses_of(make_config(store, tmp_path, train={"micro_batch": 4}), 5)
-    assert losses_of(make_config(store, tmp_path, train={"micro_batch": 1}), 5) == pytest.approx(whole, rel=1e-12)
 
 
 def test_the_loss_is_a_mean_over_targets_whatever_micro_batches_they_fall_into(
@@ -99,36 +86,12 @@ def test_the_loss_is_a_mean_over_targets_whatever_micro_batches_they_fall_into(
         assert [s.gradient_norm for s in ours] == pytest.approx([s.gradient_norm for s in steps[2]], rel=1e-10)
 
 
-def test_isolated_documents_train_on_something_else_only_where_documents_meet(store: Path, tmp_path: Path) -> None:
-    together = make_trainer(make_config(store, tmp_path, train={"global_batch": 2, "micro_batch": 2}))
-    apart = make_trainer(
-        together.config.model_copy(update={"data": together.config.data.model_copy(update={"isolate_documents": True})})
-    )
-    for trainer in (together, apart):
-        trainer.start([])
-    documents = together.batches.split.documents
-    starts = {int(start) // 32 for start in documents[1:-1] if start % 32}
-    assert starts, "the corpus has sequences in which documents meet"
-    differs = {}
-    beside = {index + step for index in starts for step in (-1, 0, 1)}
-    for index in sorted(beside & set(range(together.batches.n_samples))):
-        sample = together.batches.sample(index)
-        losses = []
-        for trainer in (together, apart):
-            rows = Batch(*(row[None] for row in (sample.tokens, sample.targets, sample.document_ids)))
-            isolate = trainer.config.data.isolate_documents
-            losses.append(trainer.model(*to_device(rows, isolate, toy.CPU)).item())
-        differs[index] = abs(losses[0] - losses[1]) > 1e-9
-    assert {index for index, d in differs.items() if d} == starts & set(differs)
-    assert len(differs) > len(starts)
-
-
 @pytest.mark.slow
 def test_bf16_trains_with_fp32_master_weights(store: Path, tmp_path: Path) -> None:
     dtype = "bfloat16"
     config = make_config(store, tmp_path, 2, dtype)
-    losses = run_distributed(2, losses_of, config, 60)[0]
-    reference = losses_of(make_config(store, tmp_path, 1, "float32"), 60)
+    losses = run_distributed(2, losses_of, config, 27)[0]
+    reference = losses_of(make_config(store, tmp_path, 1, "float32"), 27)
     assert losses[-1] < losses[0] - 1.0
     assert max(abs(a - b) for a, b in zip(losses, reference, strict=True)) < 0.1
     trainer = make_trainer(make_config(store, tmp_path, 1, dtype))
@@ -209,33 +172,21 @@ def test_loro_goes_on_to_the_bit_behind_an_exact_step_that_was_skipped(store: Pa
     assert all(torch.equal(value, expected[name]) for name, value in toy.weights(again.model).items())
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"train": {"seed": 5}}, "train.seed = 5"),
-        ({"train": {"seq_len": 16}}, "train.seq_len = 16"),
-        ({"train": {"global_batch": 8}}, "train.global_batch = 8"),
-        ({"train": {"steps": 3}}, "smallest valid value: 6"),
-        ({"model": {"rank": 4}}, "model.rank = 8 there, 4 here"),
-    ],
-)
-@pytest.mark.slow
-def test_resume_refuses_what_would_train_something_else(
-    store: Path, tmp_path: Path, change: dict[str, Any], words: str
-) -> None:
+def test_resume_refuses_what_would_train_something_else(store: Path, tmp_path: Path) -> None:
     fit(make_config(store, tmp_path / "run"), None)
-    config = make_config(store, tmp_path / "run", **change)
-    with pytest.raises((ConfigError, CheckpointError), match=words):
-        fit(config, "auto")
-
-
-def test_resume_refuses_another_tokenizer(store: Path, tmp_path: Path) -> None:
-    from boost.data.prepare import PrepareOptions, prepare
-
-    fit(make_config(store, tmp_path / "run"), None)
-    prepare(PrepareOptions(out=tmp_path / "other", inputs=(__file__,), tokenizer="train:280"))
-    with pytest.raises(Exception, match="tokenizer"):
-        fit(make_config(tmp_path / "other", tmp_path / "run"), "auto")
+    other = prepare(PrepareOptions(out=tmp_path / "other", inputs=(__file__,), tokenizer="train:280")).store.path
+    changes: list[tuple[Path, dict[str, Any], str]] = [
+        (store, {"train": {"seed": 5}}, "train.seed = 5"),
+        (store, {"train": {"seq_len": 16}}, "train.seq_len = 16"),
+        (store, {"train": {"global_batch": 8}}, "train.global_batch = 8"),
+        (store, {"train": {"steps": 3}}, "smallest valid value: 6"),
+        (store, {"model": {"rank": 4}}, "model.rank = 8 there, 4 here"),
+        (other, {}, "tokenizer"),
+    ]
+    for text, change, words in changes:
+        config = make_config(text, tmp_path / "run", **change)
+        with pytest.raises((ConfigError, CheckpointError, DataError), match=words):
+            fit(config, "auto")
 
 
 def test_another_way_from_an_earlier_checkpoint_is_what_auto_goes_on_with(store: Path, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from boost.train.metrics import MetricsHook, read_metrics
 from boost.train.resume import resume_candidates
 from tests import toy
 from tests.distributed import run_distributed
-from tests.matrices import chosen
-from tests.train.runs import RATE, make_config, make_trainer, mask_step
+from tests.matrices import chosen, one_in
+from tests.train.runs import RATE, losses, make_config, make_trainer, mask_step
 
 MODES = ("usual", "tensors", "ahead")
 """As on CPUs; updates launched from tensors; and the passes of the next step ahead of the numbers, as on GPUs."""
@@ -70,6 +70,9 @@ class Diary(Hook):
 
     def on_rollback(self, trainer: Trainer, event: Rollback) -> None:
         self._write(trainer, "rollback", event)
+
+
+Acts = tuple[tuple[str, int], ...]
 
 
 class Act(Hook):
@@ -125,10 +128,10 @@ def moved(config: Config, name: str) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"dir": f"{config.run.dir}/{name}"})})
 
 
-def run(config: Config, mode: str, what: str = "", step: int = 0, resume: str | None = None) -> Diary:
+def run(config: Config, mode: str, acts: Acts = (), resume: str | None = None) -> Diary:
     """What hooks saw, up to the end or the error of the run."""
     config, diary = moved(config, mode), Diary()
-    trainer = trainer_of(config, mode, Act(what, step), diary, MetricsHook())
+    trainer = trainer_of(config, mode, *(Act(*act) for act in acts), diary, MetricsHook())
     Path(config.run.dir).mkdir(parents=True, exist_ok=True)
     trainer.start(resume_candidates(resume, trainer.run))
     try:
@@ -139,35 +142,30 @@ def run(config: Config, mode: str, what: str = "", step: int = 0, resume: str | 
     return diary
 
 
-def runs(config: Config, what: str = "", step: int = 0) -> dict[str, tuple[list[Any], list[Any]]]:
-    """(what hooks saw, the order of events) in each mode."""
-    return {mode: (diary.seen, diary.order) for mode in MODES if (diary := run(config, mode, what, step))}
+def runs(config: Config, acts: Acts = ()) -> dict[str, list[Any]]:
+    """What hooks saw in each mode."""
+    return {mode: run(config, mode, acts).seen for mode in MODES}
 
 
-ACTIONS = [
-    ("", 0),
-    ("stop", 4),
-    ("late stop", 4),
-    ("save", 5),
-    ("signal", 6),
-    ("late signal", 4),
-    ("late signal", 5),
-    ("nan", 1),
-    ("nan2", 4),
-    ("nan3", 4),
-    ("nan", 8),
-    ("ruin", 6),
-    ("mask", 1),
-    ("mask", 4),
+ROLLBACK = {"on_spike": "rollback", "save_every": 1}
+ACTIONS: list[Acts] = [
+    (),
+    (("nan", 1), ("save", 3), ("stop", 5)),
+    (("mask", 1), ("nan2", 3), ("late stop", 6)),
+    (("mask", 4), ("signal", 6)),
+    (("late signal", 4),),
+    (("nan", 3), ("late signal", 5)),
+    (("nan3", 4),),
+    (("save", 5), ("nan", 8)),
+    (("ruin", 6),),
 ]
 
 
-@pytest.mark.parametrize(("what", "step"), ACTIONS)
-def test_hooks_see_the_same_run(store: Path, tmp_path: Path, what: str, step: int) -> None:
+@pytest.mark.parametrize("acts", ACTIONS, ids=str)
+def test_hooks_see_the_same_run(store: Path, tmp_path: Path, acts: Acts) -> None:
     """Same losses, weights, moments, counts, positions, evaluations, saves, rollbacks and errors, and byte-identical files."""
-    train = {"on_spike": "rollback", "save_every": 1} if what == "ruin" else {}
-    found = runs(config_of(store, tmp_path, train=train), what, step)
-    assert found["ahead"][0] == found["tensors"][0] == found["usual"][0]
+    found = runs(config_of(store, tmp_path, train=ROLLBACK if acts == (("ruin", 6),) else {}), acts)
+    assert found["ahead"] == found["tensors"] == found["usual"]
     files = [contents(tmp_path / mode) for mode in MODES]
     assert files[0] == files[1] == files[2]
     assert len(files[0]) > 1
@@ -184,53 +182,57 @@ def contents(run: Path) -> dict[str, Any]:
 def test_with_clipping_only_the_last_bits_differ(store: Path, tmp_path: Path) -> None:
     """An fp32 divisor gives the same result whenever it is launched, but rounds differently from an fp64 factor on the host."""
     found = runs(config_of(store, tmp_path, clip=0.05, dtype="float32"))
-    assert found["ahead"][0] == found["tensors"][0]
-    losses = [
-        [line["loss"] for line in read_metrics(tmp_path / mode / "metrics.jsonl") if line["kind"] == "step"]
-        for mode in MODES
-    ]
+    assert found["ahead"] == found["tensors"]
+    seen = [losses(tmp_path / mode) for mode in MODES]
     norms = [line["gradient_norm"] for line in read_metrics(tmp_path / "usual/metrics.jsonl") if line["kind"] == "step"]
-    assert min(norms) > 0.05 and len(losses[0]) == 8
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
-def modes_agree(config: Config, what: str, step: int) -> bool:
-    found = runs(config, what, step)
-    return found["ahead"][0] == found["tensors"][0] == found["usual"][0]
-
-
-@pytest.mark.parametrize(
-    ("what", "step"), chosen((1, 2), [("", 0), ("nan2", 4), ("late stop", 4), ("ruin", 6), ("mask", 4)])
-)
-@pytest.mark.slow
-def test_processes_see_the_same_run(store: Path, tmp_path: Path, what: str, step: int) -> None:
-    train = {"on_spike": "rollback", "save_every": 1} if what == "ruin" else {}
-    config = config_of(store, tmp_path, tp=2, train=train)
-    assert run_distributed(2, modes_agree, config, what, step) == [True, True]
+    assert min(norms) > 0.05 and len(seen[0]) == 8
+    assert seen[1] == pytest.approx(seen[0], rel=1e-5)
 
 
 SHARDED = [{"dp": 2, "shard": "optimizer"}, {"dp": 2, "shard": "full"}]
 
 
-@pytest.mark.parametrize("parallel", [*SHARDED, {"pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("parallel", "acts"),
+    chosen(
+        (0, 3, 4),
+        [
+            ({"tp": 2}, (("nan2", 2), ("late stop", 4))),
+            ({"tp": 2}, (("ruin", 6),)),
+            *(({**sharded, "tp": 1}, (("nan", 2), ("mask", 3))) for sharded in (*SHARDED, {"pp": 2})),
+        ],
+    ),
+)
 @pytest.mark.slow
-def test_replicas_and_stages_see_the_same_run(store: Path, tmp_path: Path, parallel: dict[str, Any]) -> None:
-    """Evaluations gather weights between passes and their update, also before the last one."""
-    config = config_of(store, tmp_path, parallel=parallel, train={"eval_every": 1})
+def test_processes_replicas_and_stages_see_the_same_run(
+    store: Path, tmp_path: Path, parallel: dict[str, Any], acts: Acts
+) -> None:
+    """Evaluations gather weights between passes and their update, also before the last one. No pass is repeated for them."""
+    train = ROLLBACK if acts == (("ruin", 6),) else {"steps": 6, "save_every": 4, "eval_every": 1}
+    config = config_of(store, tmp_path, parallel=parallel, train=train)
     toy.skip_what_torch_cannot(config)
-    assert run_distributed(2, modes_agree, config, "nan", 4) == [True, True]
+    for seen, passes in run_distributed(2, modes_agree, config, acts):
+        assert seen["ahead"] == seen["tensors"] == seen["usual"]
+        assert "shard" not in parallel or passes == 6
+
+
+def modes_agree(config: Config, acts: Acts) -> tuple[dict[str, list[Any]], int]:
+    """What hooks saw in each mode, and the number of backward passes ahead."""
+    diaries = {mode: run(config, mode, acts) for mode in MODES}
+    passes = [name for name, _ in diaries["ahead"].order].count("after_backward")
+    return {mode: diary.seen for mode, diary in diaries.items()}, passes
 
 
 def test_a_run_goes_on_ahead_to_the_bit(store: Path, tmp_path: Path) -> None:
     config = config_of(store, tmp_path)
     whole = run(config, "usual").seen[-1]
-    run(config, "ahead", "late stop", 4)
+    run(config, "ahead", (("late stop", 4),))
     again = run(config, "ahead", resume="auto")
     assert again.order[0] == ("before_step", 6) and again.seen[-1] == whole
 
 
 def test_the_order_of_events_ahead(store: Path, tmp_path: Path) -> None:
-    """No pass is repeated for an evaluation or a save, and none runs after the last step."""
+    """No pass is repeated for an evaluation or a save, only for weights that a hook has changed; none runs after the last step."""
     events = ("before_step", "after_backward")
     order = run(config_of(store, tmp_path, train={"steps": 3, "eval_every": 1}), "ahead").order
     assert order == [
@@ -241,6 +243,8 @@ def test_the_order_of_events_ahead(store: Path, tmp_path: Path) -> None:
         ("after_step", 2),
         ("after_step", 3),
     ]
+    order = run(config_of(store, tmp_path / "changed", train={"steps": 4}), "ahead", (("ruin", 2),)).order
+    assert [step for name, step in order if name == "after_backward"] == [1, 2, 3, 3, 4]
 
 
 def losses_after_a_load(config: Config) -> list[tuple[float, float]]:
@@ -259,29 +263,12 @@ def losses_after_a_load(config: Config) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("parallel", SHARDED, ids=str)
+@pytest.mark.parametrize("parallel", one_in(2, SHARDED[::-1]))
 @pytest.mark.slow
 def test_loaded_weights_are_those_of_the_next_pass(store: Path, tmp_path: Path, parallel: dict[str, Any]) -> None:
     """Not stale weights gathered by an earlier evaluation, as before a rollback."""
     for first, second in run_distributed(2, losses_after_a_load, config_of(store, tmp_path, parallel=parallel)):
         assert first == second
-
-
-def sharded_order(config: Config) -> list[str]:
-    return [name for name, _ in run(config, "ahead").order]
-
-
-@pytest.mark.slow
-def test_no_pass_is_repeated_where_weights_are_sharded(store: Path, tmp_path: Path) -> None:
-    config = config_of(store, tmp_path, parallel={"dp": 2, "shard": "full"}, train={"eval_every": 2})
-    toy.skip_what_torch_cannot(config)
-    for order in run_distributed(2, sharded_order, config):
-        assert order.count("after_backward") == 8
-
-
-def test_passes_with_weights_that_a_hook_has_changed_are_repeated(store: Path, tmp_path: Path) -> None:
-    order = run(config_of(store, tmp_path, train={"steps": 4}), "ahead", "ruin", 2).order
-    assert [step for name, step in order if name == "after_backward"] == [1, 2, 3, 3, 4]
 
 
 def test_what_needs_numbers_on_the_host_is_never_ahead(store: Path, tmp_path: Path) -> None:
@@ -332,20 +319,14 @@ def test_seconds_of_a_step_leave_out_hooks(monkeypatch: pytest.MonkeyPatch) -> N
     clock.resume()
     assert clock.seconds(at.update(20.0)) == 3.0
     assert clock.seconds(at.update(21.0)) == 1.0, "a pause counts once"
-
-
-def test_ahead_a_step_ends_where_its_update_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes launched before the statistics are read belong to the next step."""
-    at = Moments(monkeypatch)
-    clock = StepClock(toy.CPU)
-    clock.resume()
-    first = at.update(4.0)
-    at.time = 7.0
-    assert clock.seconds(first) == 4.0
+    # Ahead, a step ends where its update does: passes launched before the statistics are read belong to the next one.
+    first = at.update(24.0)
+    at.time = 27.0
+    assert clock.seconds(first) == 3.0
     clock.pause()
-    at.time = 8.0
+    at.time = 28.0
     clock.resume()
-    assert clock.seconds(at.update(9.0)) == 4.0
+    assert clock.seconds(at.update(29.0)) == 4.0
 
 
 def test_checkpoints_in_the_background_hold_the_step_they_name(store: Path, tmp_path: Path) -> None:
