@@ -127,6 +127,16 @@ def run_forked(
         atexit._run_exitfuncs()  # which multiprocessing leaves out
 
 
+def alive(pid: int) -> bool:
+    """Whether the process runs; False for a zombie."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    return state != "Z"
+
+
 def renew_output() -> None:
     """Python's standard output and error know of their files whether they can seek, or are terminals."""
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)  # noqa: SIM115

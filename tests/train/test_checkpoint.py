@@ -12,8 +12,7 @@ from safetensors import safe_open
 from boost.config import Config
 from boost.config.architecture import parameters
 from boost.config.schema import OptimConfig
-from boost.errors import CheckpointError, DamagedCheckpointError, StorageError
-from boost.parallel.mesh import Mesh
+from boost.errors import CheckpointError, DamagedCheckpointError
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Position
 from tests import toy
@@ -240,33 +239,3 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpointError, match="state.json"):
         ckpt.open_checkpoint(path)
     assert not marker.exists()
-
-
-def save_too_much(folder: Path, config: Config) -> str:
-    """Saves under a file size limit that the second process's shard exceeds; returns the error."""
-    import resource
-    import signal
-
-    import torch.distributed as dist
-
-    trained, _ = save(folder, config, steps=1)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        if dist.get_rank() == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, old[1]))
-        with pytest.raises(StorageError) as error:
-            save_at(folder, trained, 2)
-        return str(error.value)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-
-
-def test_no_space_on_one_process_is_told_by_all_and_harms_nothing(tmp_path: Path) -> None:
-    messages = run_distributed(2, save_too_much, tmp_path, mesh_config(2))
-    for message in messages:
-        assert "step 2 not saved" in message
-        assert "process 1" in message
-    assert [p.name for p in ckpt.complete_checkpoints(tmp_path)] == ["step-00000001"]
-    ckpt.verify_checkpoint(tmp_path / "step-00000001", mesh_config(1).model, Mesh(toy.CPU))
-    assert not list(tmp_path.glob(".step*"))

@@ -22,7 +22,7 @@ from boost.train.launch import can_fork, launch, under_torchrun
 from boost.train.rendezvous import meet
 from boost.train.signals import STOP_SIGNALS, StopRequest
 from boost.train.worker import LaunchSpec
-from tests.train.commands import ForkedPython
+from tests.train.commands import ForkedPython, alive
 
 PATIENCE_S = 600.0
 """Only against hanging for ever."""
@@ -133,16 +133,6 @@ def wait_for(condition: Callable[[], Any], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; False for a zombie."""
-    try:
-        os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (ProcessLookupError, FileNotFoundError):
-        return False
-    return state != "Z"
 
 
 def pids(folder: Path) -> list[int]:

@@ -15,7 +15,7 @@ from boost.config import load
 from boost.config.architecture import parameter_count
 from boost.train.checkpoint import complete_checkpoints
 from boost.train.metrics import read_metrics
-from tests.train.commands import toml
+from tests.train.commands import alive, toml
 from tests.train.nodes import FLOAT64, LIMIT_S, Agent, Node, losses, two_nodes, wait_for, wait_for_step
 
 pytestmark = pytest.mark.slow
@@ -87,7 +87,7 @@ def test_two_nodes_train_what_one_process_trains_and_save_when_one_gets_a_signal
     codes = [agent.wait(LIMIT_S) for agent in agents]
     assert 0 not in codes and (number == signal.SIGTERM or codes[1] == -number), [agent.said() for agent in agents]
     assert len(workers) == 2 * tp
-    wait_for([], lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    wait_for([], lambda: not any(alive(pid) for pid in workers))
     (saved,) = complete_checkpoints(run / "checkpoints")
     assert json.loads((saved / "state.json").read_text())["step"] == read_metrics(run / "metrics.jsonl")[-1]["step"]
     assert "checkpoint saved" in agents[0].said()
