@@ -120,12 +120,15 @@ def test_a_file_that_is_no_safetensors_file_is_damage(path: Path, content: bytes
     assert victim.name in refused(path)
 
 
-def test_a_manifest_without_a_shard_or_the_state_is_damage(path: Path) -> None:
+def test_a_manifest_that_is_garbled_or_lacks_a_shard_or_the_state_is_damage(path: Path) -> None:
     max((path / "tensors").iterdir()).unlink()
     sign(path)
     assert "numbers instead of" in refused(path)
     (path / "manifest.json").write_text((path / "manifest.json").read_text().replace('"state.json"', '"other.json"'))
     assert "state.json is not in its manifest" in refused(path)
+    for content in ("[]", "{", '{"state.json": 3}', '{"state.json": {"bytes": 1}}'):
+        (path / "manifest.json").write_text(content)
+        assert "manifest.json" in refused(path)
 
 
 STATES: dict[str, tuple[dict[str, Any], str]] = {
@@ -163,10 +166,7 @@ def test_a_checkpoint_with_the_state_of_what_was_removed_still_opens(path: Path)
     assert ckpt.open_checkpoint(path) == expected
 
 
-GARBLED = ["[]", "{", '{"state.json": 3}', '{"state.json": {"bytes": 1}}']
-
-
-@pytest.mark.parametrize("content", ["[" * 10**5, "1" * 6000, '{"step": ' + "1" * 6000 + "}", *GARBLED])
+@pytest.mark.parametrize("content", ["[" * 10**5, "1" * 6000, '{"step": ' + "1" * 6000 + "}"])
 def test_json_that_breaks_parsers_is_damage(path: Path, content: str) -> None:
     for name in ("state.json", "manifest.json"):
         (path / name).write_text(content)
