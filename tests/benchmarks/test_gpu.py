@@ -1,7 +1,6 @@
 """The measurements of benchmarks/gpu, on fake devices."""
 
 import importlib
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,18 +25,6 @@ def test_kernels_are_timed_between_events_around_many_calls(monkeypatch: pytest.
     found = kernels.seconds(lambda: log.append("call"), GPU)
     assert found == 1 / kernels.CALLS
     assert log[3:] == ["synchronize", "sleep", "event", *["call"] * kernels.CALLS, "event"] * kernels.ROUNDS
-
-
-def test_cuda_is_initialized_before_its_memory_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-    for name in ("set_device", "init", "empty_cache", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: log.append(name))
-    monkeypatch.setattr(shares, "measured", lambda *_: {"median_s": 1.0, "mfu": 0.5})
-    sizes = {"dim": 64, "ffn": 96, "heads": 4, "layers": 2, "seq": 16, "micro-batches": 1, "layouts": "btp"}
-    words = ["shares", *(word for name, size in sizes.items() for word in (f"--{name}", str(size)))]
-    monkeypatch.setattr("sys.argv", [*words, "--out", str(tmp_path / "rows.json"), "--traces", str(tmp_path)])
-    assert shares.main() == 0
-    assert log.index("init") < log.index("reset_peak_memory_stats")
 
 
 def test_steps_are_launched_before_the_statistics_of_the_one_before_are_read() -> None:

@@ -1,4 +1,4 @@
-"""Tasks made from held-out text: deterministic, with the right answers, and scored by the harness for every family and layout."""
+"""Tasks made from held-out text: deterministic, and with the right answers."""
 
 import json
 import random
@@ -11,19 +11,9 @@ from benchmarks import local_tasks
 from benchmarks.local_tasks import CHOICES, TASKS, WORDS, heldout_documents, make_tasks
 from boost.data.store import TokenStore
 from boost.errors import DataError
-from boost.layouts import layouts_of
-from tests import toy
-from tests.cli.commands import say
-from tests.convert.toys import save
 
 NAMES = [task.name for task in TASKS]
 COUNT = 20
-FAMILIES: dict[str, dict[str, Any]] = {
-    "dense": {"family": "dense"},
-    "svd": {"family": "svd"},
-    "cola": {"family": "cola", "ranks": {"kv": 4}},
-    "lax": {"family": "lax", "gate": "tensor"},
-}
 
 
 def questions(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -80,31 +70,3 @@ def test_too_little_text_is_said(store: Path, tmp_path: Path, monkeypatch: pytes
         make_tasks(TokenStore.open(store), tmp_path / "t", COUNT, 0)
     assert not (tmp_path / "t").exists()
     assert list(local_tasks.order(["one two three"], random.Random(0))) == []
-
-
-def checkpoint(folder: Path, family: str, layout: str, store: Path) -> Path:
-    """A checkpoint of a toy model with random weights that differ enough for scores to differ."""
-    model = {"vocab_size": 300, "init_std": 0.3, **FAMILIES[family]}
-    config = toy.toy_config("float32", model=model, parallel={"layout": layout}, train={"seq_len": 128})
-    return save(folder, config, store / "tokenizer.json")
-
-
-def scores(capture: Any, path: Path, tasks: Path, tp: int) -> dict[str, float]:
-    words = ["--tasks", ",".join(NAMES), "--task-folder", tasks, "--device", "cpu", "--json", "--batch", 8]
-    code, out, err = say(capture, "eval", path, *words, "--tp", tp)
-    assert code == 0, err
-    return {f"{row['task']} {row['metric']}": row["value"] for row in json.loads(out)["tasks"]}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_layout_scores_as_one_process(
-    family: str, tasks: Path, store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("lm_eval")
-    layouts = layouts_of(toy.toy_config(model=FAMILIES[family]).model)
-    assert len(layouts) >= 3
-    alone = scores(capfd, checkpoint(tmp_path / "one", family, layouts[0], store), tasks, 1)
-    for layout in layouts:
-        path = checkpoint(tmp_path / layout, family, layout, store)
-        assert scores(capfd, path, tasks, 2) == pytest.approx(alone, rel=1e-4), layout

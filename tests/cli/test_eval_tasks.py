@@ -128,8 +128,8 @@ def test_answers_are_what_generate_says(checkpoint: Path, tasks: Path, capsys: p
         name="toy_same", data=folder / "q.jsonl", cache=folder / "cache", kind="generate_until", rest=ANSWER
     )
     (folder / "same.yaml").write_text(text)
-    words = ["--tasks", "toy_same,toy_answer", "--device", "cpu", "--json"]
-    code, out, err = say(capsys, "eval", checkpoint, *words[:1], "toy_same", "--task-folder", folder, *words[2:])
+    words = ["--tasks", "toy_same", "--task-folder", folder, "--device", "cpu", "--json"]
+    code, out, err = say(capsys, "eval", checkpoint, *words)
     assert code == 0, err
     (row,) = json.loads(out)["tasks"]
     assert (row["metric"], row["value"]) == ("exact_match", 1.0)
@@ -166,7 +166,6 @@ def test_a_table_and_a_limit(checkpoint: Path, tasks: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--tasks", "toy_choise"], "unknown task 'toy_choise'; did you mean 'toy_choice'?"),
         (["--limit", "3"], "--limit = 3 has no effect without --tasks"),
         (["--tasks", "toy_choice", "--limit", "0"], "--limit = 0 is too small; smallest valid value: 1"),
         (["--tasks", "toy_choice", "--fewshot", "-1"], "--fewshot = -1 is too small; smallest valid value: 0"),
@@ -181,6 +180,25 @@ def test_mistakes(
     code, _, err = say(capsys, "eval", checkpoint, "--device", "cpu", *words, *folder)
     assert code == 2
     assert expected in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("lists", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_an_unknown_task(
+    lists: bool, checkpoint: Path, tasks: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By night only, the harness lists its own thousands of tasks, which takes half a minute."""
+    from boost.train import harness
+
+    usual, asked = harness.TaskManager, list[bool]()
+
+    def manager(include_path: Path, include_defaults: bool = True) -> Any:
+        asked.append(include_defaults)
+        return usual(include_path=include_path, include_defaults=include_defaults and lists)
+
+    monkeypatch.setattr(harness, "TaskManager", manager)
+    code, _, err = say(capsys, "eval", checkpoint, "--device", "cpu", "--tasks", "toy_choise", "--task-folder", tasks)
+    assert code == 2 and "unknown task 'toy_choise'; did you mean 'toy_choice'?" in err.splitlines()[-1]
+    assert asked == [False, True]
 
 
 def test_two_processes_score_as_one(checkpoint: Path, tasks: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -97,11 +97,7 @@ def test_overrides_are_taken_from_anywhere() -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(
-    words: list[str],
-    expected: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where `make train` has run, the demo's run directory is another mistake
     code, out, err = say(capsys, *words)

@@ -1,6 +1,7 @@
 """Calibration writes a profile that the planner accepts, and fits recover the parameters of synthetic points."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +18,6 @@ from boost.plan.hardware import AttentionSpeed, GemmSpeed, load_hardware
 from boost.plan.timing import predict
 from tests import toy
 from tests.distributed import run_distributed
-
-QUICK = {"samples": 1, "least": 1e-5}
 
 
 def test_the_gemm_fit_recovers_its_parameters() -> None:
@@ -47,65 +46,54 @@ def test_the_attention_fit_recovers_its_parameters() -> None:
     assert AttentionSpeed(**found) == law  # type: ignore[arg-type]
 
 
-def run_calibration(out: Path) -> int:
+def run_calibrations(out: Path) -> tuple[list[int], bool]:
+    """Exit codes: of a calibration; of one with a link of near-zero bandwidth; of this one, forced. Only the first one measures:
+    the others get its points. And whether the second one has left a profile."""
+    points = dict[str, Any]()
+
+    def once(function: Callable[..., Any]) -> Callable[..., Any]:
+        def measured(watch: Any, *words: Any) -> Any:
+            key = f"{function.__name__} {words}"
+            if key not in points:
+                points[key] = list(function(watch, *words))
+            return points[key]
+
+        return measured
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrate, "open_mesh", lambda *_: toy.mesh(tp=1, dp=2))
         patch.setattr(calibrate, "world_size", lambda: 2)
         patch.setattr(calibrate, "close_mesh", lambda: None)
-        return calibrate_process(["float32"], "cpu", True, out, force=True)  # the machine may be busy
+        patch.setattr(speed, "LEAST_SECONDS", 2e-4)
+        patch.setattr(calibrate, "_sweep", once(calibrate._sweep))
+        patch.setattr(calibrate, "collective_points", once(calibrate.collective_points))
+        codes = [calibrate_process(["float32"], "cpu", True, out, force=True)]  # the machine may be busy
+        link, slow = calibrate._link, out.with_name("slow.toml")
+        patch.setattr(calibrate, "_link", lambda *words: link(*words) | {"gb_s": 0.001})
+        codes.append(calibrate_process(["float32"], "cpu", True, slow, False))
+        left = slow.exists()
+        codes.append(calibrate_process(["float32"], "cpu", True, slow, True))
+    return codes, left
 
 
 @pytest.mark.slow
-def test_the_planner_accepts_a_calibrated_profile(tmp_path: Path) -> None:
+def test_the_planner_accepts_a_calibrated_profile_and_a_useless_one_is_refused(tmp_path: Path) -> None:
+    """Refused: nothing is written, and every process exits with 1; and then written by force."""
     out = tmp_path / "made" / "local.toml"
-    assert run_distributed(2, run_calibration, out) == [0, 0]
+    found = run_distributed(2, run_calibrations, out)
+    assert [codes for codes, _ in found] == [[0, 1, 0]] * 2
+    assert not found[0][1], "written although it was refused"
+    sources = load_hardware(str(out.with_name("slow.toml"))).sources
+    assert any(source.startswith("warning: ") and "sends 0.001 GB/s" in source for source in sources)
     hardware = load_hardware(str(out))
     assert (hardware.device, hardware.per_node, hardware.alone is not None) == ("cpu", 2, True)
     kinds = {"all-reduce float32", "all-gather float32", "reduce-scatter float32", "all-to-all float32"}
     assert set(hardware.node.measured) == kinds
-    config = from_tree(
-        {
-            "model": {"dim": 64, "ffn_dim": 128, "heads": 2, "layers": 2, "vocab_size": 256, "rank": 16},
-            "parallel": {"tp": 2, "layout": "btp"},
-            "train": {"micro_batch": 2, "global_batch": 2, "seq_len": 64},
-        }
-    )
-    step = predict(config, hardware)
+    model = {"dim": 64, "ffn_dim": 128, "heads": 2, "layers": 2, "vocab_size": 256, "rank": 16}
+    train = {"micro_batch": 2, "global_batch": 2, "seq_len": 64}
+    step = predict(from_tree({"model": model, "parallel": {"tp": 2, "layout": "btp"}, "train": train}), hardware)
     assert 0 < step.seconds < 60
     assert step.parts["TP collectives"] > 0
-    assert torch.get_default_dtype() == torch.float32
-
-
-@pytest.mark.slow
-def test_a_useless_profile_is_refused(tmp_path: Path) -> None:
-    """A link with near-zero bandwidth: nothing is written, and every process exits with 1."""
-    out = tmp_path / "local.toml"
-    found = run_distributed(2, run_slow_calibrations, out)
-    assert [codes for codes, _ in found] == [(1, 0)] * 2, "refused, and then written by force"
-    assert not found[0][1], "written although it was refused"
-    sources = load_hardware(str(out)).sources
-    assert any(source.startswith("warning: ") and "sends 0.001 GB/s" in source for source in sources)
-
-
-def run_slow_calibrations(out: Path) -> tuple[tuple[int, int], bool]:
-    """Exit codes of a calibration and of a forced one, which does not measure again; and whether the first left a profile."""
-    usual, swept = calibrate._sweep, dict[str, Any]()
-
-    def sweep_once(watch: Any, dtypes: Any, quick: bool, words: str) -> Any:
-        if words not in swept:
-            swept[words] = usual(watch, dtypes, quick, words)
-        return swept[words]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibrate, "_sweep", sweep_once)
-        patch.setattr(calibrate, "open_mesh", lambda *_: toy.mesh(tp=1, dp=2))
-        patch.setattr(calibrate, "world_size", lambda: 2)
-        patch.setattr(calibrate, "close_mesh", lambda: None)
-        link = calibrate._link
-        patch.setattr(calibrate, "_link", lambda *words: link(*words) | {"gb_s": 0.001})
-        refused = calibrate_process(["float32"], "cpu", True, out, False)
-        left = out.exists()
-        return (refused, calibrate_process(["float32"], "cpu", True, out, True)), left
 
 
 # What calibration refuses, and what it warns about.

@@ -36,14 +36,15 @@ def wrong(cells: list[tuple[str, dict[str, Any], str]], dtype: str, kv_heads: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.nightly)])
 def test_every_cell_keeps_what_is_predicted(every: int) -> None:
-    """In bf16 with fp32 weights, and fewer key/value heads than processes; a third of the cells per commit, all of them nightly."""
+    """In bf16 with fp32 weights, and fewer key/value heads than processes; on every commit, each layout and each policy, nightly
+    all cells."""
     assert wrong(CELLS[::every], "bfloat16", 2) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.nightly)])
 def test_latents_that_cross_are_kept_as_predicted(every: int) -> None:
     """The second of two blocks uses the latents of the first."""
     found = []
@@ -57,7 +58,7 @@ def test_latents_that_cross_are_kept_as_predicted(every: int) -> None:
 
 @pytest.mark.slow
 def test_other_numbers_and_heads_keep_what_is_predicted() -> None:
-    assert wrong([cell for cell in CELLS if cell[0] != "svd" and cell[2] == "none"], "float32", 8) == []
+    assert wrong([cell for cell in CELLS if cell[0] != "svd" and cell[2] == "none"][::2], "float32", 8) == []
 
 
 def test_every_nth_block_recomputes() -> None:
@@ -79,8 +80,7 @@ def on_real_tensors(config: Config) -> tuple[MeasuredMemory, int]:
 @pytest.mark.slow
 def test_fake_tensors_keep_what_real_ones_do(policy: RecomputeName) -> None:
     config = config_of("cola", {"layout": "btp-sp"}, policy, "bfloat16")
-    train, parallel = config.train.model_copy(update={"global_batch": 4}), config.parallel.model_copy(update={"tp": 2})
-    config = config.model_copy(update={"train": train, "parallel": parallel})
+    config = config.changed(train={"global_batch": 4}, parallel={"tp": 2})
     fake = measure(config)
     for real, gradients in run_distributed(2, on_real_tensors, config):
         assert real.activations == fake.activations == kept(config)

@@ -14,7 +14,7 @@ from boost.plan.memory import memory
 from boost.plan.search import Search
 from boost.plan.trace import pass_of_block
 from tests.fake_memory import measure
-from tests.matrices import LAYOUTS, Row, family_of, ids, memory_config, one_in, pairwise
+from tests.matrices import LAYOUTS, Row, each_value, family_of, ids, memory_config, pairwise
 
 SIZES = ((1, 2, 8), (1, 2, 2), (1, 4, 1), (2, 2, 8), (2, 2, 2))
 """(TP, CP, key/value heads) of 8 heads."""
@@ -38,17 +38,13 @@ def configured(row: Row) -> Config:
         family_of(row["layout"]), {**row["layout"], "overlap": row["overlap"]}, row["recompute"], "bfloat16",
         kv_heads=kv_heads, layers=2,
     )  # fmt: skip
-    parallel = config.parallel.model_copy(update={"tp": tp, "cp": cp})
-    config = config.model_copy(update={"parallel": parallel, "train": config.train.model_copy(update={"seq_len": 48})})
+    config = config.changed(parallel={"tp": tp, "cp": cp}, train={"seq_len": 48})
     check(config)
     return config
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "row",
-    one_in(3, ROWS, ids([(row,) for row in ROWS])),
-)
+@pytest.mark.parametrize("row", each_value(ROWS, ids([(row,) for row in ROWS])))
 def test_the_trace_is_the_table_and_keeps_what_fake_tensors_keep(row: Row) -> None:
     config = configured(row)
     traced = [c.on_the_wire for c in pass_of_block(config, 1).collectives]

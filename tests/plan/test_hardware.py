@@ -205,13 +205,7 @@ def test_profiles_that_cannot_be_read(text: str, says: str, tmp_path: Path) -> N
         load_hardware(str(path))
 
 
-@pytest.mark.parametrize(
-    ("short", "name"),
-    [
-        ("A100", "a100-80g"),
-        ("h100-pcie", "h100-pcie-80g"),
-    ],
-)
+@pytest.mark.parametrize(("short", "name"), [("A100", "a100-80g"), ("h100-pcie", "h100-pcie-80g")])
 def test_the_first_word_is_enough(short: str, name: str) -> None:
     assert load_hardware(short) == load_hardware(name)
 

@@ -5,11 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from boost.config import Config, load
 from boost.config.schema import OptimConfig
@@ -25,6 +21,7 @@ from tests.distributed import run_distributed
 from tests.fake_memory import measure
 from tests.matrices import MEMORY_CELLS as CELLS
 from tests.matrices import MEMORY_CROSSING as CROSSING
+from tests.matrices import first
 from tests.matrices import memory_config as config_of
 from tests.plan.measured import step_peak
 
@@ -33,12 +30,6 @@ EVERY: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     *(("lax", parallel, policy, {"gate": gate, "over": over}) for gate, over, parallel, policy in CROSSING),
 ]
 """Family, layout, policy and gate."""
-
-
-def changed(config: Config, **sections: dict[str, Any]) -> Config:
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=fields) for name, fields in sections.items()}
-    )
 
 
 def error(config: Config) -> float:
@@ -69,13 +60,8 @@ def test_traces_are_cached_by_every_field_they_depend_on() -> None:
         for field in type(section).model_fields:
             value = getattr(section, field)
             other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else f"{value}-"
-            changed_config = (
-                config.model_copy(update={name: section.model_copy(update={field: other})})
-                if field != "layout"
-                else None
-            )
-            if changed_config is not None:
-                forgotten = without_ignored(changed_config) == without_ignored(config)
+            if field != "layout":
+                forgotten = without_ignored(config.changed(**{name: {field: other}})) == without_ignored(config)
                 assert forgotten == (field in ignored), f"{name}.{field}"
 
 
@@ -92,12 +78,12 @@ def test_an_operation_without_a_rule_raises() -> None:
 
 
 def test_every_kind_of_cell_peaks_as_predicted() -> None:
-    """Every 29th cell, with a first micro-batch, whose gradients are new, or a later one."""
+    """Every 43rd cell, with a first micro-batch, whose gradients are new, or a later one."""
     found = {}
-    for number, (family, parallel, policy, gates) in enumerate(EVERY[::29]):
+    for number, (family, parallel, policy, gates) in enumerate(EVERY[::43]):
         dtype, kv_heads = ("bfloat16", 2) if number % 3 else ("float32", 8)
         config = config_of(family, parallel, policy, dtype, kv_heads=kv_heads, layers=2, **gates)
-        config = changed(config, train={"seq_len": 64, "global_batch": 2 + 2 * (number % 2)})
+        config = config.changed(train={"seq_len": 64, "global_batch": 2 + 2 * (number % 2)})
         found[(family, dtype, number % 2, *parallel.values(), policy, *gates.values())] = error(config)
     assert {cell: e for cell, e in found.items() if abs(e) > 0.1} == {}
     assert sum(abs(e) < 0.02 for e in found.values()) > 0.7 * len(found), "most are much closer"
@@ -116,25 +102,20 @@ def test_widths_of_7b_peak_as_predicted(words: list[str]) -> None:
     assert abs(error(load("boost-7b", [*words, "--model.layers", "3"]))) < 0.02
 
 
-@pytest.mark.parametrize(
-    "optim",
-    [{"name": "muon"}, {"name": "loro", "exact_every": 1}],
-    ids=str,
-)
+@pytest.mark.parametrize("optim", [{"name": "muon"}, {"name": "loro", "exact_every": 1}], ids=str)
 @pytest.mark.slow
 def test_optimizers_with_unsharded_factors(optim: dict[str, Any]) -> None:
     for parallel in ({"layout": "btp"}, {"layout": "vanilla"}):
         config = config_of("svd", parallel, "none", "bfloat16", kv_heads=2, layers=1)
-        config = changed(config, train={"micro_batch": 1, "global_batch": 1, "seq_len": 4})
+        config = config.changed(train={"micro_batch": 1, "global_batch": 1, "seq_len": 4})
         config = config.model_copy(update={"optim": OptimConfig.model_validate(optim)})
         assert abs(error(config)) < 0.1
         assert peak(config).during in (STEP, SUM)
 
 
 def test_blocks_that_are_alike_are_computed_once() -> None:
-    config = load(
-        "boost-7b", ["--train.seq_len", "1024", "--train.recompute", "low-rank", "--train.recompute_every", "2"]
-    )
+    words = ["--train.seq_len", "1024", "--train.recompute", "low-rank", "--train.recompute_every", "2"]
+    config = load("boost-7b", words)
     before = set(trace._TRACES)
     first, again = peak(config), peak(config)
     assert first == again
@@ -182,7 +163,7 @@ def test_orders_are_torchs(schedule: str, pp: int, rounds: int) -> None:
             torchs = _Torch(config).order(rank)
             if (
                 schedule == "1f1b"
-            ):  # the table, which this schedule does not run from, numbers the last stage's micro-batches from 1
+            ):  # its table, from which it does not run, numbers the last stage's micro-batches from 1
                 ours, torchs = ([(kind, stage, 0) for kind, stage, _ in order] for order in (ours, torchs))
             assert ours == torchs
 
@@ -193,17 +174,17 @@ MESHES = [
     ("cola", "none", 128, {"pp": 2, "schedule": "gpipe"}),
     ("dense", "full-block", 8, {"pp": 2, "schedule": "1f1b"}),
     ("lax", "low-rank", 128, {"pp": 2, "schedule": "interleaved-1f1b"}),
-    ("svd", "none", 8, {"pp": 2, "schedule": "1f1b"}),
     ("cola", "low-rank", 8, {"dp": 2, "shard": "optimizer"}),
     ("svd", "none", 8, {"dp": 2, "shard": "full"}),
+    ("cola", "none", 8, SUMMED),
+    ("svd", "none", 8, {"pp": 2, "schedule": "1f1b"}),
     ("cola", "full-block", 8, {"dp": 2}),
     ("cola", "none", 128, SUMMED),
-    ("cola", "none", 8, SUMMED),
 ]
 """Many tokens, and few, where weights dominate."""
 
 
-@pytest.mark.parametrize(("family", "policy", "seq_len", "parallel"), MESHES, ids=str)
+@pytest.mark.parametrize(("family", "policy", "seq_len", "parallel"), first(6, MESHES, [str(mesh) for mesh in MESHES]))
 @pytest.mark.slow
 def test_real_processes_peak_as_predicted(family: str, policy: str, seq_len: int, parallel: dict[str, Any]) -> None:
     """Covers stages, shards and buckets."""
@@ -226,9 +207,8 @@ def test_a_pipeline_holds_what_its_order_has_in_flight() -> None:
     """gpipe has all micro-batches in flight; 1F1B as many as there are ranks from this one to the last."""
     held = {}
     for schedule in ("gpipe", "1f1b"):
-        config = load(
-            "boost-13b", ["--parallel.pp", "4", "--train.global_batch", "64", "--parallel.schedule", schedule]
-        )
+        words = ["--parallel.pp", "4", "--train.global_batch", "64", "--parallel.schedule", schedule]
+        config = load("boost-13b", words)
         held[schedule] = [peak(config, rank).by_category["latents"] for rank in range(4)]
     # At the peak, one of ten blocks of one of three micro-batches has already released its latents.
     assert held["gpipe"][1] == pytest.approx(64 / 3 * held["1f1b"][1], rel=0.05)

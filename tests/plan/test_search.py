@@ -67,39 +67,33 @@ def test_candidates_are_exactly_the_valid_configurations() -> None:
         assert from_tree(candidate.model_dump(exclude_none=True)) == candidate
     parallels = [candidate.parallel for candidate in every]
     assert {p.layout for p in parallels} == {"single", "btp", "btp-sp", "btp-cp"}
-    assert {(p.tp, p.pp, p.dp) for p in parallels} == {
-        (t, p, 4 // t // p) for t in (1, 2, 4) for p in (1, 2, 4) if 4 % (t * p) == 0
-    }
+    sizes = {(t, p, 4 // t // p) for t in (1, 2, 4) for p in (1, 2, 4) if 4 % (t * p) == 0}
+    assert {(p.tp, p.pp, p.dp) for p in parallels} == sizes
     assert {p.schedule for p in parallels} == {"1f1b", "interleaved-1f1b"}
-    assert {p.shard for p in parallels} == {"none", "optimizer", "full"} and {p.shard_outer for p in parallels} == {
-        False,
-        True,
-    }
-    odd = every[0].model_copy(update={"parallel": every[0].parallel.model_copy(update={"layout": "btp", "tp": 3})})
-    assert not legal(odd)
+    assert {p.shard for p in parallels} == {"none", "optimizer", "full"}
+    assert {p.shard_outer for p in parallels} == {False, True}
+    assert not legal(every[0].changed(parallel={"layout": "btp", "tp": 3}))
 
 
 def test_skipped_choices_are_never_better() -> None:
     """Applies to gpipe and ungrouped linears."""
     request, predictor = Request(base(), 4, hardware()), Predictor(hardware())
     compared = 0
-    for candidate in list(every_candidate(request))[::9]:
+    for candidate in list(every_candidate(request))[::31]:
         changes: list[dict[str, object]] = []
         changes += [{"grouping": False}] * (candidate.parallel.tp > 1)
         changes += [{"schedule": "gpipe"}] * (candidate.parallel.schedule == "1f1b" and candidate.parallel.pp > 1)
         for change in changes:
-            worse = candidate.model_copy(update={"parallel": candidate.parallel.model_copy(update=change)})
+            worse = candidate.changed(parallel=change)
             if legal(worse):
                 compared += 1
-                assert predictor.predict(worse).seconds >= predictor.predict(candidate).seconds * (1 - 1e-9), (
-                    change,
-                    candidate,
-                )
+                seconds = predictor.predict(candidate).seconds
+                assert predictor.predict(worse).seconds >= seconds * (1 - 1e-9), (change, candidate)
     assert compared > 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpu", ["a100-80g", "h100-80g"])
+@pytest.mark.parametrize("gpu", [pytest.param("a100-80g", marks=pytest.mark.nightly), "h100-80g"])
 def test_skipped_choices_are_never_better_at_real_sizes(gpu: str) -> None:
     """Ungrouped linears and weights cast at each use, for 1B to 30B, TP 2 and a full node."""
     hardware = load_hardware(gpu)
@@ -110,10 +104,8 @@ def test_skipped_choices_are_never_better_at_real_sizes(gpu: str) -> None:
         words = [f"--parallel.layout={layout}", f"--parallel.tp={tp}", f"--train.micro_batch={micro_batch}"]
         best = load(f"boost-{size}", [*words, "--train.global_batch=16", "--train.seq_len=4096"])
         seconds = predictor.predict(best).seconds
-        for section, change in (("parallel", {"grouping": False}), ("train", {"working_copies": False})):
-            changed = getattr(best, section).model_copy(update=change)
-            worse = best.model_copy(update={section: changed})
-            assert predictor.predict(worse).seconds >= seconds * (1 - 1e-9), (size, layout, tp, change)
+        for worse in (best.changed(parallel={"grouping": False}), best.changed(train={"working_copies": False})):
+            assert predictor.predict(worse).seconds >= seconds * (1 - 1e-9), (size, layout, tp, worse)
 
 
 def test_skipped_layouts_send_more() -> None:
@@ -123,7 +115,7 @@ def test_skipped_layouts_send_more() -> None:
     assert outdone == {"vanilla": "btp", "ulysses": "btp-cp"}
     for candidate in list(every_candidate(request))[::7]:
         for name in (name for name, better in outdone.items() if candidate.parallel.layout == better):
-            other = candidate.model_copy(update={"parallel": candidate.parallel.model_copy(update={"layout": name})})
+            other = candidate.changed(parallel={"layout": name})
             if legal(other):
                 compared += 1
                 sent = [sum(c.sent_bytes for c in step_collectives(config)) for config in (candidate, other)]
@@ -162,7 +154,7 @@ def test_invalid_mesh_sizes() -> None:
 
 def test_a_margin_stays_free() -> None:
     """A plan that fits in all of the memory may exceed the margin; it reports the shortfall."""
-    config = base("--model.layers=8", "--train.global_batch=64")
+    config = base("--model.layers=8", "--train.global_batch=16")
     whole = Search(Request(config, 4, hardware(2e9))).fastest()
     assert whole is not None
     tight = hardware(whole.memory * 1.01)
@@ -175,10 +167,8 @@ def test_a_margin_stays_free() -> None:
 
 def test_micro_batches_are_divisors() -> None:
     config = base("--train.global_batch=60")
-    found = {
-        candidate.train.micro_batch
-        for candidate in every_candidate(Request(config, 2, hardware(), frozenset({"parallel.pp"})))
-    }
+    request = Request(config, 2, hardware(), frozenset({"parallel.pp"}))
+    found = {candidate.train.micro_batch for candidate in every_candidate(request)}
     assert {1, 3, 5, 6, 15, 30} <= found
     assert divisors(60) == [n for n in range(1, 61) if 60 % n == 0] and divisors(49) == [1, 7, 49]
 
@@ -227,17 +217,15 @@ def test_explanations_name_the_differences() -> None:
 def test_tp_where_one_device_is_too_small() -> None:
     config = load("boost-30b", ["--train.global_batch=8", "--train.micro_batch=1"])
     config = config.model_copy(update={"parallel": ParallelConfig(layout="single")})
-    fixed = frozenset({"parallel.pp", "train.recompute"})
+    fixed = frozenset({"parallel.pp", "train.recompute", "parallel.overlap"})
     search = Search(Request(config, 4, load_hardware("a100-80g"), fixed))
     best = search.fastest()
     assert best is not None and best.config.parallel.tp > 1
     pure = search.smallest(of=lambda parallel: parallel.tp == 1)
     assert pure is not None
-    if pure.shortfall > 0:
-        said = " ".join(notes(search, best, alternatives(search, best), None))
-        assert "Pure data parallelism does not fit: out of memory by" in said
-    else:
-        pytest.fail("in this case, the whole model should not fit on one device")
+    assert pure.shortfall > 0
+    said = " ".join(notes(search, best, alternatives(search, best), None))
+    assert "Pure data parallelism does not fit: out of memory by" in said
 
 
 def test_a_plan_that_fits_only_without_its_communicators_does_not_fit() -> None:
@@ -252,7 +240,7 @@ def test_a_plan_that_fits_only_without_its_communicators_does_not_fit() -> None:
 
 def test_of_a_tie_the_simplest_is_chosen() -> None:
     fixed = frozenset({"train.recompute_every", "parallel.pp"})  # fewer candidates
-    search = Search(Request(base("--train.global_batch=64", "--train.seq_len=2048"), 4, hardware(), fixed))
+    search = Search(Request(base("--train.global_batch=16", "--train.seq_len=2048"), 4, hardware(), fixed))
     best = search.fastest()
     assert best is not None
     chosen = search.simplest(best)

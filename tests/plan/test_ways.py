@@ -17,26 +17,33 @@ def test_nothing_fits() -> None:
     assert not any_fits(tight) and Search(tight).fastest() is None
 
 
-@pytest.mark.parametrize("usable", [4.0e7, 8e7])
-def test_the_first_way_that_fits_is_named_with_its_price(usable: float) -> None:
-    narrow = ("--train.param_dtype=bfloat16",)
-    for dtype in ((), narrow):
-        asked = Request(base("--train.seq_len=8192", "--train.global_batch=8", *dtype), 1, hardware(usable))
-        search = Search(asked)
-        assert search.fastest() is None
-        words = way_out(search)
-        assert "per step" in words
-        if "param_dtype" in words:
-            config = base("--train.seq_len=8192", "--train.global_batch=8", *narrow)
-            assert not dtype and Search(replace(asked, base=config)).fastest() is not None
-        elif " GPUs (" in words:
-            gpus = int(words.split()[1])
-            assert any_fits(replace(asked, gpus=gpus)) and not any_fits(replace(asked, gpus=gpus // 2))
-            assert "of GPU time per step" in words
-        else:
-            length = int(words.partition("--seq ")[2].partition(")")[0])
-            shorter = base(f"--train.seq_len={length}", "--train.global_batch=8", *dtype)
-            assert Search(replace(asked, base=shorter)).fastest() is not None
+NARROW = "--train.param_dtype=bfloat16"
+
+
+def long(seq_len: int, *more: str) -> Request:
+    """Two sequences on one device of 40 MB."""
+    config = base(f"--train.seq_len={seq_len}", "--train.global_batch=2", *more)
+    return Request(config, 1, hardware(4e7))
+
+
+@pytest.mark.parametrize("way", ["param_dtype", "GPUs", "sequences"])
+def test_the_first_way_that_fits_is_named_with_its_price(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = long(2048) if way == "param_dtype" else long(4096, NARROW)
+    if way == "sequences":
+        monkeypatch.setattr(ways, "MOST_GPUS", 1)
+    search = Search(asked)
+    assert search.fastest() is None
+    words = way_out(search)
+    assert way in words and "per step" in words
+    if way == "param_dtype":
+        assert Search(long(2048, NARROW)).fastest() is not None
+    elif way == "GPUs":
+        gpus = int(words.split()[1])
+        assert any_fits(replace(asked, gpus=gpus)) and not any_fits(replace(asked, gpus=gpus // 2))
+        assert "of GPU time per step" in words
+    else:
+        length = int(words.partition("--seq ")[2].partition(")")[0])
+        assert Search(long(length, NARROW)).fastest() is not None and Search(long(2 * length, NARROW)).fastest() is None
 
 
 def test_a_fixed_choice_is_dropped_first() -> None:
@@ -65,7 +72,7 @@ def test_fewer_gpus_are_faster_over_a_slow_link(monkeypatch: pytest.MonkeyPatch)
             super().__post_init__()
 
     monkeypatch.setattr(ways, "Search", CountedSearch)
-    config = base("--train.global_batch=64", "--train.seq_len=2048")
+    config = base("--train.global_batch=16", "--train.seq_len=2048")
     search = Search(Request(config, 8, two_sites(0.01)))
     best = search.fastest()
     assert best is not None
@@ -82,7 +89,7 @@ def test_fewer_gpus_are_faster_over_a_slow_link(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_nearly_as_fast_is_said_too() -> None:
-    config = base("--train.global_batch=64", "--train.seq_len=2048")
+    config = base("--train.global_batch=16", "--train.seq_len=2048")
     four = Search(Request(config, 4, hardware())).fastest()
     search = Search(Request(config, 8, two_sites(0.01)))
     best = search.fastest()

@@ -5,14 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.experiments.goals import (
-    NO_DIFFERENCE,
-    TARGETS,
-    goal_rows,
-    status,
-    target_of,
-    verdict,
-)
+from benchmarks.experiments.goals import NO_DIFFERENCE, TARGETS, goal_rows, status, target_of, verdict
 from benchmarks.experiments.results import Goal, MeasurementError
 
 FOUND = Goal("btp-sp against btp, bytes", "0.50x", "here", "0.50x", True, "counted")

@@ -5,10 +5,9 @@ from functools import cache
 from benchmarks.experiments import modeled
 from benchmarks.experiments.computed import norm_goal
 from benchmarks.experiments.goals import target_of
-from benchmarks.experiments.published import STEPS, Comparison
+from benchmarks.experiments.published import STEPS
 from benchmarks.experiments.published_report import micro_batch_table
 from benchmarks.experiments.results import Facts
-from boost.plan.hardware import load_hardware
 
 
 @cache
@@ -16,12 +15,10 @@ def facts() -> Facts:
     return modeled.model()
 
 
-def test_the_papers_rows_stand_beside_our_predictions() -> None:
-    steps = Comparison(load_hardware("a100-80g")).steps()
-    for row, step, published in zip(facts()["paper"], steps, STEPS, strict=True):
-        assert row["published"] == published.seconds and row["modeled"] == step.seconds
-        assert (row["strong"] is None) == (published.tp == 1)
-        if row["strong"]:  # what our code sends less than the paper's, and what strong baselines do better
+def test_what_our_code_sends_less_and_strong_baselines_do_better_saves_time() -> None:
+    for row in facts()["paper"]:
+        assert (row["strong"] is None) == (row["tp"] == 1)
+        if row["strong"]:
             assert row["strong"]["seconds"]["btp"] < row["modeled"]["BOOST"]
             assert row["strong"]["seconds"]["vanilla"] < row["modeled"]["vanilla"]
 

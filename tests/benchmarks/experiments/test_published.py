@@ -49,11 +49,7 @@ def changed(section: str, **values: object) -> Hardware:
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        changed("node", gb_s=450.0),
-        changed("speeds", memory_fraction=0.2),
-        changed("speeds", kernel_us=60.0),
-    ],
+    [changed("node", gb_s=450.0), changed("speeds", memory_fraction=0.2), changed("speeds", kernel_us=60.0)],
     ids=["fast links", "slow memory", "slow kernels"],
 )
 def test_other_hardware_is_found_out(wrong: Hardware) -> None:

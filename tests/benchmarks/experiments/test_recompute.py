@@ -1,52 +1,10 @@
-"""The experiment times every policy of every layout in one run and reports the measurements."""
+"""Memory saved per added time: of paired rounds, with an interval."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.experiments import recompute
-from boost.config import Config
-from tests import toy
-from tests.distributed import run_distributed
-
-
-def make_config(tp: int) -> Config:
-    # As wide as it takes for policies to differ, and no wider.
-    return toy.toy_config("float32", model={"vocab_size": 64, "layers": 1, "rank": 8}, parallel={"tp": tp})
-
-
-def run_experiment(config: Config, out: Path) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recompute, "open_mesh", lambda *_: toy.mesh(tp=2))
-        patch.setattr(recompute, "close_mesh", lambda: None)
-        return recompute.recompute_process(config, [2], 7, out)
-
-
-@pytest.mark.nightly
-def test_the_experiment_leaves_numbers_a_table_and_a_picture(tmp_path: Path) -> None:
-    out = tmp_path / "out" / "r"
-    assert run_distributed(2, run_experiment, make_config(2), out) == [0, 0]
-    facts: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())
-    layouts = {row["layout"] for row in facts["rows"]}
-    assert layouts == {"btp, online", "btp, sync", "btp-sp", "vanilla", "vanilla, published", "megatron", "megatron-sp"}
-    for row in facts["rows"]:
-        assert row["kept_bytes"] == row["predicted_bytes"] > 0
-        none = next(
-            r for r in facts["rows"] if (r["layout"], r["batch"], r["policy"]) == (row["layout"], row["batch"], "none")
-        )
-        assert (none["kept_bytes"] > row["kept_bytes"]) == (row["policy"] != "none")
-        assert len(row["seconds"]) == 7 and min(row["seconds"]) > 0
-    for added in recompute.added_times(facts["rows"]):
-        low, high = added.added_quartiles_s
-        assert low <= added.added_s <= high
-        assert (added.against_full_block_interval is None) == (added.policy in ("none", "full-block"))
-    table = out.with_suffix(".md").read_text()
-    assert table.count("\n| ") == 1 + len(facts["rows"])
-    assert "low-rank-sharded" in table
-    assert (out.parent / "recompute.svg").read_text().startswith("<?xml")
-
 
 KEPT = {"none": 1000, "low-rank": 400, "full-block": 100}
 

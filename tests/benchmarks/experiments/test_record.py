@@ -16,10 +16,9 @@ from benchmarks.experiments.record import (
     record,
     score,
     spreads,
-    stack_name,
     stack_of,
     stacks,
-)
+)  # fmt: skip
 from benchmarks.experiments.record_report import LIMIT, goals
 from benchmarks.experiments.results import Facts, read
 from boost.config import load
@@ -41,16 +40,20 @@ def test_rows_are_consistent() -> None:
     assert len(set(facts)) == len(facts)
 
 
+def gpt_177b() -> Row:
+    (row,) = (row for row in record().rows if row.model == "GPT-177B")
+    return row
+
+
 def test_flops_are_counted_as_the_source_counts_them() -> None:
     """Megatron-LM's 177B on 2,304 GPUs: 432.8 TFLOP/s per GPU are 15.6 s for 1,152 sequences of 4,096 tokens."""
-    (row,) = (row for row in record().rows if row.model == "GPT-177B")
+    row = gpt_177b()
     flops = 72 * 1152 * 4096 * 96 * 12288**2 * (1 + 4096 / (6 * 12288) + 131072 / (12 * 12288 * 96))
     assert row.seconds == pytest.approx(flops / (432.8e12 * 2304))
 
 
 def test_unpublished_choices_are_tried() -> None:
-    (row,) = (row for row in record().rows if row.model == "GPT-177B")
-    tried = [(c.train.micro_batch, c.parallel.virtual) for c in configurations(row)]
+    tried = [(c.train.micro_batch, c.parallel.virtual) for c in configurations(gpt_177b())]
     assert len(tried) == len(set(tried)) > 1
     (row,) = (row for row in record().rows if row.model == "MPT-70b" and row.gpus == 512)
     (config,) = configurations(row)
@@ -58,12 +61,8 @@ def test_unpublished_choices_are_tried() -> None:
     assert config.model.ffn_dim == pytest.approx(8 / 3 * row.dim, rel=0.01)
 
 
-def of_model(model: str, stack: str) -> Row:
-    return next(row for row in record().rows if row.model == model and stack_name(row) == stack)
-
-
 def test_a_stack_has_speeds_of_its_own() -> None:
-    hardware, fused = load_hardware("h100-80g"), hardware_of(of_model("GPT-177B", "fused"))
+    hardware, fused = load_hardware("h100-80g"), hardware_of(gpt_177b())
     assert list(stacks()) == ["boost", "eager", "compiled", "async", "nanotron", "fused"]
     ratio = fused.speeds.gemm["bfloat16"].fraction / hardware.speeds.gemm["bfloat16"].fraction
     assert ratio == pytest.approx(stacks()["fused"].gemm["h100"])
@@ -75,16 +74,15 @@ def test_a_stack_has_speeds_of_its_own() -> None:
 
 
 def test_sends_between_stages_wait_overlap_or_block() -> None:
-    config = next(configurations(of_model("GPT-177B", "fused")))
+    config = next(configurations(gpt_177b()))
     hardware = load_hardware("h100-80g")
     waits = {
         name: StackPredictor(hardware, stacks()[name]).predict(config).parts.get(PIPELINE, 0.0)
         for name in ("boost", "fused", "nanotron")
     }
     assert waits["fused"] == 0 < waits["boost"] < waits["nanotron"]
-    two = load(
-        "boost-7b", ["--parallel.layout=single", "--parallel.tp=1", "--parallel.pp=2", "--train.global_batch=32"]
-    )
+    words = ["--parallel.layout=single", "--parallel.tp=1", "--parallel.pp=2", "--train.global_batch=32"]
+    two = load("boost-7b", words)
     seconds = [StackPredictor(hardware, stacks()[name]).predict(two).seconds for name in ("boost", "nanotron")]
     assert seconds[0] == seconds[1]  # no stage has two neighbors
 
@@ -118,7 +116,7 @@ def test_a_row_may_have_nodes_and_a_network_of_its_own() -> None:
 
 
 def test_a_source_is_predicted_without_what_is_fitted_to_it() -> None:
-    (row,) = (row for row in record().rows if row.model == "GPT-177B")
+    row = gpt_177b()
     (scored,) = score([row])
     slower = StackPredictor(hardware_of(row, stacks()["fused"].unfitted), stacks()["fused"].unfitted)
     fitted = StackPredictor(hardware_of(row), stacks()["fused"])
@@ -182,8 +180,7 @@ def test_the_committed_result_is_current(facts: Facts) -> None:
 
 def test_a_biased_kind_of_gpu_fails(facts: Facts) -> None:
     """If only the H100s are 16 % too slow, the mean error stays within its limit, but the bias of that kind does not."""
-    wrong = [
-        row | {"predicted_s": row["predicted_s"] * (1.16 if row["gpu"] == "h100-80g" else 1.0)} for row in facts["rows"]
-    ]
+    factors = {"h100-80g": 1.16}
+    wrong = [row | {"predicted_s": row["predicted_s"] * factors.get(row["gpu"], 1.0)} for row in facts["rows"]]
     error, _ = goals(facts | {"rows": wrong})
     assert not error.met and "h100" in error.remark and errors(wrong).mape < LIMIT

@@ -5,43 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.experiments.results import (
-    Figure,
-    MeasurementError,
-    Section,
-    Table,
-    differences,
-    facts_of,
-    keep,
-    machine,
-    origin,
-    read,
-    require_one_machine,
-    resumed,
-    save_section,
-)
+from benchmarks.experiments.results import MeasurementError, differences, facts_of, keep, machine, read, require_one_machine, resumed
 from boost.config import load
 from boost.errors import ConfigError
-
-
-def test_a_section_is_written_with_its_command_and_machine(tmp_path: Path) -> None:
-    facts = facts_of("toy", load("demo"), rows=[1])
-    drawn: list[Path] = []
-    section = Section(
-        "Toys",
-        (
-            "Some words.",
-            Table("All of them.", ("toy", "price:"), (("bear", "3"),)),
-            Figure("toy-cost", "Cost", drawn.append),
-        ),
-    )
-    save_section(tmp_path / "out" / "toy", facts, section)
-    text = (tmp_path / "out" / "toy.md").read_text()
-    assert text.startswith("# Toys\n") and " ".join(facts["environment"]["command"]) in text
-    assert origin(facts["environment"]) in text and "thread(s)" in text
-    assert "| toy | price |\n|---|--:|\n| bear | 3 |" in text and "![Cost](toy-cost.svg)" in text
-    assert drawn == [tmp_path / "out" / "toy-cost.svg"]
-    assert read(tmp_path / "out" / "toy.json", "toy") == json.loads(json.dumps(facts))
 
 
 @pytest.mark.parametrize(

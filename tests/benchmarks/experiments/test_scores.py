@@ -85,11 +85,6 @@ def test_two_processes_score_as_one_and_as_the_definition(
     assert found["local_cloze acc"] == 0 and not math.isnan(found["local_order acc"])
 
 
-def test_without_questions_there_is_no_folder(store: Path, tmp_path: Path) -> None:
-    with scores.task_folder(make_config(store, tmp_path, 1), 0) as folder:
-        assert folder is None
-
-
 def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ConfigError, match=r"--questions needs lm-evaluation-harness; install it with: pip install"):

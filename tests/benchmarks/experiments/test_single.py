@@ -8,7 +8,7 @@ from benchmarks.commands import LEAST_ROUNDS, main
 from benchmarks.experiments import results
 from benchmarks.experiments import single as bench
 from benchmarks.experiments.results import Facts
-from benchmarks.experiments.single_report import GEMM, ceiling, flop_ratio, goals, overhead, section, share
+from benchmarks.experiments.single_report import GEMM, ceiling, flop_ratio, goals, overhead, share
 from boost.config.architecture import flops_per_token
 from tests import toy
 
@@ -68,6 +68,4 @@ def test_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert set(found["contests"]) == {"families", "dense", "cola", "svd"}
     assert {"dense", "cola", "svd", "lax", "transformers LLaMA", GEMM} == set(found["contests"]["families"]["seconds"])
     assert all(len(s) == LEAST_ROUNDS for turns in found["contests"].values() for s in turns["seconds"].values())
-    text = (tmp_path / "single.md").read_text(encoding="utf-8")
-    assert "| cola |" in text and "ours / plain" in text and (tmp_path / "single-share.svg").stat().st_size > 0
-    assert section(facts).title and len(goals(facts)) == 3
+    assert len(goals(facts)) == 3

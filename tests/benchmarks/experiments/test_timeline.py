@@ -1,14 +1,12 @@
-"""The picture and the numbers of a recorded step."""
+"""The numbers of a recorded step."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.commands import main
 from benchmarks.experiments.timeline import (
     Interval,
     ProcessStep,
@@ -20,7 +18,6 @@ from benchmarks.experiments.timeline import (
     union,
     without,
 )
-from boost.errors import ConfigError, DataError
 
 
 def event(name: str, begin: float, end: float, category: str = "cpu_op") -> dict[str, Any]:
@@ -73,24 +70,6 @@ def test_kernels_of_a_gpu_are_one_or_the_other(tmp_path: Path) -> None:
     assert milliseconds(step.waiting) == [(50, 60)]
 
 
-def test_the_middle_step_unless_asked(tmp_path: Path) -> None:
-    path = trace(tmp_path, *(event(f"step {n}", 10 * n, 10 * n + 9, "user_annotation") for n in (3, 4, 5)))
-    assert read_step(path, 0)[0] == 4
-    assert read_step(path, 0, 5)[0] == 5
-    with pytest.raises(ConfigError, match=r"--step = 9 was not recorded in .*rank0.json; recorded steps: 3, 4, 5$"):
-        read_step(path, 0, 9)
-
-
-def test_invalid_traces_give_one_line(tmp_path: Path) -> None:
-    path = trace(tmp_path, event("aten::mm", 0, 9))
-    with pytest.raises(DataError, match=r"rank0.json has no step"):
-        read_step(path, 0)
-    for text in ("", "[1]", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": [{"ph": "X", "name": "step 1"}]}'):
-        path.write_text(text)
-        with pytest.raises(DataError, match="is not a trace written by train.profile"):
-            read_step(path, 0)
-
-
 points = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), max_size=8)
 
 
@@ -106,21 +85,6 @@ def test_intervals_are_sets_of_points(some: list[tuple[int, int]], others: list[
     difference = without(left, right)
     assert covered(difference) == covered(left) - covered(right)
     assert total(difference) == len(covered(difference))
-
-
-@pytest.mark.slow
-def test_it_draws_and_says_what_was_hidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    run = tmp_path / "run"
-    run.mkdir()
-    for rank in range(2):  # steps that send nothing wait for nothing
-        trace(run, event("step 3", 0, 50, "user_annotation"), event("aten::mm", 0, 20), rank=rank)
-    assert main(["timeline", str(run)]) == 0
-    out = capsys.readouterr().out
-    assert "step 3" in out and out.count("100%") == 2
-    assert (run / "profile" / "timeline.svg").stat().st_size > 1000
-    assert main(["timeline", str(run), "--step", "3", "--out", str(tmp_path / "pictures" / "one.png")]) == 0
-    assert (tmp_path / "pictures" / "one.png").read_bytes().startswith(b"\x89PNG")
 
 
 RECORDED = ProcessStep(

@@ -9,13 +9,11 @@ import pytest
 
 from benchmarks.commands import main
 from benchmarks.experiments import validation
-from benchmarks.experiments.results import Table
 from benchmarks.experiments.validation import GPU, MACHINE, MeasuredStep
-from benchmarks.experiments.validation_report import section
 from boost.config.load import from_tree
 from boost.measure.steps import prediction
 from boost.plan.hardware import Hardware, load_hardware
-from boost.train.launch import launch
+from boost.train.launch import can_fork, launch
 from tests import toy
 from tests.distributed import run_distributed
 
@@ -31,20 +29,12 @@ def measured(hardware: Hardware, count: int = 12, slower: float = 1.05) -> list[
         config = toy.toy_config("float32", parallel={"tp": tp, "layout": "btp"}, model={"layers": 1 + number // 2})
         ours = prediction(from_tree(config.model_dump()), hardware)
         seconds = slower * ours.predicted_s
-        result.append(
-            MeasuredStep(
-                name=f"btp, {1 + number // 2} blocks",
-                processes=tp,
-                config=config.model_dump(),
-                share=False,
-                measured_s=seconds,
-                raw_s=1.1 * seconds,
-                quartiles_s=(0.99 * seconds, 1.02 * seconds),
-                measured_peak=int(1.02 * ours.predicted_peak),
-                counted_sent=ours.predicted_sent,
-                **asdict(ours),
-            )
-        )
+        step = {
+            "name": f"btp, {1 + number // 2} blocks", "processes": tp, "config": config.model_dump(), "share": False,
+            "measured_s": seconds, "raw_s": 1.1 * seconds, "quartiles_s": (0.99 * seconds, 1.02 * seconds),
+            "measured_peak": int(1.02 * ours.predicted_peak), "counted_sent": ours.predicted_sent,
+        }  # fmt: skip
+        result.append(MeasuredStep(**step, **asdict(ours)))
     return result
 
 
@@ -63,13 +53,11 @@ def measure_with(monkeypatch: pytest.MonkeyPatch, out: Path, hardware: Hardware,
 def test_measurements_on_other_devices_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "validation"
     first = measure_with(monkeypatch, out, CPU)
-    assert first[GPU] is None and "Steps measured on a GPU.\n\nNot measured." in out.with_suffix(".md").read_text()
+    assert first[GPU] is None
     second = measure_with(monkeypatch, out, A100, count=2)
     assert len(second[MACHINE]["rows"]) == 12 and len(second[GPU]["rows"]) == 2
     verdicts = list(validation.verdicts(second))
     assert [v.what for v in verdicts] == ["time", "memory", "bytes sent"] * 2 and all(v.holds for v in verdicts)
-    text = out.with_suffix(".md").read_text(encoding="utf-8")
-    assert "| btp, 6 blocks | 2 |" in text and "Not measured" not in text
 
 
 def test_predictions_are_made_again_from_the_stored_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,19 +101,12 @@ def test_a_dozen_configurations_are_asked_for_on_cpus() -> None:
     few = rows(count=11)
     assert not any(v.holds for v in of(few))
     assert all(v.holds for v in of(few, GPU))
-    assert any("fewer than 12" in row[-1] for row in verdict_table({MACHINE: section_of(few), GPU: None}).rows)
 
 
-def section_of(found: list[dict[str, Any]], hardware: Hardware = CPU) -> dict[str, Any]:
-    versions = {"torch": "2", "python": "3", "started": "today"}
-    environment = {"command": ["x"], "git": None, "gpus": [], "cpu": "CPU", "cores": 2} | versions
-    return {"rows": found, "hardware": hardware.model_dump(), "environment": environment}
-
-
-def verdict_table(facts: dict[str, Any]) -> Table:
-    table = section(facts).parts[0]
-    assert isinstance(table, Table)
-    return table
+SMALL = {
+    "model": {"vocab_size": 512, "dim": 64, "ffn_dim": 128, "layers": 2, "rank": 16},
+    "train": {"seq_len": 128, "micro_batch": 2, "global_batch": 4},
+}
 
 
 def measured_cases(cases: list[dict[str, Any]]) -> list[validation.MeasuredStep]:
@@ -138,12 +119,8 @@ def measured_cases(cases: list[dict[str, Any]]) -> list[validation.MeasuredStep]
 
 @pytest.mark.slow
 def test_bytes_are_exact_and_the_peak_is_near() -> None:
-    model = {"vocab_size": 512, "dim": 64, "ffn_dim": 128, "layers": 2, "rank": 16}
-    train = {"seq_len": 128, "micro_batch": 2, "global_batch": 4}
-    cases = [
-        {"model": model, "train": train, "parallel": parallel}
-        for parallel in ({"tp": 2, "layout": "btp-sp"}, {"dp": 2, "layout": "single"}, {"pp": 2, "layout": "single"})
-    ]
+    meshes = ({"tp": 2, "layout": "btp-sp"}, {"dp": 2, "layout": "single"}, {"pp": 2, "layout": "single"})
+    cases = [{**SMALL, "parallel": parallel} for parallel in meshes]
     rows = run_distributed(2, measured_cases, cases)[0]
     for row in rows:
         assert row.counted_sent == row.predicted_sent > 0, row.name
@@ -153,20 +130,13 @@ def test_bytes_are_exact_and_the_peak_is_near() -> None:
         assert row.processes == 2
 
 
-SHARE = {
-    "model": {"vocab_size": 512, "dim": 64, "ffn_dim": 128, "layers": 2, "rank": 16},
-    "train": {"seq_len": 128, "micro_batch": 2, "global_batch": 2},
-    "parallel": {"tp": 4, "layout": "btp"},
-    "run": {"device": "cpu"},
-}
-
-
 @pytest.mark.slow
 def test_the_share_of_a_process_is_measured_without_the_others(tmp_path: Path) -> None:
     """Runs in a separate process, because the fake process group must be its only one."""
     out = tmp_path / "steps.json"
-    work = [("share", toy.toy_config("float32", **SHARE))]
-    assert launch(validation._measure_into, (work, load_hardware("a100-80g"), True, out), 1, log_dir=None) == 0
+    work = [("share", toy.toy_config("float32", **SMALL, parallel={"tp": 4, "layout": "btp"}, run={"device": "cpu"}))]
+    words = (work, load_hardware("a100-80g"), True, out)
+    assert launch(validation._measure_into, words, 1, log_dir=None, forks=can_fork()) == 0
     (row,) = json.loads(out.read_text())
     assert (row["share"], row["processes"]) == (True, 4)
     assert row["counted_sent"] == row["predicted_sent"] > 0
@@ -193,6 +163,5 @@ def test_the_configurations_are_legal_and_of_many_kinds(device: str) -> None:
     configs = [validation.case(name, device) for name in validation.cases(device)]
     assert len(configs) >= 12
     assert {"btp", "btp-sp", "vanilla", "megatron-sp"} <= {config.parallel.layout for config in configs}
-    assert sorted(name for _, _, names in validation._groups(device) for name in names) == sorted(
-        validation.cases(device)
-    )
+    names = [name for _, _, names in validation._groups(device) for name in names]
+    assert sorted(names) == sorted(validation.cases(device))

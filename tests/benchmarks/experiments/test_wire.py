@@ -7,28 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.experiments import wire, wire_report
-from benchmarks.experiments.hosts import Host, hosts, why_no_hosts
-from benchmarks.experiments.results import MeasurementError, Table, figures, read
-from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON_SP, PUBLISHED
+from benchmarks.experiments.hosts import Host, why_no_hosts
+from benchmarks.experiments.results import MeasurementError, figures, read
+from benchmarks.experiments.steps import BTP, MEGATRON_SP
 from benchmarks.experiments.wire import WireLaunch, schedule
 from benchmarks.experiments.wire_plan import BTP_CP, MAIN, MANY, MESHES, NO_LIMIT, WireContender, WireGroup, WireSet
 from boost.errors import ConfigError
-from boost.measure.steps import Stepper
-from boost.parallel.mesh import Mesh
 
 SMALL = {"vocab_size": 32, "seq_len": 16, "micro_batch": 2, "global_batch": 4}
 HALVED = WireContender(BTP, "halves")
-TINY = WireGroup(
-    "TP 2",
-    (64, 2, 96, 4),
-    SMALL,
-    (WireContender(MEGATRON_SP), WireContender(BTP), HALVED),
-    recorded=(HALVED,),
-    collectives=True,
-)
+CONTENDERS = (WireContender(MEGATRON_SP), WireContender(BTP), HALVED)
+TINY = WireGroup("TP 2", (64, 2, 96, 4), SMALL, CONTENDERS, recorded=(HALVED,), collectives=True)
 PLAN = WireSet("main", (TINY,), launches=2, rounds=7)
 
 
@@ -55,36 +46,8 @@ def test_the_experiment(joined: None, tmp_path: Path, monkeypatch: pytest.Monkey
             assert min(slow["collectives"][f"{name}, 1 MiB"]) > 0.8 * 2**19 * 8 / 200e6, "half crosses, at 200 Mbit/s"
         assert min(slow["collectives"]["all-reduce, 1 MiB"]) > 0.8 * 2**20 * 8 / 200e6
         assert {row["name"] for row in slow["rows"]} == {MEGATRON_SP, BTP, HALVED.name}
-    section = wire_report.section(facts)
-    tables = [part for part in section.parts if isinstance(part, Table)]
-    assert len(tables[0].rows) == 9 and [row[:2] for row in tables[1].rows] == [
-        ("588 Mbit/s, share-matched", BTP), ("200 Mbit/s, slow", BTP),
-    ]  # fmt: skip
-    assert [row[:2] for row in tables[-1].rows] == [(HALVED.name, "0"), (HALVED.name, "1")], (
-        "timelines of the last launch"
-    )
-    assert [figure.name for figure in figures(section)] == ["wire", "wire-timeline"]
-    assert all((tmp_path / f"{figure.name}.svg").stat().st_size > 1000 for figure in figures(section))
+    assert all((tmp_path / f"{figure.name}.svg").is_file() for figure in figures(wire_report.section(facts)))
     assert not out.with_suffix(".partial").exists()
-
-
-@pytest.mark.nightly
-def test_four_hosts_compute_the_loss_of_one_process(joined: None) -> None:
-    contenders = (WireContender(PUBLISHED), HALVED, WireContender(BTP_SP, "halves"))
-    group = replace(TINY, contenders=contenders, mesh={"tp": 2, "pp": 2}, collectives=False, recorded=())
-    configs = group.configs("demo", [])
-    with hosts(group.processes) as found:
-        measured = wire.measure(found, 1000.0, WireLaunch(group, "slow", 0), configs, 7)
-    shared = {key: each for key, each in configs[BTP + ", halves"].model_dump().items() if key != "parallel"}
-    alone = Stepper(
-        type(configs[HALVED.name]).model_validate({**shared, "parallel": {"layout": "single"}}),
-        Mesh(torch.device("cpu")),
-    )
-    loss = float(alone.step()[0])
-    assert [row["name"] for row in measured["rows"]] == [each.name for each in contenders]
-    for row in measured["rows"]:
-        assert row["loss"] == pytest.approx(loss, rel=1e-5)
-        assert row["sent_bytes"] > 0 and len(row["seconds"]) == 7
 
 
 class Killed(BaseException):
@@ -94,9 +57,7 @@ class Killed(BaseException):
 def fake(calls: list[tuple[str, int]], limit: int) -> Any:
     """A `measure` without processes, in which the machine is lost after `limit` launches."""
 
-    def measure(
-        found: Any, mbit: float | None, launch: WireLaunch, configs: Any, rounds: int, draws: bool = False
-    ) -> Any:
+    def measure(found: Any, mbit: Any, launch: WireLaunch, configs: Any, rounds: int, draws: bool = False) -> Any:
         if len(calls) == limit:
             raise Killed
         calls.append((launch.wire, launch.number))
@@ -115,17 +76,11 @@ def without_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_killed_experiment_resumes_where_it_was(
-    without_hosts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    without_hosts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, every = tmp_path / "wire", [(each.wire, each.number) for each in schedule(PLAN, [50.0])]
-    assert every == [
-        (NO_LIMIT, 0),
-        ("50 Mbit/s", 0),
-        ("share-matched", 0),
-        ("slow", 0),
-        ("share-matched", 1),
-        ("slow", 1),
-    ]
+    first = [(NO_LIMIT, 0), ("50 Mbit/s", 0), ("share-matched", 0), ("slow", 0)]
+    assert every == [*first, ("share-matched", 1), ("slow", 1)]
     calls: list[tuple[str, int]] = []
     monkeypatch.setattr(wire, "measure", fake(calls, 3))
     with pytest.raises(Killed):
@@ -138,8 +93,6 @@ def test_a_killed_experiment_resumes_where_it_was(
     assert calls == every, "nothing is measured twice"
     facts = read(out.with_suffix(".json"), "wire")
     assert facts["groups"][:3] == kept["groups"] and not out.with_suffix(".partial").exists()
-    said = capsys.readouterr().out
-    assert "main 4/6: TP 2, slow wire, launch 1;" in said and " to go" in said
     assert wire.wire(PLAN, "demo", [], [50.0], out) == 0
     assert calls == every, "a finished set is not measured again"
 

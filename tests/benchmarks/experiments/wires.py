@@ -17,38 +17,19 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def made_up(
-    seconds: Mapping[str, float], launches: int = 3, rounds: int = 7, group: str = "TP 2", name: str = "main"
-) -> Facts:
+def made_up(seconds: Mapping[str, float], name: str = "main") -> Facts:
     """A result in which the step of a contender takes its seconds without a limit, and rounds differ by a thousandth."""
-    found = []
-    for launch in range(launches):
+    groups = []
+    for launch in range(3):
         for wire, added in ADDED.items():
-            rows = [
-                {
-                    "name": contender,
-                    "seconds": [
-                        (own + added * (0.5 if "halves" in contender else 1)) * (1 + (n + launch) / 1e3)
-                        for n in range(rounds)
-                    ],
-                    "sent_bytes": 1000,
-                    "config": CONFIG,
-                }
-                for contender, own in seconds.items()
-            ]
-            found.append(
-                {
-                    "group": group,
-                    "wire": wire,
-                    "launch": launch,
-                    "mbit": MBIT[wire],
-                    "rows": rows,
-                    "tp": 2,
-                    "threads": 1,
-                }
-            )
-    marked = {wire: MBIT[wire] for wire in MARKED}
+            rows = []
+            for contender, own in seconds.items():
+                whole = own + added * (0.5 if "halves" in contender else 1)
+                found = [whole * (1 + (n + launch) / 1e3) for n in range(7)]
+                rows.append({"name": contender, "seconds": found, "sent_bytes": 1000, "config": CONFIG})
+            where = {"group": "TP 2", "wire": wire, "launch": launch, "mbit": MBIT[wire], "tp": 2, "threads": 1}
+            groups.append({**where, "rows": rows})
     return {
-        "experiment": "wire", "set": name, "rounds": rounds, "launches": launches, "marked": marked, "groups": found,
-        "environment": {"git": None}, "config": CONFIG,
+        "experiment": "wire", "set": name, "rounds": 7, "launches": 3, "marked": {wire: MBIT[wire] for wire in MARKED},
+        "groups": groups, "environment": {"git": None}, "config": CONFIG,
     }  # fmt: skip

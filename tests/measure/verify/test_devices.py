@@ -2,14 +2,7 @@
 
 import pytest
 
-from boost.measure.verify.devices import (
-    Facts,
-    devices_of,
-    facts,
-    free_memory,
-    reachable,
-    same_software,
-)
+from boost.measure.verify.devices import Facts, devices_of, facts, free_memory, reachable, same_software
 from tests import toy
 
 GPU: Facts = {

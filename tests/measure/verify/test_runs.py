@@ -1,39 +1,45 @@
 """Full runs that `boost verify` starts. `cli/test_verify.py` runs the checks themselves."""
 
+import contextlib
 import os
 import signal
 import subprocess
-import sys
+import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from boost.config import load
 from boost.measure.verify import runs
-
-PROGRAM = """
-import subprocess, time
-from boost.config import load
-from boost.measure.verify import runs
 from boost.measure.verify.report import Report
+from tests.train.commands import ForkedPython
 
-def first(trial):
-    with trial._started("first") as process:
-        print(process.pid, flush=True)
-        time.sleep(600)
 
-popen, runs._Trial.first = subprocess.Popen, first
-runs.subprocess.Popen = lambda command, **options: popen(["sleep", "600"], **options)
-runs.verify(Report(), load(None).model, 1, "cpu")
-"""
+def verify_a_run_that_sleeps(pid: Path) -> int:
+    def first(trial: runs._Trial) -> Any:
+        with trial._started("first") as process:
+            pid.with_suffix(".new").write_text(str(process.pid))
+            pid.with_suffix(".new").rename(pid)
+            time.sleep(600)
+
+    popen = subprocess.Popen
+    mock.patch.object(runs._Trial, "first", first).start()
+    mock.patch.object(runs.subprocess, "Popen", lambda command, **options: popen(["sleep", "600"], **options)).start()
+    runs.verify(Report(), load(None).model, 1, "cpu")
+    return 0
 
 
 @pytest.mark.slow
-def test_sigterm_ends_the_run_in_progress_too() -> None:
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as verify:
-        assert verify.stdout is not None
-        started = int(next(line for line in verify.stdout if line.strip().isdecimal()))
+def test_sigterm_ends_the_run_in_progress_too(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    with contextlib.closing(ForkedPython(verify_a_run_that_sleeps, [pid], os.environ)) as verify:
+        while not pid.exists():
+            assert verify.poll() is None, verify.communicate()
+            time.sleep(0.01)
+        started = int(pid.read_text())
         os.kill(started, 0)
         verify.send_signal(signal.SIGTERM)
         assert verify.wait(60) == 128 + signal.SIGTERM
