@@ -35,19 +35,6 @@ def test_a_small_model_has_several_buckets_too() -> None:
     assert len(bucket_lengths([2**20] * 32)) == 8
 
 
-@pytest.mark.parametrize("norm", ["online", "sync"])
-def test_btp_sends_28_r_a_token_and_block(norm: str) -> None:
-    """layouts.md: 28 r of all-reduced latents per token, forward plus backward, in addition to norm statistics."""
-    config = load("boost-7b", ["--parallel.norm", norm])
-    model, tokens = config.model, 4096
-    table = micro_batch_collectives(model, config.parallel, tokens, "bfloat16")
-    assert model.rank is not None
-    sent = sum(c.sent_bytes for c in table if c.kind == "all-reduce") / model.layers
-    latents = 28 * model.rank * tokens * (4 - 1) / 4 * 2
-    statistics = 2 * 2 * 0.75 * (2 * 3 * 4 * tokens if norm == "online" else 2 * 2 * 2 * tokens)
-    assert sent == pytest.approx(latents + statistics)
-
-
 def block_bytes(*overrides: str) -> dict[str, float]:
     """Bytes sent by the blocks of boost-7b at TP 4, by phase, in units of one number per token and block, times (p-1)/p."""
     config = load("boost-7b", overrides)
@@ -71,6 +58,8 @@ def test_btp_sp_sends_exactly_half_of_btps_latents(grouping: str) -> None:
     statistics = 2 * 2 * 3 * 4  # all-reduced in each of two groups: three bf16 numbers for each of four processes
     assert half == {"forward": 7 * R, "backward": 7 * R}
     assert btp == {"forward": 14 * R + statistics, "backward": 14 * R}
+    sync = block_bytes("--parallel.norm", "sync", "--parallel.grouping", grouping)
+    assert sum(sync.values()) == 28 * R + 16
 
 
 @pytest.mark.parametrize("layout", ["megatron", "megatron-sp"])

@@ -1,16 +1,20 @@
 """Predicted peak memory of a step, against measurements on fake tensors and on real processes."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from boost.config import Config, load
 from boost.config.schema import OptimConfig
+from boost.measure import steps
+from boost.measure.memory import MemoryTracker
 from boost.plan import trace
-from boost.plan.categories import WORK
+from boost.plan.categories import WEIGHTS, WORK
 from boost.plan.collectives import step_collectives
 from boost.plan.memory import BACKWARD, STEP, SUM, _StepMemory, actions, peak
 from boost.plan.shape_tensor import NoRuleError, leaf, make
@@ -23,7 +27,6 @@ from tests.matrices import MEMORY_CELLS as CELLS
 from tests.matrices import MEMORY_CROSSING as CROSSING
 from tests.matrices import first
 from tests.matrices import memory_config as config_of
-from tests.plan.measured import step_peak
 
 EVERY: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     *((family, parallel, policy, {}) for family, parallel, policy in CELLS),
@@ -37,12 +40,12 @@ def error(config: Config) -> float:
     return peak(config).total / sum(measure(config).peak.values()) - 1
 
 
-@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("third", [0, *(pytest.param(third, marks=pytest.mark.nightly) for third in (1, 2))])
 @pytest.mark.slow
-def test_traced_collectives_match_the_table(half: int) -> None:
+def test_traced_collectives_match_the_table(third: int) -> None:
     """Same order and phases. The trace and the table are derived independently from the configuration."""
     wrong = []
-    for number, (family, parallel, policy, gates) in enumerate(EVERY[half::2]):
+    for number, (family, parallel, policy, gates) in enumerate(EVERY[third::3]):
         for dtype, kv_heads in (("bfloat16", 2), ("float32", 8))[: 1 + (number % 3 == 0)]:
             config = config_of(family, parallel, policy, dtype, kv_heads=kv_heads, layers=2, **gates)
             traced = pass_of_block(config, 1).collectives
@@ -89,28 +92,34 @@ def test_every_kind_of_cell_peaks_as_predicted() -> None:
     assert sum(abs(e) < 0.02 for e in found.values()) > 0.7 * len(found), "most are much closer"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--parallel.tp", "4", "--parallel.layout", "btp-sp", "--train.recompute", "low-rank"],
-        ["--parallel.tp", "2", "--parallel.layout", "vanilla", "--train.global_batch", "8"],
-    ],
-    ids=["btp-sp", "vanilla"],
-)
-@pytest.mark.slow
-def test_widths_of_7b_peak_as_predicted(words: list[str]) -> None:
-    assert abs(error(load("boost-7b", [*words, "--model.layers", "3"]))) < 0.02
+WIDE = [
+    "--parallel.tp=4 --parallel.layout=btp-sp --train.recompute=low-rank",
+    "--parallel.tp=2 --parallel.layout=vanilla --train.global_batch=8",
+]
 
 
-@pytest.mark.parametrize("optim", [{"name": "muon"}, {"name": "loro", "exact_every": 1}], ids=str)
+@pytest.mark.parametrize("words", first(1, WIDE))
 @pytest.mark.slow
-def test_optimizers_with_unsharded_factors(optim: dict[str, Any]) -> None:
-    for parallel in ({"layout": "btp"}, {"layout": "vanilla"}):
-        config = config_of("svd", parallel, "none", "bfloat16", kv_heads=2, layers=1)
-        config = config.changed(train={"micro_batch": 1, "global_batch": 1, "seq_len": 4})
-        config = config.model_copy(update={"optim": OptimConfig.model_validate(optim)})
-        assert abs(error(config)) < 0.1
-        assert peak(config).during in (STEP, SUM)
+def test_widths_of_7b_peak_as_predicted(words: str) -> None:
+    assert abs(error(load("boost-7b", [*words.split(), "--model.layers=3"]))) < 0.02
+
+
+OPTIMIZERS = [
+    ({"name": "muon"}, "btp"),
+    ({"name": "loro", "exact_every": 1}, "vanilla"),
+    ({"name": "muon"}, "vanilla"),
+    ({"name": "loro", "exact_every": 1}, "btp"),
+]
+
+
+@pytest.mark.parametrize(("optim", "layout"), first(2, OPTIMIZERS))
+@pytest.mark.slow
+def test_optimizers_with_unsharded_factors(optim: dict[str, Any], layout: str) -> None:
+    config = config_of("svd", {"layout": layout}, "none", "bfloat16", kv_heads=2, layers=1)
+    config = config.changed(train={"micro_batch": 1, "global_batch": 1, "seq_len": 4})
+    config = config.model_copy(update={"optim": OptimConfig.model_validate(optim)})
+    assert abs(error(config)) < 0.1
+    assert peak(config).during in (STEP, SUM)
 
 
 def test_blocks_that_are_alike_are_computed_once() -> None:
@@ -124,31 +133,24 @@ def test_blocks_that_are_alike_are_computed_once() -> None:
     assert kinds["loss"] == kinds["embedding"] == 1
 
 
-class _Torch:
-    """Action orders of torch.distributed.pipelining, from schedules without real stages."""
-
-    def __init__(self, config: Config) -> None:
-        parallel, count = config.parallel, config.train.global_batch // config.train.micro_batch
-        kinds: dict[str, Any] = {
-            "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved-1f1b": ScheduleInterleaved1F1B,
-        }  # fmt: skip
-        schedule = object.__new__(kinds[parallel.schedule])
-        schedule._n_microbatches, schedule._num_stages = count, parallel.stages
-        schedule.pp_group_size, schedule.n_local_stages = parallel.pp, parallel.virtual
-        schedule.microbatches_per_round = count // max(1, count // parallel.pp)
-        self.schedule = schedule
-
-    def order(self, rank: int) -> list[tuple[str, int, int]]:
-        if hasattr(self.schedule, "_calculate_single_rank_operations"):
-            found = self.schedule._calculate_single_rank_operations(rank)
-        else:
-            found = self.schedule._get_pipeline_order()[rank]
-        names = {"FORWARD": "forward", "FULL_BACKWARD": "backward"}
-        return [
-            (names[a.computation_type.name], a.stage_index // self.schedule.pp_group_size, a.microbatch_index)
-            for a in found
-            if a is not None and a.computation_type.name in names
-        ]
+def torchs_order(config: Config, rank: int) -> list[tuple[str, int, int]]:
+    """Actions of torch.distributed.pipelining, from schedules without real stages."""
+    parallel, count = config.parallel, config.train.global_batch // config.train.micro_batch
+    kinds: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved-1f1b": ScheduleInterleaved1F1B}
+    schedule = object.__new__(kinds[parallel.schedule])
+    schedule._n_microbatches, schedule._num_stages = count, parallel.stages
+    schedule.pp_group_size, schedule.n_local_stages = parallel.pp, parallel.virtual
+    schedule.microbatches_per_round = count // max(1, count // parallel.pp)
+    if hasattr(schedule, "_calculate_single_rank_operations"):
+        found = schedule._calculate_single_rank_operations(rank)
+    else:
+        found = schedule._get_pipeline_order()[rank]
+    names = {"FORWARD": "forward", "FULL_BACKWARD": "backward"}
+    return [
+        (names[a.computation_type.name], a.stage_index // parallel.pp, a.microbatch_index)
+        for a in found
+        if a is not None and a.computation_type.name in names
+    ]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b"])
@@ -160,12 +162,41 @@ def test_orders_are_torchs(schedule: str, pp: int, rounds: int) -> None:
         config = toy.toy_config(model={"layers": 12}, parallel=parallel, train={"global_batch": 2 * pp * rounds})
         for rank in range(pp):
             ours = [(action.kind, action.stage, action.micro_batch) for action in actions(config, rank)]
-            torchs = _Torch(config).order(rank)
+            torchs = torchs_order(config, rank)
             if (
                 schedule == "1f1b"
             ):  # its table, from which it does not run, numbers the last stage's micro-batches from 1
                 ours, torchs = ([(kind, stage, 0) for kind, stage, _ in order] for order in (ours, torchs))
             assert ours == torchs
+
+
+class ResizingTracker(MemoryTracker):
+    """Also tracks storages that fully_shard frees and reallocates under live tensors, without any operation."""
+
+    def __enter__(self) -> Any:
+        self._patch = pytest.MonkeyPatch()
+        for name in ("alloc_storage", "free_storage"):
+            self._patch.setattr(_fsdp_param, name, self._watching(getattr(_fsdp_param, name)))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.undo()
+
+    def _watching(self, resize: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        def resized(tensor: torch.Tensor) -> None:
+            resize(tensor)
+            self.watch(tensor, WEIGHTS)
+
+        return resized
+
+
+def step_peak(config: Config) -> tuple[int, int]:
+    """(pipeline rank, peak bytes) of the first step of this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "MemoryTracker", ResizingTracker)
+        stepper = steps.Stepper(config, toy.toy_mesh(config))
+        return stepper.mesh.pp.rank, steps.look_at(stepper).peak_bytes
 
 
 SUMMED = {"dp": 2, "reduce_dtype": "bfloat16"}

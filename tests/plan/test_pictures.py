@@ -11,7 +11,7 @@ from boost.config import load
 from boost.config.traffic import Collective
 from boost.plan import pictures
 from boost.plan.inspection import Inspection, inspect
-from boost.plan.pictures import COLORS, block_rows, draw_block, draw_grid
+from boost.plan.pictures import block_rows, draw_block, draw_grid
 from tests.matrices import one_in
 from tests.plan.toys import LAYOUTS, inspected
 
@@ -46,16 +46,6 @@ def bars(inspection: Inspection) -> list[tuple[str, str]]:
 def titles(inspection: Inspection) -> list[str]:
     """Row titles from top to bottom; '=' stands for a bar."""
     return ["=" if row.bars else row.title.partition(" on the")[0] for row in block_rows(inspection)]
-
-
-def test_layouts_without_a_committed_picture() -> None:
-    ungrouped = bars(inspected("btp, ungrouped"))
-    assert ungrouped[:3] == [("all-reduce T x (r + statistic)", "all-reduce T x r"), *[("all-reduce T x r",) * 2] * 2]
-    assert bars(inspected("btp, sync"))[0] == ("all-reduce T x statistic", "all-reduce T x statistic")
-    assert bars(inspected("vanilla, published"))[:4] == [("", "all-reduce T x d"), *[("all-reduce T x d", "")] * 3]
-    assert bars(inspected("megatron"))[:2] == [("", "all-reduce T x d"), ("all-reduce T x d", "")]
-    assert titles(inspected("btp, sync"))[1:4] == ["RMSNorm", "=", "A of q, k, v"]
-    assert titles(inspected("megatron"))[1:7] == ["RMSNorm", "=", "W of q, k, v", "Attention", "W of o", "="]
 
 
 LAX = ("--model.family", "lax", "--model.gate", "tensor")
@@ -112,24 +102,6 @@ def test_words_do_not_overlap_and_nothing_leaves_the_page(drawn: Callable[..., A
     require_words_apart(figure)
     assert all(figure.bbox.x0 <= patch.get_window_extent().x0 for patch in figure.axes[0].patches)
     assert all(patch.get_window_extent().x1 <= figure.bbox.x1 for patch in figure.axes[0].patches)
-
-
-def test_each_process_shows_its_own_shard(drawn: Callable[..., Any]) -> None:
-    """A of o under btp: four outlines, each with the next quarter filled."""
-    from matplotlib.colors import to_hex
-
-    figure = drawn(draw_block, inspected("btp"), "boost-7b")
-    filled: dict[str, list[tuple[float, float]]] = {color: [] for color in COLORS}
-    outlines: dict[str, list[tuple[float, float]]] = {color: [] for color in COLORS}
-    for patch in figure.axes[0].patches:
-        span, face, edge = (patch.get_x(), patch.get_width()), patch.get_facecolor(), patch.get_edgecolor()
-        if face[3] == 1 and to_hex(face) in filled:
-            filled[to_hex(face)].append(span)
-        if face[3] == 0 and to_hex(edge) in outlines:
-            outlines[to_hex(edge)].append(span)
-    for rank, color in enumerate(COLORS):
-        x, width = min(span for span in outlines[color] if span[1] == 70)
-        assert any(part == pytest.approx((x + rank * width / 4, width / 4), abs=0.02) for part in filled[color])
 
 
 def test_grids(drawn: Callable[..., Any]) -> None:

@@ -255,30 +255,18 @@ def test_of_a_tie_the_simplest_is_chosen() -> None:
     assert tie_limit(10.0) == pytest.approx(10.1) and tie_limit(0.01) == pytest.approx(0.011)
 
 
-NEIGHBORHOODS: dict[str, tuple[str, int, str, tuple[str, ...], tuple[str, ...]]] = {
-    "131,072 tokens": (
-        "llama3-8b", 8, "h100-80g", ("--train.seq_len=131072", "--train.global_batch=4"),
-        ("--parallel.tp=4", "--parallel.cp=2", "--parallel.pp=1", "--parallel.layout=ulysses"),
-    ),
-    "7B with TP": (
-        "boost-7b", 8, "a100-80g", ("--train.seq_len=4096", "--train.global_batch=64"),
-        ("--parallel.tp=4", "--parallel.pp=1", "--parallel.layout=btp-sp"),
-    ),
-    "7B with a pipeline": (
-        "boost-7b", 8, "a100-80g", ("--train.seq_len=4096", "--train.global_batch=32"),
-        ("--parallel.tp=2", "--parallel.pp=4", "--parallel.layout=btp", "--parallel.schedule=1f1b"),
-    ),
+NEIGHBORHOODS = {
+    "131,072 tokens": ("llama3-8b 8 h100-80g", "seq_len=131072 global_batch=4", "tp=4 cp=2 pp=1 layout=ulysses"),
+    "7B with TP": ("boost-7b 8 a100-80g", "seq_len=4096 global_batch=64", "tp=4 pp=1 layout=btp-sp"),
+    "7B with a pipeline": ("boost-7b 8 a100-80g", "seq_len=4096 global_batch=32", "tp=2 pp=4 layout=btp schedule=1f1b"),
     "dense 13B, sharded": (
-        "boost-13b", 8, "a100-80g",
-        ("--train.seq_len=4096", "--train.global_batch=64", "--model.family=dense"),
-        ("--parallel.tp=1", "--parallel.pp=1", "--parallel.shard=full", "--parallel.layout=single"),
+        "boost-13b 8 a100-80g",
+        "seq_len=4096 global_batch=64",
+        "tp=1 pp=1 shard=full layout=single",
     ),
-    "1B on small cards": (
-        "boost-1b", 4, "rtx4090-24g", ("--train.seq_len=4096", "--train.global_batch=16"),
-        ("--parallel.tp=2", "--parallel.pp=1", "--parallel.layout=btp-sp"),
-    ),
-}  # fmt: skip
-"""Neighborhood: preset, GPUs, profile, settings, and fixed choices."""
+    "1B on small cards": ("boost-1b 4 rtx4090-24g", "seq_len=4096 global_batch=16", "tp=2 pp=1 layout=btp-sp"),
+}
+"""Neighborhood: preset, GPUs and profile; [train]; fixed choices of [parallel]."""
 
 
 @pytest.mark.nightly
@@ -286,13 +274,15 @@ NEIGHBORHOODS: dict[str, tuple[str, int, str, tuple[str, ...], tuple[str, ...]]]
 @pytest.mark.parametrize("name", NEIGHBORHOODS)
 def test_the_search_is_complete_in_a_neighborhood(name: str) -> None:
     """Every micro-batch and sharding, every policy in every n-th block for all n: nothing that fits is over 1 % faster."""
-    preset, gpus, profile, settings, choices = NEIGHBORHOODS[name]
+    (preset, gpus, profile), settings, choices = (words.split() for words in NEIGHBORHOODS[name])
     alone = [f"--parallel.{word}" for word in ("layout=single", "tp=1", "pp=1", "dp=1", "cp=1")]
-    config = load(preset, [*settings, *alone, "--train.compute_dtype=bfloat16", "--train.micro_batch=1"])
-    sizes = {word.split("=")[0].removeprefix("--parallel."): word.split("=")[1] for word in choices}
+    train = [f"--train.{word}" for word in (*settings, "compute_dtype=bfloat16", "micro_batch=1")]
+    family = ["--model.family=dense"] * name.startswith("dense")
+    config = load(preset, [*train, *alone, *family])
+    sizes = dict(word.split("=") for word in choices)
     parallel = ParallelConfig.model_validate({key: int(v) if v.isdigit() else v for key, v in sizes.items()})
     fixed = frozenset(f"parallel.{key}" for key in sizes)
-    request = Request(config.model_copy(update={"parallel": parallel}), gpus, load_hardware(profile), fixed, 0.08)
+    request = Request(config.model_copy(update={"parallel": parallel}), int(gpus), load_hardware(profile), fixed, 0.08)
     search = Search(request)
     found = search.fastest()
     assert found is not None

@@ -68,12 +68,8 @@ def test_more_nodes_wait_for_the_slowest() -> None:
 
 def test_meshes_have_their_own_spread() -> None:
     known, hardware = SPREADS, load_hardware("h100-80g")
-    assert [kind_of(1, 1), kind_of(2, 1), kind_of(1, 4), kind_of(1, 1, 2)] == [
-        "replicas",
-        "sharded",
-        "sharded",
-        "sharded",
-    ]
+    assert kind_of(1, 1) == "replicas"
+    assert {kind_of(2, 1), kind_of(1, 4), kind_of(1, 1, 2)} == {"sharded"}
     low, high = interval(10.0, ParallelConfig(layout="single", dp=8), hardware)
     assert (low, high) == pytest.approx((10 * known["replicas"].low, 10 * known["replicas"].high)) and low < 10 < high
     assert interval(10.0, ParallelConfig(tp=2), hardware)[1] > high  # fewer rows with a wider spread
