@@ -99,9 +99,12 @@ def test_the_planner_accepts_a_calibrated_profile_and_a_useless_one_is_refused(t
 # What calibration refuses, and what it warns about.
 
 
+GEMM = {"float32": {"tflops": 0.05, "fraction": 0.9, "half": [1.0, 2.0, 3.0]}}
+SPEEDS: dict[str, Any] = {"memory_gb_s": 10.0, "gemm": GEMM}
+
+
 def profile(**changes: Any) -> dict[str, Any]:
-    speeds = {"memory_gb_s": 10.0, "gemm": {"float32": {"tflops": 0.05, "fraction": 0.9, "half": [1.0, 2.0, 3.0]}}}
-    return {"speeds": speeds, "node": {"name": "loopback", "gb_s": 1.5, "latency_us": 20.0}, "host_us": 9.0} | changes
+    return {"speeds": SPEEDS, "node": {"name": "loopback", "gb_s": 1.5, "latency_us": 20.0}, "host_us": 9.0} | changes
 
 
 def said(changed: dict[str, Any], error: float = 0.05, drift: float = 1.1) -> list[tuple[str, bool]]:
@@ -118,15 +121,9 @@ def test_a_machine_that_was_idle() -> None:
         (profile(node={"name": "loopback", "gb_s": 0.001, "latency_us": 20.0}), "loopback sends 0.001 GB/s"),
         (profile(host_us=float("nan")), "host_us = nan"),
         (profile(host_us=-3.0), "host_us = -3"),
-        (profile(speeds=profile()["speeds"] | {"memory_gb_s": 0.0}), "memory bandwidth is 0 GB/s"),
-        (
-            profile(speeds=profile()["speeds"] | {"gemm": {"float32": {"tflops": 1e-6, "fraction": 0.9}}}),
-            "float32 GEMMs reach",
-        ),
-        (
-            profile(speeds=profile()["speeds"] | {"kernels": {"sum float32": [[64.0, float("inf")]]}}),
-            "speeds.kernels.sum float32",
-        ),
+        (profile(speeds=SPEEDS | {"memory_gb_s": 0.0}), "memory bandwidth is 0 GB/s"),
+        (profile(speeds=SPEEDS | {"gemm": {"float32": {"tflops": 1e-6, "fraction": 0.9}}}), "float32 GEMMs reach"),
+        (profile(speeds=SPEEDS | {"kernels": {"sum float32": [[64.0, math.inf]]}}), "speeds.kernels.sum float32"),
     ],
 )
 def test_implausible_profiles(changed: dict[str, Any], words: str) -> None:

@@ -27,7 +27,7 @@ def results(name: str) -> Results:
     return run_row(COLA, row(name), toy.mesh(2))
 
 
-@pytest.mark.parametrize("name", ["btp, online", "pp: interleaved"])
+@pytest.mark.parametrize("name", [pytest.param("btp, online", marks=pytest.mark.nightly), "pp: interleaved"])
 @pytest.mark.slow
 def test_a_row_holds(name: str) -> None:
     found = judged(row(name).cells, run_distributed(2, results, name))
