@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.commands import EXPERIMENTS, main
+from benchmarks.commands import main
 
 BAD = [
     (["curves", "--tp", "1"], ["--tp = 1", "smallest valid value: 2"]),
@@ -33,11 +33,3 @@ def test_a_mistake_is_one_line(words: list[str], said: list[str], capsys: pytest
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert all(word in err for word in said), err
-
-
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_help_of_every_experiment(experiment: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main([experiment, "--help"])
-    assert left.value.code == 0
-    assert f"python -m benchmarks {experiment}" in capsys.readouterr().out

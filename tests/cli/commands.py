@@ -7,8 +7,10 @@ import pytest
 from boost.cli.main import main
 from tests.convert.toys import llama_folder
 
+Capture = pytest.CaptureFixture[str]
 
-def say(capture: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+
+def say(capture: Capture, *words: object) -> tuple[int, str, str]:
     """Runs a command; returns exit code, stdout and stderr. `capfd` also captures the output of its child processes."""
     code = main([str(word) for word in words])
     out, err = capture.readouterr()

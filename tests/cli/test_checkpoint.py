@@ -8,7 +8,7 @@ import pytest
 
 from boost.train.metrics import MetricsHook
 from boost.train.resume import resume_candidates
-from tests.cli.commands import say
+from tests.cli.commands import Capture, say
 from tests.train.runs import fitted, make_config, make_trainer
 
 
@@ -36,7 +36,7 @@ def flip(path: Path) -> str:
     return file.name
 
 
-def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list(run: Path, capsys: Capture) -> None:
     checkpoints = run / "checkpoints"
     (checkpoints / "step-00000002" / "manifest.json").unlink()
     code, out, _ = say(capsys, "checkpoint", "list", run, "--json")
@@ -51,7 +51,7 @@ def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and "damaged" in out and shard.name in out and "no manifest.json" in out
 
 
-def test_verify_names_each_file_that_is_damaged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_each_file_that_is_damaged(run: Path, capsys: Capture) -> None:
     (run / "checkpoints/step-00000004/.DS_Store").touch()
     code, out, err = say(capsys, "checkpoint", "verify", run)
     assert code == 0 and out.count("intact") == 3, "a file that no manifest lists is no damage"
@@ -67,7 +67,7 @@ def test_verify_names_each_file_that_is_damaged(run: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("action", ["list", "verify"])
-def test_no_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str) -> None:
+def test_no_checkpoint_is_one_line(tmp_path: Path, capsys: Capture, action: str) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         code, _, err = say(capsys, "checkpoint", action, path)
         assert code == 2 and err.count("\n") == 1 and str(path) in err

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.commands import say
+from tests.cli.commands import Capture, say
 
 pytestmark = pytest.mark.slow  # imports the harness, and with it transformers
 
@@ -18,36 +18,21 @@ def imported() -> None:
     pytest.importorskip("lm_eval", reason="needs the extra 'tasks': pip install lm_eval")
 
 
-TASK = """
-task: {name}
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: {data}}}
-  cache_dir: {cache}
-test_split: test
-output_type: {kind}
-{rest}
-"""
-CHOICE = """
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: "{{answer}}"
-metric_list:
-  - metric: acc
-"""
-ROLLING = """
-doc_to_text: ""
-doc_to_target: "{{question}}{{choices[0]}}"
-metric_list:
-  - metric: byte_perplexity
-"""
-ANSWER = """
-doc_to_text: "{{question}}"
-doc_to_target: "{{choices[answer]}}"
-generation_kwargs: {until: ["\\n"], max_gen_toks: 4, do_sample: false}
-metric_list:
-  - metric: exact_match
-"""
+KINDS: dict[str, dict[str, Any]] = {
+    "choice": {
+        "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}", "metric_list": [{"metric": "acc"}],
+    },
+    "rolling": {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}{{choices[0]}}",
+        "metric_list": [{"metric": "byte_perplexity"}],
+    },
+    "answer": {
+        "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{choices[answer]}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}  # fmt: skip
 QUESTIONS = [
     {"question": "import ", "choices": ["os", "class lambda"], "answer": 0},
     {"question": "def main(", "choices": ["argv):", "yield yield yield yield"], "answer": 1},
@@ -55,16 +40,19 @@ QUESTIONS = [
 ]
 
 
+def write_tasks(folder: Path, questions: list[dict[str, Any]]) -> Path:
+    data = folder / "questions.jsonl"
+    data.write_text("".join(json.dumps(each) + "\n" for each in questions))
+    source = {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")}
+    for name, kind in KINDS.items():
+        task = {"task": f"toy_{name}", "dataset_path": "json", "dataset_kwargs": source, "test_split": "test", **kind}
+        (folder / f"{name}.yaml").write_text(json.dumps(task))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tasks")
-    data = folder / "questions.jsonl"
-    data.write_text("".join(json.dumps(each) + "\n" for each in QUESTIONS))
-    kinds = {"choice": ("multiple_choice", CHOICE), "rolling": ("loglikelihood_rolling", ROLLING)}
-    for name, (kind, rest) in {**kinds, "answer": ("generate_until", ANSWER)}.items():
-        text = TASK.format(name=f"toy_{name}", data=data, cache=folder / "cache", kind=kind, rest=rest)
-        (folder / f"{name}.yaml").write_text(text)
-    return folder
+    return write_tasks(tmp_path_factory.mktemp("tasks"), QUESTIONS)
 
 
 def scored(checkpoint: Path, context: str, continuation: str) -> float:
@@ -90,7 +78,7 @@ def scored(checkpoint: Path, context: str, continuation: str) -> float:
 
 
 def test_scores_are_those_of_the_decoder(
-    checkpoint: Path, tasks: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tasks: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["--tasks", "toy_choice,toy_rolling", "--task-folder", tasks, "--device", "cpu", "--json"]
     rows: list[list[dict[str, Any]]] = []
@@ -103,7 +91,7 @@ def test_scores_are_those_of_the_decoder(
         assert row["value"] == pytest.approx(by_name[row["task"], row["metric"]], rel=1e-5)
     right, nats, size = 0, 0.0, 0
     for each in QUESTIONS:
-        question, choices = str(each["question"]), list(each["choices"])  # type: ignore[call-overload]
+        question, choices = str(each["question"]), list(each["choices"])
         # As the harness does, a space at the end of the context belongs to the continuation.
         context = question.rstrip()
         scores = [scored(checkpoint, context, question[len(context) :] + choice) for choice in choices]
@@ -114,21 +102,14 @@ def test_scores_are_those_of_the_decoder(
     assert by_name["toy_rolling", "byte_perplexity"] == pytest.approx(math.exp(-nats / size), rel=1e-4)
 
 
-def test_answers_are_what_generate_says(checkpoint: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_are_what_generate_says(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
     """exact_match is 1 if the expected answers are what `boost generate` returns."""
     questions = []
     for each in QUESTIONS[:2]:
         words = ["--prompt", each["question"], "--greedy", "--max-tokens", 4, "--json"]
         text = json.loads(say(capsys, "generate", checkpoint, *words)[1])["text"].partition("\n")[0]
         questions.append({"question": each["question"], "choices": [text], "answer": 0})
-    folder = tasks.parent / "answers"
-    folder.mkdir()
-    (folder / "q.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
-    text = TASK.format(
-        name="toy_same", data=folder / "q.jsonl", cache=folder / "cache", kind="generate_until", rest=ANSWER
-    )
-    (folder / "same.yaml").write_text(text)
-    words = ["--tasks", "toy_same", "--task-folder", folder, "--device", "cpu", "--json"]
+    words = ["--tasks", "toy_answer", "--task-folder", write_tasks(tmp_path, questions), "--device", "cpu", "--json"]
     code, out, err = say(capsys, "eval", checkpoint, *words)
     assert code == 0, err
     (row,) = json.loads(out)["tasks"]
@@ -156,7 +137,7 @@ def test_an_answer_stops_at_any_of_several_end_tokens(checkpoint: Path) -> None:
     assert answer([]) == tokenizer.decode(tokens) != answer([0, tokens[2]])
 
 
-def test_a_table_and_a_limit(checkpoint: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_and_a_limit(checkpoint: Path, tasks: Path, capsys: Capture) -> None:
     words = ["--tasks", "toy_choice", "--task-folder", tasks, "--device", "cpu", "--limit", 1]
     code, out, err = say(capsys, "eval", checkpoint, *words)
     assert code == 0, err
@@ -173,9 +154,7 @@ def test_a_table_and_a_limit(checkpoint: Path, tasks: Path, capsys: pytest.Captu
         (["--tasks", "toy_choice", "--task-folder", "/nowhere"], "--task-folder = '/nowhere' is not a folder"),
     ],
 )
-def test_mistakes(
-    words: list[str], expected: str, checkpoint: Path, tasks: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes(words: list[str], expected: str, checkpoint: Path, tasks: Path, capsys: Capture) -> None:
     folder = [] if "--task-folder" in words or "--limit" in words[:1] else ["--task-folder", tasks]
     code, _, err = say(capsys, "eval", checkpoint, "--device", "cpu", *words, *folder)
     assert code == 2
@@ -184,7 +163,7 @@ def test_mistakes(
 
 @pytest.mark.parametrize("lists", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_an_unknown_task(
-    lists: bool, checkpoint: Path, tasks: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    lists: bool, checkpoint: Path, tasks: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By night only, the harness lists its own thousands of tasks, which takes half a minute."""
     from boost.train import harness
@@ -201,7 +180,7 @@ def test_an_unknown_task(
     assert asked == [False, True]
 
 
-def test_two_processes_score_as_one(checkpoint: Path, tasks: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_score_as_one(checkpoint: Path, tasks: Path, capfd: Capture) -> None:
     found = []
     for tp in (1, 2):
         words = ["--tasks", "toy_rolling,toy_choice", "--task-folder", tasks, "--device", "cpu", "--json", "--tp", tp]

@@ -7,12 +7,12 @@ import pytest
 
 from boost.cli import export
 from tests import toy
-from tests.cli.commands import say
+from tests.cli.commands import Capture, say
 from tests.convert.toys import save
 
 
 def test_a_checkpoint_becomes_a_folder(
-    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = toy.toy_config("float32", model={"family": "svd"})
     save(tmp_path / "run" / "checkpoints", config, store / "tokenizer.json")
@@ -33,7 +33,7 @@ def test_a_checkpoint_becomes_a_folder(
     assert (tmp_path / "factors" / "model.safetensors.index.json").is_file()
 
 
-def test_mistakes_are_one_line(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(tmp_path: Path, store: Path, capsys: Capture) -> None:
     path = save(tmp_path / "c", toy.toy_config("float32"), store / "tokenizer.json")
     out = tmp_path / "out"
     for words, expected in (

@@ -3,16 +3,26 @@
 import io
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from boost.train.checkpoint import Checkpoint
-from tests.cli.commands import say
+from tests.cli.commands import Capture, say
 
 SHORT = ("--max-tokens", 6, "--seed", 3)
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+Generate = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def generate(checkpoint: Path, capsys: Capture) -> Generate:
+    """`boost generate` with these words: exit code, stdout and stderr."""
+    return lambda *words: say(capsys, "generate", checkpoint, *words)
 
 
 @pytest.fixture
@@ -35,72 +45,52 @@ def lines_of(out: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.splitlines()]
 
 
-def test_each_of_several_prompts_is_continued_as_if_it_were_alone(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_of_several_prompts_is_continued_as_if_it_were_alone(generate: Generate) -> None:
     prompts = ["def ", "import os\n", ""]
-    alone = [lines_of(say(capsys, "generate", checkpoint, "--prompt", p, "--json", *SHORT)[1]) for p in prompts]
+    alone = [lines_of(generate("--prompt", p, "--json", *SHORT)[1]) for p in prompts]
     words = [word for p in prompts for word in ("--prompt", p)]
-    code, out, _ = say(capsys, "generate", checkpoint, *words, "--json", *SHORT)
+    code, out, _ = generate(*words, "--json", *SHORT)
     assert code == 0
     assert lines_of(out) == [each for (each,) in alone]
     assert [each["prompt"] for each in lines_of(out)] == prompts
-    code, out, _ = say(capsys, "generate", checkpoint, *words, *SHORT)
+    code, out, _ = generate(*words, *SHORT)
     texts = [f"--- {n} of 3\n{each['prompt']}{each['text']}\n" for n, (each,) in enumerate(alone, start=1)]
     assert out == "".join(texts)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5])
-def test_samples_of_a_prompt_are_those_of_the_following_seeds(
-    batch: int, checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts = ("--prompt", "def ", "--prompt", "class Toy")
-    words = ("generate", checkpoint, *prompts, "--max-tokens", 6, "--temperature", 1.5)
-    alone = [lines_of(say(capsys, *words, "--json", "--seed", 3 + sample)[1]) for sample in range(2)]
+@pytest.mark.parametrize("batch", [2, 5])
+def test_samples_of_a_prompt_are_those_of_the_following_seeds(batch: int, generate: Generate) -> None:
+    words: tuple[object, ...] = ("--prompt", "def ", "--prompt", "class Toy", "--max-tokens", 6, "--temperature", 1.5)
+    alone = [lines_of(generate(*words, "--json", "--seed", 3 + sample)[1]) for sample in range(2)]
     expected = [{**alone[sample][prompt], "sample": sample} for prompt in range(2) for sample in range(2)]
     assert expected[0]["text"] != expected[1]["text"]
     words = (*words, "--seed", 3, "--samples", 2, "--batch", batch)
-    code, out, err = say(capsys, *words, "--json")
+    code, out, err = generate(*words, "--json")
     assert code == 0, err
     assert lines_of(out) == expected
-    out = say(capsys, *words)[1]
+    out = generate(*words)[1]
     headers = [f"--- {prompt} of 2, sample {sample} of 2" for prompt in (1, 2) for sample in (1, 2)]
     each = zip(headers, expected, strict=True)
     assert out == "".join(f"{header}\n{line['prompt']}{line['text']}\n" for header, line in each)
 
 
-def test_a_cache_larger_than_memory_is_an_error_of_one_line(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("--prompt", "a", "--samples", 1000, "--batch", 1000, "--max-tokens", 1 << 20)
-    code, out, err = say(capsys, "generate", checkpoint, *words)
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1
-    assert "--batch = 1000: the key/value cache of 1000 x 1,048,57" in err
-    assert "B of memory is available; largest valid value of --batch: " in err
-
-
-def test_prompts_of_files(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_of_files(tmp_path: Path, generate: Generate) -> None:
     plain, structured = tmp_path / "p.txt", tmp_path / "p.jsonl"
     odd = "class \x0c \x85 \u2028"  # what else splits lines, but not those of a file
     plain.write_text(f"def \r\n\n{odd}\n", encoding="utf-8", newline="")
     structured.write_text('{"prompt": "a\\nb"}\n{"prompt": "class ", "id": 7}\n')
     for file, expected in ((plain, ["x", "def ", odd]), (structured, ["x", "a\nb", "class "])):
-        code, out, _ = say(capsys, "generate", checkpoint, "--prompts", file, "--prompt", "x", "--json", *SHORT)
+        code, out, _ = generate("--prompts", file, "--prompt", "x", "--json", *SHORT)
         assert code == 0
         assert [each["prompt"] for each in lines_of(out)] == expected
 
 
 @pytest.mark.parametrize(("words", "expected"), [([], ["a\nb"]), (["--prompt", "c"], ["c"])])
 def test_standard_input(
-    words: list[str],
-    expected: list[str],
-    checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch, generate: Generate
 ) -> None:
     type_in(monkeypatch, b"a\nb\n")
-    code, out, _ = say(capsys, "generate", checkpoint, *words, "--json", *SHORT)
+    code, out, _ = generate(*words, "--json", *SHORT)
     assert code == 0
     assert [each["prompt"] for each in lines_of(out)] == expected
 
@@ -118,75 +108,52 @@ def test_standard_input(
         (
             b'{"messages": []}',
             ["--prompts", "FILE", "--chat"],
-            'or {"messages": [{"role": "user", "content": "text"}, ...]}',
+            '{"messages": [{"role": "user", "content": "text"}, ...]}',
         ),
-        (
-            b'{"messages": [{"role": "user", "content": "x"}]}',
-            ["--prompts", "FILE"],
-            'not of the form {"prompt": "text"}',
-        ),
+        (b'{"messages": [{"role": "user", "content": "x"}]}', ["--prompts", "FILE"], 'of the form {"prompt": "text"}'),
         pytest.param(b"", ["--chat", "--prompt", "hello"], "has no chat template", marks=pytest.mark.slow),
     ],
 )
-def test_mistakes(
-    content: bytes,
-    words: list[str],
-    expected: str,
-    checkpoint: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_mistakes(content: bytes, words: list[str], expected: str, tmp_path: Path, generate: Generate) -> None:
     file = tmp_path / "p.jsonl"
     file.write_bytes(content)
-    code, out, err = say(capsys, "generate", checkpoint, *(str(file) if w == "FILE" else w for w in words))
+    code, out, err = generate(*(str(file) if w == "FILE" else w for w in words))
     assert (code, out) == (2, "")
     assert err.count("\n") == 1 and expected in err
 
 
 @pytest.mark.slow
-def test_chat_answers_the_rendered_message(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = say(capsys, "generate", chat, "--chat", "--prompt", "hi", "--json", *SHORT)
-    assert code == 0, err
-    rendered = say(capsys, "generate", chat, "--prompt", "[user]hi\n[assistant]", "--json", *SHORT)[1]
-    assert lines_of(out)[0] == {**lines_of(rendered)[0], "prompt": "hi"}
-
-
-@pytest.mark.slow
-def test_chats_of_a_file(chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chats_of_a_file(chat: Path, tmp_path: Path, generate: Generate) -> None:
     said = [{"role": "system", "content": "brief"}, {"role": "user", "content": "hi"}]
     file = tmp_path / "chats.jsonl"
     file.write_text(json.dumps({"messages": said}) + '\n{"prompt": "hello"}\n')
-    code, out, err = say(capsys, "generate", chat, "--chat", "--prompts", file, "--json", *SHORT)
+    code, out, err = generate("--chat", "--prompts", file, "--json", *SHORT)
     assert code == 0, err
     rendered = ("[system]brief\n[user]hi\n[assistant]", "[user]hello\n[assistant]")
-    plain = [lines_of(say(capsys, "generate", chat, "--prompt", each, "--json", *SHORT)[1])[0] for each in rendered]
+    plain = [lines_of(generate("--prompt", each, "--json", *SHORT)[1])[0] for each in rendered]
     first, second = lines_of(out)
     assert first == {"messages": said, "text": plain[0]["text"], "tokens": plain[0]["tokens"]}
     assert second == {**plain[1], "prompt": "hello"}
 
 
 @pytest.mark.slow
-def test_a_dialog_remembers_what_was_said(
-    chat: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dialog_remembers_what_was_said(chat: Path, monkeypatch: pytest.MonkeyPatch, generate: Generate) -> None:
     said = iter(["one", "two", ""])
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda _: next(said))
-    code, out, err = say(capsys, "generate", chat, "--chat", *SHORT)
+    code, out, err = generate("--chat", *SHORT)
     assert code == 0, err
-    answer = lines_of(say(capsys, "generate", chat, "--chat", "--prompt", "one", "--json", *SHORT)[1])[0]["text"]
+    answer = lines_of(generate("--chat", "--prompt", "one", "--json", *SHORT)[1])[0]["text"]
     history = f"[user]one\n[assistant]{answer}\n[user]two\n[assistant]"
-    again = lines_of(say(capsys, "generate", chat, "--prompt", history, "--json", *SHORT)[1])[0]["text"]
+    again = lines_of(generate("--prompt", history, "--json", *SHORT)[1])[0]["text"]
     assert out == f"An empty line or Ctrl-D ends the chat.\n{answer}\n{again}\n"
 
 
-def test_text_beyond_the_context_is_a_warning(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("generate", checkpoint, "--prompt", "def ", *SHORT, "--json")
-    code, out, err = say(capsys, *words)
+def test_text_beyond_the_context_is_a_warning(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--prompt", "def ", *SHORT, "--json")
+    code, out, err = generate(*words)
     assert (code, err) == (0, "")
     monkeypatch.setattr(Checkpoint, "context", 5)
-    code, again, err = say(capsys, *words)
+    code, again, err = generate(*words)
     assert (code, again) == (0, out)
     assert "but this model was made for 5; expect nonsense beyond that" in err

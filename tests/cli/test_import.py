@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from boost.train.checkpoint import WeightReader, open_checkpoint
 from boost.train.metrics import read_metrics
-from tests.cli.commands import llama_of, say
+from tests.cli.commands import Capture, llama_of, say
 from tests.convert.toys import write_folder
 
 STEPS = ["--train.seq_len", "32", "--train.global_batch", "2", "--train.micro_batch", "2", "--run.device", "cpu"]
@@ -21,33 +21,7 @@ def llama(tmp_path: Path, store: Path) -> Path:
     return llama_of(store, tmp_path / "llama")
 
 
-def test_imported_weights_are_evaluated_and_speak(
-    llama: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = str(tmp_path / "c")
-    assert say(capsys, "import", str(llama), "--out", out)[0] == 0
-    code, said, err = say(capsys, "eval", out, "--store", str(store), "--max-tokens", "512", "--json")
-    assert code == 0, err
-    assert 0 < json.loads(said)["loss"] < 20
-    for prompt in ("def ", ""):
-        code, said, _ = say(capsys, "generate", out, "--prompt", prompt, "--max-tokens", "5", "--json", "--greedy")
-        assert code == 0
-        assert 1 <= len(json.loads(said)["tokens"]) <= 5
-
-
-def test_the_error_report(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["import", str(llama), "--device", "cpu"]
-    code, said, _ = say(capsys, *words, "--out", str(tmp_path / "table"), "--energy", "0.9")
-    assert code == 0
-    for heading in ("mlp.down", "48 x 32", "energy kept", "relative error", "report.json"):
-        assert heading in said
-    code, said, _ = say(capsys, *words, "--out", str(tmp_path / "json"), "--rank", "5", "--json")
-    facts = json.loads(said)
-    assert facts["family"] == "svd"
-    assert {row["rank"] for row in facts["report"]["linears"]} == {5}
-
-
-def test_calibrated_factors(llama: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrated_factors(llama: Path, store: Path, tmp_path: Path, capsys: Capture) -> None:
     words = ["import", str(llama), "--device", "cpu", "--budget", "0.6", "--multiple", "2"]
     words += ["--calibrate", str(store), "--calibrate-tokens", "1024"]
     code, said, err = say(capsys, *words, "--out", str(tmp_path / "table"))
@@ -59,10 +33,8 @@ def test_calibrated_factors(llama: Path, store: Path, tmp_path: Path, capsys: py
     of = json.loads((tmp_path / "table" / "report.json").read_text())["parameters"]
     assert of["linears"] == 2 * 7_680 and of["factors"] <= 0.6 * of["linears"]
     assert (of["before"], of["before"] - of["after"], of["untied"]) == (whole, of["linears"] - of["factors"], 0)
-    assert (
-        f"of 15,360 parameters ({of['factors'] / 15_360:.1%}; at most 60.0% by --budget, which counts only these)"
-        in said
-    )
+    share = f"{of['factors'] / 15_360:.1%}"
+    assert f"of 15,360 parameters ({share}; at most 60.0% by --budget, which counts only these)" in said
     assert f"whole model: {of['after']:,} parameters instead of {whole:,} ({of['after'] / whole:.1%})\n" in said
     code, said, _ = say(capsys, "eval", str(tmp_path / "table"), "--store", str(store), "--max-tokens", "512", "--json")
     assert code == 0
@@ -70,19 +42,14 @@ def test_calibrated_factors(llama: Path, store: Path, tmp_path: Path, capsys: py
 
 
 def test_a_tied_model_is_untied_on_request_and_the_report_counts_its_head(
-    llama: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    llama: Path, store: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     config = json.loads((llama / "config.json").read_text()) | {"tie_word_embeddings": True}
     tensors = load_file(llama / "model.safetensors")
     del tensors["lm_head.weight"]
     write_folder(llama, config, tensors)
-    for number, words in enumerate(
-        (
-            [],
-            ["--rank", "4"],
-            ["--budget", "0.6", "--multiple", "2", "--calibrate", str(store), "--calibrate-tokens", "256"],
-        )
-    ):
+    calibrated = ["--budget", "0.6", "--multiple", "2", "--calibrate", str(store), "--calibrate-tokens", "256"]
+    for number, words in enumerate(([], ["--energy", "0.9"], calibrated)):
         out = tmp_path / str(number)
         command = ["import", str(llama), "--out", str(out), "--device", "cpu", *words]
         code, said, err = say(capsys, *command)
@@ -97,20 +64,18 @@ def test_a_tied_model_is_untied_on_request_and_the_report_counts_its_head(
             continue
         of = json.loads((out / "report.json").read_text())["parameters"]
         assert (of["before"], of["untied"]) == (2 * (7_680 + 64) + 32 + 9_600, 9_600)
-        ratio = f"{of['after'] / of['before']:.1%}"
-        assert (
-            f"whole model: {of['after']:,} parameters instead of {of['before']:,} ({ratio}), including 9,600 for the head"
-            in said
-        )
+        whole = f"{of['after']:,} parameters instead of {of['before']:,} ({of['after'] / of['before']:.1%})"
+        assert f"whole model: {whole}, including 9,600 for the head" in said
+        assert "energy kept" in said and "relative error" in said
         assert "9600" in next(line for line in said.splitlines() if line.startswith("untied parameters"))
 
 
 @pytest.mark.slow
-def test_a_run_starts_from_weights_and_is_resumed(
-    llama: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_starts_from_weights_and_is_resumed(llama: Path, store: Path, tmp_path: Path, capsys: Capture) -> None:
     start, run = str(tmp_path / "c"), tmp_path / "run"
-    assert say(capsys, "import", str(llama), "--out", start, "--rank", "32", "--device", "cpu")[0] == 0
+    code, said, err = say(capsys, "import", str(llama), "--out", start, "--rank", "32", "--device", "cpu", "--json")
+    assert code == 0, err
+    assert {row["rank"] for row in json.loads(said)["report"]["linears"]} == {16, 32}
     words = ["train", "--start-from", start, "--data.store", str(store), "--run.dir", str(run), *STEPS]
     code, said, err = say(capsys, *words, "--train.steps", "1", "--optim.lr", "1e-30")
     assert code == 0, err
@@ -128,16 +93,16 @@ def test_a_run_starts_from_weights_and_is_resumed(
     assert "resumed at step 1 of 2" in said + err
     assert "starts from" not in said + err
     losses = [line["loss"] for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
-    assert len(losses) == 2
-    assert all(math.isfinite(loss) for loss in losses)
+    assert len(losses) == 2 and all(map(math.isfinite, losses))
 
 
-def test_mistakes_are_one_line(llama: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(llama: Path, store: Path, tmp_path: Path, capsys: Capture) -> None:
     bare, whole, out = str(tmp_path / "bare"), str(tmp_path / "whole"), str(tmp_path / "out")
     (llama / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     assert say(capsys, "import", str(llama), "--out", bare)[0] == 0
     named = ["--tokenizer", str(tmp_path / "tokenizer.json")]
     assert say(capsys, "import", str(llama), "--out", whole, *named)[0] == 0
+    alone = ["demo", "--parallel.tp", "1"]
     begin = ["train", "--data.store", str(store), "--run.dir", out, *STEPS]
     for words, expected in (
         (["import", str(llama), "--out", bare], "is not an empty folder"),
@@ -149,17 +114,11 @@ def test_mistakes_are_one_line(llama: Path, store: Path, tmp_path: Path, capsys:
         (["generate", bare], "has no tokenizer"),
         ([*begin, "--start-from", bare], "has no tokenizer"),
         (["train"], "CONFIG is missing"),
-        (
-            [*begin, "demo", "--parallel.tp", "1", "--resume", whole, "--run.dir", f"{out}2"],
-            "start a run from it with --start-from",
-        ),
+        ([*begin, *alone, "--resume", whole, "--run.dir", f"{out}2"], "start a run from it with --start-from"),
         ([*begin, "--start-from", "/nowhere"], "no checkpoint at '/nowhere'"),
         ([*begin, "--start-from", whole, "--resume", whole], "conflict; use one of them"),
         ([*begin, "--start-from", whole, "--model.layers", "3"], "model.layers = 2 there, 3 here"),
-        (
-            [*begin, "demo", "--start-from", whole, "--parallel.tp", "1"],
-            "has a different model: model.family = 'dense' there",
-        ),
+        ([*begin, *alone, "--start-from", whole], "has a different model: model.family = 'dense' there"),
     ):
         code, said, err = say(capsys, *words)
         assert (code, said, err.count("\n")) == (2, "", 1), (words, err)

@@ -40,16 +40,13 @@ def test_choices_of_a_layout_that_one_process_never_used_do_not_stand_in_the_way
     assert layout_of({"layout": "vanilla", "vanilla": "published"}, 2, model={"rank": 7}) == "btp"
 
 
-def test_tokens_that_the_processes_cannot_share_take_a_layout_that_does_not_cut_them() -> None:
+def test_tokens_or_a_rank_that_the_processes_cannot_share_take_a_layout_that_does_not_cut_them() -> None:
+    assert layout_of({"layout": "vanilla", "tp": 2}, 4, model={"rank": 6}) == "btp"
     odd = {"train": {"seq_len": 15, "micro_batch": 2, "global_batch": 2}}
     assert layout_of({"layout": "btp-sp", "tp": 2}, 2, **odd) == "btp-sp"
     assert layout_of({"layout": "btp-sp", "tp": 2}, 4, **odd) == "btp"
     assert layout_of({"layout": "btp-sp", "tp": 2}, 4, batch=4, **odd) == "btp-sp"
     assert layout_of({"layout": "megatron-sp", "tp": 2}, 4, model={"family": "dense"}, **odd) == "megatron"
-
-
-def test_a_rank_that_the_processes_cannot_share_takes_a_layout_that_does_not_cut_it() -> None:
-    assert layout_of({"layout": "vanilla", "tp": 2}, 4, model={"rank": 6}) == "btp"
 
 
 @pytest.mark.parametrize("tp", [0, 3])

@@ -3,39 +3,29 @@
 import json
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from boost.cli.main import main
-from tests.cli.commands import say
+from tests.cli.commands import Capture, say
+from tests.plan.toys import LAYOUTS
 
 
-def facts(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def facts(capsys: Capture, *words: str) -> dict[str, Any]:
     code, out, _ = say(capsys, "inspect", *words, "--json")
     assert code == 0
     result: dict[str, Any] = json.loads(out)
     return result
 
 
-LAYOUTS = (
-    ["--layout", "btp"],
-    ["--layout", "btp", "--parallel.norm", "sync", "--parallel.grouping", "false"],
-    ["--layout", "btp-sp"],
-    ["--layout", "vanilla"],
-    ["--layout", "vanilla", "--parallel.vanilla", "published"],
-    ["--layout", "megatron", "--model.family", "dense"],
-    ["--layout", "megatron-sp", "--model.family", "dense"],
-)
-
-
-@pytest.mark.parametrize("words", LAYOUTS, ids=" ".join)
+@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("tp", ["2", "8"])
-def test_json_and_text_for_every_layout(words: list[str], tp: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_text_for_every_layout(name: str, tp: str, capsys: Capture) -> None:
+    words = [*LAYOUTS[name], "--layout", name.partition(",")[0]]
     found = facts(capsys, "boost-7b", *words, "--tp", tp)
-    assert found["layout"] == words[1] and found["tp"] == int(tp)
+    assert found["layout"] == words[-1] and found["tp"] == int(tp)
     assert found["bytes_per_step"] == sum(c["count"] * c["bytes"] for c in found["collectives"]) > 0
     assert {c["phase"] for c in found["collectives"]} == {"forward", "backward", "step"}
     for weight in found["weights"]:
@@ -50,40 +40,41 @@ def test_json_and_text_for_every_layout(words: list[str], tp: str, capsys: pytes
 
 
 @pytest.mark.parametrize("policy", ["none", "low-rank", "full-block"])
-def test_memory_by_category(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_by_category(policy: str, capsys: Capture) -> None:
     words = ["demo", "--layout", "btp-sp", "--memory", "--train.recompute", policy]
     held = facts(capsys, *words)["memory"]
     assert sum(held["predicted_peak"].values()) > held["predicted"]["residual stream"] > 0
     assert (held["predicted"]["wide activations"] == 0) == (policy != "none")
-    code, out, _ = say(capsys, "inspect", *words)
-    assert code == 0
-    assert max(len(line) for line in out.splitlines()) <= 100
-    table = out[out.index("memory of one process") :]
+    table = memory_table(capsys, *words)
     assert f"train.recompute = {policy}" in table
     assert "at the peak" in table and "residual stream" in table
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["boost-13b", "--pp-rank", "1"], ["boost-7b", "--parallel.dp", "2", "--parallel.shard", "full"]],
-    ids=["pipeline", "shards"],
+    ("words", "extra"),
+    [
+        (["boost-13b", "--pp-rank", "1"], "pipeline buffers"),
+        (["boost-7b", "--parallel.dp", "2", "--parallel.shard", "full"], "gathered weights"),
+    ],
 )
-def test_memory_of_stages_and_shards(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_of_stages_and_shards(words: list[str], extra: str, capsys: Capture) -> None:
     words = [*words, "--memory", "--train.global_batch", "8"]
     held = facts(capsys, *words)["memory"]
     assert held["moment"] in ("loss", "backward pass of the loss", "backward pass of a block")
     assert held["predicted_peak"]["latents"] == held["predicted"]["latents"] > 0
-    extra = {"pipeline": "pipeline buffers", "shards": "gathered weights"}[
-        "shards" if "--parallel.shard" in words else "pipeline"
-    ]
     assert held["predicted_peak"][extra] > 0
+    table = memory_table(capsys, *words)
+    assert f"Predicted peak during: {held['moment']}" in table and extra in table
+
+
+def memory_table(capsys: Capture, *words: str) -> str:
     code, out, _ = say(capsys, "inspect", *words)
-    table = out[out.index("memory of one process") :]
-    assert code == 0 and f"Predicted peak during: {held['moment']}" in table and extra in table
+    assert code == 0
     assert max(len(line) for line in out.splitlines()) <= 100
+    return out[out.index("memory of one process") :]
 
 
-def test_what_an_exact_step_sends_on_top_is_listed_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_an_exact_step_sends_on_top_is_listed_by_itself(capsys: Capture) -> None:
     words = ["boost-1b", "--tp", "2", "--layout", "btp", "--model.family", "svd"]
     loro, usual = facts(capsys, *words, "--optim.name", "loro"), facts(capsys, *words)
     assert (loro["optimizer"], loro["exact_every"], usual["exact_every"]) == ("loro", 500, 0)
@@ -96,7 +87,7 @@ def test_what_an_exact_step_sends_on_top_is_listed_by_itself(capsys: pytest.Capt
     assert muon["exact_step"] == []
 
 
-def test_json_says_what_the_preset_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_says_what_the_preset_is(capsys: Capture) -> None:
     found = facts(capsys, "boost-7b")
     weights = {weight["name"]: weight for weight in found["weights"]}
     assert weights["layers.N.attn.q.A"]["global"] == [1024, 4096]
@@ -106,27 +97,20 @@ def test_json_says_what_the_preset_is(capsys: pytest.CaptureFixture[str]) -> Non
     assert (found["tokens"], found["micro_batches"], found["dp"], found["residual"]) == (16384, 1, 1, [16384, 1024])
     first = found["collectives"][0]
     assert first == {
-        "phase": "forward",
-        "kind": "all-reduce",
-        "shape": [16384, 3084],
-        "dtype": "bfloat16",
-        "bytes": 2 * 16384 * 3084 * 2 * 3 // 4,
-        "place": "qkv",
-        "processes": 4,
-        "count": 32,
-    }
+        "phase": "forward", "kind": "all-reduce", "shape": [16384, 3084], "dtype": "bfloat16", "place": "qkv", "processes": 4,
+        "count": 32, "bytes": 2 * 16384 * 3084 * 2 * 3 // 4,
+    }  # fmt: skip
 
 
-def test_a_process_of_a_pipeline_holds_its_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_process_of_a_pipeline_holds_its_stages(capsys: Capture, tmp_path: Path) -> None:
     out = say(capsys, "inspect", "boost-13b")[1]
     assert "21, 19 blocks; pipeline rank 0: embedding, blocks 0-20" in out
     first, last = (facts(capsys, "boost-13b", "--pp-rank", rank) for rank in "01")
     assert first["stages"] == [{"index": 0, "first_layer": 0, "layers": 21}]
-    ways = [
-        [c["count"] for c in found["collectives"] if (c["phase"], c["place"]) == ("forward", "down")]
-        for found in (first, last)
+    down = [
+        [c for c in each["collectives"] if (c["phase"], c["place"]) == ("forward", "down")] for each in (first, last)
     ]
-    assert ways == [[21 * 4], [19 * 4]]
+    assert [[c["count"] for c in each] for each in down] == [[21 * 4], [19 * 4]]
     ends = [{w["name"] for w in found["weights"]} & {"embed", "head"} for found in (first, last)]
     assert ends == [{"embed"}, {"head"}]
     sends = [
@@ -135,13 +119,12 @@ def test_a_process_of_a_pipeline_holds_its_stages(capsys: pytest.CaptureFixture[
     ]
     shard = 4096 * 5120 // 4 * 2
     assert sends == [[("forward", shard, 4)], [("backward", shard, 4)]], "the residual shard, not the whole stream"
-    assert first["parameters_per_process"] + last["parameters_per_process"] == pytest.approx(
-        first["parameters"] / 4, rel=1e-4
-    )
+    held = first["parameters_per_process"] + last["parameters_per_process"]
+    assert held == pytest.approx(first["parameters"] / 4, rel=1e-4)
     assert say(capsys, "inspect", "boost-13b", "--pp-rank", "1", "--svg", str(tmp_path / "x.svg"))[0] == 0
 
 
-def test_shared_weights_are_gathered(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shared_weights_are_gathered(capsys: Capture) -> None:
     words = ["boost-7b", "--layout", "btp-sp", "--parallel.dp", "2", "--train.global_batch", "8"]
     alone, shared, outer = (
         facts(capsys, *words, *more)
@@ -149,26 +132,24 @@ def test_shared_weights_are_gathered(capsys: pytest.CaptureFixture[str]) -> None
     )
     assert shared["parameters_per_process"] == pytest.approx(alone["parameters_per_process"] / 2, rel=1e-3)
     assert outer["parameters_per_process"] == pytest.approx(alone["parameters"] / 8, rel=1e-3)
-    gathered: Counter[str] = Counter()
-    for c in shared["collectives"]:
-        gathered[c["phase"]] += c["count"] * (c["place"] == "weights")
-    assert +gathered == {"forward": 33, "backward": 32}
+    gathered = [(c["phase"], c["count"]) for c in shared["collectives"] if c["place"] == "weights"]
+    assert [sum(n for phase, n in gathered if phase == each) for each in ("forward", "backward")] == [33, 32]
     out = say(capsys, "inspect", *words, "--parallel.shard", "full", "--parallel.shard_outer", "true")[1]
     assert "replicated; rows sharded over 8" in out and "dim 0 over 4; rows sharded over 2" in out
 
 
-def test_few_key_value_heads_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_few_key_value_heads_are_explained(capsys: Capture) -> None:
     out = say(capsys, "inspect", "boost-7b", "--model.kv_heads", "2")[1]
     assert "note: model.kv_heads = 2 is less than parallel.tp = 4" in out
 
 
-def test_one_process_has_no_collectives_and_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_process_has_no_collectives_and_it_says_so(capsys: Capture) -> None:
     _, out, _ = say(capsys, "inspect", "demo", "--tp", "1")
     assert "parallel.tp = 1: one process holds all weights" in out
     assert "no collectives" in out and "once a step" not in out
 
 
-def test_a_file_is_inspected_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_inspected_and_drawn(tmp_path: Path, capsys: Capture) -> None:
     _, resolved, _ = (main(["config", "demo"]), *capsys.readouterr())
     (tmp_path / "mine.toml").write_text(resolved)
     picture = tmp_path / "block.svg"

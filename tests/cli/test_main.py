@@ -12,11 +12,11 @@ from boost.cli.main import COMMAND_GROUPS, COMMANDS, main, split_overrides
 from boost.cli.terminal import print_rows
 from boost.data.report import FileReport
 from boost.train.console import PlainConsole
-from tests.cli.commands import say
+from tests.cli.commands import Capture, say
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_explains_itself(command: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as leaving:
         main([command, "--help"])
     assert leaving.value.code == 0
@@ -25,9 +25,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert text.startswith(f"usage: boost {command}")
 
 
-def test_boost_alone_prints_the_commands_in_groups(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_boost_alone_prints_the_commands_in_groups(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     code, text, err = say(capsys)
     assert (code, err) == (0, "")
@@ -43,7 +41,7 @@ def test_boost_alone_prints_the_commands_in_groups(
     assert capsys.readouterr().out == text
 
 
-def test_no_more_threads_than_cores(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_threads_than_cores(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("boost.cli.main.available_cores", lambda: 2)
     for given, used in (("1000", "2"), ("2", "2"), ("1", "1"), ("4,2", "4,2")):
         monkeypatch.setenv("OMP_NUM_THREADS", given)
@@ -97,7 +95,7 @@ def test_overrides_are_taken_from_anywhere() -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(
-    words: list[str], expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], expected: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where `make train` has run, the demo's run directory is another mistake
     code, out, err = say(capsys, *words)
@@ -115,7 +113,7 @@ def test_debug_shows_the_traceback() -> None:
         main(["config", "nothing", "--debug"])
 
 
-def test_config_prints_what_train_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_prints_what_train_takes(tmp_path: Path, capsys: Capture) -> None:
     code, resolved, _ = say(capsys, "config", "cola-1b", "--parallel.tp", "4", "--model.ffn_dim", "5472")
     assert code == 0
     (tmp_path / "run.toml").write_text(resolved)
@@ -125,7 +123,7 @@ def test_config_prints_what_train_takes(tmp_path: Path, capsys: pytest.CaptureFi
     assert as_json["model"]["ffn_dim"] == 5461
 
 
-def test_config_lists_presets_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_lists_presets_and_fields(capsys: Capture) -> None:
     presets = {row["preset"]: row for row in json.loads(say(capsys, "config", "--json")[1])}
     assert presets["boost-7b"]["tp"] == 4
     lines = say(capsys, "config")[1].splitlines()
@@ -136,7 +134,7 @@ def test_config_lists_presets_and_fields(capsys: pytest.CaptureFixture[str]) -> 
     assert "parallel.norm: online | sync" in fields
 
 
-def test_other_commands_take_no_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_commands_take_no_overrides(capsys: Capture) -> None:
     with pytest.raises(SystemExit) as leaving:
         main(["eval", "x", "--train.steps", "3"])
     assert leaving.value.code == 2
@@ -152,7 +150,7 @@ def test_other_commands_take_no_overrides(capsys: pytest.CaptureFixture[str]) ->
         ["config", "\x1b[2J", "y"],
     ],
 )
-def test_escape_codes_in_words_do_not_reach_the_terminal(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_escape_codes_in_words_do_not_reach_the_terminal(words: list[str], capsys: Capture) -> None:
     with contextlib.suppress(SystemExit):
         assert main(words) == 2
     captured = capsys.readouterr()
@@ -160,7 +158,7 @@ def test_escape_codes_in_words_do_not_reach_the_terminal(words: list[str], capsy
 
 
 def test_escape_codes_in_names_do_not_reach_the_terminal(
-    checkpoint: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, store: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     evil = tmp_path / "r\x1b[2J\u202eevil"
     shutil.copytree(checkpoint, evil / "checkpoints" / "step-00000000")

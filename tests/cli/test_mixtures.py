@@ -7,7 +7,7 @@ import pytest
 
 from boost.data.prepare import PrepareOptions, prepare
 from boost.train.metrics import read_metrics
-from tests.cli.commands import say
+from tests.cli.commands import Capture, say
 from tests.data.chats import TEXT, chat_tokenizer, write_conversations
 from tests.train.commands import toml
 
@@ -21,21 +21,15 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer, chats = chat_tokenizer(folder / "tokenizer"), write_conversations(folder / "chats.jsonl", 40)
     prepare(PrepareOptions(out=folder / "chat", inputs=(str(chats),), tokenizer=str(tokenizer), heldout=0.2, chat=True))
     (folder / "text.txt").write_text(f"{TEXT}\n" * 200)
-    prepare(
-        PrepareOptions(out=folder / "text", inputs=(str(folder / "text.txt"),), tokenizer=str(tokenizer), heldout=0.2)
-    )
+    text = (str(folder / "text.txt"),)
+    prepare(PrepareOptions(out=folder / "text", inputs=text, tokenizer=str(tokenizer), heldout=0.2))
     return f'{{ "{folder / "chat"}" = 2, "{folder / "text"}" = 1 }}'
 
 
-def test_a_mixture_is_trained_resumed_evaluated_and_talked_to(
-    mixture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mixture_is_trained_resumed_evaluated_and_talked_to(mixture: str, tmp_path: Path, capsys: Capture) -> None:
     run = tmp_path / "run"
-    config = (
-        toml(Path("unused"), tp=1, **SIZES)
-        .replace('store = "unused"', f"mixture = {mixture}")
-        .replace("= 300", "= 304")
-    )
+    config = toml(Path("unused"), tp=1, **SIZES).replace('store = "unused"', f"mixture = {mixture}")
+    config = config.replace("= 300", "= 304")
     (file := tmp_path / "run.toml").write_text(f'{config}dir = "{run}"\n')
     code, out, err = say(capsys, "train", file)
     assert code == 0, err

@@ -1,27 +1,20 @@
 """The command line of `boost prepare`: arguments, output and exit codes."""
 
-import argparse
 import json
 
 import numpy as np
 import pytest
 
 from boost.cli import prepare as command
-from boost.cli.main import print_error
 from boost.data.store import TokenStore
-from boost.errors import BoostError
+from tests.cli.commands import say
 from tests.data.chats import chat_tokenizer, write_conversations
 
 
-def boost(*argv):
-    """Exit code of `boost prepare ...`, including the command's own parser and error line."""
-    parser = argparse.ArgumentParser(prog="boost")
-    command.add_parser(parser.add_subparsers(required=True))
-    try:
-        return command.run(parser.parse_args(["prepare", *map(str, argv)]))
-    except BoostError as error:
-        print_error(str(error))
-        return error.exit_code
+@pytest.fixture
+def boost(capsys):
+    """`boost prepare` with these words: exit code, stdout and stderr."""
+    return lambda *words: say(capsys, "prepare", *words)
 
 
 @pytest.fixture
@@ -34,24 +27,21 @@ def corpus(tmp_path):
     return folder
 
 
-def test_the_report_and_the_no_op(corpus, tmp_path, capsys):
+def test_the_report_and_the_no_op(corpus, tmp_path, boost):
     arguments = (corpus, "--out", tmp_path / "store", "--tokenizer", "train:270")
-    assert boost(*arguments) == 0
-    first = capsys.readouterr()
-    assert "prepare: encoding" in first.err
-    assert f"1 binary (holds a NUL byte), in {corpus}" in first.out and "image[bold].png: byte 4" in first.out
-    assert f"{tmp_path / 'store'} written in" in first.out and "vocab_size 270, eos <|endoftext|> (id 0)" in first.out
-    assert boost(*arguments) == 0
-    again = capsys.readouterr()
-    assert again.err == "" and "is up to date, nothing to do" in again.out
-    assert again.out.split("\n\n")[0] == first.out.split("\n\n")[0]
+    code, first, err = boost(*arguments)
+    assert code == 0 and "prepare: encoding" in err
+    assert f"1 binary (holds a NUL byte), in {corpus}" in first and "image[bold].png: byte 4" in first
+    assert f"{tmp_path / 'store'} written in" in first and "vocab_size 270, eos <|endoftext|> (id 0)" in first
+    code, again, err = boost(*arguments)
+    assert (code, err) == (0, "") and "is up to date, nothing to do" in again
+    assert again.split("\n\n")[0] == first.split("\n\n")[0]
 
 
-def test_json_report(corpus, tmp_path, capsys):
-    assert boost(corpus, "--out", tmp_path / "store", "--tokenizer", "train:270", "--json") == 0
-    captured = capsys.readouterr()
-    report, store = json.loads(captured.out), TokenStore.open(tmp_path / "store")
-    assert captured.err == ""
+def test_json_report(corpus, tmp_path, boost):
+    code, out, err = boost(corpus, "--out", tmp_path / "store", "--tokenizer", "train:270", "--json")
+    assert (code, err) == (0, "")
+    report, store = json.loads(out), TokenStore.open(tmp_path / "store")
     assert report["vocab_size"] == store.vocab_size == 270 and report["up_to_date"] is False
     heldout = store.split("heldout")
     assert report["splits"]["heldout"]["unigram_entropy"] == heldout.unigram_entropy()
@@ -59,17 +49,16 @@ def test_json_report(corpus, tmp_path, capsys):
     assert report["sources"][0]["skipped"]["binary (holds a NUL byte)"]["count"] == 1
 
 
-def test_many_skips_are_counted_and_the_rest_is_pointed_at(corpus, tmp_path, capsys):
+def test_many_skips_are_counted_and_the_rest_is_pointed_at(corpus, tmp_path, boost):
     for i in range(9):
         (corpus / f"empty{i}.txt").write_text("")
-    assert boost(corpus, "--out", tmp_path / "store", "--tokenizer", "train:270") == 0
-    out = capsys.readouterr().out
-    assert "9 empty" in out and "and 4 more, see report.json in the store" in out
+    code, out, _ = boost(corpus, "--out", tmp_path / "store", "--tokenizer", "train:270")
+    assert code == 0 and "9 empty" in out and "and 4 more, see report.json in the store" in out
     details = json.loads((tmp_path / "store" / "report.json").read_text())
     assert sum("empty" in entry["skipped"] for entry in details[str(corpus)]) == 9
 
 
-def test_errors_are_one_line_with_exit_code_two(corpus, tmp_path, capsys):
+def test_errors_are_one_line_with_exit_code_two(corpus, tmp_path, boost):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     cases = {
         (): "no input given",
@@ -80,32 +69,32 @@ def test_errors_are_one_line_with_exit_code_two(corpus, tmp_path, capsys):
         (corpus, "--heldout", "2"): "--heldout 2.0",
     }
     for arguments, message in cases.items():
-        assert boost(*arguments, "--out", tmp_path / "store") == 2
-        captured = capsys.readouterr()
-        line = captured.err.splitlines()[-1]
-        assert line.startswith("boost: error: ") and message in line and "Traceback" not in captured.err
-        assert captured.out == "" and not (tmp_path / "store").exists()
+        code, out, err = boost(*arguments, "--out", tmp_path / "store")
+        line = err.splitlines()[-1]
+        assert line.startswith("boost: error: ") and message in line and "Traceback" not in err
+        assert (code, out) == (2, "") and not (tmp_path / "store").exists()
 
 
-def test_what_was_read_in_another_form_is_printed(tmp_path, capsys):
+def test_what_was_read_in_another_form_is_printed(tmp_path, boost):
     (tmp_path / "x.csv").write_bytes(b"n,body\r\n" + b'1,"a line\r\nof two"\r\n' * 20)
-    assert boost(tmp_path / "x.csv", "--out", tmp_path / "store", "--tokenizer", "train:270") == 0
-    out = capsys.readouterr().out
-    assert "\nnotes\n" in out and f"20 with CRLF line breaks, normalized to LF, in {tmp_path / 'x.csv'}" in out
+    code, out, _ = boost(tmp_path / "x.csv", "--out", tmp_path / "store", "--tokenizer", "train:270")
+    assert (
+        code == 0
+        and "\nnotes\n" in out
+        and f"20 with CRLF line breaks, normalized to LF, in {tmp_path / 'x.csv'}" in out
+    )
     assert "1 no column 'text'; text read from 'body'" in out and "\nskipped" not in out
 
 
-def test_ids_of_another_tool(corpus, tmp_path, capsys, monkeypatch):
+def test_ids_of_another_tool(corpus, tmp_path, boost, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert boost(corpus, "--out", "text", "--tokenizer", "train:270") == 0
+    assert boost(corpus, "--out", "text", "--tokenizer", "train:270")[0] == 0
     np.array([0, 5, 6, 0, 7, 8, 0, 9] * 50, "<u2").tofile(tmp_path / "fine.bin")
-    capsys.readouterr()
-    assert boost("--from-tokens", "fine.bin", "--tokenizer", "text") == 0
-    out = capsys.readouterr().out
-    assert "data/fine written in" in out and "1 empty document, in fine.bin" in out
+    code, out, _ = boost("--from-tokens", "fine.bin", "--tokenizer", "text")
+    assert code == 0 and "data/fine written in" in out and "1 empty document, in fine.bin" in out
     assert TokenStore.open("data/fine").split("train").n_documents > 50
-    assert boost("--from-tokens", "fine.bin", "--tokenizer", "text", "--token-dtype", "uint32") == 2
-    assert "already holds a token store made from different input" in capsys.readouterr().err
+    code, _, err = boost("--from-tokens", "fine.bin", "--tokenizer", "text", "--token-dtype", "uint32")
+    assert code == 2 and "already holds a token store made from different input" in err
 
 
 @pytest.mark.parametrize(
@@ -142,13 +131,12 @@ def test_the_progress_bar_draws(monkeypatch, capsys):
     bar.close()
 
 
-def test_conversations(tmp_path, capsys):
+def test_conversations(tmp_path, boost):
     chats = write_conversations(tmp_path / "chats.jsonl", 30)
     arguments = ("--chat", chats, "--tokenizer", chat_tokenizer(tmp_path / "tokenizer"), "--out", tmp_path / "store")
-    assert boost(*arguments) == 0
-    out = capsys.readouterr().out
-    assert "in the loss" in out and "tokens count toward the loss, per the chat template's prompts" in out
+    code, out, _ = boost(*arguments)
+    assert code == 0 and "tokens count toward the loss, per the chat template's prompts" in out
     sizes = TokenStore.open(tmp_path / "store").meta["splits"]["train"]
     assert f"{sizes['targets']:,}" in out and 0 < sizes["targets"] < sizes["tokens"]
-    assert boost("--chat", tmp_path / "none.jsonl", "--tokenizer", tmp_path / "tokenizer") != 0
-    assert "no such file or folder; check the spelling\n" in capsys.readouterr().err
+    code, _, err = boost("--chat", tmp_path / "none.jsonl", "--tokenizer", tmp_path / "tokenizer")
+    assert code != 0 and "no such file or folder; check the spelling\n" in err

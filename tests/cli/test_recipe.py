@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from boost.cli.main import main
 from boost.data.store import TokenStore
+from tests.cli.commands import Capture, say
 from tests.data.web import write_c4
 
 MODEL = {
@@ -29,16 +29,15 @@ def command(c4: Path, *more: str, steps: int = 6) -> list[str]:
     return ["recipe", "c4-60m", "--data", str(c4), "--tokenizer", "train:300", "--steps", str(steps), *keys, *more]
 
 
-def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipe"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_list(capsys: Capture) -> None:
+    lines = say(capsys, "recipe")[1].splitlines()
     assert lines[1].split()[:5] == ["c4-60m", "cola-60m", "allenai/c4:en", "1.31B", "34.04"]
     assert len(lines) > 13
 
 
-def test_the_budget_comes_first(c4: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command(c4, "--dry-run")) == 0
-    out = capsys.readouterr().out
+def test_the_budget_comes_first(c4: Path, capsys: Capture) -> None:
+    code, out, _ = say(capsys, *command(c4, "--dry-run"))
+    assert code == 0
     for words in (
         "c4-60m: cola ", "384 (6 steps of 64), 200k held out; the publication: 1.31B", f"{c4}; tokenizer train:300",
         "for data/c4-384, ", "are free", "perplexity 34.04",
@@ -47,10 +46,10 @@ def test_the_budget_comes_first(c4: Path, capsys: pytest.CaptureFixture[str]) ->
     assert not Path("data").exists() and not Path("runs").exists()
 
 
-def test_nobody_to_ask(c4: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_to_ask(c4: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    assert main(command(c4)) == 2
-    assert "add --yes to start, or --dry-run" in capsys.readouterr().err
+    code, _, err = say(capsys, *command(c4))
+    assert code == 2 and "add --yes to start, or --dry-run" in err
 
 
 @pytest.mark.parametrize(
@@ -62,15 +61,14 @@ def test_nobody_to_ask(c4: Path, capsys: pytest.CaptureFixture[str], monkeypatch
         (["c4-60m", "--steps", "0"], "--steps = 0 is too small"),
     ],
 )
-def test_errors_are_one_line(c4: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipe", *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+def test_errors_are_one_line(c4: Path, words: list[str], message: str, capsys: Capture) -> None:
+    code, _, err = say(capsys, "recipe", *words)
+    assert code == 2 and message in err and err.count("\n") == 1
 
 
-def test_from_the_data_to_the_comparison(c4: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command(c4, "--yes")) == 0
-    out = capsys.readouterr().out
+def test_from_the_data_to_the_comparison(c4: Path, capsys: Capture) -> None:
+    code, out, _ = say(capsys, *command(c4, "--yes"))
+    assert code == 0
     assert out.index("1/3 prepare") < out.index("2/3 train") < out.index("step     6/6") < out.index("3/3 compare")
     assert "34.04 (CoLA, arXiv 2502.10940); not comparable: this run had another model, 0.00% of its tokens" in out
     found = json.loads(Path("runs/c4-60m-384/recipe.json").read_text())
@@ -81,12 +79,16 @@ def test_from_the_data_to_the_comparison(c4: Path, capsys: pytest.CaptureFixture
     assert 1 < found["perplexity"] < 400 and found["perplexity"] != found["perplexity_of_all_tokens"]
     assert 385 <= store.split("train").n_tokens < 600
 
-    assert main(command(c4)) == 0  # has begun: nothing to ask, and nothing left to do
-    again = capsys.readouterr().out
-    assert "data/c4-384 is up to date" in again and "runs/c4-60m-384 is finished" in again and "eval" not in again
+    code, again, _ = say(capsys, *command(c4))  # has begun: nothing to ask, and nothing left to do
+    assert (
+        code == 0
+        and "data/c4-384 is up to date" in again
+        and "runs/c4-60m-384 is finished" in again
+        and "eval" not in again
+    )
     assert json.loads(Path("runs/c4-60m-384/recipe.json").read_text()) == found
 
 
-def test_too_little_data_is_an_error(c4: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command(c4, "--yes", steps=10_000)) == 2
-    assert "but the recipe reads 640k; add more of the dataset's files, or pass --steps " in capsys.readouterr().err
+def test_too_little_data_is_an_error(c4: Path, capsys: Capture) -> None:
+    code, _, err = say(capsys, *command(c4, "--yes", steps=10_000))
+    assert code == 2 and "but the recipe reads 640k; add more of the dataset's files, or pass --steps " in err

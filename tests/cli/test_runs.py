@@ -3,14 +3,12 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from boost.train.metrics import RunEnd
-from tests.cli.commands import say
+from tests.cli.commands import Capture, say
 from tests.measure.made_runs import make_run
 
 
-def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list(tmp_path: Path, capsys: Capture) -> None:
     first = make_run(tmp_path / "a-run-with-a-long-name")
     make_run(tmp_path / "b", steps=10, end=RunEnd(10, "stopped", "SIGTERM"))
     with open(make_run(tmp_path / "more/c", steps=7) / "metrics.jsonl", "a") as file:
@@ -30,6 +28,6 @@ def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[0]["run"] == str(first) and rows[2]["damaged_lines"] == 1 and rows[0]["updated"].endswith("+00:00")
 
 
-def test_a_folder_without_runs_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_runs_is_one_line(capsys: Capture) -> None:
     code, _, err = say(capsys, "runs", "list", "nowhere")
     assert code == 2 and err.count("\n") == 1 and "no runs in 'nowhere'" in err

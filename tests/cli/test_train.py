@@ -16,14 +16,12 @@ from boost.errors import ConfigError
 from boost.train.checkpoint import complete_checkpoints
 from boost.train.metrics import read_metrics
 from boost.train.run_lock import require_unlocked
-from tests.cli.commands import say
-from tests.train.commands import QUIET, ForkedPython, boost_command, toml
+from tests.cli.commands import Capture, say
+from tests.train.commands import LIMIT_S, QUIET, ForkedPython, boost_command, toml
 
 pytestmark = pytest.mark.slow
 
 STEPS = 12
-LIMIT_S = 600
-"""Only against hanging for ever."""
 
 
 def write_config(folder: Path, store: Path) -> Path:
@@ -86,9 +84,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
     return run
 
 
-def test_a_killed_run_resumes_to_the_last_bit(
-    config: Path, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_resumes_to_the_last_bit(config: Path, whole: Path, tmp_path: Path, capfd: Capture) -> None:
     killed = tmp_path / "killed"
     assert len(numbers(whole)) == STEPS + 2
 
@@ -102,9 +98,7 @@ def test_a_killed_run_resumes_to_the_last_bit(
     assert complete_checkpoints(killed / "checkpoints")
 
     code, _, err = say(capfd, "train", config, "--run.dir", killed)
-    assert code == 2
-    assert "already holds a run" in err
-    assert "--resume auto" in err
+    assert code == 2 and "already holds a run" in err and "--resume auto" in err
     assert len(read_metrics(killed / "metrics.jsonl")) == steps_before, "nothing is lost by the mistake"
 
     code, out, err = say(capfd, "train", config, "--run.dir", killed, "--resume", "auto")
@@ -119,7 +113,7 @@ def test_a_killed_run_resumes_to_the_last_bit(
 
 
 def test_a_second_run_is_refused_and_sigterm_saves_and_loses_nothing(
-    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    config: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     run = tmp_path / "run"
     words = ["train", str(config), "--run.dir", str(run), "--train.steps", "5000", *QUIET]
@@ -136,7 +130,7 @@ def test_a_second_run_is_refused_and_sigterm_saves_and_loses_nothing(
     assert json.loads((saved / "state.json").read_text())["step"] == last
 
 
-def test_evaluation_and_generation_do_not_depend_on_the_mesh(whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_and_generation_do_not_depend_on_the_mesh(whole: Path, capfd: Capture) -> None:
     run = whole
     evaluations, texts = [], []
     for tp in (1, 2):
@@ -157,8 +151,7 @@ def test_evaluation_and_generation_do_not_depend_on_the_mesh(whole: Path, capfd:
     code, out, _ = say(capfd, "generate", run, "--prompt", "def ", "--max-tokens", 20, "--seed", 3)
     assert out == f"def {texts[0]['text']}\n"
     code, _, err = say(capfd, "eval", run, "--tp", 3)
-    assert code == 2
-    assert "parallel.tp = 3 must divide" in err
+    assert code == 2 and "parallel.tp = 3 must divide" in err
 
 
 def command_with_small_files(words: list[str]) -> int:
@@ -166,23 +159,11 @@ def command_with_small_files(words: list[str]) -> int:
     return boost_command(words)
 
 
-def test_a_file_size_limit_is_one_line_and_keeps_what_was_saved(
-    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_size_limit_is_one_line_and_keeps_what_was_saved(config: Path, tmp_path: Path, capfd: Capture) -> None:
     """Emulates a full disk: the last save fails, and the earlier one stays."""
     run = tmp_path / "run"
-    words = [
-        "train",
-        str(config),
-        "--run.dir",
-        str(run),
-        "--parallel.tp",
-        "1",
-        "--train.eval_every",
-        "0",
-        "--train.steps",
-    ]
-    assert say(capfd, *words, 5)[0] == 0
+    words = f"train {config} --run.dir {run} --parallel.tp 1 --train.eval_every 0 --train.steps".split()
+    assert say(capfd, *words, "5")[0] == 0
     before = complete_checkpoints(run / "checkpoints")
     words += ["10", "--resume", "auto", "--run.save_retry_minutes", "0"]
     with contextlib.closing(ForkedPython(command_with_small_files, [words], os.environ)) as process:

@@ -96,11 +96,6 @@ def test_a_time_of_nothing_is_refused(computed: list[Tensor], said: str) -> None
     refuse_zeros("mine", [torch.tensor([0.0, 1.0])])
 
 
-def test_too_few_rounds_are_refused() -> None:
-    with pytest.raises(ValueError, match="needs at least 7"):
-        take_turns({"a": note([], "a")}, ONE, LEAST_ROUNDS - 1)
-
-
 def test_a_ratio_is_of_the_same_round() -> None:
     """The machine is ten times slower in half of the rounds, which does not affect the ratio."""
     slow = np.array([1.0, 10.0, 1.0, 10.0, 1.0, 10.0, 1.0])
@@ -163,7 +158,9 @@ def test_the_interval_follows_a_skewed_statistic() -> None:
     assert found.high - found.value > 1.2 * (found.value - found.low), "the longer tail is on the right"
 
 
-def test_launches_must_have_the_same_rounds() -> None:
+def test_too_few_rounds_and_launches_of_other_rounds_are_refused() -> None:
+    with pytest.raises(ValueError, match="needs at least 7"):
+        take_turns({"a": note([], "a")}, ONE, LEAST_ROUNDS - 1)
     with pytest.raises(ValueError, match="launches of 7, 6 rounds"):
         ratio([[1.0] * 7, [1.0] * 6], [[1.0] * 7, [1.0] * 6])
     with pytest.raises(ValueError, match="14 over 7 rounds"):

@@ -52,16 +52,6 @@ def test_two_processes() -> None:
             assert norm == pytest.approx(our_norm, rel=1e-4)
 
 
-def replicas(config: Config) -> tuple[list[str], dict[str, str]]:
-    calls, reasons = peers(config, toy.mesh(tp=1, dp=2))
-    return list(calls), reasons
-
-
-def test_replicas_are_not_theirs_to_make() -> None:
-    for found, reasons in run_distributed(2, replicas, make()):
-        assert found == [] and "parallel.dp" in reasons[HF]
-
-
 def test_one_process() -> None:
     pytest.importorskip("transformers")
     config = make(family="dense")

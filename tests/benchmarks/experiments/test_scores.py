@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from benchmarks import local_tasks
 from benchmarks.experiments import scores
 from benchmarks.experiments.curves import at_start
 from boost.config import Config
-from boost.errors import ConfigError
 from boost.models.decoder import Decoder
 from boost.parallel.mesh import Mesh
 from tests import toy
@@ -83,9 +81,3 @@ def test_two_processes_score_as_one_and_as_the_definition(
     right = [each["answer"] == of_each.index(min(of_each)) for each, of_each in zip(asked, lengths, strict=True)]
     assert found["local_continuation acc"] == pytest.approx(sum(right) / QUESTIONS)
     assert found["local_cloze acc"] == 0 and not math.isnan(found["local_order acc"])
-
-
-def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ConfigError, match=r"--questions needs lm-evaluation-harness; install it with: pip install"):
-        scores.require_harness()

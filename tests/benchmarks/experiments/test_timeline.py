@@ -4,9 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from benchmarks.experiments.timeline import (
     Interval,
     ProcessStep,
@@ -14,9 +11,6 @@ from benchmarks.experiments.timeline import (
     from_numbers,
     read_step,
     rows,
-    total,
-    union,
-    without,
 )
 
 
@@ -68,23 +62,6 @@ def test_kernels_of_a_gpu_are_one_or_the_other(tmp_path: Path) -> None:
     _, step = read_step(trace(tmp_path, *events), 0)
     assert milliseconds(step.computing) == [(10, 50)], "host activity is not drawn"
     assert milliseconds(step.waiting) == [(50, 60)]
-
-
-points = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), max_size=8)
-
-
-@given(points, points)
-def test_intervals_are_sets_of_points(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
-    left, right = (union(Interval(begin, begin + length) for begin, length in each) for each in (some, others))
-
-    def covered(intervals: tuple[Interval, ...]) -> set[int]:
-        return {n for begin, end in intervals for n in range(int(begin), int(end))}
-
-    assert covered(left) == {n for begin, length in some for n in range(begin, begin + length)}
-    assert total(left) == len(covered(left))
-    difference = without(left, right)
-    assert covered(difference) == covered(left) - covered(right)
-    assert total(difference) == len(covered(difference))
 
 
 RECORDED = ProcessStep(

@@ -144,20 +144,6 @@ def test_the_share_of_a_process_is_measured_without_the_others(tmp_path: Path) -
     assert 0 < row["predicted_s"] < prediction(work[0][1], load_hardware("a100-80g")).predicted_s
 
 
-def test_steps_that_do_not_fit_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    """All models of a group are in memory together."""
-    names = [name for name in validation.cases("cuda") if not name.startswith("share")]
-    work = [(name, validation.case(name, "cuda")) for name in names]
-    hardware = load_hardware("h100-80g")
-    kept = dict(validation.fitting(work, hardware))
-    states, peaks = zip(*(validation._memory(config, hardware) for config in kept.values()), strict=True)
-    assert max(sum(states) - own + peak for own, peak in zip(states, peaks, strict=True)) <= hardware.usable_bytes
-    small = hardware.model_copy(update={"memory_gb": 24.0})
-    fewer = dict(validation.fitting(work, small))
-    assert "cola 1B" in fewer and "dense 7B" not in fewer and len(fewer) < len(kept)
-    assert "dense 7B: skipped" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_configurations_are_legal_and_of_many_kinds(device: str) -> None:
     configs = [validation.case(name, device) for name in validation.cases(device)]
