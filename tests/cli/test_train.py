@@ -26,7 +26,7 @@ STEPS = 12
 
 def write_config(folder: Path, store: Path) -> Path:
     path = folder / "run.toml"
-    path.write_text(toml(store, steps=STEPS, save_every=4, eval_every=8, eval_tokens=1280, log_every=1))
+    path.write_text(toml(store, seq_len=128, steps=STEPS, save_every=4, eval_every=8, eval_tokens=1280, log_every=1))
     return path
 
 
