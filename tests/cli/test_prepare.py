@@ -83,7 +83,7 @@ def test_what_was_read_in_another_form_is_printed(tmp_path, boost):
         and "\nnotes\n" in out
         and f"20 with CRLF line breaks, normalized to LF, in {tmp_path / 'x.csv'}" in out
     )
-    assert "1 no column 'text'; text read from 'body'" in out and "\nskipped" not in out
+    assert "1 without column 'text': text read from 'body'" in out and "\nskipped" not in out
 
 
 def test_ids_of_another_tool(corpus, tmp_path, boost, monkeypatch):

@@ -90,7 +90,7 @@ def test_the_text_column_is_found(wanted, columns, found):
     entry = FileReport("x")
     assert find_text_column(wanted, columns, entry) == found
     is_noted = wanted is None and found != "text"
-    assert list(entry.notes) == [f"no column 'text'; text read from {found!r}"] * is_noted
+    assert list(entry.notes) == [f"without column 'text': text read from {found!r}"] * is_noted
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_the_text_field_is_found_or_asked_for(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"n": 1}\nbroken\n{"body": "found", "n": 2}\n')
     found, report = read(FilesSource(tmp_path / "a.jsonl"))
     assert found == [("a.jsonl:3", "found")]
-    assert notes(report) == {("a.jsonl", "no column 'text'; text read from 'body'"): []}
+    assert notes(report) == {("a.jsonl", "without column 'text': text read from 'body'"): []}
     (tmp_path / "b.jsonl").write_text('{"prompt": "p", "answer": "a"}\n')
     with pytest.raises(
         DataError, match=r"b\.jsonl: no text column found among prompt, answer; choose one with --text-f"
@@ -457,7 +457,7 @@ def test_arrow_streams_and_files(tmp_path):
     expected = [(i, "two\nlines" if i == 4 else f"row {i}") for i in range(20) if i != 3]
     assert found == [(f"{name}.arrow:{i}", text) for name in "ab" for i, text in expected]
     assert skips(report) == {(f"{n}.arrow", "text field is not a string"): ["row 3: NoneType"] for n in "ab"}
-    assert ("a.arrow", "no column 'text'; text read from 'body'") in notes(report)
+    assert ("a.arrow", "without column 'text': text read from 'body'") in notes(report)
     assert report.consumed == sum(path.stat().st_size for path in tmp_path.iterdir())
 
 
