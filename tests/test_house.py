@@ -1,6 +1,7 @@
 """The codebase follows docs/design.md: imports point downward, and models use no process groups."""
 
 import ast
+import functools
 import os
 import shutil
 import subprocess
@@ -37,9 +38,15 @@ EVALUATION = sorted((REPOSITORY / "benchmarks").rglob("*.py"))
 """Not installed: it may import the package, and the package must work without it."""
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
+@functools.cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    """Every node of a file."""
+    return list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+
+
+def imported(file: Path) -> Iterator[str]:
     """Dotted names of all modules that a file imports, at any level."""
-    for node in ast.walk(tree):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -65,7 +72,7 @@ def wrong_imports(file: Path) -> Iterator[str]:
     parts = file.relative_to(ROOT).parts
     if len(parts) == 1:
         return
-    names = set(imported(ast.parse(file.read_text(encoding="utf-8"))))
+    names = set(imported(file))
     own = room_of(".".join(("boost", *parts)).removesuffix(".py"))
     assert own is not None
     level = ROOMS.index(own)
@@ -103,13 +110,12 @@ def circles(edges: dict[str, set[str]]) -> list[set[str]]:
 def test_no_module_imports_itself_through_others() -> None:
     modules = {name_of(file).removesuffix(".py").replace("/", ".").removesuffix(".__init__"): file for file in FILES}
     edges = {
-        module: {name for name in imported(ast.parse(file.read_text(encoding="utf-8"))) if name in modules}
-        - {module, "boost"}
+        module: {name for name in imported(file) if name in modules} - {module, "boost"}
         for module, file in modules.items()
     }
     # `from boost.x import name` names the package too, which only matters where the name is the package's own.
     for module, file in modules.items():
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in nodes_of(file):
             if isinstance(node, ast.ImportFrom) and node.module in modules:
                 submodules = {f"{node.module}.{alias.name}" for alias in node.names}
                 if submodules <= modules.keys():
@@ -118,11 +124,7 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 def test_the_package_does_not_need_the_evaluation() -> None:
-    found = {
-        name_of(file)
-        for file in FILES
-        if any(name.split(".")[0] == "benchmarks" for name in imported(ast.parse(file.read_text(encoding="utf-8"))))
-    }
+    found = {name_of(file) for file in FILES if any(name.split(".")[0] == "benchmarks" for name in imported(file))}
     assert found == set()
 
 
@@ -160,7 +162,7 @@ def test_training_needs_neither_the_planner_nor_measurements(store: Path, tmp_pa
 def compared_names(file: Path) -> Iterator[int]:
     """Lines that compare something with the name of a layout, or test membership among layout names."""
     names = set(layout_names())
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in nodes_of(file):
         if isinstance(node, ast.Compare | ast.MatchValue):
             constants = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
             if constants & names:
@@ -201,7 +203,7 @@ def test_tests_import_no_test_file() -> None:
     here = Path(__file__).parent
     found = {}
     for file in sorted(here.rglob("*.py")):
-        names = sorted(set(imported(ast.parse(file.read_text(encoding="utf-8")))))
+        names = sorted(set(imported(file)))
         if wrong := [n for n in names if n.startswith("tests.") and any(p.startswith("test_") for p in n.split("."))]:
             found[file.relative_to(here).as_posix()] = wrong
     assert found == {}

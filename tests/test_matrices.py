@@ -19,10 +19,3 @@ def test_every_legal_pair_is_there_in_legal_rows() -> None:
         wanted = {(row[one], row[other]) for row in everything if legal(row)}
         assert {(row[one], row[other]) for row in rows} == wanted
     assert rows == pairwise(options, legal)
-
-
-def test_options_may_be_dictionaries() -> None:
-    rows = pairwise(
-        {"layout": ({"layout": "btp"}, {}), "tp": (1, 2)}, lambda row: (row["tp"] == 1) == (not row["layout"])
-    )
-    assert rows == [{"layout": {"layout": "btp"}, "tp": 2}, {"layout": {}, "tp": 1}]

@@ -1,5 +1,7 @@
 """The Python examples run and show what they claim."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -10,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+
+from tests.distributed import run_distributed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_S = 600
@@ -25,27 +30,42 @@ def run(*command: str) -> str:
     return found.stdout
 
 
-def own_loop(layout: str, *words: str) -> tuple[list[float], list[float]]:
+def own_loop(out: str) -> tuple[list[float], list[float]]:
     """(losses, gradient norms) that it prints."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-    out = run(*torchrun, *words, "--steps", "21", "--dim", "64", "--layout", layout)
     losses, norms = ([float(x) for x in re.findall(rf"{name} ([\d.]+)", out)] for name in ("loss", "gradient norm"))
     assert len(losses) == 3 and losses[-1] < losses[0] - 0.5
     return losses, norms
 
 
 SCRIPT = str(EXAMPLES / "own_loop.py")
+WORDS = ("--steps", "21", "--dim", "64", "--layout")
+
+
+def in_a_pool() -> str:
+    """What it prints, in a process that has a process group already."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(sys, "argv", [SCRIPT, *WORDS, "btp-sp"])
+        patch.setattr(dist, "init_process_group", lambda backend: None)
+        patch.setattr(dist, "destroy_process_group", lambda: None)
+        runpy.run_path(SCRIPT, run_name="__main__")
+    return out.getvalue()
 
 
 def test_own_loop() -> None:
-    own_loop("btp-sp", "2", SCRIPT)
+    main, other = run_distributed(2, in_a_pool)
+    own_loop(main)
+    assert other == "", "one of them prints"
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["btp-sp", "btp"])
 def test_own_loop_is_the_same_on_other_meshes(layout: str) -> None:
-    """The same gradient norms on dp 2 x tp 2 as on two TP ranks."""
-    (_, two), (_, four) = own_loop(layout, "2", SCRIPT), own_loop(layout, "4", SCRIPT, "--dp", "2")
+    """The same gradient norms on dp 2 x tp 2 as on two TP ranks, started by torchrun."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+    (_, two), (_, four) = (
+        own_loop(run(*torchrun, size, SCRIPT, *WORDS, layout, "--dp", dp)) for size, dp in (("2", "1"), ("4", "2"))
+    )
     assert two == pytest.approx(four, rel=0.01)
 
 

@@ -96,19 +96,16 @@ def test_save_and_load_round_trips(trained: boost.Trainer, tmp_path: Path) -> No
         model.save(tmp_path / "saved")
 
 
-@pytest.mark.parametrize("family", ["cola", "svd", "dense", "lax"])
-def test_exports_load_in_transformers_and_here(family: str, tmp_path: Path) -> None:
+def test_exports_load_in_transformers_and_here(tmp_path: Path) -> None:
     import transformers
 
-    sizes = {k: v for k, v in SIZES.items() if k != "rank" or family != "dense"}
-    config = toy.toy_config("float32", model={**sizes, "family": family})
-    model = boost.Model.from_config(config)
+    model = boost.Model.from_config(toy.toy_config("float32", model={**SIZES, "family": "lax"}))
     folder = model.export(tmp_path / "out", merge=False)
     tokens = torch.arange(1, 13).view(1, 12)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
     torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=1e-4, atol=1e-5)
     again = boost.Model.from_pretrained(folder)
-    assert again.decoder.model.family == family
+    assert again.decoder.model.family == "lax"
     torch.testing.assert_close(again(tokens), model(tokens), rtol=1e-5, atol=1e-6)
     assert not list(tmp_path.glob(".*")), "nothing is left behind"
 

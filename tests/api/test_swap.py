@@ -54,31 +54,6 @@ def test_patterns_choose() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_transformers_models(name: str) -> None:
-    import transformers
-
-    torch.manual_seed(0)
-    if name == "llama":
-        config = transformers.LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-        )
-        model: nn.Module = transformers.LlamaForCausalLM(config)
-        inside, count = ["*.q_proj", "*.mlp.*"], 8
-    else:
-        model = transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4)
-        )
-        inside, count = ["*"], 8
-    tokens = torch.randint(64, (2, 9))
-    boost.lowrank(model, 0.25, include=inside)
-    assert sum(isinstance(m, LowRankLinear) for m in model.modules()) == count
-    assert type(model.get_output_embeddings()) is nn.Linear, "the head is left alone"  # type: ignore[operator]
-    out = model(input_ids=tokens, labels=tokens)
-    out.loss.backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_head_stays_tied_and_counts_once(tied: bool, caplog: pytest.LogCaptureFixture) -> None:
     import transformers

@@ -32,14 +32,6 @@ def test_no_factors_of_this_rank_lose_less() -> None:
         assert weighted_error(w - b @ a, g, c) >= error * (1 - 1e-5)
 
 
-def test_identity_moments_give_the_plain_svd() -> None:
-    w = drawn(6, 9)
-    found = factorize_weighted(w, 4, moment_root(torch.eye(6)), moment_root(torch.eye(9)))
-    plain = factorize(w, 4)
-    torch.testing.assert_close(found.b_OR, plain.b_OR, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found.a_RI, plain.a_RI, rtol=1e-5, atol=1e-6)
-
-
 def test_balanced_factors_have_equal_gram_matrices() -> None:
     a, b = drawn(3, 10), 100 * drawn(7, 3)
     even_a, even_b = balanced(a, b)

@@ -1,5 +1,6 @@
 """`boost import`: the same function, the same bytes, and one-line errors."""
 
+import itertools
 import json
 import pickle
 from pathlib import Path
@@ -7,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -15,7 +15,7 @@ import boost
 from boost.convert.export import export
 from boost.errors import BoostError, CheckpointError, ConfigError
 from boost.train.checkpoint import open_checkpoint
-from tests import toy
+from tests import references, toy
 from tests.convert.toys import (
     CASES,
     GB,
@@ -184,35 +184,18 @@ def official_cola(path: Path, only_lr_act: bool | None) -> dict[str, Tensor]:
     return tensors
 
 
-def cola_logits(w: dict[str, Tensor], tokens_S: Tensor, silu: bool) -> Tensor:
-    """Logits [S, V] of the official class, written in plain operations from its description."""
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + LLAMA["rms_norm_eps"]).rsqrt() * w[f"{name}.weight"]
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return F.silu(x @ w[f"{name}_proj.cola_a"]) @ w[f"{name}_proj.cola_b"]
-
-    def heads(x: Tensor, count: int, turn: bool) -> Tensor:
-        x = x.view(len(x), count, 8).transpose(0, 1)
-        if not turn:
-            return x
-        angle = torch.outer(torch.arange(x.shape[1]), LLAMA["rope_theta"] ** -(torch.arange(0, 8, 2) / 8)).repeat(1, 2)
-        half = torch.cat((-x[..., 4:], x[..., :4]), dim=-1)
-        return x * angle.cos() + half * angle.sin()
-
-    x = w["model.embed_tokens.weight"][tokens_S]
-    future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+def by_our_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """For the reference of the family: the official class stores factors transposed."""
+    ours = {"embed": tensors["model.embed_tokens.weight"], "head": tensors["lm_head.weight"]}
+    ours["final_norm"] = tensors["model.norm.weight"]
     for layer in range(2):
-        at = f"model.layers.{layer}"
-        y = norm(x, f"{at}.input_layernorm")
-        q, k, v = (heads(linear(y, f"{at}.self_attn.{p}"), 4, p != "v") for p in "qkv")
-        scores = (q @ k.transpose(1, 2) / 8**0.5).masked_fill(future, float("-inf"))
-        x = x + linear((scores.softmax(-1) @ v).transpose(0, 1).flatten(1), f"{at}.self_attn.o")
-        y = norm(x, f"{at}.post_attention_layernorm")
-        gate, up = linear(y, f"{at}.mlp.gate"), linear(y, f"{at}.mlp.up")
-        x = x + linear((F.silu(gate) if silu else gate) * up, f"{at}.mlp.down")
-    return norm(x, "model.norm") @ w["lm_head.weight"].T
+        at, to = f"model.layers.{layer}", f"layers.{layer}"
+        ours[f"{to}.attn_norm"] = tensors[f"{at}.input_layernorm.weight"]
+        ours[f"{to}.mlp_norm"] = tensors[f"{at}.post_attention_layernorm.weight"]
+        for theirs, part, names in (("self_attn", "attn", "qkvo"), ("mlp", "mlp", ("gate", "up", "down"))):
+            for name, factor in itertools.product(names, "AB"):
+                ours[f"{to}.{part}.{name}.{factor}"] = tensors[f"{at}.{theirs}.{name}_proj.cola_{factor.lower()}"].T
+    return ours
 
 
 @pytest.mark.parametrize(("only_lr_act", "silu"), [(True, False), (False, True), (None, False)])
@@ -223,7 +206,8 @@ def test_an_official_cola_checkpoint(tmp_path: Path, only_lr_act: bool | None, s
     assert_same(there_and_back(tmp_path / "theirs", tmp_path), tensors)
     decoder, _ = loaded(tmp_path / "imported")
     tokens, _ = toy.toy_tokens(toy.toy_config())
-    expected = torch.stack([cola_logits(tensors, row, silu) for row in tokens])
+    shape = references.Shape(4, 4, LLAMA["rms_norm_eps"], LLAMA["rope_theta"], silu)
+    expected = references.cola(by_our_names(tensors), shape, tokens)
     actual = all_logits(decoder, tokens)
     assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert json.loads((tmp_path / "back" / "config.json").read_text())["only_lr_act"] is not silu

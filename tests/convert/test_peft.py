@@ -12,7 +12,9 @@ from tests.convert.toys import CASES, all_logits, bring, cases, exported, loaded
 
 pytestmark = pytest.mark.slow
 
-FAMILIES = cases(("dense", "svd-merged", "svd", "cola", "cola-ranks", "lax-identity", "lax-tensor", "lax-dense"))
+OF_OTHERS = ("svd-merged", "svd", "cola", "lax-dense")
+"""Modules that the others have; run nightly."""
+FAMILIES = cases(("dense", "cola-ranks", "lax-identity", "lax-tensor", *OF_OTHERS), OF_OTHERS)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -90,7 +90,11 @@ def on_two(folder: Path) -> OnTwo:
     )
 
 
-@pytest.mark.parametrize("family", cases(SHARDED))
+OF_OTHERS = ("svd-merged", "cola-gqa", "cola-ranks")
+"""Plans and modules that dense and cola have; run nightly."""
+
+
+@pytest.mark.parametrize("family", cases(SHARDED, OF_OTHERS))
 def test_two_processes_are_the_same_function(family: str, tmp_path: Path, store: Path) -> None:
     model, merge, _ = CASES[family]
     config = toy.toy_config("float32", model={"init_std": 0.5, **model})

@@ -66,9 +66,9 @@ BY_NIGHT = {"dense-linear", "cola-rope", "cola-linear", "lax-svd", "lax-identity
 """Combinations of what other cases have."""
 
 
-def cases(names: Iterable[str] = CASES) -> list[Any]:
-    """Parameters of a test: names of cases."""
-    return [pytest.param(name, marks=[pytest.mark.nightly] * (name in BY_NIGHT)) for name in names]
+def cases(names: Iterable[str] = CASES, by_night: Iterable[str] = ()) -> list[Any]:
+    """Parameters of a test: names of cases, those `by_night` not on every commit."""
+    return [pytest.param(name, marks=[pytest.mark.nightly] * (name in {*BY_NIGHT, *by_night})) for name in names]
 
 
 def save(

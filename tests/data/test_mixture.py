@@ -38,22 +38,16 @@ def deviation(weights: list[Fraction]) -> float:
 WEIGHTS = st.fractions(Fraction(1, 1000), Fraction(1000), max_denominator=1000)
 
 
-@settings(max_examples=10)
-@given(st.lists(WEIGHTS, min_size=2, max_size=2))
-def test_two_sources_are_within_one_item_of_their_weights_in_any_window(weights: list[Fraction]) -> None:
-    assert deviation(weights) <= 0.5 + 1e-9  # so that any window, a difference of two counts, is within 1
+@pytest.mark.parametrize(("least", "most", "items"), [(2, 2, 0.5), (3, 3, 1.0), (4, 9, 1.7)])
+def test_sources_stay_within_items_of_their_weights(least: int, most: int, items: float) -> None:
+    """Of two by half an item, so that any window, a difference of two counts, is within one."""
 
+    @settings(max_examples=10)
+    @given(st.lists(WEIGHTS, min_size=least, max_size=most))
+    def check(weights: list[Fraction]) -> None:
+        assert deviation(weights) <= items + 1e-9
 
-@settings(max_examples=10)
-@given(st.lists(WEIGHTS, min_size=3, max_size=3))
-def test_three_sources_are_within_one_item(weights: list[Fraction]) -> None:
-    assert deviation(weights) < 1
-
-
-@settings(max_examples=10)
-@given(st.lists(WEIGHTS, min_size=4, max_size=9))
-def test_any_number_of_sources_is_within_two_items(weights: list[Fraction]) -> None:
-    assert deviation(weights) < 1.7
+    check()
 
 
 def test_one_source_takes_everything_and_far_positions_need_no_earlier_ones() -> None:

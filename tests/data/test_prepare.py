@@ -1,9 +1,7 @@
 """Preparing a store: splits, no-ops, replacement, interruption, full disks."""
 
 import os
-import signal
-import subprocess
-import sys
+import resource
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from boost.data.report import FileReport
 from boost.data.split import SplitRule, choose_split, key_hash, split_position
 from boost.data.store import TokenStore
 from boost.data.writer import locked, sibling
-from boost.errors import DataError
+from boost.errors import DataError, StorageError
 
 
 @pytest.fixture
@@ -277,74 +275,39 @@ def test_a_replacement_cut_between_its_renames_is_undone(corpus):
     assert content(store) == before and names_beside(corpus) == ["store", "texts"]
 
 
-CHILD = """
-import resource, signal, sys, time
-from pathlib import Path
-from boost.data import prepare as p
-from boost.errors import BoostError
+def test_an_interrupted_run_leaves_nothing_that_looks_finished(corpus, monkeypatch):
+    monkeypatch.setattr("boost.data.encode.BATCH_CHARS", 200)
+    store = prepare(options(corpus)).store.path
+    before, unfinished, written = content(store), sibling(store, "tmp"), []
 
-class Slow(p.Progress):
-    # Announces that tokens are on the disk, then waits to be killed.
-    def phase(self, name, total): self.name = name
-    def update(self, consumed, documents):
-        if mode == "wait" and self.name == "encoding" and documents == 20:
-            print("encoding", flush=True)
-            time.sleep(600)
+    class Interrupt(Progress):
+        def phase(self, name, total):
+            self.name = name
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for its background jobs
-mode, corpus, out, overwrite = sys.argv[1:]
-import boost.data.encode
-boost.data.encode.BATCH_CHARS = 200
-if mode == "full":
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-try:
-    options = p.PrepareOptions(out=Path(out), inputs=(corpus,), tokenizer="train:280", overwrite=bool(overwrite))
-    p.prepare(options, Slow())
-except BoostError as error:
-    print(type(error).__name__, error)
-"""
+        def update(self, consumed, documents):
+            if self.name == "encoding" and documents == 20:
+                written.append((unfinished / "train.tokens").stat().st_size)
+                with pytest.raises(DataError):
+                    TokenStore.open(unfinished)
+                raise KeyboardInterrupt
+
+    other = options(corpus, tokenizer="train:280", overwrite=True)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(other, Interrupt())
+    assert written[0] > 0 and names_beside(corpus) == ["store", "texts"] and content(store) == before
+    assert not prepare(other).up_to_date
 
 
-def child(mode, corpus, overwrite=""):
-    env = {**os.environ, "PYTHONPATH": ":".join(p for p in sys.path if p)}
-    arguments = [sys.executable, "-c", CHILD, mode, str(corpus), str(corpus.parent / "store"), overwrite]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-
-
-@pytest.mark.parametrize(
-    ("stop", "had_store"),
-    # What was there before and how it ends have nothing to do with each other. SIGTERM ends a process as SIGKILL does.
-    [(signal.SIGKILL, True), (signal.SIGINT, False)],
-)
-@pytest.mark.slow
-def test_an_interrupted_run_leaves_nothing_that_looks_finished(corpus, stop, had_store):
-    store = options(corpus).out
-    before = content(prepare(options(corpus)).store.path) if had_store else None
-    process = child("wait", corpus, "yes")
-    assert process.stdout.readline() == "encoding\n", process.stderr.read()
-    unfinished = sibling(store, "tmp")
-    assert (unfinished / "train.tokens").stat().st_size > 0
-    process.send_signal(stop)
-    assert process.wait(300) != 0
-    if stop == signal.SIGINT:
-        assert not unfinished.exists()
-    with pytest.raises(DataError):
-        TokenStore.open(unfinished)
-    assert store.exists() == had_store
-    if had_store:
-        assert content(store) == before
-    result = prepare(options(corpus, tokenizer="train:280", overwrite=True))
-    assert not result.up_to_date and names_beside(corpus) == ["store", "texts"]
-
-
-@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_costs_nothing(corpus):
     before = content(prepare(options(corpus)).store.path)
-    process = child("full", corpus, "yes")
-    output, errors = process.communicate(timeout=600)
-    assert process.returncode == 0, errors
-    assert output.startswith("StorageError ") and output.count("\n") == 1
-    assert "store: File too large while writing; nothing was changed" in output
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, usual[1]))
+    try:
+        with pytest.raises(StorageError, match="store: File too large while writing; nothing was changed") as caught:
+            prepare(options(corpus, tokenizer="train:280", overwrite=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert "\n" not in str(caught.value)
     assert names_beside(corpus) == ["store", "texts"] and content(options(corpus).out) == before
 
 

@@ -5,8 +5,6 @@ import gzip
 import json
 import os
 import re
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,10 +16,11 @@ from hypothesis import strategies as st
 
 from boost.data import readers
 from boost.data.readers import Unreadable, find_text_column, split_long
-from boost.data.report import FileReport
+from boost.data.report import FileReport, PrepareReport
 from boost.data.sources import FilesSource
 from boost.errors import DataError
 from tests.data.inputs import compressed, notes, read, skips
+from tests.peaks import in_new_process, needs_proc, peak
 
 
 def test_crlf_is_normalized_and_noted(tmp_path):
@@ -108,62 +107,29 @@ def test_a_column_that_is_not_clear_is_asked_for(wanted, columns, reason, fix):
     assert fix in str(caught.value)
 
 
-# VmHWM and not getrusage: a process begins with the ru_maxrss of the one that started it. A warm-up on a small file first, so that
-# only what the long line adds counts. At last the same in one piece, which shows that the measure sees the line.
-SCRIPT = """
-import re, sys
-from pathlib import Path
-from boost.data import readers
-from boost.data.report import PrepareReport
-from boost.data.sources import FilesSource
+def peak_of_line(folder: Path, limit: int) -> int:
+    """Prints the characters of a file with one line, and the bytes that reading it adds to the peak, with the limit and without."""
+    for name, words in (("small", 50), ("large", 1_000_000)):
+        (folder / f"{name}.txt").write_bytes(b"twenty letters here " * words)
 
-small, large, limit = *sys.argv[1:3], int(sys.argv[3])
+    def read_of(name: str, limit: int) -> int:
+        readers.MAX_DOCUMENT_CHARS = limit
+        readers.PART_CHARS = readers.CHUNK = min(limit // 16, 1 << 20)
+        report = PrepareReport()
+        return sum(len(each.text) for each in FilesSource(folder / f"{name}.txt").documents(report))
 
-def set_limits(limit):
-    readers.MAX_DOCUMENT_CHARS = limit
-    readers.PART_CHARS = readers.CHUNK = min(limit // 16, 1 << 20)
-
-def peak():
-    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-
-def read(path):
-    report = PrepareReport()
-    length = sum(len(document.text) for document in FilesSource(path).documents(report))
-    assert not report.sources[0].files[0].skipped, report.summary()
-    return length
-
-set_limits(limit)
-read(small)
-before = peak()
-length = read(large)
-added = peak() - before
-set_limits(1 << 30)
-read(large)
-print(length, added, peak() - before)
-"""
-
-
-def peak_of_line(folder: Path, size: int, limit: int) -> tuple[int, int, int]:
-    """Characters read from a file with one line of `size` bytes; bytes that reading it added to a process's peak, with the limit
-    and without."""
-    for name, length in (("small", 1000), ("large", size)):
-        with open(folder / f"{name}.txt", "wb") as file:
-            for _ in range(length // 1000):
-                file.write(b"twenty letters here " * 50)
-    words = [sys.executable, "-c", SCRIPT, folder / "small.txt", folder / "large.txt", limit]
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    length, streamed, at_once = map(int, done.stdout.split())
-    return length, streamed, at_once
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the peak is read from Linux's /proc")
+    read_of("small", limit)  # only what the long line adds counts
+    before = peak()
+    length = read_of("large", limit)
+    added = peak() - before
+    read_of("large", 1 << 30)  # in one piece, which shows that the measure sees the line
+    print(length, added, peak() - before)
+    return 0
 
 
 @needs_proc
-@pytest.mark.slow
 def test_a_long_line_takes_bounded_memory(tmp_path):
-    length, streamed, at_once = peak_of_line(tmp_path, 20_000_000, 1 << 20)
+    length, streamed, at_once = in_new_process(peak_of_line, tmp_path, 1 << 20)
     assert length == 20_000_000
     assert streamed < 10_000_000 < 40_000_000 < at_once
 
@@ -420,17 +386,6 @@ def test_quotes_in_tsv_are_text(tmp_path):
     (tmp_path / "x.tsv").write_text("n\ttext\n" + "".join(f"{n}\t{text}\n" for n, text in enumerate(texts)))
     documents, report = read(FilesSource(tmp_path / "x.tsv"))
     assert [text for _, text in documents] == texts and skips(report) == {}
-
-
-def test_csv_without_the_column_is_skipped_in_a_folder_and_an_error_by_name(tmp_path):
-    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
-    (tmp_path / "y.txt").write_text("y")
-    documents, report = read(FilesSource(tmp_path))
-    assert documents == [("y.txt", "y")]
-    assert ("x.csv", "no text column found among a, b") in skips(report)
-    with pytest.raises(DataError, match=r"x\.csv: no text column found among a, b; choose one with --text-field"):
-        read(FilesSource(tmp_path / "x.csv"))
-    assert read(FilesSource(tmp_path / "x.csv", "a"))[0] == [("x.csv:1", "1")]
 
 
 def test_a_csv_row_that_is_too_long_keeps_the_rows_before(tmp_path, monkeypatch):

@@ -3,19 +3,11 @@
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from boost.config import Config
-from boost.config.attention import chunks_of, crosses_as_heads
+from boost.config.attention import crosses_as_heads
 from boost.errors import ConfigError
-from boost.layouts.runtime import ContextAxis
-from boost.models.attention import attend, make_context, split_heads
-from boost.models.block import interleave
-from boost.models.group import Flow
-from boost.parallel.collectives import run
 from tests import toy
-from tests.distributed import run_distributed
 from tests.matrices import GROUPING, LAYOUTS, LOCAL, Row, chosen, config_of, each_value, family_of, ids, pairwise
 from tests.trained import compare, require_one_process
 
@@ -98,43 +90,6 @@ def test_sixteen_thousand_tokens_on_four_processes(heads: int) -> None:
     config = toy.toy_config("float64", model=model, parallel={"cp": 4}, train=train)
     assert crosses_as_heads(config.model, config.parallel) == (heads == 4)
     require_one_process(config, compare, 1)
-
-
-def attention_both_ways(config: Config) -> float:
-    """Relative error of our attention on one process against torch's ring attention over the same chunks."""
-    mesh, model = toy.toy_mesh(config), config.model
-    axis, flow = ContextAxis(model, config.parallel, mesh.cp, run), Flow(torch.empty(0))
-    generator, heads, width = torch.Generator().manual_seed(3), model.heads, model.head_dim
-    length = config.train.seq_len
-    whole = [torch.randn(1, length, heads, width, generator=generator, dtype=torch.float64) for _ in range(3)]
-    c = length // (2 * mesh.cp.size)
-    own = [torch.cat([x[:, n * c : (n + 1) * c] for n in chunks_of(mesh.cp.rank, mesh.cp.size)], dim=1) for x in whole]
-    share = axis.share()
-    context = make_context(1, share.positions(2 * c, toy.CPU), model, torch.float64, share=share)
-
-    interleave([axis.enter(flow, [x.flatten(0, 1).flatten(1) for x in own], share, 1)])
-    q, k, v = split_heads(flow.arrived, width, 1)
-    attended, _ = attend(q, k, v, context)
-    interleave([axis.leave(flow, attended, share, 1)])
-    (ours,) = flow.arrived
-    operation: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    q, k, v = (x.transpose(1, 2) for x in own)
-    assert mesh.cp.group is not None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_attention._cp_options, "convert_to_f32", False)
-        theirs, *_ = _attention._templated_ring_attention(mesh.cp.group, 2, operation, q, k, v, is_causal=True)
-    return (ours.view_as(own[0]) - theirs.transpose(1, 2)).abs().max().item()
-
-
-@pytest.mark.parametrize("cp", [2, 4])
-@pytest.mark.parametrize("as_heads", [True, False])
-def test_attention_is_that_of_torchs_ring(cp: int, as_heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch splits sequences into the same chunks (its load balancer for causal attention) and merges partial softmaxes."""
-    heads = 8 if as_heads else 3  # not divisible by four processes
-    model = {"heads": heads, "kv_heads": heads, "dim": 8 * heads}
-    config = toy.toy_config("float64", model=model, parallel={"cp": cp}, train={"seq_len": 64})
-    assert crosses_as_heads(config.model, config.parallel) == as_heads
-    assert max(run_distributed(cp, attention_both_ways, config)) <= 1e-12
 
 
 @pytest.mark.parametrize(

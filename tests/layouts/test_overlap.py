@@ -31,7 +31,6 @@ from tests.matrices import (
     family_of,
     ids,
     memory_config,
-    one_in,
     pairwise,
     policies,
     suits,
@@ -70,15 +69,7 @@ CELLS = [
 ]
 
 
-def compare_compiled(config: Config) -> dict[str, float]:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    errors = compare_with_table(config, 2)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 4
-    return errors
-
-
-@pytest.mark.parametrize(("model", "parallel", "recompute"), chosen((1, 2, 4, 6, 7, 8, 9, 12), CELLS, ids(CELLS)))
+@pytest.mark.parametrize(("model", "parallel", "recompute"), chosen((1, 2, 4, 7, 8, 12), CELLS, ids(CELLS)))
 @pytest.mark.slow
 def test_halves_are_the_same_function(model: Row, parallel: Row, recompute: str) -> None:
     config = config_of(model, parallel, parallel["tp"], "float64", train={"recompute": recompute})
@@ -113,22 +104,6 @@ def test_halves_of_one_sequence(model: Row, parallel: Row, recompute: str, secti
     require_one_process(config, compare_with_table if whole else compare, 2)
 
 
-COMPILED = [
-    ({}, {"layout": "btp", "overlap": "halves"}, "low-rank+attention-output"),
-    ({}, {"layout": "btp", "norm": "sync"}, "none"),
-    ({"family": "lax", "gate": "dense", "rank": 16}, {"layout": "btp-sp"}, "full-block"),
-    ({"family": "dense"}, {"layout": "megatron-sp", "overlap": "halves"}, "none"),
-]
-
-
-@pytest.mark.parametrize(("model", "parallel", "recompute"), COMPILED, ids=ids(COMPILED))
-@pytest.mark.nightly
-def test_compiled_kernels_are_the_same_function(model: Row, parallel: Row, recompute: str) -> None:
-    train = {"recompute": recompute, "compile": "kernels"}
-    config = config_of({"layers": 2, **model}, parallel, 2, "float64", train=train)
-    require_one_process(config, compare_compiled)
-
-
 COMBINED = [
     ({"pp": 2, "tp": 2, "layout": "btp"}, {"family": "lax", "gate": "tensor"}, {}),
     ({"pp": 2, "tp": 2, "layout": "btp-sp", "schedule": "interleaved-1f1b"}, {}, {"train": {"recompute": "low-rank"}}),
@@ -141,7 +116,7 @@ COMBINED = [
 """(parallel, model, other sections)."""
 
 
-@pytest.mark.parametrize(("parallel", "model", "sections"), one_in(2, COMBINED, ids(COMBINED)))
+@pytest.mark.parametrize(("parallel", "model", "sections"), chosen((0, 4), COMBINED, ids(COMBINED)))
 @pytest.mark.slow
 def test_halves_with_everything_else(parallel: Row, model: Row, sections: dict[str, Any]) -> None:
     train = {"micro_batch": 2, "global_batch": 8, **sections.get("train", {})}

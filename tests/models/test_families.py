@@ -100,18 +100,3 @@ def test_documents_do_not_see_each_other_when_asked(name: str) -> None:
     assert toy.worst_error(toy.gradients(decoder), gradients) < 1e-9
     whole, _ = loss_and_gradients(reference, toy.weights(decoder), config, batch, None)
     assert abs(whole - expected_loss) > 1e-3, "without ids all tokens of the sequence are seen"
-
-
-def test_each_gate_is_another_function() -> None:
-    """The references differ: with the same factors, no family gives the logits of another."""
-    config, decoder, _ = make("lax over cola, dense")
-    weights, tokens = toy.weights(decoder), toy.toy_tokens(config)[0]
-    for value in [name for name in weights if name.endswith("gate_weight")]:
-        prefix = value.removesuffix("gate_weight")
-        weights |= {f"{prefix}gate_rows": weights[value][:2, :2], f"{prefix}gate_columns": weights[value][:4, :4]}
-    each = [references.lax(over, gate) for over in ("svd", "cola") for gate in ("identity", "tensor", "dense")]
-    logits = [
-        reference(weights, shape_of(config), tokens, None) for reference in (references.svd, references.cola, *each)
-    ]
-    for number, one in enumerate(logits):
-        assert all((one - other).abs().max() > 1e-3 for other in logits[:number])

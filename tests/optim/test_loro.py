@@ -99,17 +99,6 @@ def test_steps_are_the_published_algorithm(model: str) -> None:
         assert toy.worst_error(toy.weights(trained.model), reference.weights) <= 1e-9, number
 
 
-def test_the_update_count_resets_after_an_exact_step() -> None:
-    trained = Trained(config_of(), 0)
-    counts = []
-    for number in range(7):
-        trained.step(number)
-        counts.append(trained.optimizer.updates)
-        cleared = all(not value.any() for value in trained.optimizer.state_tensors())
-        assert cleared == (number in (2, 5))
-    assert counts == [1, 2, 0, 1, 2, 0, 1]
-
-
 def test_exact_steps_follow_the_training_step_not_the_update_count() -> None:
     """Steps skipped because of a non-finite gradient still count."""
     trained = Trained(config_of(), 0)
@@ -128,24 +117,6 @@ def step_of(m: Tensor, n: Tensor, dm: Tensor, dn: Tensor, rate: float) -> tuple[
     (q, x), (p, y) = (torch.linalg.qr(torch.cat(pair, dim=1)) for pair in ((m, dm), (n, dn)))
     new = retract(x, y, rate)
     return q @ new[0], p @ new[1]
-
-
-@pytest.mark.parametrize("rate", [1e-3, 0.3])
-def test_an_exact_step_is_the_best_of_its_rank_next_to_the_step_along_the_tangent(rate: float) -> None:
-    """Computes W - rate T on whole matrices: T is in the tangent space of the rank-r matrices at W, and the new W is its
-    truncated SVD."""
-    m, n = random_factor(20, 4, 0), random_factor(30, 4, 1)
-    gradient = random_factor(20, 30, 2)
-    dm, dn = gradient @ n, gradient.mT @ m  # plain gradients of the factors: then T is the projected gradient
-    u, v = torch.linalg.qr(m)[0], torch.linalg.qr(n)[0]
-    left, right = u @ u.mT, v @ v.mT
-    tangent = left @ gradient + gradient @ right - left @ gradient @ right
-    new_m, new_n = step_of(m, n, dm, dn, rate)
-    big_u, s, vh = torch.linalg.svd(m @ n.mT - rate * tangent)
-    best = big_u[:, :4] * s[:4] @ vh[:4]
-    torch.testing.assert_close(new_m @ new_n.mT, best, rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(new_m.mT @ new_m, torch.diag(s[:4]), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(new_n.mT @ new_n, torch.diag(s[:4]), rtol=1e-10, atol=1e-10)
 
 
 def dependent(rows: int, rank: int, kind: str, seed: int) -> Tensor:

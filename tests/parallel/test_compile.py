@@ -10,7 +10,7 @@ from boost.measure.counting import KINDS
 from boost.plan.collectives import micro_batch_collectives
 from tests import toy
 from tests.distributed import run_distributed
-from tests.matrices import one_in
+from tests.matrices import chosen, one_in
 
 pytestmark = pytest.mark.slow
 
@@ -83,19 +83,9 @@ def config_of(family: str, parallel: dict[str, Any], recompute: str = "none") ->
     return toy.toy_config("float64", model=model, parallel={**parallel, "tp": 2}, train=train)
 
 
-OF_OTHERS: list[dict[str, Any]] = [
-    *({"layout": layout} for layout in ("btp", "btp-sp", "vanilla", "megatron")),
-    {"layout": "btp", "norm": "sync"},
-]
-"""Combinations whose collectives and kernels other rows cover too; run nightly."""
-
-
-@pytest.mark.parametrize(
-    ("family", "parallel"),
-    [pytest.param(*each, marks=[pytest.mark.nightly] * (each[1] in OF_OTHERS)) for each in LAYOUTS],
-    ids=str,
-)
+@pytest.mark.parametrize(("family", "parallel"), chosen((5, 8), LAYOUTS))
 def test_a_block_is_one_graph(family: str, parallel: dict[str, Any]) -> None:
+    """On every commit, those whose collectives and functions no recomputing block below has."""
     for loss, gradients, same in run_distributed(2, compare, config_of(family, parallel)):
         assert max(loss, gradients) <= 1e-12
         assert same
@@ -155,10 +145,10 @@ def test_blocks_with_halves_of_one_sequence_are_one_graph(layout: str) -> None:
 
 
 @pytest.mark.parametrize(("recompute_every", "graphs"), [pytest.param(1, 1, marks=pytest.mark.nightly), (2, 2)])
-def test_twelve_blocks_share_their_graphs(recompute_every: int, graphs: int) -> None:
+def test_blocks_share_their_graphs(recompute_every: int, graphs: int) -> None:
     """Blocks share graphs: otherwise a model of 80 blocks would compile for an hour and hit torch's limit."""
     train = {"recompute": "low-rank", "recompute_every": recompute_every}
-    config = toy.toy_config("float64", model={"layers": 12}, parallel={"layout": "btp", "tp": 2}, train=train)
+    config = toy.toy_config("float64", model={"layers": 4}, parallel={"layout": "btp", "tp": 2}, train=train)
     for loss, gradients, made in run_distributed(2, graphs_of, config):
         assert max(loss, gradients) <= 1e-12
         assert made <= graphs, made
