@@ -67,14 +67,7 @@ def is_noticed(guard: Guard) -> str | None:
         command = [
             sys.executable,
             "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "--no-header",
-            "-rfE",
-            "--tb=no",
-            "-p",
-            "no:cacheprovider",
+            *["pytest", "-x", "-q", "--no-header", "-rfE", "--tb=no", "-p", "no:cacheprovider"],
         ]
         done = subprocess.run(
             [*command, "-m", "not nightly", *guard.tests.split(" ")],

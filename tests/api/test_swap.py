@@ -179,11 +179,6 @@ def test_ranks_by_pattern_and_subclasses_of_linear() -> None:
     assert ranks_of(model) == {"0": 3, "1": 8}
 
 
-def test_attention_of_torch_is_left_alone() -> None:
-    with pytest.raises(ConfigError, match="no linear matches these names"):
-        boost.lowrank(nn.Sequential(nn.MultiheadAttention(16, 2)), 2)
-
-
 @pytest.mark.parametrize(
     ("rank", "options", "said"),
     [

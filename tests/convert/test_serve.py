@@ -11,16 +11,10 @@ from tests.convert.toys import CASES, exported, loaded
 PROMPTS = [[5, 9, 33, 2, 7, 41, 8], [11, 3, 60], [4], [9, 8]]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def imported() -> None:
-    """By the worker that runs this file alone: every worker collects it, and the import takes seconds."""
-    global transformers
-    transformers = pytest.importorskip("transformers")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cola", "svd", "lax-tensor"])
 def test_continuous_batching_gives_the_text_of_each_prompt_alone(name: str, tmp_path: Path, store: Path) -> None:
+    transformers = pytest.importorskip("transformers")
     model, merge, _ = CASES[name]
     folder = exported(tmp_path, {"init_std": 0.5, **model}, store / "tokenizer.json", merge, eos=1)
     decoder, _ = loaded(tmp_path / "c")

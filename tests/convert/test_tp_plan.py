@@ -24,12 +24,6 @@ SHARDED = {
 """Families with a plan, and the widest all-reduce of their blocks: d of a dense one, r of a low-rank one."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def imported() -> None:
-    """By the worker that runs this file alone: every worker collects it, and the import takes seconds."""
-    pytest.importorskip("transformers", minversion="5")
-
-
 @dataclass
 class OnTwo:
     """The result of one of two processes."""

@@ -11,15 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from boost.config.architecture import IGNORED
-from boost.data.batches import (
-    Batches,
-    DocumentBatches,
-    EqualWindows,
-    EvaluationBatches,
-    PackedWindows,
-    Segment,
-    shuffled_order,
-)
+from boost.data.batches import Batches, DocumentBatches, EvaluationBatches, PackedWindows, shuffled_order
 from boost.data.mixture import MixedSplit
 from boost.data.store import Spans, Split, boundaries_of
 from boost.errors import ConfigError, DataError
@@ -59,13 +51,6 @@ def test_order_does_not_change_between_releases():
     # A change here would make every run resume onto other data.
     order = shuffled_order(10, 7)
     assert [order[i] for i in range(20)] == [7, 9, 0, 8, 4, 2, 5, 6, 3, 1, 6, 0, 4, 2, 7, 9, 1, 5, 8, 3]
-
-
-def test_batches_cross_the_epoch():
-    batches = Batches(make_split(101), seq_len=10, global_batch=4, seed=3)
-    assert batches.n_samples == 10
-    seen = np.concatenate([batches.sample_indices(step) for step in range(5)])
-    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
 
 
 def test_any_step_without_the_ones_before():
@@ -200,12 +185,14 @@ def test_importing_grain_says_nothing_and_hides_nothing():
     assert "jax" not in done.stderr and "kept" in done.stderr
 
 
-def masked_split(lengths: list[int], mask: np.ndarray) -> Split:
-    """Documents of these lengths; every token is its own position."""
+def split_of(lengths: list[int], mask: np.ndarray | None = None, firsts: bool = False) -> Split:
+    """Documents of these lengths, every token its own position; `mask`: which tokens count, first ones too only with `firsts`."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     n = int(offsets[-1])
-    for start in offsets[:-1]:
-        mask[start] = False
+    if mask is None:
+        return Split("heldout", Path("STORE"), np.arange(n, dtype=np.uint32), offsets, n, n + 1, n)
+    if not firsts:
+        mask[offsets[:-1]] = False
     tokens, targets = np.arange(n, dtype=np.uint32), Spans(boundaries_of(mask))
     return Split("train", Path("STORE"), tokens, offsets, n, n + 1, n, None, targets, int(mask.sum()), int(mask.sum()))
 
@@ -214,7 +201,7 @@ def masked_split(lengths: list[int], mask: np.ndarray) -> Split:
 def test_packed_windows(lengths: list[int], seq_len: int, seed: int) -> None:
     mask = np.random.default_rng(seed).random(sum(lengths)) < 0.3
     mask[-1] = True  # one at least
-    split = masked_split(lengths, mask)
+    split = split_of(lengths, mask)
     windows, targets, first = PackedWindows(split, seq_len), list[int](), -1
     for segments in (windows[i] for i in range(len(windows))):
         assert sum(segment.n_inputs + 1 for segment in segments) <= seq_len + 1
@@ -233,7 +220,7 @@ def test_packed_windows(lengths: list[int], seq_len: int, seed: int) -> None:
 
 def test_the_fullest_sequence_with_enough_room_takes_a_document() -> None:
     lengths = [4, 7, 3, 6, 2, 11]
-    split = masked_split(lengths, np.ones(sum(lengths), dtype=bool))
+    split = split_of(lengths, np.ones(sum(lengths), dtype=bool))
     windows = PackedWindows(split, 10)
     starts = [[segment.start for segment in windows[i]] for i in range(len(windows))]
     # 11, then 7 + 4, then 6 + 3 + 2: eleven positions each.
@@ -243,14 +230,14 @@ def test_the_fullest_sequence_with_enough_room_takes_a_document() -> None:
 def test_almost_all_positions_are_filled() -> None:
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.gamma(2.0, 100.0, 4000).astype(int) + 2, 1025)
-    split = masked_split(lengths.tolist(), np.ones(int(lengths.sum()), dtype=bool))
+    split = split_of(lengths.tolist(), np.ones(int(lengths.sum()), dtype=bool))
     assert lengths.sum() / (len(PackedWindows(split, 1024)) * 1025) > 0.99
 
 
 def test_short_documents_share_a_sequence_and_the_rest_is_padded() -> None:
     mask = np.zeros(22, dtype=bool)
     mask[[2, 3, 6, 8, 15, 21]] = True
-    split = masked_split([5, 4, 7, 6], mask)  # documents start at 0, 5, 9, 16
+    split = split_of([5, 4, 7, 6], mask)  # documents start at 0, 5, 9, 16
     batches = Batches(split, 11, 1, 0)
     assert batches.n_samples == 2
     first, second = map(batches.sample, range(2))
@@ -263,26 +250,7 @@ def test_short_documents_share_a_sequence_and_the_rest_is_padded() -> None:
     assert sorted(evaluated) == [2, 3, 6, 8, 15, 21]
 
 
-def test_equal_windows_are_full_in_training_and_reach_the_end_in_evaluation() -> None:
-    full, all_of_them = (EqualWindows(24, 10, partial) for partial in (False, True))
-    assert [full[i] for i in range(len(full))] == [(Segment(0, 10),), (Segment(10, 10),)]
-    assert [all_of_them[i] for i in range(len(all_of_them))] == [
-        (Segment(0, 10),),
-        (Segment(10, 10),),
-        (Segment(20, 3),),
-    ]
-
-
 X = IGNORED
-
-
-def split_of(lengths: list[int], mask: list[int] | None = None) -> Split:
-    """Documents of these lengths, every token its own position; `mask`: positions of the tokens that count."""
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    n = int(offsets[-1])
-    counted = np.isin(np.arange(n), [] if mask is None else mask)
-    targets = None if mask is None else Spans(boundaries_of(counted))
-    return Split("heldout", Path("STORE"), np.arange(n, dtype=np.uint32), offsets, n, n + 1, n, None, targets)
 
 
 def test_the_first_tokens_of_each_document() -> None:
@@ -300,7 +268,8 @@ def test_two_ranks_share_the_documents() -> None:
 
 
 def test_only_tokens_of_the_loss_mask_are_targets() -> None:
-    (batch,) = DocumentBatches(split_of([3, 6, 2], [2, 5, 8, 9]), 4, 3)
+    mask = np.isin(np.arange(11), [2, 5, 8, 9])
+    (batch,) = DocumentBatches(split_of([3, 6, 2], mask, firsts=True), 4, 3)
     assert batch.targets.tolist() == [[X, 11, X, X], [X, 5, X, X], [X, X, X, X]], "9 is a first token"
 
 

@@ -108,15 +108,6 @@ def test_other_input_needs_overwrite(corpus, name):
     assert names_beside(corpus) == ["store", "texts"]
 
 
-def test_a_failed_replacement_keeps_the_old_store(corpus):
-    store = prepare(options(corpus)).store.path
-    before = content(store)
-    (corpus / "bad.parquet").write_bytes(b"")
-    with pytest.raises(DataError, match="--eos nope"):
-        prepare(options(corpus, tokenizer=str(store), eos="nope", overwrite=True))
-    assert content(store) == before and names_beside(corpus) == ["store", "texts"]
-
-
 def test_a_damaged_store_is_rebuilt_on_request_only(corpus):
     store = prepare(options(corpus)).store.path
     (store / "train.tokens").write_bytes(b"")
@@ -264,15 +255,6 @@ def test_two_runs_at_once_do_not_meet(corpus):
         prepare(options(corpus))
     prepare(options(corpus))
     assert names_beside(corpus) == ["store", "texts"]
-
-
-def test_a_replacement_cut_between_its_renames_is_undone(corpus):
-    store = prepare(options(corpus)).store.path
-    before = content(store)
-    store.rename(sibling(store, "old"))
-    sibling(store, "tmp").mkdir()
-    assert prepare(options(corpus)).up_to_date
-    assert content(store) == before and names_beside(corpus) == ["store", "texts"]
 
 
 def test_an_interrupted_run_leaves_nothing_that_looks_finished(corpus, monkeypatch):

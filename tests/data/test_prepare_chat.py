@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from boost.config.architecture import IGNORED
 from boost.data import hub
-from boost.data.batches import Batches, EvaluationBatches
 from boost.data.chat import ChatTemplate
 from boost.data.prepare import PrepareOptions, prepare
 from boost.data.store import SPLITS, TokenStore
@@ -64,19 +62,6 @@ def test_markers_of_the_template_decide(tmp_path: Path) -> None:
         answers = [part.partition("<|im_end|>")[0] for part in text.split("<|im_start|>assistant\n")[1:]]
         assert counted == "".join(f"{answer}<|im_end|>" for answer in answers)
     assert "markers" in store.report["notes"][0]
-
-
-def test_batches_have_the_counted_tokens_as_targets_and_no_others(store: TokenStore) -> None:
-    part = store.split("train")
-    assert part.targets is not None
-    mask = part.targets.counted(0, part.n_tokens)
-    batches = Batches(part, 48, 4, 0)
-    rows = [batches.sample(i) for i in range(batches.n_samples)]
-    taken = np.concatenate([row.targets[row.targets != IGNORED] for row in rows])
-    np.testing.assert_array_equal(np.sort(taken), np.sort(np.asarray(part.tokens[:])[mask]))
-    heldout = store.split("heldout")
-    evaluated = [part.targets[part.targets != IGNORED] for part in EvaluationBatches(heldout, 48, 3)]
-    assert len(np.concatenate(evaluated)) == heldout.n_targets
 
 
 def test_a_second_time_does_nothing_and_another_template_is_another_store(tmp_path: Path) -> None:

@@ -31,21 +31,6 @@ def split_of(lengths, dtype=np.uint16):
     return Split("train", "STORE", tokens, offsets, n_bytes=1, vocab_size=7, eos=0)
 
 
-def test_text_comes_back_document_by_document(store, tmp_path):
-    texts, n_bytes = [], 0
-    for name in ("train", "heldout"):
-        split = store.split(name)
-        assert split.n_documents > 0
-        n_bytes += split.n_bytes
-        for begin, end in zip(split.documents[:-1], split.documents[1:], strict=True):
-            ids = split.window(int(begin), int(end - begin))
-            assert ids[-1] == store.eos and store.eos not in ids[:-1]
-            texts.append(store.tokenizer().decode(ids[:-1].tolist(), skip_special_tokens=False))
-    originals = [path.read_text("utf-8") for path in (tmp_path / "texts").iterdir()]
-    assert sorted(texts) == sorted(originals)
-    assert n_bytes == sum(len(text.encode("utf-8")) for text in originals)
-
-
 def test_arrays_are_read_when_asked_for(store):
     tokens, whole = store.split("train").tokens, np.fromfile(store.path / "train.tokens", dtype="<u2")
     assert tokens.dtype == whole.dtype and len(tokens) == len(whole)

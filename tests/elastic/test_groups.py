@@ -17,10 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from boost.config.schema import ParallelConfig
 from boost.elastic.groups import CONNECT_S, Membership, PeersLostError, RecoverableGroup, has_abandoned
 from boost.elastic.mesh import replica_of_rank, replica_size
-from boost.elastic.trainer import ElasticReducer
-from boost.models.fused import FusedParam, fused_params
 from boost.parallel.collectives import all_reduce
-from boost.parallel.mesh import Axis, Mesh
+from boost.parallel.mesh import Axis
 from boost.train.heartbeat import latest_collectives
 from tests import toy
 from tests.distributed import run_distributed
@@ -166,52 +164,6 @@ def test_a_failed_connection_is_abandoned(tmp_path: Path) -> None:
     assert run_distributed(1, nobody_connects, tmp_path / "store") == [
         "the membership ended while group 'test' connected"
     ]
-
-
-def taken_back(path: Path) -> list[list[float]]:
-    """Sums that are computed, discarded and recomputed, in a bucket of one tensor and in one of two."""
-    rank, membership = dist.get_rank(), Membership(0)
-    axis = Axis(rank, 2, group_of(path, rank, 2, membership), point_to_point=False)
-    mesh = Mesh(toy.CPU, {"dp": axis}, axis, rank, 2, world=axis)
-    model, _ = toy.toy_decoder(toy.toy_config())
-    params = list(fused_params(model))
-    reducer = ElasticReducer(params, mesh, torch.float64)
-    found = []
-    for _ in range(2):
-        reducer.begin()
-        _own_gradients(params, rank)
-        reducer.finish()
-        reducer.restore_local()
-        mine = [float(each.parameter.grad.sum()) for each in params if each.parameter.grad is not None]
-        _add(params, 1.0)
-        reducer.finish()
-        sums = [float(each.tensor.grad.flatten()[0]) for each in params if each.tensor.grad is not None]
-        found.append([min(sums), max(sums), min(mine) / max(mine) if rank else 1.0])
-    alone = Mesh(toy.CPU)
-    reducer.restore_local()
-    reducer.rejoin(alone)
-    reducer.finish()
-    found.append([float(each.tensor.grad.flatten()[0]) for each in params if each.tensor.grad is not None][:1])
-    membership.leave()
-    return found
-
-
-def _own_gradients(params: list[FusedParam], rank: int) -> None:
-    for each in params:
-        each.parameter.grad = torch.full_like(each.parameter, 10.0 * (rank + 1))
-
-
-def _add(params: list[FusedParam], more: float) -> None:
-    for each in params:
-        assert each.parameter.grad is not None
-        each.parameter.grad += more
-
-
-def test_sums_are_discarded_and_recomputed(tmp_path: Path) -> None:
-    first, second = run_distributed(2, taken_back, tmp_path / "store")
-    for found, own in ((first, 11.0), (second, 21.0)):
-        assert [each[:2] for each in found[:2]] == [[32.0, 32.0]] * 2, "10 + 1 of one, 20 + 1 of the other"
-        assert found[2] == [own], "alone, a sum is this process's own"
 
 
 @pytest.mark.parametrize(

@@ -11,17 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from boost.elastic.groups import PeersLostError
-from boost.elastic.membership import (
-    DEAD,
-    SILENT,
-    SLOW,
-    Coordinator,
-    Decision,
-    Member,
-    Report,
-    deal,
-    share,
-)
+from boost.elastic.membership import DEAD, SILENT, SLOW, Coordinator, Decision, Member, Report, deal, share
 from boost.errors import ExcludedError, StoppedError, TrainingError
 
 MEMBERS = tuple(Member(replica, f"{replica}.0") for replica in range(4))

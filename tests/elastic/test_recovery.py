@@ -148,17 +148,8 @@ def test_state_of_every_kind_is_handed_over(store: Path, tmp_path: Path, words: 
     """A loss, a rejoin, a save of what each replica then holds, and a start from it on a different number of replicas."""
     words = ("--parallel.tp", "1", "--parallel.dp", "2", *words)
     words += ("--optim.schedule", "constant")
-    in_step = (
-        *words,
-        "--run.recovery",
-        "in-step",
-        "--train.save_every",
-        "6",
-        "--train.eval_every",
-        "0",
-        "--train.steps",
-        "24",
-    )
+    every = "--run.recovery in-step --train.save_every 6 --train.eval_every 0 --train.steps 24"
+    in_step = (*words, *every.split())
     happens = faults("kill@5:1", "wait@7:0", "kill@13:0", "wait@15:1")
     code, out, err, found = trained(tmp_path / "killed", store, *in_step, *happens)
     assert code == 0, out + err
@@ -248,16 +239,8 @@ def test_a_replica_that_is_an_operation_behind_computes_what_the_others_do_not_h
 
 @pytest.mark.slow
 def test_both_copies_of_a_piece_lost_end_the_run(store: Path, tmp_path: Path) -> None:
-    words = (
-        *MESHES["dp4"],
-        *QUIET,
-        "--parallel.shard",
-        "optimizer",
-        "--run.recovery",
-        "in-step",
-        "--train.steps",
-        "50",
-    )
+    sharded = "--parallel.shard optimizer --run.recovery in-step --train.steps 50"
+    words = (*MESHES["dp4"], *QUIET, *sharded.split())
     code, _, err, _ = trained(tmp_path / "run", store, *words, *faults("kill@9:0", "kill@9:2"))
     assert code == 3 and "2 of 4 parts of the moments are lost" in err and "Traceback" not in err, err
 
@@ -339,16 +322,9 @@ def test_without_a_fault_it_is_the_same_run_to_the_last_bit(store: Path, tmp_pat
 
 @pytest.mark.slow
 def test_a_process_that_stops_is_left_out_and_ended(store: Path, tmp_path: Path) -> None:
-    words = (
-        *MESHES["dp2"],
-        *QUIET,
-        "--train.steps",
-        "20",
-        "--run.recovery",
-        "in-step",
-        "--run.heartbeat_timeout_s",
-        "6",  # on a loaded machine, 3 s without a beat are no hang
-    )
+    # On a loaded machine, 3 s without a beat are no hang.
+    watched = "--train.steps 20 --run.recovery in-step --run.heartbeat_timeout_s 6"
+    words = (*MESHES["dp2"], *QUIET, *watched.split())
     code, out, err, found = trained(tmp_path / "hung", store, *words, *faults("hang@6:1"))
     assert code == 0, out + err
     assert [line["step"] for line in of("step", found)] == list(range(1, 21))

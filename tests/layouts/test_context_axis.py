@@ -81,17 +81,6 @@ def test_it_composes(sections: dict[str, Any]) -> None:
     require_one_process(config, compare)
 
 
-@pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.nightly  # attention to 16,000 tokens, four times
-def test_sixteen_thousand_tokens_on_four_processes(heads: int) -> None:
-    """With one key/value head keys are gathered; with four, heads are exchanged."""
-    model = {"dim": 8, "heads": heads, "kv_heads": heads, "ffn_dim": 8, "rank": 4, "layers": 1}
-    train = {"seq_len": 16_384, "micro_batch": 1, "global_batch": 1, "recompute": "low-rank"}
-    config = toy.toy_config("float64", model=model, parallel={"cp": 4}, train=train)
-    assert crosses_as_heads(config.model, config.parallel) == (heads == 4)
-    require_one_process(config, compare, 1)
-
-
 @pytest.mark.parametrize(
     ("sections", "message"),
     [

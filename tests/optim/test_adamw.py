@@ -84,13 +84,7 @@ def test_an_update_launched_from_tensors_is_that_of_the_numbers(dtype: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("optim", "expected"),
-    [
-        ({}, True),
-        ({"name": "muon"}, False),
-        ({"name": "loro", "exact_every": 2}, False),
-    ],
-    ids=str,
+    ("optim", "expected"), [({}, True), ({"name": "muon"}, False), ({"name": "loro", "exact_every": 2}, False)], ids=str
 )
 def test_which_optimizers_launch_from_tensors(optim: dict[str, object], expected: bool) -> None:
     family = {"family": "svd"} if optim.get("name") == "loro" else {}

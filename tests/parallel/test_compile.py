@@ -56,26 +56,29 @@ class CountingBackend:
         return compiler
 
 
-def compare(config: Config) -> tuple[float, float, bool]:
-    """Relative errors of loss and gradients of a compiled model, and whether its graphs contain the table's collectives."""
+def compare(config: Config, ids: torch.Tensor | None = None) -> tuple[float, float, bool, int]:
+    """Relative errors of loss and gradients of a model of compiled blocks, whether their graphs contain the table's collectives of
+    a block, and the number of graphs."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     decoder, _ = toy.toy_decoder(config)
-    tokens = toy.toy_tokens(config)
-    loss = decoder(*tokens)
-    loss.backward()
-    gradients = {name: value.clone() for name, value in toy.gradients(decoder).items()}
-    decoder.zero_grad()
-    backend = CountingBackend()
-    for block in decoder.blocks:
-        block.compile(fullgraph=True, backend=backend)
-    compiled = decoder(*tokens)
-    compiled.backward()
+    tokens, backend = toy.toy_tokens(config, batch=config.train.micro_batch), CountingBackend()
+    found = []
+    for compiled in (False, True):
+        for block in decoder.blocks if compiled else ():
+            block.compile(fullgraph=True, backend=backend)
+        decoder.zero_grad()
+        loss = decoder(*tokens, ids)
+        loss.backward()
+        found.append((loss.item(), {name: value.clone() for name, value in toy.gradients(decoder).items()}))
+    (loss, gradients), (compiled_loss, compiled_gradients) = found
     recompute = config.train.recompute_by_layer(config.model.layers)
     table = micro_batch_collectives(
         config.model, config.parallel, tokens[0].numel(), config.train.compute_dtype, recompute=recompute
     )
     same = backend.collectives == [(c.on_the_wire[0], c.kind) for c in table if c.layer is not None]
-    return abs(compiled.item() / loss.item() - 1), toy.worst_error(toy.gradients(decoder), gradients), same
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return abs(compiled_loss / loss - 1), toy.worst_error(compiled_gradients, gradients), same, graphs
 
 
 def config_of(family: str, parallel: dict[str, Any], recompute: str = "none") -> Config:
@@ -86,7 +89,7 @@ def config_of(family: str, parallel: dict[str, Any], recompute: str = "none") ->
 @pytest.mark.parametrize(("family", "parallel"), chosen((5, 8), LAYOUTS))
 def test_a_block_is_one_graph(family: str, parallel: dict[str, Any]) -> None:
     """On every commit, those whose collectives and functions no recomputing block below has."""
-    for loss, gradients, same in run_distributed(2, compare, config_of(family, parallel)):
+    for loss, gradients, same, _ in run_distributed(2, compare, config_of(family, parallel)):
         assert max(loss, gradients) <= 1e-12
         assert same
 
@@ -109,28 +112,9 @@ def test_a_recomputing_block_is_one_graph(parallel: dict[str, Any], policy: str)
     toy.skip_what_torch_cannot(
         config.model_copy(update={"train": config.train.model_copy(update={"compile": "blocks"})})
     )
-    for loss, gradients, same in run_distributed(2, compare, config):
+    for loss, gradients, same, _ in run_distributed(2, compare, config):
         assert max(loss, gradients) <= 1e-12
         assert same
-
-
-def graphs_of(config: Config, ids: torch.Tensor | None = None) -> tuple[float, float, int]:
-    """Relative errors of loss and gradients of compiled blocks, and the number of graphs for all of them."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    decoder, _ = toy.toy_decoder(config)
-    tokens = toy.toy_tokens(config, batch=config.train.micro_batch)
-    found = []
-    for compiled in (False, True):
-        for block in decoder.blocks if compiled else ():
-            block.compile(fullgraph=True, backend="aot_eager")
-        decoder.zero_grad()
-        loss = decoder(*tokens, ids)
-        loss.backward()
-        found.append((loss.item(), {name: value.clone() for name, value in toy.gradients(decoder).items()}))
-    (loss, gradients), (compiled_loss, compiled_gradients) = found
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return abs(compiled_loss / loss - 1), toy.worst_error(compiled_gradients, gradients), graphs
 
 
 @pytest.mark.parametrize("layout", [pytest.param("btp", marks=pytest.mark.nightly), "btp-sp"])
@@ -139,7 +123,7 @@ def test_blocks_with_halves_of_one_sequence_are_one_graph(layout: str) -> None:
     parallel, train = {"tp": 2, "layout": layout, "overlap": "halves"}, {"micro_batch": 1, "global_batch": 1}
     config = toy.toy_config("float64", model={"layers": 3}, parallel=parallel, train=train)
     ids = torch.arange(config.train.seq_len)[None] // 7
-    for loss, gradients, graphs in run_distributed(2, graphs_of, config, ids):
+    for loss, gradients, _, graphs in run_distributed(2, compare, config, ids):
         assert max(loss, gradients) <= 1e-12
         assert graphs == 1
 
@@ -149,6 +133,6 @@ def test_blocks_share_their_graphs(recompute_every: int, graphs: int) -> None:
     """Blocks share graphs: otherwise a model of 80 blocks would compile for an hour and hit torch's limit."""
     train = {"recompute": "low-rank", "recompute_every": recompute_every}
     config = toy.toy_config("float64", model={"layers": 4}, parallel={"layout": "btp", "tp": 2}, train=train)
-    for loss, gradients, made in run_distributed(2, graphs_of, config):
+    for loss, gradients, _, made in run_distributed(2, compare, config):
         assert max(loss, gradients) <= 1e-12
         assert made <= graphs, made

@@ -85,20 +85,19 @@ class Backward:
     collectives: list[Collective]
 
 
-def backward(config: Config, documents: bool = False) -> Backward:
+def backward(config: Config) -> Backward:
     decoder, _ = toy.toy_decoder(config)
-    ids_BS = (torch.arange(config.train.seq_len) // 5).expand(config.train.micro_batch, -1) if documents else None
     with CollectiveCounter() as counter:
-        loss = decoder(*toy.toy_tokens(config), ids_BS)
+        loss = decoder(*toy.toy_tokens(config))
         counter.phase = "backward"
         loss.backward()
     return Backward(loss.detach(), toy.gradients(decoder), counter.collectives)
 
 
 @functools.cache
-def without(description: str, documents: bool) -> Backward:
+def without(description: str) -> Backward:
     """A model without recomputation; built once in each process of a pool."""
-    return backward(Config.model_validate_json(description), documents)
+    return backward(Config.model_validate_json(description))
 
 
 def plain(config: Config) -> Config:
@@ -107,9 +106,9 @@ def plain(config: Config) -> Config:
     return config.model_copy(update={"train": train})
 
 
-def compare(config: Config, documents: bool = False) -> dict[str, bool]:
+def compare(config: Config) -> dict[str, bool]:
     """What is bitwise the same as under policy none, and whether collectives match the table."""
-    actual, expected = backward(config, documents), without(plain(config).model_dump_json(), documents)
+    actual, expected = backward(config), without(plain(config).model_dump_json())
     model, train = config.model, config.train
     tokens = train.micro_batch * train.seq_len
     recompute = train.recompute_by_layer(model.layers)
@@ -143,15 +142,6 @@ def verify(row: Row, model: Row, dtype: str) -> None:
     config = config_of(model, parallel, row["tp"], dtype, train={"recompute": row["policy"]})
     for same in run_distributed(row["tp"], compare, config) if row["tp"] > 1 else [compare(config)]:
         check(same, row["layout"], row["policy"])
-
-
-DOCUMENTS = [(p, policy) for p in ({"layout": "btp-sp"}, {"layout": "btp"}) for policy in policies("cola", p)]
-
-
-@pytest.mark.parametrize(("parallel", "policy"), one_in(2, DOCUMENTS))
-def test_documents_stay_apart(parallel: dict[str, Any], policy: RecomputeName) -> None:
-    for same in run_distributed(2, compare, configuration("cola", parallel, policy), True):
-        assert same["gradients"]
 
 
 def test_every_second_block_recomputes() -> None:
