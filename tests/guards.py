@@ -64,11 +64,7 @@ def is_noticed(guard: Guard) -> str | None:
             copy(ROOT / name, Path(folder, name))
         file = Path(folder, "boost", guard.file)
         file.write_text(without(guard, file.read_text(encoding="utf-8")), encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            *["pytest", "-x", "-q", "--no-header", "-rfE", "--tb=no", "-p", "no:cacheprovider"],
-        ]
+        command = [sys.executable, "-m", "pytest", "-xq", "--no-header", "-rfE", "--tb=no", "-pno:cacheprovider"]
         done = subprocess.run(
             [*command, "-m", "not nightly", *guard.tests.split(" ")],
             cwd=folder,

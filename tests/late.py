@@ -28,14 +28,8 @@ from tests import toy
 
 BACKEND = "late"
 OF_NCCL = {
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.int8,
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.uint8, torch.int8),
 }
 """Dtypes that NCCL sends."""
 

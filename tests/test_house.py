@@ -18,20 +18,8 @@ from tests.train.commands import toml
 REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "boost"
 ROOMS = (
-    "api",
-    "cli",
-    "measure",
-    "plan",
-    "convert",
-    "elastic",
-    "train",
-    "data",
-    "optim",
-    "nn",
-    "layouts",
-    "parallel",
-    "models",
-    "config",
+    *("api", "cli", "measure", "plan", "convert", "elastic", "train"),
+    *("data", "optim", "nn", "layouts", "parallel", "models", "config"),
 )
 FILES = sorted(ROOT.rglob("*.py"))
 EVALUATION = sorted((REPOSITORY / "benchmarks").rglob("*.py"))

@@ -321,7 +321,6 @@ def test_a_mistake_is_answered_before_torch_is_imported() -> None:
     [
         "--parallel.tp 8 --model.kv_heads 2",
         "--parallel.tp 2 --parallel.layout btp --model.rank 5",
-        "--parallel.tp 2 --parallel.layout megatron --model.family dense",
         "--parallel.tp 16 --parallel.layout vanilla --parallel.vanilla published",
         "--parallel.layout megatron",
         "--train.recompute low-rank-sharded --parallel.layout btp-sp",
@@ -329,11 +328,9 @@ def test_a_mistake_is_answered_before_torch_is_imported() -> None:
         "--parallel.pp 8 --train.micro_batch 1 --parallel.shard full",
         "--parallel.pp 3 --parallel.split [3,3,2] --train.micro_batch 1",
         "--parallel.pp 4 --parallel.schedule gpipe --train.micro_batch 32",
-        "--parallel.pp 2 --parallel.schedule interleaved-1f1b",
         "--parallel.pp 2 --parallel.schedule interleaved-1f1b --parallel.dp 2 --parallel.shard optimizer",
         "--parallel.pp 2 --parallel.schedule interleaved-1f1b --parallel.virtual 4",
         "--parallel.schedule interleaved-1f1b",
-        "--optim.name loro --model.family svd --optim.schedule cosine-restarts",
         "--optim.name muon --model.family lax --parallel.tp 2 --parallel.dp 2 --parallel.shard full",
     ],
 )

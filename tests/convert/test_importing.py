@@ -18,7 +18,6 @@ from boost.train.checkpoint import open_checkpoint
 from tests import references, toy
 from tests.convert.toys import (
     CASES,
-    GB,
     LLAMA,
     all_logits,
     bring,
@@ -29,13 +28,13 @@ from tests.convert.toys import (
     loaded,
     save,
     write_folder,
-)  # fmt: skip
+)
 
 
 def there_and_back(source: Path, folder: Path, dtype: str | None = None) -> dict[str, Tensor]:
     """Imports and exports a folder, with a different shard size."""
     bring(source, folder / "imported")
-    export(open_checkpoint(folder / "imported"), folder / "back", dtype, False, GB)
+    export(open_checkpoint(folder / "imported"), folder / "back", dtype, False, 10**9)
     return load_file(folder / "back" / "model.safetensors")
 
 
@@ -331,7 +330,6 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": 5, "head_dim": None}, "model.heads = 5 must divide model.dim = 32"),
     ({"num_hidden_layers": 1 << 17}, "num_hidden_layers = 131072 .* the weights have 21 tensors"),
     ({"max_position_embeddings": float("inf")}, "max_position_embeddings = inf"),
-    ({"max_position_embeddings": -1}, "max_position_embeddings = -1"),
     ({"max_position_embeddings": "12"}, "max_position_embeddings = '12'"),
     ({"head_dim": "a\nb"}, r"head_dim = 'a\\nb'"),
     ({"head_dim": {"a": 1}}, "head_dim = {'a': 1}"),

@@ -17,14 +17,8 @@ OF_OTHERS = ("svd-merged", "svd", "cola", "lax-dense")
 FAMILIES = cases(("dense", "cola-ranks", "lax-identity", "lax-tensor", *OF_OTHERS), OF_OTHERS)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def imported() -> None:
-    """By the worker that runs this file alone: every worker collects it, and the import takes seconds."""
-    global peft, transformers
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-
-
 def load(folder: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
     return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
 
@@ -50,6 +44,7 @@ def targets(model: Any, kind: str) -> str | list[str]:
 
 @pytest.mark.parametrize("kind", ["suffix", "all-linear"])
 def test_lora_trains_merges_and_comes_back(folder: Path, kind: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     base = load(folder)
     names = targets(base, kind)

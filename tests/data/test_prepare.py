@@ -134,13 +134,6 @@ def test_same_input_elsewhere_gives_the_same_bytes(corpus, tmp_path):
     assert all(one[name] == two[name] for name in one if name != "store.json")
 
 
-def test_an_existing_tokenizer_is_used_as_it_is(corpus, tmp_path):
-    first = prepare(options(corpus)).store
-    second = prepare(options(corpus, out=tmp_path / "b", tokenizer=str(first.path / "tokenizer.json"))).store
-    assert second.fingerprint == first.fingerprint
-    assert content(first.path)["train.tokens"] == content(second.path)["train.tokens"]
-
-
 def test_wide_vocabularies_need_wide_tokens(corpus, tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 

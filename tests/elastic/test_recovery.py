@@ -146,8 +146,7 @@ def test_a_replica_is_lost_and_comes_back(store: Path, tmp_path: Path, mesh: str
 )
 def test_state_of_every_kind_is_handed_over(store: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     """A loss, a rejoin, a save of what each replica then holds, and a start from it on a different number of replicas."""
-    words = ("--parallel.tp", "1", "--parallel.dp", "2", *words)
-    words += ("--optim.schedule", "constant")
+    words = ("--parallel.tp", "1", "--parallel.dp", "2", *words, "--optim.schedule", "constant")
     every = "--run.recovery in-step --train.save_every 6 --train.eval_every 0 --train.steps 24"
     in_step = (*words, *every.split())
     happens = faults("kill@5:1", "wait@7:0", "kill@13:0", "wait@15:1")
@@ -549,38 +548,36 @@ def test_errors_reach_them_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("parallel", "sections", "said"),
     [
-        ({"parallel": {"tp": 2, "dp": 1}}, r"parallel\.dp = 1; nearest valid value: 2"),
+        ({"tp": 2, "dp": 1}, {}, r"parallel\.dp = 1; nearest valid value: 2"),
         (
-            {"parallel": {"tp": 1, "dp": 2, "shard": "full"}},
+            {"tp": 1, "dp": 2, "shard": "full"},
+            {},
             r"parallel\.shard = 'full' shards them over replicas; set parallel\.shard = 'optimizer'",
         ),
         (
-            {"parallel": {"layout": "btp-sp", "tp": 2, "dp": 2, "shard": "optimizer", "shard_outer": True}},
+            {"layout": "btp-sp", "tp": 2, "dp": 2, "shard": "optimizer", "shard_outer": True},
+            {},
             r"parallel\.shard_outer = true shards them over replicas",
         ),
         (
-            {
-                "parallel": {"tp": 1, "dp": 2, "shard": "optimizer"},
-                "model": {"family": "svd"},
-                "optim": {"name": "loro"},
-            },
+            {"tp": 1, "dp": 2, "shard": "optimizer"},
+            {"model": {"family": "svd"}, "optim": {"name": "loro"}},
             r"can shard only the optimizer state of AdamW, but optim\.name = 'loro'; set parallel\.shard = 'none'",
         ),
         (
-            {
-                "parallel": {"tp": 1, "dp": 2, "pp": 2, "schedule": "interleaved-1f1b"},
-                "model": {"layers": 4},
-                "train": {"global_batch": 8, "micro_batch": 1},
-            },
+            {"tp": 1, "dp": 2, "pp": 2, "schedule": "interleaved-1f1b"},
+            {"model": {"layers": 4}, "train": {"global_batch": 8, "micro_batch": 1}},
             r"parallel\.schedule = 'interleaved-1f1b' does not support",
         ),
     ],
 )
-def test_what_it_does_not_carry_is_refused_with_one_line(sections: dict[str, Any], said: str) -> None:
+def test_what_it_does_not_carry_is_refused_with_one_line(
+    parallel: dict[str, Any], sections: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"^run\.recovery = 'in-step'.*{said}") as error:
-        toy.toy_config(**sections, run={"recovery": "in-step"})
+        toy.toy_config(parallel=parallel, **sections, run={"recovery": "in-step"})
     assert "\n" not in str(error.value)
 
 

@@ -17,16 +17,7 @@ from tests.train.nodes import FLOAT64, LIMIT_S, Agent, Node, losses, two_nodes, 
 
 pytestmark = pytest.mark.slow
 
-ENDLESS = [
-    "--train.steps",
-    "100000",
-    "--optim.schedule",
-    "constant",
-    "--optim.lr",
-    "1e-4",
-    "--train.global_batch",
-    "16",
-]
+ENDLESS = ("--train.steps=100000", "--optim.schedule=constant", "--optim.lr=1e-4", "--train.global_batch=16")
 """A run that its test ends: tame, so that rounding does not grow with the number of steps until then."""
 
 

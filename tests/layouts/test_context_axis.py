@@ -82,26 +82,22 @@ def test_it_composes(sections: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
+    ("parallel", "train", "message"),
     [
+        ({"cp": 3}, {}, r"train.seq_len = 16 must be divisible by 2 x parallel.cp = 6.*nearest valid value: 18"),
         (
-            {"parallel": {"cp": 3}},
-            r"train.seq_len = 16 must be divisible by 2 x parallel.cp = 6.*nearest valid value: 18",
-        ),
-        (
-            {
-                "parallel": {"cp": 2, "tp": 4, "layout": "btp-sp"},
-                "train": {"seq_len": 12, "micro_batch": 1, "global_batch": 1},
-            },
+            {"cp": 2, "tp": 4, "layout": "btp-sp"},
+            {"seq_len": 12, "micro_batch": 1, "global_batch": 1},
             r"1 x 12 / parallel.cp = 2 = 6 tokens.*must be divisible by parallel.tp = 4; nearest valid value of train.seq_len: 16",
         ),
         (
-            {"parallel": {"cp": 2, "overlap": "halves"}, "train": {"seq_len": 18, "micro_batch": 3, "global_batch": 3}},
+            {"cp": 2, "overlap": "halves"},
+            {"seq_len": 18, "micro_batch": 3, "global_batch": 3},
             r"train.seq_len = 18 must be divisible by 2 x parallel.cp = 4",
         ),
     ],
     ids=["cp", "tokens", "halves"],
 )
-def test_what_does_not_divide_is_one_line(sections: dict[str, Any], message: str) -> None:
+def test_what_does_not_divide_is_one_line(parallel: Row, train: Row, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        toy.toy_config(**sections)
+        toy.toy_config(parallel=parallel, train=train)

@@ -25,16 +25,6 @@ def crossing(**model: object) -> LatentGate:
     return found
 
 
-def test_norm_stats_and_apply_norm_are_layer_norm() -> None:
-    it = crossing()
-    mixed = torch.randn(5, sum(it.ranks), dtype=torch.float64) * 3 + 1
-    for slots in (range(3), range(1, 2), range(2, 3)):
-        start = sum(it.ranks[: slots[0]])
-        part = mixed[:, start : start + sum(it.ranks[slot] for slot in slots)]
-        whole = it._layer_norm(part, slots)
-        assert torch.allclose(it.apply_norm(part, it.norm_stats(part, slots), slots), whole, rtol=1e-11, atol=1e-12)
-
-
 def test_a_latent_far_from_zero_that_hardly_varies_stays_finite() -> None:
     """The variance is a difference of two large numbers and may come out negative."""
     it = crossing()

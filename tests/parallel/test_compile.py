@@ -10,21 +10,9 @@ from boost.measure.counting import KINDS
 from boost.plan.collectives import micro_batch_collectives
 from tests import toy
 from tests.distributed import run_distributed
-from tests.matrices import chosen, one_in
+from tests.matrices import ONE_EACH, chosen, ids, one_in
 
 pytestmark = pytest.mark.slow
-
-LAYOUTS = [
-    ("cola", {"layout": "btp"}),
-    ("cola", {"layout": "btp", "norm": "sync"}),
-    ("cola", {"layout": "btp-sp"}),
-    ("cola", {"layout": "btp-cp"}),
-    ("cola", {"layout": "vanilla"}),
-    ("cola", {"layout": "vanilla", "vanilla": "published"}),
-    ("dense", {"layout": "megatron"}),
-    ("dense", {"layout": "megatron-sp"}),
-    ("dense", {"layout": "ulysses"}),
-]
 
 
 class CountingBackend:
@@ -86,10 +74,10 @@ def config_of(family: str, parallel: dict[str, Any], recompute: str = "none") ->
     return toy.toy_config("float64", model=model, parallel={**parallel, "tp": 2}, train=train)
 
 
-@pytest.mark.parametrize(("family", "parallel"), chosen((5, 8), LAYOUTS))
-def test_a_block_is_one_graph(family: str, parallel: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("model", "parallel"), chosen((6, 8), ONE_EACH, ids(ONE_EACH)))
+def test_a_block_is_one_graph(model: dict[str, Any], parallel: dict[str, Any]) -> None:
     """On every commit, those whose collectives and functions no recomputing block below has."""
-    for loss, gradients, same, _ in run_distributed(2, compare, config_of(family, parallel)):
+    for loss, gradients, same, _ in run_distributed(2, compare, config_of(model["family"], parallel)):
         assert max(loss, gradients) <= 1e-12
         assert same
 

@@ -28,6 +28,8 @@ AS_COLA = ("btp, online", "btp, sync", "vanilla, strong", "vanilla, published", 
 """Rows that other families and rows cover too; run nightly."""
 ALIKE = ("btp, sync", "vanilla, published")
 """Rows of cola that wait where others do, more often or less."""
+FSDP_OF = ("cola", "btp-sp")
+"""The row whose shards of replicated weights FSDP gathers as it gathers those of all others."""
 
 
 def every_row() -> Iterator[Any]:
@@ -36,7 +38,8 @@ def every_row() -> Iterator[Any]:
     for family, model in MODELS.items():
         for row in rows(model, PROCESSES, False, "none"):
             if family == "cola" or "layout" in row.parallel:
-                cells = tuple(cell for cell in row.cells if cell.name not in ("float64", "float32", "bfloat16"))
+                alike = ("float64", "float32", "bfloat16", *(("FSDP of TP",) if (family, row.name) != FSDP_OF else ()))
+                cells = tuple(cell for cell in row.cells if cell.name not in alike)
                 cells = cells or row.cells[:1]
                 nightly = [pytest.mark.nightly] * (row.name in (ALIKE if family == "cola" else AS_COLA))
                 yield pytest.param(family, replace(row, cells=cells), id=f"{family}-{row.name}", marks=nightly)
