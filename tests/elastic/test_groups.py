@@ -17,8 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from boost.config.schema import ParallelConfig
 from boost.elastic.groups import CONNECT_S, Membership, PeersLostError, RecoverableGroup, has_abandoned
 from boost.elastic.mesh import replica_of_rank, replica_size
+from boost.elastic.trainer import ElasticReducer
+from boost.models.fused import fused_params
 from boost.parallel.collectives import all_reduce
-from boost.parallel.mesh import Axis
+from boost.parallel.mesh import Axis, Mesh
 from boost.train.heartbeat import latest_collectives
 from tests import toy
 from tests.distributed import run_distributed
@@ -164,6 +166,42 @@ def test_a_failed_connection_is_abandoned(tmp_path: Path) -> None:
     assert run_distributed(1, nobody_connects, tmp_path / "store") == [
         "the membership ended while group 'test' connected"
     ]
+
+
+def taken_back(path: Path) -> list[list[float]]:
+    """Sums that are computed, discarded and recomputed, in a bucket of one tensor and in one of two."""
+    rank, membership = dist.get_rank(), Membership(0)
+    axis = Axis(rank, 2, group_of(path, rank, 2, membership), point_to_point=False)
+    mesh = Mesh(toy.CPU, {"dp": axis}, axis, rank, 2, world=axis)
+    model, _ = toy.toy_decoder(toy.toy_config())
+    params = list(fused_params(model))
+    reducer = ElasticReducer(params, mesh, torch.float64)
+    found = []
+    for _ in range(2):
+        reducer.begin()
+        for each in params:
+            each.parameter.grad = torch.full_like(each.parameter, 10.0 * (rank + 1))
+        reducer.finish()
+        reducer.restore_local()
+        mine = [float(each.parameter.grad.sum()) for each in params if each.parameter.grad is not None]
+        for each in params:
+            each.parameter.grad += 1.0  # type: ignore[operator]
+        reducer.finish()
+        sums = [float(each.tensor.grad.flatten()[0]) for each in params if each.tensor.grad is not None]
+        found.append([min(sums), max(sums), min(mine) / max(mine) if rank else 1.0])
+    reducer.restore_local()
+    reducer.rejoin(Mesh(toy.CPU))
+    reducer.finish()
+    found.append([float(each.tensor.grad.flatten()[0]) for each in params if each.tensor.grad is not None][:1])
+    membership.leave()
+    return found
+
+
+def test_sums_are_discarded_and_recomputed(tmp_path: Path) -> None:
+    first, second = run_distributed(2, taken_back, tmp_path / "store")
+    for found, own in ((first, 11.0), (second, 21.0)):
+        assert [each[:2] for each in found[:2]] == [[32.0, 32.0]] * 2, "10 + 1 of one, 20 + 1 of the other"
+        assert found[2] == [own], "alone, a sum is this process's own"
 
 
 @pytest.mark.parametrize(

@@ -113,37 +113,27 @@ def random_factor(rows: int, rank: int, seed: int) -> Tensor:
     return torch.randn(rows, rank, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
 
 
-def step_of(m: Tensor, n: Tensor, dm: Tensor, dn: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-    (q, x), (p, y) = (torch.linalg.qr(torch.cat(pair, dim=1)) for pair in ((m, dm), (n, dn)))
-    new = retract(x, y, rate)
-    return q @ new[0], p @ new[1]
-
-
-def dependent(rows: int, rank: int, kind: str, seed: int) -> Tensor:
-    x = random_factor(rows, rank, seed)
-    if kind == "zero column":
-        x[:, 1] = 0
-    elif kind == "equal columns":
-        x[:, 1] = x[:, 0]
-    elif kind == "zero":
-        x.zero_()
-    return x
-
-
 @pytest.mark.parametrize("kind", ["zero column", "equal columns", "zero", "narrow", "all along three columns"])
 def test_factors_without_full_rank(kind: str) -> None:
     """Compares against pseudo-inverses on whole matrices: finite, the same matrix, and columns beyond its rank are zero in
     both."""
     rows = 3 if kind == "narrow" else 20
-    m, n = dependent(rows, 6, kind, 3), random_factor(30, 6, 4)
+    m, n = random_factor(rows, 6, 3), random_factor(30, 6, 4)
     dm, dn = random_factor(rows, 6, 5), random_factor(30, 6, 6)
-    if kind == "all along three columns":
+    if kind == "zero column":
+        m[:, 1] = 0
+    elif kind == "equal columns":
+        m[:, 1] = m[:, 0]
+    elif kind == "zero":
+        m.zero_()
+    elif kind == "all along three columns":
         m = m[:, :3] @ random_factor(3, 6, 7)
         dm = m @ dm[:6]
     m_plus, n_plus = torch.linalg.pinv(m), torch.linalg.pinv(n)
     tangent = (dn @ m_plus).mT + dm @ n_plus - m @ m_plus @ dm @ n_plus
     u, s, vh = torch.linalg.svd(m @ n.mT - 0.1 * tangent, full_matrices=False)
-    new_m, new_n = step_of(m, n, dm, dn, 0.1)
+    (q, x), (p, y) = (torch.linalg.qr(torch.cat(pair, dim=1)) for pair in ((m, dm), (n, dn)))
+    new_m, new_n = (base @ new for base, new in zip((q, p), retract(x, y, 0.1), strict=True))
     torch.testing.assert_close(new_m @ new_n.mT, u[:, :6] * s[:6] @ vh[:6], rtol=1e-10, atol=1e-10)
     empty = (new_m == 0).all(0)
     assert torch.equal(empty, (new_n == 0).all(0))

@@ -80,12 +80,6 @@ CELLS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 """(model, parallel, train) of the student; the teacher is dense."""
 
 
-def student_config(model: dict[str, Any], parallel: dict[str, Any], train: dict[str, Any], teacher: Path) -> Config:
-    train = {"global_batch": SEQUENCES, "micro_batch": 2, **train}
-    distill = {"teacher": str(teacher), **DISTILL}
-    return toy.toy_config("float64", model=model, parallel=parallel, train=train, distill=distill)
-
-
 def whole_loss(student: Decoder, teacher: Decoder, config: Config) -> Tensor:
     """The loss of a global batch on one process, by hand."""
     total = torch.zeros((), dtype=torch.double)
@@ -159,7 +153,9 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_layout_is_one_process(
     teacher: Path, model: dict[str, Any], parallel: dict[str, Any], train: dict[str, Any]
 ) -> None:
-    config = student_config(model, parallel, train, teacher)
+    train = {"global_batch": SEQUENCES, "micro_batch": 2, **train}
+    distill = {"teacher": str(teacher), **DISTILL}
+    config = toy.toy_config("float64", model=model, parallel=parallel, train=train, distill=distill)
     for errors in run_distributed(2, against_one_process, config):
         assert max(errors["loss"], errors["cross-entropy"]) <= 1e-10, errors
         assert errors["gradients"] <= 1e-10, errors
