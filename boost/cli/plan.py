@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "       boost plan CONFIG --gpu PROFILE [--section.key value ...]      explain one configuration",
         description="Searches all valid configurations of a model on N GPUs for the fastest one that fits in memory, and\n"
         "explains why the others lose. Plans for 'boost train': other frameworks differ in time, memory and valid choices.\n"
-        "Predicts only: starts no processes and takes seconds.",
+        "Makes predictions only; starts no processes and takes seconds.",
         epilog="examples:\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --global-batch 1M-tokens --seq 4096\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --parallel.tp 4 --explain           explain the best with TP 4\n"

@@ -182,7 +182,7 @@ def _run_stages(recipe: Recipe, config: Config, options: "PrepareOptions") -> in
     if prepared < needed / 4:  # the run would read the same text again and again
         enough = max(prepared * config.train.steps // needed, 1)
         raise DataError(
-            f"{result.store.path}: has {format_count(prepared)} training tokens, but the recipe reads {format_count(needed)}; add "
+            f"{result.store.path} has {format_count(prepared)} training tokens, but the recipe reads {format_count(needed)}; add "
             f"more of the dataset's files, or pass --steps {enough}"
         )
     print("\n2/3 train", flush=True)

@@ -172,7 +172,7 @@ class Batches:
         if seq_len < 1 or global_batch < 1:
             raise ConfigError(f"train.seq_len {seq_len} and the global batch {global_batch} must be at least 1")
         if not 0 <= seed < 1 << 32:
-            raise ConfigError(f"seed {seed}: must be from 0 to {(1 << 32) - 1}")
+            raise ConfigError(f"seed {seed} must be from 0 to {(1 << 32) - 1}")
         self.split, self.seq_len, self.global_batch, self.seed = split, seq_len, global_batch, seed
         self.splits = [split] if isinstance(split, Split) else list(split.parts)
         self._windows = [_windows(part, seq_len) for part in self.splits]

@@ -60,7 +60,7 @@ class FileArray:
             require_regular(path)
             self._descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+            raise DataError(f"{path} cannot be read: {error.strerror}") from None
         weakref.finalize(self, os.close, self._descriptor)
         self._length = os.fstat(self._descriptor).st_size // dtype.itemsize
 
@@ -91,10 +91,10 @@ class FileArray:
             try:
                 part = os.pread(self._descriptor, left, start + length - left)
             except OSError as error:
-                raise DataError(f"{self.path}: can no longer be read: {error.strerror}; restore the file") from None
+                raise DataError(f"{self.path} can no longer be read: {error.strerror}; restore the file") from None
             if not part:
                 raise DataError(
-                    f"{self.path}: is shorter than when it was opened (no byte {start + length - left}); restore it"
+                    f"{self.path} is shorter than when it was opened (no byte {start + length - left}); restore it"
                 )
             parts.append(part)
             left -= len(part)

@@ -87,7 +87,7 @@ class ChatTemplate:
         self._tokenizer = _load(folder)
         if not self._tokenizer.chat_template:
             raise DataError(
-                f"--tokenizer {folder}: has no chat template; add a file chat_template.jinja, or use the tokenizer of a chat model"
+                f"--tokenizer {folder} has no chat template; add a file chat_template.jinja, or use the tokenizer of a chat model"
             )
         self.template: str = self._tokenizer.get_chat_template()
         self.has_markers = _GENERATION.search(self.template) is not None

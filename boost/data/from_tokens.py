@@ -84,7 +84,7 @@ def open_token_files(path: Path, dtype: str, split: str | None = None) -> list[T
     """
     if path.is_dir():
         if not (path / "train.bin").is_file():
-            raise DataError(f"--from-tokens {path}: contains no train.bin; name a .bin or .idx file in it")
+            raise DataError(f"--from-tokens {path} contains no train.bin; name a .bin or .idx file in it")
         if split is None and (path / "val.bin").is_file():
             return [_open_raw(path / "train.bin", dtype, "train"), _open_raw(path / "val.bin", dtype, "heldout")]
         return [_open_raw(path / "train.bin", dtype, split)]
@@ -145,7 +145,7 @@ def _open_megatron(index: Path, split: str | None) -> TokenFile:
         raise DataError(f"{index}: the document indices do not partition the {len(lengths)} sequences")
     size, expected = path.stat().st_size, int(ends[-1]) * dtype.itemsize
     if size != expected:
-        raise DataError(f"{path}: has {size} bytes, but {index.name} says {expected}; copy it again")
+        raise DataError(f"{path} has {size} bytes, but {index.name} says {expected}; copy it again")
     return TokenFile(path, dtype, split, index, ends[indices[1:]])
 
 
@@ -233,7 +233,7 @@ def build_from_tokens(
             raise DataError(f"there are no ids: {scanned.skipped_in_words()}; name files that contain token ids")
         if rule.single:
             raise DataError(
-                f"--from-tokens {tokens.name}: is one document, so none can be held out; pass held-out ids with "
+                f"--from-tokens {tokens.name} is one document, so none can be held out; pass held-out ids with "
                 "--heldout-from, or name the token that ends documents with --eos"
             )
     count_bytes = byte_counter(tokenizer)

@@ -117,9 +117,9 @@ def _open_sources(options: PrepareOptions) -> tuple[list[Source], list[Source]]:
         heldout += [FilesSource(path, options.text_field, seen) for path in options.heldout_from]
     elif options.hf is None or options.heldout_from:
         problem = "conflicts with --heldout-from; use one of them" if options.heldout_from else "needs --hf"
-        raise DataError(f"--heldout-split {options.heldout_split}: {problem}")
+        raise DataError(f"--heldout-split {options.heldout_split} {problem}")
     elif options.heldout_split == options.hf_split:
-        raise DataError(f"--heldout-split {options.heldout_split}: is also the training text; choose another split")
+        raise DataError(f"--heldout-split {options.heldout_split} is also the training text; choose another split")
     else:
         heldout.append(HubSource(options.hf, options.heldout_split, options.text_field or "text", options.hf_revision))
     if options.stdlib:
@@ -154,15 +154,15 @@ def _progress_of(options: PrepareOptions, fingerprint: str) -> dict[str, Any] | 
 
 def _check_options(options: PrepareOptions) -> None:
     if not 0.0 < options.heldout < 1.0:
-        raise DataError(f"--heldout {options.heldout}: must be a fraction between 0 and 1, such as 0.05")
+        raise DataError(f"--heldout {options.heldout} must be a fraction between 0 and 1, such as 0.05")
     for flag in ("max_documents", "max_tokens", "max_heldout_tokens"):
         if (value := getattr(options, flag)) is not None and value < 1:
-            raise DataError(f"--{flag.replace('_', '-')} {value}: must be at least 1")
+            raise DataError(f"--{flag.replace('_', '-')} {value} must be at least 1")
     if options.out.name in ("", ".."):
-        raise DataError(f"--out {options.out}: must name a folder, such as data/mine")
+        raise DataError(f"--out {options.out} must name a folder, such as data/mine")
     training = parse_training(options.tokenizer)
     if options.hf_revision is not None and options.hf is None:
-        raise DataError(f"--hf-revision {options.hf_revision}: has no effect without --hf; remove it")
+        raise DataError(f"--hf-revision {options.hf_revision} has no effect without --hf; remove it")
     for mode, others in _CONFLICTS.items():
         unused = [f"--{flag.replace('_', '-')}" for flag in others if getattr(options, mode) and getattr(options, flag)]
         if unused:
@@ -170,7 +170,7 @@ def _check_options(options: PrepareOptions) -> None:
             raise DataError(f"--{mode.replace('_', '-')} cannot be combined with {flags}; remove one of them")
     if options.from_tokens and training:
         raise DataError(
-            f"--from-tokens {options.from_tokens}: needs the tokenizer that produced the ids; name it with --tokenizer, such as "
+            f"--from-tokens {options.from_tokens} needs the tokenizer that produced the ids; name it with --tokenizer, such as "
             "gpt2 or its tokenizer.json"
         )
     if options.chat and not Path(options.tokenizer).is_dir():
@@ -208,7 +208,7 @@ def _is_current(options: PrepareOptions, fingerprint: str) -> bool:
         return False
     if not (out / STORE_FILE).is_file():
         # Never replaced, not even with --overwrite: it may be a user's folder of texts.
-        raise DataError(f"{out}: exists and is not a token store; choose another --out")
+        raise DataError(f"{out} exists and is not a token store; choose another --out")
     try:
         if read_meta(out)["input_fingerprint"] == fingerprint:
             TokenStore.open(out)
@@ -218,7 +218,7 @@ def _is_current(options: PrepareOptions, fingerprint: str) -> bool:
             raise
     if not options.overwrite:
         raise DataError(
-            f"{out}: already holds a token store made from different input or options; add --overwrite to replace it, "
+            f"{out} already holds a token store made from different input or options; add --overwrite to replace it, "
             f"or choose another --out"
         )
     return False

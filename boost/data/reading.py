@@ -95,7 +95,7 @@ class Reading:
                 if finished or is_over(split):
                     return
         if begun.documents < again:
-            raise DataError(f"{source.name}: has fewer documents than before the interruption; {AGAIN}")
+            raise DataError(f"{source.name} has fewer documents than before the interruption; {AGAIN}")
 
     def position(self) -> list[dict[str, Any]]:
         """Where this pass is, as JSON values. All documents so far must have been written: their tokens are part of it."""

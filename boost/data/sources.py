@@ -58,9 +58,9 @@ def require_unchanged(path: Path, size: int, mtime_ns: int) -> None:
     try:
         about = path.stat()
     except OSError as error:
-        raise DataError(f"{path}: disappeared during preparation ({error.strerror}); {AGAIN}") from None
+        raise DataError(f"{path} disappeared during preparation ({error.strerror}); {AGAIN}") from None
     if (about.st_size, about.st_mtime_ns) != (size, mtime_ns):
-        raise DataError(f"{path}: changed during preparation; {AGAIN}")
+        raise DataError(f"{path} changed during preparation; {AGAIN}")
 
 
 class FilesSource:

@@ -70,7 +70,7 @@ def load_tokenizer(spec: str | Path) -> "Tokenizer":
         path = path / "tokenizer.json"
         if not path.is_file():
             raise DataError(
-                f"{spec}: contains no tokenizer.json; save the tokenizer with Hugging Face 'save_pretrained'"
+                f"{spec} contains no tokenizer.json; save the tokenizer with Hugging Face 'save_pretrained'"
             )
     if path.is_file():
         try:

@@ -47,7 +47,7 @@ def verify_once(store: TokenStore, progress: Progress = iter) -> None:
                 return
         verify(store, progress)
         if state["files"] != _identities(store):
-            raise DataError(f"{store.path}: changed during verification; wait until nothing writes to it")
+            raise DataError(f"{store.path} changed during verification; wait until nothing writes to it")
         newest = max(modified for _, modified, _ in state["files"].values())
         if time.time_ns() - newest < _SETTLED_NS:
             return  # a later write within the same clock tick of the file system would go unnoticed

@@ -120,7 +120,7 @@ class Decoder(decoder.Decoder):
         return super()._parts(tokens_BS, document_ids_BS, received, halves)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes in this context do not sum partial gradients over TP; its end does, once for all of them. For gradient
+        """Backward passes in this context do not sum partial gradients over TP; leaving it sums them once. For gradient
         accumulation, use it for all micro-batches of a step but the last. If the block raises, gradients are discarded."""
         return no_sync(self, self._sums)
 

@@ -52,7 +52,7 @@ class GradientSums:
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module, sums: GradientSums | None) -> Iterator[None]:
-    """Backward passes in this block do not sum partial gradients; its end does, once for all of them. If the block raises, the
+    """Backward passes in this block do not sum partial gradients; leaving it sums them once. If the block raises, the
     gradients of the module are discarded: other ranks may not get as far as a collective."""
     before = sums is None or sums.is_deferred
     if sums:

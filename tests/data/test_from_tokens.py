@@ -185,7 +185,7 @@ def test_files_that_change_meanwhile_are_noticed(tmp_path, tokenizer, ids):
             if name == "copying the ids":
                 index.with_suffix(".bin").write_bytes(b"")
 
-    with pytest.raises(DataError, match=r"x\.bin: changed during preparation"):
+    with pytest.raises(DataError, match=r"x\.bin changed during preparation"):
         prepare(options(tmp_path, tokenizer, index), Change())
     assert not (tmp_path / "store").exists()
 
@@ -279,7 +279,7 @@ def test_a_megatron_file_that_does_not_match_its_index(tmp_path):
     index = write_megatron(tmp_path / "x", DOCUMENTS)
     data = index.with_suffix(".bin").read_bytes()
     index.with_suffix(".bin").write_bytes(data[:-2])
-    with pytest.raises(DataError, match=r"x\.bin: has 28 bytes, but x\.idx says 30; copy it again"):
+    with pytest.raises(DataError, match=r"x\.bin has 28 bytes, but x\.idx says 30; copy it again"):
         open_token_files(index, "uint16")
     index.with_suffix(".bin").unlink()
     with pytest.raises(DataError, match=r"x\.bin: no such file"):

@@ -145,5 +145,5 @@ def test_folders_and_datasets_of_conversations(tmp_path: Path, monkeypatch: pyte
         prepare(replace(options, inputs=(str(tmp_path / "empty"),), out=tmp_path / "of-empty"))
     with pytest.raises(DataError, match="--chat: no input given"):
         prepare(replace(options, inputs=()))
-    with pytest.raises(DataError, match="--hf-revision v2: has no effect without --hf"):
+    with pytest.raises(DataError, match="--hf-revision v2 has no effect without --hf"):
         prepare(replace(options, hf_revision="v2"))

@@ -116,10 +116,10 @@ def test_a_limit_works_without_a_separate_split(c4: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heldout_split": "validation", "heldout_from": ()}, "--heldout-split validation: needs --hf"),
+        ({"heldout_split": "validation", "heldout_from": ()}, "--heldout-split validation needs --hf"),
         ({"heldout_split": "validation", "hf": "a/b"}, "conflicts with --heldout-from"),
         ({"heldout_split": "train", "hf": "a/b", "heldout_from": ()}, "is also the training text"),
-        ({"max_tokens": 0}, "--max-tokens 0: must be at least 1"),
+        ({"max_tokens": 0}, "--max-tokens 0 must be at least 1"),
         ({"max_heldout_tokens": -1}, "--max-heldout-tokens -1"),
     ],
 )

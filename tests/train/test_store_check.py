@@ -18,7 +18,7 @@ def run_with(change: Callable[[Path], None], store: Path, folder: Path) -> Train
 
 
 def test_truncation_is_one_line(store: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"train\.tokens: is shorter than when it was opened"):
+    with pytest.raises(DataError, match=r"train\.tokens is shorter than when it was opened"):
         run_with(lambda file: os.truncate(file, 0), store, tmp_path)
 
 
