@@ -92,7 +92,7 @@ ONE_SEQUENCE = [
 
 
 @pytest.mark.parametrize(
-    ("model", "parallel", "recompute", "sections"), chosen((2, 3, 4, 5, 6, 7), ONE_SEQUENCE, ids(ONE_SEQUENCE))
+    ("model", "parallel", "recompute", "sections"), chosen((2, 3, 4, 6, 7), ONE_SEQUENCE, ids(ONE_SEQUENCE))
 )
 @pytest.mark.slow
 def test_halves_of_one_sequence(model: Row, parallel: Row, recompute: str, sections: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ COMBINED = [
 """(parallel, model, other sections)."""
 
 
-@pytest.mark.parametrize(("parallel", "model", "sections"), chosen((0, 4), COMBINED, ids(COMBINED)))
+@pytest.mark.parametrize(("parallel", "model", "sections"), chosen((0,), COMBINED, ids(COMBINED)))
 @pytest.mark.slow
 def test_halves_with_everything_else(parallel: Row, model: Row, sections: dict[str, Any]) -> None:
     train = {"micro_batch": 2, "global_batch": 8, **sections.get("train", {})}

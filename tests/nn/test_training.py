@@ -182,6 +182,8 @@ def every_way(family: str, layout: str | None, size: int) -> dict[str, float]:
         "deepcopy": error(train(copied(new(), *batch())), plain),
         "parallelize": error(train(boost.parallelize(make(family), mesh, layout=layout)), plain),
     }  # fmt: skip
+    if size == 1 and family == "lax":
+        return errors  # what torch compiles is tested with the others
     torch._dynamo.reset()  # one graph of the whole model: half the blocks, half the time
     layers = 2 if family == "lax" else 1
     compiled: Any = torch.compile(make(family, layout, mesh, layers=layers), backend="aot_eager")

@@ -105,7 +105,8 @@ def test_a_recomputing_block_is_one_graph(parallel: dict[str, Any], policy: str)
         assert same
 
 
-@pytest.mark.parametrize("layout", [pytest.param("btp", marks=pytest.mark.nightly), "btp-sp"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["btp", "btp-sp"])
 def test_blocks_with_halves_of_one_sequence_are_one_graph(layout: str) -> None:
     """The keys and values passed from the first half to the second stay inside the graph."""
     parallel, train = {"tp": 2, "layout": layout, "overlap": "halves"}, {"micro_batch": 1, "global_batch": 1}

@@ -83,6 +83,7 @@ def run_experiment(config: Config, plan: ConvergenceExperiment, out: Path, stop_
             return -1, said.getvalue(), made
 
 
+@pytest.mark.nightly
 def test_every_family_and_answers_after_an_interruption_and_a_layout_that_matters_as_much_as_a_seed(
     store: Path, tmp_path: Path
 ) -> None:

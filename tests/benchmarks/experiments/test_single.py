@@ -56,6 +56,7 @@ def test_goals(numbers: tuple[str, str, float, float, float], met: tuple[bool | 
     assert found[2].found or "needs a GPU" in found[2].remark
 
 
+@pytest.mark.nightly
 def test_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr(bench, "GEMM_WIDTH", {"cpu": 64})
