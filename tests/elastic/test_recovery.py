@@ -22,7 +22,7 @@ from boost.elastic.membership import DEAD, SILENT, Coordinator, Decision, Member
 from boost.elastic.mesh import replica_of_rank
 from boost.elastic.recovery import Recovery, decode, encode
 from boost.elastic.supervise import Supervisor
-from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, StorageError, TrainingError
+from boost.errors import ConfigError, ExcludedError, StoppedError, StorageError, TrainingError
 from boost.measure.counting import CollectiveCounter
 from boost.train.checkpoint import SavedCheckpoint
 from boost.train.evaluate import Evaluation
@@ -222,8 +222,7 @@ def test_a_replica_that_is_an_operation_behind_computes_what_the_others_do_not_h
         parallel = {"dp": 4, "shard": shard} if faults else {"dp": 1, "layout": "single"}
         train: dict[str, Any] = {"steps": 14, "global_batch": 8, "micro_batch": 1}
         train |= {"param_dtype": "float64", "compute_dtype": "float64"}
-        config = make_config(store, tmp_path / name, parallel=parallel, train=train)
-        config = config.model_copy(update={"run": config.run.model_copy(update={"recovery": recovery})})
+        config = make_config(store, tmp_path / name, parallel=parallel, train=train, run={"recovery": recovery})
         supervise = Supervisor(tuple((rank,) for rank in range(4)), restarts=0).supervise if faults else None
         entry, work = (is_behind, (config, None, None, faults)) if faults else (train_process, (config, None))
         assert launched(entry, work, 4 if faults else 1, tmp_path / "logs", supervise) == 0
@@ -268,8 +267,7 @@ def dies_rolling_back(marker: str, config: Config, *rest: Any) -> int:
 def test_a_rollback_that_loses_a_replica_is_a_rollback(store: Path, tmp_path: Path) -> None:
     def losses_of(name: str, marker: str, recovery: str, supervise: Supervise | None) -> list[tuple[int, float]]:
         train = {"steps": 24, "global_batch": 4, "micro_batch": 1, "save_every": 3, "on_spike": "rollback"}
-        config = make_config(store, tmp_path / name, parallel={"dp": 2}, train=train)
-        config = config.model_copy(update={"run": config.run.model_copy(update={"recovery": recovery})})
+        config = make_config(store, tmp_path / name, parallel={"dp": 2}, train=train, run={"recovery": recovery})
         work = marker, config, None
         assert launched(dies_rolling_back, work, 2, tmp_path / "logs", supervise) == 0
         lines = read_metrics(tmp_path / name / "metrics.jsonl")
@@ -307,8 +305,7 @@ def test_without_a_fault_it_is_the_same_run_to_the_last_bit(store: Path, tmp_pat
         folder = tmp_path / mode
         folder.mkdir()
         train = {"steps": 10, "global_batch": 4}
-        config = make_config(store, folder / "run", tp=tp, parallel={"dp": 2}, train=train)
-        config = config.model_copy(update={"run": config.run.model_copy(update={"recovery": mode})})
+        config = make_config(store, folder / "run", tp, parallel={"dp": 2}, train=train, run={"recovery": mode})
         ranks = tuple(tuple(range(first, first + tp)) for first in range(0, processes, tp))
         supervise = Supervisor(ranks, restarts=0).supervise if mode == "in-step" else None
         work = (str(folder), config, None)
@@ -398,8 +395,7 @@ def dies_handing_over(marker: str, victim: str, config: Config, *rest: Any) -> i
 def test_one_that_dies_while_state_is_handed_over_is_one_more_loss(store: Path, tmp_path: Path, victim: str) -> None:
     def config_of(name: str, recovery: str, **parallel: Any) -> Config:
         train = {"steps": 24, "global_batch": 6, "micro_batch": 1}
-        found = make_config(store, tmp_path / name, parallel=parallel, train=train)
-        return found.model_copy(update={"run": found.run.model_copy(update={"recovery": recovery})})
+        return make_config(store, tmp_path / name, parallel=parallel, train=train, run={"recovery": recovery})
 
     config = config_of("killed", "in-step", dp=3)
     supervise = Supervisor(tuple((rank,) for rank in range(3)), restarts=5).supervise
@@ -544,7 +540,6 @@ def test_errors_reach_them_too() -> None:
         decode(json.loads(json.dumps(encode(StorageError("disk full")))))
     with pytest.raises(TrainingError, match="while exchanging object"):
         decode(encode(object()))
-    assert issubclass(StorageError, BoostError)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def make_config(
         parallel={"tp": tp, **sections.pop("parallel", {})},
         optim={"lr": RATE, "warmup_steps": 3},
         data={"store": str(store)} if isinstance(store, Path) else {"mixture": store},
-        run={"dir": str(run), "device": "cpu", "peak_tflops": 1.0},
+        run={"dir": str(run), "device": "cpu", "peak_tflops": 1.0, **sections.pop("run", {})},
         **sections,
     )
 

@@ -242,8 +242,7 @@ def test_the_last_save_goes_elsewhere(disk: Disk, urgent: bool) -> None:
 
 def test_a_run_resumes_from_its_fallback_folder(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = {"save_retry_minutes": 0.0, "fallback_dir": str(tmp_path / "spare")}
-    base = make_config(store, tmp_path / "run", train={"save_every": 2, "steps": 5})
-    config = base.model_copy(update={"run": base.run.model_copy(update=run)})
+    config = make_config(store, tmp_path / "run", train={"save_every": 2, "steps": 5}, run=run)
     full = tmp_path / "run/checkpoints"
 
     def fill(trainer: Trainer) -> None:

@@ -107,8 +107,7 @@ def test_a_tracker_that_fails_is_left_out(store: Path, tmp_path: Path, monkeypat
         finish = log
 
     monkeypatch.setitem(sys.modules, "wandb", Broken())  # type: ignore[arg-type]
-    config, hook = make_config(store, tmp_path), Warnings()
-    config = config.model_copy(update={"run": config.run.model_copy(update={"wandb": True})})
+    config, hook = make_config(store, tmp_path, run={"wandb": True}), Warnings()
     assert fitted(config, hook, MetricsHook()).position.step == 6
     assert hook.seen == ["cannot log to wandb: no network; training continues"]
 
