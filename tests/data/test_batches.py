@@ -53,13 +53,6 @@ def test_order_does_not_change_between_releases():
     assert [order[i] for i in range(20)] == [7, 9, 0, 8, 4, 2, 5, 6, 3, 1, 6, 0, 4, 2, 7, 9, 1, 5, 8, 3]
 
 
-def test_any_step_without_the_ones_before():
-    split = make_split(1001)
-    one, other = (Batches(split, 10, 8, seed=5) for _ in range(2))
-    forward = [one.sample_indices(step).tolist() for step in range(30)]
-    assert [other.sample_indices(step).tolist() for step in reversed(range(30))] == forward[::-1]
-
-
 @pytest.mark.parametrize(("dp", "micro_batch"), [(1, 12), (1, 1), (2, 3), (3, 4), (4, 3), (12, 1)])
 def test_ranks_and_micro_batches_only_cut_the_global_batch(dp, micro_batch):
     batches = Batches(make_split(500), seq_len=8, global_batch=12, seed=1)

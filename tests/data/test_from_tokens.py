@@ -112,22 +112,20 @@ def test_the_store_is_that_of_the_text(tmp_path, tokenizer, ids):
     assert sizes[0] == sizes[1]
 
 
-def test_nanogpt_keeps_its_held_out_ids(tmp_path, tokenizer, ids):
+def test_held_out_ids_of_their_own_stay_held_out(tmp_path, tokenizer, ids):
+    """Those of a folder of nanoGPT, and those that an option names."""
     folder = tmp_path / "nano"
     folder.mkdir()
     for name, some in {"train": ids[:50], "val": ids[50:]}.items():
         np.array([token for each in some for token in (*each, 0)], "<u2").tofile(folder / f"{name}.bin")
-    store = prepare(options(tmp_path, tokenizer, folder)).store
-    check(store, ids)
-    assert documents(store.split("train")) == ids[:50] and documents(store.split("heldout")) == ids[50:]
-
-
-def test_held_out_ids_of_their_own(tmp_path, tokenizer, ids):
     index = write_megatron(tmp_path / "train_document", [[each] for each in ids[:50]])
     held = write_megatron(tmp_path / "valid_document", [[each] for each in ids[50:]])
-    store = prepare(options(tmp_path, tokenizer, index, heldout_from=(str(held),))).store
-    check(store, ids)
-    assert documents(store.split("train")) == ids[:50] and documents(store.split("heldout")) == ids[50:]
+    for path, changes in ((folder, {}), (index, {"heldout_from": (str(held),)})):
+        store = prepare(options(tmp_path, tokenizer, path, out=tmp_path / f"of {path.name}", **changes)).store
+        check(store, ids)
+        assert documents(store.split("train")) == ids[:50] and documents(store.split("heldout")) == ids[50:]
+    (folder / "val.bin").unlink()
+    assert [file.split for file in open_token_files(folder, "uint16")] == [None]
 
 
 @pytest.mark.parametrize("bad", [300, -1])
@@ -150,8 +148,6 @@ def test_ids_outside_the_vocabulary_are_found(bad, tmp_path, tokenizer, ids):
             "--from-tokens cannot be combined with --stdlib and --max-tokens; remove one",
         ),
         ({"heldout_split": "validation"}, "cannot be combined with --heldout-split"),
-        ({"text_field": "tokens"}, "cannot be combined with --text-field"),
-        ({"from_tokens": "nowhere.idx"}, r"nowhere\.idx: no such file"),
         ({"eos": "<nope>"}, "--eos <nope>: not a token"),
     ],
 )
@@ -292,15 +288,6 @@ def test_raw_ids_end_documents_at_eos(dtype, tmp_path):
     ids = [1, 2, 3, 4, EOS, 5, EOS, EOS, 6, 7]
     np.array(ids, dtype).tofile(tmp_path / "all.bin")
     assert documents_of(tmp_path / "all.bin", dtype=dtype) == [[1, 2, 3, 4, EOS], [5, EOS], [EOS], [6, 7]]
-
-
-def test_a_folder_of_nanogpt_has_its_held_out_ids(tmp_path):
-    for name in ("train", "val"):
-        np.array([1, 2], "<u2").tofile(tmp_path / f"{name}.bin")
-    files = open_token_files(tmp_path, "uint16")
-    assert [(file.path.name, file.split) for file in files] == [("train.bin", "train"), ("val.bin", "heldout")]
-    (tmp_path / "val.bin").unlink()
-    assert [file.split for file in open_token_files(tmp_path, "uint16")] == [None]
 
 
 def test_a_dtype_that_cannot_be_right_is_an_error(tmp_path, tokenizer, ids):

@@ -16,19 +16,6 @@ from boost.data.store import Split, TokenStore
 from boost.errors import ConfigError, DataError
 
 LENGTH = 3000
-
-
-def counts_of(weights: list[Fraction]) -> np.ndarray:
-    """[LENGTH + 1, sources]: how many of the first n items each source has. Checks the second number of every item."""
-    proportions, counts = Proportions(weights), np.zeros((LENGTH + 1, len(weights)), dtype=np.int64)
-    for position in range(LENGTH):
-        source, earlier = proportions[position]
-        assert earlier == counts[position, source]
-        counts[position + 1] = counts[position]
-        counts[position + 1, source] += 1
-    return counts
-
-
 WEIGHTS = st.fractions(Fraction(1, 1000), Fraction(1000), max_denominator=1000)
 
 
@@ -40,7 +27,14 @@ def test_sources_stay_within_items_of_their_weights(least: int, most: int, items
     @given(st.lists(WEIGHTS, min_size=least, max_size=most))
     def check(weights: list[Fraction]) -> None:
         shares = np.array([float(weight / sum(weights)) for weight in weights])
-        assert np.abs(counts_of(weights) - np.arange(LENGTH + 1)[:, None] * shares).max() <= items + 1e-9
+        # How many of the first n items each source has.
+        proportions, counts = Proportions(weights), np.zeros((LENGTH + 1, len(weights)), dtype=np.int64)
+        for position in range(LENGTH):
+            source, earlier = proportions[position]
+            assert earlier == counts[position, source]
+            counts[position + 1] = counts[position]
+            counts[position + 1, source] += 1
+        assert np.abs(counts - np.arange(LENGTH + 1)[:, None] * shares).max() <= items + 1e-9
 
     check()
 

@@ -227,7 +227,6 @@ def test_empty_corpora_say_what_was_skipped(tmp_path):
         ({"heldout": 0.0}, "--heldout 0.0"),
         ({"heldout": float("nan")}, "--heldout nan"),
         ({"max_documents": 0}, "--max-documents 0"),
-        ({"tokenizer": "train:9"}, "--tokenizer train:9"),
         ({"out": Path("/")}, "must name a folder"),
     ],
 )

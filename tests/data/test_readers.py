@@ -311,18 +311,11 @@ def test_an_array_that_is_damaged_or_too_long_is_reported(tail, reason, where, t
     assert found == [] and skips(report) == {("x.json", reason): where}
 
 
-def test_the_text_field_is_found_or_asked_for(tmp_path):
+def test_the_text_field_is_found(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"n": 1}\nbroken\n{"body": "found", "n": 2}\n')
     found, report = read(FilesSource(tmp_path / "a.jsonl"))
     assert found == [("a.jsonl:3", "found")]
     assert notes(report) == {("a.jsonl", "without column 'text': text read from 'body'"): []}
-    (tmp_path / "b.jsonl").write_text('{"prompt": "p", "answer": "a"}\n')
-    with pytest.raises(
-        DataError, match=r"b\.jsonl: no text column found among prompt, answer; choose one with --text-f"
-    ):
-        read(FilesSource(tmp_path / "b.jsonl"))
-    found, report = read(FilesSource(tmp_path))
-    assert len(found) == 1 and ("b.jsonl", "no text column found among prompt, answer") in skips(report)
 
 
 def write_parquet(path, **columns):

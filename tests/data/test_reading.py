@@ -129,8 +129,6 @@ def test_wrong_options_of_the_split(c4: Path, change: dict[str, Any], message: s
 
 
 LIMITED = {"max_tokens": 2500, "max_heldout_tokens": 500}
-
-
 STOPS = ((1,), (25,), (41,), (60, 30), (100, 1, 1, 30))
 
 

@@ -19,8 +19,6 @@ from boost.errors import DataError
 FILES = (
     "store.json", "report.json", "tokenizer.json", "train.tokens", "train.documents", "heldout.tokens", "heldout.documents",
 )  # fmt: skip
-
-
 LONG_AGO = 10**18
 
 

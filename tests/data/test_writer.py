@@ -38,17 +38,13 @@ def replace(store: Path, by: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-WRITTEN = 24
-"""Events before the new store is complete: of these only some, there is nothing but a temporary folder."""
-
-
 @pytest.mark.slow
 def test_a_kill_at_any_file_event_leaves_one_whole_store(stores: tuple[Path, Path], tmp_path: Path) -> None:
     old, new = (content(store) for store in stores)
     store, seen, event = tmp_path / "store", set(), 0
     shutil.copytree(stores[0], store)
     while killed_at(event, lambda: replace(store, stores[1])):
-        event += 1 if event >= WRITTEN else 4
+        event += 1 if event >= 24 else 4  # before the new store is complete, there is nothing but a temporary folder
         if store.exists():
             assert content(store) in (old, new)
         else:
