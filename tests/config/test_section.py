@@ -5,52 +5,21 @@ import pickle
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pytest
-from pydantic import SerializeAsAny, ValidationError
+from pydantic import ValidationError
 
 from boost.config import load
 from boost.config.families import CoLAConfig, DenseConfig, LaXConfig, LowRankConfig, SVDConfig
 from boost.config.load import fields
 from boost.config.optimizers import AdamWConfig, Constant, Cosine, CosineRestarts, LOROConfig, MuonConfig
 from boost.config.schema import Config, ModelConfig, OptimConfig
-from boost.config.section import PLUGINS, Natural, Section, Tagged, load_plugins
+from boost.config.section import PLUGINS, Natural, load_plugins
 from boost.errors import ConfigError
 from boost.optim.adamw import build_optimizer
 from boost.parallel.mesh import Mesh
 from tests import toy
-
-
-class Layout(Tagged):
-    """A section like [parallel], with layout-specific options."""
-
-    key: ClassVar[str] = "parallel.layout"
-    layout: str = "whole"
-    """How weights are sharded."""
-
-    tp: int = 1
-    """Processes."""
-
-
-class Whole(Layout):
-    """Every process holds every weight."""
-
-    layout: Literal["whole"] = "whole"
-
-
-class Halves(Layout):
-    """Each process holds rows."""
-
-    layout: Literal["halves"] = "halves"
-    norm: Literal["online", "sync"] = "online"
-    """When statistics travel."""
-
-
-class Holder(Section):
-    """A configuration that contains the section."""
-
-    parallel: SerializeAsAny[Layout]
 
 
 def test_a_tag_selects_the_class() -> None:
@@ -60,7 +29,6 @@ def test_a_tag_selects_the_class() -> None:
     schedules = [OptimConfig.model_validate({"schedule": name}).lr_schedule for name in ("cosine", "constant")]
     assert schedules == [Cosine(), Constant()]
     assert type(OptimConfig()) is AdamWConfig and type(ModelConfig()) is CoLAConfig  # type: ignore[call-arg]
-    assert Holder.model_validate({"parallel": {"layout": "halves", "norm": "sync"}}).parallel == Halves(norm="sync")
     with pytest.raises(ValidationError):
         SVDConfig.model_validate({"family": "cola"})
 
@@ -104,7 +72,6 @@ def test_a_copy_with_another_tag_is_of_another_class() -> None:
     dense = cola.model_copy(update={"family": "dense"})
     assert dense == DenseConfig.model_validate({"dim": 64})
     assert cola.model_copy(update={"rank": 7, "family": "cola"}).rank == 7
-    assert Halves(tp=4, norm="sync").model_copy(update={"layout": "whole", "tp": 2}) == Whole(tp=2)
     loro = OptimConfig.model_validate({"name": "loro", "schedule": "cosine-restarts", "lr": 0.5})
     assert isinstance(loro.lr_schedule, CosineRestarts)
     assert loro.model_copy(update={"name": "adamw"}) == OptimConfig(lr=0.5)
@@ -155,15 +122,15 @@ def outside() -> Iterator[None]:
 
 
 def test_a_tag_value_belongs_to_one_class() -> None:
-    with pytest.raises(TypeError, match="parallel.layout = 'whole' is already Whole"):
+    with pytest.raises(TypeError, match="optim.name = 'adamw' is already AdamWConfig"):
 
-        class Other(Layout):
-            layout: Literal["whole", "half"] = "half"
+        class Other(OptimConfig):
+            name: Literal["adamw", "other"] = "other"
 
-    with pytest.raises(TypeError, match="Odd.layout = 'even' is not one of its values"):
+    with pytest.raises(TypeError, match="Odd.name = 'even' is not one of its values"):
 
-        class Odd(Layout):
-            layout: Literal["odd"] = "even"  # type: ignore[assignment]
+        class Odd(OptimConfig):
+            name: Literal["odd"] = "even"  # type: ignore[assignment]
 
 
 def built(fused_params: object, config: Config, mesh: Mesh) -> Any:
