@@ -14,8 +14,6 @@ from tests.cli.commands import Capture, say
 
 SHORT = ("--max-tokens", 6, "--seed", 3)
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-
-
 Generate = Callable[..., tuple[int, str, str]]
 
 

@@ -18,7 +18,7 @@ from tests.cli.commands import Capture, say
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as leaving:
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     assert leaving.value.code == 0
     text = capsys.readouterr().out
     assert "example" in text
@@ -63,12 +63,10 @@ def test_overrides_are_taken_from_anywhere() -> None:
     [
         (["train", "demo", "--train.stesp", "3"], "unknown key 'train.stesp'; did you mean 'train.steps'?"),
         (["train", "demo", "--steps", "3"], "unknown argument '--steps'; did you mean '--train.steps'?"),
-        (["train", "nowhere.toml"], "no configuration file and no preset named 'nowhere.toml'"),
         (["train", "demo", "--data.store", "/nowhere/at/all"], "/nowhere/at/all: no token store here"),
         (["train", "demo", "--parallel.pp", "2"], "parallel.pp = 2"),
         (["train", "demo", "--model.rank", "0"], "model.rank = 0 is too small; smallest valid value: 1"),
         (["eval", "/nowhere"], "no checkpoint at '/nowhere'"),
-        (["generate", "/nowhere"], "no checkpoint at '/nowhere'"),
         (["generate", "x", "--top-p", "0"], "--top-p = 0.0 must be in (0, 1]"),
         (["generate", "x", "--max-tokens", "0"], "--max-tokens = 0 is out of range; nearest valid value: 1"),
         (["generate", "x", "--max-tokens", "1000000000000"], "nearest valid value: 1048576"),
@@ -85,7 +83,6 @@ def test_overrides_are_taken_from_anywhere() -> None:
         (["inspect", "boost-7b", "--layout", "megatron"],
          "parallel.layout = 'megatron' shards dense linears; model.family = 'cola' has none"),
         (["inspect", "boost-13b", "--pp-rank", "2"], "--pp-rank = 2 is not one of the 2 pipeline ranks; nearest valid value: 1"),
-        (["inspect", "nope"], "no configuration file and no preset named 'nope'"),
         (["train", "run.toml"], "named 'run.toml'; 'boost config' lists the presets"),
         (["trian", "demo"], "unknown command 'trian'; did you mean 'train'?"),
         (["xyz"], "unknown command 'xyz'; see boost --help"),

@@ -174,12 +174,6 @@ def test_a_tie_goes_to_the_simpler_plan(capsys: Capture) -> None:
     assert any(note.startswith("A tie: ") for note in found["notes"]) or not faster
 
 
-def test_commands_of_two_words(capsys: Capture) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["plan", "calibrate", "--help"])
-    assert left.value.code == 0 and "usage: boost plan calibrate" in capsys.readouterr().out
-
-
 def test_by_gpus(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("boost.plan.search.MOST_TOKENS", 1024)
     drawn = tmp_path / "grid.svg"
