@@ -18,8 +18,6 @@ from boost.errors import BoostError, ConfigError
 from tests import toy
 from tests.convert.toys import LLAMA, all_logits, llama_folder, loaded, write_folder
 
-LINEARS = ("_proj.weight",)
-
 
 def low_rank_folder(folder: Path, store: Path, rank: int) -> None:
     """A LLaMA folder whose linears all have this rank."""
@@ -31,7 +29,7 @@ def low_rank_folder(folder: Path, store: Path, rank: int) -> None:
         b, a = (torch.randn(shape, generator=generator) for shape in ((out, rank), (rank, width)))
         return b @ a * 0.2 / rank**0.5
 
-    made = {name: product(w) if name.endswith(LINEARS) else w for name, w in tensors.items()}
+    made = {name: product(w) if name.endswith("_proj.weight") else w for name, w in tensors.items()}
     write_folder(folder, {**LLAMA, "vocab_size": 300}, made)
     (folder / "tokenizer.json").write_text((store / "tokenizer.json").read_text())
 

@@ -25,7 +25,6 @@ def tensor(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[s
 
 SAFETENSORS = {
     "empty": b"",
-    "no header": file_of(b""),
     "header longer than the file": file_of(b"{}", length=1 << 20),
     "header of 2^63 bytes": file_of(b"{}", length=1 << 63),
     "header that is no JSON": file_of(b"\x80pickle"),
@@ -33,10 +32,7 @@ SAFETENSORS = {
     "5000 digits": file_of(b'{"a":' + b"9" * 5000 + b"}"),
     "offsets beyond the end": file_of({"a": tensor([4], 0, 16)}, b"1234"),
     "negative offsets": file_of({"a": tensor([1], -4, 0)}, b"1234"),
-    "negative shape": file_of({"a": tensor([-1], 0, 4)}, b"1234"),
     "offsets that overlap": file_of({"a": tensor([1], 0, 4), "b": tensor([1], 2, 6)}, b"123456"),
-    "offsets in reverse": file_of({"a": tensor([1], 4, 0)}, b"1234"),
-    "a hole": file_of({"a": tensor([1], 4, 8)}, b"12345678"),
     "bytes after the last tensor": file_of({"a": tensor([1], 0, 4)}, b"12345678"),
     "shape that is not its bytes": file_of({"a": tensor([3], 0, 4)}, b"1234"),
     "2^124 elements": file_of({"a": tensor([1 << 62, 1 << 62], 0, 4)}, b"1234"),

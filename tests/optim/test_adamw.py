@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from boost.models.fused import fused_params
-from boost.optim.adamw import Optimizer, build_adamw, build_optimizer
-from boost.parallel.mesh import Mesh
+from boost.optim.adamw import Optimizer, build_adamw
 from tests import toy
 
 
@@ -81,13 +80,3 @@ def test_an_update_launched_from_tensors_is_that_of_the_numbers(dtype: str) -> N
     usual.step(2, 0.01)
     assert same(), "a power of two divides exactly"
     ours.adamw.step()  # a launch leaves nothing behind that affects a plain step
-
-
-@pytest.mark.parametrize(
-    ("optim", "expected"), [({}, True), ({"name": "muon"}, False), ({"name": "loro", "exact_every": 2}, False)], ids=str
-)
-def test_which_optimizers_launch_from_tensors(optim: dict[str, object], expected: bool) -> None:
-    family = {"family": "svd"} if optim.get("name") == "loro" else {}
-    config = toy.toy_config(model=family, optim=optim)
-    optimizer = build_optimizer(list(fused_params(toy.toy_decoder(config)[0])), config, Mesh(toy.CPU))
-    assert optimizer.takes_tensors == expected

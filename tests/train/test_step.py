@@ -4,6 +4,7 @@ import hashlib
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -272,10 +273,9 @@ def test_loaded_weights_are_those_of_the_next_pass(store: Path, tmp_path: Path, 
 
 
 def test_what_needs_numbers_on_the_host_is_never_ahead(store: Path, tmp_path: Path) -> None:
-    config = make_config(store, tmp_path)
-    optim = {"name": "muon", "lr": RATE, "warmup_steps": 3}
-    muon = Config.model_validate(config.model_dump() | {"optim": optim})
-    for each, expected in ((config, True), (muon, False)):
+    config = make_config(store, tmp_path, model={"family": "svd"})
+    for optim, expected in (({}, True), ({"name": "muon"}, False), ({"name": "loro", "exact_every": 2}, False)):
+        each = Config.model_validate(config.model_dump() | {"optim": {"lr": RATE, "warmup_steps": 3, **optim}})
         stepper = make_trainer(each, ahead=True)._stepper
         assert stepper.ahead == stepper.from_tensors == expected
     usual = make_trainer(config)._stepper
@@ -293,40 +293,32 @@ def test_the_timeline_of_one_step_holds_it_ahead_too(store: Path, tmp_path: Path
         assert all(f'"step {step}"' in text for step in (2, 3)) and '"step 1"' not in text
 
 
-class Moments:
-    """A clock that tests set."""
+def test_seconds_of_a_step_leave_out_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    at, clock = SimpleNamespace(time=0.0), StepClock(toy.CPU)
+    monkeypatch.setattr(hardware, "now", lambda device: at.time)
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.time = 0.0
-        patch.setattr(hardware, "now", lambda device: self.time)
-
-    def update(self, end: float) -> float:
-        """An update that ends then."""
-        self.time = end
+    def update(end: float) -> float:
+        at.time = end
         return end
 
-
-def test_seconds_of_a_step_leave_out_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    at = Moments(monkeypatch)
-    clock = StepClock(toy.CPU)
     at.time = 5.0
     clock.resume()
-    assert clock.seconds(at.update(7.0)) == 2.0
+    assert clock.seconds(update(7.0)) == 2.0
     clock.pause()
     at.time = 17.0
     clock.resume()
     at.time = 18.0
     clock.resume()
-    assert clock.seconds(at.update(20.0)) == 3.0
-    assert clock.seconds(at.update(21.0)) == 1.0, "a pause counts once"
+    assert clock.seconds(update(20.0)) == 3.0
+    assert clock.seconds(update(21.0)) == 1.0, "a pause counts once"
     # Ahead, a step ends where its update does: passes launched before the statistics are read belong to the next one.
-    first = at.update(24.0)
+    first = update(24.0)
     at.time = 27.0
     assert clock.seconds(first) == 3.0
     clock.pause()
     at.time = 28.0
     clock.resume()
-    assert clock.seconds(at.update(29.0)) == 4.0
+    assert clock.seconds(update(29.0)) == 4.0
 
 
 def test_checkpoints_in_the_background_hold_the_step_they_name(store: Path, tmp_path: Path) -> None:
