@@ -263,11 +263,9 @@ def test_peaks_of_profiles_and_of_training_are_one_table(name: str) -> None:
         ("tp", (8, 1, 1), 4, Span(8, 4)),
         ("tp", (3, 1, 1), 4, Span(3, 3)),
         ("tp", (3, 1, 2), 4, Span(3, 1)),  # the second group has one process on the first node
-        ("tp", (2, 1, 4), 8, Span(2, 2)),
         ("dp", (4, 1, 4), 4, Span(4, 1)),
         ("dp", (2, 1, 4), 8, Span(4, 4)),
         ("dp", (2, 1, 8), 8, Span(8, 4)),
-        ("dp", (8, 1, 2), 8, Span(2, 1)),
         ("dp", (1, 2, 4), 4, Span(4, 4)),
         ("replicas", (2, 1, 4), 8, Span(8, 8)),
         ("replicas", (4, 1, 4), 8, Span(16, 8)),

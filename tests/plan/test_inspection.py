@@ -43,12 +43,6 @@ def test_btp_sp_replicates_outer_factors() -> None:
     assert inspection.residual == (T // 4, D)
 
 
-def test_vanilla_shards_the_rank() -> None:
-    shapes = local(inspected("vanilla"))
-    assert shapes["attn.q.A"] == (256, 4096)
-    assert shapes["mlp.gate.B"] == (11008, 256)
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -98,14 +92,6 @@ def test_rows_add_up_to_the_step(name: str) -> None:
     assert sum(row.total_bytes for row in inspection.rows) == inspection.bytes_per_step
     keys = [(c.phase, c.place, c.kind, c.shape) for c in (row.collective for row in inspection.rows)]
     assert len(set(keys)) == len(keys)
-
-
-def test_few_key_value_heads_are_replicated() -> None:
-    inspection = inspected("btp", "--model.kv_heads=2")
-    weights = {weight.short_name: weight for weight in inspection.weights}
-    assert weights["attn.k.B"].local == weights["attn.k.B"].shape == (256, 1024)
-    assert weights["attn.k.B"].placement.partial
-    assert weights["attn.q.B"].local == (1024, 1024)
 
 
 def test_one_process_holds_and_computes_everything() -> None:

@@ -11,12 +11,6 @@ from boost.plan.search import Search
 from boost.plan.ways import NEARLY, any_fits, fewer_gpus, way_out
 from tests.plan.toys import base, hardware
 
-
-def test_nothing_fits() -> None:
-    tight = Request(base(), 2, hardware(5e6), frozenset({"parallel.pp"}))
-    assert not any_fits(tight) and Search(tight).fastest() is None
-
-
 NARROW = "--train.param_dtype=bfloat16"
 
 
