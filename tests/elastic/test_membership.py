@@ -236,13 +236,6 @@ def test_a_member_that_is_lost_itself_does_not_wait_for_the_others(store: dist.S
     assert isinstance(found.get(0), PeersLostError)
 
 
-def test_a_decision_round_trips_through_the_store(store: dist.Store) -> None:
-    decision = Decision(1, MEMBERS[:2], 7, [1.0], {"0.0": [1]}, ("1.0",), {"2.0": "dead: x"}, 3)
-    coordinator = Coordinator(store, 4, 1)
-    coordinator._decide(decision)
-    assert coordinator.decision(1) == decision and coordinator.latest() == decision
-
-
 @settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 8), st.data())
 def test_every_micro_batch_is_dealt_once(count: int, members: int, data: st.DataObject) -> None:
