@@ -17,10 +17,9 @@ from boost.train.checkpoint.reshard import _assign
 from boost.train.checkpoint.write import HostBuffer, Snapshot, write_snapshot
 from boost.train.hooks import Hook, SaveEnd, SaveStart, StepEnd
 from boost.train.loop import Trainer
-from boost.train.metrics import MetricsHook
 from tests import toy
 from tests.distributed import run_distributed
-from tests.train.runs import Do, fitted, losses, make_config, make_trainer
+from tests.train.runs import Do, fitted, make_config, make_trainer
 from tests.train.saves import DATA, TOKENIZER, load, mesh_config, save_at
 from tests.trained import Trained
 
@@ -159,16 +158,6 @@ def test_a_run_that_ends_with_an_error_completes_the_save_in_flight(
     with pytest.raises(TrainingError, match="diverged"):
         trainer.fit()
     assert [p.name for p in ckpt.complete_checkpoints(trainer.run.checkpoints)] == ["step-00000002"]
-
-
-def test_resume_from_a_save_in_the_background_is_bitwise(store: Path, tmp_path: Path) -> None:
-    config = make_config(store, tmp_path, train={"steps": 6, "save_every": 1, "keep": 9})
-    fitted(config, MetricsHook())
-    whole = losses(tmp_path)
-    again = make_trainer(config, MetricsHook())
-    again.start([tmp_path / "checkpoints/step-00000003"])
-    again.fit()
-    assert losses(tmp_path) == whole and len(whole) == 6
 
 
 def test_every_slice_has_one_writer_and_writers_share_the_work() -> None:

@@ -144,7 +144,6 @@ def test_short_or_disabled_progress_prints_nothing(capsys: pytest.CaptureFixture
     ("width", "total", "parts"),
     [
         (80, 1000, ("loss 4.3210 8.1k tok/s 1.3 GB eta 29:20", "0:00:0")),
-        (60, 1000, ("loss 4.3210 8.1k tok/s eta ",)),
         (60, 1_000_000, ("loss 4.3210 8.1k tok/s eta ",)),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from boost.cli.checkpoint import inspect
-from boost.config import Config
+from boost.config import Config, load, presets
 from boost.errors import TrainingError
 from boost.train import checkpoint as ckpt
 from boost.train import loop
@@ -309,16 +309,6 @@ def test_rollbacks_that_do_not_help_end_the_run(store: Path, tmp_path: Path) -> 
         fitted(every_step(store, tmp_path / "none", on_spike="rollback", save_every=0), Rates({3: 1e30}))
 
 
-def folders(path: Path, steps: list[int], ruined: set[int]) -> list[Path]:
-    made = []
-    for step in steps:
-        made.append(ckpt.checkpoint_path(path, step))
-        made[-1].mkdir()
-        marks = {"trouble": "diverged"} if step in ruined else {"doubt": "spike"} if -step in ruined else {}
-        (made[-1] / "state.json").write_text(json.dumps(marks))
-    return made
-
-
 @pytest.mark.parametrize(
     ("ruined", "keep", "keep_every", "protected", "gone"),
     [
@@ -339,7 +329,11 @@ def test_what_is_rotated_away(
     tmp_path: Path, ruined: set[int], keep: int, keep_every: int, protected: set[int], gone: list[int]
 ) -> None:
     """`ruined`: negative numbers are in doubt."""
-    made = folders(tmp_path, [10, 20, 30, 40, 50, 60], ruined)
+    made = [ckpt.checkpoint_path(tmp_path, step) for step in range(10, 70, 10)]
+    for step, path in zip(range(10, 70, 10), made, strict=True):
+        path.mkdir()
+        marks = {"trouble": "diverged"} if step in ruined else {"doubt": "spike"} if -step in ruined else {}
+        (path / "state.json").write_text(json.dumps(marks))
     assert [ckpt.step_of(path) for path in rotated(made, keep, keep_every, protected)] == gone
 
 
@@ -356,7 +350,5 @@ def test_checkpoints_by_the_clock(store: Path, tmp_path: Path) -> None:
 
 
 def test_half_an_hour_is_the_default_everywhere() -> None:
-    from boost.config import load, presets
-
     for name in presets():
         assert load(name, []).train.save_minutes == 30, name

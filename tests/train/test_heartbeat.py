@@ -8,6 +8,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -82,18 +83,14 @@ def recorded(folder: str) -> tuple[Any, ...]:
             with in_phase(Phase.SAVE):
                 save = world._get_backend(toy.CPU).options._timeout.total_seconds()
                 deadline = time.monotonic() + 600
-                while (mine := _of(rank, folder)) is None or mine.phase != Phase.SAVE:
+                while not (mine := [b for b in read_beats(Path(folder)) if b.rank == rank and b.phase == Phase.SAVE]):
                     assert time.monotonic() < deadline
                     time.sleep(0.01)
                 torch.distributed.barrier()
         torch.distributed.barrier()
-        return step, save, mine.phase, mine.step, [one.left for one in read_beats(Path(folder))]
+        return step, save, mine[0].phase, mine[0].step, [one.left for one in read_beats(Path(folder))]
     finally:
         del os.environ[LAUNCH_DIR]
-
-
-def _of(rank: int, folder: str) -> Beat | None:
-    return next((one for one in read_beats(Path(folder)) if one.rank == rank), None)
 
 
 def test_phases_have_timeouts_and_are_published(tmp_path: Path) -> None:
@@ -121,18 +118,11 @@ def test_the_line_is_the_innermost_one_of_the_package(monkeypatch: pytest.Monkey
 
 def test_a_store_that_was_silent_before_the_timeout_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread first checks before the timeout; the later diagnosis must not mistake that result for a missing store."""
-
-    class Silent:
-        def read(self, size: int) -> list[Beat]:
-            raise RuntimeError("the host of the store is stopped")
-
-        def post(self, rank: int, text: str) -> None: ...
-
     monkeypatch.setattr(heartbeat, "SILENCE_S", 0.01)
     monkeypatch.delenv(LAUNCH_DIR, raising=False)
     beating = Heartbeat(Mesh(toy.CPU, rank=1, size=2), RunConfig(), print)
     assert beating.diagnose() is None, "it has not begun"
-    beating._board = Silent()
+    beating._board = mock.Mock(**{"read.side_effect": RuntimeError("the host of the store is stopped")})
     assert beating._counts() is None
     assert str(beating.diagnose()).startswith(
         "process 1 of 2 (rank 0), which hosts the store of the run, is not responding"

@@ -12,12 +12,11 @@ from boost.config import Config, load
 from boost.config.architecture import IGNORED
 from boost.config.optimizers import OptimConfig
 from boost.data.mixture import Corpus
-from boost.data.prepare import PrepareOptions, prepare
 from boost.train.checkpoint import HUB
 from boost.train.evaluate import Evaluation, evaluate
 from boost.train.resume import inherited_data
 from tests import toy
-from tests.data.chats import CHATML, chat_tokenizer, write_conversations
+from tests.data.chats import CHATML, chat_store_in
 from tests.distributed import run_distributed
 from tests.matrices import LAYOUTS, family_of, first
 from tests.train.runs import RATE, make_config, make_trainer, mask_step
@@ -28,12 +27,7 @@ STEPS = 3
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of conversations."""
-    folder = tmp_path_factory.mktemp("chats")
-    inputs = (str(write_conversations(folder / "chats.jsonl", 40)),)
-    tokenizer = str(chat_tokenizer(folder / "tokenizer"))
-    return prepare(
-        PrepareOptions(out=folder / "store", inputs=inputs, tokenizer=tokenizer, heldout=0.2, chat=True)
-    ).store.path
+    return chat_store_in(tmp_path_factory.mktemp("chats"), count=40).path
 
 
 def config_on(store: Any, run: Path, tp: int = 1, isolate: bool = False, **sections: Any) -> Config:

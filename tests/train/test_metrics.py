@@ -168,24 +168,6 @@ def test_a_resumed_run_is_the_same_run_for_trackers_and_one_that_starts_over_is_
     assert json.loads((tmp_path / "trackers.1.json").read_text()) == {"wandb": first}
 
 
-def test_wandb_offline_keeps_one_run_in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    run, config = start(tmp_path / "run", "--run.wandb", "true", "--run.project", "mine")
-    for number in (1, 2):
-        writer = MetricsWriter(run, config, number - 1)
-        writer.write(step(number))
-        writer.write(EvalMetrics(number, 4.0, 54.6, 1.5, 512))
-        writer.close()
-    (run_id,) = json.loads(run.trackers.read_text()).values()
-    files = sorted((run.path / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
-    assert len(files) == 2
-    for file in files:  # uncompressed records
-        content = file.read_bytes()
-        for word in (run_id, "mine", "train/loss", "eval/heldout_loss", '"family":"cola"'):
-            assert word.encode() in content, word
-
-
 def test_tensorboard_has_configuration_samples_and_hyperparameters_of_all_runs_of_a_folder(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData

@@ -4,9 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
-from boost.errors import ConfigError
 from boost.train.hooks import Hook
 from tests.distributed import run_distributed
 from tests.train.runs import Do, fitted, make_config, request_stop
@@ -45,8 +42,3 @@ def test_collectives_are_in_it(store: Path, tmp_path: Path) -> None:
             for word in ("start", "wait for")
         )
         assert started and waited <= started
-
-
-def test_what_is_no_range_is_refused(store: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train.profile = \[5, 2\] must be .* nearest valid value: \[2, 5\]"):
-        make_config(store, tmp_path, train={"profile": [5, 2]})

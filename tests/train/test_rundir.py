@@ -86,10 +86,15 @@ def test_a_fresh_run_does_not_touch_an_earlier_one(tmp_path: Path, leftover: str
     assert files(tmp_path) == before
 
 
-def test_a_start_that_trained_nothing_does_not_stand_in_the_way(tmp_path: Path) -> None:
+def test_a_start_that_trained_nothing_does_not_stand_in_the_way_and_a_config_file_that_lies_there_is_kept(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.toml").write_text("# mine\n")
     RunDirectory.create(make_config(tmp_path), resume=False)
     (tmp_path / "metrics.jsonl").touch()
     RunDirectory.create(make_config(tmp_path), resume=False)
+    assert (tmp_path / "config.toml").read_text() == "# mine\n"
+    assert "[model]" in (tmp_path / "config.2.toml").read_text()
 
 
 def test_resuming_keeps_every_earlier_file(tmp_path: Path) -> None:
@@ -101,13 +106,6 @@ def test_resuming_keeps_every_earlier_file(tmp_path: Path) -> None:
     after = files(tmp_path)
     assert {name: after[name] for name in before} == before
     assert set(after) - set(before) == {"config.2.toml", "config.3.toml", "environment.2.json", "environment.3.json"}
-
-
-def test_a_config_file_that_happens_to_lie_there_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text("# mine\n")
-    RunDirectory.create(make_config(tmp_path), resume=False)
-    assert (tmp_path / "config.toml").read_text() == "# mine\n"
-    assert "[model]" in (tmp_path / "config.2.toml").read_text()
 
 
 def test_a_path_that_cannot_be_made_is_one_line_which_names_a_link_to_nowhere(tmp_path: Path) -> None:
