@@ -25,9 +25,9 @@ RATE = 3e-3
 
 
 def make_config(
-    store: Path | dict[str, float], run: Path, tp: int = 1, dtype: str = "float64", **sections: Any
+    store: Path | dict[str, float], folder: Path, tp: int = 1, dtype: str = "float64", **sections: Any
 ) -> Config:
-    """A run in the folder `run`, on a store or a mixture."""
+    """A run in a folder, on a store or a mixture."""
     sections["train"] = {"steps": 6, "seq_len": 32, "micro_batch": 2, "global_batch": 4, **sections.get("train", {})}
     return toy.toy_config(
         dtype,
@@ -35,7 +35,7 @@ def make_config(
         parallel={"tp": tp, **sections.pop("parallel", {})},
         optim={"lr": RATE, "warmup_steps": 3},
         data={"store": str(store)} if isinstance(store, Path) else {"mixture": store},
-        run={"dir": str(run), "device": "cpu", "peak_tflops": 1.0, **sections.pop("run", {})},
+        run={"dir": str(folder), "device": "cpu", "peak_tflops": 1.0, **sections.pop("run", {})},
         **sections,
     )
 
