@@ -93,9 +93,11 @@ def _require_driver() -> None:
     if built_for is None:
         return
     # The newest CUDA version that the driver supports, such as 12040 for 12.4; 0 without a driver.
-    supported: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-    if 0 < supported // 1000 < int(built_for.partition(".")[0]):
-        version = f"{supported // 1000}.{supported % 1000 // 10}"
+    supported = ctypes.c_int()
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(supported))
+    if 0 < supported.value // 1000 < int(built_for.partition(".")[0]):
+        version = f"{supported.value // 1000}.{supported.value % 1000 // 10}"
         raise ConfigError(
             f"torch is built for CUDA {built_for}, but this machine's driver supports CUDA {version}, so torch sees no GPU; update "
             f"the driver, install torch for CUDA {version}, or set run.device = 'cpu'"
