@@ -3,6 +3,7 @@
 Used by `boost verify` and by tests. Data is synthetic: rows have different numbers of targets, and documents have a few tokens.
 """
 
+import contextlib
 import functools
 import math
 from collections import Counter
@@ -20,7 +21,7 @@ from boost.data.batches import Batch, Batches
 from boost.measure.counting import CollectiveCounter
 from boost.models.fused import FusedParam, ParamSlice, fused_params, local_slice
 from boost.optim.adamw import build_optimizer
-from boost.parallel.gradients import GradientReducer, StepFlags, launch_step_stats
+from boost.parallel.gradients import GradientReducer, StepFlags
 from boost.parallel.mesh import Mesh
 from boost.plan.collectives import step_collectives
 from boost.train.checkpoint import Position
@@ -67,16 +68,6 @@ class MadeBatches(Batches):
         return (made[number % len(made)] for number in numbers)
 
 
-class CountedReducer(GradientReducer):
-    """Calls `before_sums` after the passes of a step, before the remaining gradients are summed."""
-
-    before_sums: Callable[[], None] = staticmethod(lambda: None)
-
-    def finish(self) -> None:
-        self.before_sums()
-        super().finish()
-
-
 class TrainedModel:
     """Trains a model for a few steps of `boost train`; records losses, clipped gradients and weights. Tensors are local shards."""
 
@@ -88,7 +79,7 @@ class TrainedModel:
         initialize_model(self.model, seed)
         self.initial = {name: value.clone() for name, value in weights(self.model).items()}
         params = self.fused_params = list(fused_params(self.model))
-        self.reducer = CountedReducer(params, mesh, getattr(torch, config.train.sum_dtype))
+        self.reducer = GradientReducer(params, mesh, getattr(torch, config.train.sum_dtype))
         self.optimizer = self.build_optimizer(params, config, mesh)
         batches = MadeBatches(functools.partial(made_up_batches, config))
         self.stepper = Stepper(config, mesh, self.model, params, self.reducer, self.optimizer, batches, ahead=False)
@@ -110,7 +101,7 @@ class TrainedModel:
         return stats.loss, stats.gradient_norm
 
     def collectives(self) -> list[Collective]:
-        """Returns the collectives of a step without its update. Without PP, each one has its phase set."""
+        """Runs one more step and returns its collectives before the update. Without PP, each one has its phase set."""
         groups = [axis.name for axis in (self.mesh.replicas, self.mesh.dp_cp) if axis.size > 1]
         counter = CollectiveCounter(step_groups=groups)
 
@@ -121,15 +112,26 @@ class TrainedModel:
             self.model.register_forward_pre_hook(enter("forward")),
             self.model.register_forward_hook(enter("backward")),
         ]
-        self.reducer.before_sums = enter("step")
         # Compiled blocks cannot run while a dispatch mode counts (an error in torch 2.13), and they issue the same collectives.
-        with torch.compiler.set_stance("force_eager"), counter:
-            passes = self.stepper.passes(Position(0, 0), self.config.optim.lr)
-            launch_step_stats(self.stepper.fused_params, passes.loss, passes.targets, self.stepper.tokens, self.mesh)
-        self.stepper.prefetcher.close()
+        with before(self.reducer, "finish", enter("step")), contextlib.ExitStack() as counting:
+            counting.enter_context(torch.compiler.set_stance("force_eager"))
+            counting.enter_context(counter)
+            with before(self.optimizer, "step", counting.close):
+                self.numbers.append(self.step(len(self.numbers)))
         for hook in hooks:
             hook.remove()
         return counter.collectives
+
+
+@contextlib.contextmanager
+def before(owner: object, method: str, call: Callable[[], object]) -> Iterator[None]:
+    """In this context, `call` is called before a method of `owner`."""
+    usual = getattr(owner, method)
+    setattr(owner, method, lambda *arguments: (call(), usual(*arguments))[1])
+    try:
+        yield
+    finally:
+        setattr(owner, method, usual)
 
 
 def made_up_batches(config: Config, step: int) -> list[Batch]:

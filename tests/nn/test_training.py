@@ -1,4 +1,4 @@
-"""Training loops of one's own over TP and dp: gradients and three optimizer steps match one process, whatever torch offers is used.
+"""Training loops of one's own over TP and dp: gradients and two optimizer steps match one process, whatever torch offers is used.
 
 Every public module, under every layout, on the meshes tp 1, tp 2 and dp 2 x tp 2. Each way to train below is what a page or a
 habit of PyTorch users suggests: data parallelism, accumulation, clipping, compilation, copies, and replaced parameters.
@@ -81,14 +81,13 @@ def train(
     clip: float = 0.0,
     before_step: Callable[[nn.Module, Tensor, Tensor], None] | None = None,
     divide: int = 1,
-    steps: int = 3,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(gradients of the first step, weights after `steps`), whole, by name. `divide`: what data parallelism averages over."""
+    """(gradients of the first step, weights after the second), whole, by name. `divide`: what data parallelism averages over."""
     tokens, targets = (x.chunk(replicas)[replica] for x in batch())
     count = int((batch()[1] != -100).sum())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     first: dict[str, Tensor] = {}
-    for step in range(steps):
+    for step in range(2):
         if before_step:
             before_step(model, tokens, targets)
         (loss(model, tokens, targets) * divide / count).backward()
@@ -187,7 +186,7 @@ def every_way(family: str, layout: str | None, size: int) -> dict[str, float]:
     torch._dynamo.reset()  # one graph of the whole model: half the blocks, half the time
     layers = 2 if family == "lax" else 1
     compiled: Any = torch.compile(make(family, layout, mesh, layers=layers), backend="aot_eager")
-    return errors | {"compile": error(train(compiled, steps=2), train(make(family, layers=layers), steps=2))}
+    return errors | {"compile": error(train(compiled), train(make(family, layers=layers)))}
 
 
 @pytest.mark.slow
@@ -315,7 +314,7 @@ PARTS = (boost.nn.Block, boost.nn.LowRankAttention, boost.nn.LowRankMLP)
 
 
 def parts_alone(layout: str) -> dict[str, float]:
-    """Errors of each smaller module on dp 2 x tp 2: FSDP2 over dp, clipped, three steps on a fixed residual stream."""
+    """Errors of each smaller module on dp 2 x tp 2: FSDP2 over dp, clipped, two steps on a fixed residual stream."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     rank, replica = mesh["tp"].get_local_rank(), mesh["dp"].get_local_rank()
     fields: dict[str, Any] = {key: value for key, value in SIZES.items() if key != "layers"}
@@ -326,7 +325,7 @@ def parts_alone(layout: str) -> dict[str, float]:
         if residual == "hidden":
             x = x.chunk(2, dim=-1)[rank]
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-        for _ in range(3):
+        for _ in range(2):
             if residual == "tokens":
                 module(x.flatten(0, 1).chunk(2)[rank], batch=x.shape[0]).square().sum().backward()
             else:
@@ -389,7 +388,7 @@ def functions() -> float:
         model = Functional(over)
         own = x.chunk(2, dim=-1)[mesh["tp"].get_local_rank()] if over else x
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for _ in range(3):
+        for _ in range(2):
             model(own).square().sum().backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
