@@ -109,7 +109,9 @@ OF_EACH_STREAM = chosen((0, 2, 7), ONE_EACH, ids(ONE_EACH))
 
 @pytest.mark.parametrize(("model", "parallel"), OF_EACH_STREAM)
 def test_a_layout_in_float32(model: dict[str, Any], parallel: dict[str, Any]) -> None:
-    for errors in run_distributed(2, compare_with_table, config_of(model, parallel, 2, "float32")):
+    for errors in run_distributed(
+        2, compare_with_table, config_of(model, parallel, 2, "float32", train={"global_batch": 2})
+    ):
         assert errors["initial"] == errors["table"] == 0
         assert max(errors["loss and norm"], errors["first gradients"]) <= 1e-5, errors
 

@@ -72,7 +72,8 @@ CELLS = [
 @pytest.mark.parametrize(("model", "parallel", "recompute"), chosen((1, 2, 4, 7, 8, 12), CELLS, ids(CELLS)))
 @pytest.mark.slow
 def test_halves_are_the_same_function(model: Row, parallel: Row, recompute: str) -> None:
-    config = config_of(model, parallel, parallel["tp"], "float64", train={"recompute": recompute})
+    train = {"global_batch": 2, "recompute": recompute}
+    config = config_of(model, parallel, parallel["tp"], "float64", train=train)
     require_one_process(config, compare_with_table, 2)
 
 
@@ -119,7 +120,7 @@ COMBINED = [
 @pytest.mark.parametrize(("parallel", "model", "sections"), chosen((0,), COMBINED, ids(COMBINED)))
 @pytest.mark.slow
 def test_halves_with_everything_else(parallel: Row, model: Row, sections: dict[str, Any]) -> None:
-    train = {"micro_batch": 2, "global_batch": 8, **sections.get("train", {})}
+    train = {"micro_batch": 2, "global_batch": 4 * parallel.get("dp", 1), **sections.get("train", {})}
     config = toy.toy_config(
         model={"layers": 4, **model}, parallel={**parallel, **HALVES}, **{**sections, "train": train}
     )

@@ -171,15 +171,13 @@ def every_way(family: str, layout: str | None, size: int) -> dict[str, float]:
         return make(family, layout, mesh)
 
     plain, clipped = train(make(family)), train(make(family), clip=0.1)
+    parallelized: Any = boost.parallelize(make(family), mesh, layout=layout)
     errors = {
         "plain": error(train(new()), plain),
-        "clip": error(train(new(), clip=0.1), clipped),
-        "no_sync": error(train(new(), before_step=in_parts, loss=last_row), plain),
-        "abandoned": error(train(new(), before_step=abandon), plain),
-        "assign": error(train(with_assigned_weights(new())), plain),
+        "no_sync, clip": error(train(new(), before_step=in_parts, loss=last_row, clip=0.1), clipped),
+        "assign, abandoned": error(train(with_assigned_weights(new()), before_step=abandon), plain),
         "functional_call": error(train(new(), loss=called_with_parameters), plain),
-        "deepcopy": error(train(copied(new(), *batch())), plain),
-        "parallelize": error(train(boost.parallelize(make(family), mesh, layout=layout)), plain),
+        "parallelize, deepcopy": error(train(copied(parallelized, *batch())), plain),
     }  # fmt: skip
     if size == 1 and family == "lax":
         return errors  # what torch compiles is tested with the others
@@ -254,13 +252,13 @@ def over_replicas(family: str, layout: str, folder: str) -> dict[str, float]:
             (summed(model, tokens[:1], targets[:1]) * 2 / int((batch()[1] != -100).sum())).backward()
         model.set_requires_gradient_sync(True)
 
-    plain = train(make(family))
+    plain, clipped = train(make(family)), train(make(family), clip=0.1)
+    assigned = with_assigned_weights(make(family, layout, mesh))
     errors = {
-        "plain": error(train(sharded(), **on_dp), plain),
-        "clip": error(train(sharded(), clip=0.1, **on_dp), train(make(family), clip=0.1)),
-        "abandoned": error(train(sharded(), before_step=abandon, **on_dp), plain),
-        "no_sync": error(train(sharded(), before_step=without_reduction, loss=last_row, **on_dp), plain),
-        "assign": error(train(sharded(with_assigned_weights(make(family, layout, mesh))), **on_dp), plain),
+        "no_sync, clip": error(
+            train(sharded(), before_step=without_reduction, loss=last_row, clip=0.1, **on_dp), clipped
+        ),
+        "assign, abandoned": error(train(sharded(assigned), before_step=abandon, **on_dp), plain),
     }
     if layout == "btp-sp":
         tree = {"model": {**SIZES, **FAMILIES[family]}}

@@ -37,7 +37,7 @@ RANKS = {"attn.q": 4, "mlp.down": 12, "layers.1.attn.v": 16}
 
 
 def config_of(optimizer: str, parallel: dict[str, Any], **sections: Any) -> Config:
-    train = {"micro_batch": 1, "global_batch": 4, **sections.pop("train", {})}
+    train = {"micro_batch": 1, "global_batch": 2, **sections.pop("train", {})}
     model = {"family": "svd", "kv_heads": 4, **sections.pop("model", {})}
     return toy.toy_config(model=model, parallel=parallel, optim=OPTIMIZERS[optimizer], train=train, **sections)
 
@@ -102,7 +102,7 @@ def test_every_sharding_matches_one_process(optimizer: str, parallel: dict[str, 
     model: dict[str, Any] = {"kv_heads": 2} if parallel.get("tp") == 4 else {}
     if parallel.get("dp"):
         model |= {"ranks": RANKS}
-    train = {"global_batch": 6} if parallel.get("dp") == 3 else {}
+    train = {"global_batch": 3} if parallel.get("dp") == 3 else {}
     check(config_of(optimizer, parallel, model=model, train=train))
 
 
@@ -159,7 +159,7 @@ def ranks_iterated_on(config: Config) -> Counter[int]:
 def test_each_gram_matrix_is_iterated_on_once(parallel: dict[str, Any]) -> None:
     """Each Gram matrix is iterated by one of the processes that have it, and the busiest process has the load that the planner
     counts."""
-    config = config_of("muon", parallel, model={"ranks": RANKS}, train={"global_batch": 12})
+    config = config_of("muon", parallel, model={"ranks": RANKS}, train={"global_batch": 6})
     results = run_distributed(config.parallel.world_size, ranks_iterated_on, config)
     alone, planned = (ranks_of(iterations(each, stages_of(each, 0))) for each in (toy.single(config), config))
     assert sum(results, Counter()) == alone and alone.total() == 14 * config.model.layers

@@ -154,7 +154,6 @@ ACTIONS: list[Acts] = [
     (("nan", 1), ("save", 3), ("stop", 5)),
     (("mask", 1), ("nan2", 3), ("late stop", 6)),
     (("mask", 4), ("signal", 6)),
-    (("late signal", 4),),
     (("nan", 3), ("late signal", 5)),
     (("nan3", 4),),
     (("save", 5), ("nan", 8)),

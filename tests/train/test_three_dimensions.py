@@ -23,13 +23,14 @@ from tests.trained import Trained, compare_with_table, made_up_batches, require_
 
 pytestmark = pytest.mark.slow
 
-TRAIN = {"micro_batch": 1, "global_batch": 4, "seq_len": 16}
-"""Two micro-batches a replica in a pipeline of two: eight processes share two cores."""
+TRAIN = {"micro_batch": 1, "seq_len": 16}
+"""Eight processes share two cores."""
 
 
 def config_of(parallel: dict[str, Any], dtype: str = "float64", **sections: Any) -> Config:
     sections["model"] = {"layers": 2 * parallel.get("pp", 1), **sections.get("model", {})}
-    sections["train"] = {**TRAIN, **sections.get("train", {})}
+    micro_batches = {"global_batch": 2 * parallel.get("dp", 1)}  # two a replica, as a pipeline of two needs
+    sections["train"] = {**TRAIN, **micro_batches, **sections.get("train", {})}
     return toy.toy_config(dtype, parallel=parallel, **sections)
 
 
@@ -65,8 +66,7 @@ SHARDED: list[Row] = [
     ),
 )
 def test_every_mesh_schedule_and_sharding_is_one_process(parallel: Row) -> None:
-    train = {"global_batch": 6} if parallel.get("dp") == 3 else {}
-    check(config_of(parallel, model={"layers": parallel.get("pp", 1) * parallel.get("virtual", 2)}, train=train))
+    check(config_of(parallel, model={"layers": parallel.get("pp", 1) * parallel.get("virtual", 2)}))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_rows_that_replicas_cannot_share_equally() -> None:
     """Three replicas: the last one has fewer rows of every weight, and no rows of some."""
     model = {"rank": 4, "heads": 1, "kv_heads": 1, "dim": 4, "ffn_dim": 7, "vocab_size": 4}
     for shard in ("optimizer", "full"):
-        check(config_of({"dp": 3, "shard": shard}, model=model, train={"global_batch": 6}))
+        check(config_of({"dp": 3, "shard": shard}, model=model))
 
 
 COMBINED: list[tuple[str, dict[str, Any], str]] = [
