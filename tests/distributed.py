@@ -8,11 +8,13 @@ starts a new one. No process outlives the test session.
 """
 
 import atexit
+import ctypes
 import faulthandler
 import gc
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -26,7 +28,7 @@ TIME_LIMIT_S = 600.0
 
 MOST_THREADS = 32
 """Of a process between two calls: 4 when it is new. gloo's threads wake a hundred times a second, and torch 2.11 keeps those of
-groups that FSDP has used: in a suite of 20 minutes, idle pools with 200 threads a process take more than half of the time."""
+groups that FSDP has used, which add up to 200 a process."""
 
 
 def run_distributed(
@@ -39,6 +41,9 @@ def run_distributed(
         pool = None
     if pool is None:
         pool = _pools[size] = _Pool(size)
+    if sys.platform == "linux":  # gloo's threads wake a hundred times a second, also those of a pool without work
+        for other in _pools.values():
+            other.send_signal(signal.SIGCONT if other is pool else signal.SIGSTOP)
     try:
         return pool.call(function, arguments, timeout)
     except BaseException:
@@ -52,6 +57,12 @@ def fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.warm"])
     return context
+
+
+def end_with_parent() -> None:
+    """Kills this process when the thread that started it ends, however that happens and even if this process is stopped."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 class _Pool:
@@ -74,6 +85,11 @@ class _Pool:
 
     def alive(self) -> bool:
         return all(process.is_alive() for process in self._processes)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> list[Any]:
         for connection in self._connections:
@@ -108,6 +124,7 @@ class _Pool:
 
 
 def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+    end_with_parent()
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist

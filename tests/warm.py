@@ -10,9 +10,11 @@ import boost.cli.main
 import boost.train.run  # by `boost train`, before it starts its processes
 from boost.data.batches import shuffled_order
 from tests import toy, trained
+from tests.distributed import end_with_parent
 
 __all__ = ["boost", "torch", "trained"]
 
+end_with_parent()
 toy.toy_config()  # looks for plug-ins
 shuffled_order(1, 0)  # loads grain
 gc.freeze()  # else each process goes through a third of a million objects at its first collection
