@@ -79,14 +79,16 @@ def test_processes_of_two_hosts_die_and_come_back(
 def test_of_a_split_network_the_half_that_reaches_the_store_goes_on_and_the_other_comes_back(
     nodes: tuple[Node, Node], config: Path
 ) -> None:
-    agents = start(nodes, config, "ab", max_restarts=3)
+    # The half that goes on sleeps, instead of training at full speed until the other comes back.
+    sleeps = [word for step in (16, 17, 18) for word in ("--inject-fault", f"slow@{step}:0")]
+    agents = start(nodes, config, "ab", *sleeps, max_restarts=3)
     run = config.parent / "run"
     wait_for_step(agents, run, 5)
     nodes[1].connect(False)
     wait_for(agents, lambda: memberships(config))
     (change,) = memberships(config)
     assert change["replicas"] == 1 and "does not answer" in change["lost"][0][1], change
-    wait_for_step(agents, run, change["step"] + 20)
+    wait_for_step(agents, run, change["step"] + 2)
     wait_for(agents, lambda: "others continue, so it stops" in agents[1].said())
     nodes[1].connect(True)
     wait_for(agents, lambda: any(line["joined"] for line in memberships(config)))

@@ -44,7 +44,7 @@ def test_every_cell_keeps_what_is_predicted(every: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("every", [41, pytest.param(1, marks=pytest.mark.nightly)])
 def test_latents_that_cross_are_kept_as_predicted(every: int) -> None:
     """The second of two blocks uses the latents of the first."""
     found = []
@@ -58,7 +58,7 @@ def test_latents_that_cross_are_kept_as_predicted(every: int) -> None:
 
 @pytest.mark.slow
 def test_other_numbers_and_heads_keep_what_is_predicted() -> None:
-    assert wrong([cell for cell in CELLS if cell[0] != "svd" and cell[2] == "none"][::2], "float32", 8) == []
+    assert wrong([cell for cell in CELLS if cell[0] != "svd" and cell[2] == "none"][::5], "float32", 8) == []
 
 
 def test_every_nth_block_recomputes() -> None:

@@ -172,19 +172,13 @@ def every_way(family: str, layout: str | None, size: int) -> dict[str, float]:
 
     plain, clipped = train(make(family)), train(make(family), clip=0.1)
     parallelized: Any = boost.parallelize(make(family), mesh, layout=layout)
-    errors = {
+    return {
         "plain": error(train(new()), plain),
         "no_sync, clip": error(train(new(), before_step=in_parts, loss=last_row, clip=0.1), clipped),
         "assign, abandoned": error(train(with_assigned_weights(new()), before_step=abandon), plain),
         "functional_call": error(train(new(), loss=called_with_parameters), plain),
         "parallelize, deepcopy": error(train(copied(parallelized, *batch())), plain),
-    }  # fmt: skip
-    if size == 1 and family == "lax":
-        return errors  # what torch compiles is tested with the others
-    torch._dynamo.reset()  # one graph of the whole model: half the blocks, half the time
-    layers = 2 if family == "lax" else 1
-    compiled: Any = torch.compile(make(family, layout, mesh, layers=layers), backend="aot_eager")
-    return errors | {"compile": error(train(compiled), train(make(family, layers=layers)))}
+    }
 
 
 @pytest.mark.slow
@@ -200,6 +194,25 @@ def test_each_way_to_train_over_tp_ranks(family: str, layout: str) -> None:
 def test_each_way_to_train_on_one_process(family: str) -> None:
     (errors,) = run_distributed(1, every_way, family, None, 1)
     assert max(errors.values()) <= 1e-9, errors
+
+
+def compiled_error(family: str, layout: str | None, size: int) -> float:
+    torch._dynamo.reset()  # one graph of the whole model: half the blocks, half the time
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)) if size > 1 else None
+    layers = 2 if family == "lax" else 1
+    model: Any = torch.compile(make(family, layout, mesh, layers=layers), backend="aot_eager")
+    return error(train(model), train(make(family, layers=layers)))
+
+
+COMPILED = [("cola", None), *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in LAYOUTS)]
+"""Every layout's block is compiled on every commit (tests/parallel/test_compile.py)."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "layout"), COMPILED)
+def test_a_compiled_model_trains_alike(family: str, layout: str | None) -> None:
+    size = 1 if layout is None else 2
+    assert max(run_distributed(size, compiled_error, family, layout, size)) <= 1e-9
 
 
 def autocast_error(family: str, layout: str) -> tuple[float, float]:

@@ -238,6 +238,7 @@ def test_a_plan_that_fits_only_without_its_communicators_does_not_fit() -> None:
     assert not search.fits(config) and search.plan(config).shortfall == pytest.approx(1e6, abs=4)
 
 
+@pytest.mark.nightly  # a command's answer is looked at on every commit (tests/cli/test_plan.py)
 def test_of_a_tie_the_simplest_is_chosen() -> None:
     fixed = frozenset({"train.recompute_every", "parallel.pp"})  # fewer candidates
     search = Search(Request(base("--train.global_batch=16", "--train.seq_len=2048"), 4, hardware(), fixed))

@@ -195,7 +195,7 @@ SHARDED = [{"dp": 2, "shard": "optimizer"}, {"dp": 2, "shard": "full"}]
 @pytest.mark.parametrize(
     ("parallel", "acts"),
     chosen(
-        (0, 3, 4),
+        (0, 3),
         [
             ({"tp": 2}, (("nan2", 2), ("late stop", 4))),
             ({"tp": 2}, (("ruin", 6),)),
