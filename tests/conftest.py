@@ -6,6 +6,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import atexit
+import gc
 import shutil
 import signal
 import subprocess
@@ -47,6 +48,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST_FIRST)}
     assert all(path.is_file() for path in place), "LONGEST_FIRST names a file that was moved"
     items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a million objects of modules that no collection during a test has to go through
 
 
 @pytest.fixture(autouse=True)

@@ -41,6 +41,7 @@ def make(dtype: str = "float32", **model: Any) -> Config:
     return toy.toy_config(dtype, model=model, optim={"lr": 1e-2, "clip": 0.1, "weight_decay": 0.1})
 
 
+@pytest.mark.nightly
 def test_two_processes() -> None:
     pytest.importorskip("transformers")
     config = make(layers=1)
