@@ -105,6 +105,9 @@ DEVICE = torch.device("cuda", 0) if os.environ.get("BOOST_TEST_DEVICE", "cuda") 
 
 
 def shared_gpu(family: str, row: Row) -> Outcome:
+    if DEVICE.type == "cuda":
+        # torch's meshes would select a GPU for each process if the machine has as many.
+        torch.cuda.set_device(DEVICE)
     with late.late_groups(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(layouts, "matches_table", lambda *_: True)
         found = run_row(MODELS[family], row, Mesh(DEVICE, size=PROCESSES, rank=dist.get_rank()))
