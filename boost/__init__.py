@@ -47,7 +47,7 @@ _HOMES = {
     "register_family": "boost.config.families",
     "register_layout": "boost.layouts",
 }
-"""Where each public name is defined: module, or module:name; an empty name stands for the module itself."""
+"""Where each public name is defined: module, or module:name; an empty name means the module itself."""
 
 __all__ = list(_HOMES)
 

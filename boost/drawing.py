@@ -1,4 +1,4 @@
-"""matplotlib, which is an optional extra: imported when something is drawn, with one style and reproducible files."""
+"""Wraps matplotlib, an optional extra: imports it only to draw, with one style and reproducible files."""
 
 import importlib.util
 from pathlib import Path
@@ -8,13 +8,13 @@ from boost.errors import ConfigError
 
 INK, MUTED, LINE, PAPER = "#1b212c", "#5c6573", "#dfe2e7", "#ffffff"
 SERIES = ("#5c7cfa", "#d97706", "#0e9aa0", "#e64980", "#7a9a12", "#9775fa", "#b08400", "#7d8794", "#b5557f", "#2f9e6b")
-"""Colors of lines and bars, in order; visible on white and on dark pages."""
+"""Line and bar colors, in order; visible on white and on dark pages."""
 
 SUFFIXES = (".svg", ".png", ".pdf")
 
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "boost",
-    "svg.fonttype": "none",  # text stays text
+    "svg.fonttype": "none",  # keep text as text
     "path.simplify_threshold": 0.2,
     "font.size": 9.5,
     "axes.titlesize": 10,
@@ -47,7 +47,7 @@ STYLE: dict[Any, Any] = {
     "ytick.minor.size": 0,
     "hatch.linewidth": 0.8,
 }
-"""matplotlib settings of every figure."""
+"""matplotlib settings for every figure."""
 
 
 def needs_matplotlib() -> None:
@@ -59,7 +59,7 @@ def needs_matplotlib() -> None:
 def require_drawable(path: Path) -> None:
     """Raises ConfigError if no picture can be written to `path`; call it before anything slow."""
     if path.suffix not in SUFFIXES:
-        raise ConfigError(f"'{path}' is not the name of a picture; use one that ends with {', '.join(SUFFIXES)}")
+        raise ConfigError(f"'{path}' is not a picture file name; use one that ends with {', '.join(SUFFIXES)}")
     needs_matplotlib()
 
 
@@ -76,6 +76,6 @@ def pyplot() -> Any:
 
 
 def write(figure: Any, path: Path) -> None:
-    """Writes a figure in the format of the suffix of `path`, and closes it. Equal figures give equal SVG files."""
+    """Writes a figure in the format that the suffix of `path` selects, and closes it. Equal figures give equal SVG files."""
     figure.savefig(path, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)
     pyplot().close(figure)

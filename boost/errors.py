@@ -6,7 +6,7 @@ other exception is a bug in BOOST and keeps its traceback.
 
 
 class BoostError(Exception):
-    """Base class of errors that a user can fix. The message is one line that says how."""
+    """Base class of errors that a user can fix. The message is one line that says how to fix it."""
 
     exit_code = 2
 
@@ -19,11 +19,11 @@ class DataError(BoostError):
     """A corpus, tokenizer or token store that is missing, empty, damaged or incompatible with the model."""
 
     is_temporary = False
-    """Whether the same command can continue later."""
+    """Whether running the same command again later can succeed."""
 
 
 class CheckpointError(BoostError):
-    """A checkpoint that is missing, incomplete, damaged or of a different model."""
+    """A checkpoint that is missing, incomplete, damaged or from a different model."""
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -45,7 +45,7 @@ class NonFiniteError(TrainingError):
 
 
 class HangError(TrainingError):
-    """A process of the run is not responding, or does not reach the collective that the others wait in."""
+    """A process of the run is not responding, or has not reached the collective that the others are waiting in."""
 
 
 class ExcludedError(TrainingError):
@@ -53,6 +53,6 @@ class ExcludedError(TrainingError):
 
 
 class StoppedError(BoostError):
-    """A stop signal arrived before the first step, so no work is lost. The message is the name of the signal."""
+    """A stop signal arrived before the first step, so no work is lost. The message is the signal's name."""
 
     exit_code = 0

@@ -1,6 +1,6 @@
-"""Numbers as text: bytes, counts, rates, times and fractions, each in one way. Units are decimal: 1 MB = 10^6 bytes.
+"""Numbers as text: bytes, counts, rates, times and fractions, each in one format. Units are decimal: 1 MB = 10^6 bytes.
 
-Where a fraction cannot be nan, f"{fraction:.0%}" is the same as `format_percent`.
+If a fraction cannot be nan, f"{fraction:.0%}" gives the same text as `format_percent`.
 """
 
 import math
@@ -53,7 +53,7 @@ def format_percent(fraction: float, digits: int = 1) -> str:
 
 
 def _scaled(number: float, units: tuple[str, ...], digits: int) -> str:
-    """`number` in the largest unit of which there is at least one, after rounding."""
+    """`number` in the largest unit in which it is at least 1 after rounding."""
     if not math.isfinite(number):
         return "n/a"
     index = 0

@@ -1,4 +1,4 @@
-"""Names from files that become paths, and files that are read whole. Both may come from strangers, so all are checked here."""
+"""Checks names that become paths, and files that are read whole, because both may come from untrusted sources."""
 
 import errno
 import os
@@ -11,15 +11,15 @@ from boost.errors import BoostError, DataError
 from boost.format import format_bytes
 
 _MAX_BYTES = 200
-"""Limit for a name. File systems allow 255, including the suffix that a caller may add."""
+"""Maximum length of a name. File systems allow 255 bytes, including any suffix that a caller adds."""
 
 READ_LIMIT = 1 << 28
-"""Largest file that is read whole, in bytes. The largest tokenizers have 50 MB."""
+"""Maximum size of a file that is read whole, in bytes. The largest tokenizers take 50 MB."""
 
 
 def require_regular(path: Path | str) -> os.stat_result:
-    """Returns the status of a file that may be opened. Raises OSError if there is none, or if it is a pipe or a device (or a link
-    to one): opening or reading it might never end."""
+    """Returns the status of a regular file. Raises OSError if it does not exist, or if it is a pipe or a device (or a link to one),
+    because opening or reading it might never finish."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -27,7 +27,7 @@ def require_regular(path: Path | str) -> os.stat_result:
 
 
 def read_text(path: Path | str, errors: str = "strict") -> str:
-    """The text of a regular UTF-8 file of at most READ_LIMIT bytes. Raises OSError, UnicodeDecodeError."""
+    """Returns the text of a regular UTF-8 file of at most READ_LIMIT bytes. Raises OSError or UnicodeDecodeError."""
     if require_regular(path).st_size > READ_LIMIT:
         raise OSError(errno.EFBIG, f"larger than {format_bytes(READ_LIMIT)}", str(path))
     return Path(path).read_text(encoding="utf-8", errors=errors)
@@ -36,7 +36,7 @@ def read_text(path: Path | str, errors: str = "strict") -> str:
 def file_name(
     name: object, file: Path | str, field: str, error: type[BoostError] = DataError, nested: bool = False
 ) -> str:
-    """Returns `name`, which `field` of `file` contains, if it names an entry of a folder on every system; raises `error` if not.
+    """Returns `name`, the value of `field` in `file`, if it is a valid file name on every system. Raises `error` otherwise.
 
     `nested`: the name may be a relative path with forward slashes.
     """
@@ -46,7 +46,7 @@ def file_name(
 
 
 def _unsafe(name: object, nested: bool) -> str:
-    """Why a name may lead out of its folder or cannot be created; '' if it is safe."""
+    """Why a name could escape its folder or cannot be created; '' if it is safe."""
     if not isinstance(name, str):
         return "it is not text"
     if nested and "/" in name:

@@ -38,7 +38,7 @@ class Model(nn.Module):
         print(model.generate("def main():"))
         loss = model(tokens, targets)
 
-    `decoder` is the `boost.nn.Decoder`, an ordinary module; `config` the configuration of the run or preset that it comes from.
+    `decoder` is the `boost.nn.Decoder`, an ordinary module; `config` is the configuration of its run or preset.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Model(nn.Module):
 
     @classmethod
     def from_preset(cls, name: str, overrides: Mapping[str, Any] | None = None, **options: Any) -> "Model":
-        """A new model of a preset (`boost config` lists them), or of a TOML file, with initial weights.
+        """Builds a model with initial weights from a preset (`boost config` lists them) or a TOML file.
 
         `overrides`: values by dotted key, such as {"model.rank": 64}; `options`: arguments of `boost.nn.Spec`, such as mesh or
         layout. Raises ConfigError.
@@ -63,16 +63,16 @@ class Model(nn.Module):
 
     @classmethod
     def from_config(cls, config: Config | Mapping[str, Any] | str | Path, **options: Any) -> "Model":
-        """A new model of a configuration: an object, a nested dict, or a TOML file. `options` as in `from_preset`."""
+        """Builds a new model from a configuration: an object, a nested dict, or a TOML file. `options` as in `from_preset`."""
         config = as_config(config)
         return cls(Decoder(spec_of(config.model, {"seed": config.train.seed, **options})), config)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, untie: bool = False, **options: Any) -> "Model":
-        """Weights of a run directory (its newest checkpoint), a checkpoint, or a Hugging Face folder (LLaMA, CoLA, our exports).
+        """Loads a run directory (its newest checkpoint), a checkpoint, or a Hugging Face folder (LLaMA, CoLA, our exports).
 
         `untie`: load a tied embedding and head as two tensors. `options`: arguments of `boost.nn.Spec`, such as mesh and layout,
-        under which each process keeps its own shards; dtype defaults to that of the weights. Raises BoostError.
+        which determine the shards that each process keeps; dtype defaults to the dtype of the weights. Raises BoostError.
         """
         path = Path(path)
         if not path.is_dir():
@@ -98,13 +98,13 @@ class Model(nn.Module):
 
     @property
     def tokenizer(self) -> Any:
-        """The `tokenizers.Tokenizer`, or None: a new model has none."""
+        """The `tokenizers.Tokenizer`; None for a new model."""
         if self._tokenizer is None and self._tokenizer_json:
             self._tokenizer = parse_tokenizer(self._tokenizer_json)
         return self._tokenizer
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, *rest: Any, **options: Any) -> Tensor:
-        """Logits [B, S, V] of tokens [B, S], or with targets the mean loss in nats per token. Takes all arguments of
+        """Returns logits [B, S, V] for tokens [B, S], or, with targets, the mean loss in nats per token. Takes all arguments of
         `boost.nn.Decoder.forward`."""
         result: Tensor = self.decoder(tokens, targets, *rest, **options)
         return result
@@ -120,7 +120,7 @@ class Model(nn.Module):
         seed: int = 0,
         on_token: Callable[[int], None] | None = None,
     ) -> Any:
-        """Continues a prompt: a string gives a string, token ids give a list of ids. temperature = 0 is greedy.
+        """Continues a prompt. Returns a string for a string, and a list of ids for token ids. temperature = 0 is greedy.
 
         `on_token` is called with each token as it is generated. Collective under TP. Raises ConfigError.
         """
@@ -147,11 +147,11 @@ class Model(nn.Module):
         return continuation(self.tokenizer, ids, new) if is_text else new
 
     def save(self, path: str | Path) -> Path:
-        """Writes a checkpoint of weights and tokenizer, which `boost train --start-from`, `eval`, `generate`, `export` and
-        `from_pretrained` accept. Collective under TP; rank 0 writes. Raises ConfigError if the folder exists, or StorageError.
+        """Writes weights and tokenizer as a checkpoint for `boost train --start-from`, `eval`, `generate`, `export` and
+        `from_pretrained`. Collective under TP; rank 0 writes. Raises ConfigError if the folder exists, or StorageError.
         """
         path, is_writer = Path(path), self._is_writer
-        require_free(path, "path")  # on all ranks: none must wait for one that was refused
+        require_free(path, "path")  # on all ranks, so that none waits for one that raised
         self._barrier()
         with writing_weights(path, "path") if is_writer else contextlib.nullcontext() as temporary:
             writer = TensorWriter(temporary / "tensors", "weights", FILE_BYTES) if temporary else None
@@ -169,7 +169,7 @@ class Model(nn.Module):
         return path
 
     def export(self, path: str | Path, *, dtype: str | None = None, merge: bool = True) -> Path:
-        """Writes a Hugging Face folder, like `boost export`: `dtype` of the weights, and for svd whether to merge W = B A.
+        """Writes a Hugging Face folder, like `boost export`. `dtype`: of the weights; `merge`: for svd, whether to merge W = B A.
 
         Collective under TP; rank 0 writes. Raises ConfigError if the folder exists, or StorageError.
         """
@@ -199,14 +199,14 @@ class Model(nn.Module):
         return self._mesh is None or not any(self._mesh.get_coordinate() or ())
 
     def _barrier(self) -> None:
-        """Waits for the other ranks: none may read what the first one has not written yet."""
+        """Waits for the other ranks, so that none reads a file before rank 0 has written it."""
         if (mesh := self._mesh) is not None:
             for dim in range(mesh.ndim):
                 dist.barrier(group=mesh.get_group(dim))
 
 
 def as_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
-    """A checked configuration of an object, a nested dict, a TOML file or a preset. Raises ConfigError."""
+    """Returns a validated configuration from an object, a nested dict, a TOML file or a preset. Raises ConfigError."""
     if isinstance(source, Config):
         return source
     return from_tree(dict(source)) if isinstance(source, Mapping) else load(str(source))

@@ -21,16 +21,16 @@ Sharded = TypeVar("Sharded", bound=nn.Module)
 def parallelize(
     model: Sharded, mesh: DeviceMesh | dist.ProcessGroup | None, *, layout: str | None = None, **options: Any
 ) -> Sharded:
-    """The same function on the same weights, sharded over TP ranks.
+    """Shards a module over TP ranks. It still computes the same function of the same weights.
 
-    Every process calls it with the same unsharded module, and gets a new module with its own shards; the given one is
-    unchanged. Data parallelism is then torch's: DDP or FSDP2 (`fully_shard`) over another dimension of the mesh.
+    Every process calls it with the same unsharded module, and gets a new module with its own shards; the original
+    is unchanged. For data parallelism, use torch's DDP or FSDP2 (`fully_shard`) over another dimension of the mesh.
 
     Args:
         model: a `Decoder`, `Block`, `LowRankAttention` or `LowRankMLP` of `boost.nn` on one process.
         mesh: the TP ranks, as in `boost.nn.Spec`.
-        layout: such as btp or btp-sp (default: the family's usual one).
-        options: the layout's norm, grouping and overlap; recompute.
+        layout: name of a layout, such as btp or btp-sp (default: the family's usual layout).
+        options: norm, grouping and overlap of the layout, and recompute.
 
     Raises ConfigError if the layout cannot shard these sizes over the mesh.
     """
@@ -58,7 +58,7 @@ def parallelize(
 
 
 def spec_of(model: ModelConfig, options: Mapping[str, Any]) -> Spec:
-    """The `Spec` of a [model] section; `options` are its other arguments."""
+    """The `Spec` of a [model] section; `options` are the other arguments of `Spec`."""
     fields = {name: value for name, value in model.model_dump(exclude_none=True).items() if name != "family"}
     return Spec(family=model.family, **{**fields, **options})
 

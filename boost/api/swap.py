@@ -1,7 +1,7 @@
-"""`lowrank` swaps the linears of any PyTorch or transformers model for factors; `load_lowrank` and `merge_lowrank` come afterwards.
+"""`lowrank` replaces linears of any PyTorch or transformers model with factors; `load_lowrank` and `merge_lowrank` take the result.
 
-The ranks are part of the configuration of a transformers model: `boost_lowrank` in its config.json, which `save_pretrained` writes
-and `load_lowrank` reads.
+The config.json of a transformers model stores the ranks as `boost_lowrank`: `save_pretrained` writes them and `load_lowrank`
+reads them.
 """
 
 import fnmatch
@@ -38,15 +38,15 @@ def lowrank(
     exclude: str | Sequence[str] = (),
 ) -> nn.Module:
     """Replaces linears inside `module` with `boost.nn.LowRankLinear`, in place, and returns it. The logger `boost.api.swap` reports
-    their number at level INFO; `ranks_of` lists them.
+    how many at level INFO; `ranks_of` lists them.
 
-    The output embedding is left alone unless `include` names it exactly. So are linears that share their weight with another
-    module, such as a tied head, and those whose factors would not have fewer parameters.
+    The output embedding is left unchanged unless `include` names it exactly. Linears that share their weight with another module,
+    such as a tied head, and linears whose factors would not have fewer parameters are also left unchanged.
 
     Args:
-        module: any model. transformers' `Conv1D` (GPT-2) and subclasses of `nn.Linear` that compute the same count as linears.
-        rank: rank of the factors; a float is a fraction of each linear's smaller width. A mapping has one for each pattern of
-            module names: the first match counts, and linears without a match are left alone.
+        module: any model. transformers' `Conv1D` (GPT-2) and subclasses of `nn.Linear` that compute the same also count.
+        rank: rank of the factors; a float is a fraction of each linear's smaller width. A mapping has one rank for each pattern of
+            module names: the first match wins, and linears without a match are left unchanged.
         init: "svd" approximates each weight by its truncated SVD; "random" draws new factors.
         activation: activation between the factors, "none" or "silu".
         include, exclude: patterns of module names, such as "*.mlp.*" (fnmatch).
@@ -88,7 +88,7 @@ def ranks_of(module: nn.Module) -> dict[str, int]:
 
 def merge_lowrank(module: nn.Module) -> nn.Module:
     """Replaces every `LowRankLinear` inside `module` with the dense linear W = B A, in place, and returns it. Raises ConfigError if
-    there is an activation: no dense equivalent exists then."""
+    there is an activation, because then no dense equivalent exists."""
     for name in ranks_of(module):
         factors: Any = module.get_submodule(name)
         merged = factors.merged()
@@ -104,8 +104,8 @@ def merge_lowrank(module: nn.Module) -> nn.Module:
 def load_lowrank(path: str | Path, **options: Any) -> Any:
     """Loads a transformers model that `save_pretrained` wrote after `lowrank`.
 
-    transformers' own `from_pretrained` does not recognize the factors: it warns and initializes dense weights. `options`: options
-    of `from_pretrained`, such as dtype. Raises ConfigError if the folder has no ranks or its class is not one of transformers.
+    transformers' own `from_pretrained` does not recognize the factors: it warns and initializes dense weights. `options`: passed
+    to `from_pretrained`, such as dtype. Raises ConfigError if the folder has no ranks or its class is not a transformers model.
     """
     import transformers
 
@@ -118,7 +118,7 @@ def load_lowrank(path: str | Path, **options: Any) -> Any:
     (name,) = (config.architectures or [""])[:1]
     base: Any = getattr(transformers, name, None)
     if not (isinstance(base, type) and issubclass(base, transformers.PreTrainedModel)):
-        raise ConfigError(f"'{path}': its class {name!r} is not one of transformers' models")
+        raise ConfigError(f"'{path}': its class {name!r} is not a transformers model")
 
     def build(model: Any, config: Any, *rest: Any, **more: Any) -> None:
         base.__init__(model, config, *rest, **more)  # type: ignore[misc]
@@ -147,7 +147,7 @@ def _check_rank(rank: Any) -> None:
 
 
 def _record(module: nn.Module, activation: str) -> None:
-    """Writes the ranks to the configuration of a transformers model, from which they are saved with it."""
+    """Writes the ranks to the configuration of a transformers model, so that they are saved with it."""
     if hasattr(config := getattr(module, "config", None), "to_dict"):
         if ranks := ranks_of(module):
             setattr(config, SAVED, {"ranks": ranks, "activation": activation})
@@ -156,10 +156,10 @@ def _record(module: nn.Module, activation: str) -> None:
 
 
 def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """(name, module) of each module that may be replaced."""
+    """Yields (name, module) for each linear that may be replaced."""
     owners = Counter(id(parameter) for owner in module.modules() for parameter in owner.parameters(recurse=False))
     output = getattr(module, "get_output_embeddings", lambda: None)()
-    # Factors are not factored again, and attention of torch reads the weight of its own linear.
+    # Factors are not factored again, and torch's attention reads the weight of its linear directly.
     kept = (LowRankLinear, nn.MultiheadAttention)
     inside = [name for name, part in module.named_modules() if isinstance(part, kept)]
     for name, linear in module.named_modules():
@@ -179,14 +179,14 @@ def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) 
 
 @torch.no_grad()
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a module computes x W^T + b. transformers' Conv1D, with a transposed weight, is found without importing it."""
+    """Whether a module computes x W^T + b. Recognizes transformers' Conv1D (transposed weight) without importing it."""
     if type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf")):
         return True
     if not isinstance(module, nn.Linear) or not module.weight.is_floating_point() or module.weight.is_meta:
         return False
     x = torch.eye(
         2, module.in_features, device=module.weight.device, dtype=module.weight.dtype
-    )  # no random numbers used up
+    )  # consumes no random numbers
     try:
         return torch.allclose(module(x), F.linear(x, module.weight, module.bias), rtol=1e-2, atol=1e-3)
     except Exception:  # a subclass with another signature or other shapes

@@ -24,7 +24,7 @@ class Trainer:
 
         result = boost.Trainer("run.toml", hooks=[StopAtLoss()]).fit()
 
-    Metrics, checkpoints and logs go to `config.run.dir`. `model()` loads what was trained.
+    Metrics, checkpoints and logs go to `config.run.dir`. `model()` loads the trained model.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class Trainer:
         Args:
             config: a configuration, a nested dict, a TOML file, or the name of a preset.
             hooks: called around each step on every process, before the built-in ones (`boost.Hook`).
-            resume: "auto" resumes from the latest checkpoint in run.dir, or starts if there is none; or a checkpoint.
-            start_from: a checkpoint whose weights the run begins with, at step 0. Unless `config` chooses them, the learning
-                rate and train.seq_len suit these weights, as in `boost train --start-from`.
+            resume: "auto" resumes from the latest checkpoint in run.dir, or starts a new run; or pass a checkpoint.
+            start_from: a checkpoint whose weights the run starts from, at step 0. Unless `config` sets them, the learning
+                rate and train.seq_len are chosen for these weights, as in `boost train --start-from`.
 
-        Raises ConfigError, DataError, or CheckpointError: everything that can be checked before the first step is checked here.
+        Checks everything that can be checked before the first step. Raises ConfigError, DataError or CheckpointError.
         """
         config = as_config(config)
         if start_from is not None:
@@ -63,7 +63,7 @@ class Trainer:
     def fit(self) -> TrainResult:
         """Trains to the last step, or until a hook or a signal stops the run. Collective: all processes call it.
 
-        Raises BoostError; TrainingError if a signal came before the first step.
+        Raises BoostError; TrainingError if a signal arrived before the first step.
         """
         result, _ = train(self.config, self._resume, self._start_from, hooks=self.hooks)
         if result is None:
@@ -71,5 +71,5 @@ class Trainer:
         return result
 
     def model(self, **options: Any) -> Model:
-        """The model of the latest checkpoint of the run, on one process; `options` as in `Model.from_pretrained`."""
+        """Loads the model of the run's latest checkpoint on one process; `options` as in `Model.from_pretrained`."""
         return Model.from_pretrained(self.config.run.dir, **options)

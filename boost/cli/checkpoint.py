@@ -58,7 +58,7 @@ def _list(args: argparse.Namespace) -> int:
     folder = checkpoints[0].path.parent
     try:
         lines = read_metrics(RunDirectory(folder.resolve().parent).metrics)
-    except (OSError, BoostError):  # a copied folder of checkpoints has none
+    except (OSError, BoostError):  # a copied checkpoints folder has no metrics
         lines = []
     losses = {line["step"]: line["heldout_loss"] for line in lines if line.get("kind") == "eval"}
     best = read_best(folder)
@@ -122,11 +122,11 @@ class CheckpointInfo:
     bytes: int
     saved: datetime.datetime
     problem: str | None = None
-    """What is damaged, or that it was saved in trouble."""
+    """What is damaged, or what was wrong with the training when it was saved."""
 
 
 def checkpoint_folders(path: Path) -> list[Path]:
-    """Every checkpoint folder at a path (a run directory, a checkpoints folder, or one checkpoint), whatever its status, oldest
+    """Returns all checkpoint folders at a path (a run directory, a checkpoints folder, or one checkpoint), with any status, oldest
     first. Raises CheckpointError if there is none."""
     from boost.train.checkpoint.commit import MANIFEST_FILE, STATE_FILE, TENSORS, step_of
 
@@ -171,7 +171,7 @@ def inspect(path: Path) -> CheckpointInfo:
 
 
 def changed_files(path: Path) -> list[str]:
-    """Compares every byte of a checkpoint with its manifest. One line per changed file."""
+    """Compares every byte of a checkpoint with its manifest. Returns one line per changed file."""
     from boost.train.checkpoint.verify import read_manifest, verify_file
     from boost.train.progress import progress
 

@@ -121,7 +121,7 @@ def evaluate_process(args: argparse.Namespace) -> int:
             "perplexity": result.perplexity,
             "bits_per_byte": result.bits_per_byte,
         }
-        losses = {name: of_store.loss for name, of_store in result.sources.items()}  # of a mixture
+        losses = {name: of_store.loss for name, of_store in result.sources.items()}  # only for a mixture
         if args.json and losses:
             facts["losses"] = losses
         elif losses:

@@ -16,7 +16,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="write a checkpoint as a Hugging Face folder",
         description="Writes weights, configuration, tokenizer and a model card that transformers loads with\n"
         "AutoModelForCausalLM.from_pretrained. dense, and svd with merged factors, become a stock LlamaForCausalLM.\n"
-        "cola uses the official CoLA format, and all others use our own; both include a modeling file\n"
+        "cola uses the official CoLA format, and all others use our own format; both include a modeling file\n"
         "(trust_remote_code=True).",
         epilog="examples:\n"
         "  boost export runs/demo --out exported/demo\n"

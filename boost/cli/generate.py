@@ -72,7 +72,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="texts per prompt; sample i has the seed SEED + i (default 1)",
+        help="texts per prompt; sample i uses the seed SEED + i (default 1)",
     )
     parser.add_argument(
         "--max-tokens", type=int, default=200, metavar="N", help="maximum number of new tokens (default 200)"
@@ -143,12 +143,12 @@ def _is_piped() -> bool:
 
 
 def _prompts_of_file(name: str, chat: bool) -> list[Prompt]:
-    """One prompt per line that is not blank. In a .jsonl file, it is the key "prompt" of each line, or with `chat` "messages"."""
+    """Reads one prompt per non-blank line. In a .jsonl file, the prompt is the key "prompt", or with `chat` "messages"."""
     try:
         text = _decoded(Path(name).read_bytes(), f"--prompts = '{name}'")
     except (OSError, ValueError) as error:
         raise ConfigError(f"--prompts = '{name}' cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    # Not `splitlines`, which also splits at form feeds and at line separators of Unicode inside of a prompt.
+    # Not `splitlines`, which would also split a prompt at form feeds and at Unicode line separators.
     numbered = enumerate(text.split("\n"), start=1)
     lines = [(number, line.removesuffix("\r")) for number, line in numbered if line.strip()]
     if not lines:
@@ -203,7 +203,7 @@ class Generation:
         from boost.train.generate import prepare_inference
 
         checkpoint, self._config, self.mesh, self._model = open_model(args)
-        if self.mesh.size == 1:  # other layouts round products of weights, not weights
+        if self.mesh.size == 1:  # other layouts round after the product of weights, not before
             prepare_inference(self._model, 1 if args.dialog else min(args.batch_size, len(args.given) * args.samples))
         checkpoint.require_tokenizer()
         self._args, self._eos, self._ends = args, checkpoint.data["eos"], end_tokens(checkpoint.data)
@@ -219,11 +219,11 @@ class Generation:
                 f"--chat: '{checkpoint.path}' has no chat template: none was imported, and there is no chat_template.jinja; add "
                 "one, or remove --chat"
             )
-        # Templates write special tokens as text. As in transformers, special tokens in messages are then encoded as such too.
+        # Templates write special tokens as text. As in transformers, those in messages are then encoded as special tokens too.
         self._tokenizer.encode_special_tokens = False
 
     def answer_all(self, given: list[Prompt]) -> None:
-        """Continues or answers prompts and prints the texts in their order, each as soon as the ones before it are printed."""
+        """Continues or answers prompts and prints the texts in order, each as soon as the ones before it are printed."""
         prompts = [self._encode_prompt(prompt) for prompt in given]
         if len(prompts) == self._args.samples == 1 and not self._args.json:
             if isinstance(given[0], str) and not self._args.chat:

@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--untie",
         action="store_true",
-        help="import embedding and head as two tensors if DIR has one for both; boost cannot train tied weights",
+        help="import embedding and head as two tensors if DIR ties them; boost cannot train tied weights",
     )
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument("--rank", type=int, metavar="R", help="factorize: rank of every linear")
@@ -54,13 +54,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         type=float,
         metavar="FRACTION",
         help="factorize, with --calibrate: parameters of all factors as a fraction of the parameters that they replace, such "
-        "as 0.6; embedding, norms and head do not count",
+        "as 0.6; embedding, norms and head are not counted",
     )
     parser.add_argument(
         "--calibrate",
         metavar="STORE",
-        help="with --budget: token store whose training split shows what the model must keep; each rank depends on how "
-        "much the loss would rise without it",
+        help="with --budget: token store whose training split shows what the model must keep; ranks depend on how much "
+        "the loss would rise without each direction",
     )
     parser.add_argument(
         "--calibrate-tokens",
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         _print_report(done.report)
     dump(facts, args.json)
     if not done.tokenizer:
-        source = args.source  # perhaps only the model was saved in it
+        source = args.source  # may be missing because only the model was saved
         slow = [f"{name} but " for name in ("tokenizer.model", "vocab.json") if Path(source, name).is_file()]
         way_out = "import again with --tokenizer PATH, for example the folder that the model was originally loaded from"
         if slow:

@@ -47,7 +47,7 @@ def inference_config(saved: Config, tp: int, device: str, batch: int = 0) -> Con
     train = {"micro_batch": batch, "global_batch": batch}
     run = {"device": device, "recovery": "restart"}
     problem: ConfigError | None = None
-    # The checkpoint's own layout first, then the others of its family: all load the same weights, and compute the same.
+    # Tries the checkpoint's layout first, then the others of its family: all load the same weights and compute the same function.
     for layout in sorted(layouts_of(saved.model), key=lambda layout: layout != saved.parallel.layout):
         own = {field: getattr(saved.parallel, field) for field in layout_spec(layout).options}
         parallel = ParallelConfig(layout=layout, tp=tp, grouping=saved.parallel.grouping, **own)
@@ -75,7 +75,7 @@ def run_on_mesh(process: Callable[..., int], args: argparse.Namespace) -> int:
     inference_config(saved, args.tp, args.device, getattr(args, "batch", 0))  # report errors before starting processes
     if under_torchrun() or args.tp == 1:
         return process(args)
-    del args.run  # a function of a command's module, which the processes do not need
+    del args.run  # a function that the processes do not need
     torch.set_num_threads(1)  # because `launch` forks
     return launch(process, (args,), args.tp, log_dir=None, forks=can_fork())
 

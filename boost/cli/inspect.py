@@ -111,7 +111,7 @@ def _notes(config: Config) -> Iterator[str]:
 
 
 def as_json(inspection: "Inspection") -> dict[str, Any]:
-    """Converts the inspection to JSON values. Parameters are in elements, shapes are lists, bytes are those sent by one process."""
+    """Converts the inspection to JSON values. Parameters are in elements, shapes are lists, bytes are sent by one process."""
     config = inspection.config
     attributes = (
         "layout", "pp_rank", "parameters", "parameters_per_process", "tokens", "micro_batches", "residual", "heads", "channels",
@@ -144,7 +144,7 @@ def _row_as_json(row: "CollectiveRow") -> dict[str, Any]:
 
 def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
     """Prints the tables."""
-    # For a pipe, the default of 80 columns would wrap rows of large models.
+    # For a pipe, the default of 80 columns would wrap the rows of large models.
     console = result_console(100)
     config = inspection.config
     model, parallel, train = config.model, config.parallel, config.train
@@ -233,7 +233,7 @@ def _print_collectives(console: "Console", rows: "Sequence[CollectiveRow]", titl
 
 
 def print_memory(config: Config, predicted: "Memory", peak: "PeakMemory") -> None:
-    """Prints the memory of one process between forward and backward pass, and at the peak."""
+    """Prints the memory of one process between the forward and backward passes, and at the peak."""
     from boost.plan.categories import CATEGORIES
 
     console = result_console(100)

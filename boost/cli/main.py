@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
         dest="command", metavar="COMMAND", prog="boost", required=True, parser_class=argparse.ArgumentParser
     )
     for name in COMMANDS:
-        # plan_calibrate.py is a command of two words; import_.py cannot be called import, a keyword.
+        # plan_calibrate.py is the two-word command `plan calibrate`; import_.py avoids the keyword `import`.
         command = importlib.import_module(f"boost.cli.{name.replace(' ', '_')}{'_' * keyword.iskeyword(name)}")
         subparser = command.add_parser(subparsers)
         subparser.allow_abbrev, subparser.formatter_class = False, argparse.RawDescriptionHelpFormatter
@@ -77,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0 success, 2 bad input, 3 training failed, 1 a bug."""
-    # Many more threads than cores hang instead of computing: OMP_NUM_THREADS is lowered before torch reads it.
+    # Processes with many more threads than cores hang, so OMP_NUM_THREADS is lowered before torch reads it.
     threads, cores = os.environ.get("OMP_NUM_THREADS", ""), available_cores()
     if threads.isdecimal() and int(threads) > cores:
         os.environ["OMP_NUM_THREADS"] = str(cores)

@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     return search_and_report(args, request, source, hugging_face_folder(source))
 
 
-# What is searched for: the model, the batch and the fixed choices.
+# The search request: the model, the batch and the fixed choices.
 
 SEARCHED = ("train.micro_batch", "train.recompute", "train.recompute_every")
 """Keys to search in addition to parallel.*, unless the command line fixes them."""
@@ -124,7 +124,7 @@ USUAL_TOKENS = ((1e9, 500_000), (5e9, 1_000_000), (20e9, 2_000_000), (math.inf, 
 """(maximum number of parameters, tokens per step): GPT-3's batch sizes (arXiv 2005.14165, table 2.1)."""
 
 LEAST_RECIPE = 100_000
-"""A preset with at least this many tokens per step is a training recipe and not only a model size."""
+"""A preset with at least this many tokens per step is a training recipe, not just a model size."""
 
 SLACK = 0.05
 """Maximum relative change when a global batch in tokens is rounded to a divisible number of sequences."""
@@ -145,7 +145,7 @@ def request_of(args: argparse.Namespace, hardware: "Hardware") -> "Request":
     train = tree.setdefault("train", {})
     for key in SEARCHED:
         train.pop(key.partition(".")[2], None)
-    dtypes = hardware.speeds.gemm  # a CPU profile may have no speed in bfloat16
+    dtypes = hardware.speeds.gemm  # a CPU profile may have no bfloat16 speed
     train.update(compute_dtype="bfloat16" if "bfloat16" in dtypes else next(iter(dtypes)), micro_batch=1)
     change(tree, changes)
     base = validated(tree)
@@ -160,7 +160,7 @@ def request_of(args: argparse.Namespace, hardware: "Hardware") -> "Request":
         sequences = global_batch(words, base.train.seq_len, args.gpus)
         base = base.changed(train={"global_batch": sequences})
 
-    # What is searched is not known yet, so the rules are checked for one process.
+    # The mesh is not known yet, so the rules are checked for one process.
     alone = {"micro_batch": 1, "recompute": "none", "recompute_every": 1}
     check(base.model_copy(update={"parallel": ParallelConfig(layout="single")}).changed(train=alone))
     fixed = frozenset(key for key in changes if key.startswith("parallel.") or key in SEARCHED)

@@ -14,7 +14,7 @@ from boost.plan.search import GridPlan, by_gpus
 
 
 def slower_than(row: list[GridPlan], cell: GridPlan) -> int | None:
-    """The fastest of the row's smaller numbers of GPUs, if it is faster than this cell; else None."""
+    """The fastest of the smaller GPU counts in the row, if it is faster than this cell; else None."""
     smaller = [other for other in row if other.gpus < cell.gpus and other.plan is not None]
     best = min(smaller, key=lambda other: other.plan.time.seconds if other.plan else math.inf, default=None)
     if cell.plan is None or best is None or best.plan is None or best.plan.time.seconds >= cell.plan.time.seconds:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 SOFTWARE = "boost train: kernels compiled, torch's own attention"
-"""What is predicted."""
+"""The software whose speed is predicted."""
 
 EVALUATIONS = 20
 """Default number of evaluations in a run."""
@@ -71,7 +71,7 @@ def console() -> "Console":
 
 def search_and_report(args: argparse.Namespace, request: Request, source: str, folder: Path | None) -> int:
     """Searches, and prints or writes the best plan. `source`: preset, file or folder of the model; `folder`: the source, if it is a
-    Hugging Face folder. Raises ConfigError if nothing is legal or fits."""
+    Hugging Face folder. Raises ConfigError if no configuration is valid or fits."""
     begun = time.perf_counter()
     with searching("configurations") as tick:
         search = Search(request, tick)
@@ -416,7 +416,7 @@ def undecided(config: Config, asked: frozenset[str]) -> Iterator[str]:
 
 
 def asked_keys(args: argparse.Namespace) -> frozenset[str]:
-    """Dotted keys that the user set: on the command line, or in a file of their own."""
+    """Dotted keys that the user set: on the command line, or in their own TOML file."""
     keys = {key for key, _ in parse_overrides(args.overrides)}
     if args.model.endswith(".toml"):
         keys |= {f"{section}.{key}" for section, table in read_source(args.model).items() for key in table}
@@ -443,7 +443,7 @@ def written(report: PlanReport) -> str:
 _PHASES = {"forward": "fwd", "recompute": "recompute", "backward": "bwd", "step": "step"}
 _BAR = 28
 SHOWN = 0.97
-"""Fraction of the time of GEMMs and attention that is listed."""
+"""Fraction of the GEMM and attention time that the table lists."""
 
 
 def print_explanation(plan: Plan, hardware: Hardware) -> None:
@@ -489,7 +489,7 @@ def _print_parts(
 
 def _print_products(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> None:
     listed = products(plan.config, hardware, rank)
-    # The longest ones, until they cover nearly all of the time.
+    # The longest operations, until they cover nearly all of the time.
     before = itertools.accumulate((total.seconds for total in listed), initial=0.0)
     whole = sum(total.seconds for total in listed)
     shown = [total for total, seconds in zip(listed, before, strict=False) if seconds < SHOWN * whole]

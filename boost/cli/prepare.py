@@ -24,16 +24,16 @@ examples:
   boost prepare --hf roneneldan/TinyStories --max-documents 100000 --tokenizer gpt2
   boost prepare corpus/ --tokenizer runs/a/tokenizer.json --overwrite
   boost prepare --from-tokens my_text_document.idx --tokenizer gpt2 --out data/mine
-  boost prepare --chat chats.jsonl --tokenizer models/llama-chat      conversations; only what the assistant says is learned
+  boost prepare --chat chats.jsonl --tokenizer models/llama-chat      conversations; only the assistant's words are learned
   boost prepare --hf allenai/c4:en --max-tokens 1300000000 --heldout-split validation --max-heldout-tokens 10000000 \\
-                --tokenizer t5-base --out data/c4       or all of a published recipe: boost recipe c4-60m
+                --tokenizer t5-base --out data/c4       or run the whole recipe: boost recipe c4-60m
 
 Without --out, the store is data/stdlib or data/NAME, where NAME comes from the first input. Running the same command
 again does nothing if the input is unchanged. An interrupted run leaves no store; an existing store is kept until the new
 one is complete. After a kill, a broken connection or a full disk, the same command continues (it commits every 30 s).
 
 The suffix determines the format: .jsonl .ndjson (one JSON object per line), .json (the same, or one array), .csv .tsv,
-.parquet, .arrow, and folders of save_to_disk; anything else is text, one document per file. .gz .zst .bz2 .xz are
+.parquet, .arrow, and save_to_disk folders; anything else is text, one document per file. .gz .zst .bz2 .xz are
 decompressed, CRLF line breaks become LF, and documents of more than 16M characters are split. In folders, unreadable
 files are skipped and reported; a file that you name must be readable. Pickles and other formats that can contain code
 are rejected.
@@ -184,7 +184,7 @@ def as_json(result: "PrepareResult") -> dict[str, Any]:
 
 
 def print_report(result: "PrepareResult") -> None:
-    """Prints tables of what was read, what was changed or skipped and why, and what the store contains."""
+    """Prints tables of the inputs, of changed and skipped documents with the reasons, and of the store's contents."""
     report = as_json(result)
     keys, rows = ("files", "documents", "bytes", "tokens"), []
     for source in report["sources"]:
@@ -203,13 +203,13 @@ def print_report(result: "PrepareResult") -> None:
     print_rows(("split", *numbers), rows, right=numbers, piped_width=200, title="\nstore")
     for note in report["notes"]:
         print(printable(f"note: {note}"))
-    state = "is up to date, nothing to do" if result.up_to_date else f"written in {result.seconds:.1f} s"
+    state = "is up to date; nothing to do" if result.up_to_date else f"written in {result.seconds:.1f} s"
     eos = f"eos {report['eos']['token']} (id {report['eos']['id']})"
     print(printable(f"\n{report['store']} {state}: vocab_size {report['vocab_size']}, {eos}", "\n"))
 
 
 def _print_reasons(sources: list[dict[str, Any]], what: str) -> None:
-    """Prints the `notes` or what was `skipped`."""
+    """Prints the `notes`, or the `skipped` documents, of all sources."""
     if any(source[what] for source in sources):
         print(f"\n{what}")
     for source in sources:
@@ -218,7 +218,7 @@ def _print_reasons(sources: list[dict[str, Any]], what: str) -> None:
             for example in skip["examples"]:
                 print(printable(f"      {example}"))
             if skip["count"] > len(skip["examples"]):
-                print(f"      and {skip['count'] - len(skip['examples']):,} more, see report.json in the store")
+                print(f"      and {skip['count'] - len(skip['examples']):,} more; see report.json in the store")
 
 
 def progress_display() -> "Progress":

@@ -1,4 +1,4 @@
-"""`boost recipe`: a published run from its data to its perplexity, in one command that can be interrupted and repeated."""
+"""`boost recipe`: reproduces a published run, from data to perplexity, with one command that can be interrupted and rerun."""
 
 import argparse
 import json
@@ -35,7 +35,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "                    [--section.key value ...]",
         description="Runs a published recipe to the end: prepares its data, trains its preset, evaluates, and compares with the\n"
         "published perplexity. Prints the budget first. Interrupt it at any time; the same command continues.\n"
-        "Without RECIPE, lists them.",
+        "Without RECIPE, lists the recipes.",
         epilog="examples:\n"
         "  boost recipe                                     the list: preset, data, tokens, published perplexity\n"
         "  boost recipe c4-60m --dry-run                    the budget: tokens and disk\n"
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prepare_options(args: argparse.Namespace, recipe: Recipe, config: Config) -> "PrepareOptions":
-    """What to prepare: the training tokens of the run, and the held-out tokens of the publication. Raises ConfigError."""
+    """Options that prepare the training tokens of the run and the held-out tokens of the publication. Raises ConfigError."""
     from boost.data.prepare import PrepareOptions
 
     corpus = recipe.corpus
@@ -124,9 +124,9 @@ def _prepare_options(args: argparse.Namespace, recipe: Recipe, config: Config) -
 
 
 def _files(folder: Path, split: str) -> tuple[str, ...]:
-    """Files of a split by their names, in order; its folder if there is one. Raises ConfigError if there are none."""
+    """The files whose names contain the split, in order; or the split's folder, if any. Raises ConfigError if there are none."""
     if not folder.is_dir():
-        raise ConfigError(f"--data {folder}: no such folder; pass the folder that holds the dataset's files")
+        raise ConfigError(f"--data {folder}: no such folder; pass the folder with the dataset's files")
     if (folder / split).is_dir():
         return (str(folder / split),)
     files = sorted(str(path) for path in folder.iterdir() if split in path.name and path.is_file())
@@ -136,13 +136,13 @@ def _files(folder: Path, split: str) -> tuple[str, ...]:
 
 
 def print_budget(args: argparse.Namespace, recipe: Recipe, config: Config, options: "PrepareOptions") -> None:
-    """Prints what a run needs before it starts."""
+    """Prints the tokens and disk space that a run needs, before it starts."""
     train, model, published = config.train, config.model, tokens_of(recipe.config())
     tokens, heldout, parameters = tokens_of(config), options.max_heldout_tokens or 0, parameter_count(config.model)
     step = format_count(train.global_batch * train.seq_len)
     length = f"{format_count(tokens)} ({train.steps:,} steps of {step}), {format_count(heldout)} held out"
     if tokens != published:
-        length += f"; the publication: {format_count(published)}"
+        length += f"; published run: {format_count(published)}"
     source = args.data
     if source is None:
         transfer = format_bytes((tokens + heldout) * recipe.corpus.transfer_bytes, 2)
@@ -170,7 +170,7 @@ def print_budget(args: argparse.Namespace, recipe: Recipe, config: Config, optio
 
 
 def _run_stages(recipe: Recipe, config: Config, options: "PrepareOptions") -> int:
-    """Prepares, trains and compares. Each stage does nothing if it is done, and continues if it was interrupted."""
+    """Prepares, trains and compares. A finished stage does nothing; an interrupted one continues."""
     from boost.cli.prepare import print_report, progress_display
     from boost.cli.train import train_config
     from boost.data.prepare import prepare
@@ -179,7 +179,7 @@ def _run_stages(recipe: Recipe, config: Config, options: "PrepareOptions") -> in
     result = prepare(options, progress_display())
     print_report(result)
     prepared, needed = result.store.split("train").n_tokens, tokens_of(config)
-    if prepared < needed / 4:  # the run would read the same text again and again
+    if prepared < needed / 4:  # the run would repeat the same text many times
         enough = max(prepared * config.train.steps // needed, 1)
         raise DataError(
             f"{result.store.path} has {format_count(prepared)} training tokens, but the recipe reads {format_count(needed)}; add "
@@ -191,7 +191,7 @@ def _run_stages(recipe: Recipe, config: Config, options: "PrepareOptions") -> in
         if code:
             return code
     else:
-        print(f"{config.run.dir} is finished, nothing to do")
+        print(f"{config.run.dir} is finished; nothing to do")
     if final_evaluation(config) is None:
         print("\nnot finished; the same command continues")
         return 0
@@ -201,7 +201,7 @@ def _run_stages(recipe: Recipe, config: Config, options: "PrepareOptions") -> in
 
 
 def final_evaluation(config: Config) -> dict[str, Any] | None:
-    """The metrics of the evaluation at the end of the run, on all of the held-out split; None if it is not done."""
+    """Metrics of the evaluation at the end of the run, over the whole held-out split; None if it has not run."""
     from boost.train.metrics import read_metrics
     from boost.train.rundir import RunDirectory
 
@@ -249,7 +249,7 @@ def compare(recipe: Recipe, config: Config) -> None:
         )
     else:
         reason = f"{'' if same else 'another model, '}{share:.2%} of its tokens"
-        published = f"{recipe.perplexity:.2f} ({recipe.source}); not comparable: this run had {reason}"
+        published = f"{recipe.perplexity:.2f} ({recipe.source}); not comparable: this run used {reason}"
     rows = {
         "perplexity": f"{facts['perplexity']:.2f} on the first {config.train.seq_len} tokens of each held-out document, as "
         f"published ({format_count(facts['heldout_tokens'])} tokens)",

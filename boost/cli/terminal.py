@@ -38,8 +38,8 @@ def print_fact(console: "Console", key: str, value: str, column: int = 12) -> No
 
 
 def new_table(headings: Sequence[str], right: Collection[str] = (), **options: Any) -> "Table":
-    """Returns a table without rows for `print_table`. `right`: headings of the columns that are aligned to the right; `options`: of
-    `rich.table.Table`."""
+    """Returns a table without rows for `print_table`. `right`: headings of the columns that are aligned to the right; `options`:
+    passed to `rich.table.Table`."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, **{"header_style": "dim"} | options)
@@ -67,7 +67,7 @@ def print_rows(
 def print_table(console: "Console", table: "Table") -> None:
     """Prints a table, wrapping its last column if necessary. If the table still does not fit, prints its rows as a list.
 
-    Each row of a list has its first cell as a heading, then one line per other cell: the name of the column and the value.
+    In the list, each row is a heading (its first cell), then one line per other cell: the name of the column and the value.
     """
     *fixed, _ = table.columns
     widths = [
@@ -99,10 +99,10 @@ def _plain(cell: object) -> str:
 
 @contextmanager
 def searching(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields the progress callback (done, total) of a search by the planner, whose bar is on stderr.
+    """Yields a progress callback (done, total) for a planner search; its bar is on stderr.
 
-    The bar is shown if stderr is a terminal and the search takes longer than a second. Garbage collection is off during it: it
-    takes a tenth of the time and finds nothing, because a search creates no cycles.
+    The bar is shown if stderr is a terminal and the search takes longer than a second. Garbage collection is off during
+    the search: it would take a tenth of the time and find nothing, because a search creates no cycles.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

@@ -127,7 +127,7 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
         supervise = Supervisor.of(config).supervise
     forks = can_fork()
     if forks:
-        import torch._dynamo  # torch's optimizers load it, for a second: once, and not in every process
+        import torch._dynamo  # torch's optimizers import it, which takes a second: once here, not in every process
     size, logs = config.parallel.world_size, RunDirectory(config.run.dir).logs
     return launch(train_process, work, size, log_dir=logs, holds_signals=True, forks=forks, supervise=supervise)
 

@@ -86,7 +86,7 @@ def test_overrides_are_taken_from_anywhere() -> None:
         (["train", "run.toml"], "named 'run.toml'; 'boost config' lists the presets"),
         (["trian", "demo"], "unknown command 'trian'; did you mean 'train'?"),
         (["xyz"], "unknown command 'xyz'; see boost --help"),
-        (["inspect", "demo", "--svg", "x.txt"], "'x.txt' is not the name of a picture; use one that ends with .svg"),
+        (["inspect", "demo", "--svg", "x.txt"], "'x.txt' is not a picture file name; use one that ends with .svg"),
         (["plan", "demo", "--gpu", "h100", "--gpus", "8", "--model", "30b"], "--model applies only to a search, but CONFIG"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

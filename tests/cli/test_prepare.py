@@ -34,7 +34,7 @@ def test_the_report_and_the_no_op(corpus, tmp_path, boost):
     assert f"1 binary (holds a NUL byte), in {corpus}" in first and "image[bold].png: byte 4" in first
     assert f"{tmp_path / 'store'} written in" in first and "vocab_size 270, eos <|endoftext|> (id 0)" in first
     code, again, err = boost(*arguments)
-    assert (code, err) == (0, "") and "is up to date, nothing to do" in again
+    assert (code, err) == (0, "") and "is up to date; nothing to do" in again
     assert again.split("\n\n")[0] == first.split("\n\n")[0]
 
 
@@ -53,7 +53,7 @@ def test_many_skips_are_counted_and_the_rest_is_pointed_at(corpus, tmp_path, boo
     for i in range(9):
         (corpus / f"empty{i}.txt").write_text("")
     code, out, _ = boost(corpus, "--out", tmp_path / "store", "--tokenizer", "train:270")
-    assert code == 0 and "9 empty" in out and "and 4 more, see report.json in the store" in out
+    assert code == 0 and "9 empty" in out and "and 4 more; see report.json in the store" in out
     details = json.loads((tmp_path / "store" / "report.json").read_text())
     assert sum("empty" in entry["skipped"] for entry in details[str(corpus)]) == 9
 
