@@ -1,4 +1,4 @@
-"""Attention: its implementation with isolated documents (data.isolate_documents), and context parallelism (parallel.cp): which
+"""How attention is implemented with isolated documents (data.isolate_documents), and context parallelism (parallel.cp): which
 tokens of each sequence a CP rank holds, and what attention communicates.
 
 A sequence of S tokens is split into 2 cp chunks; CP rank i holds the i-th chunk from the front and the i-th from the back. With a
@@ -34,7 +34,7 @@ def document_form(device: str, compute_dtype: str, compiled: bool) -> DocumentFo
 
 
 PLACE = "attention"
-"""`place` of the collectives of the cp axis."""
+"""`place` of the collectives on the cp axis."""
 
 
 def chunks_of(rank: int, cp: int) -> tuple[int, int]:
@@ -49,7 +49,7 @@ def local_heads(model: ModelConfig, parallel: ParallelConfig) -> tuple[int, int]
 
 
 def crosses_as_heads(model: ModelConfig, parallel: ParallelConfig) -> bool:
-    """Whether heads are exchanged instead of gathering keys and values: if cp divides the heads and it sends no more bytes."""
+    """Whether to exchange heads instead of gathering keys and values: if cp divides the heads and this sends no more bytes."""
     cp, (heads, kv_heads) = parallel.cp, local_heads(model, parallel)
     shared = max(kv_heads, cp)
     possible = heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)

@@ -82,7 +82,7 @@ def factor_buckets(units: Sequence[Sequence[FactorShape]], optim: OptimConfig, i
 
 @dataclass(frozen=True)
 class Deal:
-    """Assignment of small problems to processes, and the layout of the buffer through which all processes receive the solutions."""
+    """Assignment of small problems to processes, and the layout of the buffer in which all processes receive the solutions."""
 
     owners: tuple[int, ...]
     """The process that solves each problem."""

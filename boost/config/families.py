@@ -95,7 +95,7 @@ class ModelConfig(Tagged):
 
     @classmethod
     def kind(cls, values: Mapping[str, Any]) -> Any:
-        """The family whose recipe applies to the linears of this one."""
+        """The family whose recipe applies to this family's linears."""
         return cls
 
     @classmethod
@@ -181,7 +181,7 @@ class LowRankConfig(ModelConfig):
         return super().derived(values) | {"rank": rank, **LowRankConfig.recipe, **cls.kind(values).recipe}
 
     def advice(self) -> Iterator[str]:
-        """Key/value projections (with few heads) whose two factors are larger than one dense matrix."""
+        """Names key/value projections (with few heads) whose two factors are larger than one dense matrix."""
         width = self.kv_heads * self.head_dim
         for slot in ("attn.k", "attn.v"):
             rank = max(self.rank_of(layer, slot) or 0 for layer in range(self.layers if self.ranks else 1))
@@ -263,7 +263,7 @@ AnyFamily = TypeVar("AnyFamily", bound=type[ModelConfig])
 
 
 def register_family(family: AnyFamily) -> AnyFamily:
-    """Makes a family known to configurations, `boost.nn` and the planner. Usable as a class decorator.
+    """Registers a family with configurations, `boost.nn` and the planner. Usable as a class decorator.
 
     A family is a subclass of `ModelConfig` (or `LowRankConfig`, `SVDConfig`, ...) whose field `family` is a `Literal` of its name:
 
@@ -272,11 +272,11 @@ def register_family(family: AnyFamily) -> AnyFamily:
             family: Literal["wide-cola"] = "wide-cola"
             rank: Width = 256
 
-    Raises ConfigError if the class has no name of its own.
+    Raises ConfigError if the class does not define its own name.
     """
     values = get_args(cast(type[ModelConfig], family).model_fields["family"].annotation)
     if len(values) != 1 or ModelConfig.choices.get(values[0]) is not family:
         raise ConfigError(
-            f"{family.__name__} does not name a family of its own; add a field such as family: Literal['my-family'] = 'my-family'"
+            f"{family.__name__} does not define its own family name; add a field such as family: Literal['my-family'] = 'my-family'"
         )
     return family

@@ -53,10 +53,10 @@ def load(source: str | None, overrides: Sequence[str] = (), model: ModelConfig |
 
 
 def for_weights(config: Config, source: Config) -> Config:
-    """`config` for a run that starts from the weights of a checkpoint (of configuration `source`): defaults suit only new weights.
+    """Adapts `config` to a run that starts from a checkpoint of configuration `source`, because defaults suit only new weights.
 
-    Unless chosen, the peak learning rate is a tenth of the default; a thirtieth if latents have an activation, which moves them
-    further (docs/healing.md). The sequence length is that of the checkpoint. Raises ConfigError.
+    Unless set, the peak learning rate is a tenth of the default, or a thirtieth if latents have an activation, which moves them
+    further (docs/healing.md). The sequence length is the checkpoint's. Raises ConfigError.
     """
     tree = config.model_dump(exclude_none=True)
     if "lr" not in config.optim.model_fields_set:
@@ -75,7 +75,7 @@ def change(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
             root.switch(table, of_section)
     for key, other in ((MIXTURE, "store"), ("data.store", MIXTURE.partition(".")[2])):
         if key in changes and isinstance(table := tree.get("data"), dict):
-            table.pop(other, None)  # one of them says where the data is
+            table.pop(other, None)  # only one of the two may be set
     for key, value in changes.items():
         *sections, name = key.split(".", 2) if key.startswith(f"{RANKS}.") else key.split(".", 1)
         table = tree
@@ -111,7 +111,7 @@ REMOVED = {
 }
 """When keys and names were removed. Keys are ignored if they are 0 or false, which did nothing, or have their `FORMER_DEFAULTS`."""
 FORMER_DEFAULTS = {"data.recheck_every": 100}
-"""Defaults of removed keys that were on by default, which every earlier saved configuration has."""
+"""Defaults of removed keys that were on by default, which every earlier saved configuration contains."""
 
 
 def from_tree(tree: dict[str, Any]) -> Config:
@@ -206,7 +206,7 @@ _NUMBERS = "table of numbers"
 _MIXTURE_EXAMPLE = '{ "data/c4" = 0.7, "data/code" = 0.3 }'
 _TYPE_NAMES: dict[Any, str] = {bool: "true or false", int: "integer", float: "number", str: "text"}
 _PARSED = (_INTEGERS, _TABLE, _NUMBERS, "true or false", "integer", "number")
-"""Types whose values on a command line are TOML; values of the others are plain text, or one of several words."""
+"""Types whose command-line values are TOML. Values of other types are plain text, or one of several words."""
 
 
 def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -228,7 +228,7 @@ def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             value = rest.pop(0)
         parsed: Any = value
         if expected in _PARSED:
-            # Not TOML, a number with thousands of digits, or nested too deeply: validation says what is wrong.
+            # Not TOML, a number with thousands of digits, or nested too deeply: validation reports what is wrong.
             with contextlib.suppress(ValueError, RecursionError):
                 parsed = tomllib.loads(f"value = {value}")["value"]
         yield key, parsed

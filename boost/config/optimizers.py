@@ -1,6 +1,6 @@
 """Learning-rate schedules and optimizers: common fields, and one class for each, with its own fields and rules.
 
-`boost.optim.schedule` computes the rates of the schedules as functions of the step. An optimizer names its builder.
+`boost.optim.schedule` computes each schedule's rate as a function of the step. Each optimizer names the function that builds it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -113,8 +113,8 @@ class OptimConfig(Tagged):
     """Whether the optimizer has its own update for the factors A and B."""
 
     builder: ClassVar[str]
-    """module:name of a function (fused parameters, configuration, mesh) -> optimizer. A string: this package does not import
-    torch."""
+    """module:name of a function (fused parameters, configuration, mesh) -> optimizer. A string, because this package does not
+    import torch."""
 
     whole_factors: ClassVar[bool] = False
     """Whether every step (not only one of exact_every) needs whole factors."""
@@ -160,7 +160,7 @@ class OptimConfig(Tagged):
     """Final learning rate as a fraction of lr."""
 
     lr_schedule: SerializeAsAny[LRSchedule] = Field(default_factory=LRSchedule)
-    """Learning-rate schedule. In a file: the key `schedule` and the keys of the schedule."""
+    """Learning-rate schedule. In a file, it is the key `schedule` and the keys of that schedule."""
 
     @classmethod
     def switch(cls, table: dict[str, Any], changes: Mapping[str, Any]) -> None:

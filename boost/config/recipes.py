@@ -1,4 +1,4 @@
-"""Published recipes: a preset, the data that it is trained on, and the published result. `recipes.toml` has them."""
+"""Published recipes: a preset, its training data, and the published result. They are in `recipes.toml`."""
 
 import functools
 import math
@@ -48,7 +48,7 @@ class Recipe:
     """Published held-out perplexity; None if there is none for the whole recipe."""
 
     def config(self, overrides: Sequence[str] = (), steps: int | None = None) -> Config:
-        """The configuration of the run: the preset with a run directory and a token store of its own, then `overrides`.
+        """The configuration of the run: the preset with its own run directory and token store, then `overrides`.
 
         `steps` shortens the run; warm-up and intervals shrink in proportion. Raises ConfigError.
         """

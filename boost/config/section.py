@@ -24,7 +24,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Home = AfterValidator(os.path.expanduser)
-"""A path that starts with ~ is in the home folder, as a shell would have it."""
+"""A path that starts with ~ is in the home folder, as in a shell."""
 Place = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$"), Home]
 
 
@@ -76,7 +76,7 @@ def load_plugins() -> None:
 
 
 WholeConfig = Any
-"""A whole configuration (`boost.config.schema.Config`), as the rules of one table read it: it is made of the tables."""
+"""The whole configuration (`boost.config.schema.Config`), which the rules of one table read. That module imports this one."""
 
 
 class Tagged(Section):

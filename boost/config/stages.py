@@ -44,12 +44,12 @@ def whole(model: ModelConfig) -> Stage:
 
 
 def stages(config: Config) -> tuple[Stage, ...]:
-    """All stages of the model, in forward order: as parallel.split says, or balanced."""
+    """All stages of the model, in forward order, split as in parallel.split or balanced."""
     parallel = config.parallel
     return _stages(config.model, config.train, parallel.stages, tuple(parallel.split))
 
 
-@functools.lru_cache(maxsize=4096)  # a search asks for the same stages many times
+@functools.lru_cache(maxsize=4096)  # a search needs the same stages many times
 def _stages(model: ModelConfig, train: TrainConfig, count: int, split: tuple[int, ...]) -> tuple[Stage, ...]:
     if count == 1:
         return (whole(model),)
@@ -119,7 +119,7 @@ def balanced(costs: Costs, count: int) -> tuple[int, ...]:
         longer: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         for start, (worst, squares, lengths) in best.items():
             for end in range(start + 1, layers - (count - 1 - stage) + 1):
-                # Rounded to an integer, so that mirror-image splits cost exactly the same whatever the order of the sums.
+                # Rounded to an integer, so that mirror-image splits cost exactly the same regardless of summation order.
                 here = round((before[end] - before[start] + ends) / unit * 1e9)
                 candidate = (max(worst, here), squares + here * here, (*lengths, end - start))
                 longer[end] = min(longer.get(end, candidate), candidate)

@@ -44,7 +44,7 @@ def foreign_encoding(data: bytes) -> str | None:
 
 
 def escape_output() -> None:
-    """Lets standard output escape characters that its encoding lacks, as standard error does, instead of raising an error."""
+    """Makes standard output escape characters that its encoding lacks, as standard error does, instead of raising an error."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -60,7 +60,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def printable_text(text: str) -> str:
-    """A longer text for a terminal: as `printable`, but with its lines, tabs and joined characters (as in emoji)."""
+    """Like `printable`, but keeps line breaks, tabs and joined characters (as in emoji), for longer texts."""
     return printable(text, "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}")
 
 

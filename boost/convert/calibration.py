@@ -1,5 +1,5 @@
-"""Second moments of the inputs and of the outputs' gradients of every linear of a dense model, over calibration text; and of the
-inputs in the dense model and in its factorized copy together, one block after the other (`Twins`).
+"""Second moments of every linear's inputs and output gradients in a dense model, over calibration text. `Twins` adds joint moments
+of the inputs in the dense model and in its factorized copy, one block at a time.
 
 Legend: T tokens of a batch; I input width of a group of linears, O output width of one of them; x input of a group in the dense
 model, x' in the factorized one, [T, I]; s importance of a token (`GroupMoments`).
@@ -27,7 +27,7 @@ from boost.parallel.mesh import Mesh
 from boost.train.progress import progress
 
 BATCH_TOKENS = 4096
-"""Tokens per forward pass: enough for large GEMMs, and little memory."""
+"""Tokens per forward pass: enough for large GEMMs, but little memory."""
 
 Observer = Callable[[LinearGroup, Tensor, Sequence[Tensor]], None]
 """Called with a group of linears, its input [T, I] and its outputs, one [T, O] per slot (none if low-rank)."""
@@ -42,7 +42,7 @@ class Batch:
 
 
 class ObservedLayout(Single):
-    """A whole model on one process. Calls `observers` with the input and, of dense linears, the outputs of every group."""
+    """A whole model on one process. Calls `observers` with the input of every group and, for dense linears, its outputs."""
 
     def __init__(self, model: ModelConfig, device: torch.device) -> None:
         parallel = ParallelConfig(layout="single")
@@ -78,12 +78,12 @@ class GroupMoments:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     """By slot, such as attn.q. g is the gradient of the summed loss of a batch with respect to one token's output."""
     importance: list[Tensor] = field(default_factory=list)
-    """s, one [T] fp32 per batch: |g|^2 of all slots together, relative to its mean over tokens. Errors at tokens with large inputs
+    """s, one [T] fp32 per batch: |g|^2 summed over all slots, relative to its mean over tokens. Errors at tokens with large inputs
     and small gradients, such as the first of a sequence in many trained models, hardly matter."""
 
 
 def observers_of(decoder: Decoder) -> list[Observer]:
-    """The observers of a decoder's `ObservedLayout`; callers add and remove theirs."""
+    """The observers of a decoder's `ObservedLayout`; callers add and remove their own."""
     layout: Any = decoder.layout
     assert isinstance(layout, ObservedLayout)
     return layout.observers
@@ -105,8 +105,8 @@ def read_batches(store: TokenStore, tokens: int, seq_len: int, device: torch.dev
 def collect(decoder: Decoder, batches: Sequence[Batch], seed: int = 0) -> dict[str, GroupMoments]:
     """Moments of every group, by `group_name`, from one forward and backward pass over the batches.
 
-    Gradients are taken for targets sampled from the model itself (seed `seed`), not for the text's: their second moment is
-    the Fisher matrix, the curvature of the divergence from this model, even if the model has not converged.
+    Gradients are taken for targets sampled from the model itself (seed `seed`), not for the text's: then their second
+    moment is the Fisher matrix, the curvature of the divergence from this model, even if it has not converged.
     """
     device, names, moments = decoder.device, dict[LinearGroup, str](), dict[str, GroupMoments]()
     for layer, block in enumerate(block for block in decoder.blocks if isinstance(block, TransformerBlock)):
@@ -124,7 +124,7 @@ def collect(decoder: Decoder, batches: Sequence[Batch], seed: int = 0) -> dict[s
 
     trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
     for parameter in trained:
-        parameter.requires_grad_(parameter is decoder.embed)  # activations need gradients, weights do not
+        parameter.requires_grad_(parameter is decoder.embed)  # activations need gradients; weights do not
     observers_of(decoder).append(observe)
     try:
         for batch in progress(batches, "calibrate"):
@@ -155,7 +155,7 @@ def _watch_gradients(into: GroupMoments, x_TI: Tensor, group: LinearGroup, outpu
         squares_T.add_(g_TO.double().square().sum(1).float())
         missing -= 1
         if missing == 0:
-            # Gradients that never arrive, of a model with weights of zero, say nothing about tokens.
+            # In a model with zero weights, all gradients are zero; all tokens are then equally important.
             s_T = squares_T if bool(squares_T.any()) else torch.ones_like(squares_T)
             add_moment(into.inputs, weigh(x_TI, s_T))
             into.importance.append(s_T)
@@ -165,7 +165,7 @@ def _watch_gradients(into: GroupMoments, x_TI: Tensor, group: LinearGroup, outpu
 
 
 def weigh(x_TN: Tensor, s_T: Tensor) -> Tensor:
-    """sqrt(s) x: the product of two such tensors weighs tokens by s."""
+    """sqrt(s) x: the product of two such tensors weights tokens by s."""
     return x_TN * s_T.to(x_TN.dtype).sqrt()[:, None]
 
 
@@ -199,7 +199,7 @@ def moment_bytes(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class InputMoments:
-    """Moments of the inputs of a group, [I, I] fp64; divided by the number of all tokens, so that those of parts add up."""
+    """Moments of the inputs of a group, [I, I] fp64; divided by the number of all tokens, so that moments of parts add up."""
 
     low: Tensor
     """E[s x' x'^T]."""
@@ -271,7 +271,7 @@ class Twins:
 
     @torch.no_grad()
     def _run(self, number: int) -> tuple[Tensor, Tensor]:
-        """Both streams of a batch after the current block, or what observers find in it."""
+        """Both streams of a batch after the current block, or the inputs that observers find in it."""
         rows, length = self._batches[number].tokens.shape
         streams = []
         for model, block, x in zip(self._models, self._blocks(), self._streams[number], strict=True):
@@ -285,7 +285,7 @@ class Twins:
 
 
 class _Found(Exception):
-    """Ends a pass through a block at the input that was looked for."""
+    """Ends a pass through a block once the requested input is found."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""Low-rank factors of a dense model that keep its function on calibration text.
+"""Factorizes a dense model so that its function on calibration text changes little.
 
-1. One forward and backward pass over the text: second moments of the inputs and output gradients of every linear
+1. Computes second moments of the inputs and output gradients of every linear in one forward and backward pass over the text
    (`boost.convert.calibration`).
-2. Ranks of all linears under one budget, by what each direction costs the loss (`allot`).
-3. Block by block, group by group (`Twins`): truncated SVD in the norm of these moments, with the inputs that the
-   factorized blocks before it produce, towards the outputs of the dense model as far as the text supports it (`corrected`).
+2. Chooses the ranks of all linears under one budget, by how much each direction affects the loss (`allot`).
+3. Truncates SVDs block by block and group by group (`Twins`), in the norm of these moments and with the inputs that the preceding
+   factorized blocks produce, corrected towards the dense model's outputs as far as the text supports it (`corrected`).
 """
 
 import heapq
@@ -116,10 +116,10 @@ def linear_parameters(dense: ModelConfig) -> int:
 
 
 class CompressedWeights:
-    """Weights of the low-rank model, in the form in which the importer reads any weights."""
+    """Weights of the low-rank model, in the form that the importer reads."""
 
     def __init__(self, dense: Weights, compression: Compression, tokenizer: str | None) -> None:
-        """Calibrates, allots ranks and factorizes. `tokenizer`: fingerprint of the model's, if known. Raises BoostError."""
+        """Calibrates, allots ranks and factorizes. `tokenizer`: fingerprint of the model's tokenizer, if known. Raises BoostError."""
         compression.check(dense.model)
         self.context, self.eos = dense.context, dense.eos
         self.start, self.starts_as_tokenizer = dense.start, dense.starts_as_tokenizer
@@ -158,7 +158,7 @@ def dense_decoder(weights: Weights, device: torch.device) -> Decoder:
 def compress(
     decoder: Decoder, store: TokenStore, compression: Compression, seq_len: int
 ) -> tuple[Decoder, dict[str, Any]]:
-    """The factors of a dense decoder (with an `ObservedLayout`; not changed), and a report on them. Raises BoostError."""
+    """Returns the factors of a dense decoder with an `ObservedLayout`, which is unchanged, and a report. Raises BoostError."""
     dense = decoder.model
     batches = read_batches(store, compression.tokens, seq_len, decoder.device)
     moments, weights = collect(decoder, batches), dense_weights(decoder)
@@ -169,7 +169,7 @@ def compress(
         for slot, moment in of_group.outputs.items()
     }
     importance = {group: of_group.importance for group, of_group in moments.items()}
-    del moments  # as large as several models
+    del moments  # they take as much memory as several models
 
     candidates = {}
     for layer in progress(range(dense.layers), "spectra"):
@@ -177,7 +177,7 @@ def compress(
             for slot in group.slots:
                 name = f"layers.{layer}.{slot.name}"
                 values = weighted_values(weights[name], outputs[name], inputs[group_name(layer, group.name)])
-                even = max(slot.d_in * slot.d_out // (slot.d_in + slot.d_out), 1)  # beyond, factors are larger than W
+                even = max(slot.d_in * slot.d_out // (slot.d_in + slot.d_out), 1)  # above this rank, factors exceed W
                 candidates[name] = Candidate(values.square()[:even] / 2, slot.d_in + slot.d_out)
     ranks = allot(candidates, compression.room(dense), compression.multiple)
     default = max(set(ranks.values()), key=list(ranks.values()).count)
@@ -206,16 +206,16 @@ def compress(
 
 @dataclass(frozen=True)
 class Candidate:
-    """One linear: what each direction is worth, and what a rank costs."""
+    """One linear: the gain from each direction, and the cost of each rank."""
 
     gains: Tensor
-    """[R] fp64, descending: drop in the loss from each additional rank, up to the largest worth having."""
+    """[R] fp64, descending: drop in the loss from each additional rank, up to the largest useful rank."""
     size: int
     """Parameters per rank: O + I."""
 
 
 def allot(candidates: Mapping[str, Candidate], budget: int, multiple: int = 1) -> dict[str, int]:
-    """Ranks, multiples of `multiple` (or all of a linear narrower than it), that gain the most with at most `budget` parameters.
+    """Returns the ranks (multiples of `multiple`, or full for narrower linears) that gain the most with at most `budget` parameters.
 
     Greedy by gain per parameter, which is optimal up to the last step because gains descend. Each linear gets at least one
     step. If the best next step does not fit, cheaper ones may.
@@ -282,12 +282,12 @@ def _fill(
 
 
 def corrected(w_OI: Tensor, halves: Sequence[InputMoments], output: MomentRoot) -> tuple[Tensor, float]:
-    """The weight whose outputs for inputs x' of the factorized model come close to W x, and the share of the correction in it.
+    """Returns a weight whose outputs for the factorized model's inputs x' approximate W x, and the share of the correction in it.
 
     W E[x x'^T] E[x' x'^T]^-1 is closest on the calibration text, but most of what it adds to W may be noise, which builds up over
-    the blocks. So only a share of it is added: the share for which a correction fitted on one half of the text comes closest on
-    the other half, and vice versa, in the norm of the outputs' gradients. A correction fitted on the whole text has half the noise
-    of one fitted on half of it, so share a of the latter becomes 2 a / (1 + a) of the former.
+    the blocks. So only a share of it is added. In the norm of the outputs' gradients, it is the share with which a correction
+    fitted on one half of the text comes closest on the other half, and vice versa. A correction fitted on the whole text has half the noise
+    of one fitted on half of it, so a share of a for the half becomes 2 a / (1 + a) for the whole.
     """
 
     def correction(of: InputMoments) -> Tensor:

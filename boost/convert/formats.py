@@ -52,7 +52,7 @@ _KINDS: dict[Form, dict[str, str]] = {
     "cola": {"A": "cola_a", "B": "cola_b"},
     "boost": {"A": "A.weight", "B": "B.weight"},
 }
-"""Names of tensors: at the ends of a model, of norms, of a linear's module, and of its factors by form."""
+"""Tensor names: at the ends of a model, of norms, of a linear's module, and of its factors by form."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def read_folder(path: Path) -> Folder:
     """Reads the configuration of a folder. Raises ConfigError, naming the field, if our decoder does not implement the model."""
     content = read_json(path / "config.json", "a Hugging Face folder has a config.json")
     if not content:
-        raise ConfigError(f"'{path}' has no config.json; name a Hugging Face folder with safetensors weights")
+        raise ConfigError(f"'{path}' has no config.json; pass a Hugging Face folder with safetensors weights")
     kind = content.get("model_type")
     if kind not in ("llama", "cola", "boost"):
         raise ConfigError(
@@ -180,8 +180,8 @@ def _model_table(content: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _rope(content: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """(type, parameters) of RoPE. transformers 5 has all in rope_parameters; 4 has rope_theta, and rope_scaling if it scales. If a
-    folder has both, transformers 5 takes rope_scaling, and takes rope_theta from nowhere else."""
+    """(type, parameters) of RoPE. transformers 5 stores both in rope_parameters; 4 stores rope_theta, and rope_scaling if it scales.
+    If a folder has both, transformers 5 reads rope_scaling, and reads rope_theta from nowhere else."""
     new, old = content.get("rope_parameters"), content.get("rope_scaling")
     rope = old or new or {}
     rope = dict(rope) if isinstance(rope, dict) else {"rope_type": str(rope)}
@@ -240,7 +240,7 @@ class Entry:
 
 def form_of(model: ModelConfig, merge: bool, official: bool = True) -> Form:
     """Returns the form in which a model is exported. `merge`: merge the factors of linears without activation into one matrix;
-    `official`: prefer the official CoLA format over our own where it supports the model.
+    `official`: prefer the official CoLA format over our own if it supports the model.
 
     The official CoLA class supports one rank, silu in every bottleneck, as many key/value heads as query heads, because it computes
     the width of all heads as hidden_size / num_attention_heads, and RoPE without scaling. Other models use our own modeling file.

@@ -49,7 +49,7 @@ class FolderWeights:
             raise ConfigError(
                 f"num_hidden_layers = {folder.model.layers} in '{path}/config.json', but the weights have {stored}"
             )
-        # config.json alone does not say which: transformers and peft may save CoLA's factors under the names of its modules.
+        # config.json alone does not determine the form: transformers and peft may save CoLA's factors under the names of its modules.
         form = "boost" if "model.layers.0.self_attn.q_proj.A.weight" in self._tensors.shapes else folder.form
         self._entries = {entry.parameters[0].name: entry for entry in entries(folder.model, form)}
         embed, head = self._entries["embed"].name, self._entries["head"].name
@@ -108,7 +108,7 @@ class Imported:
     bytes: int
     tokenizer: bool
     untied: int
-    """Parameters that the model has more than the source, whose embedding and head are one tensor."""
+    """Parameters added to the source's if its embedding and head are one tensor."""
     report: dict[str, Any] | None
     """Report of the factorization; None without one."""
 
@@ -122,7 +122,7 @@ def import_weights(
     file_bytes: int,
     untie: bool = False,
 ) -> Imported:
-    """Writes the checkpoint `out`, which must be empty or not exist. `how`: how dense weights become factors; None: as they are.
+    """Writes the checkpoint `out`, which must be empty or not exist. `how`: how to factorize dense weights; None: not at all.
 
     `dtype`: None keeps the stored dtype, or the widest of several (float16 becomes float32, factors are float32 or wider).
     `tokenizer`: a tokenizer.json or its folder, instead of the one next to the weights. `untie`: import a tied embedding
@@ -145,7 +145,7 @@ def import_weights(
         raise ConfigError(
             f"the weights are {dtype_name(stored)}; import the original weights in a floating-point dtype"
         )
-    # Runs do not support float16, and factors are there to be trained.
+    # Runs do not support float16, and factors are meant to be trained.
     wide = torch.float32 if stored == torch.float16 or (how is not None and stored == torch.bfloat16) else stored
     target = getattr(torch, dtype) if dtype else wide
     factorizer, report = None, None

@@ -35,7 +35,7 @@ else:
 
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 """The cache's name in this version of transformers, which renamed `past_key_values` in 5.24. Before that, `cache` was the paged
-cache of continuous batching, which attention implementations update; since then it is a cache like others."""
+cache of continuous batching, which attention implementations update; since then it is an ordinary cache."""
 
 LATENT_EPS = 1e-6
 """Epsilon of the LayerNorm of latents."""
@@ -116,7 +116,7 @@ class ColaConfig(BoostConfig):
     """The official CoLA fields: one rank, silu in every bottleneck; `only_lr_act`: without SwiGLU's own silu."""
 
     model_type = "cola"
-    # transformers shards a tensor while reading it, before it is transposed, and so along the wrong dim.
+    # transformers shards a tensor while reading it, before the transpose, and therefore along the wrong dim.
     base_model_tp_plan = None
 
     def __init__(self, only_lr_act: bool = True, lr_act_type: str = "silu", **kwargs: Any) -> None:

@@ -135,7 +135,7 @@ def slot_rows(linears: list[FactoredLinear]) -> list[dict[str, Any]]:
 # In a norm that is weighted by second moments.
 
 DAMPING = 1e-6
-"""Fraction of a second moment's mean eigenvalue that is added to its diagonal, so that directions without data have an inverse."""
+"""Fraction of a second moment's mean eigenvalue that is added to its diagonal, so that it is invertible even in directions without data."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class MomentRoot:
 def moment_root(moment_NN: Tensor) -> MomentRoot:
     """R = Q sqrt(L) of C = Q L Q^T (fp64). Negative eigenvalues, which are rounding errors, count as 0 before damping.
 
-    A moment of zero, of gradients that never arrive, counts as a multiple of the identity.
+    A zero moment, from gradients that are all zero, counts as a multiple of the identity.
     """
     values, q_NN = torch.linalg.eigh(moment_NN.double())
     values = values.clamp_min(0)
@@ -159,7 +159,7 @@ def moment_root(moment_NN: Tensor) -> MomentRoot:
 
 
 def solve_right(m_ON: Tensor, moment_NN: Tensor) -> Tensor:
-    """M C^-1 of a second moment C, damped as by `moment_root`."""
+    """M C^-1 for a second moment C, damped as in `moment_root`."""
     damped_NN = moment_NN.clone()
     damped_NN.diagonal().add_(DAMPING * moment_NN.diagonal().mean())
     return torch.linalg.solve(damped_NN, m_ON.T).T
@@ -172,10 +172,10 @@ def weighted_values(w_OI: Tensor, outputs: MomentRoot, inputs: MomentRoot) -> Te
 
 
 def factorize_weighted(w_OI: Tensor, rank: int, outputs: MomentRoot, inputs: MomentRoot) -> Factorization:
-    """The B A of rank r that minimizes tr(G (W - B A) C (W - B A)^T), balanced as by `factorize`. `values` are those of
+    """The B A of rank r that minimizes tr(G (W - B A) C (W - B A)^T), balanced as in `factorize`. `values` come from
     `weighted_values`.
 
-    With G = 1 this is the truncation of SVD-LLM (arXiv 2403.07378); with both, that of a Kronecker-factored Fisher matrix.
+    With G = 1 this is the truncation of SVD-LLM (arXiv 2403.07378); with both, it is the truncation for a Kronecker-factored Fisher matrix.
     """
     weighted = factorize(outputs.root.T @ w_OI.double() @ inputs.root, rank)
     a_RI, b_OR = balanced(weighted.a_RI @ inputs.inverse, outputs.inverse.T @ weighted.b_OR)
@@ -183,7 +183,7 @@ def factorize_weighted(w_OI: Tensor, rank: int, outputs: MomentRoot, inputs: Mom
 
 
 def balanced(a_RI: Tensor, b_OR: Tensor) -> tuple[Tensor, Tensor]:
-    """(A, B) with the same product and equal Gram matrices A A^T = B^T B, diagonal, from which training starts evenly."""
+    """Returns (A, B) with the same product and equal, diagonal Gram matrices A A^T = B^T B, so that training starts evenly."""
     q_OR, left_RR = torch.linalg.qr(b_OR)
     q_IR, right_RR = torch.linalg.qr(a_RI.T)
     u_RR, s_R, v_RR = torch.linalg.svd(left_RR @ right_RR.T)

@@ -30,7 +30,7 @@ class Weights(Protocol):
     start: int | None
     """Token that a prompt starts with."""
     starts_as_tokenizer: bool
-    """Whether `start` is only a guess because there is no tokenizer; what a tokenizer does takes precedence."""
+    """Whether `start` is only a guess because there is no tokenizer; a tokenizer's behavior takes precedence."""
     tokenizer: Path | None
     hub: dict[str, Any]
     """Settings of the original Hugging Face folder (`boost.convert.vocabulary`)."""

@@ -28,7 +28,7 @@ _TOKENIZER_KEYS = (
 )
 """Fields of tokenizer_config.json to keep. The others name files or classes, or repeat what tokenizer.json contains."""
 BOS = "bos_token_id"
-"""Key among the settings of a folder: the token that it names, which starts a prompt only if the tokenizer also says so."""
+"""Key among the settings of a folder: its bos token, which starts a prompt only if the tokenizer also prepends it."""
 TIED = "tied"
 """Key among the settings of a folder: whether its embedding and head are one tensor."""
 _ORIGINAL_KEY = "boost_post_processor"
@@ -45,7 +45,7 @@ class Vocabulary:
     eos: int | None
     """Id of the end-of-document token, if known."""
     start: int | None
-    """Id of the token that the tokenizer puts in front of every text, whatever bos_token its folder names."""
+    """Id of the token that the tokenizer puts in front of every text, regardless of the bos_token that its folder names."""
     hub: dict[str, Any] = field(default_factory=dict)
     """Other settings of the folder, each only if it has them: `tokenizer` (special tokens), `chat_templates`."""
 
@@ -93,7 +93,7 @@ def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
 def tokenizer_files(
     text: str, eos: int | None, bos: int | None, start: int | None, context: int, hub: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """Returns `tokenizer.json` and `tokenizer_config.json`, such that transformers encodes a prompt as `boost generate` does.
+    """Returns `tokenizer.json` and `tokenizer_config.json`, so that transformers encodes a prompt as `boost generate` does.
 
     `text`: the tokenizer of a checkpoint; `start`: the token that generation prepends to a prompt. Nothing else is added, and
     text that matches a special token is encoded as ordinary text, as in training. `hub`: settings of the imported folder.
@@ -189,7 +189,7 @@ def merged_tokenizer_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[s
     Text that matches a special token is encoded as ordinary text, as in training. Models with a chat template are the exception,
     because templates write special tokens as text.
     """
-    # Filtered again: auto_map in a stranger's state.json would run their code.
+    # Filtered again: auto_map in an untrusted state.json would run foreign code.
     kept = {key: value for key, value in hub.get("tokenizer", {}).items() if key in _TOKENIZER_KEYS}
     split = kept.pop("split_special_tokens", False)
     merged = {**ours, **kept}
@@ -199,7 +199,7 @@ def merged_tokenizer_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[s
 
 
 def load_template_of(checkpoint: Checkpoint) -> Callable[[list[Message]], str] | None:
-    """Returns `load_chat_template` of a checkpoint: of its own files, or of the folder that it was imported from."""
+    """Returns the chat template function of a checkpoint, from its own files or from the folder that it was imported from."""
     hub = checkpoint.data.get(HUB) or {}
     if (checkpoint.path / TEMPLATE_FILE).is_file() or not hub.get("chat_templates"):
         return load_chat_template(checkpoint.path)

@@ -46,7 +46,7 @@ class Batch:
 
 
 def join(batches: Iterable[Batch], how: Callable[..., npt.NDArray[Any]] = np.concatenate) -> Batch:
-    """Concatenates micro-batches along the batch dimension; or, with `np.stack`, rows to a batch."""
+    """Concatenates micro-batches along the batch dimension; or, with `np.stack`, stacks rows into a batch."""
     rows = [(batch.tokens, batch.targets, batch.document_ids) for batch in batches]
     tokens, targets, document_ids = (how(column) for column in zip(*rows, strict=True))
     return Batch(tokens, targets, document_ids)
@@ -181,7 +181,7 @@ class Batches:
         self._first = list(itertools.accumulate(self.samples_of, initial=0))
         self.n_samples = self._first[-1]
         self._proportions = Proportions([Fraction(1)] if isinstance(split, Split) else split.weights)
-        # Seeds differ, so that stores of equal size, such as translations, are not read in step.
+        # Seeds differ, so that stores of equal size, such as translations, are not read in lockstep.
         sequences = [np.random.SeedSequence((seed, source)) for source in range(len(self.splits))]
         seeds = [seed, *(int(sequence.generate_state(1)[0]) for sequence in sequences[1:])]
         self._orders = list(map(shuffled_order, self.samples_of, seeds))
@@ -262,11 +262,11 @@ class DocumentBatches:
     """Batches with one document per row, as in the published evaluations of low-rank pretraining: GaLore, LORO and CoLA take
     the first S tokens of each document of C4's validation split, padded to S, and ignore the padding.
 
-    Rows [S] of one document each, in order, `batch` rows at a time: its first S tokens, of which the last is eos.
+    Each row [S] holds the first S tokens of a document, the last of which is eos. Documents are in order, `batch` rows at a time.
 
     Targets beyond a document or outside the loss mask are `IGNORED`; a document's first token is not a target. All DP ranks yield
-    the same number of batches. `max_tokens` limits evaluation to as many documents as have that many tokens, at least one. `len` is
-    the number of batches.
+    the same number of batches. `max_tokens` limits evaluation to the first documents that reach this many tokens, at least one. `len`
+    is the number of batches.
     """
 
     def __init__(

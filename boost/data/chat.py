@@ -75,15 +75,15 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplate:
-    """Formats conversations for training so that only what the assistant says counts toward the loss.
+    """Formats conversations for training so that only the assistant's words count toward the loss.
 
-    A template with {% generation %} markers says what that is. Otherwise, it is what each assistant message adds to the
-    prompt before it: the text of the conversation up to and including the message, without the prompt with which generation of
-    the message would begin.
+    {% generation %} markers in a template delimit these words. Without markers, they are the text that each assistant message
+    adds to the prompt before it: the conversation up to and including the message, minus the prompt from which the message would
+    be generated.
     """
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: see `load_chat_template`. Raises ConfigError or DataError, including when it has no template."""
+        """`folder`: see `load_chat_template`. Raises ConfigError or DataError, also if it has no template."""
         self._tokenizer = _load(folder)
         if not self._tokenizer.chat_template:
             raise DataError(
@@ -92,7 +92,7 @@ class ChatTemplate:
         self.template: str = self._tokenizer.get_chat_template()
         self.has_markers = _GENERATION.search(self.template) is not None
         self.straddling = 0
-        """Answers so far that begin within a token: the model sees another token there when it generates."""
+        """Answers so far that begin within a token: the model sees a different token there when it generates."""
         self.endless = 0
         """Answers so far whose end-of-turn token does not count: the model does not learn to stop."""
         self._special = set(self._tokenizer.all_special_ids)
@@ -108,7 +108,7 @@ class ChatTemplate:
         }
 
     def unused(self, messages: Sequence[dict[str, Any]], fields: Mapping[str, Any]) -> Iterator[str]:
-        """The parts of a conversation that the template does not use, in words."""
+        """Describes the parts of a conversation that the template does not use."""
         for name in fields:
             if name not in self._names or name in self._reserved:
                 yield f"the chat template does not use {name!r}"
@@ -117,8 +117,8 @@ class ChatTemplate:
                 yield f"the chat template does not use a message's {name!r}"
 
     def encode(self, messages: Sequence[dict[str, Any]], fields: Mapping[str, Any] | None = None) -> list[Encoded]:
-        """The conversation as one document; or, if the template formats a message differently once others follow it (as those that
-        drop earlier reasoning do), as one document per assistant message, in which only that message counts.
+        """The conversation as one document; or, if the template formats a message differently once others follow it (as
+        templates that drop earlier reasoning do), as one document per assistant message, in which only that message counts.
 
         A message with `weight` 0 does not count. `fields`: more template variables, such as `tools`. Raises Rejected.
         """
@@ -184,7 +184,7 @@ class ChatTemplate:
             prompt = self._render(before, variables, prompt=True)
             if answered.startswith(prompt):
                 return len(prompt)
-        else:  # nobody spoke before: most templates format no empty conversation, so the header is that after another message
+        else:  # no earlier message: most templates cannot format an empty conversation, so use the header after another message
             other = [{"role": "user", "content": "a"}]
             header = self._render(other, variables, prompt=True).removeprefix(self._render(other, variables))
             if header and header in answered:

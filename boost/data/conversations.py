@@ -1,12 +1,12 @@
-"""Files of conversations to messages. Accepts the usual forms of a record:
+"""Converts conversation files to messages. Accepts the usual record formats:
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}          ShareGPT
     {"instruction": "...", "input": "...", "output": "..."}                                          Alpaca; `input` is optional
     {"prompt": "...", "completion": "..."}                                                           also with lists of messages
 
-one per line, in a JSON array, or per row of a Parquet file. Text may be compressed. In addition, `system`, `tools` (or
-`functions`), `documents` and `chat_template_kwargs` of a record reach the template, and so do other fields of a message; a message
+one per line, in a JSON array, or per row of a Parquet file. Text may be compressed. The template also receives `system`,
+`tools` (or `functions`), `documents` and `chat_template_kwargs` of a record, and all other fields of a message. A message
 whose `weight`, `train` or `loss` is 0 does not count toward the loss. The report names the fields that have no effect.
 """
 
@@ -39,7 +39,7 @@ _ROLES = {
 
 
 _COUNTS = ("weight", "train", "loss")
-"""Fields of a message that say whether it counts toward the loss, as in files for OpenAI, axolotl and ms-swift."""
+"""Fields of a message that determine whether it counts toward the loss, as in files for OpenAI, axolotl and ms-swift."""
 _REFUSED = ("train_detail", "images", "image", "videos", "video", "audios", "audio")
 """Fields of a record or a message that would change what is learned, but are not supported."""
 
@@ -72,7 +72,7 @@ def conversation_of(record: Any) -> Conversation:
     if isinstance(system, str) and system and not (messages and messages[0]["role"] == "system"):
         messages.insert(0, {"role": "system", "content": system})
     while messages and messages[-1]["role"] != "assistant":
-        messages.pop()  # nothing is learned from what nobody answered
+        messages.pop()  # nothing is learned from unanswered messages
     if not messages:
         raise Malformed("no assistant message")
     if all(message.get("weight") == 0 for message in messages if message["role"] == "assistant"):
@@ -123,7 +123,7 @@ def _template_fields(record: dict[str, Any]) -> dict[str, Any]:
         ("tools", record.get("tools") or record.get("functions")),
         ("documents", record.get("documents")),
     ):
-        if isinstance(value, str) and value:  # as ShareGPT files and Parquet hold it
+        if isinstance(value, str) and value:  # as stored in ShareGPT and Parquet files
             try:
                 value = json.loads(value)
             except (ValueError, RecursionError):
@@ -168,7 +168,7 @@ def _message(message: Any, role: str, content: str) -> dict[str, Any]:
 
 
 def _text(value: Any, field: str) -> str:
-    """A text, or the texts of a list of parts as in the OpenAI API."""
+    """Returns a text, or the joined texts of a list of parts as in the OpenAI API."""
     if isinstance(value, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
         return "".join(part["text"] for part in value)
     if not isinstance(value, str):
@@ -182,7 +182,7 @@ def _kind(value: Any) -> str:
 
 
 def document_of(record: Any, key: str, where: str, entry: FileReport) -> Document | None:
-    """A conversation as a document: its text is JSON of messages and template variables. None if it is skipped."""
+    """A conversation as a document, whose text is JSON with messages and template variables. None if it is skipped."""
     try:
         messages, template, unused = conversation_of(record)
         text = json.dumps({"messages": messages, "template": template}, ensure_ascii=False)
@@ -196,7 +196,7 @@ def document_of(record: Any, key: str, where: str, entry: FileReport) -> Documen
 
 
 def read_conversations(path: Path, key: str, entry: FileReport, report: PrepareReport) -> Iterator[Document]:
-    """The conversations of one file, in order. Records in the report what was skipped. Raises `Unreadable`."""
+    """The conversations of one file, in order. Records skipped ones in the report. Raises `Unreadable`."""
     name = path.name.lower()
     if name.endswith(JSON_SUFFIXES):
         for number, where, record in json_records(path, entry, report):

@@ -16,7 +16,7 @@ def open_corpus(config: Config, progress: Progress = iter) -> Corpus:
     the blocks to verify; a store that this machine has verified before is not read again.
 
     Raises DataError or ConfigError if a store is missing, damaged, too small for one sequence, contains token ids outside the
-    model's vocabulary, or has another tokenizer than the others.
+    model's vocabulary, or has a different tokenizer from the others.
     """
     for path in config.data.sources:
         if is_missing(Path(path)):

@@ -5,8 +5,8 @@
   and its byte offset (int64), and the document indices (int64): document i is the sequences from index i up to index i + 1.
 - nanoGPT: ids without a header, uint16. A folder has train.bin and, held out, val.bin.
 
-The ids are copied, not linked: a store has offsets of documents and ends each of them with eos, and its digests would no longer
-match files that another tool rewrites.
+The ids are copied, not linked, because a store has document offsets and ends each document with eos. Its digests would also no
+longer match if another tool rewrote the files.
 """
 
 import json
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _SAMPLE = 4096
-"""Ids at the start of a file by which its dtype is checked."""
+"""Number of ids at the start of a file that are used to check its dtype."""
 _BLOCK = 1 << 20
 """Ids to read at a time."""
 _DECODED_IDS = 1 << 16
@@ -51,7 +51,7 @@ class TokenFile:
     path: Path
     dtype: np.dtype[Any]
     split: str | None = None
-    """The split that it is for; None if its documents are divided by their hash."""
+    """The split that it is for; None if its documents are split by their hash."""
     index: Path | None = None
     ends: npt.NDArray[np.int64] | None = None
 
@@ -69,7 +69,7 @@ class TokenFile:
 
 
 def _ends_at_eos(ids: FileArray, eos: int) -> list[int]:
-    """The number of ids up to and including every eos; what follows the last one is a document, too."""
+    """The number of ids up to and including every eos; whatever follows the last one is a document too."""
     ends: list[int] = []
     for at in range(0, len(ids), _BLOCK):
         ends += (np.flatnonzero(ids[at : at + _BLOCK] == eos) + at + 1).tolist()
@@ -77,14 +77,14 @@ def _ends_at_eos(ids: FileArray, eos: int) -> list[int]:
 
 
 def open_token_files(path: Path, dtype: str, split: str | None = None) -> list[TokenFile]:
-    """The token files at a path, checked as far as that is possible without reading the ids. Raises `DataError`.
+    """The token files at a path, checked as far as possible without reading the ids. Raises `DataError`.
 
-    `dtype`: `uint16` or `uint32`, of a .bin without an index. `split`: the split that they are for; None: a folder of nanoGPT has
-    both, and the documents of others are divided.
+    `dtype`: `uint16` or `uint32`, of a .bin without an index. `split`: the split that they are for; None: a nanoGPT folder has
+    both, and the documents of other files are split.
     """
     if path.is_dir():
         if not (path / "train.bin").is_file():
-            raise DataError(f"--from-tokens {path} contains no train.bin; name a .bin or .idx file in it")
+            raise DataError(f"--from-tokens {path} contains no train.bin; pass a .bin or .idx file in it")
         if split is None and (path / "val.bin").is_file():
             return [_open_raw(path / "train.bin", dtype, "train"), _open_raw(path / "val.bin", dtype, "heldout")]
         return [_open_raw(path / "train.bin", dtype, split)]
@@ -145,7 +145,7 @@ def _open_megatron(index: Path, split: str | None) -> TokenFile:
         raise DataError(f"{index}: the document indices do not partition the {len(lengths)} sequences")
     size, expected = path.stat().st_size, int(ends[-1]) * dtype.itemsize
     if size != expected:
-        raise DataError(f"{path} has {size} bytes, but {index.name} says {expected}; copy it again")
+        raise DataError(f"{path} has {size} bytes, but {index.name} expects {expected}; copy it again")
     return TokenFile(path, dtype, split, index, ends[indices[1:]])
 
 
@@ -161,7 +161,7 @@ class _Part:
 
 
 class TokenInput:
-    """The files of `--from-tokens`. They are listed and their headers checked when it is created. Raises `DataError`."""
+    """The files of `--from-tokens`. Lists them and checks their headers when it is created. Raises `DataError`."""
 
     def __init__(self, options: PrepareOptions) -> None:
         assert options.from_tokens is not None
@@ -178,7 +178,7 @@ class TokenInput:
         return [[[path.name, a.st_size, a.st_mtime_ns] for path, a in self._stats.items()], self._dtype]
 
     def parts(self, eos: int, vocab_size: int, report: PrepareReport, progress: Progress) -> Iterator[_Part]:
-        """One pass over the documents, recorded in the report if they are empty. Raises `DataError` for ids outside the
+        """Makes one pass over the documents and records empty ones in the report. Raises `DataError` for ids outside the
         vocabulary."""
         section = report.source(self.name)
         consumed = documents = 0
@@ -230,7 +230,7 @@ def build_from_tokens(
         parts = tokens.parts(eos[1], size, scanned, progress)
         rule = choose_split((part.key for part in parts if part.end), options.heldout)
         if rule is None:
-            raise DataError(f"there are no ids: {scanned.skipped_in_words()}; name files that contain token ids")
+            raise DataError(f"there are no ids: {scanned.skipped_in_words()}; pass files that contain token ids")
         if rule.single:
             raise DataError(
                 f"--from-tokens {tokens.name} is one document, so none can be held out; pass held-out ids with "

@@ -1,6 +1,6 @@
 """Datasets from the Hugging Face Hub, streamed without a copy on disk. Never executes dataset code.
 
-`datasets` retries a read that fails; a stream that is given up continues at the row after the last one when the command runs again.
+`datasets` retries failed reads. If it gives up, running the command again continues after the last row.
 """
 
 import logging
@@ -16,11 +16,11 @@ from boost.data.report import PrepareReport
 from boost.errors import DataError
 
 READ_RETRIES = 720
-"""How often `datasets` retries a read that fails, 5 s apart: for an hour instead of two minutes."""
+"""How often `datasets` retries a failed read, 5 s apart: for an hour instead of two minutes."""
 
 
 class StreamError(DataError):
-    """A stream could not be opened, or broke. What was prepared until then is kept."""
+    """A stream could not be opened, or broke. The data prepared so far is kept."""
 
     is_temporary = True
 
@@ -124,7 +124,7 @@ def commit_of(dataset: str, revision: str | None) -> str | None:
 
 @contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Silences the five log lines per retry of the hub client. The error after the last retry is still raised."""
+    """Silences the hub client's five log lines per retry. The error after the last retry is still raised."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -24,7 +24,7 @@ class Proportions:
     """An endless sequence of sources in proportion to their weights: item p is (source, number of earlier items of that source).
 
     The sources are leaves of a Huffman tree. A node whose left child has share w of its weight gives round(m w) of its first m
-    items to that child, so every item is found from its position without the ones before. Counts of random draws would deviate
+    items to that child, so every item is found from its position without generating the earlier ones. Counts of random draws would deviate
     by the square root of the number of items; `grain.MapDataset.mix` rounds the weights and drifts away from them.
 
     With 2 sources, the count of each source is within 1/2 item of its weight after any number of items, so within 1 item in any
@@ -132,7 +132,7 @@ class Corpus:
         return parts[0] if len(parts) == 1 else MixedSplit(parts, self.weights, self.names)
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint records about its data: `content` determines, with seed and batch, the order of the data."""
+        """What a checkpoint records about its data: `content`, seed and batch determine the order of the data."""
         first = self.stores[0]
         common = {"tokenizer": first.fingerprint, "eos": first.eos}
         if len(self.stores) == 1:

@@ -1,4 +1,4 @@
-"""What `boost prepare` is asked for, and how it reports its progress."""
+"""The options of `boost prepare`, and its progress callbacks."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ class PrepareOptions:
     max_documents: int | None = None
     """Stop after this many documents, not counting those of `heldout_split` and `heldout_from`."""
     max_tokens: int | None = None
-    """Stop with the document that reaches this many training tokens."""
+    """Stop after the document that reaches this many training tokens."""
     max_heldout_tokens: int | None = None
     """The same for the held-out split."""
     chat: bool = False

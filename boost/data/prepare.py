@@ -47,7 +47,7 @@ __all__ = ["PrepareOptions", "PrepareResult", "Progress", "input_fingerprint", "
 TRAINING_CHARS = 1 << 30
 
 COMMIT_S = 30.0
-"""Seconds between commits: how much work a kill can cost."""
+"""Seconds between commits: the most work that a kill can lose."""
 COMMIT_PAUSE = 20.0
 """Minimum pause between commits, relative to the time a commit took: commits take at most a twentieth of the time."""
 
@@ -60,7 +60,7 @@ _CONFLICTS = {
         "inputs", "stdlib", "hf", "text_field", "heldout_split", "max_documents", "max_tokens", "max_heldout_tokens",
     ),
 }  # fmt: skip
-"""Options that conversations and token files do not have. Passing one is an error, so that none is silently ignored."""
+"""Options that conversations and token files do not support. Passing one is an error, so that none is silently ignored."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _open_sources(options: PrepareOptions) -> tuple[list[Source], list[Source]]:
     if options.chat:
         raise DataError("--chat: no input given; pass conversation files (.jsonl, .json or .parquet), or --hf NAME")
     raise DataError(
-        "no input given; name text, JSON, CSV, Parquet or Arrow files, --hf NAME, or --stdlib for a corpus without files"
+        "no input given; pass text, JSON, CSV, Parquet or Arrow files, --hf NAME, or --stdlib for a corpus without files"
     )
 
 
@@ -170,12 +170,12 @@ def _check_options(options: PrepareOptions) -> None:
             raise DataError(f"--{mode.replace('_', '-')} cannot be combined with {flags}; remove one of them")
     if options.from_tokens and training:
         raise DataError(
-            f"--from-tokens {options.from_tokens} needs the tokenizer that produced the ids; name it with --tokenizer, such as "
+            f"--from-tokens {options.from_tokens} needs the tokenizer that produced the ids; pass it with --tokenizer, such as "
             "gpt2 or its tokenizer.json"
         )
     if options.chat and not Path(options.tokenizer).is_dir():
         raise DataError(
-            f"--tokenizer {options.tokenizer}: with --chat, name a folder with a tokenizer.json and a chat template, such as "
+            f"--tokenizer {options.tokenizer}: with --chat, pass a folder with a tokenizer.json and a chat template, such as "
             "the folder of the model to fine-tune"
         )
 
@@ -257,7 +257,7 @@ def _build(
             if not sizes["documents"]:
                 raise DataError(
                     f"the {'held-out' if name == 'heldout' else 'training'} text is empty: {report.skipped_in_words()}; "
-                    + ("raise --max-tokens or --heldout" if options.max_tokens else "name files that contain text")
+                    + ("raise --max-tokens or --heldout" if options.max_tokens else "pass files that contain text")
                 )
         report.notes += _notes(options, rule, encoder, reading, size)
         meta = store_meta(tokenizer, eos, fingerprint, options, report)
@@ -270,7 +270,7 @@ def _begin(options: PrepareOptions, reading: Reading) -> tuple[SplitRule, "Token
     if not reading.separate:
         rule = choose_split((document.key for document in reading.documents("scanning the input")), options.heldout)
     if rule is None:
-        raise DataError(f"the corpus is empty: {reading.report.skipped_in_words()}; name files that contain text")
+        raise DataError(f"the corpus is empty: {reading.report.skipped_in_words()}; pass files that contain text")
     vocab_size = parse_training(options.tokenizer)
     if vocab_size is None:
         tokenizer = load_tokenizer(options.tokenizer)
@@ -337,7 +337,7 @@ class MaskedWriter(TokenWriter):
         token before it counts. `text_of`: text of tokens, to count its bytes."""
         ids, mask = document.ids, np.append(document.mask, document.mask[-1:])
         ends = np.flatnonzero(ids == self.eos)
-        # The store adds the end-of-document token, so the template's own goes, with white space that it adds after it.
+        # The store adds the end-of-document token, so the template's is removed, with any white space after it.
         if len(ends) and (end := int(ends[-1])) and not text_of(ids[end + 1 :]).strip():
             ids, mask = ids[:end], mask[: end + 1]
         sizes = self.sizes[split]

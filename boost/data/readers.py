@@ -1,8 +1,8 @@
-"""Files to documents, by suffix: text, JSON, CSV, Parquet and Arrow, plain or compressed. No input is ever executed.
+"""Converts files to documents by suffix: text, JSON, CSV, Parquet and Arrow, plain or compressed. No input is ever executed.
 
 A problem with a whole file raises `Unreadable`; the caller either ends the run (the user named that file) or records it in
-the report (a folder was walked). A problem with one line or row is recorded in the report directly. What was read before a file
-turned out to be damaged is kept.
+the report (a folder was walked). A problem with one line or row is recorded in the report directly. Documents that precede the
+damage in a file are kept.
 """
 
 import bz2
@@ -40,7 +40,7 @@ NOT_UTF8 = "not UTF-8 text"
 SURROGATE = "not valid Unicode (half of a surrogate pair)"
 CRLF = "with CRLF line breaks, normalized to LF"
 
-# Formats whose loaders can run code. A text pickle (protocol 0) is valid ASCII, so the name alone must refuse it.
+# Formats whose loaders can run code. A text pickle (protocol 0) is valid ASCII, so it is rejected by name.
 REFUSED_SUFFIXES = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".pt", ".pth", ".ckpt", ".bin", ".idx")
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
 JSON_SUFFIXES = tuple(f"{name}{packed}" for name in (".jsonl", ".ndjson", ".json") for packed in ("", *_COMPRESSION))
@@ -97,7 +97,7 @@ def read_file(
 
 
 def accept(text: Any, key: str, where: str, entry: FileReport) -> Document | None:
-    """A document for the text; or None, and the reason is recorded in the report."""
+    """Returns a document for the text, or returns None and records the reason in the report."""
     if not isinstance(text, str):
         entry.skip("text field is not a string", f"{where}: {type(text).__name__}".removeprefix(": "))
         return None
@@ -158,7 +158,7 @@ def split_long(pieces: Iterable[str]) -> Iterator[str]:
 def find_text_column(wanted: str | None, columns: dict[str, bool], entry: FileReport) -> str:
     """The column with the text: `wanted`; else `text` or `content`; else the only one that holds strings.
 
-    `columns`: by name, whether the column holds strings. Raises `Unreadable`, naming them, if none or several could be meant.
+    `columns`: by name, whether the column holds strings. Raises `Unreadable`, naming them, if none or several match.
     """
     strings = [name for name, is_string in columns.items() if is_string]
     names = ", ".join(list(columns)[:20]) or "no columns"
@@ -173,7 +173,7 @@ def find_text_column(wanted: str | None, columns: dict[str, bool], entry: FileRe
         raise Unreadable(f"no text column found among {names}", fix="choose one with --text-field")
     chosen = (usual or strings)[0]
     if chosen != "text":
-        entry.note(f"without column 'text': text read from {chosen!r}")
+        entry.note(f"no column 'text'; read text from {chosen!r}")
     return chosen
 
 
@@ -223,7 +223,7 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
         raise Unreadable(f"damaged {compression} file", where, "copy it again") from error
     except OSError as error:
         if error.errno is not None or not compression:
-            raise  # of the file system, not of the decompression
+            raise  # a file system error, not a decompression error
         if "too much memory" in str(error):
             fix = f"decompress it first: zstd -d --long=31 {path.name}"
             raise Unreadable("zstd file with a window above 128 MB", fix=fix) from error
@@ -366,7 +366,7 @@ def _read_json(
     field = text_field  # records without a given field are skipped one by one
     if field is None:
         fields: dict[str, bool] = {}
-        with suppress(Unreadable):  # a file that is damaged further on is read up to there
+        with suppress(Unreadable):  # a damaged file is read up to the damage
             for _, _, record in islice(json_records(path, FileReport(""), PrepareReport()), 100):
                 for name, value in record.items() if isinstance(record, dict) else ():
                     fields[name] = fields.get(name, False) or isinstance(value, str)
@@ -386,7 +386,7 @@ def _read_json(
 def _read_csv(
     path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
 ) -> Iterator[Document]:
-    """Rows of a file with a header. In CSV, quoted text may hold line breaks; in TSV, a quote is a character like any other."""
+    """Rows of a file with a header. In CSV, quoted text may hold line breaks; in TSV, a quote is an ordinary character."""
     pyarrow, csv = (require(module, "CSV files") for module in ("pyarrow", "pyarrow.csv"))
 
     def record_bad_row(bad: Any) -> str:
@@ -455,7 +455,7 @@ def _read_arrow(
 ) -> Iterator[Document]:
     """Rows of an Arrow file or stream, as `datasets` saves them."""
     pyarrow = require("pyarrow", "Arrow files")
-    with pyarrow.OSFile(str(path)) as file:  # not a memory map: a file that becomes shorter would kill the process
+    with pyarrow.OSFile(str(path)) as file:  # not a memory map, because truncating a mapped file would kill the process
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
         with damage("not an Arrow file"):
@@ -520,13 +520,13 @@ def damage(reason: str, where: str = "") -> Iterator[None]:
         yield
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the file system
+            raise  # a file system error
         detail = f"{where}: {(str(error).splitlines() or [type(error).__name__])[0]}".removeprefix(": ")
         raise Unreadable(reason, detail, "copy it again") from error
 
 
 def require(module: str, what: str) -> Any:
-    """A module of an optional package. Raises `DataError` with the install command if it is missing."""
+    """Imports a module of an optional package. Raises `DataError` with the install command if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

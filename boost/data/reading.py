@@ -1,7 +1,7 @@
 """Reads the sources of a store any number of times, and continues where an interrupted run stopped.
 
-A position is a list of marks, one per source that has been begun. A stream continues at its own position. Files, whose sizes and
-times must be the same, are read again from the start of their source up to the mark, which is fast compared with tokenizing.
+A position is a list of marks, one per source that has been started. A stream continues at its own position. Files must have the
+same sizes and times; they are read again from the start of their source up to the mark, which is fast compared with tokenizing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ class _Begun:
 
     source: Source
     section: int
-    """Its place in the report."""
+    """Its entry in the report."""
     documents: int = 0
     """Its documents so far."""
 
@@ -37,7 +37,7 @@ class Reading:
         self._total = None if None in sizes else sum(size for size in sizes if size is not None)
         self._sources, self._heldout, self._limit, self._progress = sources, heldout, limit, progress
         self.separate = bool(heldout)
-        """Whether held-out documents come from sources of their own."""
+        """Whether held-out documents come from separate sources."""
         self.report = PrepareReport()
         self.taken = 0
         """Documents of this pass, excluding those from sources for the held-out split."""
@@ -98,7 +98,7 @@ class Reading:
             raise DataError(f"{source.name} has fewer documents than before the interruption; {AGAIN}")
 
     def position(self) -> list[dict[str, Any]]:
-        """Where this pass is, as JSON values. All documents so far must have been written: their tokens are part of it."""
+        """The position of this pass, as JSON values. All documents so far must have been written: their tokens are part of it."""
         return [
             {
                 "documents": begun.documents,

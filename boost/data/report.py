@@ -33,7 +33,7 @@ class FileReport:
     tokens: int = 0
     skipped: dict[str, Skip] = field(default_factory=dict)
     notes: dict[str, Skip] = field(default_factory=dict)
-    """What was read in a different form than it has in the file."""
+    """Text that was read in a different form from the file's."""
 
     def __post_init__(self) -> None:
         self.name = printable(self.name)

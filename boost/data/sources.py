@@ -22,7 +22,7 @@ from boost.data.store import STORE_FILE
 from boost.data.writer import is_leftover
 from boost.errors import DataError
 
-# Of folders that `datasets` writes with save_to_disk: one with the splits as folders, and one with the shards of a split.
+# `datasets` writes these files with save_to_disk: one in a folder of splits, the others in each split's folder of shards.
 DATASET_DICT = "dataset_dict.json"
 DATASET_METADATA = {"dataset_info.json", "state.json"}
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "lib-dynload", "_bundled", "__pycache__"}
@@ -100,10 +100,10 @@ class FilesSource:
                 if "train" not in folders:
                     splits = ", ".join(sorted(folders)) or "none"
                     raise DataError(
-                        f"{folder}: a saved dataset without a train split; name the folder of a split: {splits}"
+                        f"{folder}: a saved dataset without a train split; pass the folder of a split: {splits}"
                     )
                 for name in sorted({*folders} - {"train"}):
-                    self._skip(os.path.join(folder, name), "a split other than train; to read it, name its folder")
+                    self._skip(os.path.join(folder, name), "a split other than train; to read it, pass its folder")
                 folders[:] = ["train"]
             metadata = DATASET_METADATA if set(names) >= DATASET_METADATA else {DATASET_DICT} & set(names)
             for name in sorted(metadata):

@@ -1,4 +1,4 @@
-"""The token store: what `boost prepare` writes and training reads.
+"""The token store, which `boost prepare` writes and training reads.
 
     STORE/store.json           metadata: format, tokenizer, sizes, input fingerprint, options, report, digests of all files
     STORE/report.json          the report, per file
@@ -187,7 +187,7 @@ class TokenStore:
             if not (self.path / file).is_file():
                 raise damaged(self.path, f"{file} is missing")
             if (actual := (self.path / file).stat().st_size) != size:
-                raise damaged(self.path, f"{file} has {actual} bytes, but {STORE_FILE} says {size}")
+                raise damaged(self.path, f"{file} has {actual} bytes, but {STORE_FILE} expects {size}")
         offsets = self.split(name).documents
         if offsets[0] != 0 or offsets[-1] != sizes["tokens"]:
             raise damaged(self.path, f"{name}.documents does not span the {sizes['tokens']} tokens")
@@ -214,7 +214,7 @@ class TokenStore:
 
     @property
     def chat(self) -> dict[str, Any] | None:
-        """`{"template": ..., "tokenizer": {...}}` of a store of conversations: the chat template, and the special tokens by their
+        """`{"template": ..., "tokenizer": {...}}` of a conversation store: the chat template, and the special tokens by their
         role, such as eos_token."""
         return self.meta.get("chat")
 

@@ -110,8 +110,8 @@ def _as_plain_encoder(tokenizer: "Tokenizer") -> "Tokenizer":
 class TextStream:
     """The text of tokens that continue a prompt, piece by piece.
 
-    What a token looks like depends on those before it: many tokenizers write the first token of a text without its space, and the
-    bytes of one character may span several tokens. All pieces together are what decoding prompt and new tokens adds to the prompt.
+    The text of a token depends on the tokens before it: many tokenizers write the first token of a text without its space, and the
+    bytes of one character may span several tokens. Together, the pieces are the text that the new tokens add to the decoded prompt.
     """
 
     def __init__(self, tokenizer: "Tokenizer", prompt: Sequence[int]) -> None:
@@ -128,14 +128,14 @@ class TextStream:
         text = self.rest()
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
-        if self._tokenizer.decode(self._new):  # enough of what stands before the next token
+        if self._tokenizer.decode(self._new):  # enough context for the next token
             self._before, self._new = self._new, []
         else:
             self._before, self._new = self._before + self._new, []
         return text
 
     def rest(self) -> str:
-        """The text of the tokens whose text has not been returned yet, as if no more followed."""
+        """The text that has not been returned yet, as if no more tokens followed."""
         before, whole = (self._tokenizer.decode(tokens) for tokens in (self._before, self._before + self._new))
         return str(whole[len(os.path.commonprefix([before, whole])) :])  # noqa: RUF071 (characters are meant)
 
@@ -157,12 +157,12 @@ def find_eos(tokenizer: "Tokenizer", eos: str | None = None, spec: str | Path | 
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if eos is not None:
         if eos not in vocabulary:
-            raise DataError(f"--eos {eos}: not a token of this tokenizer; name one of its {len(vocabulary)} tokens")
+            raise DataError(f"--eos {eos}: not a token of this tokenizer; pass one of its {len(vocabulary)} tokens")
         return eos, vocabulary[eos]
     for guess in (_configured_eos(spec), *EOS_GUESSES):
         if guess in vocabulary:
             return guess, vocabulary[guess]
-    raise DataError("the tokenizer has no known end-of-document token; name one of its tokens with --eos TOKEN")
+    raise DataError("the tokenizer has no known end-of-document token; pass one of its tokens with --eos TOKEN")
 
 
 def _configured_eos(spec: str | Path | None) -> str:

@@ -1,10 +1,10 @@
 """Writes a token store atomically: a reader sees the old store, the complete new one, or none.
 
-A store is written to `STORE.boost-tmp` next to its final path and read back there. The last step is a rename, after an older store
-became `STORE.boost-old`. `STORE.boost-lock` is held meanwhile, so any `.boost-tmp` or `.boost-old` that the lock holder finds was
+A store is written to `STORE.boost-tmp` next to its final path and read back there. The last step is a rename, after any older store
+was renamed to `STORE.boost-old`. `STORE.boost-lock` is held meanwhile, so any `.boost-tmp` or `.boost-old` that the lock holder finds was
 left by a dead process.
 
-`TokenWriter.commit` makes what has been written survive a kill: it syncs the files and returns their lengths. `save_progress`
+`TokenWriter.commit` makes the data written so far survive a kill: it syncs the files and returns their lengths. `save_progress`
 records these and the position in the input in `resume.json`; the next run truncates the files to these lengths and continues.
 """
 
@@ -91,7 +91,7 @@ def _recover(store: Path) -> None:
     old, temporary = sibling(store, "old"), sibling(store, "tmp")
     if read_progress(store) is None:
         remove(temporary)
-    (store / RESUME_FILE).unlink(missing_ok=True)  # of a run that was killed just after it had published the store
+    (store / RESUME_FILE).unlink(missing_ok=True)  # left by a run that was killed just after it published the store
     if not old.exists():
         return
     if _opens(store):
@@ -116,7 +116,7 @@ def _opens(store: Path) -> bool:
 @contextmanager
 def new_store(store: Path) -> Iterator[Path]:
     """Yields a folder that becomes `store` on success, replacing an older one. The caller must hold `locked`. The folder is empty,
-    or what an interrupted run has committed.
+    or holds what an interrupted run has committed.
 
     The store is read back before it is published. On any error, an existing store is unchanged. The folder is removed, unless it
     has a commit and the error is not about the data: then the next run continues.
@@ -183,7 +183,7 @@ def _publish(folder: Path, store: Path) -> None:
     """Moves a complete store to its final path. The previous one is then in `STORE.boost-old`."""
     old = sibling(store, "old")
     if store.exists():
-        remove(old)  # of an earlier replacement, and damaged: `_recover` would have restored it
+        remove(old)  # a damaged leftover: `_recover` would have restored an intact one
         os.rename(store, old)
     try:
         os.rename(folder, store)
@@ -206,7 +206,7 @@ def _sync_one(path: Path) -> None:
 def store_meta(
     tokenizer: "Tokenizer", eos: tuple[str, int], fingerprint: str, options: PrepareOptions, report: PrepareReport
 ) -> dict[str, Any]:
-    """What store.json says about every store. `eos`: (token, id); `fingerprint`: of the input."""
+    """The content of store.json that every store has. `eos`: (token, id); `fingerprint`: of the input."""
     return {
         "format": FORMAT,
         "vocab_size": vocabulary_size(tokenizer),
@@ -267,7 +267,7 @@ class TokenWriter:
         file.truncate(size)
 
     def commit(self) -> dict[str, Any]:
-        """Makes what was written so far survive a crash of the machine. Returns its sizes and digests, as JSON values."""
+        """Makes the data written so far survive a crash of the machine. Returns its sizes and digests, as JSON values."""
         for file in self._open.values():
             os.fsync(file.fileno())
         return {

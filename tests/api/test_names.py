@@ -45,7 +45,7 @@ def test_a_class_without_a_name_of_its_own_is_refused() -> None:
     class Nameless(CoLAConfig):
         """CoLA again."""
 
-    with pytest.raises(ConfigError, match="Nameless does not name a family of its own"):
+    with pytest.raises(ConfigError, match="Nameless does not define its own family name"):
         boost.register_family(Nameless)
 
 
