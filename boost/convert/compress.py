@@ -61,7 +61,7 @@ class Compression:
     """Requirements for the low-rank model."""
 
     budget: float
-    """Parameters of all factors as a fraction of the parameters that they replace (embedding, head and norms stay)."""
+    """Parameters of all factors as a fraction of the parameters that they replace (embedding, head and norms are not counted)."""
     store: str
     """Token store with the calibration text (its training split)."""
     tokens: int = 1 << 18
@@ -119,7 +119,7 @@ class CompressedWeights:
     """Weights of the low-rank model, in the form that the importer reads."""
 
     def __init__(self, dense: Weights, compression: Compression, tokenizer: str | None) -> None:
-        """Calibrates, allots ranks and factorizes. `tokenizer`: fingerprint of the model's tokenizer, if known. Raises BoostError."""
+        """Calibrates, chooses ranks and factorizes. `tokenizer`: its fingerprint, if known. Raises BoostError."""
         compression.check(dense.model)
         self.context, self.eos = dense.context, dense.eos
         self.start, self.starts_as_tokenizer = dense.start, dense.starts_as_tokenizer
@@ -215,7 +215,7 @@ class Candidate:
 
 
 def allot(candidates: Mapping[str, Candidate], budget: int, multiple: int = 1) -> dict[str, int]:
-    """Returns the ranks (multiples of `multiple`, or full for narrower linears) that gain the most with at most `budget` parameters.
+    """Returns the ranks (multiples of `multiple`, or full for narrower linears) that gain the most within `budget` parameters.
 
     Greedy by gain per parameter, which is optimal up to the last step because gains descend. Each linear gets at least one
     step. If the best next step does not fit, cheaper ones may.
@@ -286,8 +286,8 @@ def corrected(w_OI: Tensor, halves: Sequence[InputMoments], output: MomentRoot) 
 
     W E[x x'^T] E[x' x'^T]^-1 is closest on the calibration text, but most of what it adds to W may be noise, which builds up over
     the blocks. So only a share of it is added. In the norm of the outputs' gradients, it is the share with which a correction
-    fitted on one half of the text comes closest on the other half, and vice versa. A correction fitted on the whole text has half the noise
-    of one fitted on half of it, so a share of a for the half becomes 2 a / (1 + a) for the whole.
+    fitted on one half of the text comes closest on the other half, and vice versa. A correction fitted on the whole text has
+    half the noise of one fitted on half of it, so a share of a for the half becomes 2 a / (1 + a) for the whole.
     """
 
     def correction(of: InputMoments) -> Tensor:

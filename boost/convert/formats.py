@@ -180,8 +180,8 @@ def _model_table(content: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _rope(content: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """(type, parameters) of RoPE. transformers 5 stores both in rope_parameters; 4 stores rope_theta, and rope_scaling if it scales.
-    If a folder has both, transformers 5 reads rope_scaling, and reads rope_theta from nowhere else."""
+    """(type, parameters) of RoPE. transformers 5 stores both in rope_parameters; 4 stores rope_theta, and rope_scaling if it
+    scales. If a folder has both, transformers 5 reads rope_scaling, and reads rope_theta from nowhere else."""
     new, old = content.get("rope_parameters"), content.get("rope_scaling")
     rope = old or new or {}
     rope = dict(rope) if isinstance(rope, dict) else {"rope_type": str(rope)}

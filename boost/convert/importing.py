@@ -49,7 +49,7 @@ class FolderWeights:
             raise ConfigError(
                 f"num_hidden_layers = {folder.model.layers} in '{path}/config.json', but the weights have {stored}"
             )
-        # config.json alone does not determine the form: transformers and peft may save CoLA's factors under the names of its modules.
+        # config.json alone does not determine the form: transformers and peft may save CoLA's factors under its module names.
         form = "boost" if "model.layers.0.self_attn.q_proj.A.weight" in self._tensors.shapes else folder.form
         self._entries = {entry.parameters[0].name: entry for entry in entries(folder.model, form)}
         embed, head = self._entries["embed"].name, self._entries["head"].name

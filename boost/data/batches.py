@@ -265,8 +265,8 @@ class DocumentBatches:
     Each row [S] holds the first S tokens of a document, the last of which is eos. Documents are in order, `batch` rows at a time.
 
     Targets beyond a document or outside the loss mask are `IGNORED`; a document's first token is not a target. All DP ranks yield
-    the same number of batches. `max_tokens` limits evaluation to the first documents that reach this many tokens, at least one. `len`
-    is the number of batches.
+    the same number of batches. `max_tokens` limits evaluation to the first documents that reach this many tokens, at least one.
+    `len` is the number of batches.
     """
 
     def __init__(

@@ -24,8 +24,8 @@ class Proportions:
     """An endless sequence of sources in proportion to their weights: item p is (source, number of earlier items of that source).
 
     The sources are leaves of a Huffman tree. A node whose left child has share w of its weight gives round(m w) of its first m
-    items to that child, so every item is found from its position without generating the earlier ones. Counts of random draws would deviate
-    by the square root of the number of items; `grain.MapDataset.mix` rounds the weights and drifts away from them.
+    items to that child, so every item is found from its position without the earlier ones. Counts of random draws would
+    deviate by the square root of the number of items; `grain.MapDataset.mix` rounds the weights and drifts away from them.
 
     With 2 sources, the count of each source is within 1/2 item of its weight after any number of items, so within 1 item in any
     window; with 3, within 1 and 2. With more, it stays below 1.7 items: the weights on the way to the root grow at least like

@@ -173,7 +173,7 @@ def find_text_column(wanted: str | None, columns: dict[str, bool], entry: FileRe
         raise Unreadable(f"no text column found among {names}", fix="choose one with --text-field")
     chosen = (usual or strings)[0]
     if chosen != "text":
-        entry.note(f"no column 'text'; read text from {chosen!r}")
+        entry.note(f"without column 'text': text read from {chosen!r}")
     return chosen
 
 

@@ -36,8 +36,8 @@ POLICIES: tuple[RecomputeName, ...] = (
 """Recomputation policies, from the most to the fewest saved activations."""
 
 EVERY = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
-"""Values of train.recompute_every: recompute every block, every second one, and so on. Between two of them, less than 1% of a step
-is lost."""
+"""Values of train.recompute_every: recompute every block, every second one, and so on. Skipping values in between loses less than
+1% of a step."""
 
 LONG_SEQUENCE = 16_384
 """Sequence length in tokens at or above which CP is always tried."""

@@ -26,7 +26,7 @@ GEMM_SHARE, MEMORY_SHARE = 0.62, 0.85
 element-wise operations reach."""
 
 ATTENTION_SHARES = ((64, 0.37, 0.34), (128, 0.50, 0.42))
-"""(head dimension, forward, backward): fraction of peak that fused attention reaches, between that of A100 and H100."""
+"""(head dimension, forward, backward): fraction of peak that fused attention reaches, between those of A100 and H100."""
 
 PORT_SHARE = 0.9
 """Fraction of a network port's bandwidth that large collectives reach (nccl-tests: 320 to 390 of 400 GB/s per node)."""

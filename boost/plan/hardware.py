@@ -178,7 +178,7 @@ class Link(Section):
     half_mb: Amount = 0.0
     """Message size in MB at which bandwidth reaches two thirds of its peak; small messages get half of the peak."""
     all_reduce: Annotated[tuple[Point, ...], Field(strict=False)] = ()
-    """(processes, GB/s) of all-reduces over at least that many processes, where the switch reduces (NVLink SHARP)."""
+    """(processes, GB/s) of all-reduces over at least that many processes, if the switch reduces (NVLink SHARP)."""
     measured: dict[str, Points] = Field(default_factory=dict)
     """Measured (payload bytes, microseconds) points of collectives over `processes` processes, by kind or 'kind dtype'."""
     processes: int = 2
@@ -202,7 +202,7 @@ class Link(Section):
             if name in self.measured:
                 of_two = seconds_at(self.measured[name], payload)
                 return of_two * _rounds(kind, processes) / _rounds(kind, self.processes) / share
-        # Where the switch reduces, the largest group size of the table that is reached counts.
+        # If the switch reduces, the entry with the largest group size that is reached applies.
         reached = [gb_s for least, gb_s in self.all_reduce if kind == "all-reduce" and processes >= least]
         half, on_link = self.half_mb * 1e6, sent / share
         ramp = half * on_link / (on_link + half) if on_link else 0.0
@@ -251,7 +251,7 @@ class Hardware(Section):
     overlap: Annotated[float, Field(ge=0, le=1)]
     """Fraction of compute time that asynchronous communication can overlap."""
     straggling: Amount = 0.0
-    """Fraction of the step time that each doubling of nodes adds, because all wait for the slowest node."""
+    """Fraction of the step time that each doubling of nodes adds, because all nodes wait for the slowest one."""
     speeds: Speeds
     """Speeds while all devices of a node are busy."""
     alone: Speeds | None = None
@@ -461,11 +461,11 @@ def link_of(axis: str, parallel: ParallelConfig, hardware: Hardware) -> Link:
 
 def collective_seconds(collective: Collective, parallel: ParallelConfig, hardware: Hardware) -> float:
     """Seconds of one collective while all groups of its axis run it concurrently. Rings cross all links at the same time, so the
-    slowest one counts."""
+    slowest one determines the time."""
     sent = collective.kind, collective.dtype, collective.elements * ITEMSIZE[collective.dtype], collective.sent_bytes
     site, per_site, between_sites = hardware.site, hardware.per_site, 0.0
     if site and per_site and not (where := span(collective.axis, parallel, per_site)).inside:
-        # Each group sends as much over the link as one of its processes. A pipeline sends only where one stage follows another.
+        # Each group sends as much over the link as one of its processes. A pipeline sends only between consecutive stages.
         sending = (
             min(parallel.tp * parallel.dp_cp, per_site) if collective.kind == "send" else per_site / where.per_node
         )

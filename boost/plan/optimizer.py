@@ -77,7 +77,7 @@ def iterations(config: Config, stages: Sequence[Stage]) -> Counter[FactorShape]:
     result: Counter[FactorShape] = Counter()
     for bucket in _buckets(config, stages):
         shapes, deal = [shape for unit in bucket for shape in unit.shapes], _deal(config, bucket)
-        assert deal is not None, "Muon deals its iterations out"
+        assert deal is not None, "Muon always distributes its iterations"
         loads = ([shapes[number] for number in deal.on(owner)] for owner in sorted(set(deal.owners)))
         result.update(max(loads, key=lambda load: sum(shape.rank**3 for shape in load)))
     return result

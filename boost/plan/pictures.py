@@ -115,7 +115,7 @@ class Canvas:
         self, points: Sequence[tuple[float, float]], color: str, *, arrow: bool = False, alpha: float = 1.0
     ) -> None:
         """A line through points, optionally with a tip at its end."""
-        style = {"color": color, "alpha": alpha, "zorder": 1}  # that of boxes: what is drawn later is above
+        style = {"color": color, "alpha": alpha, "zorder": 1}  # same as boxes: later shapes are on top
         self.axes.plot(*zip(*points, strict=True), linewidth=1.1, solid_joinstyle="miter", **style)
         if arrow:
             self.axes.plot(*points[-1], marker="<", markersize=5, markeredgewidth=0, **style)
@@ -158,7 +158,7 @@ class Canvas:
         self.text(words, x + width / 2, y + 15, 12, ink, "center", room=width - 12)
 
     def write(self, path: Path) -> None:
-        """Writes the picture in the format of the suffix of `path`."""
+        """Writes the picture in the format that the suffix of `path` selects."""
         drawing.write(self.figure, path)
 
 
@@ -166,7 +166,7 @@ class Canvas:
 
 
 def draw_block(inspection: Inspection, name: str, path: Path) -> None:
-    """Draws one block: the shard of every tensor on each TP process, and the collectives between them. `name`: of the model."""
+    """Draws one block: the shard of every tensor on each TP process, and the collectives between them. `name`: the model's name."""
     config = inspection.config
     model, processes = config.model, config.parallel.tp
     label = name if len(name) <= 30 else f"{name[:29]}…"
@@ -356,7 +356,7 @@ def _group(inspection: Inspection, group: GroupSpec) -> Iterator[DiagramRow]:
     latents = DiagramRow(title, tuple(details), pieces)
     yield _weights(inspection, group, "A")
     # A factor sharded along its input gives partial sums, so the latents follow the collective. Gating latents that are sharded
-    # along the rank takes collectives of its own.
+    # along the rank needs separate collectives.
     latents_last = placement_a.dim == 1 or (inspection.has_latent_gate and axis == "x")
     yield from [*bars["between"], latents] if latents_last else [latents, *bars["between"]]
     yield _weights(inspection, group, "B")

@@ -1,4 +1,4 @@
-"""What one process stores, how rows are sharded over replicas, and what that takes: collectives between replicas, and memory.
+"""What one process stores, how rows are sharded over replicas, and what that costs: collectives between replicas, and memory.
 
 With `parallel.shard`, each replica stores an equal number of consecutive rows of every matrix; if rows do not divide evenly, the
 last replicas store fewer. All numbers are for the first replica, which stores the most.
@@ -170,7 +170,7 @@ def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
     """All-gathers of sharded weights and reduce-scatters of their gradients: one per block, and one for embedding and head.
 
     - ZeRO-1 gathers and scatters once per step.
-    - FSDP gathers a block before its forward and before its backward pass and scatters after the latter, in phases 'forward' and
+    - FSDP gathers a block before its forward pass and its backward pass, and scatters after the latter, in phases 'forward' and
       'backward' of each micro-batch.
     - FSDP in a pipeline, where passes of several micro-batches alternate, reshards a block gathered for a backward pass only after
       the next forward pass, and scatters once per step. That makes one gather per micro-batch plus one, under any schedule, all in

@@ -1,6 +1,6 @@
 """Shape-tensor rules for torch functions: the output, saved tensors and bytes moved, in the forward and the backward pass.
 
-A rule allocates its output with `make` and adds it to the graph with `record`; its backward function is made of rules too. `moves`
+A rule allocates its output with `make` and adds it to the graph with `record`; its backward function consists of rules too. `moves`
 counts elements read and written per output element, without broadcast operands.
 """
 
@@ -21,7 +21,7 @@ from boost.plan.shape_tensor import RULES, NoRuleError, Shape, ShapeTensor, cont
 # Element-wise operations.
 
 
-# torch.broadcast_shapes imports symbolic shapes first: half a second.
+# torch.broadcast_shapes first imports symbolic shapes, which takes half a second.
 _broadcast_shapes = functools.lru_cache(maxsize=8192)(np.broadcast_shapes)
 
 
@@ -336,7 +336,7 @@ def mm(a: ShapeTensor, b: ShapeTensor, out: ShapeTensor | None = None) -> ShapeT
         _require_no_graph("mm", (a, b))
         a.tape.record_op(work.GEMM, (1, a.shape[0], b.shape[1], a.shape[1]), a.dtype)
         if out.storage is not None and out.storage.category:
-            # `out` may be uninitialized memory: it takes the category of what is written into it.
+            # `out` may be uninitialized memory: it takes the category of the result.
             out.storage.category, out.storage.role = origin(out.tape, "mm", [a, b])
             out.tape.alive[id(out.storage)] = out.storage.category, out.storage.bytes
         return out

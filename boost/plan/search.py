@@ -44,8 +44,8 @@ FEW_BLOCKS = 3
 """With fewer blocks per stage, full recomputation may need more memory than saving activations."""
 
 TIE, TIE_SECONDS = 0.01, 1e-3
-"""Plans whose times differ by less than this fraction, or by less than this, are equally fast: launches and hooks, which no model
-includes, take that long."""
+"""Plans whose times differ by less than this fraction, or by fewer seconds than this, count as equally fast: launches and hooks,
+which no model includes, take that long."""
 
 Test = Callable[[Config], bool]
 Tick = Callable[[int, int], None]
@@ -123,7 +123,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.predictor: Predictor = self.known.predictor if self.known else Predictor(self.request.hardware)
-        # That of the smallest mesh: an upper bound, with which hopeless candidates are dropped.
+        # Memory of the smallest mesh: an upper bound that rules out hopeless candidates.
         self.usable = int(self.request.hardware.usable_bytes * (1 - self.request.margin))
         self._limits: dict[tuple[Any, ...], tuple[int, float]] = {}
         """(largest micro-batch that may fit, smallest one that does not), by traced values of [parallel]."""
@@ -391,13 +391,13 @@ def require_legal(search: Search) -> None:
     free = set(AXES) - sizes.keys() - ({"parallel.cp"} if len(context_sizes(request, 1)) == 1 else set())
     if sizes and (request.gpus % made or (not free and made != request.gpus)):
         words = " x ".join(f"{key} = {size}" for key, size in sizes.items())
-        raise ConfigError(f"{words} = {made} processes, but --gpus = {request.gpus}; drop one of them")
+        raise ConfigError(f"{words} = {made} processes, but --gpus = {request.gpus}; remove one of them")
     for parallel in structures(request):
         for micro_batch in (*micro_batches(request, parallel.dp), 1):
             for policy in policies(request, parallel):
                 rules.check(request.variant(parallel, micro_batch, *policy))
     raise ConfigError(
-        f"no mesh of {request.gpus} GPUs is legal for model.layers = {request.base.model.layers} with these choices; drop some"
+        f"no mesh of {request.gpus} GPUs is legal for model.layers = {request.base.model.layers} with these choices; remove some"
     )
 
 

@@ -108,7 +108,7 @@ class CheckpointFrame:
         self.selective = selective
         """Whether attention outputs are saved instead of recomputed."""
         self.to_the_end = to_the_end
-        """Whether it is recomputed to its end, instead of up to the last saved tensor."""
+        """Whether it is recomputed to the end, instead of up to the last saved tensor."""
         self.count = 0
         self.recomputed: dict[int, Any] | None = None
         self.outputs: list[Any] = []
@@ -162,14 +162,14 @@ class Tape:
         self._frame: CheckpointFrame | None = None
         self._recomputing = False
         self.grad_enabled = torch.is_grad_enabled()
-        """Whether autograd is on, apart from inside autograd functions, where torch turns it off."""
+        """Whether autograd is on, except inside autograd functions, where torch turns it off."""
 
     def set_grad_enabled(self, mode: bool) -> None:
         self.grad_enabled = mode
         torch._C._set_grad_enabled(mode)
 
     def begin_pass(self) -> None:
-        """Starts to look for the peak of a pass."""
+        """Starts tracking the peak of a pass."""
         self.peak = self.first_peak = self.live
         self.new_gradients = 0
 
@@ -223,7 +223,7 @@ class Tape:
         self, function: Callable[..., Any], /, *arguments: Any, selective: bool = False, to_the_end: bool = False
     ) -> Any:
         """Calls a function, and saves only its arguments and, if `selective`, attention outputs. `to_the_end`: recomputation
-        runs to its end, even if nothing needs it."""
+        runs to the end, even if nothing needs it."""
         assert self._frame is None, "nested checkpointed functions"
         self._frame = CheckpointFrame(function, arguments, selective, to_the_end, self.place)
         try:
@@ -276,7 +276,7 @@ class Tape:
                 with torch.enable_grad():
                     frame.function(*frame.arguments)
             except _StopRecompute as enough:
-                enough.__traceback__ = None  # it holds the frames, and they hold tensors
+                enough.__traceback__ = None  # its frames keep tensors alive
             finally:
                 self._frame, self._recomputing, self.phase = None, False, "backward"
         return [frame.recomputed.pop(number) for number in node.saved]

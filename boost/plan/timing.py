@@ -236,7 +236,7 @@ class Predictor:
         return (count - 1 / parallel.virtual) * total / parallel.pp + total / parallel.virtual
 
     def _blocks_and_ends(self, config: Config) -> PassTime:
-        """The whole model without recomputation, as if no stage waited for another one."""
+        """The whole model without recomputation, as if no stage waited for another."""
         result = PassTime()
         for layer, count in kinds_of_blocks(config.model, range(config.model.layers)).items():
             result.add(self._per_micro_batch(config, (layer, "none"), self._block, config, layer, "none"), count)

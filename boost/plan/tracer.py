@@ -103,7 +103,7 @@ class Tracer:
                 yield
         finally:
             for function in functions:
-                del function.apply  # the inherited one is back
+                del function.apply  # restores the inherited one
             loss.chunks, documents.last_queries = usual
 
     def _chunks(self, tokens: int, vocabulary: int) -> Iterator[slice]:
@@ -204,7 +204,7 @@ class _Ctx:
 
 
 def _autograd_functions(base: type[torch.autograd.Function]) -> Iterator[type[torch.autograd.Function]]:
-    """The autograd functions that boost and its users have defined. Those that they derive from each other inherit `apply`."""
+    """The autograd functions that boost and its users have defined. Functions derived from these inherit `apply`."""
     for cls in base.__subclasses__():
         if cls.__module__.startswith("torch."):
             yield from _autograd_functions(cls)

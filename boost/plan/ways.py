@@ -1,4 +1,4 @@
-"""What to do if the plan for the given GPUs is poor: other ways if nothing fits, and fewer GPUs if those are as fast."""
+"""Alternatives to a poor plan: changes if nothing fits, and fewer GPUs if those are as fast."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ MOST_GPUS = 1024
 
 
 def way_out(search: Search) -> str:
-    """The first change that makes a model fit, and its price; '' if there is none."""
+    """The first change that makes a model fit, and its cost; '' if there is none."""
     for words, request, price in _changes(search.request):
         if any_fits(request):
             plan = Search(request, known=search).fastest()
@@ -32,7 +32,7 @@ def way_out(search: Search) -> str:
 
 
 def _changes(request: Request) -> Iterator[tuple[str, Request, str]]:
-    """Yields (in words, changed request, price besides time), in the order in which a user would try them.
+    """Yields (in words, changed request, cost in addition to time), in the order in which a user would try them.
 
     Smaller micro-batches, sharding and recomputation are part of every search, unless the user fixed them.
     """
@@ -79,16 +79,16 @@ def any_fits(request: Request) -> bool:
     return False
 
 
-# If fewer GPUs do.
+# If fewer GPUs are enough.
 
 NEARLY = 0.02
-"""Fewer GPUs count as equally fast up to this much more time."""
+"""Fewer GPUs count as equally fast if they take at most this fraction longer."""
 
 LARGER_GEMMS = 0.9
-"""Computation on fewer GPUs as a fraction of that of a plan on all of them: it may have larger GEMMs."""
+"""Lowest computation on fewer GPUs, relative to a plan on all of them, because GEMMs may be larger."""
 
 MAX_TRIES = 2
-"""How many numbers of GPUs to search."""
+"""How many GPU counts to search."""
 
 EVEN_SHARE = 0.75
 """Minimum fraction of the GPUs among the numbers over which the batch divides better."""
@@ -98,8 +98,8 @@ def fewer_gpus(search: Search, best: Plan, plans: Sequence[Plan] = ()) -> tuple[
     """Returns the search on fewer GPUs with the fastest plan, and this plan, if it is faster than `best` or takes at most NEARLY
     longer; None if there is none.
 
-    A number of GPUs is searched only if it can be that fast: if the least computation among `best` and `plans`, divided evenly
-    over them, takes so little time.
+    A GPU count is searched only if it can be that fast, that is, if the least computation among `best` and `plans`, divided
+    evenly over the GPUs, takes so little time.
     """
     request, limit = search.request, (1 + NEARLY) * best.time.seconds
     computing = (GEMMS, ATTENTION_TIME, OTHER)

@@ -141,7 +141,7 @@ def test_ids_outside_the_vocabulary_are_found(bad, tmp_path, tokenizer, ids):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokenizer": "train:300"}, "needs the tokenizer that produced the ids; name it with --tokenizer"),
+        ({"tokenizer": "train:300"}, "needs the tokenizer that produced the ids; pass it with --tokenizer"),
         ({"inputs": ("x.txt",)}, "--from-tokens cannot be combined with INPUT; remove one of them"),
         (
             {"stdlib": True, "max_tokens": 9},

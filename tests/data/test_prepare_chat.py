@@ -93,7 +93,7 @@ def test_conversations_that_cannot_be_used(tmp_path: Path) -> None:
     file.write_text('{"text": "x"}\n')
     with pytest.raises(DataError, match="no conversation can be used"):
         prepare(options)
-    with pytest.raises(DataError, match="--tokenizer train:4096: with --chat, name a folder"):
+    with pytest.raises(DataError, match="--tokenizer train:4096: with --chat, pass a folder"):
         prepare(replace(options, tokenizer="train:4096"))
     with pytest.raises(
         DataError, match="--chat cannot be combined with --heldout-from and --max-tokens; remove one of them"

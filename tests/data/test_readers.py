@@ -434,7 +434,7 @@ def test_a_saved_dataset_is_its_train_split(saved):
     found, report = read(FilesSource(saved))
     assert [text for _, text in found] == [f"story {i}" for i in range(30)]
     assert skips(report) == {
-        ("test", "a split other than train; to read it, name its folder"): [],
+        ("test", "a split other than train; to read it, pass its folder"): [],
         ("dataset_dict.json", "metadata of a saved dataset"): [],
         ("train/dataset_info.json", "metadata of a saved dataset"): [],
         ("train/state.json", "metadata of a saved dataset"): [],
@@ -444,7 +444,7 @@ def test_a_saved_dataset_is_its_train_split(saved):
 
 def test_a_saved_dataset_without_a_train_split_asks(saved):
     (saved / "train").rename(saved / "validation")
-    with pytest.raises(DataError, match="without a train split; name the folder of a split: test, validation"):
+    with pytest.raises(DataError, match="without a train split; pass the folder of a split: test, validation"):
         FilesSource(saved)
 
 
