@@ -171,7 +171,7 @@ def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) 
             if name in include:
                 raise ConfigError(
                     f"include = '{name}' shares its weight with another module, and factors would untie them: leave it out, or "
-                    "give it a weight of its own (for a tied head, tie_word_embeddings = false)"
+                    "give it a separate weight (for a tied head, tie_word_embeddings = false)"
                 )
         elif linear is not output or name in include:
             yield name, linear

@@ -1,4 +1,4 @@
-"""The search of `boost plan`, and its result as text, JSON and a configuration, with the command that runs the best plan."""
+"""Runs the search of `boost plan` and reports it as text, JSON or a configuration, with the command that runs the best plan."""
 
 import argparse
 import itertools

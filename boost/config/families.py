@@ -40,7 +40,7 @@ class ModelConfig(Tagged):
     """Whether each block's latents pass through a latent gate into the next block."""
 
     recipe: ClassVar[Mapping[str, Any]] = {"mlp_silu": True}
-    """The family's defaults. Switching the family resets a preset's values of these fields."""
+    """The family's defaults. Switching the family resets these fields of a preset."""
 
     family: Family = "cola"
     """Parameterization of the seven linears of a block; embedding and head stay dense."""
@@ -122,7 +122,7 @@ class ModelConfig(Tagged):
 
     @property
     def mixes(self) -> bool:
-        """Whether the latent gate mixes latent dims, and so needs whole latents."""
+        """Whether the latent gate mixes latent dims and therefore needs whole latents."""
         return self.gate in ("tensor", "dense")
 
     def rank_of(self, layer: int, slot: str) -> int | None:

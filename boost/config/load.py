@@ -53,7 +53,7 @@ def load(source: str | None, overrides: Sequence[str] = (), model: ModelConfig |
 
 
 def for_weights(config: Config, source: Config) -> Config:
-    """Adapts `config` to a run that starts from a checkpoint of configuration `source`, because defaults suit only new weights.
+    """Adapts `config` to a run that starts from a checkpoint (configuration: `source`), because defaults suit only new weights.
 
     Unless set, the peak learning rate is a tenth of the default, or a thirtieth if latents have an activation, which moves them
     further (docs/healing.md). The sequence length is the checkpoint's. Raises ConfigError.

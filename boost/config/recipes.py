@@ -41,7 +41,7 @@ class Recipe:
     name: str
     preset: str
     data: str
-    """Name of its corpus, which starts the recipe's name."""
+    """Name of its corpus, the prefix of the recipe's name."""
     corpus: Corpus
     source: str
     perplexity: float | None = None

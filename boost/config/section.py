@@ -178,7 +178,7 @@ class Tagged(Section):
     def dropped(
         cls, former: type[Self], new: type[Self], table: Mapping[str, Any], changes: Mapping[str, Any]
     ) -> set[str]:
-        """Fields of both choices whose values in the table are defaults of the former one, so they are removed too."""
+        """Fields of both choices whose values in the table are defaults of the previous one, so they are removed too."""
         return set()
 
     @classmethod

@@ -67,7 +67,7 @@ def stages_of(config: Config, pp_rank: int) -> tuple[Stage, ...]:
 
 @dataclass(frozen=True)
 class Costs:
-    """Cost of one micro-batch, forward and backward, in FLOPs of the unsharded model (TP divides all parts alike)."""
+    """Cost of one micro-batch, forward and backward, in FLOPs of the unsharded model (TP divides all parts equally)."""
 
     embedding: float
     blocks: tuple[float, ...]

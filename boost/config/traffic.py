@@ -17,7 +17,7 @@ CHUNK_ELEMENTS = 1 << 23
 """Local logits per chunk of the loss: 32 MiB in fp32."""
 
 CHUNK_TOKENS = 512
-"""Minimum number of tokens per chunk, whatever the vocabulary. A chunk of N tokens does 6 N FLOPs per element of the head's
+"""Minimum number of tokens per chunk, for any vocabulary. A chunk of N tokens does 6 N FLOPs per element of the head's
 gradient, which it reads and writes (8 bytes or more). With fewer tokens a GPU is memory-bound."""
 
 BUCKET_BYTES = 25 * 2**20

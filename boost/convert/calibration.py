@@ -105,8 +105,8 @@ def read_batches(store: TokenStore, tokens: int, seq_len: int, device: torch.dev
 def collect(decoder: Decoder, batches: Sequence[Batch], seed: int = 0) -> dict[str, GroupMoments]:
     """Moments of every group, by `group_name`, from one forward and backward pass over the batches.
 
-    Gradients are taken for targets sampled from the model itself (seed `seed`), not for the text's: then their second
-    moment is the Fisher matrix, the curvature of the divergence from this model, even if it has not converged.
+    Gradients are taken for targets sampled from the model itself (seed `seed`), not for the text's. Their second moment is
+    therefore the Fisher matrix, the curvature of the divergence from this model, even if the model has not converged.
     """
     device, names, moments = decoder.device, dict[LinearGroup, str](), dict[str, GroupMoments]()
     for layer, block in enumerate(block for block in decoder.blocks if isinstance(block, TransformerBlock)):

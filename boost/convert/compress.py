@@ -3,8 +3,8 @@
 1. Computes second moments of the inputs and output gradients of every linear in one forward and backward pass over the text
    (`boost.convert.calibration`).
 2. Chooses the ranks of all linears under one budget, by how much each direction affects the loss (`allot`).
-3. Truncates SVDs block by block and group by group (`Twins`), in the norm of these moments and with the inputs that the preceding
-   factorized blocks produce, corrected towards the dense model's outputs as far as the text supports it (`corrected`).
+3. Truncates the SVD of each linear, block by block (`Twins`), in the norm of these moments. Uses the inputs that the preceding
+   factorized blocks produce, and corrects W towards the dense model's outputs as far as the text supports it (`corrected`).
 """
 
 import heapq
@@ -119,7 +119,7 @@ class CompressedWeights:
     """Weights of the low-rank model, in the form that the importer reads."""
 
     def __init__(self, dense: Weights, compression: Compression, tokenizer: str | None) -> None:
-        """Calibrates, chooses ranks and factorizes. `tokenizer`: its fingerprint, if known. Raises BoostError."""
+        """Calibrates, chooses ranks and factorizes. `tokenizer`: fingerprint of the tokenizer, if known. Raises BoostError."""
         compression.check(dense.model)
         self.context, self.eos = dense.context, dense.eos
         self.start, self.starts_as_tokenizer = dense.start, dense.starts_as_tokenizer

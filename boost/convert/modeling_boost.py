@@ -42,7 +42,7 @@ LATENT_EPS = 1e-6
 
 
 class BoostConfig(PretrainedConfig):
-    """LLaMA's fields and those of the bottleneck.
+    """LLaMA's fields, and the fields of the bottleneck.
 
     rank: r of every linear; ranks: exceptions by name (attn, mlp.down, layers.3.attn.q; the most specific name applies);
     rope_factor, rope_low_freq, rope_high_freq, rope_original_len: Llama 3.1's RoPE scaling (factor 1: none);

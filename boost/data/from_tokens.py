@@ -63,7 +63,7 @@ class TokenFile:
         """Consecutive ids of one document, not validated, and whether the document ends with them."""
         ids, start = FileArray(self.path, self.dtype), 0
         for end in map(int, _ends_at_eos(ids, eos) if self.ends is None else self.ends):
-            for at in range(start, max(end, start + 1), _BLOCK):  # one empty piece of an empty document
+            for at in range(start, max(end, start + 1), _BLOCK):  # one empty piece for an empty document
                 yield ids[at : min(at + _BLOCK, end)], at + _BLOCK >= end
             start = end
 
@@ -161,7 +161,7 @@ class _Part:
 
 
 class TokenInput:
-    """The files of `--from-tokens`. Lists them and checks their headers when it is created. Raises `DataError`."""
+    """The files of `--from-tokens`. The constructor lists them and checks their headers. Raises `DataError`."""
 
     def __init__(self, options: PrepareOptions) -> None:
         assert options.from_tokens is not None

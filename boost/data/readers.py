@@ -1,8 +1,8 @@
 """Converts files to documents by suffix: text, JSON, CSV, Parquet and Arrow, plain or compressed. No input is ever executed.
 
-A problem with a whole file raises `Unreadable`; the caller either ends the run (the user named that file) or records it in
-the report (a folder was walked). A problem with one line or row is recorded in the report directly. Documents that precede the
-damage in a file are kept.
+A problem with a whole file raises `Unreadable`; the caller either ends the run (if the user named that file) or records it
+in the report (if the file is in a folder). A problem with one line or row is recorded in the report directly. Documents that
+precede the damage in a file are kept.
 """
 
 import bz2
@@ -179,8 +179,8 @@ def find_text_column(wanted: str | None, columns: dict[str, bool], entry: FileRe
 
 @contextmanager
 def counting(documents: Callable[[], int]) -> Iterator[None]:
-    """Context for choosing the column of a file: if there is none, all of its `documents` are skipped. A file that is damaged as
-    well counts as one."""
+    """Context for choosing the column of a file: without one, all of its `documents` count as skipped. A file that is also
+    damaged counts as one."""
     try:
         yield
     except Unreadable as problem:

@@ -222,7 +222,7 @@ class TokenWriter:
     """Appends encoded text to the files of a folder. A context manager; `finish` completes the store."""
 
     def __init__(self, folder: Path, dtype: np.dtype[Any], eos: int, committed: dict[str, Any] | None = None) -> None:
-        """`committed`: what `commit` returned; continues there. Raises `DataError` if the files no longer have that content."""
+        """`committed`: the result of `commit` to continue from. Raises `DataError` if the files no longer have that content."""
         self.folder, self.dtype, self.eos = folder, dtype, eos
         self.sizes = {name: {"tokens": 0, "documents": 0, "bytes": 0, "largest_token": 0} for name in SPLITS}
         self._digests = {name: hashlib.sha256() for name in SPLITS}

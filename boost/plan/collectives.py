@@ -68,8 +68,8 @@ def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     """Collectives of a full optimizer step on one process of the first replica: micro-batches, gradient reduction and step stats.
 
     For LORO this is a regular step; `boost.plan.optimizer` lists what an exact step adds. Gradient reductions (phase 'step')
-    overlap the last backward pass at run time, but are listed after it. Micro-batches are listed one after another, whatever the
-    pipeline schedule.
+    overlap the last backward pass at run time, but are listed after it. Micro-batches are listed one after another,
+    regardless of the pipeline schedule.
     """
     if config.divides_moments:
         exchanged = exchange_collectives(with_whole_weights(config), stages_of(config, pp_rank))

@@ -299,8 +299,8 @@ class Hardware(Section):
 
 
 def communicators(parallel: ParallelConfig) -> int:
-    """Largest number of NCCL communicators that a process of this mesh opens: one for each group of `parallel.mesh.mesh_of` and for
-    all processes, and one for each neighbor in the pipeline, with which stages exchange metadata."""
+    """Largest number of NCCL communicators that a process of this mesh opens: one per group of `parallel.mesh.mesh_of`, one for
+    all processes, and one per pipeline neighbor, over which stages exchange metadata."""
     axes = sum(size > 1 for size in parallel.axes.values())
     replicas = parallel.dp * parallel.cp * parallel.tp > 1
     return (parallel.world_size > 1) + axes + (parallel.cp > 1) + replicas + min(parallel.pp - 1, 2)

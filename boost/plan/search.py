@@ -397,7 +397,7 @@ def require_legal(search: Search) -> None:
             for policy in policies(request, parallel):
                 rules.check(request.variant(parallel, micro_batch, *policy))
     raise ConfigError(
-        f"no mesh of {request.gpus} GPUs is legal for model.layers = {request.base.model.layers} with these choices; remove some"
+        f"no mesh of {request.gpus} GPUs is valid for model.layers = {request.base.model.layers} with these choices; remove some"
     )
 
 

@@ -275,7 +275,7 @@ def test_a_megatron_file_that_does_not_match_its_index(tmp_path):
     index = write_megatron(tmp_path / "x", DOCUMENTS)
     data = index.with_suffix(".bin").read_bytes()
     index.with_suffix(".bin").write_bytes(data[:-2])
-    with pytest.raises(DataError, match=r"x\.bin has 28 bytes, but x\.idx says 30; copy it again"):
+    with pytest.raises(DataError, match=r"x\.bin has 28 bytes, but x\.idx expects 30; copy it again"):
         open_token_files(index, "uint16")
     index.with_suffix(".bin").unlink()
     with pytest.raises(DataError, match=r"x\.bin: no such file"):

@@ -128,7 +128,7 @@ def move_the_end(store):
 
 
 DAMAGES = {
-    "fewer bytes than": (truncate, r"train\.tokens has \d+ bytes, but store\.json says \d+"),
+    "fewer bytes than": (truncate, r"train\.tokens has \d+ bytes, but store\.json expects \d+"),
     "other offsets": (move_the_end, r"train\.documents does not span the \d+ tokens"),
     "other tokenizer": (swap_tokenizer, "not the tokenizer that produced the tokens"),
     "no offsets": (lambda s: (s.path / "heldout.documents").unlink(), r"heldout\.documents is missing"),
