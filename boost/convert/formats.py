@@ -242,8 +242,8 @@ def form_of(model: ModelConfig, merge: bool, official: bool = True) -> Form:
     """Returns the form in which a model is exported. `merge`: merge the factors of linears without activation into one matrix;
     `official`: prefer the official CoLA format over our own if it supports the model.
 
-    The official CoLA class supports one rank, silu in every bottleneck, RoPE without scaling, and no grouped-query attention, because
-    it computes the width of all heads as hidden_size / num_attention_heads. Other models use our modeling file.
+    The official CoLA class supports one rank, silu in every bottleneck, RoPE without scaling, and no grouped-query attention: it
+    computes the width of all heads as hidden_size / num_attention_heads. Other models use our modeling file.
     """
     if model.family == "dense":
         return "llama"
