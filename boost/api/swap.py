@@ -44,7 +44,7 @@ def lowrank(
     such as a tied head, and linears whose factors would not have fewer parameters are also left unchanged.
 
     Args:
-        module: any model. transformers' `Conv1D` (GPT-2) and subclasses of `nn.Linear` that compute the same also count.
+        module: any model. Linears include transformers' `Conv1D` (GPT-2) and subclasses of `nn.Linear` that compute the same.
         rank: rank of the factors; a float is a fraction of each linear's smaller width. A mapping has one rank for each pattern of
             module names: the first match wins, and linears without a match are left unchanged.
         init: "svd" approximates each weight by its truncated SVD; "random" draws new factors.
@@ -212,7 +212,7 @@ def _replace(module: nn.Module, name: str, linear: Any, rank: int, init: str, ac
             plain.bias.copy_(linear.bias)
     factors = LowRankLinear.from_linear(plain, rank, init=init, activation=activation)
     if plain is not linear:
-        factors.conv1d = type(linear)  # type: ignore[assignment]  # what it is merged to
+        factors.conv1d = type(linear)  # type: ignore[assignment]  # the class that a merge restores
     _set(module, name, factors)
 
 

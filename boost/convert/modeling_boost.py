@@ -236,7 +236,7 @@ class BoostHeads(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         """Returns the residual update [B, S, D], latents of q, k, v, o, and attention weights if the implementation has them.
 
-        The paged cache of continuous batching reads from `kwargs` where in its pages the tokens belong.
+        The paged cache of continuous batching reads the tokens' page positions from `kwargs`.
         """
         projections = (self.q_proj, self.k_proj, self.v_proj)
         projected = [linear(x_BSD, h) for linear, h in zip(projections, prev_latents[:3], strict=True)]

@@ -85,7 +85,7 @@ class FileArray:
         return np.frombuffer(data, dtype=self.dtype)
 
     def read_bytes(self, start: int, length: int) -> bytes:
-        """`length` bytes from `start`. Raises `DataError` if the file became shorter or cannot be read."""
+        """`length` bytes from `start`. Raises `DataError` if the file was truncated or cannot be read."""
         parts, left = [], length
         while left:
             try:

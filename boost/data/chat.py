@@ -83,7 +83,7 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: see `load_chat_template`. Raises ConfigError or DataError, also if it has no template."""
+        """`folder`: see `load_chat_template`. Raises ConfigError or DataError, including if it has no template."""
         self._tokenizer = _load(folder)
         if not self._tokenizer.chat_template:
             raise DataError(

@@ -68,7 +68,7 @@ class Encoder:
             left -= len(piece)
             self._batch.append((entry, split, piece, left == 0))
             self._chars += len(piece)
-            # A document that fills a batch also ends one, so that long documents do not keep the queue from being empty.
+            # A document that fills a batch also ends it, so that the queue is empty regularly even with long documents.
             if self._chars >= BATCH_CHARS or (flushed and left == 0):
                 self.flush()
                 self._on_batch(left)

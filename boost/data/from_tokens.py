@@ -234,7 +234,7 @@ def build_from_tokens(
         if rule.single:
             raise DataError(
                 f"--from-tokens {tokens.name} is one document, so none can be held out; pass held-out ids with "
-                "--heldout-from, or name the token that ends documents with --eos"
+                "--heldout-from, or pass the end-of-document token with --eos"
             )
     count_bytes = byte_counter(tokenizer)
     progress.phase("copying the ids", tokens.size)

@@ -6,7 +6,7 @@ from typing import Any
 
 from boost.config.text import printable
 
-# Enough examples to find the problem; ten million bad lines must not become ten million strings.
+# Enough examples to find the problem, without keeping a string for each of ten million bad lines.
 MAX_EXAMPLES = 5
 
 

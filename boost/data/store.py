@@ -9,7 +9,7 @@
     STORE/train.targets        with a loss mask (`boost prepare --chat`): little-endian int64, 2 n_spans boundaries of
     STORE/heldout.targets      the spans of tokens that count toward the loss
 
-Every document ends with the end-of-document token. A store gets its name only once it is complete.
+Every document ends with the end-of-document token. A store gets its final name only when it is complete.
 """
 
 import bisect
@@ -113,7 +113,7 @@ class Split:
         return self.n_target_bytes / self.n_targets
 
     def window(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """Tokens [length] from `start`, copied to int64. Raises IndexError out of range, `DataError` if the file became shorter
+        """Tokens [length] from `start`, copied to int64. Raises IndexError out of range, `DataError` if the file was truncated
         or contains an invalid token id (on a GPU this would only be a failed device assertion)."""
         self._check(start, length)
         tokens = np.asarray(self.tokens[start : start + length], dtype=np.int64)

@@ -119,7 +119,7 @@ def new_store(store: Path) -> Iterator[Path]:
     or holds what an interrupted run has committed.
 
     The store is read back before it is published. On any error, an existing store is unchanged. The folder is removed, unless it
-    has a commit and the error is not about the data: then the next run continues.
+    has a commit and the error is not about the data, so that the next run can continue.
     Raises `StorageError` if the disk is full, `DataError` if the data read back does not match.
     """
     folder = sibling(store, "tmp")

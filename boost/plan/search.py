@@ -402,7 +402,7 @@ def require_legal(search: Search) -> None:
 
 
 # A grid of searches. More tokens per step amortize the communication that happens once per step; with many GPUs or few tokens, DP
-# alone runs out of sequences. Pipelines are not used unless they are fixed.
+# alone runs out of sequences. Pipelines are not used unless the user fixed them.
 
 MOST_TOKENS = 1 << 22
 """Largest number of tokens per step in a grid."""

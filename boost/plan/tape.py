@@ -129,7 +129,7 @@ class Tape:
     def __init__(self, tokens: int, largest: int, processes: int = 1) -> None:
         """`tokens`: tokens per micro-batch. `largest`: width of the longest vector.
 
-        Tensors up to either size are too small to count as work, and so is the norm statistic that `processes` processes exchange.
+        Tensors up to either size are too small to count as work, as is the norm statistic that `processes` processes exchange.
         """
         self.live = 0
         self.peak = 0

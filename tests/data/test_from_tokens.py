@@ -168,7 +168,7 @@ def test_nothing_to_read_is_an_error(tmp_path, tokenizer):
         prepare(options(tmp_path, tokenizer, tmp_path))
     np.array([5, 0], "<u2").tofile(tmp_path / "one.bin")
     with pytest.raises(
-        DataError, match="is one document, .* --heldout-from, or name the token that ends documents with --eos"
+        DataError, match="is one document, .* --heldout-from, or pass the end-of-document token with --eos"
     ):
         prepare(options(tmp_path, tokenizer, tmp_path / "one.bin"))
 
