@@ -1,4 +1,4 @@
-"""Token store to batches: the order of samples is a function of (seed, step) alone, independent of the number of processes.
+"""Turns a token store into batches. The order of samples depends only on (seed, step), not on the number of processes.
 
 Sample i of a split is the window tokens[i * S : i * S + S + 1]: its first S tokens are inputs, its last S are targets. In a split
 with a loss mask, samples are packed documents, and only the tokens of its mask are targets (`PackedWindows`).

@@ -194,7 +194,7 @@ def counting(documents: Callable[[], int]) -> Iterator[None]:
 
 @contextmanager
 def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[io.BufferedReader]:
-    """Opens a file for reading; a UTF-8 byte order mark remains. Notes in `entry` if it was transcoded.
+    """Opens a file for reading; keeps a UTF-8 byte order mark. Notes in `entry` if it was transcoded.
 
     Raises `Unreadable` for a damaged compressed file, here or in the body of the `with` statement.
     """

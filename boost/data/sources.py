@@ -27,7 +27,7 @@ DATASET_DICT = "dataset_dict.json"
 DATASET_METADATA = {"dataset_info.json", "state.json"}
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "lib-dynload", "_bundled", "__pycache__"}
 STDLIB_SKIPPED |= {"test", "tests", "idlelib", "idle_test"}
-"""Folders of the standard library. Third-party packages are not part of it; tests and bundled tools would be half of the text."""
+"""Folders to skip: third-party packages are not in the standard library; tests and bundled tools would be half of the text."""
 
 
 @dataclass(frozen=True)

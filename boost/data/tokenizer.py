@@ -79,7 +79,7 @@ def load_tokenizer(spec: str | Path) -> "Tokenizer":
             # The Rust side raises a plain Exception for anything it cannot parse.
             raise DataError(f"{path}: not a Hugging Face tokenizer.json: {_first_line(error)}") from error
     if str(spec).startswith((".", "/", "~")) or str(spec).endswith(".json"):
-        raise DataError(f"--tokenizer {spec}: no such file; name a tokenizer.json, a Hub tokenizer, or train:4096")
+        raise DataError(f"--tokenizer {spec}: no such file; pass a tokenizer.json, a Hub tokenizer, or train:4096")
     from boost.data.hub import quiet_hub
 
     try:

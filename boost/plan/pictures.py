@@ -388,7 +388,7 @@ def _weights(inspection: Inspection, group: GroupSpec, factor: str) -> DiagramRo
 def _bars(inspection: Inspection, group: GroupSpec) -> dict[str, list[DiagramRow]]:
     """Collectives of a group by position: before the norm, at its input, between the factors, at its output.
 
-    Labels are such as 'all-reduce T x (3r + statistic) · 152 MB', with the bytes sent by one process.
+    Labels look like 'all-reduce T x (3r + statistic) · 152 MB', with the bytes sent by one process.
     """
     labels: dict[tuple[str, str], list[str]] = {}
     for c in inspection.of_micro_batch:

@@ -91,7 +91,7 @@ MAX_TRIES = 2
 """How many GPU counts to search."""
 
 EVEN_SHARE = 0.75
-"""Minimum fraction of the GPUs among the numbers over which the batch divides better."""
+"""Minimum fraction of the GPUs for counts over which the batch divides better."""
 
 
 def fewer_gpus(search: Search, best: Plan, plans: Sequence[Plan] = ()) -> tuple[Search, Plan] | None:
@@ -120,7 +120,7 @@ def fewer_gpus(search: Search, best: Plan, plans: Sequence[Plan] = ()) -> tuple[
 
 
 def _numbers(request: Request) -> list[int]:
-    """Numbers of GPUs to try: one site, those over which the batch divides better, one half, one node, one quarter, ..."""
+    """GPU counts to try: one site, counts over which the batch divides better, one half, one node, one quarter, ..."""
     gpus, batch, hardware = request.gpus, request.base.train.global_batch, request.hardware
     even: list[int] = []
     if batch % gpus:

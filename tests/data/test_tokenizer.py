@@ -119,7 +119,7 @@ def test_eos_by_name_by_config_by_guess_or_an_error(tmp_path):
     assert tk.find_eos(tokenizer, spec=tmp_path) == ("<|endoftext|>", 3)
     with pytest.raises(DataError, match="--eos nope: not a token"):
         tk.find_eos(tokenizer, "nope")
-    with pytest.raises(DataError, match="name one of its tokens with --eos TOKEN"):
+    with pytest.raises(DataError, match="pass one of its tokens with --eos TOKEN"):
         tk.find_eos(word_level("?", "a"))
 
 
