@@ -33,9 +33,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="prepare, train, evaluate and compare a published run",
         usage="boost recipe [RECIPE] [--data PATH] [--steps N] [--yes] [--dry-run]\n"
         "                    [--section.key value ...]",
-        description="Runs a published recipe from start to finish: prepares its data, trains its preset, evaluates, and compares with\n"
-        "the published perplexity. Prints the budget first. Interrupt it at any time; the same command continues.\n"
-        "Without RECIPE, lists the recipes.",
+        description="Runs a published recipe from start to finish: prepares its data, trains its preset, evaluates, and\n"
+        "compares with the published perplexity. Prints the budget first. Interrupt it at any time; the same command\n"
+        "continues. Without RECIPE, lists the recipes.",
         epilog="examples:\n"
         "  boost recipe                                     the list: preset, data, tokens, published perplexity\n"
         "  boost recipe c4-60m --dry-run                    the budget: tokens and disk\n"

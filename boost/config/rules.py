@@ -33,7 +33,7 @@ def check(config: Config) -> None:
 
 
 MAX_PARAMETERS = 10**13
-"""Ten times the largest published models. A larger model is a typo, which would otherwise appear only as an out-of-memory error."""
+"""Ten times the largest published models. A larger model is a typo, which would otherwise only show up as running out of memory."""
 _USUAL = {"model.dim": 16384, "model.layers": 128, "model.vocab_size": 262144, "model.ffn_dim": 65536}
 """Dimensions of the largest models, used to find the one that is out of proportion."""
 
