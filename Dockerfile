@@ -6,7 +6,7 @@
 #   docker run --rm --gpus all --shm-size 16g --volume "$PWD/work:/work" boost:0.1.0 train demo
 #
 # The slim image has no CUDA: torch's wheels bring CUDA and NCCL, and the host's container toolkit brings the driver.
-# constraints.txt was resolved with Python 3.11. Never built so far: there was no container runtime to build it with.
+# constraints.txt was resolved with Python 3.11. This image has never been built, because we had no container runtime.
 FROM python:3.11-slim
 
 # Triton compiles its launchers with the system's C compiler (train.compile, the default on GPUs).
@@ -14,12 +14,12 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 
-# PyPI's build of torch for Linux is a CUDA build. Another CUDA version: TORCH_INDEX=https://download.pytorch.org/whl/cu130.
+# PyPI's build of torch for Linux is a CUDA build. For another CUDA version, set TORCH_INDEX=https://download.pytorch.org/whl/cu130.
 ARG TORCH=2.13.0
 ARG TORCH_INDEX=https://pypi.org/simple
 RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" --extra-index-url https://pypi.org/simple "torch==$TORCH"
 
-# torch comes first, so that a change of the code does not download it again.
+# Install torch first, so that code changes do not download it again.
 WORKDIR /src
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY boost boost

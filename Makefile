@@ -5,7 +5,7 @@
 #   make test     the test suite, on every commit (about 14 minutes on two cores)
 #   make quick    quick tests during development: every layout once, no subprocesses (two and a half minutes)
 #   make nightly  tests that are too slow to run on every commit, then make versions
-#   make softgpu  what the nightly tests of GPU code need on a machine without a GPU, in .softgpu/$TORCH (7 GB; once for each version:
+#   make softgpu  install what the nightly tests of GPU code need on a machine without a GPU, in .softgpu/$TORCH (7 GB; once per version:
 #                 `TORCH=2.11.0 make softgpu`; CUDA_VENV=PATH uses an environment that has a CUDA build of torch)
 #   make versions the test suite on the oldest and on the newest supported torch, in build/venv-oldest and build/venv-newest
 #   make check    lint, format and types
@@ -16,13 +16,13 @@
 #   make recompute memory saved and time added by recomputation, into benchmarks/results/ (15 minutes)
 #   make validate the performance model against steps measured on this machine, into benchmarks/results/ (ten minutes; keep the machine idle)
 #   make bench    the paper's evaluation on this machine, and the report of all results, benchmarks/report.html (about 2.4 hours;
-#                 keep the machine idle; resumes after an interruption, and `python -m benchmarks evaluation --list` says what is left)
+#                 keep the machine idle; resumes after an interruption, and `python -m benchmarks evaluation --list` shows what is left)
 #   make report   rebuild the report from existing results
 
 PYTHON ?= python3
 SOFTGPU ?= .softgpu
 VENV ?= .venv
-# The newest version whose CPU build can be installed where we test: 2.2 GB, against 6.6 GB for the CUDA builds of 2.14 and 2.15.
+# The newest version whose CPU build we can install: 2.2 GB, compared with 6.6 GB for the CUDA builds of 2.14 and 2.15.
 # `make nightly` runs the suite on the oldest and the newest supported version.
 TORCH ?= 2.13.0
 OLDEST ?= 2.11.0
@@ -48,7 +48,7 @@ endif
 
 setup: $(READY)
 
-# Install torch first: otherwise, a package that depends on "torch" would pull in the CUDA build.
+# Install torch first; otherwise, a package that depends on "torch" would pull in the CUDA build.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "boost needs Python 3.11 or newer: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }

@@ -11,19 +11,19 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
-# Whole nodes: otherwise the one task per node would get one core for all of its processes.
+# Whole nodes; otherwise, each node's task would get one core for all of its processes.
 #SBATCH --exclusive
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append
-# After a node failure or a preemption Slurm itself requeues the job.
+# After a node failure or a preemption, Slurm itself requeues the job.
 #SBATCH --requeue
-# To this shell only (B:), 120 s before the limit. Increase it if a checkpoint takes longer.
+# Signal only this shell (B:), 120 s before the limit. Increase the time if a checkpoint takes longer.
 #SBATCH --signal=B:USR1@120
 
 set -euo pipefail
 
-# Seconds that the processes of a node have to save before torchrun kills them: less than the 120 s above. torch 2.11 supports
-# neither this variable nor --shutdown-timeout and waits 30 s.
+# How many seconds a node's processes have to save before torchrun kills them: less than the 120 s above. torch 2.11 does not
+# support this variable or --shutdown-timeout and waits 30 s.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 
 # If nodes have several networks, set the fast one for gloo and NCCL. gloo also needs it if a node's own name resolves to a
@@ -34,7 +34,7 @@ read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # Two jobs that share a node need different ports; the system assigns no ephemeral ports below 32768.
 port=$((20000 + SLURM_JOB_ID % 10000))
 
-# srun forwards SIGUSR1 to every torchrun. Not SIGTERM, which makes srun kill its tasks at once.
+# srun forwards SIGUSR1 to every torchrun. SIGTERM would make srun kill its tasks at once.
 requeue='' step='' interrupted=''
 # shellcheck disable=SC2329 # called by the traps
 forward() {
