@@ -33,14 +33,14 @@ EXPERIMENTS = {
 }
 
 RESULTS, PAGE = Path("benchmarks/results"), Path("benchmarks/report.html")
-"""The project's own results and their page."""
+"""The project's results and report."""
 
 LEAST_ROUNDS = 7
 """Minimum number of timed rounds."""
 
 
 def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """Builds the parser of all experiments, with the arguments of the one that `words` begins with."""
+    """Builds the parser for all experiments, with the arguments of the one named first in `words`."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Runs an experiment and writes its results, with tables and figures, to benchmarks/results.",
@@ -106,7 +106,7 @@ def tp_config(args: argparse.Namespace) -> Config:
 
 
 def run_processes(function: Callable[..., int], arguments: tuple[Any, ...], processes: int) -> int:
-    """Runs `function(*arguments)` on each process: this one under torchrun, else new ones. Returns the exit code."""
+    """Runs `function(*arguments)` on this process under torchrun, otherwise on new ones. Returns the exit code."""
     from boost.train.launch import launch, under_torchrun
 
     return function(*arguments) if under_torchrun() else launch(function, arguments, processes, log_dir=None)

@@ -1,14 +1,14 @@
-"""Speed of generation: a low-rank model, its factors grouped and unmerged, against the dense model of its shape in transformers.
+"""Measures generation speed: a low-rank model with grouped, unmerged factors against transformers' dense model of the same shape.
 
     python -m benchmarks.decode [--rounds 9] [--threads 1 2] [--sizes ...] [--dtypes ...] [--batches ...]
 
-writes benchmarks/decode.json. A result replaces the one of the same size, dtype, threads and batch.
+writes benchmarks/decode.json. A result replaces any with the same size, dtype, threads and batch.
 
-In every round, each contender continues the same prompts once, greedily: the low-rank (CoLA) model in `boost generate`'s code,
-its export in transformers, and the dense model of the same width, depth and vocabulary in transformers. Prefill is the time to
-the first token; decode is the mean time of the tokens after it. Ratios are medians over rounds of the ratio in a round, with a
-bootstrap interval. A product of a large matrix and a vector is the machine's read bandwidth, a large GEMM its FLOP/s: both are
-timed in every round, and give the limits. Keep the machine idle.
+In every round, each contender continues the same prompts once with greedy decoding: the low-rank (CoLA) model in the code of
+`boost generate`, its export in transformers, and the dense model of the same width, depth and vocabulary in transformers. Prefill
+is the time to the first token; decode is the mean time per later token. Ratios are medians of per-round ratios, with a bootstrap
+interval. Every round also times a large matrix-vector product (read bandwidth) and a large GEMM (FLOP/s), which set the limits.
+Keep the machine idle.
 """
 
 import argparse
@@ -51,7 +51,7 @@ SIZES: dict[str, dict[str, Any]] = {
 BATCHES = {1: (128, 17), 16: (32, 9)}
 """Batch -> (tokens of each prompt, tokens to generate)."""
 READ_ROWS, GEMM_WIDTH = 16384, 2048
-"""Of the matrix that measures bandwidth, [READ_ROWS, 4096], and of the GEMM."""
+"""Rows of the matrix that measures bandwidth, [READ_ROWS, 4096], and the GEMM's width."""
 
 LOW_RANK, EXPORTED, DENSE = "low-rank, boost", "low-rank, transformers", "dense, transformers"
 
@@ -60,7 +60,7 @@ class Run(NamedTuple):
     """One generation."""
 
     seconds: list[float]
-    """From the start to each token of all sequences."""
+    """Seconds from the start to each token of all sequences."""
     texts: list[list[int]]
 
     @property
@@ -70,7 +70,7 @@ class Run(NamedTuple):
 
     @property
     def decode(self) -> float:
-        """Seconds per step after it, each of which adds a token to every sequence."""
+        """Seconds per later step, each of which adds a token to every sequence."""
         return (self.seconds[-1] - self.seconds[0]) / (len(self.seconds) - 1)
 
 
@@ -100,7 +100,7 @@ def main() -> int:
 
 
 def save(path: Path, result: dict[str, Any]) -> None:
-    """Adds a result to a file, in place of an earlier one."""
+    """Adds a result to a file, replacing an earlier one."""
 
     def identity(each: dict[str, Any]) -> list[Any]:
         return [each[key] for key in ("size", "dtype", "batch", "threads")]
@@ -112,7 +112,7 @@ def save(path: Path, result: dict[str, Any]) -> None:
 
 
 def config_of(size: str, family: str, dtype: str) -> Config:
-    """The configuration of a family in this size."""
+    """The configuration of a family at this size."""
     sizes = [f"--model.{key}={value}" for key, value in SIZES[size].items()]
     rank = [] if family == "dense" else [f"--model.rank={SIZES[size]['dim'] // 4}"]
     dtypes = [f"--train.{key}_dtype={dtype}" for key in ("param", "compute")]
@@ -121,7 +121,7 @@ def config_of(size: str, family: str, dtype: str) -> Config:
 
 
 class Models:
-    """The models of one size and dtype: checkpoints, and their exports in transformers."""
+    """The models of one size and dtype: checkpoints, and their transformers exports."""
 
     def __init__(self, size: str, dtype: str, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -153,7 +153,7 @@ class Models:
         return in_boost(decoder)
 
     def equal(self, batch: int) -> dict[str, float]:
-        """For each family, the share of greedy tokens in boost that equal those of its export in transformers."""
+        """For each family, the fraction of boost's greedy tokens that match those of its transformers export."""
         found = {}
         for family, exported in self._exported.items():
             prompts = prompts_of(batch, 24)
@@ -205,7 +205,7 @@ def in_transformers(model: Any) -> Contender:
 
 
 def prompts_of(batch: int, length: int) -> list[list[int]]:
-    """Prompts of random tokens: the speed does not depend on them."""
+    """Random prompts; speed does not depend on the tokens."""
     generator = torch.Generator().manual_seed(0)
     found: list[list[int]] = torch.randint(VOCABULARY, (batch, length), generator=generator).tolist()
     return found
@@ -221,7 +221,7 @@ def measure(
         equal = models.equal(batch)
         if dtype == "float32" and min(equal.values()) < 1:
             raise MeasurementError(
-                f"greedy texts differ in {size}: {equal}; the timings would be of different functions"
+                f"greedy texts differ at {size}: {equal}; the timings would compare different functions"
             )
         contenders = models.contenders(batch)
         for count in threads:
@@ -255,7 +255,7 @@ def interleaved(
 
 
 def best(call: Callable[[], Tensor]) -> float:
-    """Seconds of the fastest of five calls."""
+    """Time of the fastest of five calls, in seconds."""
     seconds = []
     for _ in range(5):
         begun = time.perf_counter()
@@ -265,7 +265,7 @@ def best(call: Callable[[], Tensor]) -> float:
 
 
 def summary(size: str, dtype: str, batch: int, length: int, new: int, runs: dict[str, list[Any]]) -> dict[str, Any]:
-    """Seconds with quartiles, ratios to the dense model with intervals, and limits of the hardware."""
+    """Seconds with quartiles, ratios to the dense model with intervals, and hardware limits."""
     itemsize = getattr(torch, dtype).itemsize
     bandwidth = READ_ROWS * 4096 * itemsize / statistics.median(runs["read"])
     peak = 2 * GEMM_WIDTH**3 / statistics.median(runs["gemm"])
@@ -273,9 +273,7 @@ def summary(size: str, dtype: str, batch: int, length: int, new: int, runs: dict
     limits = {}
     for family, name in (("cola", LOW_RANK), ("dense", DENSE)):
         model = config_of(size, family, dtype).model
-        read = (
-            parameter_count(model) - model.vocab_size * model.dim
-        )  # weights that a token reads: all but the embedding
+        read = parameter_count(model) - model.vocab_size * model.dim  # weights read per token: all but the embedding
         bytes_ = itemsize * (read + batch * cached * 2 * model.layers * model.kv_heads * model.head_dim)
         flops = prefill_flops(model, batch, length)
         limits[name] = {
@@ -305,7 +303,7 @@ def summary(size: str, dtype: str, batch: int, length: int, new: int, runs: dict
 
 
 def prefill_flops(model: ModelConfig, batch: int, length: int) -> float:
-    """FLOPs of the prompts: linears and causal attention of all tokens, the head of the last ones."""
+    """Prompt FLOPs: linears and causal attention of all tokens, and the head of each last token."""
     norms = (2 * model.layers + 1) * model.dim
     linears = parameter_count(model) - 2 * model.vocab_size * model.dim - norms
     attention = 2 * length * model.heads * model.head_dim * model.layers

@@ -64,7 +64,7 @@ class Run:
         """Kills processes `args.kills` times; yields the time and victims of each kill."""
         for _ in progress(range(self.args.kills), f"kills of {self.folder.parent.name}"):
             time.sleep(min(chance.expovariate(1 / self.args.every), 3 * self.args.every))
-            # Drawn once per kill: otherwise a replica that is slow to rejoin would attract all kills.
+            # Drawn once per kill; otherwise, a replica that is slow to rejoin would attract all kills.
             wants_outside = chance.random() < 0.3
             while self.process.poll() is None:
                 if victims := self.victims(chance, wants_outside):
@@ -79,21 +79,21 @@ class Run:
                 time.sleep(0.05)
 
     def has_resharded(self, replicas: int) -> bool:
-        """Whether a step has been completed since the replicas changed, to `replicas`: it has resharded the optimizer moments."""
+        """Whether the run changed to `replicas` replicas and then completed a step, which reshards the optimizer moments."""
         changes = lines(self.folder, "membership")
         if not changes:
             return True
         return changes[-1]["replicas"] == replicas and lines(self.folder, "step")[-1]["step"] > changes[-1]["step"]
 
     def workers(self) -> list[Beat]:
-        """The live processes that send heartbeats, once all of them train."""
+        """The live processes that send heartbeats, once all are training."""
         launch = next(self.temporary.glob("boost-launch-*"), None)
         beats = read_beats(launch) if launch is not None else []
         return [beat for beat in beats if alive(beat.pid)] if all(beat.step for beat in beats) else []
 
     def victims(self, chance: random.Random, wants_outside: bool) -> list[Beat]:
-        """Processes to kill now; with `wants_outside`, one of a rejoining replica if there is any. Empty if the kill would leave
-        no replica with weights."""
+        """Processes to kill now; with `wants_outside`, one of a rejoining replica, if any. Empty if the kill would leave no
+        replica with weights."""
         launch = next(self.temporary.glob("boost-launch-*"), None)
         if launch is None or (latest := membership(launch)) is None:
             return []
@@ -111,7 +111,7 @@ class Run:
         inside = [member.incarnation for member in decision.members if member.incarnation in whole]
         outside = [name for name in beats if name not in inside and name not in gone]
         if self.spares_pairs and len(inside) < len(decision.members):
-            return []  # an earlier kill that the others have not noticed yet counts too
+            return []  # includes an earlier kill that the others have not noticed yet
         size = 2 if chance.random() < 0.2 and not self.spares_pairs else 1
         if outside and wants_outside:
             return [chance.choice(by_member[chance.choice(outside)])]
@@ -127,7 +127,7 @@ class Hosts:
     def __init__(self, args: argparse.Namespace, folder: Path, words: str, hosts: Sequence[Host]) -> None:
         self.args, self.folder, self.seconds = args, folder, 0.0
         self._losses: dict[int, int] = {}
-        """Replicas that were killed, and how many losses of each had been recorded by then."""
+        """Killed replicas, and how many losses of each had been recorded by then."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.began = time.monotonic()
         self.coordinator = subprocess.Popen(hosts[0].command(*BOOST, "coordinate"), stdout=subprocess.DEVNULL)
@@ -157,7 +157,7 @@ class Hosts:
             )
 
     def worker(self, number: int) -> int | None:
-        """The process ID of a replica; None if it is not running."""
+        """The process ID of a replica, or None if it is not running."""
         found = subprocess.run(
             ["pgrep", "-P", str(self.agents[number].pid), "-f", "boost.cli.main"], capture_output=True, text=True
         ).stdout.split()
@@ -179,9 +179,9 @@ class Hosts:
                 time.sleep(0.1)
 
     def victims(self, chance: random.Random, wants_outside: bool) -> list[int]:
-        """Replicas to kill now: with `wants_outside` one that is starting, if there is one. None if no replica with weights would
-        remain. Without a launcher that sees all processes, a loss is noticed only once the replica is silent or starts again;
-        until then it still counts as a member."""
+        """Replicas to kill now; with `wants_outside`, one that is starting, if any. None if no replica with weights would remain.
+        No launcher sees all processes, so a loss is noticed only when the replica falls silent or restarts; until then, the
+        replica counts as a member."""
         if not (self.folder / "metrics.jsonl").exists() or not (steps := lines(self.folder, "step")):
             return []
         inside = dict.fromkeys(range(PROCESSES), 0)
@@ -199,7 +199,7 @@ class Hosts:
         if unnoticed & set(chosen) or not all(map(self.worker, chosen)):
             return []
         safe = {replica for replica, step in inside.items() if steps[-1]["step"] > step} - unnoticed - set(chosen)
-        # Silent members still vote: by design, a minority of members that respond does not continue.
+        # Silent members still vote: by design, a responding minority does not continue.
         silent = unnoticed | (set(chosen) & set(inside))
         if not any(map(self.worker, safe)) or len(safe) < len(silent):
             return []
@@ -227,7 +227,7 @@ def training(args: argparse.Namespace, folder: Path, words: str) -> list[str]:
 
 
 def membership(launch: Path) -> tuple[Decision, set[str]] | None:
-    """(the latest membership decision, incarnations that are gone); None before the first decision."""
+    """(latest membership decision, dead incarnations); None before the first decision."""
     if not (launch / "members").exists():
         return None
     coordinator = Coordinator(dist.FileStore(str(launch / "members"), -1), 1, 1)

@@ -1,4 +1,4 @@
-"""Makes tasks for lm-evaluation-harness from the held-out text of a token store:
+"""Builds lm-evaluation-harness tasks from the held-out text of a token store:
 
     python -m benchmarks.local_tasks STORE --out DIR
     boost eval RUN --tasks local_cloze,local_continuation,local_order --task-folder DIR
@@ -7,8 +7,8 @@
     local_continuation   the true next words among three runs of words from elsewhere (as in HellaSwag); chance: 25%
     local_order          the true next words against the same words shuffled; chance: 50%
 
-A model that was trained on the store's training split has not seen this text. Questions are a function of the text and the seed:
-the same store and options write the same bytes. They compare models of one corpus; they are no standard benchmark.
+A model trained on the store's training split has not seen this text. Questions depend only on the text and the seed, so the same
+store and options produce the same bytes. They compare models trained on one corpus; they are not a standard benchmark.
 """
 
 import argparse
@@ -26,33 +26,33 @@ from boost.data.store import TokenStore
 from boost.errors import BoostError, DataError
 
 CONTEXT = 400
-"""Characters of context, up to a word more or less."""
+"""Characters of context, to the nearest word."""
 WORDS = 8
 """Words of a continuation."""
 CHOICES = 4
 LEAST = 20
-"""Fewest questions per task: with fewer, a score says nothing."""
+"""Minimum questions per task; with fewer, a score is meaningless."""
 
 GAP = re.compile(r"(?<=\S) (?=\S)")
-"""A single space between words, where a context may end."""
+"""A single space between words, at which a context may end."""
 WORD = re.compile(r"(?<=\S )[^\W\d_]{4,}\b")
-"""A word of letters behind a single space, which a cloze may ask for."""
+"""A word of letters after a single space, which a cloze may ask for."""
 
 Question = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class LocalTask:
-    """One task: how questions are made, and the rest of its YAML file."""
+    """A task: how to make its questions, and the rest of its YAML file."""
 
     name: str
     make: "Callable[[Sequence[str], random.Random], Iterator[Question]]"
-    """(documents, random numbers) -> an endless stream of candidates, or a finite one if the text has no more."""
+    """(documents, random numbers) -> a stream of candidates, finite if the text runs out."""
     yaml: str
 
 
 def cloze(documents: Sequence[str], rng: random.Random) -> Iterator[Question]:
-    """A context, and the word behind it, which it contains."""
+    """A context and its next word, which the context contains."""
     places = [
         (number, match.start(), match.group())
         for number, text in enumerate(documents)
@@ -66,7 +66,7 @@ def cloze(documents: Sequence[str], rng: random.Random) -> Iterator[Question]:
 
 
 def continuation(documents: Sequence[str], rng: random.Random) -> Iterator[Question]:
-    """A context, and its next words among others."""
+    """A context and its next words among wrong choices."""
     places = _places(documents, rng)
     for number, start in places:
         others = rng.sample(places, CHOICES - 1)
@@ -76,7 +76,7 @@ def continuation(documents: Sequence[str], rng: random.Random) -> Iterator[Quest
 
 
 def order(documents: Sequence[str], rng: random.Random) -> Iterator[Question]:
-    """A context, and its next words as they are and shuffled."""
+    """A context and its next words, in order and shuffled."""
     for number, start in _places(documents, rng):
         true = _next_words(documents[number], start)
         words = true.split(" ")
@@ -86,21 +86,21 @@ def order(documents: Sequence[str], rng: random.Random) -> Iterator[Question]:
 
 
 def _places(documents: Sequence[str], rng: random.Random) -> list[tuple[int, int]]:
-    """(document, index of a space) of every place with enough text before it, shuffled."""
+    """(document, index of a space) of every position with enough text before it, shuffled."""
     found = [(number, gap.start()) for number, text in enumerate(documents) for gap in GAP.finditer(text, CONTEXT)]
     rng.shuffle(found)
     return found
 
 
 def _context(text: str, end: int) -> str:
-    """About CONTEXT characters before `end`, from the beginning of a word on."""
+    """About CONTEXT characters before `end`, starting at a word."""
     start = max(end - CONTEXT, 0)
     cut = text[start:end]
     return cut if start == 0 else cut.partition(" ")[2] or cut
 
 
 def _next_words(text: str, start: int) -> str:
-    """The words behind the space at `start`, with single spaces: line breaks and indentation would give a choice away."""
+    """The words after the space at `start`, with single spaces, because line breaks and indentation would give a choice away."""
     return " ".join(text[start : start + 40 * WORDS].split()[:WORDS])
 
 
@@ -152,7 +152,7 @@ def heldout_documents(store: TokenStore) -> list[str]:
 
 
 def make_tasks(store: TokenStore, out: Path, questions: int, seed: int) -> dict[str, int]:
-    """Writes the tasks and their questions to a folder. Returns the number of questions of each.
+    """Writes the tasks and their questions to a folder. Returns the number of questions per task.
 
     Raises DataError if the held-out text is too short.
     """
@@ -179,9 +179,9 @@ def make_tasks(store: TokenStore, out: Path, questions: int, seed: int) -> dict[
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store", type=Path, help="a token store, such as data/stdlib")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the tasks")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="output folder for the tasks")
     parser.add_argument("--questions", type=int, default=400, metavar="N", help="questions per task (default 400)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice of questions (default 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed for choosing questions (default 0)")
     args = parser.parse_args(argv)
     if args.questions < 1:
         parser.error(f"--questions = {args.questions} is too small; smallest valid value: 1")

@@ -1,13 +1,13 @@
 """Soak test of in-step recovery: kills processes at random. `python -m benchmarks.recovery STORE FOLDER [--kills 50]`.
 
-Trains a small model on four processes (dp 4, dp 2 x tp 2, and dp 4 with ZeRO-1; fp64 and fp32) with frequent evaluations and saves;
-also dp 4 across two network namespaces if the machine allows them. Sends SIGKILL to random processes at random times: sometimes to
-two at once (except with ZeRO-1, where they may hold both copies of a shard), sometimes to a replica that is rejoining. At least one
-replica with weights always survives. Afterwards it checks that every step appears exactly once, that losses and weights match an
-undisturbed run, and that no files are left over.
+Trains a small model on four processes (dp 4, dp 2 x tp 2, and dp 4 with ZeRO-1; fp64 and fp32) with frequent evaluations and
+saves, and dp 4 across two network namespaces if the machine allows them. Sends SIGKILL to random processes at random times:
+sometimes to two at once (except with ZeRO-1, where they may hold both copies of a shard), sometimes to a replica that is
+rejoining. At least one replica with weights always survives. Then checks that every step appears exactly once, that losses and
+weights match an undisturbed run, and that no files are left over.
 
 Also measures useful tokens per second at several kill rates, with in-step recovery and with a restart from the latest checkpoint,
-and the step time with and without recovery when nothing fails (interleaved runs). Parts that are skipped keep their results in
+and the step time with and without recovery when nothing fails (interleaved runs). Skipped parts keep their results in
 recovery.json. Writes recovery.json and docs/pictures/recovery.svg.
 """
 
@@ -127,7 +127,7 @@ HOSTS = "two hosts, dp 4, fp64"
 
 
 def soak_hosts(args: argparse.Namespace) -> dict[str, Any]:
-    """The same soak with two replicas on each of two hosts: `boost coordinate`, and one torchrun per replica that restarts it."""
+    """The same soak on two hosts with two replicas each: `boost coordinate`, and one torchrun per replica, which restarts it."""
     folder = args.folder / "two-hosts"
     shutil.rmtree(folder, ignore_errors=True)
     words = f"{MODEL} {MESHES['dp 4']} {DTYPES['fp64']} --run.recovery in-step"
@@ -232,7 +232,7 @@ def compare(
     """Checks the invariants and summarizes the soak. Raises SystemExit if one is violated."""
     expected, actual = (lines(run.folder, "step") for run in (whole, killed))
     if [line["step"] for line in actual] != list(range(1, args.steps + 1)):
-        raise SystemExit(f"recovery: {killed.folder}/metrics.jsonl does not have every step once")
+        raise SystemExit(f"recovery: {killed.folder}/metrics.jsonl does not have every step exactly once")
     losses = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(actual, expected, strict=True))
     weights = difference(whole.folder, killed.folder)
     changes, replicas = lines(killed.folder, "membership"), None

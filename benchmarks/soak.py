@@ -2,10 +2,10 @@
 
 Trains the demo on two processes, with frequent checkpoints and occasional evaluations. Each round sends SIGKILL (sometimes
 SIGTERM, which asks the run to save and stop) at a random time to one worker, to the launcher, or to all processes at once, and then
-resumes the run. Afterwards it checks that metrics.jsonl has every step exactly once, that all losses match an undisturbed run, that
-no lock, temporary folder or process is left, and that every checkpoint verifies. Writes soak.json.
+resumes the run. Then checks that metrics.jsonl has every step exactly once, that all losses match an undisturbed run, that no
+lock, temporary folder or process remains, and that every checkpoint verifies. Writes soak.json.
 
-Goodput is the time of the steps that counted divided by wall-clock time, which includes startup, repeated steps, saves and
+Goodput is the time spent on steps that counted, divided by wall-clock time, which includes startup, repeated steps, saves and
 evaluations.
 """
 
@@ -33,7 +33,7 @@ from boost.train.progress import progress
 BOOST = [sys.executable, "-m", "boost.cli.main"]
 RESULT = Path(__file__).parent / "soak.json"
 WARNED = ("damaged", "set aside", "incomplete", "taking over")
-"""Words in warnings about damage from a kill."""
+"""Words that appear in warnings about damage from a kill."""
 
 
 def main() -> int:
@@ -81,7 +81,7 @@ def finish(process: "subprocess.Popen[str]") -> None:
 
 
 def soak(args: argparse.Namespace, run: Path) -> list[dict[str, Any]]:
-    """Kills the run repeatedly. Returns time, victim, signal and phase of each kill, and the steps reached and saved."""
+    """Kills the run repeatedly. Returns each kill's time, victim, signal and phase, and the steps reached and saved."""
     chance = random.Random(args.seed)
     rounds: list[dict[str, Any]] = []
     for _ in progress(range(args.kills), "kills"):
@@ -111,7 +111,7 @@ def one_round(args: argparse.Namespace, run: Path, chance: random.Random, after_
     begin = time.monotonic()
     out, err = process.communicate()
     ended_s = time.monotonic() - begin
-    for pid in workers:  # orphaned if the launcher was killed: they save or give up on their own
+    for pid in workers:  # orphans of a killed launcher save or exit without help
         while Path(f"/proc/{pid}/cmdline").exists() and b"boost" in Path(f"/proc/{pid}/cmdline").read_bytes():
             time.sleep(0.05)
     if "Traceback" in out + err:
@@ -170,7 +170,7 @@ def report(args: argparse.Namespace, whole: Path, killed: Path, rounds: list[dic
     """Checks the invariants and summarizes the soak. Raises SystemExit if one is violated."""
     expected, actual = lines(whole), lines(killed)
     if [line["step"] for line in actual] != list(range(1, args.steps + 1)):
-        raise SystemExit("soak: metrics.jsonl does not have every step once")
+        raise SystemExit("soak: metrics.jsonl does not have every step exactly once")
     differing = [a["step"] for a, b in zip(expected, actual, strict=True) if a["loss"] != b["loss"]]
     if differing:
         raise SystemExit(f"soak: losses differ starting at step {differing[0]}")

@@ -30,10 +30,10 @@ TONES = {
     "btp-sp": Tone("#006490", "#2696b5"),
     "btp-cp": Tone("#054603", "#acec22"),
 }
-"""Every color of a figure by name. Layouts differ for the color-blind too (tests check it), and are readable as text."""
+"""Every color of a figure by name. Color-blind readers can tell layouts apart (tested); text in these colors is readable."""
 
 PEER = "#868e98"
-"""Bars without a color of their own: other libraries, first steps, memory."""
+"""For bars without an assigned color: other libraries, first steps, memory."""
 
 _NAMES = (
     *(("vanilla-published", words) for words in ("vanilla, published", "vanilla-published", "published vanilla")),
@@ -41,19 +41,19 @@ _NAMES = (
     *(("megatron", words) for words in ("megatron", "full-rank", "dense")),
     ("btp", "BOOST"),
 )
-"""(tone, part of a name), the first that matches decides."""
+"""(tone, part of a name); the first match wins."""
 
 
 def color_of(name: str, number: int = 0) -> str:
-    """The color of the layout that a contender's name contains; for others, that of place `number` in SERIES."""
+    """The color of the layout named in a contender's name, otherwise entry `number` of SERIES."""
     tone = next((tone for tone, words in _NAMES if words in name), None)
     return TONES[tone].light if tone else SERIES[number % len(SERIES)]
 
 
 def label_ends(axis: Any, labels: Sequence[tuple[str, float, str]], x: float, least: float = 11.0) -> None:
-    """Writes the labels of lines, (text, y, color), to the right of their ends at `x`, at least `least` points apart.
+    """Writes line labels (text, y, color) to the right of the line ends at `x`, at least `least` points apart.
 
-    Call it when the limits of the axes are final.
+    Call this after the axis limits are final.
     """
     axis.figure.canvas.draw()
     scale = 72 / axis.figure.dpi

@@ -1,6 +1,6 @@
 """Performance goals that need no run: bytes from the collective table and the operator trace, and predictions.
 
-All are for boost-7b in bf16 with 4,096-token sequences, the size that the goals specify.
+All use boost-7b in bf16 with 4,096-token sequences, as the goals specify.
 """
 
 import itertools
@@ -99,7 +99,7 @@ def compute() -> Iterator[Goal]:
 
 
 def norm_goal(gains: dict[str, float]) -> Goal:
-    """The goal of the online norm. `gains`: seconds with sync over seconds with online, by case."""
+    """The online norm's goal. `gains`: seconds with sync over seconds with online, by case."""
     worst = min(gains, key=lambda name: gains[name])
     return Goal(
         "online norm against sync, predicted",
@@ -120,7 +120,7 @@ def step_bytes(layout: str, words: list[str] | None = None) -> int:
 
 
 def _norm_gains() -> Iterator[tuple[str, float]]:
-    """Of the paper's sizes, with compiled kernels."""
+    """Gains at the paper's sizes, with compiled kernels."""
     for hardware in NORM_HARDWARE:
         predictor = Predictor(load_hardware(hardware))
         for row in STEPS:
@@ -135,7 +135,7 @@ def _norm_gains() -> Iterator[tuple[str, float]]:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """The goals that these figures answer."""
+    """The goals that these figures decide."""
     return [Goal(**goal) for goal in facts["computed"]]
 
 
@@ -164,14 +164,14 @@ def elementwise_bytes(config: Config) -> float:
 
 
 SUMMED = {"btp": "cola", "btp-sp": "cola", "megatron-sp": "dense"}
-"""Layouts whose gradient accumulation is priced, with a family."""
+"""Layouts, each with a family, whose gradient accumulation is predicted."""
 
 SUMMED_SEQUENCES = (1, 2, 4, 8)
 """Sequences per micro-batch, of 32 in a step."""
 
 
 def accumulation() -> Iterator[Facts]:
-    """Fractions of a step in which gradients are added to those of earlier micro-batches: what adding in the GEMM could save."""
+    """Fractions of a step spent adding gradients to those of earlier micro-batches, which adding inside the GEMM could save."""
     for profile, (layout, family) in itertools.product(NORM_HARDWARE, SUMMED.items()):
         hardware = load_hardware(profile)
         shares = []

@@ -1,11 +1,11 @@
 """Times contenders in interleaved rounds of one run and compares them by ratios with confidence intervals.
 
-A shared machine changes speed over time and a hot GPU slows down, so timing contenders one after another measures machine
-noise. Instead, every round times each contender once, starting with a different one each time. A ratio is the median over
-rounds of the ratio within each round.
+A shared machine's speed varies and a hot GPU slows down, so timing contenders one after another measures machine noise. Instead,
+every round times each contender once, starting with a different one each time. A ratio is the median over rounds of the ratio
+within each round.
 
-Rounds of one launch have the same processes, memory layout and kernel choices, so they agree better with each other than with
-another launch. Intervals therefore resample launches first, then the rounds within each.
+Rounds of one launch share processes, memory layout and kernel choices, so they agree better with each other than with other
+launches. Intervals therefore resample launches first, then the rounds within each.
 """
 
 import math
@@ -27,12 +27,12 @@ from boost.parallel.mesh import Mesh
 from boost.train.progress import progress
 
 CONFIDENCE = 0.95
-"""Of every interval of the evaluation."""
+"""Confidence level of every interval in the evaluation."""
 
 
 def t_interval(numbers: Sequence[float]) -> tuple[float, float, float]:
-    """(mean, lower, upper): the t interval, at CONFIDENCE, of the mean of two numbers or more. Raises
-    statistics.StatisticsError for fewer."""
+    """(mean, lower, upper): the t interval of the mean of at least two numbers, at CONFIDENCE. Raises statistics.StatisticsError
+    for fewer."""
     from scipy.stats import t
 
     mean, spread = statistics.fmean(numbers), statistics.stdev(numbers)
@@ -50,7 +50,7 @@ LEAST_LAUNCHES = 3
 """With fewer launches, the skewness of the interval (its acceleration) comes from rounds instead of launches."""
 
 Seconds = Sequence[float] | Sequence[Sequence[float]] | np.ndarray
-"""Seconds of one contender: rounds of a single launch, or launches with their rounds."""
+"""Seconds of one contender: the rounds of one launch, or of several launches."""
 
 Call = Callable[[], Iterable[Tensor]]
 """Runs one repetition of a contender. Returns some of its results, none of which may be all zeros."""
@@ -87,7 +87,7 @@ class Ratio:
 
 
 def largest(number: float, mesh: Mesh) -> float:
-    """Maximum of a number over all processes."""
+    """The maximum of a number over all processes."""
     found = torch.tensor(number, dtype=torch.double, device=mesh.device)
     if mesh.size > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -105,7 +105,7 @@ def take_turns(
 ) -> InterleavedTimings:
     """Times every contender once per round, on all processes of `mesh` at once.
 
-    A sample starts when every process is ready and ends when the last one, including its device, is done. A contender
+    A sample starts when every process is ready and ends when the last process and its device have finished. A contender
     shorter than `least_s` is repeated within its sample. `warm_up`: untimed rounds, at least 1; contenders that have run before
     need no more. Raises MeasurementError if a contender computes only zeros or non-finite numbers or takes no measurable time, and
     ValueError below LEAST_ROUNDS.
@@ -166,7 +166,7 @@ def pooled(seconds: Seconds) -> list[float]:
 
 
 def rounds_words(facts: Mapping[str, Any]) -> str:
-    """A description of the number of rounds and launches of a result."""
+    """Describes a result's number of rounds and launches."""
     count = facts.get("launches", 1)
     return f"{facts['rounds']} interleaved rounds" + (f" of each of {count} launches" if count > 1 else "")
 
@@ -179,12 +179,12 @@ def spread(seconds: Seconds) -> Spread:
 
 
 def ratio(over: Seconds, under: Seconds) -> Ratio:
-    """Ratio of two contenders' times (over / under), timed in the same rounds."""
+    """Ratio of two contenders' times (over / under) from the same rounds."""
     return bootstrap(lambda ours, theirs: np.median(ours / theirs, axis=-1), over, under)
 
 
 def bootstrap(statistic: Callable[..., np.ndarray], *samples: Seconds) -> Ratio:
-    """Computes a statistic of contenders' seconds, timed in the same rounds, and its confidence interval at CONFIDENCE.
+    """Computes a statistic of contenders' seconds from the same rounds, and its confidence interval at CONFIDENCE.
 
     `statistic` takes one array [..., rounds of all launches] per contender and returns an array [...]. Launches are drawn with
     replacement, then rounds within each draw, the same for all contenders. The interval is bias-corrected and accelerated (BCa,
@@ -220,7 +220,7 @@ def _left_out(statistic: Callable[..., np.ndarray], arrays: Sequence[np.ndarray]
 
 
 def _shares(found: np.ndarray, value: float, left_out: np.ndarray) -> list[float]:
-    """The two quantiles of the draws at which the BCa interval ends."""
+    """The quantiles of the draws that bound the BCa interval."""
     normal = statistics.NormalDist()
     below = float(np.mean(found < value) + np.mean(found == value) / 2)
     bias = normal.inv_cdf(min(max(below, 1 / RESAMPLES), 1 - 1 / RESAMPLES))
@@ -258,5 +258,5 @@ def in_words(found: Ratio) -> str:
 
 
 def verdict_words(found: Ratio) -> str:
-    """The same for a comparison with 1: an interval that holds 1 shows no difference."""
+    """Formats a comparison with 1; an interval that contains 1 shows no difference."""
     return in_words(found) + (", no difference shown" if found.low <= 1 <= found.high else "")

@@ -1,4 +1,4 @@
-"""Loss curves of every layout with the same model, seed and data; they must coincide.
+"""Draws every layout's loss curve for the same model, seed and data; the curves must coincide.
 
 All layouts implement the same function and differ only in rounding. At every step, the relative difference of the loss must stay
 below 1e-8 in float64 and 1e-3 in float32. Exits with code 1 if a difference exceeds its limit.
@@ -35,7 +35,7 @@ ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24}
 """Unit roundoff by dtype; smaller differences are drawn at this value."""
 
 BIN = 5
-"""Steps whose largest difference is one point of the figure."""
+"""Number of steps per point of the figure, which shows their largest difference."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ LOW_RANK = (
 DENSE = (LayoutVariant("megatron", {"layout": "megatron"}), LayoutVariant("megatron-sp", {"layout": "megatron-sp"}))
 ULYSSES = LayoutVariant("ulysses", {"layout": "ulysses"})
 TOKEN_SHARDED = (LayoutVariant("btp-cp", {"layout": "btp-cp"}), ULYSSES)
-"""Low-rank layouts with whole weights and sharded tokens."""
+"""Low-rank layouts that replicate weights and shard tokens."""
 
 
 def contenders(family: Family) -> Sequence[LayoutVariant]:
-    """The layouts with sharded weights that support a family."""
+    """The layouts that shard weights and support a family."""
     return DENSE if family == "dense" else LOW_RANK
 
 
@@ -105,7 +105,7 @@ def heldout(trainer: Trainer, tokens: int | None = None) -> Evaluation:
 def all_losses(config: Config, family: Family, dtype: str, mesh: Mesh, tp: int) -> dict[str, list[float]]:
     """Losses by contender, including the single-process model under the name 'single'.
 
-    Every process computes 'single' on its own, so no process waits in a collective.
+    Every process computes 'single' independently, so none waits in a collective.
     """
     result = {ALONE: losses(at_start(configuration(config, family, dtype, {}), Mesh(mesh.device)))}
     for contender in progress(every_layout(family), f"{family}, {dtype}", enabled=mesh.is_main):
@@ -148,7 +148,7 @@ def curves_process(config: Config, families: Sequence[Family], out: Path) -> int
 
 
 def section(facts: Facts) -> Section:
-    """Maximum difference of every layout, and the curves."""
+    """Shows every layout's maximum difference and the curves."""
     worst, train, tp = facts["worst_relative_difference"], facts["config"]["train"], facts["config"]["parallel"]["tp"]
     dtypes = list(worst)
     rows = []
@@ -201,7 +201,7 @@ def draw(facts: Facts, path: Path) -> None:
         top = axes[0][column]
         dtype, by_family = next(iter(curves.items()))
         for number, (name, curve) in enumerate(by_family[family].items()):
-            # Each thinner than the one below it, so overlapping curves stay visible.
+            # Each curve is thinner than the one below it, so overlapping curves stay visible.
             color = colors.color_of(name, number)
             top.plot(curve, label=name, color=color, linewidth=0.8 * (len(by_family[family]) - number))
         top.set_title(f"{family}: loss, nats per token ({dtype})")

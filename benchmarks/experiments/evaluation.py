@@ -1,8 +1,7 @@
-"""The whole evaluation: experiments one after another, several launches each, from one commit, resumable.
+"""Runs the whole evaluation from one commit: experiments one after another, with several launches each. Resumable.
 
-Each launch is a process of its own that writes its result to the work folder. The launches of a part are then merged
-(`benchmarks.experiments.evaluation`) into the result that the report reads. Experiments that resume by themselves, or compute
-without timing, are a single launch.
+Each launch is a separate process that writes its result to the work folder. The launches of a part are then merged into the result
+that the report reads. Experiments that resume on their own, or only compute, have a single launch.
 """
 
 import argparse
@@ -25,9 +24,9 @@ from boost.train.rundir import git_state, storage_errors
 
 
 def merged(results: Sequence[Facts]) -> Facts:
-    """One result from those of several launches: each list of seconds becomes a list of launches.
+    """Merges the results of several launches: each list of seconds becomes a list of launches.
 
-    Raises MeasurementError if the launches are of different experiments, machines, commits, configurations or contenders.
+    Raises MeasurementError if launches differ in experiment, machine, commit, configuration or contenders.
     """
     first = results[0]
     require_one_machine(results)
@@ -71,10 +70,10 @@ RECOMPUTE = (
 """Large enough to time GEMMs rather than launches, with the same fraction of attention as 4,096 tokens on a GPU."""
 
 FOUND = 1
-"""Exit code of an experiment whose own check does not hold, such as layouts that differ. Its result says so."""
+"""Exit code of an experiment whose own check failed, for example because layouts differ. Its result reports the failure."""
 
 SMALL = "--model.dim 128 --model.ffn_dim 352 --model.rank 32 --model.layers 2 --train.seq_len 64"
-"""A small model is enough where curves must coincide, and their values do not matter."""
+"""A small model is enough if curves only have to coincide."""
 
 
 @dataclass(frozen=True)
@@ -84,21 +83,21 @@ class Part:
     name: str
     module: tuple[str, ...]
     words: str
-    """Arguments; {device}, {work}, {results} and {out} (path of the result without suffix) are replaced."""
+    """Arguments, with the placeholders {device}, {work}, {results} and {out} (path of the result without suffix)."""
     minutes: float
-    """Of one launch on two cores of an AMD EPYC, measured at 42f91c7 or, for `wire`, `steps`, `recompute`, `gemms`, `grouping` and
-    `perplexity`, at 53126ef: one launch of each set of `wire` and two seeds of `perplexity`, in proportion. What is measured
-    here replaces it."""
+    """Estimate for one launch on two cores of an AMD EPYC, measured at 42f91c7 or, for `wire`, `steps`, `recompute`, `gemms`,
+    `grouping` and `perplexity`, at 53126ef, scaled up from one launch of each set of `wire` and two seeds of `perplexity`. A
+    measurement on this machine replaces it."""
     launches: int = 1
     needs_hosts: bool = False
     """Whether it creates network namespaces."""
     cpu_only: bool = False
     resumes: bool = False
-    """Whether it continues from the result that it finds, which must not be one of another commit."""
+    """Whether it resumes from an existing result, which must be from the same commit."""
 
     @property
     def in_work(self) -> bool:
-        """Whether launches write to the work folder, and the result is made from them when all are finished."""
+        """Whether launches write to the work folder and are merged when all are finished."""
         return self.launches > 1 or self.resumes
 
 
@@ -112,7 +111,7 @@ class Place:
 
     @property
     def page(self) -> Path:
-        """The report of the results: the project's own page only for its own results."""
+        """The report: the project's page only for the project's results."""
         return PAGE if self.results.resolve() == RESULTS.resolve() else self.results / "report.html"
 
 
@@ -139,12 +138,12 @@ PARTS = (
     Part("record", BENCH, "record --out {out}", 0.2),
     Part("modeled", BENCH, "modeled --out {out}", 1.4),
 )
-"""All parts, in order: timed ones first, while nothing else runs."""
+"""All parts in order, timed ones first."""
 
 
 def evaluate(parts: Sequence[Part], place: Place, launches: int | None = None) -> int:
-    """Runs what is missing of `parts`, and writes the page. `launches` replaces the number of launches of every part that has
-    more than one. Raises ConfigError for uncommitted changes, or if --work is of another commit, and MeasurementError if an
+    """Runs the missing launches of `parts` and writes the page. `launches` overrides the number of launches of parts that have
+    more than one. Raises ConfigError for uncommitted changes or if --work is from another commit, and MeasurementError if an
     experiment fails."""
     git = git_state()
     if git is None or git["dirty"]:
@@ -170,7 +169,7 @@ def evaluate(parts: Sequence[Part], place: Place, launches: int | None = None) -
 
 
 def listed(parts: Sequence[Part], place: Place, launches: int | None = None) -> str:
-    """One line per part: launches done, minutes to go."""
+    """Returns one line per part: finished launches and minutes to go."""
     lines = []
     for part in parts:
         count = _count(part, launches)
@@ -186,14 +185,14 @@ def _count(part: Part, launches: int | None) -> int:
 
 
 def _skipped(part: Part, place: Place) -> str | None:
-    """Why a part cannot run here; None if it can."""
+    """Why a part cannot run here, or None if it can."""
     if part.cpu_only and place.device != "cpu":
         return "it runs on CPUs only"
     return why_no_hosts(limited=True) if part.needs_hosts else None
 
 
 def _mark(place: Place, part: Part, number: int) -> Path:
-    """The file that says how long a finished launch took."""
+    """The file that records how long a finished launch took."""
     return place.work / f"{part.name}-{number}.done"
 
 
@@ -202,7 +201,7 @@ def _done(place: Place, part: Part, number: int) -> bool:
 
 
 def _expected(place: Place, part: Part) -> float:
-    """Seconds of one launch: as measured here, or else the estimate."""
+    """Seconds of one launch, measured here if possible, otherwise estimated."""
     taken = [float(path.read_text()) for path in sorted(place.work.glob(f"{part.name}-*.done"))]
     return sum(taken) / len(taken) if taken else 60 * part.minutes
 
@@ -232,16 +231,14 @@ def _launch(place: Place, part: Part, number: int) -> None:
     result, began, begun = out.with_suffix(".json"), time.time(), time.monotonic()
     code = _run([*part.module, *words], log)
     if code == FOUND and result.is_file() and result.stat().st_mtime >= began:
-        print(f"{part.name}: a check does not hold; its result and {log} say which", flush=True)
+        print(f"{part.name}: a check failed; its result and {log} show which", flush=True)
     elif code:
-        raise MeasurementError(
-            f"{part.name} failed with exit code {code}; its output is in {log}; the same command resumes"
-        )
+        raise MeasurementError(f"{part.name} failed with exit code {code}; see {log}; run the same command to resume")
     _mark(place, part, number).write_text(f"{time.monotonic() - begun:.1f}")
 
 
 def _run(words: Sequence[str], log: Path) -> int:
-    """Runs a command with its tables in a log; progress and errors go to the terminal."""
+    """Runs a command, logging its tables; progress and errors appear on the terminal."""
     with log.open("w", encoding="utf-8") as written:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -250,11 +247,11 @@ def _run(words: Sequence[str], log: Path) -> int:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts (default: all)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="run only these parts (default: all)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="run.device (default cpu)")
-    words = "launches of every timed part (default: set by the part)"
+    words = "number of launches per timed part (default: set by the part)"
     parser.add_argument("--launches", type=int, metavar="N", help=words)
-    words = "finished launches (default runs/evaluation)"
+    words = "folder of finished launches (default runs/evaluation)"
     parser.add_argument("--work", type=Path, default=Path("runs/evaluation"), metavar="DIR", help=words)
     words = "where results are written (default benchmarks/results); with another DIR, the page is DIR/report.html"
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help=words)

@@ -1,4 +1,4 @@
-"""The project's speed and memory goals, in order: how results decide whether they are met, and the rows of the report's table."""
+"""The project's speed and memory goals in order: whether results meet them, and the rows of the report's table."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -20,13 +20,13 @@ class Target:
     """Name, matched against the `Goal` of an experiment."""
     figure: str
     where: str
-    """Devices and dtypes to measure it on."""
+    """Devices and dtypes on which to measure it."""
     experiment: str
     """The experiment that measures it."""
     gpu: bool = False
     """Whether it needs a GPU."""
     arithmetic: bool = False
-    """Whether the goal is about the performance model itself; then a prediction decides it."""
+    """Whether the goal is about the performance model itself, so that a prediction decides it."""
 
 
 TARGETS = tuple(Target(**goal) for goal in read_toml(Path(__file__).with_suffix(".toml"))["goal"])
@@ -34,7 +34,7 @@ TARGETS = tuple(Target(**goal) for goal in read_toml(Path(__file__).with_suffix(
 
 
 def target_of(what: str) -> Target:
-    """Finds the target of an experiment's goal: one name must be a prefix of the other.
+    """Finds the target of an experiment's goal. One name must be a prefix of the other.
 
     Ignores case, punctuation and spaces. Raises MeasurementError unless exactly one target matches.
     """
@@ -49,7 +49,7 @@ def target_of(what: str) -> Target:
 
 
 def counts(target: Target, goal: Goal) -> bool:
-    """Whether a result decides a target: it has a verdict, and is not a prediction where a measurement is required."""
+    """Whether a result decides a target: it has a verdict and is not a prediction if a measurement is required."""
     return goal.met is not None and (target.arithmetic or goal.kind != "modeled")
 
 
@@ -77,10 +77,10 @@ def _begins(shorter: str, longer: str) -> bool:
 
 
 INTERVAL = re.compile(r"(?P<value>\d[\d.]*) \((?P<low>[\d.]+) to (?P<high>[\d.]+)\)")
-"""A ratio with its interval, as `contest.in_words` writes it."""
+"""A ratio with its interval, as formatted by `contest.in_words`."""
 
 NO_DIFFERENCE = "no difference shown"
-"""Verdict of a comparison with 1 whose interval holds 1."""
+"""Verdict of a comparison with 1 whose interval contains 1."""
 
 VERDICTS = ("met", "not met", NO_DIFFERENCE, "not measured")
 
@@ -112,14 +112,14 @@ def goal_rows(results: Sequence[tuple[Facts, Sequence[Goal]]]) -> list[dict[str,
 
 
 def shows_no_difference(goal: Goal) -> bool:
-    """Whether a result is a comparison of two contenders whose intervals all hold 1."""
+    """Whether a result compares two contenders and all of its intervals contain 1."""
     compared = re.search(r"\d ?x?$|\bslower$", goal.figure.strip()) is not None and " against " in goal.what
     intervals = [(float(found["low"]), float(found["high"])) for found in INTERVAL.finditer(goal.found)]
     return compared and bool(intervals) and all(low <= 1 <= high for low, high in intervals)
 
 
 def verdict(goal: Goal) -> str:
-    """The verdict of one result. A goal of at least 1, not met, of which nothing is shown either way, has a verdict of its own."""
+    """The verdict of one result. A missed goal of at least 1 whose result shows no difference has a separate verdict."""
     if goal.met is None:
         return "not measured"
     if goal.met:
@@ -135,6 +135,6 @@ def _shown_status(target: Target, goals: Sequence[Goal]) -> str:
 
 
 def _machine_of(goal: Goal, facts: Facts) -> str:
-    """The machine of a goal's result; '' for predictions, or if the goal already names it."""
+    """The machine of a goal's result, or '' for predictions or if the goal already names the machine."""
     name = machine(facts["environment"])
     return "" if goal.kind == "modeled" or name in goal.where else name

@@ -1,4 +1,4 @@
-"""The first screen of the report: one figure, five numbers, and what is measured and what is modeled. All come from results."""
+"""The report's first screen: a figure, five numbers, and what is measured and modeled. Everything comes from results."""
 
 import re
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ RATIOS = (
         "slow wire, the baseline overlapped too",
     ),
 )
-"""(goal, what its number says, its conditions and the paper's number)."""
+"""(goal, meaning of its number, its conditions and the paper's number)."""
 
 LINES = (
     (VANILLA + ", published", "vanilla, published", (PUBLISHED,)),
@@ -41,7 +41,7 @@ LINES = (
     (BTP, "btp", (BTP,)),
     (BTP_SP, "btp-sp", (BTP_SP,)),
 )
-"""(name for its color, label, contenders) of every line. A contender stands for all of its forms of overlap: the fastest counts."""
+"""(name for its color, label, contenders) of every line. The fastest of a contender's overlap variants counts."""
 
 FREE = 3.0
 """The unlimited wire is drawn at this multiple of the fastest rate."""
@@ -56,18 +56,18 @@ class Headline:
     what: str
     where: str
     kind: str
-    """measured, counted or modeled; '' if there is no result."""
+    """measured, counted or modeled, or '' if there is no result."""
     id: str
-    """The experiment that it is from."""
+    """The experiment that produced it."""
 
 
 def numbers(results: Sequence[tuple[Facts, Sequence[Goal]]]) -> list[Headline]:
-    """The five numbers, of (facts, goals) of every result."""
+    """The five numbers, from (facts, goals) of every result."""
     return [*(_ratio(results, *each) for each in RATIOS), _bytes(results), _losses(results)]
 
 
 def _goal(results: Sequence[tuple[Facts, Sequence[Goal]]], what: str) -> tuple[Facts, Goal] | None:
-    """The first result that answers a goal."""
+    """The first result that decides a goal."""
     (target,) = (each for each in TARGETS if each.what == what)
     for facts, goals in results:
         for goal in goals:
@@ -111,7 +111,7 @@ def _losses(results: Sequence[tuple[Facts, Sequence[Goal]]]) -> Headline:
 
 
 def wire_of(results: Sequence[Facts]) -> Facts | None:
-    """The result of the figure: the first over a wire that has the published baseline."""
+    """The figure's result: the first over a wire that includes the published baseline."""
     for facts in results:
         whole = facts["experiment"] == "wire" and facts["set"] == "main"
         if whole and any(row["name"] == PUBLISHED for row in facts["groups"][0]["rows"]):
@@ -130,7 +130,7 @@ def measured_words(results: Sequence[Facts]) -> str:
 
 
 def modeled_words(results: Sequence[Facts]) -> str:
-    """What the performance model supplies, and how far off it is."""
+    """What the performance model supplies, and its error."""
     words = "step times on GPUs and at the paper's sizes, by the performance model"
     for facts in results:
         if facts["experiment"] == "record":
@@ -206,7 +206,7 @@ def _launches(facts: Facts) -> list[Facts]:
 
 
 def _fastest(facts: Facts, rate: float | None, contenders: Sequence[str]) -> Spread | None:
-    """The spread of the fastest form of these contenders at a rate; None if there is none."""
+    """The spread of these contenders' fastest form at a rate, or None if there is none."""
     seconds: dict[str, list[float]] = {}
     for launch in _launches(facts):
         for row in launch["rows"] if launch["mbit"] == rate else ():

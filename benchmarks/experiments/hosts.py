@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 BURST = "128kb"
-"""Burst size of the token bucket. With 1 MB, small messages would be free."""
+"""Burst size of the token bucket. A burst of 1 MB would make small messages free."""
 
 BRIDGE = "switch"
-"""Name of the bridge in its namespace."""
+"""Name of the bridge inside its namespace."""
 
 LATENCY = "50ms"
 """Maximum time a packet waits in the token bucket's queue."""
@@ -39,7 +39,7 @@ class Host:
         return ["ip", "netns", "exec", self.name, *words]
 
     def limit(self, mbit: float | None) -> None:
-        """Limits its send rate to `mbit` Mbit/s; None: unlimited."""
+        """Limits its send rate to `mbit` Mbit/s (None: unlimited)."""
         with contextlib.suppress(subprocess.CalledProcessError):  # no limit was set
             _run(*self.command("tc", "qdisc", "del", "dev", self.wire, "root"))
         if mbit is not None:
@@ -53,7 +53,7 @@ class Host:
 
 @functools.cache
 def why_no_hosts(limited: bool = False) -> str | None:
-    """Why this machine cannot create network namespaces (with a rate limit if `limited`); None if it can."""
+    """Why this machine cannot create network namespaces (with a rate limit if `limited`), or None if it can."""
     if sys.platform != "linux":
         return f"network namespaces need Linux; this is {sys.platform}"
     for tool in ("ip", "tc") if limited else ("ip",):
@@ -72,9 +72,8 @@ def why_no_hosts(limited: bool = False) -> str | None:
 
 @contextlib.contextmanager
 def hosts(count: int) -> Iterator[tuple[Host, ...]]:
-    """Context manager that creates `count` hosts, at most 200. They are joined by a bridge in a namespace of its own, so neither
-    interfaces nor addresses can conflict with this machine's. On exit, kills all processes on the hosts and deletes the
-    namespaces."""
+    """Context manager that creates `count` hosts (at most 200), joined by a bridge in a separate namespace, so interfaces and
+    addresses cannot conflict with this machine's. On exit, kills all processes on the hosts and deletes the namespaces."""
     run = secrets.token_hex(3)  # interface names have at most 15 characters
     found = tuple(Host(f"boost-{run}-{i}", f"bt{run}v{i}", f"10.213.7.{i + 1}") for i in range(count))
     switch = f"boost-{run}-switch"

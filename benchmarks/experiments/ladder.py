@@ -37,11 +37,11 @@ from boost.errors import ConfigError
 
 @dataclass(frozen=True)
 class LadderStep:
-    """A contender, and what it changes."""
+    """A contender and what it changes."""
 
     name: str
     before: str
-    """The contender that it is compared with; '' for the first one."""
+    """The contender to compare it with, or '' for the first one."""
     change: str
     branch: bool = False
     """Whether the next step starts from an earlier one."""
@@ -66,11 +66,11 @@ LADDER = (
     LadderStep(BTP_SP_HALVES, BTP_SP, "one half of a micro-batch computes while the other communicates"),
     LadderStep(COMPILED.name, BTP_SP_HALVES, "element-wise work in one kernel per function (torch.compile)"),
 )
-"""In table order. Each step changes one thing, except from `vanilla` to `btp`, which are grouped and ungrouped."""
+"""In table order. Each step changes one thing, except that `vanilla` to `btp` also ungroups."""
 
 
 def measured_steps(names: Sequence[str]) -> list[LadderStep]:
-    """The steps that were measured. One whose predecessor was not is compared with the closest earlier step that was."""
+    """The measured steps. If its predecessor was not measured, a step is compared with the closest earlier one."""
     by_name, found = {step.name: step for step in LADDER}, []
     for step in LADDER:
         if step.name not in names:
@@ -91,14 +91,14 @@ def arguments(parser: argparse.ArgumentParser, name: str = "ladder") -> None:
 def run(args: argparse.Namespace) -> int:
     wire = read(args.wire, "wire")
     if wire["set"] != "main":
-        raise ConfigError(f"--wire = '{args.wire}' is of the set '{wire['set']}'; use the result of --set main")
+        raise ConfigError(f"--wire = '{args.wire}' is from the set '{wire['set']}'; use the result of --set main")
     save(args.out, facts_from(wire))
     return 0
 
 
 def facts_from(wire: Facts) -> Facts:
-    """The numbers of the ladder, from those of the main set, with the environment in which that was measured. Raises ConfigError if
-    none of its steps were measured."""
+    """The ladder's numbers, taken from the main set with its environment. Raises ConfigError if none of its steps were
+    measured."""
     (group,) = groups_of(wire)
     steps = measured_steps(names_of(wire, group))
     if not steps:
@@ -119,7 +119,7 @@ def facts_from(wire: Facts) -> Facts:
 
 
 def ratios(facts: Facts, wire: str) -> list[tuple[Facts, Ratio | None, Ratio | None]]:
-    """(step, speed-up over the step before, speed-up over the first step) on one wire; None for the first step."""
+    """(step, speed-up over the previous step, speed-up over the first step) on one wire; None for the first step."""
     seconds = {step["name"]: step["seconds"][wire] for step in facts["steps"]}
     first = next(iter(seconds.values()))
     return [

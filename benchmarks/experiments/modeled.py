@@ -1,8 +1,8 @@
 """The paper's evaluation, predicted by the performance model: GPU step times, and speed-ups of the best low-rank layout.
 
 Every number here is modeled. Runs are configured as in `benchmarks.experiments.published`: bf16 weights and activations, 4096-token
-sequences, no recomputation. In addition to the paper's three systems, there are stronger ones: `vanilla` with sharded heads and
-channels, `megatron-sp`, and `btp-sp`.
+sequences, no recomputation. The paper's three systems are joined by stronger ones: `vanilla` with sharded heads and channels,
+`megatron-sp`, and `btp-sp`.
 """
 
 import argparse
@@ -29,11 +29,11 @@ STRONG: dict[str, tuple[Way, tuple[str, ...]]] = {
     "btp": ("BOOST", ()),
     "btp-sp": ("BOOST", ("--parallel.layout=btp-sp",)),
 }
-"""The strongest form of each layout: the paper's system it is based on, and overrides."""
+"""The strongest form of each layout: the paper's system on which it is based, and overrides."""
 
 LOW_RANK = ("btp", "btp-sp")
 AGAINST = ("vanilla", "megatron-sp")
-"""Baselines of the best low-rank layout, in their strongest form."""
+"""Baselines for the best low-rank layout, in their strongest form."""
 
 
 def strongest(row: PublishedRow) -> Facts:
@@ -136,7 +136,7 @@ def _strong_table(facts: Facts) -> Table:
 def _draw_steps(facts: Facts, path: Path) -> None:
     pyplot = drawing.pyplot()
     figure, axis = pyplot.subplots(figsize=(7.4, 3.8), layout="constrained")
-    # Here, vanilla is its published form.
+    # Here, vanilla is in its published form.
     ways = {
         "full-rank": ("modeled", "megatron"),
         "vanilla": ("modeled", "vanilla-published"),

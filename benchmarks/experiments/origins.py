@@ -1,4 +1,4 @@
-"""The commits that results are of, and which results do not belong to the same one."""
+"""The commits that results come from, and results from different commits."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,17 +11,17 @@ UNKNOWN = "unknown"
 
 
 COMPUTED = ("modeled", "record", "validation")
-"""Experiments whose predictions are recomputed whenever the performance model changes, and that time nothing that is compared with
-other results. Each is of a clean commit of its own."""
+"""Experiments whose predictions are recomputed whenever the performance model changes, and whose times are not compared with other
+results. Each may come from a different clean commit."""
 
 
 def commits(facts: Facts) -> set[tuple[str, bool]]:
-    """(commit, whether there were uncommitted changes) of a result and of all runs inside it."""
+    """(commit, whether there were uncommitted changes) of a result and all runs in it."""
     return set(map(_commit, _every_git(facts))) or {(UNKNOWN, False)}
 
 
 def in_words(results: Mapping[str, Facts]) -> str:
-    """One line: which commit(s) results are of. `results`: by name."""
+    """Describes in one line which commits results come from. `results`: by name."""
     of_evaluation, separate = _split(results)
     words = _commits_in_words(of_evaluation or separate)
     if of_evaluation and separate:
@@ -31,8 +31,7 @@ def in_words(results: Mapping[str, Facts]) -> str:
 
 
 def strays(results: Mapping[str, Facts]) -> list[str]:
-    """One line per result that has uncommitted changes, or that is of another commit than most and not COMPUTED; [] if there is
-    none."""
+    """One line per result with uncommitted changes, or from a different commit than most others and not COMPUTED."""
     of_evaluation = _split(results)[0]
     counted = Counter(commit for facts in of_evaluation.values() for commit, _ in commits(facts))
     most = max(counted, key=lambda commit: (commit != UNKNOWN, counted[commit], commit), default=UNKNOWN)
@@ -49,7 +48,7 @@ def strays(results: Mapping[str, Facts]) -> list[str]:
 
 
 def _split(results: Mapping[str, Facts]) -> tuple[dict[str, Facts], dict[str, Facts]]:
-    """Results of the evaluation, and the computed ones."""
+    """The evaluation's results, and the computed ones."""
     separate = {name: facts for name, facts in results.items() if facts["experiment"] in COMPUTED}
     return {name: facts for name, facts in results.items() if name not in separate}, separate
 

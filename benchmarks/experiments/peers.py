@@ -1,4 +1,4 @@
-"""Another library: transformers' LLaMA with its own TP plan, from our initial weights. Skipped with a reason if it cannot run."""
+"""Another library: transformers' LLaMA with its own TP plan and our initial weights. Skipped with a reason if it cannot run."""
 
 import json
 import shutil
@@ -66,7 +66,7 @@ def _attempt(build: Callable[[], PlainStep], mesh: Mesh) -> tuple[PlainStep | No
 def hugging_face(config: Config, mesh: Mesh) -> PlainStep:
     """transformers' LlamaForCausalLM with its own TP plan, forward pass and loss, and SDPA attention, for a dense configuration.
 
-    Loads it from a temporary folder that process 0 writes. Propagates all transformers errors.
+    Loads it from a temporary folder that process 0 writes. Does not catch errors from transformers.
     """
     transformers = _transformers(mesh)
     folder = _write_folder(config, mesh)
@@ -85,7 +85,7 @@ def hugging_face(config: Config, mesh: Mesh) -> PlainStep:
 
     def passes(tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         with torch.autocast(mesh.device.type, compute, enabled=narrow):
-            # Our targets are already shifted; transformers takes those as shift_labels.
+            # Our targets are already shifted; transformers takes them as shift_labels.
             loss = module(input_ids=tokens_BS, labels=targets_BS, shift_labels=targets_BS, use_cache=False).loss
         loss.backward()
         return whole(loss.detach())
@@ -94,7 +94,7 @@ def hugging_face(config: Config, mesh: Mesh) -> PlainStep:
 
 
 def _transformers(mesh: Mesh) -> Any:
-    """Imports transformers and silences it. Raises ModuleNotFoundError, or ValueError if it would run on another device."""
+    """Imports transformers and silences it. Raises ModuleNotFoundError, or ValueError if it would run on a different device."""
     try:
         import transformers
     except ModuleNotFoundError as error:

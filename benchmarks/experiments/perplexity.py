@@ -1,9 +1,9 @@
 """Convergence under every layout: loss curves, held-out perplexity and downstream accuracy of every family, over several seeds.
 
-All layouts implement the same function, so all should train the same model. Runs differ only in [parallel]; the experiment measures
-what rounding changes over a whole run, paired by seed, relative to what another seed changes. LORO, an optimizer for low-rank
-factors, counts as a family. Finished runs are kept in PATH.json: the same command resumes, and families, seeds and dtypes may be
-added. Exits with code 1 unless layouts differ far less than seeds do.
+All layouts implement the same function, so all should train the same model. Runs differ only in [parallel]; the experiment
+measures the effect of rounding over a whole run, paired by seed, relative to the effect of the seed. LORO, an optimizer for
+low-rank factors, counts as a family. Finished runs are kept in PATH.json, so the same command resumes, and you can add families,
+seeds and dtypes. Exits with code 1 unless layouts differ far less than seeds do.
 """
 
 import argparse
@@ -59,8 +59,8 @@ FAMILIES = {
 }
 
 LIMITS = {"float32": 0.1, "bfloat16": 0.5}
-"""Maximum bound of the perplexity difference from one process, over the standard deviation of seeds, by dtype. Rounding of bfloat16
-is 65,536 times that of float32: a run amplifies it to a visible fraction of what a seed changes."""
+"""Maximum bound of the perplexity difference from one process, over the standard deviation of seeds, by dtype. bfloat16's rounding
+is 65,536 times float32's: a run amplifies it to a visible fraction of the effect of a seed."""
 
 POINTS = 150
 """Maximum number of kept losses per run."""
@@ -78,9 +78,9 @@ class ConvergenceExperiment:
     dtypes: tuple[str, ...]
     """Dtypes of GEMMs and activations; weights are float32."""
     few_seeds: tuple[int, ...]
-    """Seeds of all dtypes but the first."""
+    """Seeds for all dtypes except the first."""
     questions: int
-    """Questions per task from held-out text, on which models of the first dtype are scored; 0: none."""
+    """Questions per task from held-out text, used to score models of the first dtype; 0: none."""
 
     def seeds_of(self, dtype: str) -> tuple[int, ...]:
         """Seeds of the runs in a dtype."""
@@ -117,7 +117,7 @@ class ConvergenceRun:
     """Loss on held-out text (`train.eval_tokens`) after the last step, nats per token."""
     perplexity: float
     scores: dict[str, float] | None
-    """Accuracy by task; None: not asked for."""
+    """Accuracy by task; None: not requested."""
     answers: str | None
     """The answer to each question (`benchmarks.experiments.scores.Scored`)."""
     seconds: float
@@ -125,13 +125,13 @@ class ConvergenceRun:
 
 
 def layouts(family: str) -> list[LayoutVariant]:
-    """One process, then every layout that supports the family, without ungrouped forms."""
+    """A single process, then every layout that supports the family, without ungrouped variants."""
     variants = every_layout(FAMILIES[family].family)
     return [ONE_PROCESS, *(each for each in variants if each.parallel.get("grouping", True))]
 
 
 def kept_steps(steps: int) -> list[int]:
-    """At most POINTS evenly spaced steps, from 1; the last step is one of them."""
+    """At most POINTS evenly spaced steps from 1, including the last step."""
     every = math.ceil(steps / POINTS)
     return list(range(steps, 0, -every))[::-1]
 
@@ -174,13 +174,13 @@ def tasks_of(config: Config, plan: ConvergenceExperiment) -> list[Task]:
 
 
 def start(config: Config, plan: ConvergenceExperiment, out: Path) -> Facts:
-    """Empty results, or those of an earlier call with the same settings; seeds, families and dtypes may be added.
+    """Empty results, or the results of an earlier call with the same settings; seeds, families and dtypes may be added.
 
     Raises ConfigError if `out`.json has results with other settings.
     """
     store = open_corpus(config).stores[0]
     settings = {
-        # Paths do not matter; the content at these paths is compared. Every contender replaces family and seed.
+        # Paths do not matter, because the content at these paths is compared. Every contender replaces family and seed.
         "config": config.model_dump(exclude={"run": True, "parallel": True, "data": {"store"}, "train": {"seed"}}),
         "tp": config.parallel.tp,
         "tokenizer": store.fingerprint,
@@ -194,7 +194,7 @@ def start(config: Config, plan: ConvergenceExperiment, out: Path) -> Facts:
     numbers = {name: list(getattr(plan, name)) for name in ("families", "seeds", "dtypes", "few_seeds")}
     numbers |= {"kept_steps": kept_steps(config.train.steps)}
     fresh = facts_of("perplexity", config, settings=settings, limits=LIMITS, **numbers, complete=False)
-    settings["machine"] = machine(fresh["environment"])  # runs are paired, and processors round differently
+    settings["machine"] = machine(fresh["environment"])  # runs are paired, and different processors round differently
     return resumed(fresh, {"runs": []}, out)
 
 
@@ -223,7 +223,7 @@ def perplexity_process(config: Config, plan: ConvergenceExperiment, out: Path) -
 
 
 def _waiting(tasks: Sequence[Task], facts: Facts, mesh: Mesh) -> list[Task]:
-    """The runs that the main process does not have."""
+    """The runs that the main process does not have yet."""
     done = {(row["family"], row["layout"], row["dtype"], row["seed"]) for row in facts["runs"]}
     waits = torch.tensor([task.key not in done for task in tasks], dtype=torch.uint8, device=mesh.device)
     if mesh.size > 1:
@@ -232,7 +232,7 @@ def _waiting(tasks: Sequence[Task], facts: Facts, mesh: Mesh) -> list[Task]:
 
 
 def turns(waiting: Sequence[Task], processes: int) -> list[list[Task]]:
-    """Groups of runs that take place at once: of one process each and in one dtype, or one of all processes."""
+    """Groups of runs that run concurrently: single-process runs in one dtype, or one run on all processes."""
     found = []
     for dtype in dict.fromkeys(task.dtype for task in waiting):
         alone = [task for task in waiting if task.layout == SINGLE and task.dtype == dtype]
@@ -242,7 +242,7 @@ def turns(waiting: Sequence[Task], processes: int) -> list[list[Task]]:
 
 
 def _train_turn(turn: Sequence[Task], mesh: Mesh, folder: Path | None) -> ConvergenceRun | None:
-    """This process's part of a turn. Returns the run of this process alone, or on the main process that of all."""
+    """Runs this process's part of a turn. Returns its single-process run, or on the main process the run of all processes."""
     if turn[0].layout == SINGLE:
         return trained(turn[mesh.rank], Mesh(mesh.device), folder) if mesh.rank < len(turn) else None
     run = trained(turn[0], mesh, folder)
@@ -267,7 +267,7 @@ def trained(task: Task, mesh: Mesh, folder: Path | None) -> ConvergenceRun:
 
 
 def _gathered(run: ConvergenceRun | None, mesh: Mesh) -> list[Facts]:
-    """The runs of all processes in a turn, by rank. They travel as JSON: nothing received is unpickled."""
+    """The runs of all processes in a turn, by rank. They are exchanged as JSON, so nothing received is unpickled."""
     if mesh.size == 1:
         return [asdict(run)] if run else []
     text = json.dumps(asdict(run) if run else None).encode()
@@ -290,7 +290,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help=words)
     words = "dtypes of GEMMs and activations; weights are float32 (default: float32 on CPUs, bfloat16 on GPUs)"
     parser.add_argument("--dtypes", nargs="+", choices=tuple(LIMITS), metavar="D", help=words)
-    words = "seeds of all --dtypes but the first (default: --seeds)"
+    words = "seeds for all --dtypes except the first (default: --seeds)"
     parser.add_argument("--few-seeds", type=int, nargs="+", metavar="N", help=words)
     words = "also score each run of the first dtype on N questions per task made from held-out text (default 0: none)"
     parser.add_argument("--questions", type=int, default=0, metavar="N", help=words)

@@ -1,4 +1,4 @@
-"""Report of convergence under every layout: what each family's layouts differ by, a table per family, and one figure."""
+"""Report of convergence under every layout: differences between each family's layouts, a table per family, and a figure."""
 
 import math
 import statistics
@@ -15,16 +15,16 @@ from benchmarks.experiments.scores import EXPLAINED, SCORES
 from boost import drawing
 
 SINGLE = "single"
-"""Name of the layout of one process."""
+"""Name of the single-process layout."""
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 STYLES = ("-", "--")
 """Of the first dtype, and of the other."""
 
 WINDOW = 10
-"""Kept losses in a moving average of the figure: those of single steps are too noisy to tell families apart."""
+"""Kept losses per moving average in the figure; single steps are too noisy to tell families apart."""
 DRAWN = 50
-"""Points of a line of the figure, about."""
+"""Approximate number of points per line of the figure."""
 
 
 def smooth(losses: Sequence[float], window: int) -> list[float]:
@@ -46,12 +46,12 @@ class LayoutResult:
     worst: float
     """Maximum perplexity difference from `single` with the same seed."""
     bound: float
-    """What the mean difference does not exceed, with CONFIDENCE."""
+    """Upper bound on the mean difference, with CONFIDENCE."""
     share: float
     """`bound` over the standard deviation of `single` over seeds, in the first dtype."""
     limit: float
     accuracy: tuple[float, ...]
-    """Mean accuracy on each task, percent; empty: not scored."""
+    """Mean accuracy on each task in percent; empty if not scored."""
     changed: float
     """Questions answered differently from `single` with the same seed, mean over seeds."""
     questions: int
@@ -64,7 +64,7 @@ class LayoutResult:
 
 
 def bound(differences: Sequence[float]) -> float:
-    """The end of the t interval of the mean difference that is farther from 0: with CONFIDENCE, the mean is closer to 0."""
+    """The end of the t interval of the mean difference that is farther from 0; with CONFIDENCE, the mean is closer."""
     _, low, high = t_interval(differences)
     return max(abs(low), abs(high))
 
@@ -73,7 +73,7 @@ def rows(facts: Facts) -> list[LayoutResult]:
     """One row per family, layout and dtype, in order."""
     result = []
     for family in facts["families"]:
-        # What another seed changes depends on no dtype; the first one has the most seeds.
+        # The effect of a seed does not depend on the dtype, and the first dtype has the most seeds.
         seeds = statistics.stdev(run["perplexity"] for run in _runs(facts, family, facts["dtypes"][0])[SINGLE])
         for dtype in facts["dtypes"]:
             of_layout = _runs(facts, family, dtype)
@@ -105,7 +105,7 @@ def holds(facts: Facts) -> bool:
 
 
 def _runs(facts: Facts, family: str, dtype: str) -> dict[str, list[Facts]]:
-    """Runs by layout, in the order of this comparison's seeds; the file may have runs of earlier ones."""
+    """Runs by layout, in the order of this comparison's seeds; the file may also have runs with other seeds."""
     seeds = facts["seeds"] if dtype == facts["dtypes"][0] else facts["few_seeds"]
     found: dict[str, dict[int, Facts]] = {}
     for run in facts["runs"]:
@@ -120,7 +120,7 @@ def _mean_and_spread(numbers: Sequence[float]) -> tuple[float, float]:
 
 
 def section(facts: Facts) -> Section:
-    """What layouts differ by at most, one table per family, and the figure."""
+    """Maximum differences between layouts, one table per family, and the figure."""
     found = rows(facts)
     train, seeds = facts["config"]["train"], ", ".join(map(str, facts["seeds"]))
     if facts["dtypes"][1:] and facts["few_seeds"] != facts["seeds"]:
@@ -169,7 +169,7 @@ def _summary(facts: Facts, found: Sequence[LayoutResult]) -> Table:
 
 
 def _columns(facts: Facts, found: Sequence[LayoutResult]) -> str:
-    """What the tables of families have in common."""
+    """The paragraphs that introduce the family tables."""
     first, questions = SHORT[facts["dtypes"][0]], max(row.questions for row in found)
     words = (
         "Then one table per family. Mean ± standard deviation over seeds: training loss of the last step in nats per token, and "
@@ -224,7 +224,7 @@ def _percent(fraction: float) -> str:
 
 
 def draw(facts: Facts, path: Path) -> None:
-    """Draws the loss of every family with a band over layouts and seeds, and below it the largest difference from one process."""
+    """Draws every family's loss with a band over layouts and seeds, and below it the largest difference from one process."""
     pyplot = drawing.pyplot()
     figure, (top, below) = pyplot.subplots(
         2, 1, figsize=(7.4, 5.6), sharex=True, layout="constrained", gridspec_kw={"height_ratios": [1.4, 1]}
@@ -259,7 +259,7 @@ def _draw_losses(axis: Any, steps: Sequence[int], curves: Sequence[Sequence[floa
 
 
 def _apart(of_layout: dict[str, list[Facts]]) -> list[float]:
-    """Largest relative difference from one process by step; where all are equal, float32's unit roundoff."""
+    """Largest relative difference from one process by step, or float32's unit roundoff if all are equal."""
     alone = [run["losses"] for run in of_layout[SINGLE]]
     found = [
         [abs(a - b) / abs(b) for a, b in zip(run["losses"], other, strict=True)]

@@ -1,6 +1,6 @@
-"""Dense and low-rank decoders in plain PyTorch modules for one process, without any layout machinery.
+"""Dense and low-rank decoders in plain PyTorch modules for one process, without layout machinery.
 
-Linears with the same input share a GEMM, as in BOOST. Does not implement latent crossing. Computes the same function as
+Linears with the same input share a GEMM, as in BOOST. Latent crossing is not implemented. Computes the same function as
 `boost.models` without using its code; tests check that they agree.
 
 Legend: B sequences, S tokens per sequence, D hidden width, R latent width, O output width, E head width, V vocabulary.
@@ -183,7 +183,7 @@ def fill(module: PlainDecoder, seed: int) -> None:
 
 
 class PlainStep:
-    """An optimizer step as in a plain training loop, on the same tokens as `steps.Stepper`: forward and backward passes over the
+    """An optimizer step of a plain training loop, on the same tokens as `steps.Stepper`: forward and backward passes over
     micro-batches, clipping by global norm, and PyTorch's fused AdamW."""
 
     def __init__(self, module: nn.Module, passes: Passes, config: Config, device: torch.device) -> None:
@@ -192,7 +192,7 @@ class PlainStep:
             (torch.from_numpy(batch.tokens).to(device), torch.from_numpy(batch.targets).to(device))
             for batch in made_up_batches(config)
         ]
-        # Sharded and replicated weights cannot share a fused kernel or a norm computation.
+        # Sharded and replicated weights cannot share a fused kernel or norm computation.
         self.kinds = [kind for kind in _by_kind(module.named_parameters()) if kind]
         groups = [
             {"params": group, "weight_decay": decay}

@@ -1,19 +1,19 @@
 """The measurements of the BOOST paper (arXiv 2512.12131, MLSys 2026), and our prediction of each.
 
-How its runs are configured, the same for every row; no constant is fitted to a single row:
+All rows are configured the same way, and no constant is fitted to a single row:
 
 - `full-rank`: the dense model under `megatron`, ungrouped, with five backward all-reduces as in the paper's code.
 - `vanilla`: `vanilla` in its published form (attention and gated product replicated on every process), ungrouped.
-- `BOOST`: `btp`, online norm, grouped. The paper's code sends RMSNorm's statistic in a separate all-reduce, so its collectives
-  are those of our sync norm, and it needs two full-width all-reduces for the embedding. Both are added. It overlaps none of them.
+- `BOOST`: `btp`, online norm, grouped. The paper's code sends RMSNorm's statistic in a separate all-reduce, so it issues the
+  collectives of our sync norm, and it needs two full-width all-reduces for the embedding. Both are added. None of them overlap.
 - 4 A100-80GB per node, bf16 weights and activations, sequences of 4096 tokens, four per step in micro-batches of one, 1F1B
   with a pipeline (gpipe if there are fewer micro-batches than stages), no recomputation.
 
 The paper does not give its micro-batches: `steps` takes other sizes, and the report shows their effect. Two parts of the profile
 a100-80g come from the paper itself: GEMM speed (FLOPs utilization of its 7B) and NVLink speed (its communication times).
 
-Recomputation, and CoLA's throughput on one GPU (arXiv 2502.10940), are predicted as `boost train` runs them, and again with what
-published code does otherwise.
+Recomputation, and CoLA's throughput on one GPU (arXiv 2502.10940), are predicted as `boost train` runs them, and again as the
+published code does.
 """
 
 import itertools
@@ -50,10 +50,10 @@ RATIO_LIMIT = 0.15
 """Maximum error of a predicted ratio of two step times."""
 
 CLOSE_RATIO, SECONDS_LIMIT = 0.10, 0.15
-"""Errors of ratios and of seconds that are to hold at one micro-batch of a size."""
+"""Maximum errors of ratios and of seconds at one micro-batch size."""
 
 TIME_LIMIT = 0.05
-"""Maximum error of communication and GEMM times, which the profile is fitted to."""
+"""Maximum error of communication and GEMM times, to which the profile is fitted."""
 
 MICRO_BATCHES = (1, 2, 4)
 """Micro-batch sizes in the report."""
@@ -105,10 +105,10 @@ ONE_GPU: tuple[tuple[str, str, int, RecomputeName, float], ...] = (
     ("CoLA 7B", "7b", 16, "none", 1.66),
     ("CoLA-M 7B", "7b", 16, "low-rank", 1.21),
 )
-"""CoLA's training throughput over that of the dense model: (name, size, sequences of 256 tokens, what it recomputes, ratio)."""
+"""CoLA's training throughput relative to the dense model: (name, size, sequences of 256 tokens, what it recomputes, ratio)."""
 
 NORM_MS = {1: (0.375, 0.145), 4: (0.542, 0.523)}
-"""Milliseconds of RMSNorm by batch: (sync, online). The paper does not say of what: `Comparison.norms` tries scopes."""
+"""Milliseconds of RMSNorm by batch: (sync, online). The paper does not say what it timed; `Comparison.norms` tries scopes."""
 
 NORM_SCOPES: tuple[dict[str, tuple[str, ...]], ...] = (
     {"compiled": (), "separate": ("separate",), "separate, each with its launch": ("separate", "launches")},
@@ -116,11 +116,11 @@ NORM_SCOPES: tuple[dict[str, tuple[str, ...]], ...] = (
     {"forward": ("forward",), "forward and backward": ("forward", "backward")},
     {"communication of the statistic": (), "the whole collectives": ("latents",)},
 )
-"""What the norm's time may be of: kernels, places in a block, passes, communication."""
+"""Possible scopes of the norm's time: kernels, places in a block, passes, communication."""
 
 MLP_LINEARS = 4 / 3
 """The published MLP times and utilizations correspond to four linears of d_ff 11008 in all three columns; the model has three.
-The reason is unknown: the tables show both."""
+The reason is unknown, so the tables show both."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Compared:
     predicted: float
     unit: str
     limit: float | None = None
-    """Maximum relative error; None: shown, not checked."""
+    """Maximum relative error; None: shown but not checked."""
 
     @property
     def off(self) -> float:
@@ -148,7 +148,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class NormScope:
-    """Predicted milliseconds of RMSNorm in one scope."""
+    """Predicted milliseconds of RMSNorm in a scope."""
 
     words: str
     ms: dict[int, tuple[float, float]]
@@ -208,7 +208,7 @@ class Comparison:
         self.hardware = hardware
         self.predictor = Predictor(hardware)
         self._of_paper = Predictor(hardware.model_copy(update={"overlap": 0.0}))
-        """Of the paper's code: `separate_operations`, and collectives that overlap with nothing."""
+        """Models the paper's code: `separate_operations`, and collectives that do not overlap."""
 
     def all(self) -> list[Compared]:
         """Every published number with our prediction, by table."""
@@ -225,8 +225,8 @@ class Comparison:
         return result + [each for table in tables for each in table()]
 
     def steps(self, micro_batch: int = 1, as_published: bool = True) -> list[PublishedStep]:
-        """Step times at a micro-batch size. `as_published`: of the paper's code, with its extra collectives and with scale,
-        activation and B as operations of their own."""
+        """Step times at a micro-batch size. `as_published`: those of the paper's code, with its extra collectives and with
+        separate operations for scale, activation and B."""
         return [
             PublishedStep(
                 row, {way: self.seconds(way, configuration(way, row, micro_batch), as_published) for way in WAYS}
@@ -302,7 +302,7 @@ class Comparison:
                 yield Compared("memory saved per added time", name, published[column], ours, "MB/ms")
 
     def one_gpu(self) -> Iterator[Compared]:
-        """CoLA's throughput over that of the dense model: as `boost train` runs both, with one thing changed, with all of CoLA's
+        """CoLA's throughput relative to the dense model: as `boost train` runs both, with one change, and with all of CoLA's
         code."""
         h100 = Comparison(load_hardware("h100-80g"))
         for name, size, batch, policy, published in ONE_GPU:
@@ -326,8 +326,8 @@ class Comparison:
     def _one_gpu(
         self, size: str, batch: int, family: Family, recompute: RecomputeName, separate: bool, unfused: bool
     ) -> float:
-        """Seconds of a step on one GPU, in bf16. `separate`: every linear and operation by itself. `unfused`: attention as torch
-        computes it without fused kernels, which CoLA's training script disables: in fp32, with all scores in memory."""
+        """Seconds of a step on one GPU, in bf16. `separate`: every linear and operation separately. `unfused`: attention without
+        fused kernels, which CoLA's training script disables: in fp32, with all scores in memory."""
         sizes = [f"--train.{name}_batch={batch}" for name in ("micro", "global")]
         words = [
             f"--model.family={family}",
@@ -344,13 +344,13 @@ class Comparison:
         products = sum(speed(gemm(tokens, n, k, "float32", pairs)) for n, k in ((tokens, width), (width, tokens)))
         scores = speed(moved(STREAM, pairs * tokens * tokens, 1, "float32"))
         casts = 4 * speed(moved(STREAM, pairs * tokens * width, 1.5, "float32"))
-        # Forward, the mask is added to the scores, then their softmax; backward reads two such tensors and writes one.
+        # Forward adds the mask to the scores, then takes the softmax; backward reads two such tensors and writes one.
         forward = products + 4 * scores + casts - speed(Work.of(ATTENTION, shape, "bfloat16"))
         backward = 2 * products + 3 * scores + casts - speed(Work.of(ATTENTION_BACKWARD, shape, "bfloat16"))
         return seconds + config.model.layers * ((1 + (recompute != "none")) * forward + backward)
 
     def norms(self) -> list[NormScope]:
-        """RMSNorm of a 7B block alone in all NORM_SCOPES, the closest to the paper's first."""
+        """RMSNorm of a 7B block alone in all NORM_SCOPES, starting with the closest to the paper's."""
         scopes = []
         for parts in itertools.product(*(kind.items() for kind in NORM_SCOPES)):
             words, scope = zip(*parts, strict=True)
@@ -394,7 +394,7 @@ class Comparison:
         """The extra collectives of one micro-batch on one stage, in seconds."""
         train = config.train
         sync = config.model_copy(update={"parallel": config.parallel.model_copy(update={"norm": "sync"})})
-        # All blocks are equal here, and so are the extra collectives.
+        # All blocks and their extra collectives are equal here.
         added = self._collectives(sync, _both_passes(sync)) - self._collectives(config, _both_passes(config))
         embedding = Collective(
             "forward",
@@ -403,7 +403,7 @@ class Comparison:
             train.compute_dtype,
             config.parallel.tp,
         )
-        # Eager code copies the latents of a group into the tensor that it sums, and their gradients into one tensor.
+        # Eager code copies a group's latents into the tensor that it sums, and their gradients into one tensor.
         copies = [
             Work.of(STREAM, (each.elements,), each.dtype, 2.0)
             for each in _both_passes(config)
@@ -430,7 +430,7 @@ _SYNC = "--parallel.norm=sync"
 
 
 def _block(way: Way, size: str, batch: int, *more: str) -> Config:
-    """A configuration of `size` under TP 4 with micro-batch `batch`, to look at one block."""
+    """A configuration of `size` under TP 4 with micro-batch `batch`, for inspecting one block."""
     row = next(each for each in STEPS if each.size == size)
     return configuration(way, replace(row, tp=4, pp=1), batch, more)
 
@@ -442,7 +442,7 @@ def _block_work(
     phases: Collection[str] = ("forward",),
     separate: bool = True,
 ) -> Counted:
-    """Operations of the first block on a GPU, filtered; `separate`: as in the paper's code."""
+    """Operations of the first block on a GPU, filtered; with `separate`, as in the paper's code."""
     with separate_operations() if separate else nullcontext():
         found = block_work(_uncompiled(config) if separate else config, 0, "none", on_gpu=True)
     kept = (w for w in found if w.phase in phases and w.place in places and w.kernel in kernels)

@@ -36,7 +36,7 @@ def _compared(each: Compared) -> Facts:
 
 
 def ratio_goal(facts: Facts) -> Goal:
-    """Every ratio of step times of the paper is predicted within its limit."""
+    """Every step-time ratio in the paper is predicted within its limit."""
     judged = [each for each in facts["compared"] if each["unit"] == "x" and each["limit"] is not None]
     beyond = [f"{each['what']} {percent(each['off'])}" for each in judged if not each["holds"]]
     worst = max((each["off"] for each in judged), key=abs)
@@ -54,7 +54,7 @@ def ratio_goal(facts: Facts) -> Goal:
 def published_parts(facts: Facts) -> list[str | Table]:
     """The paper's section: how its runs are modeled, then every table."""
     _, _, described = inspect.cleandoc(published.__doc__ or "").partition("\n\n")
-    # List items become paragraphs too.
+    # List items become paragraphs, too.
     paragraphs = [" ".join(text.split()) for text in re.split(r"\n\n|^- ", described, flags=re.MULTILINE)]
     parts: list[str | Table] = ["The paper's measurements.", *(text for text in paragraphs if text)]
     parts.append(f"Hardware: {load_hardware(PAPERS_HARDWARE).title}.")
@@ -112,7 +112,7 @@ def _step_table(compared: Sequence[dict[str, Any]]) -> Table:
 
 
 def micro_batch_table(facts: Sequence[Facts]) -> Table:
-    """Errors of every size at every micro-batch, and the numbers that are beyond their limit."""
+    """Errors of every size at every micro-batch, and the numbers beyond their limit."""
     rows = []
     for row in STEPS:
         for each in facts:
@@ -132,7 +132,7 @@ def micro_batch_table(facts: Sequence[Facts]) -> Table:
 
 
 def _norm_table(scopes: Sequence[Facts]) -> Table:
-    """RMSNorm alone in every scope, the closest first."""
+    """RMSNorm alone in every scope, closest first."""
     rows = [("the paper", *(f"{ms:.3f}" for both in published.NORM_MS.values() for ms in both), "")]
     for scope in scopes:
         cells = (f"{ms:.3f}" for both in scope["ms"].values() for ms in both)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: measures the memory that each policy saves and the time it adds (the paper's Table 3).
+"""Measures the memory that each recomputation policy saves and the time it adds (the paper's Table 3).
 
 Uses one model per layout and batch and switches its policy between steps, so all policies are timed in one interleaved run
 with the same weights. Added time is relative to policy `none` in the same round.
@@ -64,7 +64,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class AddedTime:
-    """What one policy saves and adds, from a row of the result."""
+    """What one policy saves and adds, computed from a row of the result."""
 
     layout: str
     batch: int
@@ -79,16 +79,16 @@ class AddedTime:
     """Median time added relative to policy none in the same round."""
     added_quartiles_s: tuple[float, float]
     saved_per_added: float
-    """Bytes per second; 0 for policy none, or if no added time is measurable."""
+    """Bytes saved per second added; 0 for policy none, or if no added time is measurable."""
     against_full_block: float
-    """saved_per_added over that of full-block at the same layout and batch; 0 for policy none, or if no ratio is measurable."""
+    """saved_per_added relative to full-block at the same layout and batch; 0 for policy none, or if no ratio is measurable."""
     against_full_block_interval: tuple[float, float | None] | None
     """Bootstrap interval of `against_full_block`. The upper end is None (unbounded) if some draws have no measurable
     added time. None if there is nothing to compare."""
 
 
 def variants(config: Config, batches: Sequence[int]) -> Iterator[tuple[str, Config]]:
-    """Yields (name, configuration) of every layout of the model and of its dense counterpart, at every batch.
+    """Yields (name, configuration) for every layout of the model and its dense counterpart at every batch.
 
     On one process, the only layout is `single`. Raises ConfigError if the configuration is invalid.
     """
@@ -112,7 +112,7 @@ def variants(config: Config, batches: Sequence[int]) -> Iterator[tuple[str, Conf
 
 
 def policies(config: Config) -> list[RecomputeName]:
-    """The policies of the configuration's layout, none first and full-block last."""
+    """The policies of the configuration's layout, with none first and full-block last."""
     if not config.model.low_rank:
         return ["none", "full-block"]
     sharded: list[RecomputeName] = ["low-rank-sharded"] if layout_spec(config.parallel.layout).gathers_latents else []
@@ -149,7 +149,7 @@ def time_variant(name: str, config: Config, mesh: Mesh, rounds: int) -> list[Tim
 
 
 def _kept_bytes(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor]) -> int:
-    """Bytes that a forward pass saves for the backward pass, apart from those of the loss."""
+    """Bytes that a forward pass saves for the backward pass, excluding the loss."""
     tracker = MemoryTracker()
     for fused in fused_params(decoder):
         tracker.watch(fused.tensor, WEIGHTS, short_role(fused.slices[0].parameter.role))
@@ -162,7 +162,7 @@ def _kept_bytes(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor]) 
     with mock.patch.object(decoder.layout, "loss", loss), tracker, using(BACKENDS["eager"]), copies.in_use():
         total = decoder(*batch)  # keeps what it saved
         before = None
-        while before != tracker.live:  # gloo's threads release sent tensors with a delay
+        while before != tracker.live:  # gloo's threads release sent tensors after a delay
             before = +tracker.live
             time.sleep(0.1)
         kept = sum(size for category, size in tracker.live.items() if category in SAVED)
@@ -202,7 +202,7 @@ def _pass(decoder: Decoder, policy: RecomputeName, batch: tuple[Tensor, Tensor])
 
 
 def added_times(rows: Iterable[Facts]) -> list[AddedTime]:
-    """What every policy saves and adds relative to policy none of the same layout and batch, in the order of `rows`."""
+    """What every policy saves and adds relative to policy none at the same layout and batch, in the order of `rows`."""
     together: dict[tuple[str, int], list[Facts]] = {}
     for row in rows:
         together.setdefault((row["layout"], row["batch"]), []).append(row)
@@ -242,8 +242,8 @@ def against_full_block(
 ) -> Ratio | None:
     """Memory saved per added time relative to full-block; None for policies none and full-block.
 
-    Added time is a median of small differences. In draws where it is not positive, the ratio is infinite. Where full-block's added
-    time is not positive, nothing can be claimed, and the ratio is 0.
+    Added time is a median of small differences. If it is not positive in a draw, the ratio is infinite. If full-block's added time
+    is not positive, no claim is possible, and the ratio is 0.
     """
     if policy in ("none", "full-block"):
         return None
@@ -390,7 +390,7 @@ def draw(facts: Facts, path: Path) -> None:
     )
     for axis, batch in zip(axes[0], batches, strict=True):
         of_batch = [row for row in rows if row.batch == batch]
-        # Where recomputation adds less time than noise, memory per time means nothing.
+        # If recomputation adds less time than noise, memory per time is meaningless.
         sound = [row for row in of_batch if row.added_quartiles_s[0] > 0 and row.saved_per_added > 0]
         for row in sound:
             value, y = row.saved_per_added / 1e9, places[row.layout, row.policy]

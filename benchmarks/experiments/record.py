@@ -1,7 +1,7 @@
-"""The public record: training speeds measured and published by others, as data, with a prediction of each.
+"""The public record: training speeds that others measured and published, each with a prediction.
 
 `record.json` holds facts only: shape, mesh, batch, GPU and software of each run, its tokens per second or FLOP/s per GPU, and where
-they were published. A row becomes a configuration by the same rules for every source:
+they were published. The same rules turn every source's rows into configurations:
 
 - An ungated MLP of width 4 d has the parameters and FLOPs of a gated MLP of width 8/3 d, which we use instead.
 - Activation checkpointing of whole blocks is `full-block`. Selective checkpointing of single operations is modeled as `full-block`
@@ -11,9 +11,9 @@ they were published. A row becomes a configuration by the same rules for every s
   (`stacks.toml`).
 
 Some stacks have numbers fitted to a random half of the rows of some sources (`Stack.fitted_to`). The result leaves out whole
-sources in turn: a row is predicted like software that was never seen, without what was fitted to its own source, and its interval
-comes from all other sources. To score another planner, predict the seconds per step of each source from the others: its error is
-the mean of |predicted / measured - 1|.
+sources in turn: a row is predicted as if its software were new, using nothing fitted to its own source, and its interval comes
+from all other sources. To score another planner, predict the seconds per step of each source from the others; its error is the
+mean of |predicted / measured - 1|.
 
 Exits with code 1 if a limit is missed: the error, the bias of a kind of GPU, or the fraction of rows within intervals.
 """
@@ -52,7 +52,7 @@ from boost.train.progress import progress
 HERE = Path(__file__).parent
 
 INTERLEAVED = (1, 2, 3, 4, 6)
-"""Stages per process to try if none was published, like MICRO_BATCHES. The runtime rejects some of them."""
+"""Stages per process to try if the source gives none, like MICRO_BATCHES. The runtime rejects some of them."""
 
 
 class Stack(Section):
@@ -64,7 +64,7 @@ class Stack(Section):
     overlap: Literal["none", "halves"] = "none"
     """Whether TP communication overlaps with computation, as in parallel.overlap."""
     attention: str = ""
-    """Attention kernel; '': that of the profile."""
+    """Attention kernel; '': the profile's."""
     gemm: dict[str, float] = Field(default_factory=dict)
     """Speed of GEMMs as a multiple of the profile's, by `Hardware.architecture`."""
     hides_sends: bool = False
@@ -72,11 +72,11 @@ class Stack(Section):
     blocking: float = 0.0
     """Fraction of a pass that a stage with two neighbors waits for blocking sends; stages with one neighbor do not wait."""
     fitted_to: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Sources to whose rows `gemm` and `blocking` are fitted."""
+    """Sources whose rows `gemm` and `blocking` are fitted to."""
 
     @property
     def unfitted(self) -> "Stack":
-        """The same software, with nothing fitted."""
+        """The same software without fitted numbers."""
         return self.model_copy(update={"gemm": {}, "blocking": 0.0})
 
 
@@ -125,7 +125,7 @@ class Source(Section):
     attention: str = ""
     """Attention kernel, if it differs from the stack's."""
     fusion: float = 1.0
-    """Factor by which the element-wise work of its blocks moves fewer bytes than in boost, under its stack."""
+    """Factor by which its blocks' element-wise work moves fewer bytes than boost's under the same stack."""
     note: str = ""
 
 
@@ -157,7 +157,7 @@ class Row(Section):
     net_gbit: float | None = None
     """Network port of each GPU in Gb/s, if it differs from the profile."""
     stack: str | None = None
-    """Software stack; None: that of the source."""
+    """Software stack; None: the source's."""
     tokens_per_s: float | None = None
     """Tokens per second per GPU."""
     tflops: float | None = None
@@ -232,7 +232,7 @@ class Scored:
 
     row: Row
     predicted_s: float
-    """Without what is fitted to the row's own source (`Stack.fitted_to`)."""
+    """Excludes everything fitted to the row's own source (`Stack.fitted_to`)."""
     predicted_gib: float | None
     """Predicted peak memory in GiB, if the row has a published one."""
 
@@ -273,7 +273,7 @@ def score(rows: Sequence[Row]) -> Iterator[Scored]:
 
 
 def hardware_of(row: Row, stack: Stack | None = None) -> Hardware:
-    """Hardware profile of a row's GPUs, at the speeds of `stack`; None: that of the row."""
+    """Hardware profile of a row's GPUs, at the speeds of `stack` (None: the row's)."""
     source, stack, hardware = record().sources[row.source], stack or stack_of(row), load_hardware(row.gpu)
     hardware = hardware.model_copy(update={"per_node": row.per_node or hardware.per_node})
     if row.net_gbit is not None:
@@ -362,8 +362,8 @@ def errors(rows: Iterable[Facts]) -> Errors:
 
 
 def spreads(rows: Iterable[Facts]) -> dict[str, Spread]:
-    """Measured over predicted seconds by kind of mesh: weighted deciles, in which every source counts as much as any other. Those
-    of all rows are what the package ships."""
+    """Measured over predicted seconds by kind of mesh: weighted deciles, in which every source counts equally. The package ships
+    those of all rows."""
     by_kind: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         of_source = by_kind.setdefault(kind_of(row["tp"], row["pp"]), {}).setdefault(row["source"], [])
@@ -383,8 +383,8 @@ def _spread_of_sources(sources: Sequence[Sequence[float]]) -> Spread:
 
 
 def intervals_of_others(rows: Sequence[Facts]) -> list[Spread]:
-    """For each row, the interval from all other sources: that of its kind of mesh, or of an unmeasured GPU if no other source has
-    rows on its kind of GPU."""
+    """For each row, the interval from all other sources: the one for its kind of mesh, or for an unmeasured GPU if no other source
+    has rows on its kind of GPU."""
     of_source: dict[str, tuple[dict[str, Spread], set[str]]] = {}
     for source in dict.fromkeys(row["source"] for row in rows):
         others = [row for row in rows if row["source"] != source]
@@ -397,7 +397,7 @@ def intervals_of_others(rows: Sequence[Facts]) -> list[Spread]:
 
 
 def gpu_kind(row: Facts) -> str:
-    """The GPU of a row, whatever its memory and node: 'a100'."""
+    """The GPU of a row, ignoring memory and node, such as 'a100'."""
     return str(row["gpu"]).partition("-")[0]
 
 

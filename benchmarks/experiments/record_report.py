@@ -15,7 +15,7 @@ rows inside the interval from all other sources."""
 
 
 SIZES = {"tokens per sequence": "seq", "GPUs": "gpus"}
-"""Groups that are ranges of a number, and its field."""
+"""Groups that are ranges of a numeric field, and the field."""
 
 GROUPS: dict[str, Callable[[Facts], str]] = {
     "source": lambda row: str(row["source"]),
@@ -105,7 +105,7 @@ def error_table(facts: Facts) -> Table:
 
 
 def interval_table(facts: Facts) -> Table:
-    """The intervals that `boost plan` prints, and how many rows lie inside those of all other sources."""
+    """The intervals that `boost plan` prints, and how many rows lie inside the intervals from all other sources."""
     rows, within = facts["rows"], inside(facts["rows"])
     shown = []
     for name, spread in spreads(rows).items():

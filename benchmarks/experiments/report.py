@@ -1,7 +1,7 @@
-"""Builds one page of all results: the goals, what was measured where, what is modeled, then every experiment.
+"""Builds one page of all results: the goals, what was measured and where, what is modeled, then every experiment.
 
-The page is one self-contained file. It depends only on the results (it has no timestamp), so the same results give the same
-bytes. Results of one experiment on several machines are listed one after another.
+The page is one self-contained file. It depends only on the results and has no timestamp, so the same results give the same bytes.
+Results of one experiment on several machines are listed one after another.
 """
 
 import argparse
@@ -45,10 +45,10 @@ LONG_TEXT = 30
 """Text columns with longer cells wrap."""
 
 FEW_COLUMNS = 6
-"""Tables with at most so many columns have intervals next to their numbers, not below them."""
+"""Tables with at most this many columns show intervals next to their numbers, not below them."""
 
 MOST_ROWS = 100
-"""Tables with more rows are not on the page, which links to the Markdown file that has them."""
+"""Tables with more rows are left out of the page, which links to their Markdown file."""
 
 FIRST_FIGURE = (
     "Seconds per training step over wire speed (measured; medians and quartiles). Each layout in its faster form, with or without "
@@ -59,7 +59,7 @@ FIRST_FIGURE = (
 INTERVAL_CELL = re.compile(
     r"(?P<value>[^()]*\d[^()]*) \((?P<interval>[^()]*\d to [^()]*)\)(?P<unit>[ %x]*)(, (?P<remark>[a-z ]+))?"
 )
-"""A table cell that is a number with an interval, and perhaps a remark."""
+"""A table cell that is a number with an interval and an optional remark."""
 
 _RAISED = str.maketrans("0123456789", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
 
@@ -83,7 +83,7 @@ class Result:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """The page, and the figures next to the results."""
+    """The page and the figures next to the results."""
 
     html: str
     pictures: dict[Path, bytes]
@@ -108,11 +108,11 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
             except ConfigError as error:
                 raise ConfigError(f"{path}: {error}") from None
             found.append(Result(path, facts, sections.section(facts), tuple(sections.goals(facts))))
-    return sorted(found, key=_place)  # stable: folders in their order
+    return sorted(found, key=_place)  # stable: keeps the order of folders
 
 
 def _place(result: Result) -> tuple[int, int]:
-    """Position in the report: by experiment; the sets of the wire in the order in which they are measured."""
+    """Position in the report: by experiment, with the wire's sets in measurement order."""
     of_wire = result.facts["set"] if result.experiment == "wire" else ""
     return sections.place(result.experiment), list(SETS).index(of_wire) if of_wire in SETS else 0
 
@@ -181,7 +181,7 @@ def _by_name(results: Sequence[Result]) -> dict[str, Facts]:
 
 
 def prose(text: str) -> Markup:
-    """Escapes prose, with `code` markup and with typographic characters outside of code."""
+    """Escapes prose, with `code` markup and with typographic characters outside code."""
     parts = text.split("`")
     if len(parts) % 2 == 0:  # unbalanced backtick
         parts = [text]
@@ -207,7 +207,7 @@ def power(text: str) -> Markup:
 
 
 def _spread(found: re.Match[str]) -> Markup:
-    """A number with its interval next to it or below, and a remark below."""
+    """Formats a number with its interval next to it or below, and a remark below."""
     remark = Markup("<small>{}</small>").format(found["remark"]) if found["remark"] else ""
     return Markup("{}<i>{}</i>{}").format(prose(found["value"] + found["unit"]), prose(found["interval"]), remark)
 
@@ -225,7 +225,7 @@ def _template(name: str) -> str:
 
 
 def _colors() -> str:
-    """CSS variables of all colors of figures, on a white and on a dark page."""
+    """CSS variables for all figure colors, on a white and on a dark page."""
     light, dark = (
         "".join(f"--{name}:{getattr(tone, side)};" for name, tone in colors.TONES.items()) for side in ("light", "dark")
     )
@@ -233,7 +233,7 @@ def _colors() -> str:
 
 
 def _first_screen(results: Sequence[Result], pictures: dict[Path, bytes], png: bool) -> dict[str, Any]:
-    """Template variables of the first screen. Its figure is written beside the result that it is drawn from."""
+    """Template variables of the first screen. Its figure is written next to the result that it shows."""
     every = [result.facts for result in results]
     svgs, wire = list[Markup](), headline.wire_of(every)
     for result in results if wire else ():
@@ -268,7 +268,7 @@ def _draw(result: Result, pictures: dict[Path, bytes], png: bool) -> dict[str, s
 
 
 def _pictured(figure: Figure, name: str, beside: Path, pictures: dict[Path, bytes], png: bool) -> None:
-    """Draws a figure into `pictures`, under the paths that it has beside a result."""
+    """Draws a figure into `pictures`, under its paths next to a result."""
     with tempfile.TemporaryDirectory() as folder:
         for suffix in (".svg", ".png")[: 1 + png]:
             path = Path(folder, name + suffix)
@@ -279,7 +279,7 @@ def _pictured(figure: Figure, name: str, beside: Path, pictures: dict[Path, byte
 def _drawn_by(figure: Figure, path: Path) -> None:
     import matplotlib
 
-    # Settings must not change SVGs: they stay identical to those that the experiment wrote.
+    # Settings must not change SVGs, which stay identical to those that the experiment wrote.
     with matplotlib.rc_context({"savefig.dpi": DOTS_PER_INCH} if path.suffix == ".png" else {}):
         figure.draw(path)
 
@@ -308,7 +308,7 @@ def _block(result: Result, drawn: dict[str, str], out: Path, prefix: str) -> dic
         "versions": ", ".join(versions),
         "commit": _commit(environment),
         "day": environment["started"][:10],
-        # A link from the page, if the result is below its folder.
+        # Link from the page if the result is below its folder.
         "raw": raw.as_posix() if ".." not in raw.parts else "",
         "kinds": [kind for kind in KINDS if kind in kinds],
         "parts": parts,
@@ -316,7 +316,7 @@ def _block(result: Result, drawn: dict[str, str], out: Path, prefix: str) -> dic
 
 
 def _part(part: str | Table | Figure, drawn: dict[str, str], prefix: str) -> dict[str, Any]:
-    """`prefix`: of the IDs in a figure; unique on the page."""
+    """`prefix`: prefix of the IDs in a figure; unique on the page."""
     match part:
         case Table():
             return _table(part)
@@ -352,7 +352,7 @@ def _kinds(texts: Iterable[str]) -> list[str]:
 
 
 def dtypes(facts: Facts) -> list[str]:
-    """Dtypes of a result: those that its rows name, else the compute dtype of its configuration."""
+    """Dtypes of a result: those named in its rows, otherwise its configuration's compute dtype."""
     known = get_args(DType)
     shown = {key: value for key, value in facts.items() if key not in ("config", "environment", "published")}
     named = {text for key, text in _leaves(shown) if key == "dtype"} & set(known)
@@ -389,13 +389,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     words = "write nothing; exit with code 1 if the page or a figure is out of date"
     parser.add_argument("--check", action="store_true", help=words)
-    words = "with --check: also exit with code 1 if results are of several commits, or have uncommitted changes"
+    words = "with --check: also exit with code 1 if results come from several commits or have uncommitted changes"
     parser.add_argument("--one-commit", action="store_true", help=words)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.one_commit and not args.check:
-        raise ConfigError("--one-commit is a check and needs --check; add it")
+        raise ConfigError("--one-commit needs --check; add it")
     results = read_results(args.results or [RESULTS])
     page = make(results, args.out, png=not args.check)
     if not args.check:
@@ -416,7 +416,7 @@ _GRAYS = ((0x20, "ink"), (0x90, "muted"), (0xFA, "line"), (0xFF, "paper"))
 """(maximum brightness, theme color): text, secondary text, grids and bands, background."""
 
 _NAMES = {tone.light: name for name, tone in TONES.items()}
-"""Names of the page's colors by their values on a white page."""
+"""Names of the page's colors by their value on a white page."""
 
 _LEFT_OUT = {f"{{{SVG}}}{tag}" for tag in ("metadata", "style", "title", "desc", "script")}
 
@@ -462,7 +462,7 @@ def _attribute(key: str, value: str, prefix: str) -> str:
 
 
 def _color(found: re.Match[str]) -> str:
-    """The variable of a color that the page defines; other colors stay."""
+    """The CSS variable of a color that the page defines; other colors are unchanged."""
     if name := _NAMES.get(found[0]):
         return f"var(--{name})"
     red, green, blue = (int(found[0][at : at + 2], 16) for at in (1, 3, 5))

@@ -1,8 +1,8 @@
-"""Results of an experiment: its numbers as JSON with everything that they depend on, and a section of prose, tables and figures.
+"""Results of an experiment: its numbers as JSON with everything they depend on, and a section of prose, tables and figures.
 
-A result is of one run on one machine. Numbers of two machines are shown side by side, but never divided. A section is rendered as
-Markdown next to its results, and as part of the HTML report. Results of experiments that take hours are kept after every run, and
-resumed by the same command.
+A result comes from one run on one machine. Numbers from two machines are shown side by side but never divided. A section is
+rendered as Markdown next to its results, and as part of the HTML report. Experiments that take hours keep results after every run,
+and the same command resumes them.
 """
 
 import json
@@ -29,7 +29,7 @@ class Table:
 
     caption: str
     headings: tuple[str, ...]
-    """Column headings. A trailing colon marks a numeric column; the word `paper` marks the paper's numbers, which are set apart."""
+    """Column headings. A trailing colon marks a numeric column; `paper` marks the paper's numbers, which look different."""
     rows: tuple[tuple[str, ...], ...]
 
 
@@ -67,7 +67,7 @@ class Goal:
     """Whether the goal is met; None: not measured."""
     kind: Literal["measured", "counted", "modeled"] = "measured"
     remark: str = ""
-    """The bottleneck if the goal is not met, or the reason why it could not be measured."""
+    """The bottleneck if the goal is not met, or why it could not be measured."""
 
 
 Facts = dict[str, Any]
@@ -164,12 +164,12 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def percent(error: float) -> str:
-    """Formats a relative error with its sign; '0' for none."""
+    """Formats a relative error with its sign, or '0' if there is none."""
     return "0" if error == 0 else f"{error:+.1%}"
 
 
 def number(value: float) -> str:
-    """Formats a number with at least three significant digits, and from 100 to 1000 with a decimal."""
+    """Formats a number with at least three significant digits, and with one decimal from 100 to 1000."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{4 if abs(value) >= 100 else 3}g}"
 
 
@@ -187,12 +187,12 @@ def keep(out: Path, facts: Facts, suffix: str = JSON) -> None:
 
 
 def resumed(fresh: Facts, results: Mapping[str, Any], out: Path, suffix: str = JSON) -> Facts:
-    """`fresh` with its `results` (name: value without results) as kept in `out` with this suffix, or empty if that does not exist.
+    """Returns `fresh` with `results` (name: value without results) as kept in `out` with this suffix, or empty if there is no file.
 
-    `fresh["settings"]` says what may be resumed. Raises ConfigError if the file has results with other settings or is not a result
-    of a resumable experiment.
+    `fresh["settings"]` determines what may be resumed. Raises ConfigError if the file has results with other settings or is not a
+    result of a resumable experiment.
     """
-    fresh = {**fresh, "settings": json.loads(json.dumps(fresh["settings"]))}  # as it is read back: lists, not tuples
+    fresh = {**fresh, "settings": json.loads(json.dumps(fresh["settings"]))}  # as read back: lists, not tuples
     path = out.with_suffix(suffix)
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
@@ -202,7 +202,7 @@ def resumed(fresh: Facts, results: Mapping[str, Any], out: Path, suffix: str = J
         raise ConfigError(f"--out = '{out}': {path} is not JSON; remove it or choose another --out") from None
     if not isinstance(kept, dict) or "settings" not in kept:
         raise ConfigError(
-            f"--out = '{out}': {path} has no settings, so it cannot be resumed (it is of an older version or another experiment); "
+            f"--out = '{out}': {path} has no settings, so it cannot be resumed (it is from an older version or other experiment); "
             "remove it or choose another --out"
         )
     if (different := next(differences(kept["settings"], fresh["settings"]), None)) is not None:

@@ -55,17 +55,17 @@ class Scored:
     accuracy: dict[str, float]
     """Accuracy on each task, in [0, 1], by the names of SCORES."""
     answers: str
-    """One digit per question, task after task: the choice, or for a cloze 1 if greedy decoding gives the word, else 0."""
+    """One digit per question, task by task: the choice, or for a cloze 1 if greedy decoding gives the word, otherwise 0."""
 
 
 def scored(trainer: Trainer, folder: Path) -> Scored | None:
-    """Scores the trainer's model on the tasks of `folder`. All TP ranks call it; all but the first one of a machine get None."""
+    """Scores the trainer's model on the tasks in `folder`. All TP ranks call this; all except a machine's first one get None."""
     from boost.train.harness import HarnessModel, rows_of, run_tasks
 
     store, model = open_corpus(trainer.config).stores[0], trainer.model
     assert isinstance(model, Decoder)  # these experiments have no pipeline
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    # Progress bars of the harness are not shown.
+    # Hide the harness's progress bars.
     with contextlib.redirect_stderr(io.StringIO()), _quick_harness(alone=trainer.mesh.size == 1):
         harness = HarnessModel(
             model, store.tokenizer(), None, store.eos, [store.eos], trainer.config.train.seq_len, BATCH, shows=False
@@ -79,16 +79,16 @@ def scored(trainer: Trainer, folder: Path) -> Scored | None:
 
 
 def _answer(sample: dict[str, Any]) -> int:
-    """The most likely choice, the first of equal ones, as the harness counts it; of one continuation, whether it is greedy."""
+    """The most likely choice (the first of equal ones, as in the harness); for one continuation, whether it is greedy."""
     each = [score for score, _ in sample["filtered_resps"]]
     return each.index(max(each)) if len(each) > 1 else int(sample["filtered_resps"][0][1])
 
 
 @contextlib.contextmanager
 def _quick_harness(alone: bool) -> Iterator[None]:
-    """The harness compiles a task's templates again for every question: here, once. It runs a program that describes the machine,
-    which takes a third of the time of a small model's scores: here, not. It gives its result to LOCAL_RANK 0 only, which a model on
-    one process (`alone`) has no use for."""
+    """Works around the harness, which recompiles a task's templates for every question (here, once); runs a program that describes
+    the machine, a third of a small model's scoring time (here, not at all); and returns its result only on LOCAL_RANK 0, which a
+    single-process model (`alone`) does not need."""
     import lm_eval.evaluator
     from lm_eval.utils import env
 

@@ -1,4 +1,4 @@
-"""The experiments by chapter of the report, and what presents them.
+"""The experiments by report chapter, and the functions that present them.
 
 `section(facts)` and `goals(facts)` are defined in the experiment's module or in `<module>_report`.
 """
@@ -32,7 +32,7 @@ SETTLED = {
     "families": "dense, svd, cola, lax, loro, DLR and Spectron for the same tokens and the same time, five seeds each",
     "healing": "dense models factorized and healed",
 }
-"""Experiments that are not run any more: their results are committed, and their code is in the commit that each result names."""
+"""Experiments that no longer run: their results are committed, and each result names the commit that has the code."""
 
 
 def section(facts: Facts) -> Section:
@@ -43,7 +43,7 @@ def section(facts: Facts) -> Section:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """The goals that a result answers; none if its experiment has no function for them. Raises ConfigError if it is unknown."""
+    """The goals that a result decides, or none if its experiment defines none. Raises ConfigError if it is unknown."""
     function = _function(facts, "goals")
     return cast(list[Goal], function(facts)) if function else []
 

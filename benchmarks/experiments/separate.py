@@ -1,5 +1,5 @@
-"""Kernels as published code and autograd run them, for predictions of published measurements: one operation after another, each of
-which saves its inputs. The planner traces them instead of its eager kernels inside `separate_operations`.
+"""Kernels as published code and autograd run them, for predicting published measurements: one operation after another, each saving
+its inputs. Inside `separate_operations`, the planner traces them instead of its eager kernels.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from boost.plan.tracer import one_pass
 
 @contextmanager
 def separate_operations() -> Iterator[None]:
-    """Context in which the planner prices kernels that are not compiled as those of published code."""
+    """Context manager in which the planner prices uncompiled kernels like those of published code."""
     with mock.patch.dict(kernels.BACKENDS, eager=_run):
         yield
 
@@ -30,12 +30,12 @@ def _run(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
 
 
 def _saved(x: Any) -> Any:
-    """A tensor like x that the forward pass has saved."""
+    """A tensor like x, saved by the forward pass."""
     return make(x, x.shape, "saved")
 
 
 class _Operations:
-    """The operations of each kernel, by its name. See `boost.models.kernels` for the arguments."""
+    """The operations of each kernel by name. See `boost.models.kernels` for the arguments."""
 
     @staticmethod
     def activated(u: Any, c: Any, silu: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Single-rank emulation of TP: the work of one TP process, with torch's fake process group in place of the others.
+"""Single-rank emulation of TP: the work of one TP process, with torch's fake process group replacing the others.
 
 Nothing is sent. Collectives return the process's own data (a gather repeats its shard, a reduction has one term), so that GEMMs see
 realistic values instead of zeros or uninitialized memory.
@@ -25,7 +25,7 @@ from boost.plan.timing import predict
 
 @contextlib.contextmanager
 def without_the_others(parallel: ParallelConfig, device: torch.device) -> Iterator[Mesh]:
-    """Context with the mesh of rank 0 of `parallel`, in a process without a process group."""
+    """Context manager that provides rank 0's mesh of `parallel` in a process without a process group."""
     # Imported here because torch's fake process group is part of its testing internals.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -34,7 +34,7 @@ def without_the_others(parallel: ParallelConfig, device: torch.device) -> Iterat
     usual = used._ops, used.RECEIVES_FIRST, meshes._backend
     try:
         meshes._backend = lambda device: None
-        used.RECEIVES_FIRST = set()  # no other process sends messages
+        used.RECEIVES_FIRST = set()  # no other processes send messages
         used._ops = _LocalCollectives()
         yield mesh_of(parallel, device)
     finally:
@@ -43,7 +43,7 @@ def without_the_others(parallel: ParallelConfig, device: torch.device) -> Iterat
 
 
 def share_prediction(config: Config, hardware: Hardware) -> Prediction:
-    """Predicts a step of an emulated rank, which waits for no collective and has the device to itself."""
+    """Predicts a step of an emulated rank, which waits for no collectives and does not share the device."""
     alone = hardware.model_copy(update={"speeds": hardware.speeds_of(1)})
     waits = exposed_collectives(predict(config, alone))
     whole = prediction(config, alone)
@@ -56,8 +56,8 @@ def exposed_collectives(step: StepTime) -> float:
 
 
 class _LocalCollectives:
-    """Replaces torch's functional collectives: calls them, then fills their results with the process's own data. torch's fake group
-    does so too, but not in every version and not in the same way."""
+    """Replaces torch's functional collectives: calls them, then fills their results with the process's own data. torch's fake
+    group also does this, but not in every version or in the same way."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.ops._c10d_functional, name)

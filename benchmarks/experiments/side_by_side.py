@@ -40,9 +40,9 @@ class TimingGroup:
     name: str
     """Unique among groups."""
     purpose: str
-    """What the group is for; reports select groups by it."""
+    """Purpose of the group, by which reports select groups."""
     contenders: dict[str, Config]
-    """By name, in table order."""
+    """Configurations by name, in table order."""
     share: bool = False
     """Single-rank emulation on one process."""
     peers: bool = False
@@ -117,8 +117,8 @@ def measure_group(group: TimingGroup, mesh: Mesh, rounds: int) -> Facts:
 
 
 def measure_steppers(group: TimingGroup, steppers: Mapping[str, Stepper], mesh: Mesh, rounds: int) -> Facts:
-    """Measures a group, given its models, each of which has taken a step: one-time buffers must exist before memory is measured.
-    Sizes and bytes are maxima over processes; times run until all processes are done."""
+    """Measures a group, given its models, each of which has taken a step, because one-time buffers must exist before memory is
+    measured. Sizes and bytes are maxima over processes; times end when all processes are done."""
     rows = {name: _row(name, stepper) for name, stepper in steppers.items()}
     calls: dict[str, Call] = {name: stepper.step for name, stepper in steppers.items()}
     others, skipped = _peers(group, mesh)
@@ -185,7 +185,7 @@ def _seen_as(collective: Collective) -> tuple[str, int, str, int]:
 
 
 def seconds_of(group: Facts, name: str) -> np.ndarray:
-    """Step seconds of a contender [launches, rounds]; for an emulated rank, including modeled communication time."""
+    """Step seconds of a contender [launches, rounds], including modeled communication time for an emulated rank."""
     row = next(row for row in group["rows"] if row["name"] == name)
     waits: float = group.get("waits_s", {}).get(name, 0.0)
     return launches(row["seconds"]) + waits
@@ -213,7 +213,7 @@ def in_ms(found: Spread) -> str:
 
 
 def shape_of(group: Facts) -> str:
-    """A description of the group's exact dimensions."""
+    """Describes the group's exact dimensions."""
     rows = [row for row in group["rows"] if "config" in row]
     model, train = rows[0]["config"]["model"], rows[0]["config"]["train"]
     ranks = (row["config"]["model"].get("rank") for row in rows)  # a dense model has none

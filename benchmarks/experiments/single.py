@@ -2,7 +2,7 @@
 
 Each comparison of whole training steps is one interleaved run: first the families and a large GEMM, the machine's ceiling;
 then, for each family, BOOST and the same model in plain PyTorch modules. Comparisons are separate because not all models fit
-on one GPU at once. CONFIG 'usual' is d 512 and d 1024 in fp32 on CPUs, boost-1b in bf16 on a GPU.
+on one GPU at once. CONFIG 'usual' means d 512 and d 1024 in fp32 on CPUs, or boost-1b in bf16 on a GPU.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from boost.train.rendezvous import choose_device
 USUAL = "usual"
 FAMILIES: tuple[Family, ...] = ("dense", "cola", "svd", "lax")
 PLAIN: tuple[Family, ...] = ("dense", "cola", "svd")
-"""Families that have plain modules."""
+"""Families with plain modules."""
 GEMM_WIDTH = {"cpu": 2048, "cuda": 8192}
-"""Size of the square GEMM that is the ceiling."""
+"""Width of the square GEMM that is the ceiling."""
 LEAST_S = 0.02
 """Minimum seconds per timed sample."""
 

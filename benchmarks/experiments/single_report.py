@@ -8,9 +8,9 @@ from boost import drawing
 
 LOW_RANK = ("cola", "svd", "lax")
 GEMM = "matrix product"
-"""Name of the contender that is the ceiling."""
+"""Contender that defines the ceiling."""
 LEAST_SHARE, LEAST_SHARE_WIDE, WIDE = 0.85, 0.90, 1024
-"""Goals: minimum ratio of speed-up to FLOP ratio below d = WIDE, the minimum from there on, and WIDE."""
+"""Goals: minimum ratio of speed-up to FLOP ratio below d = WIDE, the minimum from WIDE up, and WIDE."""
 MOST_OVERHEAD, LEAST_MFU = 1.0, 0.5
 """Goals: maximum time relative to plain modules; minimum fraction of the measured ceiling."""
 
@@ -32,7 +32,7 @@ def section(facts: Facts) -> Section:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """The goals that this experiment answers."""
+    """The goals that this experiment decides."""
     shares = {f"{size['size']} {family}": share(size, family) for size in facts["sizes"] for family in LOW_RANK}
     least = {
         f"{size['size']} {family}": LEAST_SHARE_WIDE if size["models"][family]["dim"] >= WIDE else LEAST_SHARE
@@ -103,7 +103,7 @@ def flop_ratio(size: Facts, family: str) -> float:
 
 
 def overhead(size: Facts, family: str) -> Ratio:
-    """Our step time / that of plain modules."""
+    """Our step time / the step time of plain modules."""
     seconds = size["contests"][family]["seconds"]
     return ratio(seconds["ours"], seconds["plain"])
 

@@ -1,8 +1,8 @@
-"""End-to-end step time under every layout and family, with width growing with TP (weak scaling).
+"""Measures end-to-end step time under every layout and family, with width proportional to TP (weak scaling).
 
 Reproduces the paper's step-time tables: whole optimizer steps, bytes sent and peak memory. All contenders of a table are
-interleaved in one run. TP sizes larger than the machine run as single-rank emulation, with communication modeled by a hardware
-profile. The size of the model depends on device and TP: only CONFIG's optimizer is used, and --section.key applies to every
+interleaved in one run. TP sizes larger than the machine use single-rank emulation, with communication modeled by a hardware
+profile. The model's size depends on device and TP, so only CONFIG's optimizer is used, and --section.key applies to every
 contender.
 """
 
@@ -65,7 +65,7 @@ class Machine:
     device: str
     """cpu | cuda"""
     tp: int
-    """TP processes to run here; 1: single-process groups only."""
+    """Number of TP processes to run here; 1: single-process groups only."""
     hardware: Hardware | None
     """Hardware profile for modeled collectives; None: no single-rank emulation."""
     why_no_shares: str = ""
@@ -125,8 +125,8 @@ class _Builder:
         return TimingGroup(f"{WEAK_SCALING}, TP 1, {dtype}", WEAK_SCALING, found)
 
     def weak_scaling(self, tp: int, dtype: DType) -> TimingGroup:
-        """Every layout of the dense model and of cola, and other libraries. bf16 on a CPU is up to five times slower, so it runs
-        only the four layouts that the goals name; fp32 on a CPU runs two micro-batches."""
+        """Every layout of the dense model and of cola, and other libraries. bf16 on a CPU is up to five times slower, so only the
+        four layouts in the goals run; fp32 on a CPU uses two micro-batches."""
         few = self.device == "cpu" and dtype == "bfloat16"
         names = (MEGATRON_SP, VANILLA, BTP, BTP_SP) if few else (MEGATRON, MEGATRON_SP, VANILLA, PUBLISHED, BTP, BTP_SP)
         more = flags(global_batch=8) if self.device == "cpu" and not few else []
@@ -134,7 +134,7 @@ class _Builder:
         return TimingGroup(f"{WEAK_SCALING}, TP {tp}, {dtype}", WEAK_SCALING, found, peers=not few)
 
     def families(self, tp: int, dtype: DType) -> TimingGroup:
-        """The low-rank families under the paper's two layouts, and the dense model, at half the width."""
+        """The low-rank families under the paper's two layouts, and the dense model, all at half the width."""
         found = {MEGATRON: self._layout(MEGATRON, tp, dtype, width=256)}
         for family in published.FAMILIES:
             for name in (PUBLISHED, BTP):
@@ -179,7 +179,7 @@ def cut_flags(parallel: Mapping[str, Any], tp: int) -> list[str]:
 
 
 def _usual(device: str, dtype: DType) -> list[str]:
-    # A tiny learning rate, since thousands of steps on the same tokens must not change the numerics.
+    # A tiny learning rate, because thousands of steps on the same tokens must not change the numerics.
     return [f"--run.device={device}", f"--train.compute_dtype={dtype}", "--optim.lr=1e-6"]
 
 
@@ -187,9 +187,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, "steps", tp=False)
     words = "TP processes (default: one per GPU, 2 on CPUs); 1 skips sharded models"
     parser.add_argument("--tp", type=int, metavar="N", help=words)
-    words = (
-        "profile to model the collectives of emulated TP sizes, of this device type (default: the GPU's; on CPUs none)"
-    )
+    words = "profile of this device type that models the collectives of emulated TP sizes (default: the GPU's; on CPUs none)"
     parser.add_argument("--hardware", metavar="FILE|NAME", help=words)
     add_rounds(parser, 9)
 

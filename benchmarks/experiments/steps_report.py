@@ -26,7 +26,7 @@ BYTES = 0.50
 """Goal: maximum ratio of btp-sp bytes to btp bytes."""
 
 LEAST_WIDTH = 1024
-"""Minimum d to which the bytes goal applies."""
+"""Minimum d for the bytes goal."""
 
 
 def section(facts: Facts) -> Section:
@@ -62,7 +62,7 @@ def section(facts: Facts) -> Section:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """The performance goals that this experiment answers."""
+    """The performance goals that this experiment decides."""
     cut = [group for group in _of(facts, WEAK_SCALING) if group["tp"] > 1]
     wide = [group for group in cut if _row(group, BTP)["config"]["model"]["dim"] >= LEAST_WIDTH and group["tp"] == 2]
     found = [_bytes_goal(group) for group in wide if group["dtype"] == "bfloat16"]

@@ -48,13 +48,13 @@ class ProcessStep:
     rank: int
     step: Interval
     computing: tuple[Interval, ...]
-    """When an operator (CPU) or kernel (GPU) runs that is neither a collective nor a wait for one."""
+    """When an operator (CPU) or kernel (GPU) runs, excluding collectives and waits for them."""
     flying: tuple[Interval, ...]
     """When at least one collective is in flight."""
 
     @property
     def waiting(self) -> tuple[Interval, ...]:
-        """When a collective is in flight and nothing is computed: exposed communication."""
+        """When a collective is in flight and nothing is computed (exposed communication)."""
         return without(self.flying, self.computing)
 
 
@@ -96,9 +96,9 @@ def within(intervals: Iterable[Interval], step: Interval) -> tuple[Interval, ...
 
 
 def read_step(path: Path, rank: int, number: int | None = None) -> tuple[int, ProcessStep]:
-    """Reads step `number` of a trace (None: the middle one of those recorded). Returns (number, step).
+    """Reads step `number` of a trace (None: the middle recorded step). Returns (number, step).
 
-    Raises DataError if the file is not a trace of train.profile, ConfigError if it does not have this step.
+    Raises DataError if the file is not a trace written by train.profile, or ConfigError if it lacks this step.
     """
     try:
         trace: Any = json.loads(path.read_text(encoding="utf-8"))

@@ -1,12 +1,12 @@
-"""The performance model against steps measured on this machine: time, memory and bytes sent.
+"""Compares the performance model with steps measured on this machine: time, memory and bytes sent.
 
-`--measure` first times whole optimizer steps on random tokens, with a profile that was calibrated with other shapes:
+`--measure` first times whole optimizer steps on random tokens, with a profile calibrated on other shapes:
 
     boost plan calibrate --device cpu --nproc 2 --out local.toml
     python -m benchmarks validation --measure --hardware local.toml
 
-Measurements are stored with their profile, by device type. Predictions are recomputed every time, so that changes to the model
-show. A share is single-rank emulation of TP (`benchmarks.experiments.shares`). Exits with code 1 if an error exceeds its limit.
+Measurements are stored with their profile, by device type. Predictions are recomputed every time to reflect changes to the model.
+A share is single-rank emulation of TP (`benchmarks.experiments.shares`). Exits with code 1 if an error exceeds its limit.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.measure != (args.hardware is not None):
         raise ConfigError(
-            "--measure and --hardware FILE need each other; boost plan calibrate --out FILE makes a profile"
+            "--measure and --hardware FILE need each other; create a profile with boost plan calibrate --out FILE"
         )
     facts: Facts = read(args.out.with_suffix(".json"), "validation") if args.out.with_suffix(".json").is_file() else {}
     sections = {name: facts.get(name) for name in (MACHINE, GPU)}
@@ -96,7 +96,7 @@ def _predict(config: Config, hardware: Hardware, share: bool) -> Prediction:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on the predictions of one quantity, by the worst one."""
+    """Verdict on the predictions of one quantity, based on the worst one."""
 
     section: str
     what: str
@@ -141,7 +141,7 @@ class MeasuredStep:
     processes: int
     config: dict[str, Any]
     share: bool
-    """Whether it is single-rank emulation, without collectives."""
+    """Whether this is single-rank emulation without collectives."""
     predicted_s: float
     measured_s: float
     """Median seconds, normalized to the machine's speed during calibration: each time is divided by the slowdown of a small fixed
@@ -180,7 +180,7 @@ def measure(hardware: Hardware) -> list[MeasuredStep]:
 
 
 def fitting(work: Sequence[tuple[str, Config]], hardware: Hardware) -> Iterator[tuple[str, Config]]:
-    """Yields the configurations that fit together: each one runs while the training states of all others are in memory."""
+    """Yields configurations that fit together, because each runs while the training states of all others are in memory."""
     states, peaks = zip(*(_memory(config, hardware) for _, config in work), strict=True)
     usable = hardware.usable_bytes
     kept: list[int] = []
@@ -209,7 +209,7 @@ def _measure_into(work: Sequence[tuple[str, Config]], hardware: Hardware, share:
 
 
 def measure_process(work: Sequence[tuple[str, Config]], hardware: Hardware, rounds: int = ROUNDS) -> list[MeasuredStep]:
-    """Measures configurations with the same number of processes, in one of them. Returns rows on the main process, else []."""
+    """Measures configurations with the same number of processes, on one of them. Returns rows on the main process, otherwise []."""
     first = work[0][1]
     _set_threads(hardware)
     mesh = open_mesh(ParallelConfig(layout="single", dp=first.parallel.world_size), first.run.device)
@@ -231,7 +231,7 @@ def measure_shares(work: Sequence[tuple[str, Config]], hardware: Hardware, round
 
 
 def _set_threads(hardware: Hardware) -> None:
-    """Sets the number of threads to that during calibration, even if fewer processes share the machine now."""
+    """Uses as many threads as during calibration, even if fewer processes share the machine now."""
     torch.set_num_threads(max(available_cores() // hardware.per_node, 1))
 
 
@@ -288,7 +288,7 @@ def _row(
 
 
 def cases(device: str) -> list[str]:
-    """Names of the configurations that are measured on a device type."""
+    """Names of the configurations measured on a device type."""
     return list(_CASES[device])
 
 
@@ -352,4 +352,4 @@ _CASES: dict[str, dict[str, list[str]]] = {
         },
     },
 }  # fmt: skip
-"""Configurations by device type: sizes, layouts, families and batches that calibration does not measure."""
+"""Configurations by device type: sizes, layouts, families and batches that calibration does not cover."""

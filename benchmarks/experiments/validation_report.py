@@ -20,7 +20,7 @@ _PROBED = (
 
 
 def section(facts: Facts) -> Section:
-    """Verdicts, a figure, and the steps of each device type."""
+    """The verdicts, a figure, and the steps of each device type."""
     rows = tuple(map(verdict_words, verdicts(facts)))
     headings = ("section", "what", "predictions:", "worst:", "limit:", "verdict")
     parts: list[str | Table | Figure] = [Table("All verdicts, with the worst prediction of each.", headings, rows)]
@@ -34,7 +34,7 @@ def section(facts: Facts) -> Section:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """Time, bytes and memory of measured steps: how many are within the limit, and the worst one."""
+    """The goals for time, bytes and memory of measured steps: how many are within the limit, and the worst one."""
     sections = [facts[name] for name in (MACHINE, GPU) if facts[name]]
     where = "; ".join(f"{len(each['rows'])} configurations on {machine(each['environment'])}" for each in sections)
     kinds: tuple[tuple[str, str, Literal["measured", "counted"]], ...] = (

@@ -1,10 +1,10 @@
-"""Whole steps over a rate-limited wire: network namespaces act as hosts with one process each, every layout in one run.
+"""Times whole steps of every layout over a rate-limited wire. Network namespaces act as hosts with one process each.
 
-On one machine, gloo communicates by copying memory with the same cores: cheap, and impossible to hide. Over a rate-limited wire,
-communication takes time in proportion to its bytes. Two rates of each group are derived from its run without a limit: on the
-*share-matched* wire, communication takes the same fraction of a btp step as in the paper's 7B row on A100s; on the *slow* wire,
-half of it. Every launch is kept when it ends: the same command resumes, at the same commit. Needs root and iproute2; the main set
-takes 51 minutes, all sets 77. Keep the machine idle.
+On one machine, gloo communicates by copying memory on the compute cores, which is cheap and impossible to hide. Over a
+rate-limited wire, communication takes time in proportion to its bytes. Two rates of each group are derived from its run without a
+limit: on the *share-matched* wire, communication takes the same fraction of a btp step as in the paper's 7B row on A100s; on the
+*slow* wire, half of the step. Every finished launch is kept, so the same command at the same commit resumes. Needs root and
+iproute2; the main set takes 51 minutes, all sets 77. Keep the machine idle.
 
   main      TP 2, d 1024, cola: every layout, with and without overlap; bare collectives; timelines
   meshes    TP 2 x PP 2, TP 2 x DP 2, DP 2
@@ -42,10 +42,10 @@ from boost.format import format_duration
 from boost.parallel.mesh import Mesh
 
 ROOT = Path(__file__).parents[2]
-"""Working directory of the processes, which import `benchmarks`."""
+"""Working directory of the processes, from which they import `benchmarks`."""
 
 PARTIAL = ".partial"
-"""Suffix of a set's launches so far."""
+"""Suffix of the file with a set's finished launches."""
 
 PORT = 29400
 """Always free in a new namespace."""
@@ -61,15 +61,15 @@ class WireLaunch:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Identity within a result."""
+        """Identifies the launch within a result."""
         return self.group.name, self.wire, self.number
 
 
 def wire(plan: WireSet, source: str, overrides: Sequence[str], rates: Sequence[float], out: Path) -> int:
-    """Measures a set, or what is missing from `out`.partial, which is written after every launch. Writes `out`.json, .md and the
-    figures. Measures nothing if `out`.json already has this set with the same settings, of the same commit.
+    """Measures a set, or the launches missing from `out`.partial, which is written after every launch. Writes `out`.json, .md and
+    the figures. Measures nothing if `out`.json already has this set with the same settings and commit.
 
-    `rates`: Mbit/s, in addition to the marked ones. Raises ConfigError if this machine cannot create network namespaces or if
+    `rates`: Mbit/s, in addition to the marked rates. Raises ConfigError if this machine cannot create network namespaces or if
     `out`.partial has launches with other settings, and MeasurementError if a process fails.
     """
     if reason := why_no_hosts(limited=True):
@@ -95,8 +95,8 @@ def wire(plan: WireSet, source: str, overrides: Sequence[str], rates: Sequence[f
 
 
 def schedule(plan: WireSet, rates: Sequence[float]) -> Iterator[WireLaunch]:
-    """All launches in order: first those without a limit, which mark the rates, then the wires interleaved launch by launch, so
-    that a change of the machine's speed affects all wires alike. `rates` have one launch."""
+    """All launches in order: first those without a limit, which determine the rates, then the wires, interleaved launch by launch,
+    so that a change in the machine's speed affects all wires equally. `rates` have one launch each."""
     for number in range(max(plan.launches, plan.free_launches)):
         for group in plan.groups:
             if number < plan.free_launches:
@@ -110,7 +110,7 @@ def schedule(plan: WireSet, rates: Sequence[float]) -> Iterator[WireLaunch]:
 
 
 def rate_of(facts: Facts, launch: WireLaunch) -> float | None:
-    """Mbit/s of a launch's wire; None: no limit. Marked rates come from the group's first launch without a limit."""
+    """Mbit/s of a launch's wire, or None for no limit. Marked rates come from the group's first launch without a limit."""
     if launch.wire == NO_LIMIT:
         return None
     if launch.wire not in MARKED:
@@ -124,15 +124,15 @@ def _marked(facts: Facts, group: WireGroup) -> dict[str, float]:
 
 
 def marked_rate(free: Facts, reference: str, fraction: float) -> float:
-    """Mbit/s at which the bytes of a step of `reference` take `fraction` of it, if nothing overlaps and given that communication
-    costs almost nothing in `free`, the launch without a limit."""
+    """Mbit/s at which sending the bytes of a step of `reference` takes `fraction` of the step, if nothing overlaps. Assumes that
+    communication costs almost nothing in `free`, the launch without a limit."""
     row = row_of(free, reference)
     seconds = spread(row["seconds"]).median
     return max(1, round(row["sent_bytes"] * 8e-6 * (1 - fraction) / (fraction * seconds)))
 
 
 def _begin(plan: WireSet, configs: Mapping[str, Mapping[str, Config]], rates: Sequence[float], out: Path) -> Facts:
-    """Empty results, or those of an earlier call with the same settings: finished, or kept so far."""
+    """Empty results, or the finished or partial results of an earlier call with the same settings."""
     config = configs[plan.groups[0].name][plan.groups[0].reference]
     fresh = facts_of("wire", config, set=plan.name, rounds=plan.rounds, launches=plan.launches)
     environment = fresh["environment"]
@@ -154,7 +154,7 @@ def _begin(plan: WireSet, configs: Mapping[str, Mapping[str, Config]], rates: Se
     }
     empty: Facts = {"marked": {}, "groups": []}
     if not out.with_suffix(PARTIAL).exists():
-        # A finished result of other settings is replaced when this one is finished.
+        # A finished result with other settings is replaced when this one finishes.
         with contextlib.suppress(ConfigError):
             return resumed(fresh, empty, out)
     return resumed(fresh, empty, out, PARTIAL)
@@ -170,7 +170,7 @@ def _words(launch: WireLaunch) -> str:
 
 
 def _to_go(every: Sequence[WireLaunch], facts: Facts) -> str:
-    """Remaining time on a clock, if launches take as long as others of the same group on the same wire, or else as all so far."""
+    """Remaining time, if launches take as long as others of the same group on the same wire, or else as all so far."""
     taken = {(each["group"], each["wire"], each["launch"]): each["wall_s"] for each in facts["groups"]}
     remaining = 0.0
     for key in {each.key for each in every} - taken.keys() if taken else ():
@@ -187,8 +187,8 @@ def measure(
     rounds: int,
     draws: bool = False,
 ) -> Facts:
-    """Runs one launch with one process per host: all contenders interleaved, bare collectives if the group asks for them, and on
-    marked wires recorded steps. `draws`: also keep timelines, if the wire is the slow one. Raises MeasurementError."""
+    """Runs one launch with one process per host: all contenders interleaved, bare collectives if the group requests them, and
+    recorded steps on marked wires. `draws`: also keep timelines on the slow wire. Raises MeasurementError."""
     for host in found:
         host.limit(mbit)
     group = launch.group
@@ -214,7 +214,7 @@ def measure(
 
 
 def _run(found: Sequence[Host], folder: str) -> None:
-    """Runs a process on every host to its end. Raises MeasurementError if one fails."""
+    """Runs a process on every host to completion. Raises MeasurementError if one fails."""
     processes = [_start(found, rank, folder) for rank in range(len(found))]
     try:
         codes = [process.wait() for process in processes]
@@ -263,7 +263,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     words = "launches per marked rate (default 5 in the main set, 3 in many, 2 in the others)"
     parser.add_argument("--launches", type=int, metavar="N", help=words)
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds per launch, at least 7 (default 15 and 7)")
-    parser.add_argument("--restart", action="store_true", help="discard launches and results of the set first")
+    parser.add_argument("--restart", action="store_true", help="first discard the set's launches and results")
 
 
 def run(args: argparse.Namespace) -> int:

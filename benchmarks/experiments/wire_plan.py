@@ -1,10 +1,10 @@
-"""What `python -m benchmarks wire` measures: its sets, as data.
+"""The sets that `python -m benchmarks wire` measures, as data.
 
 Steps are short (0.2 to 0.8 s without a limit), because all sets together must fit into 77 minutes on two cores: two blocks, few
-tokens, and a small vocabulary, so that the head stays a small fraction of a step. What a comparison of layouts needs is the ratio
-of communication to computation of a block, and the rates of the wire are derived from that. With few tokens, the gradient sums of
-replicated weights (`btp-sp`, `btp-cp`, `ulysses`), once per step, weigh more than in the paper's steps; the set of many tokens
-shows the other end. Fewer tokens than here favor the baselines: the activations that they replicate fit into caches.
+tokens, and a small vocabulary, so that the head stays a small fraction of a step. Comparing layouts requires the right ratio of
+communication to computation in a block, from which the wire's rates are derived. With few tokens, the gradient sums of replicated
+weights (`btp-sp`, `btp-cp`, `ulysses`), once per step, weigh more than in the paper's steps; the set of many tokens shows the
+opposite case. Even fewer tokens favor the baselines, because the activations that they replicate fit into caches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,13 +63,13 @@ def name_of(form: str, overlap: str) -> str:
 
 
 def plain_and_halved(*forms: str) -> tuple[WireContender, ...]:
-    """Every form without and with overlap."""
+    """Every form, without and with overlap."""
     return tuple(WireContender(form, overlap) for form in forms for overlap in ("none", "halves"))
 
 
 @dataclass(frozen=True)
 class WireGroup:
-    """Contenders that are interleaved in every launch: one mesh, size, family and batch."""
+    """Contenders that are interleaved in every launch, with one mesh, size, family and batch."""
 
     name: str
     """Unique within a set."""
@@ -82,7 +82,7 @@ class WireGroup:
     """Sizes of tp, pp and dp; others are 1."""
     family: str = "cola"
     reference: str = BTP
-    """The contender whose step marks the rates, and that others are compared with."""
+    """The contender whose step determines the rates, and with which others are compared."""
     recorded: tuple[WireContender, ...] = ()
     """Contenders with a timeline of one step on the slow wire."""
     collectives: bool = False
@@ -114,9 +114,9 @@ class WireSet:
     name: str
     groups: tuple[WireGroup, ...]
     launches: int
-    """On every marked wire."""
+    """Launches on every marked wire."""
     rounds: int
-    """Per launch."""
+    """Rounds per launch."""
     free_launches: int = 1
     """Launches without a limit."""
 
@@ -141,8 +141,8 @@ rates."""
 _SMALL: dict[str, Any] = {"size": (512, 2, 1376, 8)}
 _SHORT: dict[str, Any] = {"batch": {"vocab_size": 512, "seq_len": 512, "micro_batch": 2, "global_batch": 2}}
 
-# A step takes 0.7 s for the dense model and 0.4 s for btp, without a limit. 13 launches on two cores: 51 minutes, of which the slow
-# wire takes half.
+# A step takes 0.7 s for the dense model and 0.4 s for btp, without a limit. 13 launches on two cores take 51 minutes, half of them
+# on the slow wire.
 MAIN = WireSet(
     "main",
     (
@@ -221,8 +221,8 @@ FAMILIES = WireSet(
     rounds=7,
 )
 
-# As many tokens per step, relative to d, as 131k tokens at d 4096; so that gradient sums of replicated weights are a small
-# fraction of communication, as they are there. 9 minutes.
+# Matches 131k tokens per step at d 4096, relative to d, so that gradient sums of replicated weights are a small fraction of
+# communication here, too. 9 minutes.
 MANY = WireSet(
     "many",
     (
@@ -238,7 +238,7 @@ MANY = WireSet(
 )
 
 SETS = {each.name: each for each in (MAIN, MESHES, SIZES, FAMILIES, MANY)}
-"""By name, in the order in which `--set all` measures them."""
+"""Sets by name, in the order in which `--set all` measures them."""
 
 
 def groups_of(facts: Facts) -> list[str]:
@@ -291,12 +291,12 @@ def collective_seconds(facts: Facts, group: str, wire: str, name: str) -> list[l
 
 
 def faster(facts: Facts, group: str, wire: str, ours: str, theirs: str) -> Ratio:
-    """How many times as fast `ours` is as `theirs`."""
+    """Speed-up of `ours` over `theirs`."""
     return ratio(seconds_of(facts, group, wire, theirs), seconds_of(facts, group, wire, ours))
 
 
 def fastest(facts: Facts, group: str, wire: str, names: Sequence[str]) -> str:
-    """The contender with the shortest median step, of those that were measured."""
+    """The measured contender with the shortest median step."""
     measured = set(names_of(facts, group))
     found = [name for name in names if name in measured]
     return min(found, key=lambda name: spread(seconds_of(facts, group, wire, name)).median)

@@ -52,24 +52,24 @@ def main(folder: Path) -> None:
 
 
 def first_losses(steppers: Mapping[str, Stepper]) -> dict[str, float]:
-    """Loss of the first step by contender. Raises MeasurementError if two layouts of the same model differ: then they do not
-    compute the same function, and their times cannot be compared."""
+    """Loss of the first step by contender. Raises MeasurementError if two layouts of the same model differ, because times of
+    different functions cannot be compared."""
     found: dict[str, float] = {}
     of_model: dict[str, float] = {}
     for name, stepper in steppers.items():
         mesh, computed = stepper.mesh, stepper.step()
         own = computed[0].double() if mesh.pp.rank == mesh.pp.size - 1 else torch.zeros((), dtype=torch.double)
         if mesh.size > 1:
-            dist.all_reduce(own)  # the replicas' parts; all TP ranks hold the same
+            dist.all_reduce(own)  # the replicas' parts, identical on all TP ranks
         found[name] = float(own) / mesh.tp.size
         same = of_model.setdefault(stepper.config.model.model_dump_json(), found[name])
         if abs(found[name] - same) > TOLERANCE * abs(same):
-            raise MeasurementError(f"{name} has the loss {found[name]:.6f}, other layouts {same:.6f}: a bug in BOOST")
+            raise MeasurementError(f"{name} has loss {found[name]:.6f}, other layouts {same:.6f}: a bug in BOOST")
     return found
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process when its parent has died: otherwise it would compete with the next launch for the cores."""
+    """Ends this process when its parent dies; otherwise, it would compete with the next launch for the cores."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

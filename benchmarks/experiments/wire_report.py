@@ -1,6 +1,6 @@
 """Report of the wire experiment: step times by wire, hidden communication, bare collectives, timelines, and the goals.
 
-The main set and the set of many tokens have one group and all of this; the others show how the ratios depend on mesh, size and
+The main set and the set of many tokens have one group and all of these; the others show how ratios depend on mesh, size and
 family.
 """
 
@@ -52,12 +52,12 @@ MIB = (1, 4, 16)
 """Payloads of bare collectives: MiB of the gathered or reduced tensor."""
 
 HIDDEN = 0.65
-"""Goal: minimum fraction of TP communication that overlap hides, where communication is a fraction COMMUNICATION of the step."""
+"""Goal: minimum fraction of TP communication hidden by overlap, if communication takes a fraction COMMUNICATION of the step."""
 
 COMMUNICATION = (0.4, 0.6)
 
 LEAST_ADDED = 0.05
-"""Smallest fraction of a step added by the wire of which the hidden fraction is shown; that of less is a ratio of noise."""
+"""Minimum fraction of a step that the wire must add for the hidden fraction to be shown; below it, the ratio is noise."""
 
 BEST = tuple(each.name for each in plain_and_halved(BTP, BTP_SP))
 """Candidates for the best low-rank layout; the fastest is compared with the baselines."""
@@ -115,7 +115,7 @@ def _crossing_goal(facts: Facts, group: str, wire: str, least: float) -> Goal:
 
 
 def _hidden_goal(facts: Facts, group: str) -> Goal:
-    """What overlap hides of every layout that was measured with and without it, on the wires where the goal applies to it."""
+    """What overlap hides for every layout measured with and without it, on the wires to which the goal applies."""
     found, elsewhere, (low, high) = list[tuple[str, Ratio]](), list[str](), COMMUNICATION
     for form in _with_both(facts, group):
         on = [(f"{form} at {mbit:g} Mbit/s", wire) for wire, mbit in wires(facts, group).items() if mbit]
@@ -145,13 +145,13 @@ def hidden(facts: Facts, group: str, wire: str, form: str) -> Ratio:
 
 
 def _without_wire(facts: Facts, group: str, form: str) -> float:
-    """Seconds of a step without a limit: of the faster form, with or without overlap."""
+    """Seconds of a step without a limit, in the faster form (with or without overlap)."""
     both = (form, name_of(form, "halves"))
     return min(spread(seconds_of(facts, group, NO_LIMIT, name)).median for name in both)
 
 
 def _with_both(facts: Facts, group: str) -> list[str]:
-    """Layouts that were measured with and without overlap."""
+    """Layouts measured with and without overlap."""
     names = names_of(facts, group)
     return [form for form in FORMS if form in names and name_of(form, "halves") in names]
 
@@ -161,7 +161,7 @@ def _where(facts: Facts, group: str, wire: str) -> str:
 
 
 def section(facts: Facts) -> Section:
-    """Step times, and for sets of one group hidden communication, bare collectives and timelines."""
+    """Step times; for sets of one group, also hidden communication, bare collectives and timelines."""
     groups, name = groups_of(facts), facts["set"]
     lead = (
         "Emulated hosts (network namespaces) with one process each, on the cores of one machine. Whole steps: medians and "
@@ -184,7 +184,7 @@ def section(facts: Facts) -> Section:
 
 
 def _step_table(facts: Facts, group: str) -> Table:
-    """One row per layout: its step time on every wire, and on the marked ones relative to the reference."""
+    """One row per layout: its step time on every wire, and relative to the reference on marked wires."""
     reference, found = BTP if BTP in names_of(facts, group) else LOW_RANK, wires(facts, group)
     headings, launched = ["layout"], []
     for wire, mbit in found.items():
@@ -296,7 +296,7 @@ def _draw_timelines(found: Mapping[str, Sequence[ProcessStep]], path: Path) -> N
 
 
 BASELINES = (PUBLISHED, name_of(VANILLA, "halves"), name_of(MEGATRON_SP, "halves"), DENSE)
-"""Baselines of the small sets, each in its faster form on the marked wires."""
+"""Baselines of the small sets, each in its faster form on marked wires."""
 
 _GAINS_CAPTION = "Speed-up of the best low-rank layout over the baselines (measured); whiskers are 95% intervals."
 

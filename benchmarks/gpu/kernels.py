@@ -1,4 +1,4 @@
-"""Times every element-wise kernel of the model in isolation, eager and compiled: seconds, and GB/s of the bytes it must move."""
+"""Times every element-wise kernel of the model in isolation, eager and compiled, in seconds and GB/s of the bytes it must move."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from boost.train.hardware import now, seconds_between
 
 ROUNDS, CALLS = 20, 50
 HEAD_START = 10_000_000
-"""Cycles that a GPU waits before the first call of a round: some milliseconds."""
+"""Cycles (a few milliseconds) that a GPU waits before the first call of a round."""
 
 
 def arguments_of(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, ...]]:
@@ -46,8 +46,8 @@ def arguments_of(tokens: int, width: int, dtype: torch.dtype, device: torch.devi
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of a call in several rounds. On a GPU: between two events around many calls, so that kernels are timed and
-    not their launches."""
+    """Median seconds of a call over several rounds. On a GPU, two events around many calls time the kernels, not their
+    launches."""
     calls = CALLS if device.type == "cuda" else 1
     for _ in range(3):
         call()
@@ -55,7 +55,7 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
     for _ in range(ROUNDS):
         synchronize(device)
         if device.type == "cuda":
-            torch.cuda._sleep(HEAD_START)  # while the GPU waits, the host launches ahead
+            torch.cuda._sleep(HEAD_START)  # the host launches ahead while the GPU waits
         begun = now(device)
         for _ in range(calls):
             call()
@@ -74,7 +74,7 @@ def main() -> int:
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     made = arguments_of(args.tokens, args.width, torch.bfloat16 if on_gpu else torch.float32, device)
     missing = KERNELS.keys() - made.keys()
-    assert not missing, f"kernels that nobody measures: {missing}"
+    assert not missing, f"kernels without a measurement: {missing}"
     found = []
     for name, arguments in made.items():
         row: dict[str, Any] = {"kernel": name}

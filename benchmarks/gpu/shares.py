@@ -1,6 +1,6 @@
-"""One TP process of four, by itself: seconds and MFU of a step of 7B-shaped blocks, with a profiler trace.
+"""Times one TP process of four alone: seconds and MFU of a step of 7B-shaped blocks, with a profiler trace.
 
-Nothing is sent (`benchmarks.experiments.shares`): what this times is the work between collectives, eager or compiled.
+Nothing is sent (`benchmarks.experiments.shares`), so this times the work between collectives, eager or compiled.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def main() -> int:
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.cuda.init()  # statistics of memory need it
+        torch.cuda.init()  # memory statistics need it
     rows = []
     for layout in args.layouts:
         for micro_batch in args.micro_batches:

@@ -23,5 +23,5 @@ def test_layouts_of_one_model_must_have_one_loss() -> None:
     with torch.no_grad():
         for fused in steppers["again"].fused_params:
             fused.tensor.mul_(1.5)
-    with pytest.raises(MeasurementError, match=r"^again has the loss .*, other layouts .*: a bug in BOOST$"):
+    with pytest.raises(MeasurementError, match=r"^again has loss .*, other layouts .*: a bug in BOOST$"):
         wire_process.first_losses(steppers)
