@@ -1,4 +1,4 @@
-"""Draws the pictures of the pages into docs/pictures: `python docs/draw.py`. The same code gives the same bytes.
+"""Draws the docs' pictures into docs/pictures: `python docs/draw.py`. The output is deterministic.
 
 Everything is derived: rows, shards and collectives from the layouts (`boost.plan.pictures`), bytes from the collective table and
 from the planner's trace of the decoder.
@@ -31,7 +31,7 @@ from boost.plan.trace import pass_of_block
 PICTURES = Path(__file__).resolve().parent / "pictures"
 GAIN = "\N{GREEK SMALL LETTER GAMMA}"
 TP, RANK, TOKENS = 4, 1, 16384
-"""TP size, the TP rank that is shown, tokens of one micro-batch (four sequences of 4,096)."""
+"""TP size, the TP rank shown, tokens per micro-batch (four sequences of 4,096)."""
 
 
 def config_of(layout: str, family: str = "cola", **parallel: str) -> Config:
@@ -100,7 +100,7 @@ def segments(rows: Sequence[DiagramRow]) -> list[list[DiagramRow]]:
 
 
 def row_height(row: DiagramRow) -> float:
-    """Height of a row in a column: its words above its drawing."""
+    """Height of a row in a column: its text above its drawing."""
     if row.bars:
         return len(row.lines) * (BAR + 3) - 3
     words = 15 + 13 * len(row.details)
@@ -108,7 +108,7 @@ def row_height(row: DiagramRow) -> float:
 
 
 def column_part(canvas: Canvas, rows: Sequence[DiagramRow], x: float, y: float, height: float, color: str) -> None:
-    """Rows of one column between two aligned rows; what the column does not need is space after the first of them."""
+    """Rows of one column between two aligned rows; unused space follows the first of them."""
     middle = x + COLUMN / 2
     spare = (height - sum(row_height(row) + 8 for row in rows)) / max(len(rows), 1)
     for row in rows:
@@ -130,7 +130,7 @@ def sent_per_token(inspection: Inspection) -> float:
 
 
 def bytes_chart(canvas: Canvas, inspections: Sequence[Inspection], y: float) -> None:
-    """Bytes per token as bars, and the legend."""
+    """Draws bytes per token as bars, and the legend."""
     canvas.text("Sent by one TP rank per token and block, forward and backward:", MARGIN, y, 12.5, bold=True)
     sent = [sent_per_token(inspection) for inspection in inspections]
     for index, (number, (_, layout, _)) in enumerate(zip(sent, SIDE_BY_SIDE, strict=True)):
@@ -203,7 +203,7 @@ POLICIES = ("none", "low-rank", "low-rank+attention-output", "full-block")
 
 
 def recomputation_picture() -> None:
-    """Tensors of a block by policy: saved, or recomputed in the backward pass; and the bytes that are saved."""
+    """Tensors of a block by policy, saved or recomputed in the backward pass, and the bytes saved."""
     saved = {policy: saved_tensors(policy) for policy in POLICIES}
     everything = [("residual stream", RESIDUAL), ("latents of q, k, v", LATENTS), ("q, k, v", WIDE), ("attention output", WIDE),
                   ("latents of o", LATENTS), ("residual stream, before the MLP", RESIDUAL), ("latents of gate, up", LATENTS),
@@ -251,12 +251,12 @@ def recommunicated(policy: str) -> int:
 
 
 def saved_tensors(policy: str) -> list[tuple[str, int]]:
-    """(category, bytes) of what the second block saves, weights aside, in forward order."""
+    """(category, bytes) of what the second block saves, excluding weights, in forward order."""
     return [held for held in pass_of_block(recomputing(policy), 1).saved if held[0] in (RESIDUAL, LATENTS, WIDE)]
 
 
 def present(saved: Sequence[tuple[str, int]]) -> list[bool]:
-    """Which of the nine rows of the picture are among the saved tensors, found by category and order."""
+    """Which of the picture's nine rows are saved, determined by category and order."""
     flags = dict.fromkeys(range(9), False)
     order = {RESIDUAL: [0, 5], LATENTS: [1, 4, 6, 8], WIDE: [2, 3, 7]}
     residual = [size for category, size in saved if category == RESIDUAL]

@@ -1,17 +1,17 @@
-"""Measured and predicted figures in the pages: `python docs/facts.py` rewrites them from the result files.
+"""Rewrites the measured and predicted figures in the pages from the result files: `python docs/facts.py`.
 
-A figure is a link to the file that it comes from, so that its command, commit and machine are one click away. The link's title
-says which cell of which table it is:
+A figure links to its source file, so its command, commit and machine are one click away. The link's title identifies the table and
+cell:
 
     [2.01 (1.95 to 2.05)](../benchmarks/results/ladder.md "share-matched wire > btp, online > over the first step")
 
-- In a Markdown result: `TABLE > ROW > COLUMN`. TABLE is the beginning of the text above the table and may be left out. ROW is the
-  first cell of the row; other cells may follow, joined by ` + `, and `weighted...` is a cell that begins with "weighted". COLUMN is
-  a heading (the first of equal ones), or its beginning.
-- In a JSON result: the keys that lead to a number, joined by ` > `. Of a list of numbers, the median is meant.
+- In a Markdown result: `TABLE > ROW > COLUMN`. TABLE is the beginning of the text above the table and may be omitted. ROW is the
+  first cell of the row; other cells may follow, joined by ` + `, and `weighted...` is a cell that begins with "weighted". COLUMN
+  is a heading (the first if several match) or its beginning.
+- In a JSON result: the keys that lead to a number, joined by ` > `. A list of numbers stands for its median.
 
-A figure with an interval or a spread is the whole cell; a single number is the cell's first number. `tests/test_docs.py` compares
-all of them. The table of goals in results.md is the report's.
+A figure with an interval or a spread is the whole cell; otherwise, it is the cell's first number. `tests/test_docs.py` compares
+all of them. The table of goals in results.md comes from the report.
 """
 
 import html
@@ -36,7 +36,7 @@ def pages() -> list[Path]:
 
 
 def tables(text: str) -> Iterator[tuple[str, list[list[str]]]]:
-    """(text above it, rows of cells with the headings first) of every table of a Markdown result."""
+    """Yields (text above, rows of cells starting with the headings) for every table in a Markdown result."""
     above, rows = "", []
     for line in [*text.splitlines(), ""]:
         if line.startswith("|"):
@@ -49,7 +49,7 @@ def tables(text: str) -> Iterator[tuple[str, list[list[str]]]]:
 
 
 def cell(text: str, key: str) -> str:
-    """The cell of a Markdown result that `key` means. Raises KeyError unless exactly one value fits."""
+    """The cell of a Markdown result that `key` refers to. Raises KeyError unless exactly one value fits."""
     *table, row, column = key.split(" > ")
     found = set()
     for above, (headings, *rows) in tables(text):
@@ -67,12 +67,12 @@ def cell(text: str, key: str) -> str:
 
 
 def is_meant(cell: str, part: str) -> bool:
-    """Whether a part of a key means a cell."""
+    """Whether a part of a key matches a cell."""
     return cell.startswith(part[:-3]) if part.endswith("...") else cell == part
 
 
 def number(facts: Any, key: str) -> float:
-    """The number of a JSON result that `key` means. Raises KeyError if there is none."""
+    """The number in a JSON result that `key` refers to. Raises KeyError if there is none."""
     for part in key.split(" > "):
         try:
             facts = facts[int(part) if isinstance(facts, list) else part]
@@ -82,7 +82,7 @@ def number(facts: Any, key: str) -> float:
 
 
 def as_written(value: float, text: str) -> str:
-    """A number with the digits and the notation of `text`."""
+    """Formats a number with the digits and notation of `text`."""
     percent = text.endswith("%")
     value *= 100 if percent else 1
     digits = text.rstrip("%").partition(".")[2]
@@ -93,7 +93,7 @@ def as_written(value: float, text: str) -> str:
 
 
 def current(text: str, path: Path, key: str) -> str:
-    """What the figure `text` is according to its result file. Raises KeyError if the file has no such figure."""
+    """The current value of the figure `text` in its result file. Raises KeyError if the file has no such figure."""
     content = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
         return as_written(number(json.loads(content), key), text)
@@ -130,12 +130,12 @@ def plain(match: re.Match[str] | None) -> str:
 
 
 def without_tags(markup: str) -> str:
-    """HTML as text on one line."""
+    """Converts HTML to one line of text."""
     return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", markup)).split())
 
 
 def updated(page: Path) -> tuple[str, list[str]]:
-    """A page's text with every figure as its result file has it now, and what could not be looked up."""
+    """A page's text with all figures updated from their result files, and the lookups that failed."""
     problems = []
 
     def one(match: re.Match[str]) -> str:

@@ -1,6 +1,6 @@
-"""Reference pages that are generated from the code when the site is built: configuration keys, commands, Python API.
+"""Generates reference pages from the code when the site is built: configuration keys, commands, Python API.
 
-`stage.py` writes them where the site is built from.
+`stage.py` writes them to the site's sources.
 """
 
 import argparse
@@ -14,7 +14,7 @@ MARKUP = re.compile(r"([\\`*_\[\]#])")
 
 
 def pages() -> dict[str, str]:
-    """Markdown of every generated page by its path in the site."""
+    """The Markdown of every generated page, by its path in the site."""
     return {
         "reference/configuration.md": configuration(),
         "reference/presets.md": presets_page(),
@@ -24,7 +24,7 @@ def pages() -> dict[str, str]:
 
 
 def escaped(text: str) -> str:
-    """Plain text as Markdown that shows it unchanged."""
+    """Escapes plain text so that Markdown shows it unchanged."""
     return MARKUP.sub(r"\\\1", html.escape(text, quote=False)).replace("|", "&#124;")
 
 
@@ -54,7 +54,7 @@ def configuration() -> str:
 
 
 def shown(value: object) -> str:
-    """A default as TOML writes it."""
+    """A default in TOML syntax."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -114,7 +114,7 @@ def commands() -> str:
 
 
 def command_section(title: str, parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
-    """One command, and the commands below it."""
+    """One command and its subcommands."""
     yield f"{'#' * level} `{title}` {{ #{title.replace(' ', '-')} }}"
     yield from ["", escaped(" ".join((parser.description or "").split()))]
     yield from ["", "```text", usage(parser), "```"]
@@ -134,7 +134,7 @@ def command_section(title: str, parser: argparse.ArgumentParser, level: int) -> 
 
 
 def usage(parser: argparse.ArgumentParser) -> str:
-    """The usage line, wrapped for the page, not for this terminal."""
+    """The usage line, wrapped for the page instead of this terminal."""
     if parser.usage is None:
         formatter = argparse.HelpFormatter(parser.prog, width=88)
         formatter.add_usage(None, parser._actions, parser._mutually_exclusive_groups)
@@ -143,7 +143,7 @@ def usage(parser: argparse.ArgumentParser) -> str:
 
 
 def invocation(action: argparse.Action, formatter: argparse.HelpFormatter) -> str:
-    """An argument as its parser writes it: '--resume auto|PATH'."""
+    """An argument as its parser formats it, such as '--resume auto|PATH'."""
     if not action.option_strings:
         return formatter._metavar_formatter(action, action.dest)(1)[0]
     values = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
@@ -151,7 +151,7 @@ def invocation(action: argparse.Action, formatter: argparse.HelpFormatter) -> st
 
 
 def code(text: str) -> str:
-    """Code in a table's cell, which may hold a pipe."""
+    """Code in a table cell, which may contain a pipe."""
     return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
 
 
@@ -174,5 +174,5 @@ def python_api() -> str:
 
 
 def module_text(module: object) -> list[str]:
-    """A module's docstring; indented examples are code in Markdown too."""
+    """A module's docstring; indented examples are also code in Markdown."""
     return (inspect.getdoc(module) or "").splitlines()

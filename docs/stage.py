@@ -1,8 +1,8 @@
 """Stages the sources of the documentation site: `python docs/stage.py build/docs`; then `mkdocs build` (`make docs`).
 
-Pages of docs/ are read on GitHub too, so they link to files outside docs/ by relative paths. The site has a copy of each such
-file under `repo/`: Markdown and source code become pages, anything else is copied as it is. Reference pages are generated from the
-code (`gen_reference.py`). Staging needs no plugin of the site's builder, so that another builder of `mkdocs.yml` takes the result.
+Pages in docs/ are also read on GitHub, so they link to files outside docs/ by relative paths. The site has a copy of each such
+file under `repo/`: Markdown and source code become pages; other files are copied unchanged. Reference pages are generated from the
+code (`gen_reference.py`). Staging needs no site-builder plugin, so another builder that reads `mkdocs.yml` can use the result.
 """
 
 import posixpath
@@ -17,7 +17,7 @@ import gen_reference
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 NAVIGATION = tuple(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"))
-"""Pages of the navigation that lie outside docs/."""
+"""Pages in the navigation that are outside docs/."""
 
 FENCE = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?(?:\s+\"[^\"]*\")?\))")
@@ -26,7 +26,7 @@ COPIED = (".svg", ".png", ".html", ".json", ".css")
 
 
 def stage(folder: Path) -> None:
-    """Writes everything that the site is built from into an empty folder."""
+    """Writes all of the site's sources to an empty folder."""
     for uri, content in gen_reference.pages().items():
         _write(folder / uri, content)
     seen: set[Path] = set()
@@ -49,7 +49,7 @@ def stage(folder: Path) -> None:
 
 
 def site_path(path: Path) -> str:
-    """Where the site has a file of the repository."""
+    """The site's path of a repository file."""
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
     name = f"repo/{path.relative_to(ROOT).as_posix()}"
@@ -57,8 +57,8 @@ def site_path(path: Path) -> str:
 
 
 def target_of(link: str, page: Path) -> Path | None:
-    """The file of the repository that a link of a page means. None for other links, and for files that do not exist: these
-    stay as they are, and the builder reports them."""
+    """The repository file that a page's link refers to. None for other links and for missing files, which stay unchanged and are
+    reported by the builder."""
     if ":" in link or link.startswith("/"):
         return None
     path = (page.parent / link).resolve()
@@ -68,13 +68,13 @@ def target_of(link: str, page: Path) -> Path | None:
 
 
 def linked(text: str, page: Path) -> list[Path]:
-    """Files of the repository that a page links to."""
+    """Repository files that a page links to."""
     prose = FENCE.sub("", text)
     return [path for match in LINK.finditer(prose) if (path := target_of(match[2], page))]
 
 
 def relinked(text: str, page: Path) -> str:
-    """A page's text with links to files of the repository as links to the site's copies."""
+    """A page's text, with links to repository files replaced by links to the site's copies."""
     here = posixpath.dirname(site_path(page)) or "."
 
     def one(match: re.Match[str]) -> str:
@@ -85,7 +85,7 @@ def relinked(text: str, page: Path) -> str:
 
 
 def _parts(text: str) -> Iterator[tuple[bool, str]]:
-    """Prose and fenced code in turns."""
+    """Alternating prose and fenced code."""
     last = 0
     for match in FENCE.finditer(text):
         yield True, text[last : match.start()]

@@ -2,7 +2,7 @@
 #
 #   OUT=folder DEVICE=cuda|cpu SMALL=1 PYTHON=python BOOST=boost
 #
-# SMALL=1 is a dry run: the same commands on small models, so only the hardware is new when a GPU is available. DEVICE=cpu implies
+# SMALL=1 is a dry run: the same commands on small models, so that only the hardware is new once a GPU is available. DEVICE=cpu implies
 # it; with DEVICE=cuda it is for a software GPU (docs/verify.md).
 
 OUT=${OUT:-benchmarks/gpu/results}
@@ -19,7 +19,7 @@ piece() { # NAME COMMAND...
     local name=$1 begun=$SECONDS code=0
     shift
     if [ -e "$OUT/$name.done" ]; then
-        echo "$name: done before"
+        echo "$name: already done"
         return
     fi
     echo "== $name: $*"
@@ -28,7 +28,7 @@ piece() { # NAME COMMAND...
     if [ "$code" = 0 ]; then
         echo "$((SECONDS - begun)) s" >"$OUT/$name.done"
     else
-        echo "$name: exit code $code after $((SECONDS - begun)) s; all of it: $OUT/$name.log"
+        echo "$name: exit code $code after $((SECONDS - begun)) s; full log: $OUT/$name.log"
         failed+=("$name")
     fi
 }
@@ -37,7 +37,7 @@ finish() {
     if [ ${#failed[@]} = 0 ]; then
         echo "all pieces are done: $OUT"
     else
-        echo "not done: ${failed[*]}; run this again for those"
+        echo "failed: ${failed[*]}; rerun this script to retry them"
         exit 1
     fi
 }
