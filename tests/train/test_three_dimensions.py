@@ -29,8 +29,8 @@ TRAIN = {"micro_batch": 1, "seq_len": 16}
 
 def config_of(parallel: dict[str, Any], dtype: str = "float64", **sections: Any) -> Config:
     sections["model"] = {"layers": 2 * parallel.get("pp", 1), **sections.get("model", {})}
-    micro_batches = {"global_batch": 2 * parallel.get("dp", 1)}  # two a replica, as a pipeline of two needs
-    sections["train"] = {**TRAIN, **micro_batches, **sections.get("train", {})}
+    micro_batches = max(2, parallel.get("pp", 1)) * parallel.get("dp", 1)
+    sections["train"] = {**TRAIN, "global_batch": micro_batches, **sections.get("train", {})}
     return toy.toy_config(dtype, parallel=parallel, **sections)
 
 
