@@ -1,12 +1,12 @@
-"""In-step recovery (run.recovery = "in-step"): a run continues when it loses a replica, which rejoins once it is restarted.
+"""In-step recovery (run.recovery = "in-step"): the run survives the loss of a replica, which rejoins after a restart.
 
 session.py     one process's part in such a run; `boost.train.run` chooses it
-recovery.py    operations, who trains, and what happens when that changes
-membership.py  the protocol by which replicas agree on it, through a store
+recovery.py    collective operations, and what happens when replicas are lost or rejoin
+membership.py  the protocol by which replicas agree on the membership, through a store
 groups.py      process groups whose collectives can be abandoned
 mesh.py        a mesh whose replicas change
 trainer.py     the trainer with its gradients, steps and saves; optimizer.py, hooks.py
-beats.py       who responds; supervise.py: the launcher's part
+beats.py       which processes respond; supervise.py: the launcher's part
 
-Nothing outside this package knows of it, except where run.recovery is read. docs/recovery.md explains the design.
+No code outside this package depends on it, except where run.recovery is read. docs/recovery.md explains the design.
 """

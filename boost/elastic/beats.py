@@ -1,4 +1,4 @@
-"""Who responds: the processes of other replicas, and the store of the run."""
+"""Checks that the processes of other replicas and the run's store respond."""
 
 import logging
 import math
@@ -23,7 +23,7 @@ LOOKS_S = 0.5
 
 
 class MemberBeats:
-    """Which members respond, judged by the heartbeats of their processes. Thread-safe."""
+    """Tracks which members respond, by the heartbeats of their processes. Thread-safe."""
 
     def __init__(self, board: Board, slots: int, processes: int, timeout_s: float) -> None:
         self.board, self._slots, self._processes, self._timeout_s = board, slots, processes, timeout_s
@@ -32,13 +32,13 @@ class MemberBeats:
         self._lock = threading.Lock()
 
     def status(self, member: Member) -> str:
-        """DEAD if a newer incarnation of the replica sends heartbeats: launchers end one before they start the next. SILENT if a
-        process has sent none for run.heartbeat_timeout_s during which this process watched. Else ''."""
+        """DEAD if a newer incarnation of the replica sends heartbeats: a launcher ends the old one first. SILENT if a
+        process has sent none for run.heartbeat_timeout_s while this process was watching. Else ''."""
         with self._lock:
             if time.monotonic() - self._read_at > WATCH_S:
                 self._read()
             if self._is_other(member):
-                self._read()  # a replica that has just started: what was read before may be from its predecessor
+                self._read()  # the replica has just started: earlier heartbeats may be its predecessor's
             if self._is_other(member):
                 return DEAD
             oldest = min((since for _, _, since in self._of(member)), default=math.inf)
@@ -47,7 +47,7 @@ class MemberBeats:
     def _read(self) -> None:
         beats, now = self.board.read(self._slots), time.monotonic()
         if now - self._read_at > 2 * WAITS_S:
-            self._seen = {}  # not watched in between, or the store stalled: an old entry does not mean silence
+            self._seen = {}  # this process did not watch, or the store stalled: an old entry does not mean silence
         self._read_at = now
         for beat in beats:
             if self._seen.get(beat.rank, ("", -1))[:2] != (beat.incarnation, beat.count):
@@ -62,21 +62,21 @@ class MemberBeats:
 
 
 class StoreGuard:
-    """Ends a process that waits for others while the run's store is not responding.
+    """Ends a process that is waiting for others while the run's store does not respond.
 
     Such a process is in a network partition that must not continue training. A request to a store behind a broken link may block
     for 15 minutes, so the process cannot rely on an error: a thread that never accesses the store checks.
     """
 
     def __init__(self, where: str, patience_s: float, waits_since: Callable[[], float | None]) -> None:
-        """`where`: address of the store, for messages. `patience_s`: how long the store may be silent, in seconds. `waits_since`:
-        returns when the main thread started waiting for others, None if it is not waiting."""
+        """`where`: address of the store, for messages. `patience_s`: how long the store may stay silent, in seconds. `waits_since`:
+        returns the time at which the main thread started waiting for others, None if it is not waiting."""
         self._where, self._patience_s, self._waits_since = where, patience_s, waits_since
         self._answered = time.monotonic()
         threading.Thread(target=self._watch, name="boost-store-guard", daemon=True).start()
 
     def answered(self) -> None:
-        """Call when the store has answered a request of another thread."""
+        """Call when the store has answered another thread's request."""
         self._answered = time.monotonic()
 
     def _watch(self) -> None:

@@ -1,8 +1,8 @@
 """Process groups across replicas whose collectives can be abandoned, for in-step recovery (docs/recovery.md).
 
-A collective that waits for a dead process must end, and gloo does not end it. Its `abort` does nothing (torch 2.13), a process
-that is not the dead one's neighbor waits for the whole timeout, and a process that was stopped resets no connection. So a
-waiting process checks every `POLL_S` whether its membership has ended, and if so abandons the collective. NCCL kernels end when
+A collective that waits for a dead process must end, but gloo does not end it: its `abort` does nothing (torch 2.13), a process
+that is not the dead one's neighbor waits out the whole timeout, and a suspended process resets no connections. So a
+waiting process checks every `POLL_S` whether its membership has ended and, if so, abandons the collective. NCCL kernels end when
 their communicator is aborted. All communicators of a process are aborted together, because aborting one of them waits for kernels
 of the others (pytorch issue 119797).
 """
@@ -27,9 +27,9 @@ CONNECT_S = 20
 """Timeout for connecting the processes of a new membership, in seconds. All of them have reported that they are ready."""
 
 ABORT_FIRST_S = 0.5
-"""Head start of the first group's abort, in seconds. An abort takes effect when it starts, and may last until the others do too."""
+"""Head start of the first group's abort, in seconds. An abort takes effect at once but may not return until the others start."""
 ABORT_S = 20.0
-"""Time that a process waits for all aborts to end, in seconds."""
+"""Time that a process waits for all aborts to finish, in seconds."""
 
 _CPU = torch.device("cpu")
 
@@ -39,11 +39,11 @@ _abandoned_lock = threading.Lock()
 
 
 class PeersLostError(Exception):
-    """A process of another replica was lost; the collective will not complete."""
+    """A process of another replica was lost, so the collective will not complete."""
 
 
 class Membership:
-    """The replicas that train together, until one is lost or another one joins. Each change creates a new, numbered membership."""
+    """The replicas that train together until one is lost or another joins. Each change creates a new, numbered membership."""
 
     def __init__(self, number: int, end_membership: Callable[[str], None] = lambda reason: None) -> None:
         """`end_membership` tells the other processes that this membership has ended, and why."""
@@ -52,12 +52,12 @@ class Membership:
         """Set as soon as this process knows that the membership has ended."""
         self.groups: list[RecoverableGroup] = []
         self.waiting: dict[int, float] = {}
-        """Threads that wait in a collective, by identifier: since when."""
+        """Start of the wait of each thread that is waiting in a collective, by identifier."""
         self._aborts: list[threading.Thread] = []
         self._ending = threading.Lock()
 
     def waits_since(self) -> float | None:
-        """Time at which this process started waiting in a collective or for the result of one on its GPU; None if it does neither.
+        """Time at which this process started waiting in a collective, or for its result on the GPU; None if it is not waiting.
         Thread-safe."""
         begun = [*self.waiting.values(), *(group.stream_waits_since() for group in self.groups)]
         return min((since for since in begun if since is not None), default=None)
@@ -66,7 +66,7 @@ class Membership:
         """Ends this membership, locally and for the others. Returns the error to raise."""
         if not self.over.is_set():
             self._start_aborts()
-            with contextlib.suppress(OSError, RuntimeError):  # unreachable store: the others find out by themselves
+            with contextlib.suppress(OSError, RuntimeError):  # unreachable store: the others detect it on their own
                 self._end_membership(reason)
             self.end()
         return PeersLostError(reason)
@@ -94,16 +94,16 @@ class Membership:
                     thread.join(ABORT_FIRST_S)
 
     def leave(self) -> None:
-        """Unregisters the groups. Call only when the main thread waits in none of them."""
+        """Unregisters the groups. Call only while the main thread is not waiting in any of them."""
         for group in self.groups:
             group.unregister()
         self.groups = []
 
 
 class _Guarded(Work):
-    """A collective in flight; waiting for it ends when its membership ends.
+    """A collective in flight. A wait for it ends when its membership ends.
 
-    Refers to c10d's object only through its group, so that an abandoned group can be disconnected no matter who holds this one.
+    Refers to c10d's object only through its group, so an abandoned group can be disconnected while this object is still in use.
     """
 
     def __init__(self, number: int, group: "RecoverableGroup", what: str, tensors: Sequence[Tensor]) -> None:
@@ -136,7 +136,7 @@ class RecoverableGroup(dist.ProcessGroup):
         """Collectives that have not been waited for, by number."""
         self._started = 0
         self._on_stream: dict[int, tuple[float, torch.cuda.Event]] = {}
-        """NCCL collectives that the stream waits for, by number, oldest first: since when, and an event after each."""
+        """NCCL collectives that the stream waits for, by number, oldest first: start of the wait, and an event after each."""
         own = dist.PrefixStore(self._label, store)
         gloo = _connected(name, own, rank, size, membership)
         # Hang reports name a backend's group, and only a `dist.ProcessGroup` can set that name.
@@ -150,7 +150,7 @@ class RecoverableGroup(dist.ProcessGroup):
             options._timeout = datetime.timedelta(seconds=CONNECT_S)
             options.group_name = label
             self._backends["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", own), rank, size, options)
-        # With torch: by name for functional collectives, by object for object collectives.
+        # Register with torch: by name for functional collectives, by object for object collectives.
         world = c10d._world
         c10d._register_process_group(self._label, self)
         world.pg_map[self] = (dist.Backend.GLOO, None)  # type: ignore[assignment]
@@ -171,8 +171,8 @@ class RecoverableGroup(dist.ProcessGroup):
         disconnect_abandoned()
 
     def disconnect(self) -> None:
-        """Closes the connections, which ends what other processes still wait for in this group. An open one costs CPU time: gloo's
-        thread spins while unclaimed data arrives."""
+        """Closes the connections, which ends the waits of other processes in this group. An open one costs CPU time: gloo's
+        thread spins as unclaimed data arrives."""
         self._backends.clear()
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
@@ -181,7 +181,7 @@ class RecoverableGroup(dist.ProcessGroup):
             backend._set_default_timeout(timeout)
 
     def is_busy(self) -> bool:
-        """Whether a collective is still running. Call only when no other starts."""
+        """Whether a collective is still running. Call only when no new one can start."""
         self._in_flight = {number: work for number, work in self._in_flight.items() if not work.is_completed()}
         return bool(self._in_flight)
 
@@ -196,13 +196,13 @@ class RecoverableGroup(dist.ProcessGroup):
         return self._backends.get("cuda")
 
     def abort(self) -> None:
-        """Aborts NCCL kernels. May last until other groups of this process are aborted too. Thread-safe."""
+        """Aborts NCCL kernels. May not return until this process's other groups are aborted too. Thread-safe."""
         if (nccl := self.nccl) is not None:
-            with contextlib.suppress(RuntimeError):  # the kernels have failed by themselves
+            with contextlib.suppress(RuntimeError):  # the kernels had already failed
                 nccl.abort()
 
     def stream_waits_since(self) -> float | None:
-        """Time at which the stream started waiting for the oldest NCCL collective that is not complete. None: all are. The host
+        """Time at which the stream started waiting for the oldest incomplete NCCL collective; None if all are complete. The host
         waits too as soon as it reads a result. Thread-safe."""
         for number, (since, reached) in list(self._on_stream.items()):
             if not reached.query():
@@ -211,13 +211,13 @@ class RecoverableGroup(dist.ProcessGroup):
         return None
 
     def wait(self, number: int, what: str, device: torch.device) -> None:
-        """Waits for a collective of tensors on `device`. Raises PeersLostError if it fails or if the membership ends first."""
+        """Waits for a collective on tensors on `device`. Raises PeersLostError if it fails or the membership ends first."""
         work = self._in_flight.get(number)
         if work is None:
             raise PeersLostError(f"{what}: the membership has ended")
         with self._marked():
             while True:
-                completed = work.is_completed()  # asked first: a wait may time out just before the collective completes
+                completed = work.is_completed()  # checked first: a wait may time out just before the collective completes
                 try:
                     if device.type == "cuda":  # returns immediately; only the stream waits
                         work.wait()
@@ -259,7 +259,7 @@ class RecoverableGroup(dist.ProcessGroup):
                 self._membership.lost(f"{what} failed: {str(error).splitlines()[0]}")
         return _Guarded(number, self, f"{what} of '{self._what}'", tensors)
 
-    # Overrides called by c10d.
+    # Overrides that c10d calls.
 
     def getBackendName(self) -> str:
         return "boost-recoverable"
@@ -290,7 +290,7 @@ class RecoverableGroup(dist.ProcessGroup):
         return self._start("all-gather", inputs, opts, lambda backend: backend.allgather(outputs, inputs, opts))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """torch 2.15 gathers objects with it."""
+        """torch 2.15 uses this to gather objects."""
         return self.allgather([list(output.view(self.size(), *input.shape).unbind())], [input], opts)
 
     def barrier(self, opts: Any = None) -> Work:
@@ -299,7 +299,7 @@ class RecoverableGroup(dist.ProcessGroup):
 
 
 def _connected(name: str, store: dist.Store, rank: int, size: int, membership: Membership) -> Any:
-    """Creates a gloo group in a thread, which is abandoned if the membership ends before all processes have connected."""
+    """Creates a gloo group in a thread and abandons the thread if the membership ends before all processes have connected."""
     made: list[Any] = []
 
     def connect() -> None:
@@ -313,7 +313,7 @@ def _connected(name: str, store: dist.Store, rank: int, size: int, membership: M
     while thread.is_alive():
         thread.join(POLL_S)
         if thread.is_alive() and membership.over.is_set():
-            raise PeersLostError(f"the membership ended while group '{name}' connected")
+            raise PeersLostError(f"the membership ended while group '{name}' was connecting")
     (result,) = made
     if isinstance(result, Exception):
         raise membership.lost(f"a process did not connect to group '{name}': {str(result).splitlines()[0]}") from result
@@ -330,6 +330,6 @@ def disconnect_abandoned() -> None:
 
 
 def has_abandoned() -> bool:
-    """Whether gloo threads still wait for lost processes. Interpreter shutdown would wait for them."""
+    """Whether gloo threads are still waiting for lost processes. Interpreter shutdown would wait for these threads."""
     disconnect_abandoned()
     return bool(_abandoned)

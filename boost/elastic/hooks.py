@@ -1,4 +1,4 @@
-"""Hooks of a run with in-step recovery: who takes over as main process, slow replicas, and the event of a change."""
+"""Hooks for in-step recovery: taking over as main process, reporting slow replicas, and the event of a change."""
 
 import contextlib
 import logging
@@ -17,12 +17,12 @@ from boost.train.worker import take_terminal
 log = logging.getLogger("boost")
 
 LOCK_S = 5.0
-"""Time for the previous main process to release the run directory, in seconds. Its launcher ends it once it is excluded."""
+"""Time for the previous main process to release the run directory, in seconds. Its launcher ends it after it is excluded."""
 
 TIMES = 3.0
 """A replica is slow if its micro-batches take this many times the median of the other replicas."""
 LOOK_S = 1.0
-"""Interval between checks, in seconds; heartbeats are not more frequent."""
+"""Interval between checks, in seconds; heartbeats are no more frequent."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class MembershipChange(RunEvent):
 
     kind = "membership"
     replicas: int
-    """Number of replicas from now on."""
+    """Number of replicas after the change."""
     of: int
     """parallel.dp: number of replicas of a full run."""
     lost: tuple[tuple[int, str], ...]
@@ -72,7 +72,7 @@ class TakeOver(Hook):
             try:
                 self._lock.enter_context(RunLock(trainer.config.run.dir))
                 return
-            except (ConfigError, StorageError) as error:  # the previous main process hangs and has not been ended yet
+            except (ConfigError, StorageError) as error:  # the previous main process hangs but has not been ended yet
                 if isinstance(error, StorageError) or time.monotonic() > deadline:
                     log.warning("%s; training continues without the lock", error)
                     return
@@ -83,7 +83,7 @@ class TakeOver(Hook):
 
 
 class SlowReplicas(Hook):
-    """Compares the seconds per micro-batch of replicas, which every process publishes in its heartbeats."""
+    """Compares the replicas' seconds per micro-batch, which every process publishes in its heartbeats."""
 
     main_only = True
 
@@ -94,7 +94,7 @@ class SlowReplicas(Hook):
         exclude: Callable[[Member, str], None] | None,
     ) -> None:
         """`steps`: consecutive steps after which a slow replica is reported (0: never). `look` returns the current membership and
-        the latest heartbeats. `exclude`: excludes a slow replica, given why; None: it is only reported."""
+        the latest heartbeats. `exclude`: excludes a slow replica, for the given reason; None: slow replicas are only reported."""
         self._steps, self._look, self._exclude = steps, look, exclude
         self._since: dict[Member, int] = {}
         self._reported: set[Member] = set()
@@ -122,7 +122,7 @@ class SlowReplicas(Hook):
 
 
 def slow_members(decision: Decision, beats: Sequence[Beat]) -> dict[Member, float]:
-    """The slow members, with their seconds per micro-batch divided by the median of the others."""
+    """The slow members, each with its seconds per micro-batch divided by the median of the others."""
     pace = {
         member: max((beat.pace for beat in beats if beat.incarnation == member.incarnation), default=0.0)
         for member in decision.members

@@ -1,6 +1,6 @@
-"""Membership protocol: replicas agree through a store on who is lost, who rejoins, and where to resume (docs/recovery.md).
+"""Membership protocol: through a store, replicas agree on which are lost, which rejoin, and where to resume (docs/recovery.md).
 
-A membership has a number. It ends when one of its processes ends it (`Coordinator.end_membership`), or when all of its processes
+Memberships are numbered. One ends when one of its processes ends it (`Coordinator.end_membership`), or when all of its processes
 propose the next one to admit a replica. Each process then reports its state and waits for the decision on the next membership.
 The first process that sees all reports writes the decision with one compare-and-set. The store accepts
 one decision per number, so a run cannot split into two histories.
@@ -8,7 +8,7 @@ one decision per number, so a run cannot split into two histories.
 Survivors need a majority of the votes. Every member of the previous membership has one vote unless it is known to be dead, and
 the store breaks ties. If one replica of two dies, the other one continues. If a network partition splits the replicas in half,
 the half that reaches the store continues and the other half stops. A minority that reaches the store while the majority is
-silent also stops. If members consider each other silent, the first one to say so counts: a member on the list of silent ones
+silent also stops. If members consider each other silent, the first one to report it wins: a member on the list of silent ones
 cannot add others to it.
 """
 
@@ -25,17 +25,17 @@ from boost.errors import ExcludedError, TrainingError
 from boost.parallel.mesh import share
 
 DEAD, SILENT, SLOW = "dead", "silent", "slow"
-"""Why a member was lost: its processes died, do not respond, or slow the others down (`run.exclude_slow`)."""
+"""Why a member was lost: its processes died, stopped responding, or slowed the others down (`run.exclude_slow`)."""
 STATUS_TEXT = {DEAD: "was restarted", SILENT: "does not answer"}
-"""What heartbeats say about a lost member, in messages."""
+"""How messages describe a lost member, from its heartbeats."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
-"""Polling interval of the store, in seconds: the first one, and the limit that it backs off to."""
+"""Polling interval of the store, in seconds: initial value, and the limit of its backoff."""
 
 
 @dataclass(frozen=True, order=True)
 class Member:
-    """One incarnation of a replica. A replica that restarts becomes a new member."""
+    """One incarnation of a replica. A restarted replica becomes a new member."""
 
     replica: int
     incarnation: str
@@ -46,7 +46,7 @@ class Report:
     """State of a process when its membership ends."""
 
     operation: int
-    """Number of the operation that the process has not completed yet."""
+    """Number of the first operation that the process has not completed."""
     result: Any = None
     """Result of the previous operation, JSON-serializable."""
     held: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ class Decision:
 
     number: int
     members: tuple[Member, ...]
-    """Oldest first. The main process belongs to the first one as long as it lives."""
+    """Oldest first. The main process belongs to the first one while that one is alive."""
     operation: int = 0
     """Operation at which all processes resume."""
     result: Any = None
@@ -97,8 +97,8 @@ class Coordinator:
     def __init__(
         self, store: dist.Store, replicas: int, processes: int, status: Callable[[Member], str] = lambda member: ""
     ) -> None:
-        """`replicas`: replicas of a full run. `processes`: processes per replica. `status`: what heartbeats say about a
-        member: DEAD if a newer incarnation of its replica runs, SILENT if it has stopped responding, else ''."""
+        """`replicas`: replicas of a full run. `processes`: processes per replica. `status`: the state of a member by its
+        heartbeats: DEAD if a newer incarnation of its replica runs, SILENT if it has stopped responding, else ''."""
         self.store, self._replicas, self._processes, self._status = store, replicas, processes, status
 
     # Announcements.
@@ -114,7 +114,7 @@ class Coordinator:
     def exclude(self, incarnation: str, why: str, text: str) -> None:
         """Marks a member as lost. It can only rejoin as a new incarnation.
 
-        `why`: DEAD or SLOW; `exclude_lost` marks silent ones. The first mark stays, except that DEAD replaces the others.
+        `why`: DEAD or SLOW; `exclude_lost` marks silent members. The first mark stays, except that DEAD replaces any other.
         """
         known = self.lost_reason(incarnation)
         if known is None or (why == DEAD and not known.startswith(DEAD)):
@@ -123,7 +123,7 @@ class Coordinator:
     def exclude_lost(self, members: Iterable[Member], accuser: Member) -> None:
         """Marks as lost the `members` that heartbeats report as restarted or silent.
 
-        A member that is itself marked as lost marks nobody as silent. Otherwise members that lost sight of each other would exclude
+        A member that is itself marked as lost marks no other as silent. Otherwise members that lost contact would exclude
         each other until none is left. A replica marks itself if one of its other processes is silent.
         """
         judged = [member for member in members if member != accuser or self._processes > 1]
@@ -134,7 +134,7 @@ class Coordinator:
         silent = {name for name, why in statuses.items() if why == SILENT}
         if accuser.incarnation in silent:
             silent = {accuser.incarnation}
-        # All at once, and only as long as the accuser is not lost itself.
+        # Mark all at once, and only while this member is not itself marked as lost.
         while silent and not self.store.check([f"gone/{accuser.incarnation}"]):
             text, known = self._silent()
             if accuser.incarnation in known or silent <= known:
@@ -142,7 +142,7 @@ class Coordinator:
             self.store.compare_set("silent", text, json.dumps(sorted(known | silent)))
 
     def _silent(self) -> tuple[str, set[str]]:
-        """The list of silent incarnations, as it is stored and as a set."""
+        """The list of silent incarnations, as stored and as a set."""
         text = self.store.get("silent").decode() if self.store.check(["silent"]) else ""
         return text, set(json.loads(text)) if text else set()
 
@@ -161,14 +161,14 @@ class Coordinator:
         return silent | {name: self.store.get(f"gone/{name}").decode() for name in gone}
 
     def announce(self, member: Member) -> None:
-        """Announces that this replica is ready to join. One of its processes calls this once all are ready."""
+        """Announces that this replica is ready to join. One of its processes calls this after all are ready."""
         self.store.set(f"join/{self.store.add('joins', 1)}", json.dumps(asdict(member)))
 
     def has_waiting(self, decision: Decision) -> bool:
         """Whether a replica has announced itself since a decision."""
         return self.store.check([f"join/{decision.seen + 1}"])
 
-    # Agreement.
+    # Decisions.
 
     def form_first(
         self, member: Member, process: int, timeout_s: float, stopped: Callable[[], None]
@@ -186,7 +186,7 @@ class Coordinator:
             for replica in range(self._replicas):
                 keys = [f"founds/{replica}/{one}" for one in range(self._processes)]
                 names = {self.store.get(key).decode() for key in keys} if self.store.check(keys) else set()
-                if len(names) == 1:  # all of its processes are there, and of one incarnation
+                if len(names) == 1:  # all of its processes have started, in the same incarnation
                     founders.append(Member(replica, names.pop()))
             if missing := sorted(set(range(self._replicas)) - {founder.replica for founder in founders}):
                 if time.monotonic() > deadline:
@@ -204,7 +204,7 @@ class Coordinator:
         return Decision.parse(self.store.get(f"decision/{number}").decode())
 
     def latest(self, since: int = 0) -> Decision | None:
-        """The newest decision, starting the search at number `since`."""
+        """The newest decision; the search starts at number `since`."""
         latest = None
         while self.store.check([f"decision/{since}"]):
             latest, since = self.decision(since), since + 1
@@ -290,7 +290,7 @@ class Coordinator:
         newest = max(all_reports, key=lambda report: report.operation)
         admits = all(report.admits for report in all_reports)
         joining, seen = self._waiting(before.seen, set(with_state), proposer) if admits else ([], before.seen)
-        # Only what all processes of a member hold counts, and only of the operation at which all resume.
+        # Count only what all processes of a member hold, for the operation at which all resume.
         held = {
             member.incarnation: sorted(
                 set.intersection(*(set(r.held if r.operation == newest.operation else ()) for r in own))
@@ -301,7 +301,7 @@ class Coordinator:
         return Decision(number, members, newest.operation, newest.result, held, joined, lost, seen)
 
     def _waiting(self, seen: int, inside: set[Member], proposer: Member) -> tuple[list[Member], int]:
-        """The announced replicas, once each, and the number of the last announcement."""
+        """The announced replicas, each listed once, and the number of the last announcement."""
         waiting: dict[int, Member] = {}
         while self.store.check([f"join/{seen + 1}"]):
             seen += 1
@@ -322,7 +322,7 @@ def _pauses() -> Iterator[float]:
 def deal(count: int, held: Sequence[Sequence[int]]) -> list[list[int]]:
     """Deals the micro-batches of a step, 0 to `count` - 1, that no member holds.
 
-    `held`: micro-batches per member. Each missing one goes to the member with the fewest. If nobody holds any, members get
+    `held`: micro-batches per member. The member with the fewest gets each missing one. If none are held, members get
     contiguous shares in order.
     """
     missing = sorted(set(range(count)).difference(*held))

@@ -1,10 +1,10 @@
-"""Optimizer state of replicas that are lost and rejoin (docs/recovery.md).
+"""Optimizer state when replicas are lost and rejoin (docs/recovery.md).
 
 `WholeTransfer` sends a joining replica the whole state of any optimizer. `DividedAdamW` is AdamW whose moments are sharded over the
 replicas (ZeRO-1).
 
-Every replica has all weights and, after their sum, all gradients. Moments are split, by rows of each stored tensor, into as
-many pieces as there are replicas. Two replicas hold each piece and perform its update, so either one may be lost. Then the
+Every replica has all weights and, after the all-reduce, all gradients. Moments are split along the rows of each stored tensor
+into one piece per replica. Two replicas hold and update each piece, so the run survives the loss of either one. Then the
 replicas exchange the updated rows.
 
 A division, an ordered list of replica names, determines which replica holds which pieces. Replicas can change at any time
@@ -34,7 +34,7 @@ from boost.train.replicas import digest
 
 
 class WholeTransfer:
-    """Brings the state of joining replicas up to date, for an optimizer whose state every replica holds whole."""
+    """Brings joining replicas up to date, for an optimizer whose whole state is on every replica."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -48,20 +48,20 @@ class WholeTransfer:
         self._optimizer.updates = info["updates"]
 
     def transfer(self, mesh: ElasticMesh, donor: int, takes: bool) -> None:
-        """Sends state from replica `donor` of the mesh to those with `takes`; `commit_transfer` makes it effective. Collective."""
+        """Sends state from replica `donor` of the mesh to those with `takes`; `commit_transfer` puts it into effect. Collective."""
         for tensor in self._optimizer.state_tensors():
             dist.broadcast(tensor if takes else torch.empty_like(tensor), group=mesh.dp.group, group_src=donor)
 
     def digests(self, device: torch.device) -> list[Tensor]:
-        """Digests of the state after `transfer`: on each replica the same number, or 0."""
+        """Digests of the state after `transfer`: the same number on each replica, or 0."""
         return [digest(self._optimizer.state_tensors(), device)]
 
     def commit_transfer(self) -> None:
-        """Commits an exchange between replicas, once it is complete on all processes. Here nothing is pending: what arrives is in
+        """Commits an exchange between replicas after it is complete on all processes. Here nothing is pending: state is received in
         place."""
 
     def discard_transfer(self) -> None:
-        """Discards an exchange between replicas that was interrupted before it was complete on any process."""
+        """Discards an exchange between replicas that was interrupted before any process completed it."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Division:
         return share(tensor.shape[0], piece, len(self.names))
 
     def sources(self, members: Sequence[str]) -> list[int]:
-        """For each piece, the index of the first of `members` that holds it.
+        """For each piece, the index of the first member in `members` that holds it.
 
-        Raises TrainingError if none does.
+        Raises TrainingError if no member does.
         """
         holders = [[members.index(n) for n in self.holders(i) if n in members] for i in range(len(self.names))]
         if lost := holders.count([]):
@@ -99,7 +99,7 @@ class Division:
 
 
 Pieces = dict[int, dict[Tensor, dict[str, Tensor]]]
-"""For each piece: moments by name of its rows of each stored tensor."""
+"""For each piece: the moments of its rows of each stored tensor, by name."""
 
 
 class DividedAdamW(Optimizer):
@@ -112,7 +112,7 @@ class DividedAdamW(Optimizer):
         self._buckets = [list(islice(rest, length)) for length in lengths]
         self._updates = 0
         self._pending: tuple[Division, Pieces] | None = None
-        """A division that is complete on this process, but perhaps not yet on all others."""
+        """A division that is complete on this process but may not be on all others."""
         division = Division(mesh.members)
         self._adopt(division, self._zeros(division))
 
@@ -147,7 +147,7 @@ class DividedAdamW(Optimizer):
                 groups.setdefault(self._optim.weight_decay if decays(fused, self._optim) else 0.0, []).append(view)
                 state[view] = fresh_state(view, moments[fused.tensor])
         listed = [{"params": views, "weight_decay": decay} for decay, views in groups.items()]
-        # torch requires a parameter, and a replica that has not joined yet has none.
+        # torch requires a parameter, but a replica that has not joined yet has none.
         adamw = fused_adamw(listed or [{"params": [torch.zeros(0)], "weight_decay": 0.0}], self._optim)
         adamw.state.update(state)
         updates = self._updates
@@ -169,7 +169,7 @@ class DividedAdamW(Optimizer):
         self.commit_transfer()
 
     def _exchange(self) -> None:
-        """Sends updated rows to all replicas and, if these have changed, moments to their new holders. Collective."""
+        """Sends updated rows to all replicas and, if the replicas have changed, moments to their new holders. Collective."""
         self.discard_transfer()
         if self._mesh.members != self.division.names:
             # Each piece of the weights comes from a replica that has updated it.
@@ -203,7 +203,7 @@ class DividedAdamW(Optimizer):
     # Changes of replicas.
 
     def require_whole(self) -> None:
-        """Raises TrainingError if some of the moments are lost, that is, held by no remaining replica."""
+        """Raises TrainingError if no remaining replica holds some of the moments."""
         self.division.sources(self._mesh.members)
 
     def transfer_info(self) -> dict[str, Any]:
@@ -211,13 +211,13 @@ class DividedAdamW(Optimizer):
         return {"updates": self.updates, "division": list(self.division.names)}
 
     def load_transfer_info(self, info: dict[str, Any]) -> None:
-        """Takes over the division; this replica holds none of its pieces yet."""
+        """Adopts the division; this replica holds none of its pieces yet."""
         self.division, self._pieces = Division(tuple(info["division"])), {}
         self.updates = info["updates"]
 
     @torch.no_grad()
     def transfer(self, mesh: ElasticMesh, donor: int, takes: bool) -> None:
-        """Shards the moments over the current replicas, including those that join; `commit_transfer` makes it effective."""
+        """Shards the moments over the current replicas, including joining ones; `commit_transfer` puts it into effect."""
         self.discard_transfer()
         self._reshard_moments()
 
@@ -245,13 +245,13 @@ class DividedAdamW(Optimizer):
                     for number, moments in pieces.items():
                         have, want, target = old.rows(tensor, piece), new.rows(tensor, number), moments[tensor][name]
                         begin, end = max(have.start, want.start), min(have.stop, want.stop)
-                        if begin < end:  # the rows that both contain
+                        if begin < end:  # rows in both pieces
                             rows = value[begin - have.start : end - have.start]
                             target[begin - want.start : end - want.start].copy_(rows)
         self._pending = new, pieces
 
     def _broadcast(self, source: int, own: list[Tensor] | None, like: list[Tensor]) -> list[Tensor]:
-        """Broadcasts tensors `own` of replica `source`, which have the shapes of `like`. Collective over dp."""
+        """Broadcasts the tensors `own`, shaped like `like`, from replica `source`. Collective over dp."""
         dp = self._mesh.dp
         if dp.rank == source:
             assert own is not None, "the source must hold the tensors that it sends"
@@ -288,12 +288,12 @@ Transfer = WholeTransfer | DividedAdamW
 
 
 def _rows_view(tensor: Tensor, rows: range) -> Tensor:
-    """Rows of a stored tensor, as a view."""
+    """A view of some rows of a stored tensor."""
     return tensor.detach()[rows.start : rows.stop]
 
 
 def build_optimizer(fused_params: Sequence[FusedParam], config: Config, mesh: ElasticMesh) -> Optimizer:
-    """The optimizer that `config.optim` describes; with parallel.shard, AdamW with sharded moments."""
+    """The optimizer that `config.optim` describes; AdamW with sharded moments if parallel.shard is set."""
     if config.divides_moments:
         return DividedAdamW(fused_params, config.optim, mesh)
     return adamw.build_optimizer(fused_params, config, mesh)

@@ -1,8 +1,8 @@
-"""In-step recovery (run.recovery = "in-step"): the current step completes without a lost replica, and a restarted replica rejoins
-between two steps. docs/recovery.md explains the design; `boost.elastic.membership` implements the agreement protocol.
+"""In-step recovery (run.recovery = "in-step"): the current step completes without the lost replica, which rejoins between two
+steps after a restart. docs/recovery.md explains the design; `boost.elastic.membership` implements the agreement protocol.
 
-Everything that processes do collectively is a sequence of operations, the same on all of them: the sums and statistics of a step,
-an evaluation, a save. A process completes an operation only after all processes have entered it. So when a replica is lost, the
+All processes run the same sequence of collective operations: the reductions of a step,
+an evaluation, a save. A process completes an operation only after all processes have entered it. So if a replica is lost, the
 survivors are in the same operation or in two consecutive ones. Processes that are one operation behind take the result from the
 others; otherwise all survivors repeat the operation. Weights change only as a function of results, identically on every process.
 """
@@ -47,25 +47,25 @@ log = logging.getLogger("boost")
 INCARNATION = "BOOST_INCARNATION"
 """Environment variable set by the single-machine launcher: name of this incarnation of the replica."""
 REPLICA, COORDINATOR = "BOOST_REPLICA", "BOOST_COORDINATOR"
-"""Environment variables of a replica started by torchrun or a similar launcher: its number; host:port of `boost coordinate`."""
+"""Environment variables of a replica that torchrun or a similar launcher starts: its number; host:port of `boost coordinate`."""
 
 PATIENCE = 2
 """A remote store may be silent for this multiple of run.heartbeat_timeout_s while this process waits for others."""
 EXCLUDED_GRACE_S = 5.0
-"""Time that a process has to exit by itself once the others continue without it, in seconds."""
+"""Time that a process has to exit on its own after the others continue without it, in seconds."""
 
 _REPEAT = object()
 
 
 class RecoverableRun(Training, Protocol):
-    """The trainer, as its recovery sees it (`boost.elastic.trainer.ElasticTrainer`)."""
+    """The part of a trainer that its recovery uses (`boost.elastic.trainer.ElasticTrainer`)."""
 
     transfer: Transfer
-    """Sends the optimizer's state to replicas that join."""
+    """Sends the optimizer's state to joining replicas."""
     reducer: Any
     """Sums gradients; `rejoin(mesh)` makes it sum over the replicas of a new membership."""
     rollbacks: Any
-    """The rollbacks of the run so far, an object of plain values."""
+    """The run's rollbacks so far, as an object of plain values."""
     hooks: list[Hook]
 
     def adopt(self, event: MembershipChange) -> None:
@@ -87,7 +87,7 @@ class Recovery:
         device = choose_device(run.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            # A failed communicator must not end the process: it is aborted, and the next membership creates a new one.
+            # A failed communicator must not end the process: the process aborts it, and the next membership creates a new one.
             # torchrun asks for the opposite, so this overwrites any earlier value.
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
             os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(run.timeout_s))  # torch's default: 30 minutes
@@ -136,7 +136,7 @@ class Recovery:
 
     @property
     def is_over(self) -> bool:
-        """Whether a process has completed the last operation of the run."""
+        """Whether any process has completed the last operation of the run."""
         return self._store.check(["done"])
 
     def exclude_slow(self, member: Member, text: str) -> None:
@@ -146,7 +146,7 @@ class Recovery:
     # Operations.
 
     def run(self, attempt: Callable[[], Any]) -> Any:
-        """Runs one collective operation. If a replica is lost, the survivors repeat it, or take the result from a process
+        """Runs one collective operation. If a replica is lost, the survivors repeat it or take the result from a process
         that has already completed it.
 
         Raises what `attempt` raises; ExcludedError if the others continue without this replica; TrainingError if training cannot
@@ -185,7 +185,7 @@ class Recovery:
     def own_share(self, micro_batches: int) -> list[int]:
         """Micro-batches of this process in the step that it is about to start.
 
-        Differs from the usual share if a replica was lost while other processes were already in this step: those keep the
+        Differs from the usual share if a replica was lost while other processes were already in this step: they keep the
         micro-batches that they hold."""
         dp, decision = self.mesh.dp, self.decision
         if self.operation == decision.operation and any(decision.held.values()):
@@ -193,7 +193,7 @@ class Recovery:
         return list(share(micro_batches, dp.rank, dp.size))
 
     def remaining(self, micro_batches: int) -> list[int]:
-        """Micro-batches of lost replicas that this process still has to compute in the current step."""
+        """Lost replicas' micro-batches that this process still has to compute in the current step."""
         return self._assigned(micro_batches) if self.repeats else []
 
     def _assigned(self, micro_batches: int) -> list[int]:
@@ -221,7 +221,7 @@ class Recovery:
             self._agrees_since = None
 
     def _adopt(self, decision: Decision, begun: float) -> None:
-        # A membership may end before it is connected, so the changes since the last connected one are reported.
+        # A membership may end before it is connected, so report all changes since the last connected one.
         self._lost_reasons |= decision.lost
         self._connect(decision)
         assert self.trainer is not None, "memberships only change during training"
@@ -238,7 +238,7 @@ class Recovery:
         self.trainer.adopt(event)
 
     def _connect(self, decision: Decision) -> None:
-        """Leaves the process groups of the previous membership and creates those of this one. Raises PeersLostError."""
+        """Replaces the previous membership's process groups by this one's. Raises PeersLostError."""
         self.membership.end()
         if self.trainer is not None:
             self.trainer.abandon_save()
@@ -249,7 +249,7 @@ class Recovery:
         self.mesh.become(join_members(self.replica, decision, self.member, self._store, self.membership))
         apply_timeout()
 
-    # Replicas that rejoin.
+    # Rejoining replicas.
 
     @property
     def is_short(self) -> bool:
@@ -284,7 +284,7 @@ class Recovery:
     def enter(self, trainer: "RecoverableRun") -> None:
         """Waits until the others admit this replica, then receives weights, moments and position from one of them.
 
-        Raises ExcludedError if that fails, so that the replica is restarted; StoppedError if the run ends first, or on a stop
+        Raises ExcludedError on failure, so that the replica is restarted; StoppedError if the run ends first, or on a stop
         signal to a process of this replica.
         """
         if self.replica.size > 1:
@@ -301,10 +301,10 @@ class Recovery:
             self._require_not_stopped()
             if why := self._coordinator.lost_reason(self.member.incarnation):
                 raise ExcludedError(f"the others did not admit this replica ({why})")
-            # Under torchrun nobody reports a loss if no member is left to notice it, but heartbeats show it.
+            # Under torchrun, if no member is left, only heartbeats show that one was lost.
             lost = [self._coordinator.lost_reason(m.incarnation) or self._beats.status(m) for m in decision.members]
             if decision.refused or all(lost):
-                self._coordinator.exclude_lost(decision.members, self.member)  # so that launchers end what hangs
+                self._coordinator.exclude_lost(decision.members, self.member)  # so that launchers end hung processes
                 raise ExcludedError(decision.refused or "no replica with weights is left; resume with --resume auto")
             time.sleep(0.02)
         try:
@@ -320,7 +320,7 @@ class Recovery:
         trainer.check_replicas(again=True)
 
     def _require_not_stopped(self) -> None:
-        """Raises StoppedError after a stop signal to this process, or to another one of a replica that waits to join."""
+        """Raises StoppedError after a stop signal to this process or another one of a waiting replica."""
         key = f"stopped/{self.member.incarnation}"
         if name := self._stopped():
             self._store.set(key, name)
@@ -329,7 +329,7 @@ class Recovery:
             raise StoppedError(self._store.get(key).decode())
 
     def _transfer_state(self, newcomer: "RecoverableRun | None" = None) -> None:
-        """Sends weights, moments and position from the first replica that has them to the joining ones. Collective.
+        """Sends weights, moments and position to joining replicas from the first replica that has them. Collective.
 
         Raises TrainingError if the replicas' states are not bitwise identical afterwards.
         """
@@ -364,7 +364,7 @@ class Recovery:
             )
         self.mesh.barrier()
 
-    # Watching.
+    # Background checks.
 
     def _watch(self) -> None:
         """Thread that detects the end of the membership while the main thread computes or waits."""
@@ -381,11 +381,11 @@ class Recovery:
                 log.info("the store is not responding: %s", error)
 
     def _waits_since(self) -> float | None:
-        """When this process started waiting for others, in a collective or for a decision; None if it is not waiting."""
+        """Time at which this process started waiting for others, in a collective or for a decision; None if it is not waiting."""
         return self._agrees_since or self.membership.waits_since()
 
     def _check_membership(self, coordinator: Coordinator, excluded_at: float | None) -> float | None:
-        """One check. Returns when this process learned that the others continue without it; None if they do not."""
+        """Checks once. Returns the time at which this process learned that the others continue without it; None if they do not."""
         membership, decision = self.membership, self.decision
         if membership.number != decision.number:  # the main thread is switching memberships
             return excluded_at
@@ -406,7 +406,7 @@ class Recovery:
         return excluded_at
 
     def failed(self, error: BaseException) -> None:
-        """Tells the others that this process fails, so that they need not wait to detect it. A lost connection is not reported: it
+        """Tells the others that this process has failed, so they need not wait to detect it. A lost connection is not reported: it
         is a symptom, and the launcher knows which process of the replica ended first."""
         symptom = launch_dir() and (is_lost_connection(error) or is_lost_connection(error.__cause__))
         if not isinstance(error, ExcludedError) and not symptom:
@@ -465,7 +465,7 @@ def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int,
 
 
 def state_of(trainer: "RecoverableRun") -> dict[str, Any]:
-    """What a rejoining replica needs besides weights and moments: the trainer's position and the state of its hooks."""
+    """State that a rejoining replica needs besides weights and moments: the trainer's position and the state of its hooks."""
     trouble = trainer.trouble
     return {
         "position": dataclasses.asdict(trainer.position),
@@ -494,7 +494,7 @@ _KINDS = {kind.__name__: kind for kind in (Evaluation, SavedCheckpoint, ReplicaR
 
 
 def encode(value: Any) -> Any:
-    """Encodes the result of an operation, or the error that it raised, for processes that are one operation behind."""
+    """Encodes an operation's result, or the error that it raised, for processes that are one operation behind."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):
@@ -512,7 +512,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Inverse of `encode`. Raises the error if the operation ended with one."""
+    """Inverse of `encode`. If the operation raised an error, raises it again."""
     if not isinstance(value, dict):
         return value
     if "path" in value:

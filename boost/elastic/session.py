@@ -17,14 +17,14 @@ from boost.train.rundir import RunDirectory
 
 
 class ElasticSession(Session):
-    """A run that continues when it loses a replica."""
+    """A run that survives the loss of a replica."""
 
     def __init__(self, config: Config, stopped: Stopped) -> None:
         """Joins the replica and, unless it is a restart, the first membership. Raises the same errors as `Recovery`."""
         self.config, self.recovery = config, Recovery(config, stopped)
         self.mesh = self.recovery.mesh
         self.rank = self.recovery.slot
-        """Rank in the full run, which membership changes do not affect."""
+        """Rank in the full run; membership changes do not affect it."""
 
     @property
     def is_over(self) -> bool:
@@ -41,7 +41,7 @@ class ElasticSession(Session):
         return ElasticTrainer(self.config, self.recovery, run, hooks)
 
     def start(self, trainer: Training, candidates: list[Path], start_from: str | None) -> None:
-        """Loads the state to start with: a restarted replica receives it from the others."""
+        """Loads the initial state, which a restarted replica receives from the others."""
         elastic = cast(ElasticTrainer, trainer)
         if self.recovery.is_restart:
             self.recovery.enter(elastic)

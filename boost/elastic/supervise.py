@@ -23,9 +23,9 @@ log = logging.getLogger("boost")
 
 POLL_S = 0.1
 RESTART_S = 0.5
-"""Delay before a replica is restarted, in seconds. An error that hits all replicas ends the run within this time."""
+"""Delay before a replica is restarted, in seconds. An error on all replicas ends the run within this time."""
 END_S = 30.0
-"""Time that a restarting replica has to exit once the run is complete, in seconds."""
+"""Time that a restarting replica has to exit after the run is complete, in seconds."""
 
 
 class Supervisor:
@@ -38,11 +38,11 @@ class Supervisor:
         self._due: dict[int, float] = {}
         """Time at which a replica is to be restarted, by replica."""
         self._failed: dict[int, int] = {}
-        """Exit codes, by rank, of processes that have failed and not been restarted since."""
+        """Exit codes, by rank, of failed processes that have not been restarted."""
 
     @classmethod
     def of(cls, config: Config) -> "Supervisor":
-        """The supervisor of a configured run."""
+        """Builds the supervisor of a configured run."""
         places = [(*replica_of_rank(config.parallel, rank), rank) for rank in range(config.parallel.world_size)]
         numbers = range(config.parallel.dp)
         return cls([[rank for of, _, rank in sorted(places) if of == n] for n in numbers], config.run.replica_restarts)
@@ -55,7 +55,7 @@ class Supervisor:
         received: Sequence[int],
         aborted: Callable[[], bool],
     ) -> dict[int, int]:
-        """Starts every process; ends and restarts a replica with a failed one as long as another replica runs
+        """Starts every process. If one fails, ends its replica and restarts it while another replica runs
         (`boost.train.launch.Supervise`).
 
         Returns an empty dict if the run is complete, or the exit codes of the failed processes, by rank, if no replica could
@@ -75,7 +75,7 @@ class Supervisor:
                 self._check(replica)
             if self._failed:
                 latest = self._coordinator.latest()
-                # The failure was during startup, training cannot continue, or no replica that runs has weights.
+                # Startup failed, training cannot continue, or no running replica has weights.
                 if (
                     latest is None
                     or latest.refused
@@ -142,7 +142,7 @@ class Supervisor:
             self._due[replica] = time.monotonic() + RESTART_S
 
     def _collect_failures(self) -> None:
-        """Waits briefly for the other processes to exit and adds their failures: one of their reports may name the cause."""
+        """Waits briefly for the other processes to exit and adds their failures; one of their reports may name the cause."""
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline and any(process.exitcode is None for process in self._processes):
             time.sleep(POLL_S)

@@ -1,7 +1,7 @@
-"""The trainer of a run with in-step recovery: replicas are lost and rejoin while it trains (docs/recovery.md).
+"""The trainer of a run with in-step recovery: it keeps training while replicas are lost and rejoin (docs/recovery.md).
 
-The sums of gradients can be discarded and repeated, so a step keeps its global batch: the survivors compute the micro-batches that
-were lost. A save in flight is abandoned when replicas change, and those that remain repeat it.
+Gradient sums can be discarded and repeated, so a step keeps its global batch: the survivors compute the micro-batches that
+were lost. If replicas change during a save, the save is abandoned, and the remaining replicas repeat it.
 """
 
 import time
@@ -42,14 +42,14 @@ from boost.train.rundir import RunDirectory
 from boost.train.step import Passes, Stepper, Update, run_passes
 
 ABANDON_S = 5.0
-"""Seconds to wait for an abandoned save to end; it may be writing a file."""
+"""Seconds to wait for an abandoned save, which may be writing a file, to end."""
 
 
 class ElasticReducer(GradientReducer):
     """A `GradientReducer` that keeps this process's own gradients next to their sums until the next step begins."""
 
     def queue(self, parameters: Sequence[nn.Parameter], axis: Axis, dtype: torch.dtype | None) -> BucketQueue:
-        """The buckets of `parameters`. An axis of one process has buckets too: others may join."""
+        """The buckets of `parameters`. Even an axis of one process has buckets, because others may join."""
         return BucketQueue(parameters, axis, dtype, _KeptBucket)
 
     def rejoin(self, mesh: Mesh) -> None:
@@ -58,15 +58,15 @@ class ElasticReducer(GradientReducer):
             queue.axis = axis
 
     def begin(self, micro_batches: int = 1) -> None:
-        """Starts a step, as in the base class, and forgets this process's own gradients of the previous one."""
+        """Starts a step, as in the base class, and frees this process's own gradients from the previous step."""
         super().begin(micro_batches)
         for queue in self._queues:
             for bucket in queue.buckets:
                 cast(_KeptBucket, bucket).own = []
 
     def restore_local(self) -> None:
-        """Discards sums, in flight or complete. Gradients are this process's own again and can be accumulated into. Until the next
-        step only `finish` sums them."""
+        """Discards sums, in flight or complete. Gradients are again this process's own, ready for accumulation. Until the next
+        step, only `finish` sums them."""
         for queue in self._queues:
             queue.active, queue.next_bucket = False, 0
             for bucket in queue.buckets:
@@ -74,7 +74,7 @@ class ElasticReducer(GradientReducer):
 
 
 class _KeptBucket(GradBucket):
-    """A bucket that keeps what it sums."""
+    """A bucket that keeps the gradients that it sums."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
         super().__init__(parameters, dtype)
@@ -84,7 +84,7 @@ class _KeptBucket(GradBucket):
     def launch(self, axis: Axis) -> None:
         if axis.size > 1:
             own = self.gradients()
-            # torch sums a single gradient in place instead of in a flat copy.
+            # torch sums a single gradient in place, not in a flat copy.
             self.own = own if self.is_cast or len(own) > 1 else [own[0].clone()]
         super().launch(axis)
 
@@ -105,7 +105,7 @@ class _KeptBucket(GradBucket):
 class RecoverableStepper(Stepper):
     """A `Stepper` whose gradient reduction and statistics form one operation of a `Recovery`.
 
-    Local gradients are kept next to their sums until the operation is complete, which takes one more copy of them in memory."""
+    Local gradients are kept next to their sums until the operation is complete, which takes memory for one more copy."""
 
     reducer: ElasticReducer
 
@@ -116,7 +116,7 @@ class RecoverableStepper(Stepper):
         self.timed_on = torch.device("cpu")
         self._recovery = recovery
         self._timed: tuple[Moment, Moment, int] = (0.0, 0.0, 0)
-        """Begin and end of the passes of the step, and the number of micro-batches between them."""
+        """Begin and end of the step's passes, and the number of micro-batches between them."""
 
     @property
     def micro_batches(self) -> int:
@@ -163,7 +163,7 @@ class RecoverableStepper(Stepper):
         numbers = stats.read()
         begun, end, micro_batches = self._timed
         if micro_batches:
-            set_pace(seconds_between(begun, end) / micro_batches)  # a GPU has finished by now
+            set_pace(seconds_between(begun, end) / micro_batches)  # the GPU has finished by now
         if numbers.updates:
             clip_gradients((s.tensor for s in self.fused_params), numbers, self.config.optim.clip)
             self.optimizer.step(passes.position.step, passes.lr)
@@ -171,11 +171,11 @@ class RecoverableStepper(Stepper):
 
 
 class ElasticSaver(CheckpointSaver):
-    """A `CheckpointSaver` of the current replicas."""
+    """A `CheckpointSaver` for the current replicas."""
 
     expected_errors = (PeersLostError,)
     _division: Division | None = None
-    """The division of the moments that the share of this process belongs to."""
+    """The division of the moments to which this process's share belongs."""
 
     def abandon(self) -> int | None:
         """Abandons the save in flight because the replicas changed. Returns its step, or None if there was none."""
@@ -190,7 +190,7 @@ class ElasticSaver(CheckpointSaver):
         return cast(ElasticMesh, self._mesh).background.group
 
     def _close_group(self, group: dist.ProcessGroup) -> None:
-        """Does nothing: the group belongs to the membership."""
+        """Does nothing, because the group belongs to the membership."""
 
     def _current_share(self) -> SaveShare:
         optimizer = self._optimizer
@@ -201,7 +201,7 @@ class ElasticSaver(CheckpointSaver):
 
 
 class ElasticTrainer(Trainer):
-    """A `Trainer` whose replicas change. `recovery` agrees with the other processes on who trains."""
+    """A `Trainer` whose replicas change. `recovery` agrees with the other processes on which replicas train."""
 
     reducer_type = ElasticReducer
     saver_type = ElasticSaver
@@ -216,7 +216,7 @@ class ElasticTrainer(Trainer):
         self.transfer: Transfer = (
             self.optimizer if isinstance(self.optimizer, DividedAdamW) else WholeTransfer(self.optimizer)
         )
-        """Sends the optimizer's state to replicas that join."""
+        """Sends the optimizer's state to joining replicas."""
         self._for_main = [hook for hook in self.all_hooks if hook not in self.hooks]
         self._is_fitting, self._early = False, list[MembershipChange]()
         self._abandoned_save: int | None = None
@@ -229,7 +229,7 @@ class ElasticTrainer(Trainer):
         return RecoverableStepper(self.recovery, self.config, self.mesh, *parts)
 
     def prepare_saves(self) -> None:
-        """Does nothing. Replicas rejoin at different times, so the first save allocates its memory."""
+        """Does nothing: replicas rejoin at different times, so the first save allocates the memory."""
 
     def _train(self, peak: float) -> StepFlags:
         self._is_fitting = True
@@ -245,21 +245,21 @@ class ElasticTrainer(Trainer):
         super()._between_steps(stats)
         if StepFlags.JOIN in stats.flags and not self.at_end:
             self.recovery.admit()
-            self._signals_to_reduce = True  # as on the replicas that rejoined
+            self._signals_to_reduce = True  # as on rejoined replicas
 
     def abandon_save(self) -> None:
         """Abandons the save in flight, if any, because the replicas change."""
         self._abandoned_save = self._saver.abandon()
 
     def adopt(self, event: MembershipChange) -> None:
-        """Continues with a new set of replicas. `mesh` is already updated; this may now be the main process."""
+        """Continues with a new set of replicas. `mesh` is already updated; this process may now be the main one."""
         self.reducer.rejoin(self.mesh)
         self._stepper.prefetcher.close()
         self.takes_over = True
         promoted: list[Hook] = []
         if self.mesh.is_main:
             promoted, self._for_main = self._for_main, []
-        if not self._is_fitting:  # a replica that has just rejoined: `fit` sets up all hooks
+        if not self._is_fitting:  # this replica has just rejoined: `fit` sets up all hooks
             self.hooks[:0] = promoted
             self._early.append(event)
             return

@@ -1,8 +1,8 @@
-"""The layouts: ways to shard a decoder over TP ranks, one folder each. `spec.py` describes a layout without torch, and is all that
-the configuration and the planner import; `runtime.py` implements it.
+"""The layouts: ways to shard a decoder over TP ranks, one folder each. `spec.py` describes a layout without torch, and the
+configuration and the planner import only that file; `runtime.py` implements the layout.
 
-This file is their registry. `register_layout` adds one; a module that an installed package names in the entry-point group
-`boost.plugins` calls it. `LayoutSpec.config` is the class that `parallel.layout` then selects.
+This file is their registry. `register_layout` adds a layout. An installed package calls it in a module listed under the
+entry-point group `boost.plugins`. `LayoutSpec.config` is the class that `parallel.layout` then selects.
 """
 
 from boost.config.schema import ModelConfig, ParallelConfig
@@ -31,7 +31,7 @@ def register_layout(spec: LayoutSpec) -> LayoutSpec:
 
 
 def layout_names() -> tuple[str, ...]:
-    """Names of all layouts: built-in ones, starting with the defaults of each family, then those of other packages."""
+    """Names of all layouts: first the built-in ones, starting with each family's default, then those of other packages."""
     load_plugins()
     return tuple(_specs)
 
@@ -65,7 +65,7 @@ def num_shards(parallel: ParallelConfig) -> int:
     return spec_of(parallel).num_shards(parallel)
 
 
-# The order of the planner and of messages: the first that suits a family is its default.
+# The planner and messages use this order; a family's default is the first layout that supports it.
 _built_in = (
     BTPSpec(),
     BTPSPSpec(),

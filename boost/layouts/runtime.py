@@ -1,4 +1,4 @@
-"""What the runtimes of the layouts share: attributes, and embedding, norm, head and loss for each kind of residual stream.
+"""Code that all layout runtimes share: attributes, and embedding, norm, head and loss for each kind of residual stream.
 `layout_for` builds the configured one.
 
 Legend: p TP processes, T tokens, N some of them; D hidden width, V vocabulary rows on this process.
@@ -94,16 +94,16 @@ class ContextAxis:
 
 
 class BaseLayout:
-    """Attributes and defaults of every layout. What follows from the configuration and the mesh is decided in the constructor."""
+    """Attributes and defaults of every layout. The constructor derives settings from the configuration and the mesh."""
 
     lag = 0
-    """Steps by which the second half trails the first. 0 if one half has enough compute between any two collectives of the
+    """Steps by which the second half trails the first. 0 if one half has enough compute between any two collectives in the
     other."""
 
     def __init__(
         self, spec: LayoutSpec, model: ModelConfig, parallel: ParallelConfig, mesh: Mesh, is_inference: bool = False
     ) -> None:
-        """`is_inference`: for any number of tokens, without gradients."""
+        """`is_inference`: accepts any number of tokens and computes no gradients."""
         self.spec, self.model, self.parallel, self.mesh = spec, model, parallel, mesh
         self.axis = mesh.tp
         self.rank, self.size = self.axis.rank, self.axis.size

@@ -1,6 +1,6 @@
 """The specification of a layout, without torch: its families, placements, collectives and constraints.
 
-Configuration rules, the planner, `boost inspect` and the runtime all read this one description. A layout is a subclass of
+Configuration rules, the planner, `boost inspect` and the runtime all read this description. A layout is a subclass of
 `LayoutSpec` in its own folder, next to the runtime class that its `runtime` names (`boost.layouts.runtime`).
 
 Legend: T tokens of one micro-batch; p TP ranks. A dim is a tensor dim of a parameter's global shape; shards are equal and
@@ -73,7 +73,7 @@ class PlannedComm:
 
 @dataclass(frozen=True)
 class GroupContext:
-    """Everything that the collectives of a group of linears depend on."""
+    """The properties of a group of linears that determine its collectives."""
 
     group: GroupSpec
     model: ModelConfig
@@ -93,10 +93,10 @@ ResidualKind = Literal["replicated", "tokens", "hidden"]
 """Sharding of the residual stream [T, d]: replicated, along tokens, or along the hidden dim."""
 
 _USUAL = {"q": "enter", "o": "leave"}
-"""Roles that default to the placement of another role."""
+"""Roles whose placement defaults to that of another role."""
 
 _ENDS = {"embed": Placement(1), "head": Placement(0)}
-"""Placements that are the same under every layout: hidden columns of the embedding, vocabulary rows of the head."""
+"""Placements shared by all layouts: hidden columns of the embedding, vocabulary rows of the head."""
 
 
 class LayoutSpec:
@@ -118,15 +118,15 @@ class LayoutSpec:
     head_comms: ClassVar[tuple[Comm, ...]] = ()
     """Collectives of width d before the head."""
     searched: ClassVar[Mapping[str, Sequence[Any]]] = {}
-    """Options of this layout that the planner searches, with their candidate values. It does not change other options."""
+    """Options of this layout that the planner searches, with their candidate values. The planner leaves all others unchanged."""
     scaled: ClassVar[frozenset[str]] = frozenset()
-    """Roles of weights that the runtime scales before the cast."""
+    """Roles of weights that the runtime scales before casting them."""
     gathers_latents: ClassVar[bool] = False
     """Whether latents can be saved before they are all-gathered (train.recompute = "low-rank-sharded")."""
     mlp_token_local: ClassVar[bool] = False
     """Whether the MLP runs on the local tokens of the residual stream, with all channels and replicated weights."""
     single_process: ClassVar[bool] = False
-    """Whether this is the layout in effect with tp = 1."""
+    """Whether this layout is in effect with tp = 1."""
 
     @property
     def name(self) -> str:
@@ -144,7 +144,7 @@ class LayoutSpec:
     def placement(self, role: str, model: ModelConfig, parallel: ParallelConfig) -> Placement:
         """Placement of parameters with this role.
 
-        Fewer than p key/value heads cannot be sharded over p ranks. Every rank holds all of them and uses the rows of its own head;
+        Fewer than p key/value heads cannot be sharded over p ranks. Every rank then holds all of them and uses its own head's rows;
         the gradients of the copies are summed once per optimizer step.
         """
         placements = {**_ENDS, **self.placements}
@@ -171,12 +171,12 @@ class LayoutSpec:
 
     @property
     def ends_with_comm(self) -> bool:
-        """Whether a block ends with a collective: nothing after its last one is needed in the backward pass."""
+        """Whether a block ends with a collective, so that the backward pass needs nothing after it."""
         return not self.mlp_token_local and self.placements["leave.B" if self.low_rank else "leave.W"].dim == 1
 
     def may_have_copy(self, role: str) -> bool:
         """Whether weights of this role can have a working copy (train.working_copies): factors, dense weights and the head, unless
-        they are `scaled`, because the copy would round them twice. The embedding has none because a step casts only some of its
+        they are `scaled`, because a copy would round them twice. The embedding has none because a step casts only some of its
         rows; norms and latent gates are small."""
         return role.endswith((".A", ".B", ".W", "head")) and role not in self.scaled
 
@@ -198,7 +198,7 @@ class LayoutSpec:
         return self.low_rank in (None, model.low_rank)
 
     def superseded_by(self, model: ModelConfig) -> str:
-        """Name of a layout that does the same work and never sends more for this model, which the planner tries instead; or
+        """Name of a layout that does the same work and never sends more for this model, which the planner tries instead; otherwise
         empty."""
         return ""
 
@@ -219,7 +219,7 @@ class LayoutSpec:
         raise NotImplementedError
 
     def notes(self, model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-        """Facts that the tables do not show, one sentence each."""
+        """Notes on what the tables do not show, one sentence each."""
         if self.placement("kv.B" if model.low_rank else "kv.W", model, parallel).partial:
             yield (
                 f"model.kv_heads = {model.kv_heads} is less than parallel.tp = {parallel.tp}: each process holds the weights of "
@@ -251,8 +251,8 @@ class LayoutSpec:
     ) -> Iterator[tuple[str, PlannedComm]]:
         """(phase, collective) of one block in backward order, including collectives that are recomputed.
 
-        With policy "full-block", the block is recomputed when the backward pass first needs one of its tensors, up to the last
-        tensor needed. A collective at the very end of the block is not recomputed, unless `to_the_end`.
+        With policy "full-block", the block is recomputed when the backward pass first needs one of its tensors, through the last
+        tensor that it needs. A collective at the very end of the block is repeated only if `to_the_end`.
         """
         rest = list(comms)
         if policy == "full-block":

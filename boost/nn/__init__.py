@@ -1,4 +1,4 @@
-"""Low-rank modules for models and training loops of your own, on one process or sharded under any layout.
+"""Low-rank modules for your own models and training loops, on one process or sharded under any layout.
 
     import boost
 

@@ -32,7 +32,7 @@ class Decoder(decoder.Decoder):
         model(tokens, targets).backward()         # mean cross-entropy, nats per token
 
     Under a layout (`mesh`), all TP ranks call it with the same tokens; logits and losses are whole and equal on all of them, and
-    gradients are complete after `backward`. Weights are a function of (seed, parameter name): the same on every mesh.
+    gradients are complete after `backward`. Weights depend only on (seed, parameter name), so every mesh has the same ones.
     """
 
     embedding: Weight
@@ -41,7 +41,7 @@ class Decoder(decoder.Decoder):
     lm_head: Weight
 
     def __init__(self, spec: Spec | None = None, *, initialized: bool = True, **sizes: Any) -> None:
-        """From a `Spec`, or from its arguments. `initialized` = False leaves the weights to be loaded. Raises ConfigError."""
+        """Built from a `Spec`, or from its arguments. `initialized` = False leaves the weights to be loaded. Raises ConfigError."""
         FusedModule.__init__(self)
         self.spec = spec = as_spec(spec, sizes)
         self.model, self.layout, self.compute_dtype = spec.model, spec.layout, spec.compute_dtype
@@ -55,7 +55,7 @@ class Decoder(decoder.Decoder):
             initialize(self, spec.seed)
         self._sums = shard_weights(self, spec)
 
-    # What the decoder of a run has as fused parameters.
+    # A training run's decoder stores these as fused parameters.
 
     @property
     def blocks(self) -> nn.ModuleList:  # type: ignore[override]

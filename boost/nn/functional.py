@@ -1,4 +1,4 @@
-"""BTP (arXiv 2512.12131) as functions, for a model of your own. Differentiable, and exact: the same function as on one process.
+"""BTP (arXiv 2512.12131) as functions, for your own model. They are differentiable and compute the same result as one process.
 
 A residual stream is sharded along its width: each of p TP ranks holds [..., dim / p]. A sublayer is
 
@@ -7,9 +7,9 @@ A residual stream is sharded along its width: each of p TP ranks holds [..., dim
     ...                                                               attention over these heads
     x = x + up_proj(down_proj(a, A_o, mesh=mesh), B_o)                 one all-reduce of r numbers per token
 
-The backward pass has the same all-reduces, of gradients of latents, and no other communication. Weights are shards: A [r, in / p],
-B [out / p, r], norm_weight [dim / p]: plain tensors, or DTensors (Shard(1), Shard(0), Shard(0)), which clipping, FSDP2 and DCP
-then know as shards. A replicated parameter that acts on latents, such as a bias, gets a partial gradient.
+The backward pass all-reduces the gradients of the latents and communicates nothing else. Weights are shards: A [r, in / p],
+B [out / p, r], norm_weight [dim / p]. They are plain tensors or DTensors (Shard(1), Shard(0), Shard(0)), which clipping, FSDP2 and
+DCP treat as shards. A replicated parameter that acts on latents, such as a bias, gets a partial gradient.
 
 Legend: D = dim / p, width of the residual stream held here; r bottleneck rank; O output width held here.
 """

@@ -1,4 +1,4 @@
-"""`LowRankLinear`: a linear as two factors, to be used in any model."""
+"""`LowRankLinear`: a linear as two factors, for use in any model."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ class LowRankLinear(nn.Module):
     """y = B act(A x) + b, with A [rank, in_features], B [out_features, rank]; act is the identity (SVD) or SiLU (CoLA, arXiv
     2502.10940).
 
-    `A` and `B` are plain `nn.Linear` modules, so that whatever looks for linears (LoRA, quantization) finds the factors. Inside
+    `A` and `B` are plain `nn.Linear` modules, so tools that look for linears (LoRA, quantization) find the factors. Inside
     a sharded `boost.nn` module they hold this process's shards.
     """
 
@@ -29,7 +29,7 @@ class LowRankLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Raises ConfigError if the rank or the activation is not valid."""
+        """Raises ConfigError if the rank or the activation is invalid."""
         super().__init__()
         if not 1 <= rank <= min(in_features, out_features):
             raise ConfigError(
@@ -62,7 +62,7 @@ class LowRankLinear(nn.Module):
     def weight(self) -> Tensor:
         """W = B A, [out_features, in_features], computed at each access, for models that read a linear's weight (T5, Mamba).
 
-        Raises AttributeError if there is an activation: no such weight exists then.
+        Raises AttributeError if there is an activation, because no such weight exists then.
         """
         if self.activation != "none":
             raise AttributeError(f"factors with activation = '{self.activation}' have no weight W")
@@ -93,10 +93,10 @@ class LowRankLinear(nn.Module):
     def from_linear(
         cls, linear: nn.Linear, rank: int, *, init: str = "svd", activation: str = "none"
     ) -> "LowRankLinear":
-        """Factors of a dense linear, on its device and in its dtype; the bias is kept.
+        """Factorizes a dense linear, on its device and in its dtype; keeps the bias.
 
         `init`: "svd" is the truncated SVD (Eckart-Young), with the singular values split evenly over both factors; "random" draws
-        new ones. With an activation, "svd" starts near the dense linear only where the activation is nearly linear.
+        new ones. With an activation, "svd" approximates the dense linear only where the activation is nearly linear.
         Raises ConfigError.
         """
         if init not in ("svd", "random"):

@@ -1,4 +1,4 @@
-"""What the modules of `boost.nn` are built from: sizes, a layout, and this process's place on a mesh."""
+"""`Spec`, from which `boost.nn` modules are built: sizes, a layout, and this process's position on a mesh."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ FFN_MULTIPLE = 32
 
 
 class Spec:
-    """A validated description of a decoder and of how it is sharded. Modules share it: do not change it.
+    """A validated description of a decoder and its sharding. Do not change it, because modules share it.
 
         spec = boost.nn.Spec(dim=512, heads=8, rank=128, layout="btp", mesh=mesh)
         block = boost.nn.Block(spec)
@@ -50,13 +50,13 @@ class Spec:
         """
         Args:
             family: how linears are parameterized: svd, cola, lax, dense, or one that you registered.
-            layout: how they are sharded over TP (default: the family's usual one, such as btp). Without TP it has no effect.
-            mesh: the TP ranks: a DeviceMesh of one dimension, or with one named "tp", or a process group. None: one process.
+            layout: how they are sharded over TP (default: the family's default, such as btp). It has no effect without TP.
+            mesh: the TP ranks: a one-dimensional DeviceMesh, or one with a dimension "tp", or a process group. None: one process.
             recompute: activation checkpointing policy of every block, as `train.recompute`.
             device: of the weights (default: the mesh's, or torch's default).
             dtype: of the weights (default: torch's default).
             compute_dtype: of activations and GEMMs (default: dtype).
-            seed: of the initial weights, which depend on it and on each parameter's name alone: they are the same on every mesh.
+            seed: of the initial weights, which depend only on it and each parameter's name, so every mesh has the same ones.
             fields: sizes (dim, heads, kv_heads, ffn_dim, rank, layers, vocab_size, ...) and other fields of [model], and options of
                 the layout (norm, grouping, overlap). ffn_dim defaults to 8/3 dim, rank to dim / 4.
 
@@ -116,7 +116,7 @@ class Spec:
 def autocast_resolved(device: torch.device, dtype: torch.dtype) -> Iterator[torch.dtype]:
     """Yields the dtype in which activations are computed: `dtype`, or under `torch.autocast` the dtype of autocast.
 
-    Autocast itself is off inside: it does not know the hand-written nodes, each of which chooses its own dtypes.
+    Autocast is disabled inside, because it does not apply to the hand-written nodes, which choose their own dtypes.
     """
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
@@ -140,7 +140,7 @@ def tp_axis(mesh: DeviceMesh | dist.ProcessGroup | None) -> Axis:
 
 
 def _config(family: str, layout: str | None, tp: int, fields: dict[str, Any]) -> Config:
-    """The checked configuration of these sizes. Training's fields keep their defaults; they do not concern modules."""
+    """The checked configuration of these sizes. Training fields, which modules do not use, keep their defaults."""
     names = {name for name, _ in ParallelConfig.keys()}  # noqa: SIM118  a method of the class
     parallel = {name: value for name, value in fields.items() if name in names}
     model = {"family": family, **{name: value for name, value in fields.items() if name not in names}}

@@ -1,6 +1,6 @@
 """`LowRankAttention`, `LowRankMLP`, and `Block`: the sublayers of a decoder as modules, under any layout.
 
-The mathematics is that of `boost.models`; here the linears of a group are separate modules.
+The mathematics is the same as in `boost.models`, but the linears of a group are separate modules.
 
 Legend: B sequences, S tokens of each, T = B * S, D width of the residual stream held here: dim, or dim / p if it is sharded.
 """
@@ -29,8 +29,8 @@ from boost.parallel.recompute import POLICIES
 
 
 class Gate(LatentGate):
-    """A latent gate with a tensor for each parameter. Sharded along dim 0, a tensor of several parameters would be a DTensor whose
-    rows are in an order of their own."""
+    """A latent gate with one tensor per parameter. Sharded along dim 0, a tensor of several parameters would be a DTensor with
+    reordered rows."""
 
     def add_fused_param(self, attribute: str, parameters: Sequence[Parameter], layout: Sharding) -> None:
         if attribute.startswith("norm_"):
@@ -48,13 +48,13 @@ class Gate(LatentGate):
 
 
 class SeparateLinears(LinearGroup):
-    """A `LinearGroup` whose weights belong to separate modules, looked up at each use: an adapter may have replaced a factor.
+    """A `LinearGroup` that looks up its weights in separate modules at each use, because an adapter may have replaced a factor.
 
-    For training, grouped factors A are concatenated for their GEMM, a copy of 3 r d numbers for qkv; fused parameters need none.
+    In training, grouped factors A are concatenated for their GEMM, a copy of 3 r d numbers for qkv; fused parameters need no copy.
     """
 
     def __init__(self, owner: nn.Module, spec: Spec, layer: int, shape: architecture.GroupSpec) -> None:
-        """`owner` has the linears as children q_proj, k_proj, ..."""
+        """`owner` has the linears as child modules q_proj, k_proj, ..."""
         self._owner, self._names = owner, [child_name(slot) for slot in shape.slots]
         self.latent_gate: LatentGate | None = None
         self.describe(spec.model, shape, layer, spec.layout)
@@ -76,7 +76,7 @@ class SeparateLinears(LinearGroup):
 
     @property
     def is_plain(self) -> bool:
-        """Whether every weight is used as it is stored: no module was replaced, such as by an adapter, and none has a hook."""
+        """Whether every weight is used as stored: no module has been replaced (such as by an adapter), and none has a hook."""
         modules = [*(self.inner_modules if self.low_rank else ()), *self.outer_modules]
         return all(type(module) is nn.Linear and not module._forward_hooks for module in modules)
 
@@ -93,7 +93,7 @@ class SeparateLinears(LinearGroup):
         weights = [_weight(module) for module in self.outer_modules]
         return [w if own is None else w.narrow(0, *own) for w, own in zip(weights, self.own_heads, strict=True)]
 
-    # With adapters, modules are called. Where all are plain linears, grouped and hand-written kernels apply.
+    # With adapters, modules are called. If all are plain linears, grouped and hand-written kernels are used.
 
     @property
     def saves_latents_only(self) -> bool:
@@ -145,7 +145,7 @@ def _parameters(shape: architecture.GroupSpec, prefix: str, factor: str, slot: a
 
 
 class Weight(nn.Module):
-    """The weight of an RMSNorm, [D], which layouts apply together with the projection that follows; or of the embedding or the
+    """The weight of an RMSNorm, [D], which layouts apply with the projection that follows it; or of the embedding or the
     head: all V rows, or this process's."""
 
     def __init__(self, *shape: int) -> None:
@@ -169,7 +169,7 @@ class Sublayer(FusedModule):
         self.layer = layer
 
     def add_linears(self, shape: architecture.GroupSpec) -> SeparateLinears:
-        """Adds the linears of a group as q_proj, k_proj, ..., uninitialized, and the latent gate that belongs to it."""
+        """Adds the linears of a group as q_proj, k_proj, ..., uninitialized, and its latent gate."""
         prefix = f"layers.{self.layer}"
         for slot in shape.slots:
             name = child_name(slot)
@@ -180,7 +180,7 @@ class Sublayer(FusedModule):
                 described = {f"{name}.weight": weight}
             else:
                 (a,), (b,) = (_parameters(shape, prefix, factor, slot) for factor in "AB")
-                # A rank may exceed the width of a shard, which `LowRankLinear.__init__` refuses.
+                # A rank may exceed a shard's width, which `LowRankLinear.__init__` would reject.
                 linear = LowRankLinear.__new__(LowRankLinear)
                 nn.Module.__init__(linear)
                 linear.activation = self.model.latent_act
@@ -250,7 +250,7 @@ class LowRankAttention(Sublayer):
     """
 
     def __init__(self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, **sizes: Any) -> None:
-        """From a `Spec`, or from sizes: LowRankAttention(dim=512, heads=8, rank=128). Raises ConfigError."""
+        """Built from a `Spec`, or from sizes: LowRankAttention(dim=512, heads=8, rank=128). Raises ConfigError."""
         Sublayer.__init__(self, spec, layer, sizes)
         qkv, o, _, _ = architecture.groups(self.model, layer)
         with self.spec.allocation():
@@ -260,7 +260,7 @@ class LowRankAttention(Sublayer):
         finish(self, _alone)
 
     def forward(self, x: Tensor, batch: int | None = None) -> Tensor:
-        """[B, S, D] -> [B, S, D]: the residual stream after attention, in the shape that the layout gives it (`spec.layout`).
+        """[B, S, D] -> [B, S, D]: the residual stream after attention, in the layout's shape (`spec.layout`).
 
         A token-sharded stream (btp-sp, megatron-sp) is [T / p, D], consecutive tokens of all sequences; `batch` is then B.
         """
@@ -279,7 +279,7 @@ class LowRankMLP(Sublayer):
     """
 
     def __init__(self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, **sizes: Any) -> None:
-        """From a `Spec`, or from sizes: LowRankMLP(dim=512, ffn_dim=1376, rank=128). Raises ConfigError."""
+        """Built from a `Spec`, or from sizes: LowRankMLP(dim=512, ffn_dim=1376, rank=128). Raises ConfigError."""
         Sublayer.__init__(self, spec, layer, sizes)
         _, _, gate_up, down = architecture.groups(self.model, layer)
         with self.spec.allocation():
@@ -289,7 +289,7 @@ class LowRankMLP(Sublayer):
         finish(self, _alone)
 
     def forward(self, x: Tensor, batch: int | None = None) -> Tensor:
-        """[B, S, D] -> [B, S, D]: the residual stream after the MLP, as `LowRankAttention.forward`."""
+        """[B, S, D] -> [B, S, D]: the residual stream after the MLP, as in `LowRankAttention.forward`."""
         return run_alone(self.spec, x, batch, lambda layout, flow, _: self.run(layout, flow))
 
     def run(self, layout: Layout, flow: Flow) -> Iterator[None]:
@@ -301,7 +301,7 @@ class Block(TransformerBlock):
     """A decoder block: `attn`, then `mlp`."""
 
     def __init__(self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, **sizes: Any) -> None:
-        """From a `Spec`, or from sizes: Block(dim=512, heads=8, rank=128). Raises ConfigError."""
+        """Built from a `Spec`, or from sizes: Block(dim=512, heads=8, rank=128). Raises ConfigError."""
         FusedModule.__init__(self)
         self.spec = as_spec(spec, sizes)
         self.model, self.layout = self.spec.model, self.spec.layout
@@ -322,7 +322,7 @@ class Block(TransformerBlock):
         flow.next_block()
 
     def forward(self, x: Any, *rest: Any, batch: int | None = None) -> Any:
-        """[B, S, D] -> [B, S, D]: the residual stream after the block, as `LowRankAttention.forward`.
+        """[B, S, D] -> [B, S, D]: the residual stream after the block, as in `LowRankAttention.forward`.
 
         A decoder calls it with the arguments of `TransformerBlock.forward`, through `__call__`, so that hooks of FSDP apply.
         """

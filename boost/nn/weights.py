@@ -1,7 +1,7 @@
-"""Weights of modules over several TP ranks: DTensors to whoever reads parameters, local shards to the mathematics.
+"""Weights of modules over several TP ranks: code that reads parameters sees DTensors; the mathematics uses local shards.
 
-`clip_grad_norm_`, optimizers, FSDP2 and DCP have to know which shard of a weight a TP rank holds. With plain tensors they would be
-wrong without an error: each rank would clip by the norm of its own shards, and save only these.
+`clip_grad_norm_`, optimizers, FSDP2 and DCP must know which shard of a weight a TP rank holds. With plain tensors, their results
+would be silently wrong: each rank would clip by the norm of its own shards and save only those.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from boost.parallel.mesh import Axis
 
 
 class _OwnGradient(torch.autograd.Function):
-    """forward: w -> w; wgrad: dw, in memory of its own. A gradient that is part of a larger one (a concatenated weight's) would be
+    """forward: w -> w; wgrad: dw, in separate memory. A gradient that is part of a larger one (a concatenated weight's) would be
     a DTensor with an offset, which `copy.deepcopy` refuses."""
 
     @staticmethod
@@ -33,8 +33,8 @@ class _OwnGradient(torch.autograd.Function):
 
 
 class GradientSums:
-    """Sums over TP ranks the gradients of replicated weights when each rank computes a part: norms and outer factors under
-    btp-sp, the final norm under btp, and others."""
+    """Sums the gradients of replicated weights over TP ranks if each rank computes a part: norms and outer factors under
+    btp-sp, the final norm under btp, and so on."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis, self.is_deferred = axis, False
@@ -42,7 +42,7 @@ class GradientSums:
     def local_weight(self, weight: DTensor) -> Tensor:
         """The weight on this rank. Its gradient is summed over TP ranks in the backward pass, by an all-reduce at each use.
 
-        The sum belongs to the use, not to the parameter: FSDP2, `load_state_dict(assign=True)` and `functional_call` replace
+        The sum is attached to each use, not to the parameter: FSDP2, `load_state_dict(assign=True)` and `functional_call` replace
         parameters, and hooks of the old ones would not run.
         """
         if self.is_deferred:
@@ -53,7 +53,7 @@ class GradientSums:
 @contextlib.contextmanager
 def no_sync(module: nn.Module, sums: GradientSums | None) -> Iterator[None]:
     """Backward passes in this block do not sum partial gradients; leaving it sums them once. If the block raises, the
-    gradients of the module are discarded: other ranks may not get as far as a collective."""
+    gradients of the module are discarded, because other ranks may not reach a collective."""
     before = sums is None or sums.is_deferred
     if sums:
         sums.is_deferred = True
@@ -73,7 +73,7 @@ def no_sync(module: nn.Module, sums: GradientSums | None) -> Iterator[None]:
 
 
 def shard_weights(module: nn.Module, spec: Spec) -> GradientSums | None:
-    """Turns the weights of a module, each a shard, into DTensors over TP. Returns the sums of its gradients; None with one rank."""
+    """Turns a module's weights, each a shard, into DTensors over TP. Returns its gradient sums; None with one rank."""
     if spec.tp_mesh is None:
         return None
     sums = GradientSums(spec.tp)
@@ -90,9 +90,9 @@ def shard_weights(module: nn.Module, spec: Spec) -> GradientSums | None:
 
 
 def local_weight(module: nn.Module, name: str = "weight") -> Tensor:
-    """A weight as the mathematics uses it: this TP rank's shard, differentiable with respect to the parameter.
+    """The weight that the mathematics uses: this TP rank's shard, differentiable with respect to the parameter.
 
-    Raises ConfigError if the parameter is no longer the DTensor that `shard_weights` made of it.
+    Raises ConfigError if the parameter is no longer the DTensor that `shard_weights` created.
     """
     weight: Tensor = getattr(module, name)
     if "gradient_sums" not in module.__dict__:
@@ -108,7 +108,7 @@ def local_weight(module: nn.Module, name: str = "weight") -> Tensor:
 
 
 def own_shard(weight: Tensor) -> Tensor:
-    """This rank's shard of a weight whose gradient is complete on each rank, differentiable; a plain tensor as it is."""
+    """This rank's differentiable shard of a weight whose gradient is complete on each rank; a plain tensor unchanged."""
     if not isinstance(weight, DTensor):
         return weight
     on_mesh: Any = weight
@@ -122,6 +122,6 @@ def whole_weight(weight: Tensor) -> Tensor:
 
 
 def storage(weight: Tensor) -> Tensor:
-    """This rank's shard of a parameter, without a graph, to be written to."""
+    """This rank's writable shard of a parameter, outside the graph."""
     weight = weight.detach()
     return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -1,8 +1,8 @@
-"""Writes that only inform: metrics, heartbeats, reports, text on the terminal. If one fails, because a disk is full or a terminal
-is closed, the run continues and saves as usual.
+"""Informational writes: metrics, heartbeats, reports, terminal output. If one fails because a disk is full or a terminal
+is closed, the run continues and saves checkpoints as usual.
 
-Whatever a process of a run writes outside of a checkpoint is in such a context, unless it is written before the first step. The
-log is covered by its handler (`boost.train.rundir`).
+Every write outside of a checkpoint happens in such a context, except before the first step. The
+log handler (`boost.train.rundir`) covers the log.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ from typing import Any
 log = logging.getLogger("boost")
 
 _failing: set[str] = set()
-"""What could not be written last time."""
+"""The writes that failed last time."""
 
 
 @contextlib.contextmanager
 def best_effort(
     what: str, warn: Callable[[str], None] = log.warning, errors: type[Exception] = Exception
 ) -> Iterator[None]:
-    """Context manager: errors cause only a warning, `cannot {what}`, and only the first one until it works again. Code inside that
-    communicates may fail only with `errors` if it does on every process."""
+    """Context manager: an error causes only a warning, `cannot {what}`, once until the write succeeds again. Code inside that
+    communicates may fail only with `errors` that occur on every process."""
     try:
         yield
     except errors as error:
@@ -38,7 +38,7 @@ def best_effort(
 
 
 class _PatientFile(io.FileIO):
-    """Standard output or error. Drops text that cannot be written, and all text once the terminal or the reader is gone."""
+    """Standard output or error. Drops text that cannot be written, and all text after the terminal or the reader is gone."""
 
     def write(self, data: Any) -> int:
         try:

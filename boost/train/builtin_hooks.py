@@ -56,7 +56,7 @@ class BadStepLimit(Hook):
 
 class ReplicaCheck(Hook):
     """Compares the weights of all replicas before the first step, every `every` steps (0: never), and after bad steps, so that a
-    corrupted weight is reported before `BadStepLimit` suggests a lower learning rate."""
+    corrupted weight is reported before `BadStepLimit` can suggest a lower learning rate."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -73,8 +73,8 @@ class ReplicaCheck(Hook):
 
 
 class PeriodicEvaluation(Hook):
-    """Evaluates every `every` steps (0: never) on `max_tokens` held-out tokens. The trainer runs the final evaluation on all of
-    them. With `at_last_step`, the last step is also evaluated on `max_tokens`, for comparison with earlier evaluations."""
+    """Evaluates every `every` steps (0: never) on `max_tokens` held-out tokens. The trainer runs the final evaluation on all
+    tokens. With `at_last_step`, the last step is also evaluated on `max_tokens`, for comparison with earlier evaluations."""
 
     def __init__(self, every: int, max_tokens: int | None, at_last_step: bool = False) -> None:
         self.every, self.max_tokens = every, max_tokens
@@ -116,7 +116,7 @@ class PeriodicCheckpoint(Hook):
             trainer.prepare_saves()
 
     def before_step(self, trainer: Training, event: StepStart) -> None:
-        # The clock of the main process decides; its request is reduced together with the step statistics.
+        # Only the main process checks its clock; its request is reduced with the step statistics.
         late = self._clock() - self._saved_at >= 60 * self.train.save_minutes
         if trainer.mesh.is_main and self.train.save_minutes and late:
             self._saved_at = self._clock()
@@ -124,9 +124,9 @@ class PeriodicCheckpoint(Hook):
 
     def on_evaluation(self, trainer: Training, event: EvaluationEnd) -> None:
         this = BestCheckpoint(event.metrics.step, event.metrics.heldout_loss)
-        # The candidate counts too: its save may still be in flight.
+        # Include the candidate, whose save may still be in flight.
         lowest = all(this.heldout_loss < other.heldout_loss for other in (self._best, self._candidate) if other)
-        # As many tokens as periodic evaluations: losses on different ones are not comparable.
+        # Use the same tokens as periodic evaluations: losses on different tokens are not comparable.
         comparable = event.complete == (not self.train.eval_tokens)
         if comparable and lowest and math.isfinite(this.heldout_loss):
             self._candidate = this
@@ -135,12 +135,12 @@ class PeriodicCheckpoint(Hook):
 
     def on_rollback(self, trainer: Training, event: Rollback) -> None:
         self._candidate = None
-        if self._best and self._best.step > event.step:  # of the abandoned branch
+        if self._best and self._best.step > event.step:  # on the abandoned branch
             self._best = None
 
     def after_step(self, trainer: Training, event: StepEnd) -> None:
         if event.stopping or (trainer.at_end and not trainer.rolling_back):
-            # A failure here fails the run, because no later save would preserve these weights.
+            # A failure here ends the run, because no later save would preserve these weights.
             trainer.save_last(urgent=event.stopping)
             return
         step, candidate = event.metrics.step, self._candidate
@@ -162,7 +162,7 @@ class PeriodicCheckpoint(Hook):
         protected = {self._best.step} if self.train.keep_best and self._best else set()
         if (proven := trainer.proven_checkpoint()) and (step := ckpt.step_of(proven)) is not None:
             protected.add(step)
-        # The checkpoint is complete, so a failure must not look like one of the save. It is the same on all processes.
+        # The checkpoint is complete, so a failure here must not look like a failed save. All processes see the same failure.
         with best_effort("remove old checkpoints", trainer.warn, StorageError):
             ckpt.rotate(trainer.run.checkpoints, self.train.keep, self.train.keep_every, protected, trainer.mesh)
 
@@ -185,7 +185,7 @@ class ProfileHook(Hook):
         self.first, self.last = first, last
         self._profiler: profile | None = None
         self._step: tuple[int, record_function] | None = None
-        """Number and open range of the current step. On GPUs the next step begins before `after_step`."""
+        """Number and open profiler range of the current step. On GPUs, the next step begins before `after_step`."""
 
     def before_step(self, trainer: Training, event: StepStart) -> None:
         if event.step == self.first:

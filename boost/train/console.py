@@ -27,7 +27,7 @@ class PlainConsole:
         self._total, self._every, self._out = total_steps, log_every, out
         self._first = start_step + 1
         self._timed: tuple[int, float] | None = None
-        """The first step, and when it ended: it starts threads, allocates and compiles, so time is measured from its end."""
+        """The first step and its end time. It starts threads, allocates and compiles, so time is measured from its end."""
 
     def __enter__(self) -> Self:
         return self
@@ -126,7 +126,7 @@ class ConsoleHook(Hook):
             self._console.close()
 
     def _note(self, text: str) -> None:
-        if self._console:  # warnings from before the first step are part of the introduction
+        if self._console:  # the introduction includes warnings from before the first step
             self._console.note(text)
 
 

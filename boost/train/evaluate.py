@@ -1,6 +1,6 @@
 """Unbiased held-out loss: the sum of the loss over all tokens divided by their number, on any number of processes.
 
-For a mixture of stores: the weighted mean of the losses of the stores.
+For a mixture of stores, it is the weighted mean of the stores' losses.
 """
 
 import math
@@ -28,7 +28,7 @@ class Evaluation:
     """Held-out loss of a model."""
 
     tokens: int
-    """Number of targets; each one is evaluated once."""
+    """Number of targets, each evaluated once."""
     loss: float
     """Mean cross-entropy, in nats per token."""
     perplexity: float
@@ -36,7 +36,7 @@ class Evaluation:
     bits_per_byte: float
     """loss / ln 2 x tokens of the split / bytes of its text (of its targets, with a loss mask): comparable across tokenizers."""
     sources: "Mapping[str, Evaluation]" = field(default_factory=dict)
-    """Evaluations of the stores of a mixture by name; `loss` is the mean of theirs, weighted as in training."""
+    """Evaluations of a mixture's stores by name; `loss` is the mean of their losses, weighted as in training."""
 
 
 class EvaluationStopped(Exception):
@@ -57,10 +57,10 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates on the whole split, or on about `max_tokens` spread evenly over it. All processes return the same result.
 
-    The stores of a mixture are evaluated one after the other. They share `max_tokens` by weight; each has at least one sequence.
+    The stores of a mixture are evaluated one after another. They share `max_tokens` by weight; each gets at least one sequence.
     `stopped` is called every few batches and must return the same value on all processes. Raises EvaluationStopped if it returns
-    True, and DataError if no evaluated token counts toward the loss. `by_document`: on the first `seq_len` tokens of each document,
-    as in publications (`DocumentBatches`).
+    True, and DataError if no evaluated token counts toward the loss. `by_document`: uses the first `seq_len` tokens of each document,
+    as publications do (`DocumentBatches`).
     """
 
     def of_store(part: Split, limit: int | None, label: str) -> Evaluation:

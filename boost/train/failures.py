@@ -1,7 +1,7 @@
 """Failure analysis: turns an exception into one line for the user, and finds the root cause among failures of several processes.
 
 Failures are classified by exception type, then by the exact messages of gloo, NCCL, c10d and the allocators. Anything else is a
-bug and keeps its traceback. For example, "CUDA error: the launch timed out" is not a lost connection.
+bug and keeps its traceback. For example, "CUDA error: the launch timed out" does not mean a lost connection.
 """
 
 import contextlib
@@ -87,9 +87,9 @@ class FailureReport:
 
     rank: int
     kind: str
-    """boost: an error that the user can fix; hung: a process that is not responding, reported by another one; excluded: a replica
-    that the others continue without, or that finds none to join; lost: a broken connection to another process; defect: anything
-    else, that is, a bug."""
+    """boost: an error that the user can fix; hung: a process that does not respond, reported by another one; excluded: a replica
+    that the others left behind, or that finds none to join; lost: a broken connection to another process; defect: any other
+    error, that is, a bug."""
     message: str
     """One line; for a defect, the traceback."""
     error: str
@@ -100,7 +100,7 @@ class FailureReport:
     """Seconds since the epoch."""
 
     def write(self, folder: Path) -> bool:
-        """Writes the report to `folder`, where the launcher reads it. Returns whether that was possible."""
+        """Writes the report to `folder`, where the launcher reads it. Returns whether this succeeded."""
         partial = folder / f"partial{self.rank}"
         with contextlib.suppress(OSError):
             partial.write_text(json.dumps(asdict(self)), encoding="utf-8")

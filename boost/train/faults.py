@@ -1,6 +1,6 @@
-"""Fault injection, to rehearse cluster failures: `boost train --inject-fault KIND@STEP[:RANK]`.
+"""Injects faults to rehearse cluster failures: `boost train --inject-fault KIND@STEP[:RANK]`.
 
-A fault hits one process just before the given step (`nan`: during it). A run that resumes before STEP hits it again.
+A fault hits one process just before the given step (`nan`: during it). It hits again if the run resumes before STEP.
 """
 
 import errno
@@ -44,7 +44,7 @@ _PATTERN = re.compile(r"([a-z-]+)@(\d{1,9})(?::(\d{1,9}))?")
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault to inject: its kind, the step and the global rank that it hits."""
+    """A fault to inject: its kind, and the step and global rank that it hits."""
 
     kind: str
     step: int
@@ -89,7 +89,7 @@ class FaultInjection(Hook):
             next(s.tensor.grad for s in trainer.fused_params if s.tensor.grad is not None).view(-1)[0] = float("nan")
 
     def actions(self, trainer: Training) -> dict[str, Callable[[], Any]]:
-        """What to do for each kind of fault."""
+        """The action for each kind of fault."""
         return {
             "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
             "hang": lambda: os.kill(os.getpid(), signal.SIGSTOP),

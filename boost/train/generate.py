@@ -1,7 +1,7 @@
 """Autoregressive text generation with a key/value cache, on one process or on all processes of a mesh.
 
 Sequences are generated in batches: when one ends, the next takes its place (continuous batching). Prompts are packed without
-padding, and every sequence has its own length and generator, so it is the same as if it were generated alone, up to rounding.
+padding. Every sequence has its own length and random generator, so it is the same as if generated alone, up to rounding.
 
 All processes of a TP group and its pipeline have the same logits and the same seeded generators, so they sample the same tokens
 without communication.
@@ -32,7 +32,7 @@ PREFILL_TOKENS = 4096
 
 
 def choose(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:
-    """The next token of each sequence from logits [B, V], drawn by the sequence's own generator."""
+    """The next token of each sequence from logits [B, V], drawn with the sequence's own generator."""
     if sampling.temperature == 0:
         greedy: list[int] = logits_BV.argmax(-1).tolist()
         return greedy
@@ -41,7 +41,7 @@ def choose(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Gen
 
 
 def distribution(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities [B, V] (fp32) after temperature, then top-k, then top-p (the smallest set of tokens with total probability of
+    """Probabilities [B, V] (fp32) after temperature, then top-k, then top-p (the smallest set of tokens with a total probability of
     at least p)."""
     logits_BV = logits_BV.float() / sampling.temperature
     if 0 < sampling.top_k < logits_BV.shape[-1]:
@@ -58,7 +58,7 @@ def distribution(logits_BV: Tensor, sampling: Sampling) -> Tensor:
 
 
 class NewToken(NamedTuple):
-    """A token that was generated."""
+    """A generated token."""
 
     prompt: int
     """Index of the prompt."""
@@ -66,7 +66,7 @@ class NewToken(NamedTuple):
     """Index of the sample of this prompt."""
     token: int
     is_last: bool
-    """Whether it is the last one of its sequence."""
+    """Whether it ends its sequence."""
 
 
 def generate(
@@ -89,8 +89,8 @@ def generate_batch(
 ) -> Iterator[NewToken]:
     """Yields up to `max_tokens` new tokens for each of `samples` samples of each non-empty prompt, as they are generated.
 
-    Up to `batch` sequences run at a time, in the order of the prompts. A sequence stops after yielding one of `ends`. Sample j
-    is drawn with the seed `sampling.seed` + j, whatever it is batched with. Raises ConfigError if the key/value cache of the
+    Runs up to `batch` sequences at a time, in the order of the prompts. A sequence stops after yielding one of `ends`. Sample j
+    is drawn with the seed `sampling.seed` + j, no matter how it is batched. Raises ConfigError if the key/value cache of the
     batch does not fit into memory.
     """
     sequences = [
@@ -136,7 +136,7 @@ class _Sequence:
     new: int = 0
     """Tokens generated so far."""
     last: int = -1
-    """The newest one, which is not cached yet."""
+    """The newest token, which is not cached yet."""
 
 
 class _Batch:
@@ -144,7 +144,7 @@ class _Batch:
 
     def __init__(self, model: Model, sampling: Sampling, size: int, capacity: int) -> None:
         self._model, self._sampling, self._size = model, sampling, size
-        # Weights that are gathered from replicas, and what stages exchange, outlive a forward pass.
+        # Weights gathered from replicas, and tensors that stages exchange, outlive a forward pass.
         lasting = isinstance(model, Pipeline | FSDPModule)
         self._mode = torch.no_grad if lasting else torch.inference_mode
         self._caches = model.make_caches(size, capacity)
@@ -152,7 +152,7 @@ class _Batch:
         self._generators: list[torch.Generator] = []
 
     def run(self, sequences: Sequence[_Sequence], max_tokens: int, ends: Collection[int]) -> Iterator[NewToken]:
-        """Generates all sequences. They are started in order, as soon as there is a row."""
+        """Generates all sequences. Starts them in order, as rows become free."""
         waiting = deque(sequences)
         while waiting or self._sequences:
             first = len(self._sequences)
@@ -161,13 +161,13 @@ class _Batch:
                 self._sequences.append(sequence)
                 # Sample on the CPU, so that a seed gives the same text on every device.
                 self._generators.append(torch.Generator().manual_seed(sequence.seed))
-            # Sequences that have just started get their first token now; then all get the next one together.
+            # Sequences that have just started get their first token now; all sequences then get their next one together.
             logits_BV = self._prefill(first) if first < len(self._sequences) else self._decode()
             started = range(first if first < len(self._sequences) else 0, len(self._sequences))
             yield from self._advance(started, logits_BV, max_tokens, ends)
 
     def _advance(self, rows: range, logits_BV: Tensor, max_tokens: int, ends: Collection[int]) -> Iterator[NewToken]:
-        """Chooses the next token of the sequences in `rows`, and removes those that end."""
+        """Chooses the next token of the sequences in `rows`, and removes finished sequences."""
         sequences = [self._sequences[row] for row in rows]
         chosen = choose(logits_BV, self._sampling, [self._generators[row] for row in rows])
         for sequence, token in zip(sequences, chosen, strict=True):
@@ -176,7 +176,7 @@ class _Batch:
         for row, is_over in reversed(list(zip(rows, ended, strict=True))):
             if is_over:
                 last, generator = self._sequences.pop(), self._generators.pop()
-                if row < len(self._sequences):  # the last one takes its row, so that rows stay consecutive
+                if row < len(self._sequences):  # the last sequence moves to its row, so that rows stay consecutive
                     for cache in self._caches:
                         cache.copy(len(self._sequences), row, last.cached)
                     self._sequences[row], self._generators[row] = last, generator
@@ -184,8 +184,8 @@ class _Batch:
             yield NewToken(sequence.prompt, sequence.sample, sequence.last, is_over)
 
     def _prefill(self, first: int) -> Tensor:
-        """Runs the prompts of the rows from `first` on. Returns the logits of their next tokens, on the CPU."""
-        # Samples of one prompt have the same cache.
+        """Runs the prompts of rows `first` and up. Returns the logits of their next tokens, on the CPU."""
+        # Samples of one prompt start from the same cache.
         rows_of: dict[int, list[int]] = {}
         for row in range(first, len(self._sequences)):
             rows_of.setdefault(self._sequences[row].prompt, []).append(row)
@@ -228,22 +228,22 @@ class _Batch:
         return logits_BV
 
     def _next_logits(self, tokens: list[list[int]], rows: CacheRows) -> Tensor:
-        # Compiled blocks have static shapes: a growing cache would recompile them for each token.
+        # Compiled blocks have static shapes, so a growing cache would recompile them for each token.
         with self._mode(), torch.compiler.set_stance("force_eager"):
             tokens_BS = torch.tensor(tokens, device=self._model.device)
             return self._model.next_logits(tokens_BS, self._caches, rows=rows).cpu()
 
 
-# Weights on one process, stored in the form that generation reads fastest.
+# Weights on one process, in the fastest format for generation.
 
 
 @torch.no_grad()
 def prepare_inference(decoder: Decoder, batch: int) -> None:
-    """Stores the weights of a model on one process in the form that generation of `batch` sequences reads fastest.
+    """Converts a model's weights on one process to the fastest format for generation of `batch` sequences.
 
-    Weights can then neither be trained nor saved. Matrices are cast to the activations' dtype, to which every forward pass would
-    cast them; vectors (gains, biases) keep theirs, because they are multiplied in a wider one. On a CPU, weights of linears are
-    packed, or, for single tokens in fp32, stored by columns where this is faster.
+    Afterwards, weights cannot be trained or saved. Matrices are cast to the activations' dtype, as every forward pass would
+    do; vectors (gains, biases) keep their dtype, because they are multiplied in a wider one. On a CPU, weights of linears are
+    packed, or, for single tokens in fp32, stored by columns if this is faster.
     """
     dtype = decoder.compute_dtype
     for parameter in decoder.parameters():
@@ -258,15 +258,15 @@ def prepare_inference(decoder: Decoder, batch: int) -> None:
             del module._parameters[name]
             setattr(module, name, PackedWeight(weight))
         elif name == "head" or name.startswith("B"):
-            # The product with one token then adds O numbers at a time. A row-wise product of short rows, such as the r numbers of
-            # a row of B, reaches half of the memory bandwidth of a CPU in fp32.
+            # By columns, the product with one token adds O numbers at a time. A product by short rows, such as the r numbers of
+            # a row of B, reaches half of a CPU's memory bandwidth in fp32.
             weight.data = weight.data.t().contiguous().t()
 
 
 class PackedWeight:
-    """A copy of a weight [O, I] in the order in which oneDNN reads it on a CPU. To `F.linear`, it is a tensor.
+    """A copy of a weight [O, I] in the order in which oneDNN reads it on a CPU. `F.linear` accepts it as a tensor.
 
-    torch's own products take weights as they are, which takes 1.5 to 1.9 times as long for 16 tokens, and in bf16 also for one.
+    torch's own products use weights in row order, which takes 1.5 to 1.9 times as long for 16 tokens, and in bf16 also for one.
     """
 
     def __init__(self, weight: Tensor) -> None:

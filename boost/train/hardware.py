@@ -16,7 +16,7 @@ _TERA = 1e12
 def peak_flops(device: torch.device, compute_dtype: torch.dtype, override_tflops: float = 0.0) -> float:
     """Peak FLOP/s of one device in `compute_dtype`: `override_tflops` if not 0, else from boost/config/gpus.toml.
 
-    nan for a CPU, whose peak nobody publishes, and for a GPU that is not in the table: set run.peak_tflops.
+    nan for a CPU, which has no published peak, and for a GPU that is not in the table: set run.peak_tflops.
     """
     if override_tflops > 0:
         return override_tflops * _TERA
@@ -46,7 +46,7 @@ def total_memory(device: torch.device) -> int:
 def available_memory(device: torch.device) -> int:
     """Memory in bytes that can be allocated on a GPU, or on this machine without swapping; its total if that is unknown."""
     if device.type == "cuda":
-        # Memory that torch has reserved and does not use is available, too.
+        # Memory that torch has reserved but does not use is also available.
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + reserved
     try:
@@ -60,7 +60,7 @@ def available_memory(device: torch.device) -> int:
 def memory_bytes(device: torch.device) -> int:
     """Memory of this process in bytes: the peak allocated by torch on a GPU, the resident set size on a CPU.
 
-    Without /proc, which reports the current resident set size, it is the peak so far.
+    Without /proc, which reports the current resident set size, returns the peak so far.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -88,7 +88,7 @@ Moment = float | torch.cuda.Event
 
 
 def now(device: torch.device) -> Moment:
-    """A timestamp. On a GPU: an event that is reached once all work launched so far is done."""
+    """A timestamp. On a GPU, an event that completes after all work launched so far."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -108,7 +108,7 @@ def seconds_between(first: Moment, second: Moment) -> float:
 class StepClock:
     """Duration of each step in seconds: from the end of the previous step to its own end, excluding hooks in between.
 
-    On a GPU this is GPU time: hooks that run while the GPU computes add nothing to it.
+    On a GPU this is GPU time: hooks that run while the GPU computes do not add to it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -129,8 +129,8 @@ class StepClock:
             self._gap, self._paused = (self._paused, now(self._device)), None
 
     def seconds(self, end: Moment) -> float:
-        """Duration of the step that ends then, in seconds. Waits for it."""
-        assert self._begin is not None, "resume comes before the first step"
+        """Duration of the step that ends then, in seconds. Waits for the end."""
+        assert self._begin is not None, "call resume before the first step"
         gap = seconds_between(*self._gap) if self._gap is not None else 0.0
         duration = seconds_between(self._begin, end) - gap
         self._begin, self._gap = end, None

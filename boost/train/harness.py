@@ -31,7 +31,7 @@ Request = tuple[Any, list[int], list[int]]
 
 
 class HarnessModel(TemplateLM):
-    """A boost decoder as a model of the harness, for scoring and generation."""
+    """Adapts a boost decoder to the harness's model interface, for scoring and generation."""
 
     def __init__(
         self,
@@ -145,12 +145,12 @@ def run_tasks(
     bootstraps: int = 100_000,
     answers: bool = False,
 ) -> dict[str, Any]:
-    """Runs tasks of the harness, or of `folder`. Returns the harness's own result: `results` by task (see `rows_of`) and, with
+    """Runs tasks of the harness, or of `folder`. Returns the harness's result: `results` by task (see `rows_of`) and, with
     `answers`, the `samples` of each task, one per question.
 
-    The harness returns nothing to a process whose LOCAL_RANK is not 0; the result is empty there. `fewshot` and `limit`: examples
-    per question and questions per task; None: set by the task. `bootstraps`: samples for standard errors that have no formula; 0:
-    no such errors. Raises ConfigError for an unknown task, and DataError if data cannot be loaded.
+    The harness returns nothing to a process whose LOCAL_RANK is not 0, so its result is empty. `fewshot` and `limit`: examples
+    per question and questions per task; None: set by the task. `bootstraps`: samples for standard errors that have no formula (0:
+    no such errors). Raises ConfigError for an unknown task, and DataError if data cannot be loaded.
     """
     manager = _find(names, folder)
     try:
@@ -170,7 +170,7 @@ def run_tasks(
 def _find(names: Sequence[str], folder: Path | None) -> TaskManager:
     """The harness's index of tasks. Its own tasks take seconds to read and are included only if `folder` lacks any of `names`.
 
-    Raises ConfigError for a name that neither has.
+    Raises ConfigError for a name that is in neither.
     """
     if folder is not None:
         manager = TaskManager(include_path=folder, include_defaults=False)

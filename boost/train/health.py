@@ -6,14 +6,14 @@ A step is in trouble if
 - it has diverged: its cross-entropy (not the loss of a distillation, which may have any scale) is above DIVERGED x ln(vocabulary),
   where ln(vocabulary) is the cross-entropy of a uniform guess;
 - it is a spike: its loss is more than train.spike_sigma standard deviations above the mean of the last WINDOW healthy steps, or
-  half as many if its gradient norm is that far above its own mean. This needs MIN_HEALTHY healthy steps. (In OLMo-core's
-  SkipStepOptimizer, 6 deviations and 128 steps, a gradient norm alone counts as a spike. Early in a run, it is often that high.)
+  half as many if its gradient norm is that far above its mean. This needs MIN_HEALTHY healthy steps. (In OLMo-core's
+  SkipStepOptimizer, with 6 deviations and 128 steps, a high gradient norm alone is a spike; early in a run, many norms are high.)
 
-Trouble ends after RECOVERED consecutive healthy steps. Until then checkpoints are marked: with `Position.trouble` if the last
+Trouble ends after RECOVERED consecutive healthy steps. Until then, checkpoints are marked with `Position.trouble` if the last
 step was not finite or has diverged, else with `Position.doubt`, because the weights may be fine. If the mark is `trouble`, periodic
-checkpoints are saved only while there is no better one. A step's loss is computed before its update, so a healthy step n + 1
+checkpoints are saved only if there is no better one. A step's loss is computed before its update, so a healthy step n + 1
 proves that the checkpoint of step n is healthy. The newest proven checkpoint is never deleted. Checkpoints contain the recent
-healthy steps, so a resumed run judges as an uninterrupted one would. All processes see the same statistics and decide alike.
+healthy steps, so a resumed run decides as an uninterrupted one would. All processes see the same statistics and decide alike.
 """
 
 import math
@@ -33,7 +33,7 @@ FLOOR = 0.02
 RECOVERED = 8
 """Consecutive steps without trouble after which training has recovered."""
 DIVERGED = 1.5
-"""A cross-entropy above this many times ln(vocabulary) is worse than that of an untrained model."""
+"""A cross-entropy above this multiple of ln(vocabulary) is worse than an untrained model's."""
 
 Trouble = Literal["not finite", "diverged", "spike"]
 
@@ -77,7 +77,7 @@ class SpikeDetector:
                     f"loss {metrics.loss:.4g} is more than {sigma:g} standard deviations above the mean of the last "
                     f"{len(self._recent['loss'])} steps ({usual:.4g}; limit {limit:.4g}){norm}"
                 )
-            # One huge norm must not hide the next ones; a lasting rise becomes usual.
+            # Clamp the norm: one huge value must not hide later spikes, but a lasting rise becomes normal.
             metrics = replace(metrics, gradient_norm=min(metrics.gradient_norm, norm_limit))
         for name, values in self._recent.items():
             values.append(getattr(metrics, name))
@@ -98,14 +98,14 @@ class HealthMonitor(Hook):
         self._detector, self._rollback = detector, rollback
         self._healthy = 0
         self._owes_save = False
-        """Whether a checkpoint was due during this trouble, so that an unmarked one follows when it is over."""
+        """Whether a checkpoint was due during this trouble, so that an unmarked one is saved afterwards."""
 
     def on_train_start(self, trainer: Training, event: TrainStart) -> None:
-        if not any(self._detector.state().values()):  # a process that joins later has those of the others
+        if not any(self._detector.state().values()):  # a process that joins later has the others' steps
             self._detector.take_state(trainer.position.recent)
 
     def after_step(self, trainer: Training, event: StepEnd) -> None:
-        if event.empty:  # its loss says nothing about the weights
+        if event.empty:  # the loss of an empty step tells nothing about the weights
             return
         step, trouble = event.metrics.step, self._detector.judge(event.metrics, event.skipped, event.cross_entropy)
         if trouble is None:
@@ -128,7 +128,7 @@ class HealthMonitor(Hook):
             saved = f"'{proven}' is kept" if proven is not None else "there is no proven one yet"
             trainer.warn(f"{text}; checkpoints are marked until training has recovered; {saved}")
         trainer.trouble = RunTrouble(text, ruined=kind != "spike")
-        # A non-finite step changes no weight. Only a second one in a row means that the weights are ruined.
+        # A non-finite step changes no weights. Only a second one in a row means that the weights are ruined.
         if self._rollback and (kind != "not finite" or trainer.bad_steps > 1):
             trainer.request_rollback(text)
 

@@ -1,11 +1,11 @@
-"""Heartbeats: each process publishes what it is doing, so that a hang is reported with the process, line and collective.
+"""Heartbeats: each process publishes its activity, so that a hang is reported with the process, line and collective.
 
 A thread of each process publishes a `Beat` every second: phase, step, line of code, and the latest collectives, read from c10d's
 flight recorder (gloo and NCCL; no overhead per collective). On one machine heartbeats are files in the launcher's folder; under
-torchrun they are keys of the run's store. A process reads them only after it has waited for the timeout of its phase. It then names
-the processes that send no heartbeats or, if there are none, those that have not reached the collective that it waits for.
+torchrun they are keys in the run's store. A process reads them only after it has waited for the timeout of its phase. It then names
+the processes that send no heartbeats or, if all send them, those that have not reached the collective that it waits for.
 
-A process that is stopped (SIGSTOP), swapped out or lost with its machine sends no heartbeats. One that loops or sleeps in Python
+A process that is suspended (SIGSTOP), swapped out or lost with its machine sends no heartbeats. One that loops or sleeps in Python
 still sends them.
 """
 
@@ -39,7 +39,7 @@ INTERVAL_S = 1.0
 """Interval between heartbeats, in seconds."""
 
 SILENCE_S = 3.5
-"""Seconds without a heartbeat after which a process counts as unresponsive, once another one has waited for the whole timeout."""
+"""Seconds without a heartbeat after which a process counts as unresponsive if another one has waited for the whole timeout."""
 
 WATCH_MARGIN_S = 2.0
 """Seconds past the timeout after which the thread reports a hang, if the backend has not raised an error by then."""
@@ -48,13 +48,13 @@ NCCL_MARGIN_S = 8.0
 """Seconds past the timeout of a phase after which NCCL aborts the process. The thread must report before that."""
 
 _BEAT_BYTES = 4096
-"""Size of a heartbeat's file; longer ones are rare."""
+"""Size of a heartbeat file in bytes; larger ones are rare."""
 
 _BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2}
 
 
 class Phase(enum.StrEnum):
-    """What a process is doing; each phase has its own timeout."""
+    """A phase of a run; each phase has its own timeout."""
 
     START_UP = "start-up"
     STEP = "step"
@@ -85,13 +85,13 @@ class Beat:
 
     rank: int
     count: int
-    """Heartbeats so far. Silence is detected by a count that does not grow, so machines need no synchronized clocks."""
+    """Heartbeats so far. A count that does not grow means silence, so machines need no synchronized clocks."""
     phase: str = Phase.START_UP
     step: int = 0
     where: str = ""
     """Innermost line of boost in the stack of the main thread."""
     left: bool = False
-    """Whether the process has ended normally; this is its last heartbeat."""
+    """Whether the process has ended normally, so that this is its last heartbeat."""
     saving: bool = False
     """Whether the process is writing a checkpoint, in the main thread or in the background."""
     last: str | None = None
@@ -99,7 +99,7 @@ class Beat:
     issued: dict[str, Issued] = field(default_factory=dict)
     """Latest collective of each group, by group name."""
     incarnation: str = ""
-    """Name of this start of the process, if processes are restarted within a run."""
+    """Name of this incarnation of the process, if processes are restarted within a run."""
     pace: float = 0.0
     """Seconds per micro-batch of the latest forward and backward passes; 0: unknown."""
     pid: int = 0
@@ -115,7 +115,7 @@ class Beat:
 
 
 class FolderBoard:
-    """Heartbeats as files in a local folder. They are overwritten in place, which needs no space on the disk, so no process looks
+    """Heartbeats as files in a local folder. Overwriting them in place needs no disk space, so no process appears
     dead when the disk is full."""
 
     def __init__(self, folder: Path) -> None:
@@ -161,13 +161,13 @@ class StoreBoard:
         beats = []
         for key in (f"beat/{rank}" for rank in range(size)):
             if self._store.check([key]):
-                with contextlib.suppress(ValueError):  # whoever reaches the store can write to it
+                with contextlib.suppress(ValueError):  # any client of the store can write to it
                     beats.append(Beat.parse(self._store.get(key).decode()))
         return beats
 
 
 Board = FolderBoard | StoreBoard
-"""Where processes publish their heartbeats."""
+"""Publishes and reads heartbeats."""
 
 
 # State of this process. One run at a time, because torch has one default process group.
@@ -187,7 +187,7 @@ _current: "Heartbeat | None" = None
 
 @contextlib.contextmanager
 def in_phase(phase: Phase) -> Iterator[None]:
-    """Context manager: this process is in `phase`, and collectives use the timeout of that phase."""
+    """Context manager: puts this process in `phase` and applies that phase's timeout to collectives."""
     before = _state.phase
     enter(phase)
     try:
@@ -218,7 +218,7 @@ def set_pace(seconds: float) -> None:
 
 @contextlib.contextmanager
 def background_save() -> Iterator[None]:
-    """Context manager: a background thread is writing a checkpoint, whatever phase the main thread is in."""
+    """Context manager: a background thread is writing a checkpoint, regardless of the main thread's phase."""
     _state.background_save = True
     try:
         yield
@@ -285,7 +285,7 @@ class Heartbeat:
         self._over = True
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join(SILENCE_S if kind else 60)  # after an error its connection may hang
+            self._thread.join(SILENCE_S if kind else 60)  # after an error, its connection may hang
         if self._board is not None and not self._thread.is_alive():
             with contextlib.suppress(OSError, RuntimeError):
                 self._post(left=True)
@@ -301,7 +301,7 @@ class Heartbeat:
         self._wake.set()
 
     def diagnose(self, waited: bool = True) -> str | None:
-        """Returns one line naming the processes that this one waits for, or None if no process is at fault. `waited`: whether this
+        """Returns one line with the names of the processes that this one waits for; None if no process is at fault. `waited`: whether it
         process waited for the whole timeout; False if its connection was lost earlier.
 
         Takes up to `SILENCE_S` seconds; less if the thread has already taken a first reading, before the timeout.
@@ -317,7 +317,7 @@ class Heartbeat:
             message = hang_message(waiting, beats, before, self.size, self.timeout_s if waited else None)
             if message or self._earlier is None:
                 return message
-            self._earlier = None  # the process may have stopped after that reading: take another one
+            self._earlier = None  # the process may have stopped after that reading, so take another one
         # The store is not responding: rank 0 hosts it, unless torchrun does.
         if self.rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or launch_dir():
             log.warning("heartbeats cannot be read")
@@ -326,7 +326,7 @@ class Heartbeat:
         return f"{host}; {_waits(waiting, self.size, self.timeout_s if waited else None)}"
 
     def _counts(self) -> tuple[float, dict[int, int]] | None:
-        """The time, and the heartbeat count of each process by rank. None if the heartbeats cannot be read."""
+        """The time, and each process's heartbeat count by rank. None if the heartbeats cannot be read."""
         beats = self._read()
         return None if beats is None else (time.monotonic(), {beat.rank: beat.count for beat in beats})
 
@@ -380,7 +380,7 @@ class Heartbeat:
             if progress != before:
                 self._is_store_silent = False  # the store was not the reason for the wait
             if progress != before or now - seen > SILENCE_S:
-                # Either progress, or this process itself was stopped for a while, perhaps along with all others.
+                # Either there was progress, or this process was suspended for a while, perhaps with all others.
                 since = now
                 self._earlier = None
             seen = now
@@ -394,7 +394,7 @@ class Heartbeat:
 
 
 def latest_collectives() -> tuple[str | None, dict[str, Issued]]:
-    """The group of the most recent collective, and the latest recorded collective of each group by group name."""
+    """The group of the most recent collective, and each group's latest recorded collective by group name."""
     issued: dict[str, Issued] = {}
     last, newest = None, -1
     for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
@@ -446,10 +446,10 @@ def process_name(rank: int, size: int) -> str:
 def hang_message(
     waiting: Beat, beats: Sequence[Beat], before: dict[int, int], size: int, timeout_s: float | None
 ) -> str | None:
-    """Names the processes that `waiting` waits for: those whose heartbeat count has not changed since `before`, or else those that
-    are behind it. `timeout_s`: the timeout that expired; None if its connection was lost earlier.
+    """Names the processes that `waiting` waits for: those whose heartbeat count has not changed since `before`; if none, those that
+    have not reached its collective. `timeout_s`: the timeout that expired; None if its connection was lost earlier.
 
-    Returns None if every process sends heartbeats and has reached the collective. The cause is then the network, or work that takes
+    Returns None if every process sends heartbeats and has reached the collective. The cause is then the network or work that takes
     longer than the timeout.
     """
     others = [beat for beat in beats if beat.rank != waiting.rank and not beat.left]
@@ -473,7 +473,7 @@ def hang_message(
 
 
 def _waits(waiting: Beat, size: int, timeout_s: float | None) -> str:
-    """What the waiting process was doing. `timeout_s`: None if its connection was lost before the timeout."""
+    """Describes the waiting process. `timeout_s`: None if its connection was lost before the timeout."""
     last = waiting.issued.get(waiting.last or "")
     what = f", in {last}" if last else ""
     did = "lost its connection" if timeout_s is None else f"waited {timeout_s:g} s"

@@ -1,4 +1,4 @@
-"""Hooks: everything that happens around a training step.
+"""Hooks: code that runs around training steps.
 
 A hook is a class with a method per event. Subclass `Hook`, override what you need, and pass it to the trainer:
 
@@ -12,15 +12,15 @@ A hook is a class with a method per event. Subclass `Hook`, override what you ne
 **Order of events.** `Trainer.fit` calls `setup`, `on_train_start`, then for each step `before_step`, `after_backward`,
 `on_bad_step` (only if the loss or gradient norm is not finite; no weight changed), `after_step`; at the end `on_train_end` and
 `teardown`. `Trainer.save` calls `before_save` and, once the checkpoint is complete, `after_save`: with train.async_save that is in
-a later step, before its `after_step`. `Trainer.evaluate` calls `on_evaluation` unless a signal ended it early, and then `on_sample`
+a later step, before its `after_step`. `Trainer.evaluate` calls `on_evaluation` unless a signal ended it early, then `on_sample`
 for each prompt (train.sample_tokens). Both may be called from anywhere.
 
-A rollback (train.on_spike) follows `after_step`, with `on_rollback`.
+A rollback (train.on_spike) follows `after_step` and calls `on_rollback`.
 
-**On GPUs** `fit` launches the passes of step n + 1 before it reads the numbers of step n, so that the GPU never waits for the host.
+**On GPUs** `fit` launches the passes of step n + 1 before it reads the statistics of step n, so the GPU never waits for the host.
 `before_step` and `after_backward` of step n + 1 come before `on_bad_step`, `after_step` and all later events of step n.
-The update of step n + 1 comes after all of these. Evaluations, saves and rollbacks of step n therefore see the same weights,
-optimizer state and position as on CPUs; only the gradients are already those of step n + 1. Exceptions:
+The update of step n + 1 follows all of these. Evaluations, saves and rollbacks of step n therefore see the same weights,
+optimizer state and position as on CPUs; only the gradients already belong to step n + 1. Exceptions:
 
 - If the run stops or rolls back in `after_step`, the passes of step n + 1 are discarded, although hooks have seen its events.
 - If a hook changes weights in `after_step`, the passes of step n + 1 are repeated, with both events. The hook must change weights
@@ -28,7 +28,7 @@ optimizer state and position as on CPUs; only the gradients are already those of
 - If a hook changes weights in `before_step` of step n + 1, evaluations and checkpoints of step n include the change.
 - If the passes of step n + 1 fail, hooks do not see the end of step n.
 
-Optimizers that need these numbers on the host (`Optimizer.takes_tensors` is False) use the CPU order on GPUs as well.
+Optimizers that need the statistics on the host (`Optimizer.takes_tensors` is False) use the CPU order on GPUs as well.
 
 **Order of hooks.** For each event: the given hooks in their order, then the built-in `BadStepLimit`, `ReplicaCheck`,
 `HealthMonitor`, `PeriodicEvaluation`, `PeriodicCheckpoint`, `TextSamples`, `ProfileHook`. A given hook therefore sees a step before
@@ -39,14 +39,14 @@ call the collective methods `trainer.save` and `trainer.evaluate`, as long as al
 several processes, a main-only hook that calls them raises RuntimeError.
 
 **Requests.** `trainer.request_stop(reason)` and `trainer.request_save()` may be called by any hook on any subset of processes. They
-are reduced together with the step statistics. A request from `before_step` or `after_backward` takes effect after the same step,
-a request from any other event after the next one. This holds on GPUs too: the statistics of step n + 1 are reduced after
-`after_step` of step n. `before_save` may refuse a checkpoint by returning a reason. If it does so on any process, all processes
+are reduced with the step statistics. A request from `before_step` or `after_backward` takes effect after the same step,
+and a request from any other event takes effect after the next one, on GPUs too: the statistics of step n + 1 are reduced after
+`after_step` of step n. `before_save` may refuse a checkpoint by returning a reason. If it refuses on any process, all processes
 skip the checkpoint, even the last one of the run.
 
-**Errors.** A hook that raises ends the run: hooks after it do not see the event, `on_train_end` is not called, `teardown` is.
-The launcher then ends the other processes, as for any error in one process. An error in `before_save` is raised on all processes
-(on the others as a TrainingError), before anything is written. An error in `teardown` is only logged: the run is already over.
+**Errors.** A hook that raises ends the run: later hooks do not see the event, and `teardown` is called without `on_train_end`.
+The launcher then ends the other processes, as after any error. An error in `before_save` is raised on all processes
+(on the others as a TrainingError) before anything is written. An error in `teardown` is only logged, because the run is over.
 """
 
 import contextlib
@@ -113,7 +113,7 @@ class EvalMetrics:
     final: bool = False
     """Whether it is the final evaluation of the run, on the whole held-out split."""
     heldout_losses: Mapping[str, float] = field(default_factory=dict)
-    """Mean cross-entropy of each store of data.mixture by its name, in nats per token; `heldout_loss` is their weighted mean. Empty
+    """Mean cross-entropy of each store in data.mixture by name, in nats per token; `heldout_loss` is their weighted mean. Empty
     without a mixture."""
 
 
@@ -137,7 +137,7 @@ class StepStart:
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step with a non-finite loss or gradient norm. It changed no weight."""
+    """A step with a non-finite loss or gradient norm. It changed no weights."""
 
     step: int
     loss: float
@@ -152,9 +152,9 @@ class StepEnd:
 
     metrics: StepMetrics
     skipped: bool
-    """Whether the step was bad and changed no weight."""
+    """Whether the step was bad and changed no weights."""
     last: bool
-    """Whether it was the last step of the run."""
+    """Whether this was the last step of the run."""
     stopping: bool
     """Whether the run stops here, before its last step, because a signal or a hook requested it."""
     save_requested: bool
@@ -162,7 +162,7 @@ class StepEnd:
     cross_entropy: float | None = None
     """Mean cross-entropy in nats per token if the run distills and the loss has other terms, else None."""
     empty: bool = False
-    """Whether no token of the global batch counts toward the loss, which is then 0, so that no weight was changed."""
+    """Whether no token of the global batch counts toward the loss. The loss is then 0 and no weights change."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class SaveStart:
 
     step: int
     last: bool = False
-    """Whether it is the last checkpoint of the run."""
+    """Whether this is the last checkpoint of the run."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class SaveEnd:
     """A checkpoint is complete."""
 
     step: int
-    """The step that was saved; a checkpoint written in the background is complete some steps later."""
+    """The step that was saved; a background save completes some steps later."""
     path: Path
 
 
@@ -196,10 +196,10 @@ class Rollback:
 
 @dataclass(frozen=True)
 class RunEvent:
-    """Something else that happened to the run. Subclasses say what; each becomes a line of the console and of metrics.jsonl."""
+    """Any other event of the run, defined by a subclass. Each event becomes a line on the console and in metrics.jsonl."""
 
     kind: ClassVar[str]
-    """Kind of its line in metrics.jsonl."""
+    """`kind` of its line in metrics.jsonl."""
     step: int
     """The step in progress, or the next one."""
 
@@ -218,7 +218,7 @@ class EvaluationEnd:
 
     metrics: EvalMetrics
     complete: bool
-    """Whether it covers the whole held-out split rather than a part of it."""
+    """Whether it covers the whole held-out split, not only a part."""
 
 
 @dataclass(frozen=True)
@@ -234,11 +234,11 @@ class SampleEnd:
 
 @dataclass(frozen=True)
 class RunTrouble:
-    """What is currently wrong with a run."""
+    """A current problem of a run."""
 
     text: str
     ruined: bool
-    """Whether the last step shows that the weights are unusable (`Position.trouble`). If not, they may be fine (`doubt`)."""
+    """Whether the last step shows that the weights are unusable (`Position.trouble`). Otherwise they may be fine (`doubt`)."""
 
 
 @dataclass(frozen=True)
@@ -247,11 +247,11 @@ class TrainResult:
 
     position: "Position"
     evaluation: "Evaluation | None"
-    """On the whole held-out split; None if a signal or a hook stopped the run."""
+    """Evaluation of the whole held-out split; None if a signal or a hook stopped the run."""
     checkpoint: Path | None
     """The latest complete checkpoint."""
     stopped_by: str | None = None
-    """Name of the signal, or the hook's reason, that stopped the run before its last step."""
+    """The signal's name or the hook's reason, if either stopped the run before its last step."""
     by_signal: bool = False
     """Whether a signal to any process stopped it."""
     received_signal: bool = False
@@ -266,7 +266,7 @@ class TrainEnd:
 
 
 class Training(Protocol):
-    """The run that a hook belongs to, as hooks may read and use it: the `Trainer` that calls them."""
+    """The interface of a run for its hooks: the `Trainer` that calls them."""
 
     config: "Config"
     mesh: "Mesh"
@@ -275,7 +275,7 @@ class Training(Protocol):
     optimizer: "Optimizer"
     corpus: "Corpus"
     store: "TokenStore"
-    """The first store of the corpus, whose tokenizer is that of the run."""
+    """The first store of the corpus; the run uses its tokenizer."""
     batches: "Batches"
     flops_per_token: int
     fused_params: "list[FusedParam]"
@@ -284,9 +284,9 @@ class Training(Protocol):
     bad_steps: int
     """Consecutive bad steps up to the current position."""
     trouble: RunTrouble | None
-    """What is currently wrong with the run; `HealthMonitor` sets it."""
+    """The run's current problem; `HealthMonitor` sets it."""
     proven_step: int
-    """The last step whose weights were proven healthy by the loss of the next step, with no trouble since."""
+    """The last step whose weights the next step's loss proved healthy, with no trouble since."""
     resumed_from: Path | None
     started_from: Path | None
     warnings: list[str]
@@ -338,7 +338,7 @@ class Training(Protocol):
         """Logs a warning and passes it to the hooks of this process."""
 
     def notify(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Calls `method` (an attribute of `Hook`) on every hook of this process."""
+        """Calls `method` (an attribute of `Hook`) on each of this process's hooks."""
 
 
 class Hook:
@@ -357,7 +357,7 @@ class Hook:
         """Called before each step."""
 
     def after_backward(self, trainer: "Training") -> None:
-        """Called in each step after gradients are reduced, before their norm is computed and they are clipped and applied."""
+        """Called in each step after gradients are reduced, and before their norm is computed and they are clipped and applied."""
 
     def on_bad_step(self, trainer: "Training", event: BadStep) -> None:
         """Called before `after_step` of a step with a non-finite loss or gradient norm, on all processes.
@@ -376,10 +376,10 @@ class Hook:
         """Called after a checkpoint is complete."""
 
     def on_event(self, trainer: "Training", event: RunEvent) -> None:
-        """Called for any other event, at any point of the run, such as a replica that was lost or has rejoined."""
+        """Called for any other event at any point of the run, such as the loss or return of a replica."""
 
     def state(self) -> dict[str, Any]:
-        """State of the hook as JSON-serializable values, for the same hook on a process that joins the run. Empty by default."""
+        """State of the hook as JSON-serializable values, which a process that joins the run loads. Empty by default."""
         return {}
 
     def take_state(self, state: dict[str, Any]) -> None:
@@ -401,11 +401,11 @@ class Hook:
         """Called once at the end of the run, unless it failed."""
 
     def teardown(self, trainer: "Training") -> None:
-        """Releases resources. Called however the run ends, even if `setup` was not called."""
+        """Releases resources. Always called at the end of the run, even if `setup` was not called."""
 
 
 class HookRunner:
-    """Calls the hooks of one process in order and tracks whether a main-only hook is running."""
+    """Calls one process's hooks in order and tracks whether a main-only hook is running."""
 
     def __init__(self, hooks: list[Hook]) -> None:
         self._hooks = hooks

@@ -3,10 +3,10 @@
 The launcher starts the processes (forked if no GPU can be involved, see `can_fork`; otherwise spawned), forwards signals to them
 and waits. Each process runs `entry` and, if that fails, writes a report to a shared folder. From the reports and exit codes the
 launcher determines the root cause and prints it. torch's elastic agent opens two TCP stores on all interfaces and unpickles their
-content; this launcher does not. It handles one machine only, restarts no process by itself (`launch(supervise=...)` may), and
-knows which process hangs.
+content; this launcher does not. It handles one machine only, restarts no processes (unless `launch(supervise=...)` does), and
+detects which process hangs.
 
-Signals are blocked while a process starts (it inherits the mask), so a Ctrl-C in those seconds prints no traceback and is not lost.
+Signals are blocked while a process starts (it inherits the mask), so a Ctrl-C during startup prints no traceback and is not lost.
 """
 
 import contextlib
@@ -38,16 +38,16 @@ from boost.train.signals import SECOND_INTERRUPT_S, STOP_SIGNALS, answer_interru
 from boost.train.worker import NO_STOP, STOPPED_EXIT, LaunchSpec, run_worker, stacks_file
 
 ORPHAN_GRACE_S = 30.0
-"""Time that a process has to save and exit after its launcher was killed, in seconds."""
+"""Time that a process has to save and exit after its launcher is killed, in seconds."""
 
 FAILURE_GRACE_S = 5.0
-"""Time that the other processes have to report and exit after one has failed, in seconds."""
+"""Time that the other processes have to report and exit after one fails, in seconds."""
 
 SAVING_GRACE_S = 60.0
-"""Same, while one of them is writing a checkpoint."""
+"""The same, while one of them is writing a checkpoint."""
 
 HANG_GRACE_S = 0.5
-"""Same, once a process has reported a hang: nothing can be saved anymore."""
+"""The same, after a process has reported a hang: nothing can be saved anymore."""
 
 _POLL_S = 0.1
 
@@ -56,7 +56,7 @@ Supervise = Callable[
     [Path, Callable[[int], BaseProcess], list[BaseProcess], Sequence[int], Callable[[], bool]], dict[int, int]
 ]
 """Starts the processes and watches them until the run is over: (launch folder, function that starts the process of a rank, list to
-put the processes into, signals received so far, whether to abort) -> exit codes, by rank, of the processes that ended the run."""
+put the processes in, signals received so far, whether to abort) -> exit codes, by rank, of the processes that ended the run."""
 
 
 def under_torchrun() -> bool:
@@ -86,17 +86,17 @@ def launch(
     """Runs `entry(*args)` in `nproc` local processes and returns the first nonzero exit code, or 0.
 
     `entry` must be a module-level function, and `args` picklable. Global rank 0 inherits stdout and stderr; the output of the
-    others is appended to log_dir/rank{r}.out (without `log_dir` they share the terminal). Stop signals and SIGUSR2 are forwarded,
+    others is appended to log_dir/rank{r}.out (without `log_dir`, they share the terminal). Stop signals and SIGUSR2 are forwarded,
     and the processes decide when to exit. With `holds_signals`, signals stay pending in each process until `entry` opens a
     StopRequest, so that none is lost during startup. A second Ctrl-C ends the processes. Call this on the main thread.
 
     `forks`: fork the processes instead of spawning them. Requires `can_fork`, and that this process has computed on one thread
     only: OpenMP's threads do not survive a fork, and the next parallel loop would wait for them.
 
-    `supervise`: what to do while processes run, instead of ending all of them once one has failed.
+    `supervise`: watches the processes, instead of ending all of them after one fails.
 
-    Raises the BoostError of the process that failed first; TrainingError if a process was killed or lost its connections;
-    KeyboardInterrupt if an interrupt ended one. For a bug in `entry`, prints the traceback once, keeps it in log_dir/rank{r}.log,
+    Raises the BoostError of the process that failed first; TrainingError if a process is killed or loses its connections;
+    KeyboardInterrupt if an interrupt ends one. For a bug in `entry`, prints the traceback once, keeps it in log_dir/rank{r}.log,
     and returns 1.
     """
     if nproc < 1:
@@ -121,7 +121,7 @@ class _Signals:
     processes: list[BaseProcess] = field(default_factory=list)
     interrupted_at: float | None = None
     aborted: bool = False
-    """Whether a second Ctrl-C requested to end the processes immediately."""
+    """Whether a second Ctrl-C requested an immediate end of the processes."""
 
 
 def _run(spec: LaunchSpec, signals: _Signals, method: str, supervise: Supervise | None) -> dict[int, int]:
@@ -163,14 +163,14 @@ def _supervise(spec: LaunchSpec, signals: _Signals) -> dict[int, int]:
             failed_at = time.monotonic()
         if failed_at is None:
             continue
-        # The others get time to report and exit: more if one is writing a checkpoint, hardly any if one hangs.
+        # Give the others time to report and exit: more if one is writing a checkpoint, hardly any if one hangs.
         saving = any(beat.saving and codes[beat.rank] is None for beat in read_beats(spec.folder))
         grace_s = SAVING_GRACE_S if saving else FAILURE_GRACE_S
         if any(report.kind == "hung" for report in read_reports(spec.folder)):
             grace_s = HANG_GRACE_S
         if time.monotonic() - failed_at > grace_s:
             if spec.log_dir:
-                for process in running:  # they write their stacks before they are killed; a stopped one cannot
+                for process in running:  # they write their stacks before they are killed; a suspended one cannot
                     if process.pid is not None:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(process.pid, signal.SIGQUIT)
@@ -208,10 +208,10 @@ def _forward_signals(spec: LaunchSpec, forks: bool) -> Iterator[_Signals]:
     signals = _Signals()
 
     def forward(number: int, frame: FrameType | None) -> None:
-        """Records a signal, also for processes that have not started yet, responds to Ctrl-C, and sends it to the processes."""
+        """Records a signal (for processes that have not started yet), responds to Ctrl-C, and forwards the signal to the processes."""
         signals.received.append(number)
         if number in STOP_SIGNALS:
-            # A process that has not started yet reads this file at startup. Overwritten in place: the disk may be full.
+            # A process that has not started yet reads this file at startup. Overwrite it in place, because the disk may be full.
             with contextlib.suppress(OSError), open(spec.stop_file, "r+", encoding="ascii") as file:
                 file.write(f"{number:{len(NO_STOP)}}")
         if number == signal.SIGHUP:
@@ -261,9 +261,9 @@ def _raise_root_cause(
     if signals.aborted or (signal.SIGINT in signals.received and any(code in interrupts for code in failed.values())):
         raise KeyboardInterrupt
     report = root_cause(failed, reports)
-    if isinstance(report, int):  # a process that ended without one
+    if isinstance(report, int):  # a process that ended without a report
         code = failed[report]
-        number = -code  # of the signal that ended it
+        number = -code  # number of the signal that ended it
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         if number in signals.received:
             error = TrainingError(f"stopped by {name} during startup or shutdown; existing checkpoints are intact")

@@ -1,6 +1,6 @@
 """The training loop, on one process or a mesh. It calls hooks around each step.
 
-A step is a pure function of (weights, optimizer state, step number): data, learning rate and everything else depend only on the
+A step is a pure function of (weights, optimizer state, step number): data, learning rate and all else depend only on the
 step number. A resumed run is therefore bitwise identical to an uninterrupted one.
 """
 
@@ -65,7 +65,7 @@ LAST_SAVE_S = 60.0
 MAX_ROLLBACKS = 3
 """Maximum number of rollbacks for the same trouble."""
 PAST_TROUBLE = 32
-"""Steps beyond the furthest step of a rollback after which the trouble is over and the count starts again."""
+"""Steps past a rollback's furthest step after which the trouble is over and the count restarts."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Rollbacks:
 
     count: int = 0
     furthest: int = 0
-    """The furthest step at which one of them was requested."""
+    """The furthest step at which a rollback was requested."""
 
 
 class Trainer:
@@ -91,7 +91,7 @@ class Trainer:
     ) -> None:
         """Builds everything at step 0. Raises DataError if the token store does not match the configuration.
 
-        `ahead`: whether `fit` launches the passes of a step before it reads the numbers of the previous step. None: on GPUs only.
+        `ahead`: whether `fit` launches the passes of a step before it reads the statistics of the previous step. None: on GPUs only.
         Needs an optimizer with `takes_tensors`.
         """
         self.config, self.mesh, self.run = config, mesh, run
@@ -114,12 +114,12 @@ class Trainer:
         self.warnings: list[str] = []
         """Warnings from before the first step."""
         self.all_hooks = [*hooks, *builtin_hooks(config)]
-        """The hooks of the run; `hooks` are those of this process."""
+        """The run's hooks; `hooks` are those of this process."""
         self.hooks = [hook for hook in self.all_hooks if mesh.is_main or not hook.main_only]
         self.recent: list[StepMetrics | EvalMetrics] = []
         """Metrics of the latest step."""
         self.takes_over = False
-        """Whether this process becomes the main process of a run in progress, whose latest step may not be written yet."""
+        """Whether this process becomes the main process of a run in progress, whose latest step may not be recorded yet."""
         self._runner = HookRunner(self.hooks)
         self._signals, self._save_requested = StopRequest(), False
         self._stop_reason: str | None = None
@@ -129,13 +129,13 @@ class Trainer:
         self._checked: Position | None = None
         """Position of the last successful replica check."""
         self.trouble: RunTrouble | None = None
-        """What is currently wrong with the run (`boost.train.health`)."""
+        """The run's current problem (`boost.train.health`)."""
         self.proven_step = -1
-        """The last step whose weights were proven healthy by the loss of the next step, with no trouble since."""
+        """The last step whose weights the next step's loss proved healthy, with no trouble since."""
         self._said_empty = False
         self._rollback: str | None = None
         self.rollbacks = Rollbacks()
-        # Read once: the store on disk may be replaced or deleted while the run trains.
+        # Read it once: the store on disk may be replaced or deleted during training.
         tokenizer, data = self.store.tokenizer_json.encode(), self.corpus.identity()
         self._saver = self.saver_type(self.model, self.optimizer, config, tokenizer, data, mesh)
 
@@ -184,7 +184,7 @@ class Trainer:
         self._supersede_later_checkpoints()
 
     def _supersede_later_checkpoints(self) -> None:
-        """Marks checkpoints of later steps than the current one, so that --resume auto does not find an abandoned branch."""
+        """Marks checkpoints of later steps, so that --resume auto does not find an abandoned branch."""
         for folder in self.checkpoint_folders:
             ckpt.supersede(folder, self.position.step, self.mesh)
 
@@ -200,7 +200,7 @@ class Trainer:
 
     @property
     def checkpoint_folders(self) -> list[Path]:
-        """Folders of this run's checkpoints: its own, and the one in run.fallback_dir if configured."""
+        """Folders of this run's checkpoints: the one in run.dir, and the one in run.fallback_dir if configured."""
         return [folder for folder in (self.run.checkpoints, ckpt.fallback_folder(self.config)) if folder]
 
     @property
@@ -220,7 +220,7 @@ class Trainer:
             self.notify(Hook.on_train_start, TrainStart(self.position.step, self.config.train.steps))
             with StopRequest() as self._signals:
                 stopped = self._train(peak)
-                # Signals are still caught here, so that a late one does not discard the results of a saved run.
+                # Keep catching signals, so that a late one does not discard the results of a saved run.
                 self.finish_save()
                 evaluation = None if stopped else self.evaluate()
                 if not stopped and evaluation is None:
@@ -235,7 +235,7 @@ class Trainer:
             self._runner.teardown(self)
 
     def _train(self, peak: float) -> StepFlags:
-        """Runs steps until the end, or until any process requests a stop. Returns the flags that stopped the run, if any."""
+        """Runs steps until the end or until any process requests a stop. Returns the flags that stopped the run, if any."""
         train, stepper, clock = self.config.train, self._stepper, StepClock(self._stepper.timed_on)
         self._signals_to_reduce = True
         passes: Passes | None = None
@@ -273,15 +273,15 @@ class Trainer:
         return StepFlags.NONE
 
     def _between_steps(self, stats: StepStats) -> None:
-        """What follows a step that does not stop the run, on all processes."""
+        """Handles requests after a step that does not stop the run, on all processes."""
         if self._rollback:
             reason, self._rollback = self._rollback, None
             self._roll_back(reason)
 
     def _roll_back(self, reason: str) -> None:
-        """Returns to the newest proven checkpoint and skips the data since then, as was done by hand for PaLM. Collective.
+        """Returns to the newest proven checkpoint and skips the data since then, as PaLM's authors did by hand. Collective.
 
-        Raises TrainingError if there is none, or if MAX_ROLLBACKS did not get the run past the trouble.
+        Raises TrainingError if there is none, or if the run is still in trouble after MAX_ROLLBACKS.
         """
         self.finish_save()
         before, rollbacks = self.position, self.rollbacks
@@ -300,7 +300,7 @@ class Trainer:
                     f"{reason}; {MAX_ROLLBACKS} rollbacks to '{target}' did not help: resume from it with a lower optim.lr"
                 )
             self.load(ckpt.open_checkpoint(target))
-            self._supersede_later_checkpoints()  # they may look healthy but are not, and the run may be killed now
+            self._supersede_later_checkpoints()  # they may look healthy but are not; do it now because the run may be killed
             self.mesh.barrier()
 
         self.mesh.together(load_proven)
@@ -342,7 +342,7 @@ class Trainer:
         return update
 
     def _judge(self, stats: StepStats) -> None:
-        """Counts bad steps: `stats` are those of the step that led to the current position."""
+        """Counts bad steps. `stats` belong to the step that led to the current position."""
         if stats.is_finite:
             self.bad_steps = 0
             if not stats.updates:
@@ -355,7 +355,7 @@ class Trainer:
             self.notify(Hook.on_bad_step, event)
 
     def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
-        """Evaluates the held-out loss on the whole split or about `max_tokens` of it; None if stopped by a signal. Collective."""
+        """Evaluates the held-out loss on the whole split or on about `max_tokens` of it. Returns None if a signal stops it. Collective."""
         self._runner.require_all_processes("evaluate", self.mesh.size)
         train, isolate = self.config.train, self.config.data.isolate_documents
         facts = train.seq_len, train.micro_batch, isolate, self.mesh, max_tokens, self._signal_now
@@ -381,10 +381,10 @@ class Trainer:
         """Saves a checkpoint of the current position. Returns its path, or None if a hook refused it. Collective.
 
         With `wait`, the checkpoint is complete on return. Without it, the save runs in the background: this returns None after the
-        copy to host memory, hooks get `after_save` once the checkpoint is complete, and a failure only logs a warning. Only one
+        copy to host memory, hooks get `after_save` when the checkpoint is complete, and a failure only logs a warning. Only one
         save is in flight at a time; the next one waits for it.
 
-        Raises StorageError on every process if any cannot write, NonFiniteError if weights or optimizer state are not finite, and
+        Raises StorageError on every process if any of them cannot write, NonFiniteError if weights or optimizer state are not finite, and
         TrainingError if replicas differ (a checkpoint stores the weights of one replica).
         """
         if not self._may_save():
@@ -396,7 +396,7 @@ class Trainer:
         return self._announce(self._save_into(self.run.checkpoints))
 
     def save_last(self, urgent: bool) -> Path | None:
-        """Saves the last checkpoint of a run: like `save`, with retries (run.save_retry_minutes) and run.fallback_dir. Collective.
+        """Saves the last checkpoint of a run like `save`, with retries (run.save_retry_minutes) and run.fallback_dir. Collective.
 
         `urgent`: a signal stopped the run, so try run.fallback_dir before the retries.
         """

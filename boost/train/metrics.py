@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("boost")
 
 REOPEN_S = 60.0
-"""Seconds after which TensorBoard is tried again if it could not be written."""
+"""Seconds after which a failed write to TensorBoard is retried."""
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended. Missing if the run failed or was killed; removed when the run is resumed."""
+    """How a run ended. Absent if the run failed or was killed; removed when the run is resumed."""
 
     step: int
     """Steps done."""
@@ -90,7 +90,7 @@ class MetricsWriter:
 
     With `resumed_step` = N, first drops lines of steps after N (which the earlier run trained after its last checkpoint) and a
     line truncated by a crash, so that no step appears twice. The constructor raises ConfigError if a tracker's package is missing,
-    StorageError if the run directory is not writable. Later, what cannot be written is left out, with a warning (`best_effort`).
+    StorageError if the run directory is not writable. Later failures to write only log a warning (`best_effort`).
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class MetricsWriter:
         takes_over: bool = False,
         warn: Callable[[str], None] = log.warning,
     ) -> None:
-        """`takes_over`: the previous main process is lost, and the step after `resumed_step` is in progress."""
+        """`takes_over`: the previous main process was lost, and the step after `resumed_step` is in progress."""
         self._run, self._warn = run, warn
         self.damaged = 0
         """Number of unreadable lines of an earlier run, which were moved to another file."""
-        # Before any file is changed: a missing package must not cost lines of an earlier run.
+        # Check before changing any file: a missing package must not lose lines of an earlier run.
         modules = tracker_modules(config)
         with storage_errors(run.path):
             if resumed_step is not None and run.metrics.exists():
@@ -119,7 +119,7 @@ class MetricsWriter:
         self._trackers: list[ModuleType] = []
         for module in modules:
             with best_effort(f"open {module.__name__}", warn):
-                # Recorded, so that a resumed run continues the same one. A sweep agent sets the variable.
+                # Record the id, so that a resumed run continues the same W&B run. A sweep agent sets the variable.
                 run_id = run.tracker_id(module.__name__, os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8])
                 where = {"project": config.run.project, "name": run.path.resolve().name, "dir": str(run.path)}
                 module.init(config=config.model_dump(), resume="allow", id=run_id, **where)
@@ -159,7 +159,7 @@ class MetricsWriter:
         self._draw(lambda board: board.add_text(f"sample/{number}", text, event.step))
 
     def end(self, event: RunEnd) -> None:
-        """Writes how the run ended."""
+        """Records how the run ended."""
         self._add_line("end", event)
         if event.state == "done":
             from torch.utils.tensorboard.summary import hparams
@@ -196,7 +196,7 @@ class MetricsWriter:
             self._file.flush()
 
     def _draw(self, write: "Callable[[SummaryWriter], Any]") -> None:
-        """Writes to TensorBoard. Its writer stops working after a failure, so another one is opened after a while."""
+        """Writes to TensorBoard. A writer stops working after a failure, so a new one is opened after a while."""
         from torch.utils.tensorboard import SummaryWriter
 
         if self._board is None and time.monotonic() < self._reopen_at:
@@ -220,7 +220,7 @@ class MetricsHook(Hook):
     def __init__(self) -> None:
         self._writer: MetricsWriter | None = None
         self._sampled = (0, 0)
-        """Step of the last sample, and its number within that step."""
+        """Step of the last sample, and the sample's number within that step."""
 
     def setup(self, trainer: Training) -> None:
         tracker_modules(trainer.config)
@@ -280,7 +280,7 @@ class MetricsHook(Hook):
 def _describe_run(board: "SummaryWriter", run: RunDirectory, config: Config, step: int) -> None:
     """Writes the configuration as text and, except for [run], to the HPARAMS tab.
 
-    Writes no list of hyperparameters for all runs of a folder: TensorBoard derives the list from the runs, which differ by model
+    Writes no list of hyperparameters for all runs in a folder: TensorBoard derives the list from the runs, which differ by model
     family, and uses their scalars as metrics.
     """
     from torch.utils.tensorboard.summary import hparams
@@ -289,7 +289,7 @@ def _describe_run(board: "SummaryWriter", run: RunDirectory, config: Config, ste
     values = {key: value for key, value in flat_config(config.model_dump()).items() if not key.startswith("run.")}
     for key, value in values.items():
         values[key] = value if isinstance(value, bool | int | float | str) else str(value)
-    # `SummaryWriter.add_hparams` would write to a separate folder, and write a list for all runs (the first part).
+    # `SummaryWriter.add_hparams` would write to a separate folder, with a list for all runs (the first part).
     _, start, _ = hparams(values, {})
     cast(Any, board._get_file_writer()).add_summary(start, step)
 
@@ -341,8 +341,8 @@ def read_metrics(path: Path | str, damaged: list[int] | None = None) -> list[dic
 def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progress: bool = False) -> int:
     """Drops the lines of steps > `last_step`. Atomic: the file is replaced in one step.
 
-    With `in_progress`, step `last_step` + 1 has started, and its other events (`RunEvent`) are kept. Also drops the end of the run
-    and, with `at_end`, the final evaluation, which a run resumed at its end repeats. Lines that are not JSON objects are moved to
+    With `in_progress`, step `last_step` + 1 has started, and its other events (`RunEvent`) are kept. Also drops the line for the end
+    and, with `at_end`, the final evaluation, which a run resumed after its last step repeats. Lines that are not JSON objects are moved to
     <name>.damaged, so that they do not stop the run. Returns the number of such lines.
     """
     require_regular(path)
@@ -373,7 +373,7 @@ def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progre
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Non-finite numbers as strings, in nested tables too."""
+    """Converts non-finite numbers to strings, including in nested tables."""
     return {
         name: _finite(value)
         if isinstance(value, dict)

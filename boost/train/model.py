@@ -42,7 +42,7 @@ def build_model(config: Config, mesh: Mesh) -> Model:
     Weights are not initialized. Raises ConfigError if a requested option cannot run here, or if the weights alone exceed the
     device's memory.
     """
-    # Before allocation: a process builds its part unsharded and then shards it over replicas.
+    # Check before allocation: a process builds its part unsharded and then shards it over replicas.
     dtype, available = getattr(torch, config.train.param_dtype), total_memory(mesh.device)
     needed = parameter_count(config.model) // (config.parallel.tp * config.parallel.pp) * dtype.itemsize
     if needed > available:
@@ -66,7 +66,7 @@ def build_model(config: Config, mesh: Mesh) -> Model:
 
 
 def initialize_model(model: Model, seed: int, show: bool = False) -> None:
-    """Initializes the weights of this process. `show`: show a progress bar, because a large model takes minutes."""
+    """Initializes the weights of this process. `show`: shows a progress bar, because a large model takes minutes."""
 
     def over(params: list[FusedParam]) -> Iterable[FusedParam]:
         return progress(params, "initial weights", enabled=show)
@@ -93,8 +93,8 @@ def compile_blocks(decoder: Decoder) -> None:
 
 
 def choose_kernels(name: CompileName, device: torch.device) -> None:
-    """Chooses the implementation of element-wise kernels in this process, for train.compile = `name`. If they cannot be compiled,
-    raises ConfigError, or with "auto" logs it and falls back to eager kernels."""
+    """Chooses the implementation of this process's element-wise kernels for train.compile = `name`. If they cannot be compiled,
+    raises ConfigError or, with "auto", logs this and falls back to eager kernels."""
     part = compiled_part(name, device.type)
     if part == "kernels":
         try:

@@ -1,4 +1,4 @@
-"""A progress bar for any work: a bar on a terminal, elsewhere an occasional line."""
+"""Progress of any work: a bar on a terminal, occasional lines elsewhere."""
 
 import sys
 import time
@@ -20,13 +20,13 @@ PLAIN_INTERVAL_S = 10.0
 """Seconds between the plain lines of `progress`. Work that takes less time prints nothing."""
 
 live_bars: list[Progress] = []
-"""The live bar of this process, if any. A terminal has one live display; other bars are added to it."""
+"""This process's live bar, if any. A terminal can have only one live display, so other bars are added to it."""
 
 
 def progress(items: Iterable[Item], description: str, enabled: bool = True) -> Iterator[Item]:
     """Yields the items with a progress bar labeled `description`.
 
-    The bar goes to stderr, because stdout is for results. If the training bar is live, the bar is added to it.
+    Writes the bar to stderr, because stdout is for results. If the training bar is live, adds the new bar to it.
     Without a terminal, prints a plain line every 10 s. With `enabled` False (on all but the main process), prints nothing.
     """
     total = len(items) if isinstance(items, Sized) else None
@@ -51,7 +51,7 @@ def progress(items: Iterable[Item], description: str, enabled: bool = True) -> I
 
 
 def make_bar(rich_console: RichConsole | None = None, transient: bool = False) -> Progress:
-    """Makes a bar whose tasks have a field `stats`, shown between the count and the elapsed time."""
+    """Creates a bar whose tasks have a field `stats`, shown between the count and the elapsed time."""
     narrow = (rich_console or RichConsole()).width < BAR_MIN_WIDTH
     columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False), MofNCompleteColumn()]
     columns.append(TextColumn("{task.fields[stats]}", markup=False))

@@ -1,8 +1,8 @@
-"""How the processes of a run find each other: each chooses its device, all meet in a store, and the mesh is built.
+"""Connects the processes of a run: each chooses its device, all join through a store, and the mesh is built.
 
-They meet through a file on one machine, through torchrun's or rank 0's TCP store on several.
+The store is a file on one machine, and torchrun's or rank 0's TCP store on several machines.
 torch's TCP store listens on all interfaces without a password, so the single-machine launcher uses a file in a folder that only
-its user can read. Waiting happens in Python and in short intervals, so that a process notices a stop signal while others are
+the user can read. Python code waits in short intervals, so that a process notices a stop signal while others are
 missing.
 """
 
@@ -48,7 +48,7 @@ GPUS_OF_A_NODE = 16
 """Upper bound on the GPUs of one machine."""
 
 Stopped = Callable[[], str | None]
-"""Returns the name of the stop signal that this process has received, or None."""
+"""Returns the name of the stop signal that this process has received; None if there was none."""
 
 
 def world_size() -> int:
@@ -59,8 +59,8 @@ def world_size() -> int:
 def choose_device(device: str) -> torch.device:
     """Chooses this process's device for `run.device`: a GPU if one is visible, unless "cpu" is requested.
 
-    A process that sees one GPU takes it: srun --gpus-per-task=1, Kubernetes and MIG show each process only its own. A process
-    that sees several takes the one of its local rank.
+    A process that sees one GPU uses it: srun --gpus-per-task=1, Kubernetes and MIG show each process only its own. A process
+    that sees several uses the one with its local rank.
 
     Raises ConfigError if there is no GPU for this process.
     """
@@ -76,7 +76,7 @@ def choose_device(device: str) -> torch.device:
     local = next((int(os.environ[name]) for name in LOCAL_RANKS if os.environ.get(name, "").isdecimal()), None)
     if local is None:
         raise ConfigError(
-            f"this process sees {visible} GPUs but no local rank says which one to use; start with torchrun, set LOCAL_RANK, "
+            f"this process sees {visible} GPUs but no local rank to choose one; start with torchrun, set LOCAL_RANK, "
             "or make only one GPU visible to each process (CUDA_VISIBLE_DEVICES)"
         )
     if local >= visible:
@@ -88,7 +88,7 @@ def choose_device(device: str) -> torch.device:
 
 
 def _require_driver() -> None:
-    """Raises ConfigError if torch sees no GPU because NVIDIA's driver is too old for it: it would only train on CPUs."""
+    """Raises ConfigError if torch sees no GPU because NVIDIA's driver is too old, so that the run would use only CPUs."""
     built_for = torch.version.cuda
     if built_for is None:
         return
@@ -105,11 +105,11 @@ def _require_driver() -> None:
 
 
 def _require_exclusive_gpu(device: torch.device, store: dist.Store, rank: int, size: int) -> None:
-    """Raises ConfigError if another process on this machine uses the same GPU. NCCL would reject it too, but much later."""
+    """Raises ConfigError if another process on this machine uses the same GPU. NCCL would also reject it, but much later."""
     gpu_id = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
     gpu = [socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), device.index, gpu_id]
     store.set(f"gpu/{rank}", json.dumps(gpu))
-    # Ranks of a node are neighbors, so ranks farther away are on other machines.
+    # Ranks on a node are consecutive, so ranks farther away are on other machines.
     near = range(max(rank - GPUS_OF_A_NODE, 0), min(rank + GPUS_OF_A_NODE + 1, size))
     for other in near:
         if other != rank and json.loads(store.get(f"gpu/{other}")) == gpu:
@@ -143,7 +143,7 @@ def open_mesh(
         store, rank, size = meet(timeout_s, stopped)
         if chosen.type == "cuda":
             _require_exclusive_gpu(chosen, store, rank, size)
-        # On GPUs CPU tensors have gloo: checkpoints, object digests.
+        # On GPUs, gloo handles CPU tensors: checkpoints, object digests.
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -167,8 +167,8 @@ def launch_dir() -> Path | None:
 
 
 def file_store(path: Path, size: int = -1) -> dist.FileStore:
-    """A store in a local file, with space reserved for what is written later (process groups): the run must not depend
-    on the space that others leave in the temporary folder."""
+    """A store in a local file, with space reserved for later writes (process groups), because the run must not depend
+    on free space in the temporary folder."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if sys.platform == "linux":  # os.posix_fallocate would change the length of the file
@@ -181,7 +181,7 @@ def file_store(path: Path, size: int = -1) -> dist.FileStore:
 
 
 def meet(timeout_s: float, stopped: Stopped = lambda: None) -> tuple[dist.Store, int, int]:
-    """Returns (store of this start of the run, global rank, world size) once all processes have joined.
+    """Returns (store of this start of the run, global rank, world size) after all processes have joined.
 
     Raises TrainingError if processes are missing after `timeout_s`, StoppedError if one of them receives a stop signal first.
     """
@@ -196,7 +196,7 @@ def meet(timeout_s: float, stopped: Stopped = lambda: None) -> tuple[dist.Store,
 
 
 def _connect(rank: int, timeout_s: float, stopped: Stopped) -> dist.Store:
-    """Connects to the TCP store at MASTER_ADDR:MASTER_PORT: torchrun's, or rank 0's if nobody else hosts one."""
+    """Connects to the TCP store at MASTER_ADDR:MASTER_PORT: torchrun's or, if there is none, rank 0's."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         raise ConfigError(
@@ -215,7 +215,7 @@ def _connect(rank: int, timeout_s: float, stopped: Stopped) -> dist.Store:
                 reason = str(error).strip().partition("\n")[0]
                 raise TrainingError(f"cannot listen on MASTER_PORT = {port}: {reason}") from error
             if name := stopped():
-                # Rank 0 may still be starting and would wait for this process if it left without a message.
+                # Rank 0 may still be starting, and would wait for this process if it left without a message.
                 leaving_at = leaving_at or time.monotonic() + _LATE_S
                 if time.monotonic() > leaving_at:
                     raise StoppedError(name) from error
@@ -230,10 +230,10 @@ def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: float, 
     """Agrees on a name that is unique to this start of the run, used as the prefix of its keys in the store.
 
     After an elastic restart, torchrun's store still holds the addresses of dead processes, and gloo would connect to them.
-    TORCHELASTIC_RESTART_COUNT does not distinguish starts: it is counted per node, and a node that restarts because of another
-    one does not count it. So rank 0 generates the name and sends it to every process that asks, keyed by a fresh request ID.
-    Requests left over from an earlier start are answered too, but nobody reads those answers. Once every process has the name,
-    rank 0 tells them whether to continue or whether one of them received a stop signal.
+    TORCHELASTIC_RESTART_COUNT does not distinguish starts: each node counts separately, and a node that restarts because of another
+    one does not count that restart. So rank 0 generates the name and sends it to every process that asks, keyed by a new request ID.
+    Rank 0 also answers requests left over from an earlier start, but no process reads those answers. After every process has the name,
+    rank 0 tells them to continue, or that one of them received a stop signal.
     """
     return (_answer if rank == 0 else _ask)(store, rank, size, timeout_s, stopped)
 
@@ -289,7 +289,7 @@ def _answer(store: dist.Store, rank: int, size: int, timeout_s: float, stopped: 
         if waiting and time.monotonic() > deadline:
             missing = f"{'rank' if len(waiting) == 1 else 'ranks'} {', '.join(map(str, sorted(waiting)))}"
             raise TrainingError(
-                f"{missing} of {size} did not join within run.startup_timeout_s = {timeout_s:g}; start them, or see why they exited"
+                f"{missing} of {size} did not join within run.startup_timeout_s = {timeout_s:g}; start them, or find out why they exited"
             )
         time.sleep(0.02)
     store.set(f"{ours}/go", stop)

@@ -1,9 +1,9 @@
-"""Replica check: all processes that should hold the same weights and moments hold them bit for bit, and all weights are finite.
+"""Replica check: copies of the same weights and moments are bitwise equal on all processes, and all weights are finite.
 
-After a bit flip in memory, or a wrong result on one device, a replica trains a different model; summed gradients hide this from
+After a bit flip in memory or a wrong result on one device, a replica trains a different model, but summed gradients hide this from
 the loss. So every process computes a digest of its weights, and all digests are compared.
 
-Copies exist of weights that are not sharded over replicas: on every process of the dp axis, and on every TP rank if the layout
+Weights that are not sharded over replicas have copies on every process of the dp axis, and on every TP rank if the layout
 replicates them there. Over TP, only weights whose updates are equal by construction are compared, that is, those whose
 gradients one collective sums over dp x tp. Rows that ZeRO-1 or FSDP assigns to one process have no copy and are only checked to
 be finite.
@@ -41,7 +41,7 @@ class Mismatch:
     copies: int
     """Number of processes that should hold the same weights, including these."""
     certain: bool
-    """Whether a majority agrees on other weights. If not, `processes` lists all copies, and any of them may be right."""
+    """Whether a majority agrees on other weights. Otherwise `processes` lists all copies, any of which may be right."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def check_replicas(
     """Compares digests of this process's weights, and of its part of their `moments`, with the digests of all copies.
     Collective: 4 int64 from each process.
 
-    Reads every weight about three times without copying it, and never communicates weights.
+    Reads every weight about three times without copying or communicating it.
     """
     moments = moments or {}
     digests = []
@@ -70,7 +70,7 @@ def check_replicas(
         weights = [p.tensor for p in fused_params if _copies(p, mesh) == over]
         digests.append(digest([*weights, *(m for w in weights for m in moments.get(w, {}).values())], mesh.device))
     held = [p.tensor.detach() for p in fused_params]
-    # A maximum keeps NaN and Inf, and is one number where a mask of the weight would be as large as the weight.
+    # A maximum preserves NaN and Inf, and is one number; a mask would be as large as the weight.
     largest = [x.abs().amax() if x.numel() else torch.zeros((), device=mesh.device) for x in held]
     strange = torch.stack([~x.isfinite() for x in largest])
     local = torch.stack([*digests, strange.any().long()])
@@ -140,7 +140,7 @@ def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def compare(rows: Sequence[Sequence[int]], sizes: tuple[int, int, int]) -> list[Mismatch]:
-    """Compares digests: `rows` holds one per set of `_COPIES` for each global rank; `sizes` is the mesh (pp, dp, tp)."""
+    """Compares digests. `rows` holds one per set in `_COPIES` for each global rank; `sizes` is the mesh (pp, dp, tp)."""
     ranks = torch.arange(len(rows)).view(sizes)
     groups = {"replicas": ranks.flatten(1), "dp": ranks.transpose(1, 2).flatten(0, 1), "tp": ranks.flatten(0, 1)}
     mismatches = []
@@ -157,7 +157,7 @@ def compare(rows: Sequence[Sequence[int]], sizes: tuple[int, int, int]) -> list[
 
 
 def _copies(fused: FusedParam, mesh: Mesh) -> str | None:
-    """Which of `_COPIES` hold the same rows and update them alike; None if only this process holds them."""
+    """Which set in `_COPIES` holds the same rows and updates them identically; None if only this process holds them."""
     whole, partial = fused.placement.dim is None, fused.placement.partial
     if fused.shard is None:
         # Each TP rank's group sums the complete gradients of a weight over dp separately, possibly in another order.

@@ -25,7 +25,7 @@ must not change."""
 
 
 def resume_candidates(resume: str | None, run: RunDirectory, fallback: Path | None = None) -> list[Path]:
-    """Checkpoints that `--resume` refers to, newest first: with 'auto', all of this run, including those in the `fallback` folder;
+    """Checkpoints that `--resume` refers to, newest first: with 'auto', all of this run's, including those in the `fallback` folder;
     otherwise the one at the given path. Checkpoints with ruined weights come last.
 
     Raises CheckpointError if there is none at the path.
@@ -44,8 +44,8 @@ def _step(path: Path) -> int:
 
 
 def require_nothing_lost(run: RunDirectory, candidates: list[Path], restart: bool) -> None:
-    """Raises CheckpointError if `--resume auto` would start at step 0 although the run has saved checkpoints, which are now
-    missing. `restart` allows it."""
+    """Raises CheckpointError if `--resume auto` would start at step 0 although the run's saved checkpoints are
+    missing. `restart` allows this."""
     if candidates or restart:
         return
     saved = run.last_saved_step()
@@ -61,7 +61,7 @@ def require_nothing_lost(run: RunDirectory, candidates: list[Path], restart: boo
 
 
 def resume_warnings(found: Checkpoint, candidates: list[Path], config: Config) -> list[str]:
-    """Warnings before a run continues from `found`: newer checkpoints that were skipped, hyperparameters that changed."""
+    """Warnings before a run continues from `found`: skipped newer checkpoints, changed hyperparameters."""
     warnings = [
         f"'{path}' is newer but was skipped: {trouble}; --resume {path} uses it anyway"
         for path in candidates
@@ -74,7 +74,7 @@ def resume_warnings(found: Checkpoint, candidates: list[Path], config: Config) -
         advice = f"; if training does not recover, use --resume {earlier[0]}" if earlier else ""
         warnings.append(f"'{found.path}' is not proven: {found.position.doubt}{advice}")
     warnings += [f"changed since '{found.path.name}': {change}" for change in changes(found.config, config)]
-    step, steps = found.position.step, found.config.train.steps  # a finished run may go on
+    step, steps = found.position.step, found.config.train.steps  # a finished run may continue
     before = learning_rate(found.config.optim, min(step, steps - 1), steps)
     now = learning_rate(config.optim, step, config.train.steps)
     if before != now and step < config.train.steps:
@@ -116,14 +116,14 @@ def check_start(start_from: str, config: Config, store: TokenStore) -> Checkpoin
 def inherited_data(
     config: Config, corpus: Corpus, resume_from: Sequence[Path], start_from: str | None
 ) -> dict[str, Any]:
-    """Data that this run's checkpoints inherit from the checkpoint it resumes or starts from: the context that the model was made
-    for, if it is trained on shorter sequences, and what the original Hugging Face folder contained besides weights, such as a chat
-    template. If that has no template, the one of a store of conversations. Replicas that rejoin without loading a checkpoint need
-    it too."""
+    """Data that this run's checkpoints inherit from the one that it resumes or starts from: the context that the model was made
+    for, if it is trained on shorter sequences, and other content of the original Hugging Face folder, such as a chat
+    template. If it has no template, a conversation store's is used. Replicas that rejoin without loading a checkpoint need
+    this data too."""
     hub: dict[str, Any] = {}
     context = 0
     for path in (*resume_from, *([Path(start_from)] if start_from else [])):
-        # A damaged one is reported when it is loaded; a run then falls back to the previous one.
+        # A damaged checkpoint is reported when it is loaded; the run then falls back to the previous one.
         with contextlib.suppress(CheckpointError):
             found = ckpt.open_checkpoint(path)
             hub, context = dict(found.data.get(ckpt.HUB) or {}), found.context
@@ -139,7 +139,7 @@ def inherited_data(
 def check_resumable(found: Checkpoint, config: Config, corpus: Corpus) -> None:
     """Raises ConfigError or CheckpointError if resuming would repeat or skip samples, or train on different data.
 
-    The order of the data is a function of the seed, the sequence length, the global batch and the weights of data.mixture.
+    The order of the data depends on the seed, the sequence length, the global batch and the weights of data.mixture.
     """
     if found.updates == 0 and found.data.get("content") is None:
         raise CheckpointError(
@@ -169,5 +169,5 @@ def check_resumable(found: Checkpoint, config: Config, corpus: Corpus) -> None:
         )
     setting = f"data.mixture = {config.data.mixture}" if config.data.mixture else f"data.store = '{config.data.store}'"
     raise CheckpointError(
-        f"'{found.path}' was trained on different text than {setting} holds; resume with the stores that it was trained on"
+        f"'{found.path}' was trained on different text than that in {setting}; resume with the stores that it was trained on"
     )

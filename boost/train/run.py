@@ -48,21 +48,21 @@ SAMPLE_TOKENS = 120
 """Length of the text sample at the end of a run, in tokens."""
 
 SESSIONS = {"restart": "boost.train.run:Session", "in-step": "boost.elastic.session:ElasticSession"}
-"""This process's part in the run, by run.recovery."""
+"""Session class of this process, by run.recovery."""
 
 STOPPED_ELSEWHERE = 75
 """Exit code if a signal to another node stopped and saved the run: EX_TEMPFAIL, so that the scheduler retries."""
 
 
 class Session:
-    """How one process joins, trains in and leaves a run that ends if any of its processes does."""
+    """How one process joins, trains in and leaves a run that ends when any process fails."""
 
     def __init__(self, config: Config, stopped: Stopped) -> None:
         """Joins the mesh. Raises the same errors as `open_mesh`."""
         self.config = config
         self.mesh = open_mesh(config.parallel, config.run.device, config.run.startup_timeout_s, stopped)
         self.rank = self.mesh.rank
-        """The number of this process in names of log files."""
+        """The number of this process in log file names."""
 
     @property
     def is_over(self) -> bool:
@@ -82,7 +82,7 @@ class Session:
         return Trainer(self.config, self.mesh, run, hooks)
 
     def start(self, trainer: Trainer, candidates: list[Path], start_from: str | None) -> None:
-        """Loads the state to start with (`Trainer.start`)."""
+        """Loads the initial state (`Trainer.start`)."""
         trainer.start(candidates, start_from)
 
     def failed(self, error: Exception) -> None:
@@ -102,7 +102,7 @@ def check_before_start(
     rejoins: bool = False,
     progress: Progress = iter,
 ) -> None:
-    """Checks everything that can be checked before the first step, so that mistakes surface before processes start.
+    """Checks all that can be checked before the first step, so that mistakes surface before processes start.
 
     `resume`, `start_from`, `restart`: as in `boost train`. `rejoins`: this process may join a run that is already training, whose
     run directory is in use. `progress` wraps the verification of the token store. Raises ConfigError, DataError, CheckpointError.
@@ -147,16 +147,16 @@ def train(
 ) -> tuple[TrainResult | None, int]:
     """Like `train_process`, but runs `hooks` before the built-in ones. Returns the result and the exit code. The result is None if
     a signal stopped the run before its first step."""
-    # c10d's flight recorder, for heartbeats: so many collectives, few because they are read every second. Before the mesh.
+    # Size of c10d's flight recorder, set before the mesh. It is small because heartbeats read it every second.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")
-    if config.train.deterministic:  # read at first use, so these come before the mesh
+    if config.train.deterministic:  # read at first use, so set before the mesh
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
-        os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")  # NVSwitch does not add in a fixed order
+        os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")  # NVSwitch adds in no fixed order
     if not launch_dir():
         with contextlib.suppress(OSError):  # stderr may not be a file
             faulthandler.register(signal.SIGQUIT, all_threads=True)
         if "TORCHELASTIC_RUN_ID" in os.environ and config.run.recovery == "restart":
-            stop_without(os.getppid())  # a signal that torchrun does not handle ends it, but not its processes
+            stop_without(os.getppid())  # a signal that torchrun does not handle would end it, but not its processes
     with outliving_terminal(), StopRequest() as request:
         try:
             session: Session = pkgutil.resolve_name(SESSIONS[config.run.recovery])(config, lambda: request.name)
@@ -214,19 +214,19 @@ def _train(
         advise(trainer)
     result = trainer.fit()
     _print_result(config, trainer, result)
-    mesh.together(mesh.barrier)  # no process exits while another still communicates
+    mesh.together(mesh.barrier)  # no process may exit while another still communicates
     return result
 
 
 MANY_EPOCHS = 4.0
 """Repeating data up to 4 times is about as good as new data (arXiv 2305.16264)."""
 FEW_HELDOUT_TOKENS = 20_000
-"""With fewer tokens, the standard error of the held-out perplexity is above about 2% (losses vary by 2 to 3 nats per token)."""
+"""With fewer tokens, the standard error of the held-out perplexity exceeds about 2% (losses vary by 2 to 3 nats per token)."""
 
 
 def advise(trainer: Trainer) -> None:
     """Adds advice to the warnings that the console prints before the first step. On the main process."""
-    is_new = not (trainer.started_from or trainer.resumed_from)  # the model of given weights cannot be changed
+    is_new = not (trainer.started_from or trainer.resumed_from)  # the model of existing weights cannot be changed
     for text in (*(trainer.config.model.advice() if is_new else ()), *start_advice(trainer)):
         log.warning(text)
         trainer.warnings.append(text)
@@ -254,17 +254,17 @@ def start_advice(trainer: Trainer) -> Iterator[str]:
     masked = [store.path for store in corpus.stores if store.is_masked]
     if masked and not trainer.config.data.isolate_documents:
         yield (
-            f"{masked[0]} holds conversations, and tokens attend to those before them in the same sequence; "
+            f"{masked[0]} holds conversations, but tokens attend to other conversations in the same sequence; "
             "set data.isolate_documents = true"
         )
     if trainer.mesh.device.type == "cuda" and train.compute_dtype == "float32":
         yield (
-            "this run computes in float32 without TF32, several times slower than GPUs can; to compute in bfloat16, add "
+            "this run computes in float32 without TF32, several times slower than in bfloat16; to compute in bfloat16, add "
             "compute_dtype = 'bfloat16' to [train]"
         )
     if not train.save_every and not train.save_minutes:
         yield (
-            "no checkpoints until the end of the run (train.save_every and train.save_minutes are 0): a crash loses all of it"
+            "no checkpoints until the end of the run (train.save_every and train.save_minutes are 0): a crash loses all progress"
         )
 
 

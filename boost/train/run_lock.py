@@ -1,8 +1,8 @@
 """A lock on the run directory: two runs in one directory would delete each other's checkpoints and mix their metrics.
 
 The lock is a file, created exclusively, that names its owner. The owner touches it every few seconds. flock and fcntl are not used,
-because network file systems implement them differently or not at all. The lock of a dead owner is taken over: immediately if the
-owner ran on this host, otherwise after the file has not been touched for STALE_S seconds. Only changes of the modification time
+because network file systems implement them differently or not at all. A run takes over a dead owner's lock: immediately if the
+owner ran on this host, otherwise after STALE_S seconds without a touch. Only changes of the modification time
 matter, not its value, so clocks need not be synchronized.
 """
 
@@ -27,7 +27,7 @@ LOCK_FILE = "run.lock"
 BEAT_S = 5.0
 """Seconds between two touches by the owner."""
 STALE_S = 60.0
-"""A lock of another host is stale if it was not touched for this long."""
+"""A lock from another host is stale if it has not been touched for this long."""
 
 
 class RunLock:
@@ -84,7 +84,7 @@ class RunLock:
         return True
 
     def _wait_for_stale(self) -> None:
-        """Returns once the lock is gone, or was removed because its owner is dead. Raises ConfigError if the owner is alive."""
+        """Returns when the lock is gone, or when it has been removed because its owner is dead. Raises ConfigError if the owner is alive."""
         owner, touched = _read(self.path), _touched(self.path)
         begin, logged = time.monotonic(), False
         while (alive := _is_alive(owner)) is None and time.monotonic() - begin < self._stale_s:
@@ -99,11 +99,11 @@ class RunLock:
             time.sleep(min(self._beat_s, self._stale_s) / 10)
         if alive:
             raise in_use_error(self.path.parent, owner)
-        # If several processes try, one renames the lock, and the others find a new one or none.
+        # If several processes try this, one renames the lock, and the others find a new lock or none.
         aside = self.path.with_name(f".{LOCK_FILE}.stale.{self._owner['token']}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
-            if _read(aside).get("token") != owner.get("token"):  # another process was faster: this is its lock
+            if _read(aside).get("token") != owner.get("token"):  # another process was faster, and this is its lock
                 with contextlib.suppress(OSError):
                     os.link(aside, self.path)
             else:

@@ -1,13 +1,13 @@
-"""The run directory. Nothing in it is ever overwritten; a resumed run adds to it.
+"""The run directory. A resumed run adds to it and overwrites nothing.
 
-config.toml        the fully resolved configuration; config.2.toml, ... of each later start
-environment.json   versions, hardware, commit and command line; environment.2.json, ... of each later start
-last-saved.json    step of the newest checkpoint, stored apart from the checkpoints, to detect that they are missing
-trackers.json      id of this run at W&B, which a resumed run continues
+config.toml        the fully resolved configuration; config.2.toml, ... for later starts
+environment.json   versions, hardware, commit and command line; environment.2.json, ... for later starts
+last-saved.json    step of the newest checkpoint, stored separately to detect missing checkpoints
+trackers.json      W&B id of this run, which a resumed run continues
 run.lock           names the process that trains here (boost.train.run_lock)
 metrics.jsonl      one JSON object per line for every step and every evaluation (boost.train.metrics)
-tensorboard/       the same numbers as TensorBoard events, with the configuration, hyperparameters and samples of text
-wandb/             what wandb itself keeps, such as a run that was offline
+tensorboard/       the same numbers as TensorBoard events, with the configuration, hyperparameters and text samples
+wandb/             wandb's own files, such as an offline run
 logs/rank{r}.log   log of process r, with timestamps; rank{r}.out: its stdout and stderr if it has no terminal
 checkpoints/       complete checkpoints (boost.train.checkpoint)
 """
@@ -31,7 +31,7 @@ from boost.paths import file_name, read_text
 from boost.version import __version__
 
 BEST = "@best"
-"""At the end of a path: the checkpoint of that run with the lowest held-out loss (train.keep_best)."""
+"""Suffix of a path that selects the run's checkpoint with the lowest held-out loss (train.keep_best)."""
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
@@ -52,7 +52,7 @@ class RunDirectory:
     def create(cls, config: Config, resume: bool) -> "RunDirectory":
         """Creates the folder `config.run.dir` and writes configuration and environment to it. For the main process only.
 
-        Raises ConfigError if it already holds a run (nothing is changed), StorageError if it cannot be written.
+        Raises ConfigError (and changes nothing) if the folder already holds a run, StorageError if it cannot be written.
         """
         run = cls(config.run.dir)
         with storage_errors(config.run.dir):
@@ -71,19 +71,19 @@ class RunDirectory:
         return Path(resume.removesuffix(BEST)).resolve().is_relative_to(self.path.resolve())
 
     def record_saved(self, step: int) -> None:
-        """Records, atomically, that there is a checkpoint of `step`. Raises StorageError."""
+        """Atomically records that there is a checkpoint of `step`. Raises StorageError."""
         with storage_errors(self.path):
             replace_json(self.last_saved, {"step": step})
 
     def last_saved_step(self) -> int | None:
-        """The step that was recorded last; None if no checkpoint was saved here."""
+        """The last recorded step; None if no checkpoint was saved here."""
         try:
             return int(json.loads(read_text(self.last_saved))["step"])
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
     def tracker_id(self, tracker: str, proposed: str) -> str:
-        """The id of this run at an experiment tracker: the recorded one, else `proposed`, which is then recorded.
+        """Returns this run's id at an experiment tracker: the recorded one, or else `proposed`, which it then records.
 
         Raises StorageError; DataError if the id is not a file name."""
         ids: dict[str, str] = {}
@@ -98,8 +98,8 @@ class RunDirectory:
         return file_name(ids[tracker], self.trackers, tracker)  # W&B names a folder after it
 
     def set_aside_metrics(self) -> None:
-        """Renames the metrics of an earlier run to metrics.1.jsonl, metrics.2.jsonl, ...: a run that starts over does not
-        overwrite them, and is another run for trackers too. Raises StorageError."""
+        """Renames the metrics of an earlier run to metrics.1.jsonl, metrics.2.jsonl, ..., so a run that starts over does not
+        overwrite them. Trackers treat it as a new run, too. Raises StorageError."""
         if not (self.metrics.is_file() and self.metrics.stat().st_size):
             return
         with storage_errors(self.path):
@@ -109,7 +109,7 @@ class RunDirectory:
                 self.trackers.rename(self.path / f"trackers.{number}.json")
 
     def require_empty(self) -> None:
-        """Raises ConfigError if a new run would mix with files of an earlier one, or of a token store."""
+        """Raises ConfigError if a new run would mix with files of an earlier run or a token store."""
         if (self.path / "store.json").exists():
             raise ConfigError(f"run.dir = '{self.path}' is a token store; choose another --run.dir")
         holds_metrics = self.metrics.is_file() and self.metrics.stat().st_size > 0
@@ -152,17 +152,17 @@ def configure_logging(logs: Path | str, rank: int) -> None:
         earlier.close()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    # Handlers of the root logger belong to libraries, and would print over the progress bar.
+    # The root logger's handlers belong to libraries and would print over the progress bar.
     logger.propagate = False
 
 
 class _RankLog(logging.FileHandler):
-    """A separate type, so that a later call finds it among the logger's handlers."""
+    """A separate type, so that a later call can find it among the logger's handlers."""
 
     _failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Says once that lines cannot be written, because the disk is full, instead of a traceback for each."""
+        """Warns once that lines cannot be written (such as on a full disk), instead of printing a traceback for each."""
         if not self._failed:
             print(
                 f"warning: cannot write {self.baseFilename}: {sys.exc_info()[1]}; training continues", file=sys.stderr
@@ -171,14 +171,14 @@ class _RankLog(logging.FileHandler):
 
 
 def environment(config: Config) -> dict[str, Any]:
-    """What a run depends on besides its configuration. No host name or install path, because run directories are shared."""
+    """The environment that a run depends on. Contains no host name or install path, because run directories are shared."""
     import numpy
     import torch
 
     module, folder = Path(sys.argv[0]).stem, Path(sys.argv[0]).parent
     while (folder / "__init__.py").is_file():
         module, folder = f"{folder.name}.{module}", folder.parent
-    # As typed: the name of a script, or the module of a package that was run with -m.
+    # As typed: a script's name, or the module that was run with -m.
     program = ["python", "-m", module.removesuffix(".__main__")] if "." in module else [Path(sys.argv[0]).name]
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
@@ -203,13 +203,13 @@ def environment(config: Config) -> dict[str, Any]:
 def git_state() -> dict[str, Any] | None:
     """{'commit': hash or None before the first commit, 'dirty': bool} of the checkout that boost runs from, or None.
 
-    An installed boost may be inside another repository (a virtual environment): that commit is not ours.
+    An installed boost may be inside another repository (in a virtual environment), whose commit is not boost's.
     """
     package = Path(__file__).resolve().parent.parent
     top = _git(package, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != package.parent or not (package.parent / "pyproject.toml").is_file():
         return None
-    # Results of experiments are not code.
+    # Experiment results are not code.
     results = (":!benchmarks/results", ":!benchmarks/*.json", ":!benchmarks/*.html")
     status = _git(package.parent, "status", "--porcelain", "--", ".", *results)
     return {"commit": _git(package, "rev-parse", "--verify", "--quiet", "HEAD"), "dirty": status != ""}
@@ -226,7 +226,7 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def require_checkpoint_folder(path: str | Path) -> None:
-    """Raises CheckpointError if there is nothing at the path of a run or a checkpoint. Commands call it before they import torch,
+    """Raises CheckpointError if the path of a run or checkpoint does not exist. Commands call this before they import torch,
     which takes seconds."""
     if not (Path(path).exists() or Path(str(path).removesuffix(BEST)).exists()):
         raise CheckpointError(f"no checkpoint at '{path}': no such folder")
@@ -240,7 +240,7 @@ def available_cores() -> int:
 
 
 def cpu_model() -> str:
-    """Name of the CPU; its architecture where the system does not report one."""
+    """Name of the CPU, or its architecture if the system does not report a name."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
@@ -257,7 +257,7 @@ def replace_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _write_numbered(folder: Path, stem: str, suffix: str, text: str) -> None:
-    """Writes stem.suffix, or stem.2.suffix, ...: the first unused name."""
+    """Writes to the first unused name of stem.suffix, stem.2.suffix, ..."""
     for number in itertools.count(1):
         name = f"{stem}{suffix}" if number == 1 else f"{stem}.{number}{suffix}"
         with contextlib.suppress(FileExistsError), open(folder / name, "x", encoding="utf-8") as file:

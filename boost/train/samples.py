@@ -26,7 +26,7 @@ class TextSamples(Hook):
         self._sampled: int | None = None
 
     def on_evaluation(self, trainer: Training, event: EvaluationEnd) -> None:
-        if self._sampled == event.metrics.step:  # the final evaluation may follow a periodic one of the same weights
+        if self._sampled == event.metrics.step:  # the final evaluation may follow a periodic one with the same weights
             return
         self._sampled = event.metrics.step
         model, store = trainer.model, trainer.store

@@ -1,16 +1,16 @@
-"""How the next token is chosen. Does not import torch, so that errors appear immediately."""
+"""Options for choosing the next token. Does not import torch, so that errors appear immediately."""
 
 from dataclasses import dataclass
 
 from boost.errors import ConfigError
 
 MIN_TEMPERATURE = 1e-4
-"""At lower temperatures logits overflow, and sampling is greedy anyway."""
+"""At lower temperatures, logits overflow, and sampling is greedy anyway."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+    """Sampling parameters. A temperature of 0 is greedy; top_k = 0 and top_p = 1 are off."""
 
     temperature: float = 0.8
     top_k: int = 0
@@ -32,7 +32,7 @@ class Sampling:
 
 
 def beyond_context(tokens: int, context: int) -> str:
-    """The warning about a prompt and text of `tokens` tokens in total; '' if they fit in the context of the model."""
+    """Returns a warning if a prompt and text of `tokens` tokens in total exceed the model's context; otherwise ''."""
     if tokens <= context:
         return ""
     return f"prompt and text have up to {tokens} tokens, but this model was made for {context}; expect nonsense beyond that"

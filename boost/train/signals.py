@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-"""Sent by schedulers, on spot preemption, when a terminal closes, and by users at a terminal."""
+"""Sent by schedulers, on spot preemption, when a terminal closes, and by Ctrl-C."""
 
 SAVE_SIGNAL = signal.SIGUSR2
 """Requests a checkpoint after the current step; training continues."""
@@ -22,7 +22,7 @@ SAVE_SIGNAL = signal.SIGUSR2
 SECOND_INTERRUPT_S = 2.0
 """Two SIGINTs within this time count as one Ctrl-C: the terminal sends it to every process, and the launcher forwards it."""
 
-INTERRUPTED = b"\nstopping after this step, Ctrl-C again to abort\n"
+INTERRUPTED = b"\nstopping after this step; press Ctrl-C again to abort\n"
 """Printed immediately at the first Ctrl-C."""
 
 
@@ -36,12 +36,12 @@ class StopRequest:
     """Context manager in which stop signals only set a flag. A second SIGINT more than 2 s after the first raises
     KeyboardInterrupt.
 
-    Pending signals are delivered as soon as the handlers are installed. Previous handlers and the signal mask are restored on exit;
-    after a SIGINT, its handler is restored once the 2 s are over. Enter it on the main thread, as Python requires for handlers.
+    Pending signals are delivered as soon as the handlers are installed. The exit restores previous handlers and the signal mask;
+    after a SIGINT, it restores its handler when the 2 s are over. Enter it on the main thread, as Python requires for handlers.
     """
 
     announces: ClassVar[bool] = True
-    """Whether this process prints a message on Ctrl-C. The launcher does so for the processes that it started."""
+    """Whether this process prints a message on Ctrl-C. The launcher prints it for the processes that it started."""
 
     _open: ClassVar["StopRequest | None"] = None
 
@@ -49,7 +49,7 @@ class StopRequest:
         self.requested: bool = False
         """Whether a stop signal has arrived."""
         self.name: str | None = None
-        """Name of the first one, such as 'SIGTERM'."""
+        """Name of the first stop signal, such as 'SIGTERM'."""
         self._save_requested = False
         self._interrupted_at: float | None = None
         self._previous: dict[signal.Signals, Any] = {}
@@ -58,7 +58,7 @@ class StopRequest:
 
     @classmethod
     def begin_process(cls) -> None:
-        """Call at the start of a process started by a launcher: the launcher prints messages, and its open StopRequest, which a
+        """Call at the start of a launched process: the launcher prints messages, and its open StopRequest, which a
         forked process inherits, does not apply to this process."""
         cls.announces, cls._open = False, None
 
@@ -94,7 +94,7 @@ class StopRequest:
         self._save_requested, self._interrupted_at = other._save_requested, other._interrupted_at
 
     def _ignore_repeat(self, previous: Any) -> Callable[[int, FrameType | None], None]:
-        """Wraps the previous handler so that it ignores further SIGINTs that a launcher forwards for the same Ctrl-C."""
+        """Wraps the previous handler to ignore further SIGINTs that a launcher forwards for the same Ctrl-C."""
 
         def handle(number: int, frame: FrameType | None) -> None:
             if self._interrupted_at is not None and time.monotonic() - self._interrupted_at <= SECOND_INTERRUPT_S:
@@ -124,7 +124,7 @@ class StopRequest:
 
 
 def answer_interrupt() -> None:
-    """Prints what Ctrl-C does. Bypasses Python's streams, which may be in use when the signal arrives."""
+    """Prints the message for Ctrl-C. Bypasses Python's streams, which may be in use when the signal arrives."""
     with contextlib.suppress(OSError):
         os.write(2, INTERRUPTED)
 

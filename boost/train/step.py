@@ -37,7 +37,7 @@ from boost.train.model import HostBatch, Model, host_batch, to_device
 from boost.train.teacher import Teacher
 
 Teach = Callable[[Tensor, Tensor | None], Teaching]
-"""What to learn from a teacher about (tokens, document ids) of a micro-batch."""
+"""Returns the teacher's output for the (tokens, document ids) of a micro-batch."""
 
 
 class Stepper:
@@ -63,7 +63,7 @@ class Stepper:
         self.teacher = Teacher(config, mesh) if config.distill.teacher else None
         self.ahead = optimizer.takes_tensors and (mesh.device.type == "cuda" if ahead is None else ahead)
         """Whether the passes of a step are launched before the statistics of the previous step are read."""
-        # On a CPU reading them first costs nothing, and saves a pass over gradients that need no clipping.
+        # On a CPU, reading them first costs nothing and saves a pass over gradients that need no clipping.
         self.from_tensors = self.ahead or (optimizer.takes_tensors and mesh.device.type == "cuda")
         """Whether updates are launched before their statistics are read."""
         self.timed_on = mesh.device if self.ahead else torch.device("cpu")
@@ -97,8 +97,8 @@ class Stepper:
         return passes.position == position and passes.versions == self._versions()
 
     def update(self, passes: "Passes", flags: StepFlags) -> "Update":
-        """Launches the update from the gradients of `passes`, which changes nothing unless the statistics say that it `updates`.
-        Reduces `flags` together with the statistics."""
+        """Launches the update from the gradients of `passes`, which changes weights only if the statistics allow it (`updates`).
+        Reduces `flags` with the statistics."""
         optimizer, clip = self.optimizer, self.config.optim.clip
         local = passes.loss, passes.targets, self.tokens
         stats = launch_step_stats(self.fused_params, *local, self.mesh, flags, passes.cross_entropy)
@@ -109,7 +109,7 @@ class Stepper:
             if numbers.updates:
                 clip_gradients((s.tensor for s in self.fused_params), numbers, clip)
                 optimizer.step(passes.position.step, passes.lr)
-        forget_gathered(self.model)  # weights that hooks have gathered since the passes
+        forget_gathered(self.model)  # weights that hooks gathered after the passes
         return Update(passes.lr, stats, now(self.timed_on))
 
     def read(self, update: "Update") -> StepStats:
@@ -146,7 +146,7 @@ def run_passes(
     return total
 
 
-# What the parts of a step hand on.
+# Data that the parts of a step pass on.
 
 
 @dataclass(frozen=True)
@@ -181,17 +181,17 @@ class Update:
 
 @dataclass(frozen=True)
 class StepData:
-    """The data of one process for one step."""
+    """One process's data for one step."""
 
     batches: list[HostBatch]
-    """Micro-batches in order; with pipeline parallelism a single batch, their concatenation."""
+    """Micro-batches in order; with pipeline parallelism, one batch that concatenates them."""
     micro_batches: int
     targets: int
     """Number of targets."""
 
 
 class Prefetcher:
-    """Reads this process's data of any step, and prefetches that of the following one.
+    """Reads this process's data for any step, and prefetches the next step's.
 
     The data of a step depends only on its number, so data prefetched for another step is discarded. Each object reads in its own
     thread; on GPUs into pinned memory, so that copies to the device are asynchronous.
@@ -203,7 +203,7 @@ class Prefetcher:
         self._ahead: tuple[int, Future[StepData]] | None = None
 
     def take(self, step: int, following: int | None = None) -> StepData:
-        """Returns the data of a step of `Batches`, and starts to prefetch that of step `following`.
+        """Returns the data of a step of `Batches`, and starts to prefetch the data of step `following`.
 
         Raises DataError if the store cannot be read, including errors during prefetching."""
         (read, future), self._ahead = self._ahead or (None, None), None

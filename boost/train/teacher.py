@@ -1,4 +1,4 @@
-"""The teacher of a distillation: a frozen model, sharded over the same mesh as the model that learns from it."""
+"""The teacher in a distillation: a frozen model, sharded over the same mesh as the student."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from boost.train.model import build_decoder
 
 
 class Teacher:
-    """Computes what the student learns from each micro-batch. One copy per replica, sharded over its TP and CP ranks, in
+    """Computes the student's targets for each micro-batch. Has one copy per replica, sharded over its TP and CP ranks, in
     train.compute_dtype. Training does not change it, and checkpoints do not contain it."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
@@ -32,7 +32,7 @@ class Teacher:
         self.decoder.requires_grad_(False)
         ckpt.load_weights(checkpoint, self.decoder, mesh)
         self.cross_entropy = torch.zeros((), dtype=torch.double, device=mesh.device)
-        """The student's cross-entropy over the micro-batches since it was last set to 0, summed over this process's targets."""
+        """The student's cross-entropy over the micro-batches since the last reset, summed over this process's targets."""
 
     def __call__(self, tokens_BS: Tensor, document_ids_BS: Tensor | None) -> Teaching:
         """Runs the teacher's forward pass. Arguments as in `Decoder.forward`."""
@@ -43,7 +43,7 @@ class Teacher:
 
 
 def check_teacher(config: Config, store: TokenStore) -> Checkpoint | None:
-    """Opens the teacher's checkpoint and checks that it fits the student, the mesh and the data. None without a teacher.
+    """Opens the teacher's checkpoint and checks that it fits the student, the mesh and the data. Returns None without a teacher.
 
     Raises BoostError.
     """
@@ -61,8 +61,8 @@ def check_teacher(config: Config, store: TokenStore) -> Checkpoint | None:
 
 
 def teacher_config(config: Config, teacher: ModelConfig) -> Config:
-    """The configuration of a teacher on the mesh of a student's `config`: without checkpointing of activations, and with a layout
-    of the teacher's family, preferably one with the same kind of residual stream. Raises ConfigError if there is none."""
+    """The configuration of a teacher on the mesh of a student's `config`: without activation checkpointing, and with a layout
+    that supports the teacher's family, preferably with the same kind of residual stream. Raises ConfigError if there is none."""
     student = config.model
     if teacher.vocab_size != student.vocab_size:
         raise ConfigError(
@@ -79,7 +79,7 @@ def teacher_config(config: Config, teacher: ModelConfig) -> Config:
     problem: ConfigError | None = None
     own, names = config.parallel, layouts_of(teacher)
     residual = spec_of(own).residual
-    # The most similar layout of the teacher's family first.
+    # Try the most similar layout for the teacher's family first.
     for name in sorted(names, key=lambda name: (name != own.layout, layout_spec(name).residual != residual)):
         fields = ("tp", "dp", "cp", "grouping", "overlap", *layout_spec(name).options)
         parallel = ParallelConfig(layout=name, **{field: getattr(own, field) for field in fields})

@@ -25,7 +25,7 @@ from boost.train.rendezvous import LAUNCH_DIR
 from boost.train.signals import StopRequest, caught_signals
 
 STOPPED_EXIT = 128
-"""Exit code of a process stopped by a signal, minus the signal's number, as in a shell."""
+"""Offset of exit codes: a process stopped by a signal exits with this plus the signal's number, as in a shell."""
 
 NO_STOP = " 0"
 """Content of the stop file before a stop signal. Signal numbers are written with the same length."""
@@ -48,7 +48,7 @@ class LaunchSpec:
 
     @property
     def stop_file(self) -> Path:
-        """Holds the number of the stop signal that the launcher has received, or NO_STOP."""
+        """File with the number of the stop signal that the launcher has received, or NO_STOP."""
         return self.folder / "stop"
 
 
@@ -61,27 +61,27 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
         "LOCAL_WORLD_SIZE": str(spec.nproc),
         LAUNCH_DIR: str(spec.folder),
     }
-    escape_output()  # a spawned process has streams of its own
+    escape_output()  # a spawned process has its own streams
     stay_on_loopback()
     StopRequest.begin_process()
-    logging.getLogger("boost").handlers.clear()  # a forked process inherits those of the launcher
+    logging.getLogger("boost").handlers.clear()  # a forked process inherits the launcher's handlers
     caught = caught_signals()
     for number in caught:
         signal.signal(number, signal.SIG_DFL)
     in_use: list[BinaryIO] = []
-    with contextlib.suppress(OSError):  # a cleaner of temporary files may have removed it: the run does without
+    with contextlib.suppress(OSError):  # a cleaner of temporary files may have removed it, but the run does not need it
         in_use.append(open(spec.stop_file, "rb"))  # noqa: SIM115 (locked for the life of the process)
         fcntl.flock(in_use[0], fcntl.LOCK_SH)
 
     def remove_folder() -> None:
-        """Removes the launcher's folder if no other process needs it: with in-step recovery it holds the store of the run."""
+        """Removes the launcher's folder if no other process needs it: with in-step recovery, it holds the run's store."""
         with contextlib.suppress(OSError):
             for file in in_use:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(spec.folder, ignore_errors=True)
 
     def end() -> None:
-        """Ends a process that does not stop, because it is stuck in a collective."""
+        """Ends a process that does not stop because it is stuck in a collective."""
         time.sleep(spec.orphan_grace_s)
         remove_folder()
         os._exit(1)
@@ -99,7 +99,7 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
     if not spec.holds_signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
     with contextlib.suppress(FileNotFoundError):
-        if stopped_by := int(spec.stop_file.read_text(encoding="ascii")):  # before this process existed
+        if stopped_by := int(spec.stop_file.read_text(encoding="ascii")):  # received before this process existed
             os.kill(os.getpid(), stopped_by)
     try:
         code = spec.entry(*spec.args)
@@ -107,7 +107,7 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
         leave(STOPPED_EXIT + signal.SIGINT)
     except BaseException as error:
         _report_and_leave(spec, rank, error)
-    signal.pthread_sigmask(signal.SIG_BLOCK, caught)  # the work is done: ignore stop signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, caught)  # the work is done, so ignore stop signals
     if os.getppid() != spec.launcher:
         remove_folder()  # the launcher died and cannot clean up
     elif code:
@@ -117,7 +117,7 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
 
 
 def stop_without(parent: int, afterwards: Callable[[], None] = lambda: None) -> None:
-    """Starts a thread that sends SIGTERM to this process when its parent has died, and then calls `afterwards`."""
+    """Starts a thread that sends SIGTERM to this process when its parent dies, and then calls `afterwards`."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -129,12 +129,12 @@ def stop_without(parent: int, afterwards: Callable[[], None] = lambda: None) -> 
 
 
 def stacks_file(spec: LaunchSpec, rank: int) -> Path | None:
-    """File that stacks are written to on SIGQUIT; None: stderr."""
+    """File to write stacks to on SIGQUIT; None: stderr."""
     return spec.log_dir and spec.log_dir / f"rank{rank}.stacks"
 
 
 def stay_on_loopback() -> None:
-    """Binds gloo and NCCL to the loopback interface, unless the user has set another one: the run is local to this machine."""
+    """Binds gloo and NCCL to the loopback interface unless the user has set another one, because the run is local to this machine."""
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback:
@@ -143,7 +143,7 @@ def stay_on_loopback() -> None:
 
 
 def leave(code: int) -> None:
-    """Exits without interpreter shutdown, which can hang forever on a broken process group."""
+    """Exits without interpreter shutdown, which can hang indefinitely on a broken process group."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -172,7 +172,7 @@ _terminal: list[tuple[int, int]] = []
 
 
 def take_terminal() -> None:
-    """Restores stdout and stderr to those of the launcher."""
+    """Restores the launcher's stdout and stderr."""
     sys.stdout.flush()
     sys.stderr.flush()
     while _terminal:

@@ -1,7 +1,7 @@
 """Runtime of `btp` (arXiv 2512.12131), and RMSNorm across shards of the hidden dimension. Shapes: `boost.layouts.btp.spec`.
 
-One pair of autograd nodes sums latents over processes in both passes: partial latents forward, their gradients backward. So
-everything that acts on latents sees partial gradients, and its parameters' gradients are reduced once per optimizer step.
+One pair of autograd nodes sums over processes in both passes: partial latents forward, their gradients backward. So
+all operations on latents receive partial gradients, and their parameters' gradients are reduced once per optimizer step.
 
 The statistic s = sum of x^2 over the whole width commutes with the linear map after the norm, A (gamma * x) / sqrt(s/d + eps), so
 its terms can be sent with the partial sums A x (`OnlineSum`).
@@ -47,7 +47,7 @@ class BTP(BaseLayout):
         self._start_grad_sum = functools.partial(begin_all_reduce, axis=self.axis)
         """Starts the sum of the latents' gradient before the weight gradients are computed."""
         self._is_sync = parallel.norm == "sync"
-        """Whether the norm's statistic has an all-reduce of its own."""
+        """Whether the norm's statistic has a separate all-reduce."""
 
     def embed(self, flow: Flow, table: Tensor, dtype: torch.dtype) -> tuple[None, ...]:
         """[T] -> [T, D]: each process looks up its own columns. No collective."""
@@ -55,7 +55,7 @@ class BTP(BaseLayout):
         return NOTHING_IN_FLIGHT
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
-        """A norm(x), summed over processes: latents, and the statistic that scales them, which is sent with the (first) partial
+        """A norm(x), summed over processes: the latents and the statistic that scales them, which is sent with the (first) partial
         latents. The norm is applied after A, to T x R elements."""
         flow.to_combine = flow.take(group.taken) if group.taken else ()
         if self._is_sync:
@@ -218,8 +218,8 @@ class OnlineSum:
 
     Each tensor of latents takes one all-reduce in either pass; the first one carries the statistic in the forward pass. The
     payload is flat: the elements of u, then s. In fp32 and fp64, s is T more elements. In bf16, a sum of rounded statistics
-    would lose fp32's precision. So each process writes its s_i into its own slot as three bf16 terms that hold all 24 bits; the
-    others add zeros, which is exact, and the p slots are summed in fp32: 3 p T more elements.
+    would lose fp32's precision. So each process writes its s_i into its own slot as three bf16 terms that preserve all 24 bits; the
+    others add zeros, which is exact, and the p slots are summed in fp32. This takes 3 p T more elements.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class OnlineSum:
         backward_started: bool = False,
     ) -> None:
         """`weights`: A [R, D] of all slots, or of each. `width`, `eps`: of the norm (`inverse_rms`). The caller must multiply the
-        latents by the inverse RMS and use them for nothing else. `backward_started`: the consumer of the sums starts the sums of
+        latents by the inverse RMS and must not use them otherwise. `backward_started`: the consumer of the sums starts the sums of
         their gradients itself."""
         self._axis, self._tokens, self._backward_started = axis, x_TD.shape[0], backward_started
         projected = [

@@ -1,7 +1,7 @@
 """Runtime of `btp-sp`. Shapes: `boost.layouts.btp_sp.spec`.
 
-The switch from "some tokens, whole width" to "all tokens, some heads" happens at the bottleneck, so norms and everything that
-acts on the latents are local to a token. The gradients of norms and replicated factors are partial sums over tokens, reduced
+The switch from "some tokens, whole width" to "all tokens, some heads" happens at the bottleneck, so norms and all operations
+on latents are local to a token. The gradients of norms and replicated factors are partial sums over tokens, reduced
 once per optimizer step.
 """
 
@@ -19,7 +19,7 @@ class BTPSP(TokenSharded):
     """Token-sharded residual stream, all-gathers and reduce-scatters of width r."""
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
-        """act(A norm(x)) of this process's tokens, all-gathered; with sharded latents, A norm(x), which is gathered after it
+        """act(A norm(x)) of this process's tokens, all-gathered; if latents are saved sharded, A norm(x), gathered after it
         has been saved.
 
         Besides the gathered latents, a block saves its own tokens' latents before act: act is not invertible, and recomputing
@@ -27,7 +27,7 @@ class BTPSP(TokenSharded):
         """
         latents = group.policy.local(self.norm_and_inner, flow.x, gamma, group)
         prev = flow.take(group.taken) if group.taken else ()
-        # An evaluation saves nothing, and its gather overlaps with the other half.
+        # An evaluation saves nothing, and its gather overlaps the other half's compute.
         if group.policy.sharded_latents and torch.is_grad_enabled():
             flow.arrived, flow.to_combine = tuple(latents), prev
             return

@@ -14,8 +14,8 @@ from boost.models.group import Flow, Latents, LinearGroup
 class Megatron(Replicated):
     """Columns of W, then rows of W. The kind of residual stream determines the collectives before and after.
 
-    In at least one of the two passes, two collectives follow each other between two groups, with only a norm in between. To
-    hide both, rows of W are a separate step and the second half trails by one step, so it has work during either collective.
+    In at least one of the two passes, two consecutive collectives have only a norm between them. To
+    hide both, rows of W are a separate step, and the second half trails by one step, so it can compute during either collective.
     """
 
     lag = 1

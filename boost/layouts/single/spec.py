@@ -8,7 +8,7 @@ from boost.layouts.spec import WHOLE, GroupContext, LayoutSpec, Placement, Plann
 
 
 class SingleConfig(ParallelConfig):
-    """No tensor parallelism; in effect with tp = 1, whatever the layout."""
+    """No tensor parallelism; in effect for any layout with tp = 1."""
 
     layout: Literal["single"] = "single"
 

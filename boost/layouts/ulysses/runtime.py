@@ -1,4 +1,4 @@
-"""Runtimes of `ulysses` and of `btp-cp`, which sends latents wherever they are narrower than heads. Shapes:
+"""Runtimes of `ulysses` and of `btp-cp`, which sends latents if they are narrower than heads. Shapes:
 `boost.layouts.ulysses.spec`.
 
 Legend: p TP processes, T tokens, n = T/p of them on this process; R latent width, w elements per token of a projection that one
@@ -91,7 +91,7 @@ class BTPCP(Ulysses):
     """Latents are all-gathered before attention and reduce-scattered after it, as under `btp-sp`."""
 
     def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
-        """Slots that received latents: B for this process's heads. Slots that received heads: nothing left to do."""
+        """Slots that received latents: B for this process's heads. Slots that received heads: a no-op."""
         if group.shape.name != "qkv" or all(group.as_heads):
             return super().project_in(arrived, prev, group)
         if not any(group.as_heads):

@@ -2,8 +2,8 @@
 
 Legend: p TP processes, T tokens, R = r/p latent width of a slot on this process, O output width of a slot.
 
-The published form computes attention and the gated product of all heads and channels on every process. The strong form, the
-baseline of speedup claims, shards them. Both send the same bytes. Grouping merges the collectives of linears that share an
+The published form computes attention and the gated product of all heads and channels on every process. The strong form,
+which is the baseline for speedups, shards them. Both send the same bytes. Grouping merges the collectives of linears that share an
 input.
 """
 
@@ -30,7 +30,7 @@ class Vanilla(Replicated):
         """This process's rows of A and columns of B, then the sum of the full outputs, scattered to heads or channels if they
         are sharded."""
         if self.splits:
-            # The sum of its gradient needs one node before and one after other work, so the normed input is saved.
+            # To overlap its gradient sum, other work runs between two nodes, so the normed input is saved.
             normed_TD = self.norm(flow.x, gamma)
             copies = [self.start(SUM_BACKWARD, normed_TD) for _ in group.shape.slots[: 1 if self.grouping else None]]
             yield
@@ -71,7 +71,7 @@ class Vanilla(Replicated):
         return arrived, ()
 
     def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
-        """This process's rows of A if it has all heads or channels; a no-op if a collective comes first."""
+        """This process's rows of A if it has all heads or channels; a no-op if a collective precedes them."""
         if self.num_shards > 1 or self.splits:
             return hidden
         return linear(collectives.sum_backward(hidden, self.axis), group.A)
@@ -93,7 +93,7 @@ class Vanilla(Replicated):
         flow.add(summed.wait())
 
     def _activate_and_project(self, flow: Flow, latents: Sequence[Tensor], group: LinearGroup) -> list[Tensor]:
-        """act and this process's columns of B. With latent gates, a gate that mixes latents needs all latents of the previous
+        """act and this process's columns of B. A latent gate that mixes latents needs all latents of the previous
         block, and LayerNorm sums over each whole latent."""
         gate = group.latent_gate
         if gate is None:

@@ -10,13 +10,13 @@ Tensors are saved with the names and global shapes of the model's parameters, in
 can be loaded on any mesh and layout. Everything is written to `.step-....tmp`, synced to disk, and renamed at the end, so a folder
 with the final name is complete. Files that the manifest does not list (.DS_Store, .nfs*, notes) are never opened.
 
-A save, and then a load:
+Files, in the order of a save and then a load:
 
-write.py      what each process writes, in the foreground or in the background; the last save of a run
-commit.py     temporary folder, agreement of all processes, manifest, rename; then earlier checkpoints are removed
-verify.py     what makes a folder a complete and undamaged checkpoint
-load.py       finds and opens a checkpoint; weights, optimizer and position from it
-reshard.py    slices of parameters on any mesh: who holds what, and who writes it
+write.py      writes each process's files, in the foreground or the background; the last save of a run
+commit.py     temporary folder, agreement of all processes, manifest, rename, removal of earlier checkpoints
+verify.py     checks that a folder is a complete and undamaged checkpoint
+load.py       finds and opens a checkpoint; reads its weights, optimizer state and position
+reshard.py    slices of parameters on any mesh: which process holds and writes each one
 """
 
 from boost.train.checkpoint.commit import (

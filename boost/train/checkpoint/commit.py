@@ -1,14 +1,14 @@
-"""How a folder becomes a checkpoint, on all processes or none, and what then becomes of earlier ones.
+"""Commits a folder as a checkpoint, on all processes or none, and then removes or renames earlier checkpoints.
 
-1. `make_temporary`: the main process creates `.step-00000200.*.tmp` and removes what killed saves have left.
-2. `run_on_all`: every process writes its files there (write.py). If one of them fails, all of them raise.
-3. `publish`: the main process adds manifest.json, syncs, and renames the folder. Only now is there a checkpoint.
-4. Only then are earlier checkpoints removed (`rotate`) or, after a return to an earlier step, set aside (`supersede`).
+1. `make_temporary`: the main process creates `.step-00000200.*.tmp` and removes leftovers of killed saves.
+2. `run_on_all`: every process writes its files there (write.py). If one process fails, all of them raise.
+3. `publish`: the main process adds manifest.json, syncs, and renames the folder. The checkpoint exists only after this step.
+4. Then `rotate` removes earlier checkpoints or, after a return to an earlier step, `supersede` sets them aside.
 
 step-00000200              complete; without a manifest: incomplete, skipped, never overwritten
-superseded-step-00000300   complete, but from a branch that a later `--resume PATH` abandoned, or that a save of its step replaces
+superseded-step-00000300   complete, but on a branch that `--resume PATH` abandoned, or replaced by a later save of the same step
 incomplete-step-00000300   had no manifest when a save needed its name
-.step-00000200.*.tmp       a save in progress, or left by a killed one
+.step-00000200.*.tmp       a save in progress, or left by a killed save
 .step-00000200.*.old       being removed
 best.json                  names the checkpoint with the lowest held-out loss (train.keep_best)
 """
@@ -77,7 +77,7 @@ def _unused(path: Path) -> Path:
     return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())
 
 
-# A folder to write to.
+# The temporary folder.
 
 
 def make_temporary(folder: Path, step: int) -> tuple[Path, list[str]]:
@@ -108,11 +108,11 @@ def remove(path: Path) -> str | None:
     return problems[0] if problems else None
 
 
-# The agreement of all processes.
+# Agreement of all processes.
 
 
 class ProcessFailure(Exception):
-    """An action failed on some process. Raised on all of them."""
+    """An action failed on some process. Raised on all processes."""
 
 
 def run_on_all(
@@ -123,7 +123,7 @@ def run_on_all(
 ) -> list[Any]:
     """Runs `action` on every process and returns all results by rank. If it fails on any process, raises `failure` on all of them.
 
-    A bug (neither OSError nor BoostError) is re-raised unchanged where it happened, and as `failure` on the others. `group`:
+    A bug (neither OSError nor BoostError) is re-raised unchanged on its own process, and as `failure` on the others. `group`:
     process group for the exchange, by default the run's (`Mesh.together`); a background thread needs its own.
     """
 
@@ -217,8 +217,8 @@ def publish(temporary: Path, final: Path, entries: Mapping[str, FileEntry]) -> l
     """Adds the manifest and renames the folder, which makes the checkpoint complete. Returns warnings. `entries`: by path, relative
     to the checkpoint, with forward slashes.
 
-    Only an earlier checkpoint or an empty folder at the final path is removed, and only after the rename. Until then,
-    it has a name that no save removes, because a kill between the two renames leaves neither at the final path.
+    Removes only an earlier checkpoint or an empty folder at the final path, and only after the rename. Until then,
+    it has a name that no save removes, because a kill between the two renames leaves nothing at the final path.
     """
     assert STATE_FILE in entries
     manifest = {name: entry.model_dump() for name, entry in entries.items()}
@@ -291,7 +291,7 @@ def rotated(complete: Sequence[Path], keep: int, keep_every: int, protected: Col
     `complete`: oldest first.
 
     If the newest one is marked (`marks_of`), training is in trouble, and any unmarked one may be the last good one. Then only
-    marked ones are removed, except the newest of either kind.
+    marked ones are removed, except the newest of each kind.
     """
     marks = {path: marks_of(path) for path in complete}
     unmarked = [path for path in complete if not any(marks[path])]
@@ -309,7 +309,7 @@ def rotated(complete: Sequence[Path], keep: int, keep_every: int, protected: Col
 
 
 def marks_of(path: Path) -> tuple[str, str]:
-    """(trouble, doubt) as recorded in a checkpoint (see `Position`); empty if there is none, or if it cannot be read."""
+    """(trouble, doubt) as recorded in a checkpoint (see `Position`); empty strings if it does not exist or cannot be read."""
     try:
         state = json.loads(read_text(path / STATE_FILE))
         return str(state.get("trouble", "")), str(state.get("doubt", ""))

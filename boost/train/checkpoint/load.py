@@ -1,9 +1,9 @@
-"""Finds a checkpoint, opens it, and reads weights, optimizer and position from it.
+"""Finds a checkpoint, opens it, and reads its weights, optimizer state and position.
 
-1. `find_checkpoint`: the folder that a path given by the user refers to.
-2. `open_checkpoint`: state.json, with its digest: position, configuration and data, all checked, before anything is allocated.
-3. `load_weights` and `load_training_state`: the model fits (`require_fits`); every file is intact and every tensor complete
-   (verify.py); only then is the first weight changed, on each process by the slices that it holds (reshard.py).
+1. `find_checkpoint` resolves the user's path to a folder.
+2. `open_checkpoint` reads state.json and checks its digest, position, configuration and data before anything is allocated.
+3. `load_weights` and `load_training_state` check that the model fits (`require_fits`), files are intact and tensors complete
+   (verify.py). Only then does each process load the slices that it holds (reshard.py).
 
 `WeightReader` reads whole parameters without a model, for conversion to other formats.
 """
@@ -60,7 +60,7 @@ from boost.train.model import Model
 from boost.train.rundir import BEST
 
 HUB = "hub"
-"""Key in a checkpoint's data: extra content of the Hugging Face folder the weights came from, such as a chat template."""
+"""Key in a checkpoint's data: extra content of the weights' Hugging Face folder, such as a chat template."""
 INIT_ONLY_FIELDS = ("factor_init", "init_std")
 """Fields of [model] that only affect the initial weights."""
 PREFIX = "model."
@@ -68,8 +68,8 @@ PREFIX = "model."
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Resolves a path to a checkpoint: a checkpoint itself, or the newest one in a run directory or checkpoints folder. A path that
-    ends in `@best` selects the one with the lowest held-out loss.
+    """Resolves a path to a checkpoint: the path itself, or the newest one in a run directory or checkpoints folder. A path that
+    ends in `@best` selects the checkpoint with the lowest held-out loss.
 
     Raises CheckpointError if there is none.
     """
@@ -113,7 +113,7 @@ class Checkpoint:
     config: Config
     updates: int
     data: dict[str, Any]
-    """Fingerprints of the run's token store and tokenizer; for imported weights, of their tokenizer."""
+    """Fingerprints of the run's token store and tokenizer; for imported weights, of their tokenizer only."""
 
     @property
     def tokenizer(self) -> Path:
@@ -122,7 +122,7 @@ class Checkpoint:
 
     @property
     def context(self) -> int:
-        """Length in tokens of the longest sequence that the model was made for, here or where its weights come from."""
+        """Longest sequence, in tokens, that the model was made for, in this run or before its weights were imported."""
         before = self.data.get("context")
         return max(self.config.train.seq_len, before if isinstance(before, int) else 0)
 
@@ -166,7 +166,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def require_fits(checkpoint: Checkpoint, wanted: ModelConfig) -> None:
-    """Raises CheckpointError unless the saved model computes the same function with the same shapes as `wanted`."""
+    """Raises CheckpointError if the saved model's function or shapes differ from those of `wanted`."""
     saved = checkpoint.config.model
     for field in type(wanted).model_fields:
         if field not in INIT_ONLY_FIELDS and getattr(saved, field) != getattr(wanted, field):
@@ -194,7 +194,7 @@ def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimiz
         )
     run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
     shards = verify_checkpoint(checkpoint.path, checkpoint.config.model, mesh)
-    # A process that did not exist in the saved mesh keeps the RNG state of its own seed.
+    # A process that did not exist in the saved mesh keeps the RNG state from its own seed.
     states = {key: value for key, value in random_states(mesh).items() if key in shards}
     for part in optimizer.parts():
         _read_into(named_slices(model, mesh, [part]) | states, checkpoint.path, shards, mesh)
@@ -246,7 +246,7 @@ class WeightReader:
 
 
 class ShardReader(HuggingFaceStorageReader):
-    """Reads only the tensor files listed in a manifest, and their headers once instead of once per tensor."""
+    """Reads only the tensor files listed in a manifest, and reads their headers once instead of once per tensor."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         super().__init__(str(path / TENSORS))

@@ -1,6 +1,6 @@
-"""Slices of a checkpoint's tensors on any mesh: which rectangles of weights and moments this process holds, and which it writes.
+"""Slices of a checkpoint's tensors on any mesh: the rectangles of weights and moments that this process holds and writes.
 
-Tensors have the names and global shapes of the model's parameters, whatever the mesh and layout, and each slice has offsets in
+On any mesh and layout, tensors have the names and global shapes of the model's parameters, and each slice has offsets in
 them. A save writes each slice once (`SaveShare`). A load asks for the slices of its own mesh (`named_slices`), which
 torch.distributed.checkpoint assembles from all files that hold parts of them. RNG states are separate tensors for each process.
 """
@@ -20,7 +20,7 @@ from boost.parallel.mesh import Mesh
 from boost.train.model import Model
 
 Key = tuple[str, tuple[int, ...]]
-"""Name and offsets of a slice: the same on every process that holds it."""
+"""Name and offsets of a slice, the same on every process that holds it."""
 
 
 class TensorSlice(Tensor):
@@ -54,7 +54,7 @@ class TensorSlice(Tensor):
         raise NotImplementedError(f"{func} is not supported on a TensorSlice")
 
     def __create_write_items__(self, fqn: str, _: Any) -> Any:
-        raise NotImplementedError("of the planner's protocol, but saves do not use it")
+        raise NotImplementedError("part of the planner's protocol, but saves do not use it")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offsets=self.offsets, sizes=self.local.shape)]
@@ -115,7 +115,7 @@ def restore_random_states(states: dict[str, Tensor]) -> None:
 
 
 class SaveShare:
-    """The slices that this process writes. Replicas hold the same slices; each slice has one writer, and all processes write about
+    """The slices that this process writes. Replicas hold the same slices, each slice has one writer, and all processes write about
     the same amount. Valid for all saves until the optimizer state is resharded. The constructor is collective."""
 
     def __init__(self, model: Model, optimizer: Optimizer, mesh: Mesh) -> None:

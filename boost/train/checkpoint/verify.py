@@ -1,12 +1,12 @@
-"""What makes a folder a complete and undamaged checkpoint.
+"""Checks that a folder is a complete and undamaged checkpoint.
 
 1. manifest.json lists every file with its size and digest (`read_manifest`). Files that it does not list are never opened.
-2. Every listed file has that size (`check_size`) and that digest (`verify_file`).
-3. A digest proves that a file matches its manifest, not that it is valid: state.json matches its schema (`CheckpointState`).
+2. Every listed file has the size (`check_size`) and the digest (`verify_file`) in the manifest.
+3. state.json matches its schema (`CheckpointState`): a digest proves that a file matches its manifest, not that it is valid.
 4. The header of each tensor file matches the file (offsets, sizes, dtypes) and the model: names, global shapes, and shards that
    cover each tensor exactly once (`read_structure`).
 
-`verify_checkpoint` does all of this except 3, on all processes together. Names of files are checked before they become paths, and
+`verify_checkpoint` does all of this except 3, jointly on all processes. File names are checked before they become paths, and
 nothing is unpickled.
 """
 
@@ -53,7 +53,7 @@ Index = Annotated[int, Field(ge=0, lt=2**62)]
 
 
 def verify_checkpoint(path: Path, model: ModelConfig, mesh: Mesh) -> "Shards":
-    """Validates the structure of a checkpoint of `model` and compares every file with its manifest. The files are distributed over
+    """Validates the structure of a checkpoint of `model` and compares every file with its manifest. Files are distributed over
     the processes. Returns the shards of its tensors.
 
     Raises DamagedCheckpointError on every process, naming a damaged file.
@@ -147,7 +147,7 @@ def first_problem(error: ValidationError) -> str:
 
 @dataclass(frozen=True)
 class Position:
-    """Position of a run. Together with the configuration, it is enough to resume exactly."""
+    """Position of a run. It and the configuration are enough to resume exactly."""
 
     step: int
     """Optimizer steps done. Determines the learning rate and, with `skipped`, the data position."""
@@ -156,15 +156,15 @@ class Position:
     skipped: int = 0
     """Steps of data that rollbacks have skipped: step n trains on the data of step n + skipped."""
     trouble: str = ""
-    """Why the weights are unusable; '' if they are usable. Such a checkpoint is resumed by its path, or if there is no other."""
+    """Why the weights are unusable; '' if they are usable. Such a checkpoint is resumed only by path, or if it is the only one."""
     doubt: str = ""
-    """Why it is unknown whether the weights are usable: training was in trouble, and a run that resumes here still is."""
+    """Why the weights may be unusable: training was in trouble, and a run that resumes from here still is."""
     recent: dict[str, list[float]] = field(default_factory=dict, compare=False, repr=False)
-    """Loss and gradient norm of recent healthy steps, with which the steps after a resume are compared (`boost.train.health`)."""
+    """Loss and gradient norm of recent healthy steps, for comparison with the steps after a resume (`boost.train.health`)."""
 
 
 class CheckpointState(BaseModel):
-    """Content of state.json. Ignores unknown keys, which other releases may have."""
+    """Content of state.json. Ignores unknown keys, which other releases may add."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 

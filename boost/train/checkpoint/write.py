@@ -1,13 +1,13 @@
-"""What each process writes, and how a save is started: in the foreground, in the background, or as the last one of a run.
+"""Writes each process's part of a checkpoint, in the foreground or the background, including the last save of a run.
 
 1. `CheckpointSaver` takes a `Snapshot` of this process's slices (reshard.py) and of the position. A foreground save refers to the
-   weights themselves; a background save copies them to host memory, which is all that training waits for.
-2. `write_snapshot`, in a background save on a thread: into a temporary folder, each process writes, hashes and syncs its tensors;
-   once all have done so, the main process adds state and tokenizer, and commits (commit.py).
-3. The main thread collects the result of a background save between two steps, once all processes have finished. At most one save is
-   in flight. Its processes communicate over a process group of their own.
+   weights themselves; a background save copies them to host memory, and training waits only for this copy.
+2. In `write_snapshot` (on a thread in a background save), each process writes, hashes and syncs its tensors in a temporary folder;
+   the main process then adds state and tokenizer, and commits (commit.py).
+3. The main thread collects the result of a background save between two steps after all processes have finished. At most one save is
+   in flight. Its processes communicate over a separate process group.
 
-This is a thread rather than a process because writing, syncing and hashing release the GIL, and because a process would need the
+A background save is a thread, not a process, because writing, syncing and hashing release the GIL, and a process would need the
 copy in shared memory.
 
 If the last save of a run fails, the weights are lost, so it is retried and falls back to another folder (`last_save_attempts`).
@@ -78,7 +78,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 60.0
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The part of a checkpoint that one process writes."""
+    """One process's part of a checkpoint."""
 
     state: CheckpointState
     tokenizer: bytes
@@ -88,7 +88,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is complete on disk."""
+    """A complete checkpoint on disk."""
 
     step: int
     path: Path
@@ -139,7 +139,7 @@ class CheckpointSaver:
     """Saves one model and optimizer. All methods except `close` and `in_flight` are collective."""
 
     expected_errors: tuple[type[Exception], ...] = ()
-    """Errors of a background save that are not defects, so their tracebacks are not logged."""
+    """Errors of a background save that are not bugs, so their tracebacks are not logged."""
 
     def __init__(
         self, model: Model, optimizer: Optimizer, config: Config, tokenizer: bytes, data: dict[str, Any], mesh: Mesh
@@ -195,7 +195,7 @@ class CheckpointSaver:
         self.prepare()
         snapshot = self._snapshot(position, self._buffer)
         self._step, self._outcome = position.step, None
-        facts = folder, snapshot, dataclasses.replace(self._mesh), self._group  # the mesh may change meanwhile
+        facts = folder, snapshot, dataclasses.replace(self._mesh), self._group  # the mesh may change during the save
         self._thread = threading.Thread(target=self._write, args=facts, name="save", daemon=True)
         self._thread.start()
 
@@ -236,7 +236,7 @@ class CheckpointSaver:
             if isinstance(outcome, Exception) and not isinstance(outcome, BoostError):
                 raise StorageError(f"checkpoint of step {self._step} not saved: {root_cause(outcome)}") from outcome
 
-        # Save errors are the same on all processes, but a lost connection between the threads may show on one process only.
+        # All processes see the same save errors, but only some may see a lost connection between the threads.
         try:
             run_on_all(self._mesh, raise_surprise, StorageError)
         except StorageError:
@@ -248,7 +248,7 @@ class CheckpointSaver:
         return outcome
 
     def close(self, timeout_s: float) -> None:
-        """Waits up to `timeout_s` for a save in flight, even after an error: a checkpoint is worth a few seconds' wait."""
+        """Waits up to `timeout_s` for a save in flight, even after an error, because a checkpoint is worth the wait."""
         if self._thread:
             log.info("waiting for the checkpoint of step %d", self._step)
             self._thread.join(timeout_s)
@@ -274,8 +274,8 @@ def write_snapshot(
 ) -> SavedCheckpoint:
     """Writes the snapshots of all processes as one complete checkpoint in `folder`. `group`: process group for their communication.
 
-    Raises StorageError on every process if one of them could not write, NonFiniteError if one of them holds a value that is not
-    finite. The partial checkpoint is then removed, and earlier checkpoints are untouched.
+    Raises StorageError on every process if any of them could not write, NonFiniteError if any of them holds a value that is not
+    finite. Then removes the partial checkpoint and leaves earlier checkpoints untouched.
     """
     step = snapshot.state.step
     final = checkpoint_path(folder, step)
@@ -331,7 +331,7 @@ def _write_tensors(stream: BinaryIO, slices: list[LocalSlice]) -> FileEntry:
     for tensor in (None, *slices):
         if tensor is None:
             data = np.frombuffer(_header(slices), dtype=np.uint8)
-        else:  # without a copy if it is contiguous and in host memory
+        else:  # no copy if it is contiguous and in host memory
             data = tensor.local.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         for begin in range(0, data.size, CHUNK_BYTES):
             chunk = data[begin : begin + CHUNK_BYTES]
@@ -377,15 +377,15 @@ class Attempt:
 
     folder: Path
     wait_s: float = 0.0
-    """Seconds to wait before it."""
+    """Seconds to wait before the attempt."""
     notice: str = ""
-    """Message to the user before the attempt, after the reason that the previous one failed."""
+    """Message to the user before the attempt; it follows the reason for the previous failure."""
 
 
 def last_save_attempts(folder: Path, fallback: Path | None, minutes: float, urgent: bool) -> list[Attempt]:
-    """Where and when the last save of a run is attempted until it succeeds: in `folder`, again for `minutes`, then in `fallback`.
+    """Attempts at the last save of a run, until one succeeds: in `folder`, with retries for `minutes`, then in `fallback`.
 
-    `urgent`: the process may be killed soon, so `fallback` comes before the retries. These are waits, not times, so that all
+    `urgent`: the process may be killed soon, so it tries `fallback` before the retries. Attempts have waits, not times, so that all
     processes follow them without communication.
     """
     waits = list(retry_waits(minutes))
@@ -399,7 +399,7 @@ def last_save_attempts(folder: Path, fallback: Path | None, minutes: float, urge
 
 
 def retry_waits(minutes: float) -> Iterator[float]:
-    """Seconds before each retry: doubles up to one minute, `minutes` in total."""
+    """Seconds before each retry, which double up to one minute; `minutes` in total."""
     left, wait = 60 * minutes, FIRST_WAIT_S
     while left > 0:
         yield min(wait, left)
@@ -416,13 +416,13 @@ def fallback_folder(config: Config) -> Path | None:
     return Path(config.run.fallback_dir, *run.parts[1:], "checkpoints")
 
 
-# Weights without a run, written tensor by tensor by one process: imported, converted, or of `boost.Model`.
+# Weights without a run (imported, converted, or of `boost.Model`), which one process writes tensor by tensor.
 
 
 @contextlib.contextmanager
 def writing_weights(final: Path, field: str) -> Iterator[Path]:
-    """An empty temporary folder next to the final path, to which the caller moves it (a weights-only checkpoint: with
-    `finish_weights`). It is removed in any case. Raises StorageError, naming the `field` of the path, if something cannot be
+    """An empty temporary folder next to the final path; the caller moves it there (a weights-only checkpoint: with
+    `finish_weights`). Always removed on exit. Raises StorageError, which names the path's `field`, if something cannot be
     written."""
     temporary = final.resolve().with_name(f".{final.resolve().name}.tmp")
     try:
