@@ -176,7 +176,7 @@ class RecoverableGroup(dist.ProcessGroup):
         self._backends.clear()
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Sets the timeout of collectives that start from now on."""
+        """Sets the timeout of collectives that start later."""
         for backend in self._backends.values():
             backend._set_default_timeout(timeout)
 
@@ -217,7 +217,9 @@ class RecoverableGroup(dist.ProcessGroup):
             raise PeersLostError(f"{what}: the membership has ended")
         with self._marked():
             while True:
-                completed = work.is_completed()  # checked first: a wait may time out just before the collective completes
+                completed = (
+                    work.is_completed()
+                )  # checked first: a wait may time out just before the collective completes
                 try:
                     if device.type == "cuda":  # returns immediately; only the stream waits
                         work.wait()

@@ -132,7 +132,7 @@ class DividedAdamW(Optimizer):
         }
 
     def _adopt(self, division: Division, pieces: Pieces) -> None:
-        """Updates these pieces from now on. For torch's AdamW, rows are separate parameters: views of the stored tensors."""
+        """Assigns pieces to this process. For torch's AdamW, their rows are separate parameters: views of the stored tensors."""
         self.division, self._pieces = division, pieces
         self._rows: list[tuple[nn.Parameter, Tensor, range]] = []
         groups: dict[float, list[nn.Parameter]] = {}

@@ -1,10 +1,10 @@
 """In-step recovery (run.recovery = "in-step"): the current step completes without the lost replica, which rejoins between two
 steps after a restart. docs/recovery.md explains the design; `boost.elastic.membership` implements the agreement protocol.
 
-All processes run the same sequence of collective operations: the reductions of a step,
-an evaluation, a save. A process completes an operation only after all processes have entered it. So if a replica is lost, the
-survivors are in the same operation or in two consecutive ones. Processes that are one operation behind take the result from the
-others; otherwise all survivors repeat the operation. Weights change only as a function of results, identically on every process.
+All processes run the same sequence of collective operations: the sums and statistics of a step, an evaluation, a save. A process
+completes an operation only after all processes have entered it. So if a replica is lost, the survivors are in the same operation
+or in two consecutive ones. Processes that are one operation behind take the result from the others; otherwise all survivors
+repeat the operation. Weights depend only on these results and change identically on every process.
 """
 
 import dataclasses

@@ -47,7 +47,7 @@ class ElasticSession(Session):
             self.recovery.enter(elastic)
         else:
             elastic.start(candidates, start_from)
-            self.recovery.trainer = elastic  # from now on, a lost replica does not end the run
+            self.recovery.trainer = elastic  # after this, a lost replica does not end the run
 
     def failed(self, error: Exception) -> None:
         """Tells the others."""

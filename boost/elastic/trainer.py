@@ -53,7 +53,7 @@ class ElasticReducer(GradientReducer):
         return BucketQueue(parameters, axis, dtype, _KeptBucket)
 
     def rejoin(self, mesh: Mesh) -> None:
-        """Sums over the axes of `mesh` from now on."""
+        """Sums over the axes of `mesh` in later steps."""
         for queue, axis in zip(self._queues, (mesh.replicas, mesh.dp_cp, mesh.tp), strict=True):
             queue.axis = axis
 

@@ -43,13 +43,13 @@ PROCESSES = "together"
 ALONE = "alone"
 
 FIT_ERROR, WORST_FIT_ERROR = 0.2, 0.5
-"""Mean error of the GEMM fit: thresholds for a warning and for refusing the profile."""
+"""Mean error of the GEMM fit: thresholds for a warning and for rejecting the profile."""
 
 DRIFT, WORST_DRIFT = 1.5, 4.0
-"""Slowdown of the probe during calibration: thresholds for a warning and for refusing the profile."""
+"""Slowdown of the probe during calibration: thresholds for a warning and for rejecting the profile."""
 
 LEAST_GB_S = 0.01
-"""Minimum plausible bandwidth of memory and links in GB/s. Anything slower means that waiting was measured."""
+"""Minimum plausible bandwidth of memory and links in GB/s. A lower value includes waiting time."""
 
 LEAST_TFLOPS = 1e-4
 """Minimum plausible speed of large GEMMs in TFLOP/s."""
@@ -58,7 +58,7 @@ LEAST_TFLOPS = 1e-4
 def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path, force: bool = False) -> int:
     """Runs one process of the calibration and returns the exit code.
 
-    The main process writes the profile. A useless profile is refused, with exit code 1 on all processes, unless `force`. Raises
+    The main process writes the profile. A useless profile is rejected, with exit code 1 on all processes, unless `force`. Raises
     StorageError.
     """
     mesh = open_mesh(ParallelConfig(layout="single", dp=world_size()), device)
@@ -204,7 +204,7 @@ def _attention(by_name: dict[str, list[Point]], dtype: str) -> list[dict[str, fl
         speeds, halves = [], []
         for products, points in ((2, forward), (5, backward)):
             of_width = [point for point in points if point.shape[3] == head_dim]
-            # flops / (rate S / (S + half)) is linear in S for equal tokens: seconds per unit = (1 + half / S) / rate.
+            # flops / (rate S / (S + half)) is linear in S for equal tokens, with (1 + half / S) / rate seconds per unit.
             lengths = np.array([point.shape[2] for point in of_width], float)
             costs = np.array([p.seconds / (products * math.prod(p.shape) * p.shape[2]) for p in of_width])
             slope, constant = np.polyfit(1 / lengths, costs, 1, w=1 / costs)
@@ -224,7 +224,7 @@ def _gb_s(bytes_per_second: float) -> float:
 
 
 def _link(points: Sequence[Point], processes: int) -> dict[str, Any]:
-    """Measured collectives, plus a latency and a bandwidth for all others."""
+    """Measured collectives, and a latency and bandwidth for all others."""
     if not points:
         return {"latency_us": 0.0, "gb_s": 1.0, "known": False}
     measured: dict[str, list[list[float]]] = defaultdict(list)
@@ -235,7 +235,7 @@ def _link(points: Sequence[Point], processes: int) -> dict[str, Any]:
     gathers = [point for point in points if point.name == "all-gather" and point.shape == most.shape]
     return {
         "latency_us": round(least.seconds * 1e6, 2),
-        # A send to a neighbor is as fast as a gather, which sends its payload minus the local shard.
+        # A send to a neighbor has the speed of a gather, which sends its payload minus the local shard.
         "gb_s": _gb_s(most.shape[0] * (processes - 1) / processes / min(p.seconds for p in gathers)),
         "measured": dict(measured),
     }
@@ -259,7 +259,7 @@ def _sweep(watch: Stopwatch, dtypes: Sequence[str], quick: bool, title: str) -> 
 
 
 def _host_us(mesh: Mesh, profile: dict[str, Any] | None) -> float:
-    """Host microseconds per operation: step time of a model with almost no work, minus the time of that work."""
+    """Host microseconds per operation, from the step time of a model with almost no work, minus the time of that work."""
     model = {"dim": 64, "ffn_dim": 128, "heads": 2, "layers": 4, "vocab_size": 256, "rank": 16}
     train = {"micro_batch": 1, "global_batch": 1, "seq_len": 32}
     tiny = from_tree({"model": model, "parallel": {"layout": "single"}, "train": train})
@@ -267,7 +267,7 @@ def _host_us(mesh: Mesh, profile: dict[str, Any] | None) -> float:
         assert profile is not None
         measured = statistics.median(time_passes(tiny, mesh.device, rounds=30))
         (once,) = Predictor(Hardware.model_validate(profile)).passes(tiny)
-        # On a CPU the host also runs the operations; a GPU runs them concurrently.
+        # On a CPU, the host also runs the operations; a GPU runs them concurrently.
         work = once.total if profile["device"] == "cpu" else 0.0
         result = (measured - work) / once.calls * 1e6
     mesh.barrier()
@@ -291,7 +291,7 @@ def summary(hardware: Hardware, points: dict[str, list[Point]], out: Path) -> st
     return "\n".join(lines)
 
 
-# A noisy profile gives useless plans.
+# A noisy profile would give useless plans.
 
 
 @dataclass(frozen=True)
@@ -300,14 +300,14 @@ class Problem:
 
     words: str
     serious: bool
-    """Whether it makes the profile useless."""
+    """Whether the problem makes the profile useless."""
 
 
 def problems(profile: dict[str, Any], fit_errors: Sequence[tuple[str, float]], drift: float) -> Iterator[Problem]:
     """Yields the problems of a profile in its file format.
 
-    `fit_errors`: mean error of the GEMM fit, by '<sweep>, <dtype>'. `drift`: seconds of the probe after the calibration, relative
-    to before.
+    `fit_errors`: mean error of the GEMM fit, by '<sweep>, <dtype>'. `drift`: seconds of the probe after the calibration, divided
+    by those before it.
     """
     for name, number in _numbers(profile):
         if not math.isfinite(number) or number < 0:

@@ -1,4 +1,4 @@
-"""Records the collectives that actually ran, at the dispatcher, for tests and inspection. The collective table lists the
+"""Records the collectives that run, at the dispatcher, for tests and inspection. The collective table lists the
 expected ones."""
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ KINDS = {
     "boost::reduce_scatter": "reduce-scatter",
     "boost::all_to_all": "all-to-all",
 }
-"""Kind of each functional collective: torch's and those of `boost.parallel.collectives`."""
+"""Kind of each functional collective, of torch and of `boost.parallel.collectives`."""
 
 _PLAIN = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
-"""Kind of each collective that fully_shard issues; these are not functional."""
+"""Kind of each collective that fully_shard issues; they are not functional."""
 
 
 class CollectiveCounter(TorchDispatchMode):

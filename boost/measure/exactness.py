@@ -1,6 +1,6 @@
-"""Compares training on any mesh with one process: losses, gradients, weights and collectives.
+"""Compares training on any mesh with training on one process: losses, gradients, weights and collectives.
 
-Used by `boost verify` and by tests. Data is synthetic: rows have different numbers of targets, and documents have a few tokens.
+`boost verify` and tests use it. Data is synthetic: rows have different numbers of targets, and documents have a few tokens.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class Observed:
 
 
 class MadeBatches(Batches):
-    """Micro-batches that `make` makes for a step and all replicas, instead of a store's; if there are too few, they repeat."""
+    """Micro-batches that `make` creates for a step and all replicas, instead of a store's; they repeat if there are too few."""
 
     def __init__(self, make: Callable[[int], Sequence[Batch]]) -> None:
         self.make = make
@@ -83,7 +83,7 @@ class TrainedModel:
         self.optimizer = self.build_optimizer(params, config, mesh)
         batches = MadeBatches(functools.partial(made_up_batches, config))
         self.stepper = Stepper(config, mesh, self.model, params, self.reducer, self.optimizer, batches, ahead=False)
-        self.stepper.from_tensors = False  # clips the gradients themselves, which are compared
+        self.stepper.from_tensors = False  # clips the gradients in place, because they are compared
         self.gradients: list[ByName] = []  # as in Observed
         self.numbers = [self.step(step) for step in range(steps)]
 
@@ -112,7 +112,7 @@ class TrainedModel:
             self.model.register_forward_pre_hook(enter("forward")),
             self.model.register_forward_hook(enter("backward")),
         ]
-        # Compiled blocks cannot run while a dispatch mode counts (an error in torch 2.13), and they issue the same collectives.
+        # Compiled blocks cannot run under a counting dispatch mode (an error in torch 2.13), but they issue the same collectives.
         with before(self.reducer, "finish", enter("step")), contextlib.ExitStack() as counting:
             counting.enter_context(torch.compiler.set_stance("force_eager"))
             counting.enter_context(counter)
@@ -125,7 +125,7 @@ class TrainedModel:
 
 @contextlib.contextmanager
 def before(owner: object, method: str, call: Callable[[], object]) -> Iterator[None]:
-    """In this context, `call` is called before a method of `owner`."""
+    """Context manager: calls `call` before each call of a method of `owner`."""
     usual = getattr(owner, method)
     setattr(owner, method, lambda *arguments: (call(), usual(*arguments))[1])
     try:
@@ -154,7 +154,7 @@ def made_up_tokens(config: Config, seed: int, batch: int | None = None) -> tuple
 
 
 def relative_errors(actual: TrainedModel, expected: Observed) -> dict[str, float]:
-    """Relative errors of this process's results against those of the whole model in one process, after the same number of steps."""
+    """Relative errors of this process's results against the whole model in one process, after the same number of steps."""
     model = actual.model
     numbers = zip(actual.numbers, expected.numbers, strict=True)
     per_step = [
@@ -172,10 +172,10 @@ def relative_errors(actual: TrainedModel, expected: Observed) -> dict[str, float
 
 
 def matches_table(config: Config, counted: list[Collective], pp_rank: int = 0) -> bool:
-    """Whether a step issued the collectives of the table.
+    """Whether a step issued the collectives in the table.
 
     Collectives of micro-batches must be in order, except under overlapped halves. Gradient reductions may be in any order. With PP
-    or sharded weights, all may be in any order, since the schedule or torch determines it.
+    or sharded weights, all may be in any order, because the schedule or torch determines it.
     """
     table = step_collectives(config, pp_rank)
     if config.parallel.pp > 1 or config.shards_weights:
@@ -211,12 +211,12 @@ def local_parts(model: Model, whole: ByName) -> ByName:
 
 
 def _slices(model: Model) -> Iterator[tuple[FusedParam, ParamSlice]]:
-    """Every parameter of which this process holds a part: what stores it, and where."""
+    """Every parameter of which this process holds a part, with its storage and location."""
     return ((fused, part) for fused in fused_params(model) for part in fused.local_slices())
 
 
 def worst_error(actual: ByName, expected: ByName) -> float:
-    """Largest relative error over all tensors; relative error is the maximum difference over the maximum expected magnitude."""
+    """Largest relative error over all tensors: each tensor's maximum difference divided by its maximum expected magnitude."""
     assert actual.keys() == expected.keys()
     return max(
         ((actual[k] - expected[k]).abs().max() / expected[k].abs().max().clamp_min(1e-300)).item()
@@ -226,7 +226,7 @@ def worst_error(actual: ByName, expected: ByName) -> float:
 
 
 def mean_error(actual: ByName, expected: ByName) -> float:
-    """Norm of all differences relative to that of the expected values, for low precision, where single elements mean little."""
+    """Norm of all differences relative to the norm of the expected values, for low precision, where single elements mean little."""
     squares = [
         ((actual[k].double() - expected[k].double()).square().sum(), expected[k].double().square().sum())
         for k in expected

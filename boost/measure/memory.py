@@ -1,4 +1,4 @@
-"""Measures the memory of a training step at the dispatcher, by tracking every storage from allocation to release.
+"""Measures the memory of a training step at the dispatcher by tracking every storage from allocation to release.
 
 Works on real and on fake tensors. Allocator rounding and cuBLAS workspaces are not included.
 """
@@ -20,9 +20,9 @@ from boost.plan.categories import category_of
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts live and peak bytes of every tensor allocated while active, by category.
+    """Counts live and peak bytes, by category, of every tensor allocated while active.
 
-    The category follows from the inputs of the operation (`boost.plan.categories.category_of`). Set `scope` to assign everything to
+    The category follows from the operation's inputs (`boost.plan.categories.category_of`). Set `scope` to assign all tensors to
     one category instead.
     """
 
@@ -54,7 +54,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
-            return args[0]  # on real tensors, the wait is in place; torch's fake rule returns another tensor
+            return args[0]  # real tensors wait in place, but torch's fake rule returns another tensor
         result = func(*args, **(kwargs or {}))
         made = [x for x in _pytree.tree_leaves(result) if isinstance(x, Tensor)]
         name = func._schema.name.partition("::")[2]
@@ -69,7 +69,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _write(self, out: Tensor, category: str, role: str) -> None:
-        """Handles a write into `out`: uninitialized memory takes the category of what is written into it."""
+        """Handles a write into `out`: uninitialized memory takes the category of the written data."""
         with self._lock:
             storage = self._known.get(out.untyped_storage()._cdata)
             if storage is not None:

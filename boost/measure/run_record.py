@@ -1,4 +1,4 @@
-"""Reads what run directories say about their runs, finished or in progress, without changing anything."""
+"""Reads run directories of finished or ongoing runs, without changing anything."""
 
 import contextlib
 import datetime
@@ -18,24 +18,24 @@ from boost.train.run_lock import is_held
 from boost.train.rundir import RunDirectory
 
 State = Literal["running", "done", "stopped", "failed"]
-"""failed: it ended with an error or was killed."""
+"""failed: the run ended with an error or was killed."""
 
 RECENT = 10
-"""Steps over which the train loss is averaged, because the loss of one step is noisy."""
+"""Steps over which the train loss is averaged, because a single step's loss is noisy."""
 DEPTH = 5
-"""Number of levels below the given folder at which runs are looked for."""
+"""Number of folder levels to search for runs."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run directory, and the numbers of its run so far. None: there is nothing to compute it from."""
+    """One run directory and its run's numbers so far. A number is None if there is no data for it."""
 
     path: Path
     state: State
     reason: str
-    """Why it was stopped; '' if it was not."""
+    """Why the run was stopped; '' if it was not."""
     updated: datetime.datetime | None
-    """When a metric was last written, UTC."""
+    """Time of the last metric, UTC."""
     step: int
     """Steps done."""
     total_steps: int
@@ -54,7 +54,7 @@ class RunRecord:
     mfu: float | None
     """Median over the steps, a fraction."""
     memory_bytes: int | None
-    """Peak of the main process."""
+    """Peak memory of the main process."""
     seconds: float
     """Wall-clock time of all steps, excluding startup, evaluations and saves."""
     damaged_lines: int
@@ -62,7 +62,7 @@ class RunRecord:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Run directories in a folder, sorted; the folder itself if it is one. Raises DataError if there is none."""
+    """Sorted run directories in a folder, or the folder itself if it is one. Raises DataError if there are none."""
     if not folder.is_dir():
         raise DataError(f"no runs in '{folder}': no such folder")
     runs = sorted(_runs_below(folder, DEPTH))
@@ -75,7 +75,7 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
     if is_run(folder):
         yield folder
     elif depth:
-        with contextlib.suppress(OSError):  # a folder of someone else
+        with contextlib.suppress(OSError):  # another user's folder
             for entry in os.scandir(folder):
                 if entry.is_dir() and not entry.name.startswith("."):
                     yield from _runs_below(Path(entry.path), depth - 1)
@@ -107,7 +107,7 @@ def read_run(path: Path) -> RunRecord:
     names = ((re.fullmatch(r"config(?:\.(\d+))?\.toml", file.name), file) for file in path.glob("config*.toml"))
     _, file = max(
         (int(name[1] or 1), file) for name, file in names if name
-    )  # of the last start, with every field resolved
+    )  # from the last start, with every field resolved
     try:
         train = tomllib.loads(file.read_text(encoding="utf-8", errors="replace")).get("train", {})
     except tomllib.TOMLDecodeError:

@@ -1,6 +1,6 @@
 """Measures the speed of this machine for GEMMs, attention, memory-bound operations and collectives, over a range of sizes.
 
-Operations run as in a training step: torch's own kernels, called as autograd calls them, with newly allocated outputs.
+Operations run as in a training step: autograd's calls to torch's kernels, with newly allocated outputs.
 """
 
 import collections
@@ -27,7 +27,7 @@ LEAST_SECONDS = 2e-3
 """Target duration of a sample in seconds, reached by repeating the operation."""
 
 RING_BYTES = 2**25
-"""Bytes of recent outputs to keep alive: more than caches hold, like the activations of a step."""
+"""Bytes of recent outputs to keep alive: more than caches hold, as a step's activations are."""
 
 Call = Callable[[], object]
 
@@ -46,7 +46,7 @@ class Point:
 class Probe:
     """A small fixed workload of GEMMs and sums, timed before and after a measurement.
 
-    The speed of shared cores varies over time, by up to 50%; the probe shows by how much.
+    The speed of shared cores varies over time by up to 50%; the probe shows the variation.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class Probe:
         return time.perf_counter() - begun
 
     def least(self, times: int = 30) -> float:
-        """Shortest of `times` runs, in seconds."""
+        """Time of the fastest of `times` runs, in seconds."""
         return min(self.seconds() for _ in range(times))
 
 
@@ -78,8 +78,8 @@ def synchronize(device: torch.device) -> None:
 class Stopwatch:
     """Times calls while the other processes of the mesh do the same, or wait.
 
-    On CPUs, seconds are normalized by the probe: to the machine's fastest speed when the stopwatch was created. A GPU is not
-    shared, and its probe would time launches, and clocks that rise under load.
+    On CPUs, the probe normalizes seconds to the machine's fastest speed when the stopwatch was created. A GPU is not
+    shared, and its probe would measure launches and clocks that rise under load.
     """
 
     def __init__(self, mesh: Mesh, samples: int = SAMPLES) -> None:
@@ -136,7 +136,7 @@ def attention_points(watch: Stopwatch, dtype: torch.dtype, lengths: Sequence[int
     for head_dim, length in itertools.product((32, 64, 128), lengths):
         shape = (max(tokens // length, 1), 256 // head_dim, length, head_dim)
         sequences, heads, _, _ = shape
-        # The memory layout of a linear's output: heads side by side in each row.
+        # Use the memory layout of a linear's output: heads side by side in each row.
         q, k, v = (
             torch.randn(sequences, length, heads, head_dim, dtype=dtype, device=watch.mesh.device)
             .transpose(1, 2)
@@ -159,7 +159,7 @@ def kernel_points(watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int]) ->
         rows = size // dtype.itemsize // width
         x, y = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
         row, column = x[0].clone(), x[:, :1].clone()
-        heads = x.view(8, rows // 8, 8, width // 8).transpose(1, 2)  # the memory layout at the rotary embedding
+        heads = x.view(8, rows // 8, 8, width // 8).transpose(1, 2)  # memory layout at the rotary embedding
         streams: list[Call] = [partial(torch.add, x, y), x.clone]
         streams += [partial(torch.mul, x, factor) for factor in (row, column)]
         streams.append(partial(torch.mul, heads, heads[0].contiguous()))
@@ -180,7 +180,7 @@ def kernel_points(watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int]) ->
             work.LOOKUP: (2.0, [partial(F.embedding, torch.randint(0, rows, (rows,), device=device), x)]),
             work.OPTIMIZER: (7.0 * _TOGETHER, [torch.optim.AdamW(weights, lr=1e-6, fused=True).step]),
         }
-        # The last results stay alive, so that outputs are written to uncached memory, like activations.
+        # Keep the last results alive, so that outputs go to uncached memory, as activations do.
         results = collections.deque[object](maxlen=max(2, min(RING_BYTES // size, 64)))
         for kernel, (times, calls) in measured.items():
             kept = [partial(lambda call, results: results.append(call()), call, results) for call in calls]
@@ -193,7 +193,7 @@ _TOGETHER = 4
 
 
 def _reorderings(x: Tensor, run: int) -> list[Call]:
-    """Reorders shards with `run` elements per row: from stacked to side by side, back, and back for two at once."""
+    """Reorders shards with `run` elements per row: from stacked to side by side, back, and back for two tensors at once."""
     rows, count = x.shape[0], x.shape[1] // run
     below, beside = x.view(count, rows, run), x.view(rows, count, run).transpose(0, 1)
     return [below.transpose(0, 1).contiguous, beside.contiguous, partial(torch.cat, (beside, beside), dim=-1)]

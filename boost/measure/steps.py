@@ -1,4 +1,4 @@
-"""Runs optimizer steps as in training, on random tokens, and measures their time, memory and collectives, next to predictions."""
+"""Runs optimizer steps as in training, on random tokens, and measures their time, memory and collectives against predictions."""
 
 import time
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from boost.train.step import Passes, Update, run_passes
 from boost.train.step import Stepper as TrainingStepper
 
 SMALL, SIZE_1B = (512, 4, 1376, 8), (2048, 6, 5472, 32)
-"""(d, blocks, f, heads) of steps that take about a second on a CPU core and on a GPU."""
+"""(d, blocks, f, heads) of models whose steps take about a second on a CPU core and on a GPU."""
 
 
 class Stepper:
@@ -43,7 +43,7 @@ class Stepper:
         self.fused_params = list(fused_params(model))
         self.optimizer = build_optimizer(self.fused_params, config, mesh)
         reducer = GradientReducer(self.fused_params, mesh, getattr(torch, config.train.sum_dtype))
-        made = made_up_batches(config)  # the same in every step, and for every replica
+        made = made_up_batches(config)  # the same in every step and for every replica
         batches = MadeBatches(lambda step: made)
         self._training = TrainingStepper(config, mesh, model, self.fused_params, reducer, self.optimizer, batches)
         self.stats: StepStats | None = None
@@ -57,14 +57,14 @@ class Stepper:
         return [passes.loss] * has_head + [s.tensor.grad for s in self.fused_params if s.tensor.grad is not None]
 
     def _launch(self) -> tuple[Passes, Update]:
-        # Another model of this process may have chosen other kernels.
+        # Another model in this process may have chosen other kernels.
         choose_kernels(self.config.train.compile, self.mesh.device)
         passes = self._training.passes(Position(0, 0), self.config.optim.lr)
         return passes, self._training.update(passes, StepFlags.NONE)
 
     def seconds(self, steps: int = 1) -> float:
         """Seconds of one step, from a common start until all processes are done. With several, their mean: as in training, the host
-        launches each before it reads the statistics of the previous one."""
+        launches each step before it reads the previous step's statistics."""
         self._all_here()
         begun, previous = time.perf_counter(), None
         for _ in range(steps):
@@ -114,7 +114,7 @@ class ObservedStep:
 
 
 def look_at(stepper: Stepper) -> ObservedStep:
-    """Runs one step, more slowly than usual, and records every tensor and collective."""
+    """Runs one step, more slowly than usual, and records all tensors and collectives."""
     tracker, counter = MemoryTracker(), CollectiveCounter()
     for fused in stepper.fused_params:
         tracker.watch(fused.tensor, WEIGHTS)

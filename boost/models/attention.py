@@ -1,4 +1,4 @@
-"""Causal attention with rotary embeddings over the local heads, and the key/value caches of generation.
+"""Causal attention with rotary embeddings over the local heads, and key/value caches for generation.
 
 Legend: B sequences, S tokens of each, T = B * S, H query heads and K key/value heads on this process, E width of a head; cp
 processes of the context axis, c tokens of a chunk; C cached tokens of the longest sequence.
@@ -24,12 +24,12 @@ KeysValues = tuple[Tensor, Tensor] | tuple[()]
 @dataclass(frozen=True)
 class SequenceShare:
     """This process's share of each sequence on the context axis (`boost.config.attention`): two chunks, one from each half of the
-    sequence; or the chunk of one half only."""
+    sequence, or only one half's chunk."""
 
     rank: int
     cp: int
     gathers_keys: bool
-    """Whether keys and values are gathered while queries stay local. Otherwise attention gets all tokens of some heads."""
+    """Whether keys and values are gathered while queries stay local. Otherwise, attention gets all tokens of some heads."""
     documents: tuple[Documents | None, ...] = (None, None)
     """Documents of the queries of each local chunk, if keys are gathered."""
     halves_held: tuple[int, ...] = (0, 1)
@@ -54,7 +54,7 @@ class SequenceShare:
         return torch.cat([torch.arange(number * c, (number + 1) * c, device=device) for number in self.chunks])
 
     def to_sequences(self, x: Tensor, batch: int) -> Tensor:
-        """Reorders rows from process order (one process after another) to sequence order. Copies, unless the order is the same."""
+        """Reorders rows from process order (one process after another) to sequence order. Copies unless the order is the same."""
         return _reordered(x, self._order(batch))
 
     def to_processes(self, x: Tensor, batch: int) -> Tensor:
@@ -79,8 +79,8 @@ def _reordered(x: Tensor, order: Sequence[int]) -> Tensor:
     return torch.cat([blocks[number] for number in order])
 
 
-# Caches of generation. Every sequence that is being generated has a row of the caches, which it fills from the front. Prompts are
-# stored first (`PromptRows`), packed one after another without padding; then one token at a time is added to all rows
+# Caches for generation. Every sequence being generated has a row in the caches, which it fills from the front. Prompts are
+# stored first (`PromptRows`), packed one after another without padding; then all rows get one token at a time
 # (`NextTokenRows`), whose lengths may differ.
 
 
@@ -91,7 +91,7 @@ class KVCache:
     keys: Tensor
     values: Tensor
     length: int = 0
-    """Cached tokens of each row, if all rows have equally many."""
+    """Cached tokens of each row, if all rows have the same number."""
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` tokens of row `source` to row `target`."""
@@ -121,7 +121,7 @@ class PromptRows:
         return torch.tensor(list(itertools.accumulate(self.lengths)), device=device) - 1
 
     def store(self, cache: KVCache, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores keys and values of the prompts, [B, K, S, E], or packed, [1, K, T, E]. Returns them."""
+        """Stores keys and values of the prompts, [B, K, S, E], or packed, [1, K, T, E], and returns them."""
         for x_BKSE, stored in ((k_BKSE, cache.keys), (v_BKSE, cache.values)):
             whole = x_BKSE.shape[0] == len(self.rows)
             prompts = x_BKSE.unbind() if whole else x_BKSE[0].split(self.lengths, dim=1)
@@ -137,7 +137,7 @@ class NextTokenRows:
     lengths: tuple[int, ...]
     """Cached tokens of each row, without the new one."""
     lengths_B: Tensor
-    """The same on the device, int64."""
+    """The same lengths on the device, int64."""
     mask_B11C: Tensor | None
     """Added to the scores: 0 where a token may attend, -inf elsewhere. None: all rows have the same length."""
 
@@ -161,7 +161,7 @@ class NextTokenRows:
         return torch.arange(len(self.lengths), device=device)
 
     def store(self, cache: KVCache, k_BK1E: Tensor, v_BK1E: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores keys and values of the tokens. Returns those of all tokens of these rows, [B, K, C, E], as views."""
+        """Stores the tokens' keys and values. Returns the keys and values of all tokens in these rows, [B, K, C, E], as views."""
         batch, end = len(self.lengths), max(self.lengths) + 1
         for x_BK1E, stored in ((k_BK1E, cache.keys), (v_BK1E, cache.values)):
             if self.mask_B11C is None:
@@ -181,25 +181,25 @@ class NextTokenRows:
 
 
 CacheRows = PromptRows | NextTokenRows
-"""Where the tokens of a forward pass go."""
+"""Positions in the caches for the tokens of a forward pass."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """Metadata of a micro-batch that attention needs, the same for every block."""
+    """Metadata of a micro-batch for attention, the same for every block."""
 
     batch: int
     """Number of sequences B."""
     cos: Tensor
-    """Cosines of the rotary angles in the activations' dtype, [S, 1, E]; [B, S, 1, E] if sequences are at different positions."""
+    """Cosines of the rotary angles in the activations' dtype, [S, 1, E]; [B, S, 1, E] if sequences have different positions."""
     sin: Tensor
-    """Their sines, [..., E / 2]: the two halves of a head have the same angles."""
+    """Sines of the angles, [..., E / 2]: the two halves of a head have the same angles."""
     documents: Documents | None = None
-    """Document boundaries: tokens attend only within their own document. None: to all earlier tokens of the sequence."""
+    """Document boundaries: tokens attend only within their own document. None: they attend to the whole sequence so far."""
     caches: tuple[KVCache, ...] = ()
     """One cache per block during generation, else empty."""
     rows: CacheRows | None = None
-    """Where these tokens go in the caches. None: no caches."""
+    """Positions of these tokens in the caches. None: no caches."""
     is_first_half: bool = False
     """Whether these are the first half of the tokens of a sequence, whose keys and values the second half needs."""
     attends_to_first_half: bool = False
@@ -269,8 +269,8 @@ def make_context(
 def rotary_frequencies(model: ModelConfig, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """Rotary frequencies [E / 2], in radians per token.
 
-    With `model.rope_factor`, scaled as in Llama 3.1 (arXiv 2407.21783 and its published configuration): low frequencies are
-    divided by the factor, high ones are unchanged, and those in between are interpolated.
+    With `model.rope_factor`, scales them as in Llama 3.1 (arXiv 2407.21783 and its published configuration): low frequencies are
+    divided by the factor, high ones are unchanged, and frequencies in between are interpolated.
     """
     width = model.head_dim
     plain = model.rope_theta ** -(torch.arange(0, width, 2, device=device, dtype=dtype) / width)
@@ -296,11 +296,11 @@ def attend(
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """softmax(q k^T / sqrt(E)) v for every local head, with q and k already rotated.
 
-    Returns ([T, H * E], list of the keys and values that the second half of the sequence needs). For the second half, `before`
-    holds those of the first half.
+    Returns ([T, H * E], list of keys and values for the second half of the sequence). For the second half, `before`
+    holds the first half's keys and values.
 
-    With a context axis: if heads were exchanged, each local head has all tokens; if keys were gathered, there are more keys
-    than queries, and the queries are those of the local chunks.
+    With a context axis, if heads were exchanged, each local head has all tokens. If keys were gathered, there are more keys
+    than queries, and the queries come from the local chunks.
     """
     q, k, v = q_BSHE.transpose(1, 2), k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2)
     if cache is not None and context.rows is not None:
@@ -329,7 +329,7 @@ def attend(
 
 
 def _attend_chunks(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, share: SequenceShare) -> Tensor:
-    """Attention of the local chunks' queries to all keys of the sequence up to their own."""
+    """Attention of the local chunks' queries to the sequence's keys up to their own."""
     c, attended = q_BHSE.shape[2] // len(share.chunks), []
     for index, (number, documents) in enumerate(zip(share.chunks, share.documents, strict=True)):
         end = (number + 1) * c

@@ -1,4 +1,4 @@
-"""A decoder block, written once for all layouts and families: `attention`, then `mlp`, and the order in which two halves of a
+"""A decoder block for all layouts and families: `attention`, then `mlp`, and the order in which two halves of a
 micro-batch run through them.
 
 A sublayer projects norm(x) in, does its local work, and projects out:
@@ -9,9 +9,9 @@ A sublayer projects norm(x) in, does its local work, and projects out:
     u = A a                   layout.project_out
     x = x + B act(u)          layout.leave: the collective, and B
 
-The functions of a block are generators. A bare `yield` means that a collective is in flight, so the other half of the micro-batch
-may run. Results stay in a `Flow`, because torch.compile traces no values that travel through a generator. Between two yields stand
-plain functions, segments, which can be recomputed in the backward pass without communication.
+A block's functions are generators. A bare `yield` means that a collective is in flight, so the other half of the micro-batch
+can run. Results stay in a `Flow`, because torch.compile does not trace values that pass through a generator. Between yields, they
+call plain functions (segments), which the backward pass can recompute without communication.
 
 Legend: x is the residual stream in the layout's shape.
 """
@@ -41,7 +41,7 @@ def attention(
     cache: KVCache | None = None,
 ) -> Iterator[None]:
     """x + o(attention(q, k, v)), where q, k, v are projections of norm(x). `cache`: of this block, during generation."""
-    yield from layout.enter(flow, gamma, qkv)  # norm and A: the latents of q, k, v arrive
+    yield from layout.enter(flow, gamma, qkv)  # norm and A; delivers the latents of q, k, v
     if context.share is None:
         before = flow.first_half.keys_values.pop(0) if flow.first_half is not None else ()
         partial, latents, keys_values = qkv.policy.attention(
@@ -58,7 +58,7 @@ def attention(
         yield from layout.leave_attention(flow, attended, context)
         partial = layout.project_out(flow.arrived[0], o)
     flow.latents += latents
-    yield from layout.leave(flow, partial, o)  # the sum of A a arrives; then B, and the residual update
+    yield from layout.leave(flow, partial, o)  # delivers the sum of A a; then B and the residual update
 
 
 def _attend(
@@ -114,7 +114,7 @@ class TransformerBlock(FusedModule):
     def __init__(
         self, model: ModelConfig, layer: int, layout: Layout, policy: RecomputePolicy, layer_index: int
     ) -> None:
-        """`policy`: during training. `layer_index`: index among the blocks of this decoder."""
+        """`policy`: recomputation policy in training. `layer_index`: index among this decoder's blocks."""
         super().__init__()
         self.layer_index = layer_index
         self.mlp_silu = model.mlp_silu
@@ -126,7 +126,7 @@ class TransformerBlock(FusedModule):
         self.recompute(policy)
 
     def recompute(self, policy: RecomputePolicy) -> None:
-        """Chooses what is recomputed in the backward pass from now on."""
+        """Chooses the recomputation policy for later backward passes."""
         self.policy = policy
         for group in self.groups:
             group.recompute(policy)
@@ -138,7 +138,7 @@ class TransformerBlock(FusedModule):
 
     def run(self, layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
         """Runs one part of a micro-batch through this block."""
-        # Compiled blocks would need one graph each if their index were read in training.
+        # If training read the index, each compiled block would need its own graph.
         cache = context.caches[self.layer_index] if context.caches else None
         yield from attention(layout, flow, context, self.attn_norm, self.qkv, self.o, cache)
         yield from mlp(layout, flow, self.mlp_norm, self.gate_up, self.down, self.mlp_silu)
@@ -177,7 +177,7 @@ def flows_of(streams: Sequence[Stream], contexts: Sequence[Context]) -> list[Flo
 
 
 def interleave(runs: Sequence[Iterable[None]], lag: int = 0) -> None:
-    """Runs generators in turn, each until its next collective is in flight: start(a), start(b), wait(a) and on, wait(b) and on.
+    """Runs generators in turn, each until its next collective is in flight: start(a), start(b), wait(a) and more, wait(b) and more.
     Each one trails the previous one by `lag` such steps.
 
     Autograd runs nodes in the reverse order of their creation, so the backward pass is interleaved too.

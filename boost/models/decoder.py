@@ -1,4 +1,4 @@
-"""The decoder, written once for all layouts: the math of LLaMA. The layout decides how it is distributed over processes.
+"""The decoder for all layouts, with the math of LLaMA. The layout decides how it is distributed over processes.
 
 Legend: B sequences, S tokens of each, T = B * S; x is the residual stream in the layout's shape.
 """
@@ -67,8 +67,8 @@ class Decoder(FusedModule):
         received: tuple[Tensor, ...] = (),
         teaching: Teaching | None = None,
     ) -> Any:
-        """Sum of the cross-entropy (nats) over the targets that are not -100; a scalar in fp32 or wider. With `teaching`: of the
-        distillation loss.
+        """Sum of the cross-entropy (nats), or with `teaching` of the distillation loss, over targets that are not -100; a scalar
+        in fp32 or wider.
 
         With document ids (int, [B, S]) tokens attend only within their own document. With a context axis, tokens and targets
         are the local ones, [B, S / cp], and document ids cover whole sequences. A pipeline stage takes the outputs of the
@@ -91,7 +91,7 @@ class Decoder(FusedModule):
 
     @torch.no_grad()
     def head_inputs(self, tokens_BS: Tensor, document_ids_BS: Tensor | None = None) -> Tensor:
-        """The final norm of all tokens, [T, d], replicated over TP, of a model that is one stage. Arguments as in `forward`."""
+        """The final norm of all tokens, [T, d], replicated over TP, for a single-stage model. Arguments as in `forward`."""
         _, streams = self._run_parts(tokens_BS, document_ids_BS, ())
         flows = [Flow(stream.x) for stream in streams]
         interleave([self.layout.head_input(flow, self.final_norm) for flow in flows])
@@ -107,8 +107,8 @@ class Decoder(FusedModule):
     ) -> Any:
         """Logits [B, V] of the token after each sequence's last one. `tokens_BS` follow the tokens already in the caches.
 
-        `rows`: where each sequence is in the caches; prompts of several rows may be packed, [1, T]. None: sequence i is in row i,
-        and all have equally many tokens. Same stage inputs and outputs as `forward`.
+        `rows`: each sequence's row in the caches; prompts of several rows may be packed, [1, T]. None: sequence i is in row i,
+        and all have the same number of tokens. Same stage inputs and outputs as `forward`.
         """
         counted = rows is None
         rows = rows or self._rows(tokens_BS, caches)
@@ -122,7 +122,7 @@ class Decoder(FusedModule):
 
     @torch.no_grad()
     def logits_of(self, tokens_BS: Tensor, tokens_N: Tensor) -> Tensor:
-        """Logits [N, V] after each of the tokens numbered `tokens_N` (int64, 0 to B S - 1), of a model that is one stage."""
+        """Logits [N, V] after each of the tokens numbered `tokens_N` (int64, 0 to B S - 1), for a single-stage model."""
         caches = self.make_caches(*tokens_BS.shape)
         layout, stream = self._infer(tokens_BS, caches, self._rows(tokens_BS, caches))
         return layout.logits(stream.x, self.final_norm, self.head, tokens_N)
@@ -153,7 +153,7 @@ class Decoder(FusedModule):
     def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:
         """Empty caches, one per block, for `batch` sequences of up to `capacity` tokens and the local heads."""
         shape = self._cache_shape(batch, capacity)
-        # Attention multiplies masked values by 0, which must not be 0 times nan.
+        # Attention multiplies masked values by 0, so they must not be nan.
         create = torch.empty if batch == 1 else torch.zeros
 
         def empty() -> Tensor:
@@ -235,7 +235,7 @@ class Decoder(FusedModule):
         return [Stream(flow.x, flow.prev_latents) for flow in flows]
 
     def _run(self, layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
-        """Runs one half through all blocks, so that the other half can also compute while a collective at the end of a block is in
+        """Runs one half through all blocks, so that the other half can compute even while a collective at the end of a block is in
         flight."""
         for block in self._blocks:
             yield from block.run(layout, flow, context)

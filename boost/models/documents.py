@@ -23,7 +23,7 @@ Lengths = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a micro-batch, in the form that the attention kernel takes."""
+    """The documents of a micro-batch, in the attention kernel's input format."""
 
     form: DocumentForm
     lengths: Lengths
@@ -34,8 +34,8 @@ class Documents:
     key_starts_N: Tensor | None = None
     """varlen: starts of the keys, if `before` adds keys."""
     before: tuple[int, ...] = ()
-    """segments and varlen: for each sequence, the number of earlier tokens of its first document. Their keys precede the part's
-    own. Empty: none."""
+    """segments and varlen: for each sequence, the number of earlier tokens in its first document, whose keys precede the part's
+    own. Empty: no such tokens."""
 
     def split(self, sizes: Sequence[int]) -> "list[Documents]":
         """Splits the documents into parts with `sizes` sequences each."""
@@ -45,7 +45,7 @@ class Documents:
         return [self._like(self.lengths[rows], self.before[rows]) for rows in slices]
 
     def part(self, start: int, end: int) -> "Documents":
-        """Documents of tokens `start` to `end` of each sequence, which attend to keys up to `end`."""
+        """The documents of tokens `start` to `end` of each sequence, which attend to keys up to `end`."""
         ends = [list(itertools.accumulate(row)) for row in self.lengths]
         cuts = [(start, *(cut for cut in row if start < cut < end), end) for row in ends]
         lengths = tuple(tuple(b - a for a, b in itertools.pairwise(row)) for row in cuts)
@@ -55,7 +55,7 @@ class Documents:
         return self._like(lengths, before)
 
     def _like(self, lengths: Lengths, before: tuple[int, ...]) -> "Documents":
-        """New documents in the same form, which must not be a mask."""
+        """Builds new documents of the same kind, which must not be a mask."""
         before = before if any(before) else ()
         if self.starts_N is None:
             return Documents(self.form, lengths, before=before)
@@ -83,7 +83,7 @@ class Documents:
             starts = self.starts_N, self.starts_N if self.key_starts_N is None else self.key_starts_N
             from torch.nn.attention.varlen import varlen_attn
 
-            # The sequence length instead of the longest document's, so that it is the same in all batches of compiled code.
+            # Use the sequence length, not the longest document's, so that compiled code gets the same value in all batches.
             longest, grouped = k_BKSE.shape[2], q_THE.shape[1] != k_TKE.shape[1]
             a_THE = varlen_attn(q_THE, k_TKE, v_TKE, *starts, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
             assert isinstance(a_THE, Tensor), "varlen_attn returns one tensor unless asked for more"
@@ -129,7 +129,7 @@ def last_queries(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
     Calls the kernel itself. torch's API for it, `causal_lower_right`, is a subclass of Tensor that can be created neither under a
     dispatch mode, such as that of selective recomputation, nor in compiled code, and it allocates tokens x keys of host memory.
     """
-    # Its conditions, in a form that compiled code takes. ROCm's kernel assigns the queries to the first tokens.
+    # The kernel's conditions, written so that compiled code accepts them. ROCm's kernel assigns the queries to the first tokens.
     width, supported = q_BHSE.shape[3], torch.cuda.get_device_capability(q_BHSE.device) >= (8, 0)
     if width % 8 or width > 256 or not supported or torch.version.hip is not None:
         return _padded(q_BHSE, k_BKSE, v_BKSE)
@@ -142,7 +142,7 @@ def _padded(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
     grouped, tokens, keys = q_BHSE.shape[1] != k_BKSE.shape[1], q_BHSE.shape[2], k_BKSE.shape[2]
     if 2 * tokens < keys:
         return _causal_by_rows(q_BHSE, k_BKSE, v_BKSE)
-    # Pads the queries at the front. This computes a third more scores than needed, but no mask of tokens x keys. The padding
+    # Pad the queries at the front. This computes a third more scores than needed, but needs no mask of tokens x keys. The padding
     # follows the memory order, so that attention returns a result laid out by tokens.
     padded_BSHE = F.pad(q_BHSE.transpose(1, 2), (0, 0, 0, 0, keys - tokens, 0))
     attended = F.scaled_dot_product_attention(
@@ -168,12 +168,12 @@ def _causal_by_rows(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
         of_rows = mask.narrow(0, most - rows, rows).narrow(1, keys - seen, seen)
         grouped = q.shape[1] != k.shape[1]
         attended.append(F.scaled_dot_product_attention(q, k, v, attn_mask=of_rows, enable_gqa=grouped))
-    # Concatenates along tokens in memory, the layout of each block.
+    # Concatenate along tokens in memory, which is the layout of each block.
     return torch.cat([a.transpose(1, 2) for a in attended], dim=1).transpose(1, 2)
 
 
 def documents_of(document_ids_BS: Tensor, device: torch.device, dtype: torch.dtype, compiled: bool) -> Documents | None:
-    """Builds the documents of these ids, which the host reads, so they need not be on the device.
+    """Builds the documents for these ids. The host reads the ids, so they need not be on the device.
 
     Returns None if each sequence is one document, so that plain causal attention is enough; compiled code on CPUs skips this
     check.
@@ -200,7 +200,7 @@ def _mask(document_ids_BS: Tensor, dtype: torch.dtype) -> Tensor:
     length = document_ids_BS.shape[1]
     same = document_ids_BS[:, None, :, None] == document_ids_BS[:, None, None, :]
     allowed = same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril()
-    # In the activations' dtype: from a boolean mask, every block would create and save its own.
+    # Use the activations' dtype: with a boolean mask, every block would create and save a converted one.
     return torch.zeros(allowed.shape, dtype=dtype, device=same.device).masked_fill_(~allowed, -math.inf)
 
 

@@ -12,7 +12,7 @@ from boost.layouts import Placement, local_shape
 
 
 class Sharding(Protocol):
-    """How a layout shards weights and the tensors between blocks: all that a model's weights know about it."""
+    """How a layout shards weights and the tensors between blocks: the only part of a layout that a model's weights use."""
 
     rank: int
     """This process's TP rank."""
@@ -47,13 +47,13 @@ def local_slice(parameter: Parameter, layout: Sharding, whole: Tensor) -> Tensor
 
 
 def local_kv_heads(kv_heads: int, layout: Sharding) -> int:
-    """Number of key/value heads per process: at least one, which several processes share if there are fewer heads than shards."""
+    """Number of key/value heads per process: at least one, because processes share heads if there are fewer heads than shards."""
     return max(kv_heads // layout.num_shards, 1)
 
 
 @dataclass(frozen=True)
 class ParamSlice:
-    """Rows `start : start + rows` of a tensor: the rows from `offset` on of this TP rank's shard of a parameter."""
+    """Rows `start : start + rows` of a tensor, which hold this TP rank's shard of a parameter from row `offset` on."""
 
     parameter: Parameter
     start: int
@@ -74,7 +74,7 @@ class ParamShard:
     first: int
     """Index of the first row in the fused parameter."""
     over: str
-    """dp | replicas (dp x tp): the axis over which it is sharded."""
+    """The axis over which it is sharded: dp or replicas (dp x tp)."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class FusedParam:
     """One `nn.Parameter` of a model and the mathematical parameters stacked in it."""
 
     parameter: nn.Parameter
-    """As registered on the module; autograd accumulates its gradient here."""
+    """The parameter as registered on the module; autograd accumulates its gradient here."""
     slices: tuple[ParamSlice, ...]
     placement: Placement
     shard: ParamShard | None = None
@@ -140,7 +140,7 @@ class FusedModule(nn.Module):
         self._child_index[attribute] = len(self._modules)
 
     def fused_params_at(self, child: int) -> Iterator[FusedParam]:
-        """The fused parameters registered before child module `child` and after the one preceding it."""
+        """The fused parameters registered between the preceding child module and `child`."""
         for attribute, slices in self.slices.items():
             if self._child_index[attribute] == child:
                 shard = self.shards.get(attribute)

@@ -1,4 +1,4 @@
-"""What flows through the blocks, and the linears of a group: the weights that share one input, dense or low-rank.
+"""The data that flows through the blocks, and groups of linears: weights that share one input, dense or low-rank.
 
 Legend: T tokens; I input width, O output width, R latent width of a group, all of them local to this process.
 """
@@ -24,7 +24,7 @@ Latents = tuple[Tensor, ...]
 
 
 class Stream(NamedTuple):
-    """What one block passes to the next. A tuple, so that torch finds the tensors in it."""
+    """The data that one block passes to the next. It is a tuple, so that torch finds its tensors."""
 
     x: Tensor
     """The residual stream, in the layout's shape."""
@@ -33,20 +33,20 @@ class Stream(NamedTuple):
 
 
 class Flow:
-    """One part of a micro-batch on its way through the blocks: the residual stream, and what a collective has delivered."""
+    """One part of a micro-batch as it passes through the blocks: the residual stream, and the results of the last collective."""
 
     def __init__(self, x: Tensor, prev_latents: Latents = (), first_half: "Flow | None" = None) -> None:
-        """`first_half`: of the sequence, if this is its second half, which attends to the keys of the first."""
+        """`first_half`: the flow of the sequence's first half, if this is the second half, which attends to its keys."""
         self.x = x
         """The residual stream; before the blocks, the tokens."""
         self.prev_latents = prev_latents
-        """Queue over the groups: each takes the latents of the same group of the previous block from the front."""
+        """Queue over the groups: each group takes the same group's latents of the previous block from the front."""
         self.latents: Latents = ()
         """Latents of this block's groups so far, for the next block."""
         self.arrived: Latents = ()
-        """What the last collective delivered: the inputs of `Layout.project_in`, or of attention."""
+        """Results of the last collective: the inputs of `Layout.project_in`, or of attention."""
         self.to_combine: Latents = ()
-        """Latents of the previous block that `Layout.project_in` still has to combine with those that arrived."""
+        """Latents of the previous block that `Layout.project_in` still has to combine with the ones in `arrived`."""
         self.first_half = first_half
         self.keys_values: list[tuple[Tensor, Tensor]] = []
         """Rotated keys and values [B, K, S, E] of a first half, one entry per block, which the second half takes."""
@@ -66,7 +66,7 @@ class Flow:
 
 
 class SegmentRunner(Protocol):
-    """Calls a function and decides what is saved for the backward pass.
+    """Calls a function and decides which tensors are saved for the backward pass.
 
     The function may be called again later with the same arguments, so anything else that it reads must not change.
     """
@@ -75,13 +75,13 @@ class SegmentRunner(Protocol):
 
 
 def call(function: Callable[..., Any], /, *arguments: Any) -> Any:
-    """Calls the function directly: autograd decides what is saved."""
+    """Calls the function directly; autograd decides which tensors are saved."""
     return function(*arguments)
 
 
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """What the blocks save in the forward pass, and what they recompute in the backward pass."""
+    """Which tensors the blocks save in the forward pass and recompute in the backward pass."""
 
     block: SegmentRunner = call
     """Runs the whole block."""
@@ -90,7 +90,7 @@ class RecomputePolicy:
     attention: SegmentRunner = call
     """Runs the segment from the latents of q, k, v to the output of attention."""
     sharded_latents: bool = False
-    """Save latents before they are all-gathered: least memory, but the all-gather is repeated."""
+    """Saves latents before they are all-gathered, which takes the least memory but repeats the all-gather."""
 
 
 NO_RECOMPUTE = RecomputePolicy()
@@ -99,10 +99,10 @@ NO_RECOMPUTE = RecomputePolicy()
 class LinearGroup:
     """Linears that share one input, dense or low-rank, on the layout's shards of their weights. Subclasses store the weights.
 
-    `inner` is what comes before the bottleneck, `outer` what comes after it: A x and B act(u). A dense group has no bottleneck:
-    its W is `outer` if the group projects in, and `inner` if it projects out; the other one does nothing.
+    `inner` comes before the bottleneck (A x), `outer` after it (B act(u)). A dense group has no bottleneck:
+    its W is `outer` if the group projects in, and `inner` if it projects out; the other method does nothing.
 
-    Families differ by data: whether there is a bottleneck, and its activation.
+    Families differ only in their data: whether there is a bottleneck, and its activation.
     """
 
     A: Tensor
@@ -111,7 +111,7 @@ class LinearGroup:
     """Combines these latents with those of the previous block."""
 
     def describe(self, model: ModelConfig, shape: architecture.GroupSpec, layer: int, layout: Sharding) -> None:
-        """Sets what follows from the configuration."""
+        """Sets the attributes that follow from the configuration."""
         self.shape, self.low_rank, self.silu = shape, model.low_rank, model.latent_act == "silu"
         self.head_dim = model.head_dim
         self.grouping = layout.grouping
@@ -126,15 +126,15 @@ class LinearGroup:
         """For each slot, the (first row, rows) of a replicated weight that this process uses; None: all rows."""
 
     def recompute(self, policy: RecomputePolicy) -> None:
-        """Chooses what is recomputed in the backward pass from now on, and decides what follows from it. Call it last."""
+        """Chooses the recomputation policy for later backward passes and sets the attributes that depend on it. Call it last."""
         self.policy = policy
         self.is_hand_written = policy.block is call
         """Whether hand-written autograd nodes own weights. Not if a whole block is recomputed: recomputation stops before the last
-        GEMM only if that GEMM is a node of its own."""
+        GEMM only if that GEMM is a separate node."""
         is_private = self.latent_gate is None and not self.feeds_next
         self.saves_latents_only = self.low_rank and self.is_hand_written and is_private
-        """Whether act and B are one autograd node that saves only the latents, which then neither come from the previous block nor
-        go to the next one."""
+        """Whether act and B are one autograd node that saves only the latents, which then do not come from the previous block or
+        pass to the next one."""
         self.taken = 0 if self.latent_gate is None else 1 if self.is_one_tensor else len(self.shape.slots)
         """Number of tensors of latents of the previous block that this group uses."""
 
@@ -185,7 +185,7 @@ class LinearGroup:
         return self.project(h), new
 
     def outer_segment(self, latents: Sequence[Tensor], prev: Latents = ()) -> tuple[list[Tensor], Latents]:
-        """`outer` as a segment of its own, unless it is one node, which saves nothing else."""
+        """`outer` as a separate segment, unless it is one node, which saves nothing else."""
         made: tuple[list[Tensor], Latents]
         made = self.outer(latents) if self.saves_latents_only else self.policy.local(self.outer, latents, prev)
         return made
@@ -206,7 +206,7 @@ class LinearGroup:
         return self.act(latents)
 
     def activate_segment(self, latents: Sequence[Tensor], prev: Latents) -> tuple[list[Tensor], Latents]:
-        """`activate` as a segment of its own, if a gate makes that worthwhile."""
+        """`activate` as a separate segment if a gate makes that worthwhile."""
         if self.latent_gate is None:
             return self.act(latents)
         made: tuple[list[Tensor], Latents] = self.policy.local(self.activate, latents, prev)
@@ -224,7 +224,7 @@ class LinearGroup:
         return [linear(h_Tr, b_Or) for h_Tr, b_Or in zip(h, self.weights(), strict=True)]
 
     def project_in_one_node(self, h: Sequence[Tensor]) -> list[Tensor]:
-        """The same, if possible in one autograd node, which writes the slots' gradients side by side."""
+        """The same product, if possible in one autograd node that writes the slots' gradients side by side."""
         if self.is_hand_written and len(h) == 1 and torch.is_grad_enabled():
             return list(UpProject.apply(h[0], None, False, None, *self.weights()))
         return self.project(h)
@@ -246,7 +246,7 @@ class LinearGroup:
 class FusedLinearGroup(LinearGroup, FusedModule):
     """The linears of one group of one block, in fused parameters.
 
-    The A factors of all slots are one fused parameter [sum of ranks, I], so that they share one GEMM and one collective without
+    All slots' A factors are one fused parameter [sum of ranks, I], so they share one GEMM and one collective without
     a copy. B factors have one tensor per slot. Dense weights are one tensor [sum of outputs, I], or two if key and value have a
     different placement than query.
     """
@@ -286,7 +286,7 @@ class FusedLinearGroup(LinearGroup, FusedModule):
             return super().dense(inputs)
         rows = [param_slice.rows for param_slice in self.slices[self._outer[0]]]
         y_TO = linear(inputs[0], getattr(self, self._outer[0]))
-        # Splitting into a single part would copy its gradient.
+        # Splitting into a single part would copy the gradient.
         return [y_TO] if len(rows) == 1 else list(y_TO.split(rows, dim=-1))
 
     def _store_outer(self, factor: str, parameters: Sequence[Parameter], layout: Sharding) -> str:

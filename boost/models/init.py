@@ -1,4 +1,4 @@
-"""Initial weights: a function of (seed, parameter name) only, so they are bitwise identical on every mesh and under every layout;
+"""Initial weights, which depend only on (seed, parameter name), so they are bitwise identical on every mesh and under every layout;
 and the factors of a matrix by truncated SVD.
 
 Legend: W [O, I] of rank up to min(O, I); B [O, r], A [r, I]; B A is the closest matrix of rank r to W in the Frobenius norm
@@ -40,13 +40,13 @@ def initialize(decoder: Decoder, seed: int, over: Callable[[list[FusedParam]], I
 
 
 def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor:
-    """The whole initial tensor of a parameter, fp32 on the CPU."""
+    """A parameter's whole initial tensor, fp32 on the CPU."""
     kind = parameter.name.rpartition(".")[2]
     if kind == "norm_bias":
         return torch.zeros(parameter.shape)
     if parameter.role in ("norm", "final_norm") or kind == "norm_weight":
         return torch.ones(parameter.shape)
-    if kind.startswith("gate_"):  # kaiming-uniform of the fan-in, as torch.nn.Linear
+    if kind.startswith("gate_"):  # kaiming-uniform by fan-in, as in torch.nn.Linear
         bound = parameter.shape[-1] ** -0.5
         return torch.rand(parameter.shape, generator=_generator(parameter.name, seed)).mul_(2 * bound).sub_(bound)
     if _is_spectral(parameter, model):
@@ -79,8 +79,8 @@ def _spectral_ahead(
 ) -> Iterator[Callable[[Parameter], Tensor]]:
     """Yields `initial_value`, with linears factorized ahead of time, one per thread of this process.
 
-    A 7B model needs six core-hours. Each factorization is single-threaded: the number of threads, which differs between meshes,
-    would change the last bits.
+    A 7B model needs six core-hours. Each factorization is single-threaded, because the number of threads differs between meshes
+    and would change the last bits.
     """
     factors = [s.parameter for fused in fused_params for s in fused.local_slices() if _is_spectral(s.parameter, model)]
     threads = torch.get_num_threads()
@@ -88,7 +88,7 @@ def _spectral_ahead(
         yield lambda parameter: initial_value(parameter, model, seed)
         return
     wanted = Counter(_drawn(factor, model) for factor in factors)
-    order = iter(list(wanted))  # of first occurrence
+    order = iter(list(wanted))  # in order of first occurrence
     ahead: dict[Any, Future[dict[str, Tensor]]] = {}
     torch.set_num_threads(1)
     with ThreadPoolExecutor(threads) as pool:
@@ -106,7 +106,7 @@ def _spectral_ahead(
             factor = ahead[key].result()[parameter.name.rpartition(".")[2]]
             wanted[key] -= 1
             if not wanted[key]:
-                del ahead[key]  # limits how many are in memory
+                del ahead[key]  # limits the number in memory
                 begin(1)
             return factor
 
@@ -161,7 +161,7 @@ class Factorization:
 
     @property
     def error(self) -> float:
-        """Relative error ||W - B A|| / ||W|| in the Frobenius norm, from the discarded singular values."""
+        """Relative error ||W - B A|| / ||W|| in the Frobenius norm, computed from the discarded singular values."""
         squares = self.values.square()
         return float((squares[self.rank :].sum() / squares.sum().clamp_min(torch.finfo(squares.dtype).tiny)).sqrt())
 
@@ -177,7 +177,7 @@ def factorize(w_OI: Tensor, rank: int | None = None, energy: float | None = None
     is_wide = w_OI.shape[0] <= w_OI.shape[1]
     w_MN = (w_OI if is_wide else w_OI.T).double()
     # Eigenvectors of the smaller Gram matrix take half the time of an SVD. Squaring loses only directions whose singular values
-    # are below 1e-8 of the largest. The product of the factors is a projection of W, as exact as the eigenvectors are
+    # are below 1e-8 of the largest. The product of the factors is a projection of W, which is as exact as the eigenvectors are
     # orthogonal.
     q_MM = torch.linalg.eigh(w_MN @ w_MN.T).eigenvectors
     projected_MN = q_MM.T @ w_MN

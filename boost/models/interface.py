@@ -1,4 +1,4 @@
-"""The operations of a layout, which `boost.models.block` and the decoder call. `boost.layouts` implements them, in one folder for
+"""A layout's operations, which `boost.models.block` and the decoder call. `boost.layouts` implements them, in one folder for
 each layout.
 """
 
@@ -15,12 +15,12 @@ from boost.models.group import Flow, Latents, LinearGroup
 
 
 class Teaching(NamedTuple):
-    """What a model learns from a teacher on the same tokens (`boost.parallel.loss`)."""
+    """A teacher's outputs for the same tokens, from which a model learns (`boost.parallel.loss`)."""
 
     hidden_TE: Tensor
-    """The teacher's input of its head, [T, E], replicated; no gradient."""
+    """The input of the teacher's head, [T, E], replicated; no gradient."""
     head_VE: Tensor
-    """This process's rows of the teacher's head, the same vocabulary rows as of the model's own head."""
+    """This process's rows of the teacher's head: the same vocabulary rows as in the model's head."""
     weight: float
     """w in (1 - w) cross-entropy + w K^2 KL(teacher || model)."""
     temperature: float
@@ -28,7 +28,7 @@ class Teaching(NamedTuple):
     hidden_weight: float = 0.0
     """Weight of the mean squared difference between both models' inputs of the head."""
     cross_entropy: Tensor | None = None
-    """Accumulates the cross-entropy alone, summed over targets (nats, fp64 scalar): the loss may mostly consist of other terms."""
+    """Accumulates only the cross-entropy, summed over targets (nats, fp64 scalar): the loss may consist mostly of other terms."""
 
     def split(self, sizes: Sequence[int]) -> "list[Teaching]":
         """The parts for consecutive tokens."""
@@ -36,14 +36,14 @@ class Teaching(NamedTuple):
 
 
 NOTHING_IN_FLIGHT: tuple[None, ...] = ()
-"""Returned by operations of a layout that communicate nothing: there is nothing to wait for."""
+"""Returned by layout operations that do not communicate and have nothing to wait for."""
 
 
 class Layout(Sharding, Protocol):
     """One way to shard the decoder over TP ranks: `spec` describes placements and communication, this implements them.
 
-    Operations that communicate return an iterable (most are generators), which pauses while a collective is in flight. They
-    leave their results in the flow. `project_in` and `project_out` do not communicate, except that latents saved sharded are
+    Operations that communicate return an iterable (usually a generator) that pauses while a collective is in flight. They
+    store their results in the flow. `project_in` and `project_out` do not communicate, except that latents saved sharded are
     gathered in `project_in`.
 
     T is the number of tokens of the micro-batch. `project_in` returns all T tokens and 1/num_shards of the heads or channels (or,
@@ -57,16 +57,16 @@ class Layout(Sharding, Protocol):
     lag: int
     """Steps (`block.interleave`) by which the second half trails the first."""
     inference: "Layout"
-    """The same function on the same weights for any number of tokens, without gradients."""
+    """A layout with the same function and weights, for any number of tokens, without gradients."""
 
     def sequence_share(self) -> SequenceShare | None:
         """This process's share of each sequence; None: the whole sequence."""
 
     def embed(self, flow: Flow, table: Tensor, dtype: torch.dtype) -> Iterable[None]:
-        """x: from tokens (int64, [T]) to their embedding in `dtype`: the activations' dtype, so nothing wider is sent."""
+        """Turns x from tokens (int64, [T]) into their embedding in `dtype`, the activations' dtype, so nothing wider is sent."""
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterable[None]:
-        """norm(x) and the first part of a group, up to its last collective. Leaves `arrived` and `to_combine`."""
+        """norm(x) and the first part of a group, up to its last collective. Sets `arrived` and `to_combine`."""
 
     def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
         """The rest of the group: one [T, d_out / num_shards] per slot, and its latents for the next block if they are computed
@@ -74,10 +74,10 @@ class Layout(Sharding, Protocol):
 
     def enter_attention(self, flow: Flow, qkv: Sequence[Tensor], context: Context) -> Iterable[None]:
         """Redistributes q, k (both rotated) and v of the local tokens for attention: all tokens of some heads, or the same
-        queries with all keys and values. They arrive in this order."""
+        queries with all keys and values. `arrived` holds them in this order."""
 
     def leave_attention(self, flow: Flow, attended: Tensor, context: Context) -> Iterable[None]:
-        """Redistributes attention's output: all heads of this TP rank arrive for the local tokens."""
+        """Redistributes attention's output: `arrived` holds all heads of this TP rank for the local tokens."""
 
     def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """Heads or channels [T, d_in / num_shards] through the first part of a group, up to its first collective."""
@@ -86,16 +86,16 @@ class Layout(Sharding, Protocol):
         """The rest of the group, and its update of x."""
 
     def head_input(self, flow: Flow, gamma: Tensor) -> Iterable[None]:
-        """x: the final norm of all T tokens, [T, d], replicated on every process. Each process then uses its own rows of the
-        head, so gradients of the result are partial; the backward pass sums them."""
+        """Turns x into the final norm of all T tokens, [T, d], replicated on every process. Each process then uses its rows of the
+        head, so gradients of the result are partial, and the backward pass sums them."""
 
     def loss(self, normed_TD: Tensor, head: Tensor, targets_T: Tensor, teaching: Teaching | None = None) -> Tensor:
-        """Sum of the cross-entropy (nats, fp32 or wider scalar) over targets that are not -100, given the head's input. Equal on
-        every process. With a teacher: of the distillation loss."""
+        """Sum of the cross-entropy (nats, fp32 or wider scalar), or with a teacher of the distillation loss, over targets that are
+        not -100, given the head's input. Equal on every process."""
 
     def all_logits(self, normed_TD: Tensor, head: Tensor) -> Tensor:
         """Differentiable logits [T, V] of all tokens, given the head's input, replicated on every process (`loss` never
         materializes them)."""
 
     def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
-        """Logits [N, V] of the tokens at indices `tokens_N`, replicated on every process (for generation)."""
+        """Logits [N, V] of the tokens at indices `tokens_N`, replicated on every process, for generation."""

@@ -1,6 +1,6 @@
-"""The functions of the model that are written by hand: every GEMM, element-wise kernels, and the autograd functions made of them.
+"""The model's hand-written functions: every GEMM, element-wise kernels, and the autograd functions that use them.
 
-A kernel is an element-wise function that can run as one kernel in one pass: every input read once, every result written once. It
+A kernel is an element-wise function that can run as one kernel in one pass: it reads every input and writes every result once. It
 has no gradient: custom autograd functions call it in both passes. The backend is chosen once per process (`use`) from
 BACKENDS: "eager" runs the operations one by one, "inductor" compiles each function into one kernel with torch.compile. Inside
 torch.compile, a kernel becomes part of the compiled graph.
@@ -30,13 +30,13 @@ class Kernel:
     """A function of tensors and constants that can run as one kernel in one pass."""
 
     def __init__(self, function: Callable[..., Any], reads: int = 1) -> None:
-        """`reads`: how often it reads its inputs: one more if it returns a sum over rows in addition to a result per row."""
+        """`reads`: how many times it reads its inputs: once more if it returns a sum over rows in addition to a result per row."""
         functools.update_wrapper(self, function)
         self.function, self.reads = function, reads
         self.traced = function
-        """What becomes part of a compiled graph. Compiled by torch 2.11, a custom autograd function silently loses its gradients
+        """The function to put in a compiled graph. Compiled by torch 2.11, a custom autograd function silently loses its gradients
         (2.13 keeps them) if its result is an operand that an operation returned: an in-place operation, or a `to` that changes
-        nothing. Such a function needs another form here; a compiler saves the memory by itself."""
+        nothing. Such a function needs another form here; the compiler saves the memory anyway."""
         self.name = function.__name__
         KERNELS[self.name] = self
 
@@ -55,7 +55,7 @@ def _eager(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
 
 
 def _inductor(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
-    # A dispatch mode is counting operations, which compiled code would hide.
+    # A dispatch mode is counting operations, and compiled code would hide them.
     if is_in_torch_dispatch_mode(include_infra_modes=False):
         return kernel.function(*arguments)
     return _compiled(kernel)(*arguments)
@@ -70,16 +70,14 @@ def _inductor_if_it_works(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
         if not isinstance(error, exc.TorchDynamoException | exc.FailOnRecompileLimitHit):
             raise
         reason = str(error).strip().split("\n")[0]
-        log.warning(
-            "kernel '%s' cannot be compiled; all kernels run in eager mode from now on: %s", kernel.name, reason
-        )
+        log.warning("kernel '%s' cannot be compiled, so all kernels now run in eager mode: %s", kernel.name, reason)
         use("eager")
         return kernel.function(*arguments)
 
 
 @functools.cache
 def _compiled(kernel: Kernel) -> Callable[..., Any]:
-    """Compiles one kernel for all sizes: latent width differs between groups of a block, and the number of tokens differs in
+    """Compiles one kernel for all sizes, because latent width differs between groups of a block and the number of tokens differs in
     evaluation."""
     return torch.compile(kernel.function, fullgraph=True, dynamic=True)
 
@@ -96,14 +94,14 @@ _backend: Backend = _eager
 
 
 def use(name: str) -> None:
-    """Chooses the backend of this process's kernels from now on. Raises KeyError if there is no such backend."""
+    """Chooses the backend of this process's kernels. Raises KeyError if there is no such backend."""
     global _backend
     _backend = BACKENDS[name]
 
 
 @contextmanager
 def using(backend: Backend) -> Iterator[None]:
-    """Context in which kernels run on a given backend."""
+    """Context manager: kernels run on a given backend."""
     global _backend
     usual, _backend = _backend, backend
     try:
@@ -238,8 +236,8 @@ def normed_backward(dy_TD: Tensor, x_TD: Tensor, gamma_D: Tensor, c_T1: Tensor) 
     return g_TD.addcmul_(normed_TD, mean_T1, value=-1).mul_(c_T1).to(x_TD.dtype), dgamma_D
 
 
-# Products. Other precisions and deferred weight gradients belong here. `to` costs as much as a small operation even if there is
-# nothing to convert, hence the conditions.
+# Products. Add other precisions and deferred weight gradients here. `to` costs as much as a small operation even if there is
+# nothing to convert, so it is called conditionally.
 
 StartCollective = Callable[[Tensor], Tensor]
 """Starts a collective whose result has the shape of its operand. Call `wait` before using the result."""
@@ -253,7 +251,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gemm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a b, [m, k] x [k, n], for hand-written forward and backward passes; both of one dtype. `out`: the output tensor, which
+    """a b, [m, k] x [k, n], for hand-written forward and backward passes; both have the same dtype. `out`: the output tensor, which
     may be columns of a wider one."""
     return a @ b if out is None else torch.mm(a, b, out=out)
 
@@ -278,8 +276,8 @@ class UpProject(torch.autograd.Function):
 
     Ranks add up to R; act is SiLU or the identity; c is multiplied before rounding. Saves u and c. The backward pass recomputes
     c u, h and the casts of B, which is element-wise work. c is a constant here: the node that sums u over processes computes its
-    gradient from u and du (`boost.layouts.btp.runtime`). `start_grad_sum` starts the sum of du, which is in flight while the
-    weight gradients are computed; only the node that produced u may consume that gradient, and waits for it.
+    gradient from u and du (`boost.layouts.btp.runtime`). `start_grad_sum` starts the sum of du, which stays in flight while the
+    weight gradients are computed; only the node that produced u may consume that gradient, after waiting for it.
     """
 
     @staticmethod
@@ -323,7 +321,7 @@ class _Lookup(torch.autograd.Function):
     """forward: tokens [T], table [V, D] -> rows [T, D]; wgrad: dtable [V, D] = sum of dy over the tokens of each row,
     accumulated in fp32 and rounded once. No collective.
 
-    In a bf16 accumulation, the gradient of a token that occurs a thousand times stops growing after a few hundred of them.
+    In a bf16 accumulation, the gradient of a token that occurs a thousand times stops growing after a few hundred occurrences.
     """
 
     @staticmethod
@@ -347,7 +345,7 @@ def lookup(tokens_T: Tensor, table_VD: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.to(dtype)
 
 
-# Element-wise functions and norms. Each saves only its inputs and runs as one kernel in either pass.
+# Element-wise functions and norms. Each saves only its inputs and runs as one kernel in each pass.
 
 
 class _GatedProduct(torch.autograd.Function):

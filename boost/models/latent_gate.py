@@ -1,4 +1,4 @@
-"""Latent gates (LaX, arXiv 2505.21732) combine a block's latents with those of the same linears of the previous block.
+"""Latent gates (LaX, arXiv 2505.21732) combine a block's latents with the same linears' latents in the previous block.
 
     u = A x;  u = LayerNorm(u + G(h of the previous block));  h = act(u);  y = B h
 
@@ -24,7 +24,7 @@ EPS = 1e-6
 
 
 class LatentGate(FusedModule):
-    """Combines the latents of one group with those of the previous block: a gate, and a LayerNorm per slot.
+    """Combines one group's latents with the previous block's, by a gate and a LayerNorm per slot.
 
     Latents are one tensor for the whole group, or one per slot. A layout that shards latents calls `gated_sum`, `norm_stats`
     and `apply_norm` with its collectives in between; `forward` runs all of them on whole latents.
@@ -37,7 +37,7 @@ class LatentGate(FusedModule):
         super().__init__()
         self.gate = model.gate
         self.mixes = model.mixes
-        """Whether the gate mixes latents, and so needs whole ones."""
+        """Whether the gate mixes latents and therefore needs whole ones."""
         self.whole_ranks = shape.ranks
         self._names = [slot.name.partition(".")[2] for slot in shape.slots]
         stored = architecture.latent_gate_parameters(model, shape, prefix)
@@ -62,12 +62,12 @@ class LatentGate(FusedModule):
         return _NormStats.apply(mixed, tuple(self.ranks[slot] for slot in slots))
 
     def apply_norm(self, mixed: Tensor, norm_stats: Tensor, slots: range) -> Tensor:
-        """LayerNorm of this process's shard of latents, given the statistics of whole ones."""
+        """LayerNorm of this process's shard of latents, given the statistics of whole latents."""
         widths = tuple((self.ranks[slot], self.whole_ranks[slot]) for slot in slots)
         return _ApplyNorm.apply(mixed, norm_stats, *self._norm(slots), widths)
 
     def slots_of(self, latents: Sequence[Tensor]) -> list[range]:
-        """Indices of the slots in each tensor: all of them, or one each."""
+        """Indices of the slots in each tensor: all slots, or one per tensor."""
         if len(latents) == 1:
             return [range(len(self.ranks))]
         return [range(slot, slot + 1) for slot in range(len(self.ranks))]
@@ -85,7 +85,7 @@ class LatentGate(FusedModule):
                 self._slot_param(name, slot).to(h_Tr.dtype) for name in ("gate_rows", "gate_columns")
             )
             h_Tab = h_Tr.unflatten(-1, (rows_Aa.shape[1], columns_bb.shape[1]))
-            # Sharded: multiply by its own rows first, which skips those of other processes.
+            # If sharded, multiply by this process's rows first, which skips other processes' rows.
             if rows_Aa.shape[0] < rows_Aa.shape[1]:
                 return linear(rows_Aa @ h_Tab, columns_bb).flatten(1)
             return (rows_Aa @ linear(h_Tab, columns_bb)).flatten(1)
@@ -106,7 +106,7 @@ class LatentGate(FusedModule):
         return torch.addcmul(bias.to(normed.dtype), normed, weight.to(normed.dtype))
 
     def _norm(self, slots: range) -> tuple[Tensor, Tensor]:
-        """Weight and bias of LayerNorm, for all slots or for one."""
+        """LayerNorm's weight and bias, for all slots or for one."""
         if len(slots) == len(self.ranks):
             return self.norm_weight, self.norm_bias
         (slot,) = slots
@@ -118,8 +118,8 @@ class _NormStats(torch.autograd.Function):
     """forward: v [T, R] -> s [T, 2k], the sums of v and of v^2 for each of k slots, fp64; dgrad: dv = ds_1 + 2 v ds_2. No
     collective.
 
-    The variance of a whole latent is s_2 / n - m^2, which cancels if the mean is much larger than the deviation. So only per-token
-    numbers are combined like this, in fp64. Per-element numbers are deviations from the mean of this process's shard.
+    The variance of a whole latent, s_2 / n - m^2, cancels if the mean is much larger than the deviation. So only per-token
+    numbers are combined this way, in fp64. Per-element numbers are deviations from the mean of this process's shard.
     """
 
     @staticmethod

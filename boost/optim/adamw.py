@@ -17,7 +17,7 @@ State = dict[Tensor, dict[str, Tensor]]
 """Moments of each tensor by name, each with the shape of the local shard."""
 
 Part = dict[Tensor, tuple[int, dict[str, Tensor]]]
-"""For each stored tensor: (index of the first row, moments of the rows from there on, by name)."""
+"""For each stored tensor: (index of the first row, moments of the rows from that one on, by name)."""
 
 
 def decays(fused: FusedParam, optim: OptimConfig) -> bool:
@@ -45,7 +45,7 @@ def fused_adamw(groups: Iterable[dict[str, object]], optim: OptimConfig) -> torc
 
 
 def zeros(param: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-    """Zero moments of a tensor. torch would create them in the first step, which is too late for loading a checkpoint."""
+    """Zero moments for a tensor. torch would create them in the first step, too late for loading a checkpoint."""
     return {name: torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False) for name in names}
 
 
@@ -86,9 +86,9 @@ class Optimizer:
         return type(self).step is Optimizer.step
 
     def launch(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
-        """Performs the update with gradients divided by `divisor`, or skips it if `skip` is 1.
+        """Performs the update with gradients divided by `divisor`, or skips the update if `skip` is 1.
 
-        Both are fp32 scalars on the parameters' device, which the host does not read. Gradients are divided in place. If the
+        Both are fp32 scalars on the parameters' device, and the host does not read them. Gradients are divided in place. If the
         update turns out to have been skipped, call `take_back`.
         """
         set_learning_rate(self.adamw, rate)
@@ -100,12 +100,12 @@ class Optimizer:
         self._updates += 1
 
     def take_back(self) -> None:
-        """Uncounts the latest `launch`, which was skipped. The device-side step counts are already correct."""
+        """Removes the latest `launch`, which was skipped, from the count. The device-side step counts are already correct."""
         self._updates -= 1
 
     @property
     def updates(self) -> int:
-        """Number of updates since the moments were zero, for AdamW's bias correction. Skipped steps do not count."""
+        """Number of updates since the moments were zero, for AdamW's bias correction. Excludes skipped steps."""
         return self._updates
 
     @updates.setter

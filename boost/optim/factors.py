@@ -1,7 +1,7 @@
 """Factor pairs of a model, gathered along the rank, for optimizers that need whole factors.
 
-Factors are tall here, [n, r]: B as stored, A transposed. n is the local part of the wide side: a shard if the layout shards it,
-otherwise all of it. The rank is never sharded: rows sharded over replicas and factors sharded along the rank are gathered
+Here, factors are tall, [n, r]: B as stored, A transposed. n is the local part of the wide side: a shard if the layout shards it,
+otherwise all of it. The rank is never sharded here: rows sharded over replicas and factors sharded along the rank are gathered
 first. Legend: N local rows of the wide side, R full rank, K tensors of the factor's shape, concatenated.
 """
 
@@ -152,8 +152,8 @@ def _gather_rows(stored: Sequence[FusedParam], local: Sequence[Tensor], mesh: Me
 
 
 def solve_all(deal: Deal, solve: Callable[[int], Tensor], like: Tensor, axis: Axis) -> list[Tensor]:
-    """Solves small problems that all processes of an axis hold (LORO's exact step in coordinates, Muon's iterations on Gram
-    matrices). Returns `solve(number)`, flattened, for each problem of the deal, bitwise equal on all processes.
+    """Distributes small problems that all processes of an axis hold (LORO's exact step in coordinates, Muon's iterations on Gram
+    matrices). Returns `solve(number)`, flattened, for each problem in the deal, bitwise equal on all processes.
 
     Each process calls `solve` for its own problems. Buffers have dtype and device of `like`. One all-gather or all-reduce over
     the axis, as `deal` specifies; none for a single process.

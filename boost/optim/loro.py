@@ -1,12 +1,12 @@
 """LORO (ICLR 2025): AdamW whose steps on factor pairs follow the manifold of matrices of rank r.
 
-Details that the paper leaves open follow the published code (repository mzf666/LORO-main):
+If the paper leaves a detail open, the implementation follows the published code (repository mzf666/LORO-main):
 - directions are m / (sqrt(v) + eps), without bias correction, which is applied to the learning rate of all parameters;
 - approximate steps move factors at rate * r / d and everything else at the full rate; the exact step uses the full rate;
-- every K-th training step is exact and includes that step's gradient in its directions; after it, the moments of all parameters
+- every K-th training step is exact and its directions include that step's gradient; after it, the moments of all parameters
   and the number of updates are reset.
 
-Weight decay, which the published runs do not use, multiplies the factors by 1 - rate * weight_decay before either step.
+Weight decay, which the published runs do not use, multiplies the factors by 1 - rate * weight_decay before either kind of step.
 
 The exact step is the best rank-r approximation of W - rate * T, where two directions define the tangent vector T.
 
@@ -16,7 +16,7 @@ and its code) takes the best rank-r approximation of
     M N^T - rate * ((M+)^T dN^T + (I - M M+) dM (N+)^T),
 
 and splits it evenly, M = U sqrt(S), N = V sqrt(S). The result lies in the column spaces of [M dM] and [N dN]. With orthonormal
-bases Q and P of these, [M dM] = Q [M' dM'] and [N dN] = P [N' dN']. The same formula holds for the small M', dM', N', dN' of at
+bases Q and P, [M dM] = Q [M' dM'] and [N dN] = P [N' dN']. The same formula holds for the small M', dM', N', dN' of at
 most 2r rows, and the new factors are Q and P times small matrices. The published code computes QRs of M and of N, and two more
 of the components orthogonal to them; one QR of [M dM] contains both. If M or N is rank-deficient, its pseudo-inverse replaces
 the inverse.
@@ -49,7 +49,7 @@ class Loro(Optimizer):
         assert isinstance(config.optim, LOROConfig)
         self.optim = optim = config.optim
         self._slices: list[tuple[Tensor, FusedParam, ParamSlice]] = []
-        """Views that are updated separately, into stored tensors whose linears have different ranks."""
+        """Separately updated views into stored tensors whose linears have different ranks."""
         moments: State = {fused.tensor: zeros(fused.tensor, MOMENTS) for fused in fused_params}
         groups: dict[tuple[bool, float], list[Tensor]] = {}
         states: State = {}
@@ -97,7 +97,7 @@ class Loro(Optimizer):
             self.updates = 0
 
     def _exact(self, rate: float, decay: float) -> None:
-        """Moves every pair along the directions given by the moments."""
+        """Moves every pair along the directions that the moments give."""
 
         def with_direction(fused: FusedParam) -> Tensor:
             """A stored tensor and its direction m / (sqrt(v) + eps), stacked, in fp64."""
@@ -117,7 +117,7 @@ class Loro(Optimizer):
 
 
 def _scales(fused: FusedParam, dim: int) -> Iterator[tuple[float, ParamSlice | None]]:
-    """(r / d, slice that it applies to) for the factors in a stored tensor; slice None: the whole tensor; scale -1: not a
+    """(r / d, its slice) for the factors in a stored tensor; slice None: the whole tensor; scale -1: not a
     factor, full rate."""
     if not is_factor(fused.slices[0].parameter.role):
         yield -1.0, None
@@ -158,7 +158,7 @@ def bases(tall: Mapping[str, Tensor], factors: Sequence[Factor], axis: Axis) -> 
 def retract_all(
     pairs: Sequence[tuple[Tensor, Tensor]], rate: float, decay: float, axis: Axis
 ) -> list[tuple[Tensor, Tensor]]:
-    """`retract` of every pair. Pairs are replicated over an axis and dealt out to its processes, with one collective over it."""
+    """`retract` for every pair. Pairs are replicated over an axis and divided among its processes, with one collective over it."""
     sides = [(m_K2R.shape[0], n_K2R.shape[0], m_K2R.shape[1] // 2) for m_K2R, n_K2R in pairs]
 
     def solve(number: int) -> Tensor:
@@ -173,8 +173,8 @@ def retract(m_K2R: Tensor, n_K2R: Tensor, rate: float, decay: float = 1.0) -> tu
     """The step in coordinates: [M dM] and [N dN] -> new M and N, [K, R] each. The factors are multiplied by `decay` first.
     Columns beyond the numerical rank of the result are zero.
 
-    An SVD does not determine the sign of a pair of columns. It is chosen so that the largest inner product of a new column of M
-    with an old one is positive, which does not depend on the basis.
+    An SVD does not determine the sign of a column pair. The sign is chosen so that the largest inner product of a new column of M
+    with an old one is positive, a choice that does not depend on the basis.
     """
     rank = m_K2R.shape[1] // 2
     m, dm = m_K2R[:, :rank] * decay, m_K2R[:, rank:]
@@ -190,6 +190,6 @@ def retract(m_K2R: Tensor, n_K2R: Tensor, rate: float, decay: float = 1.0) -> tu
     products = m.mT @ u
     along = products.gather(0, products.abs().argmax(0, keepdim=True)).squeeze(0)
     sign = torch.where(along < 0, -1.0, 1.0).to(root)
-    missing = rank - len(s)  # the wide side may be narrower than the rank: zero columns up to it
+    missing = rank - len(s)  # the wide side may be narrower than the rank: pad with zero columns
     new_m, new_n = (torch.nn.functional.pad(x * (root * sign), (0, missing)) for x in (u, v))
     return new_m, new_n

@@ -1,11 +1,11 @@
-"""Muon for the factors: momentum orthogonalized by Newton-Schulz iterations; AdamW for everything else.
+"""Muon for the factors (momentum orthogonalized by Newton-Schulz iterations) and AdamW for all other parameters.
 
-The function is that of torch.optim.Muon, with its coefficients, applied to each WHOLE factor: not to a shard, nor to the stack
+The update is the same as torch.optim.Muon's, with its coefficients, but applied to each WHOLE factor, not to a shard or the stack
 in which A factors of one input are stored. torch's own class would treat either as one matrix, and it iterates in bf16, whose
-rounding depends on the sharding.
+rounding errors depend on the sharding.
 
 An iterate of X is X times a polynomial of X^T X. So the iteration can run on that Gram matrix [r, r], all-reduced once over the
-processes that shard X, and all work on tall matrices is local: X_k = X P_k. The iterations are dealt out to all processes that
+processes that shard X, and all work on tall matrices is local: X_k = X P_k. The iterations are divided among all processes that
 hold the factors (`solve_all`). Sums and iterations are in fp32 (fp64 for fp64 weights). Unlike an inverse root, a
 polynomial amplifies rounding errors in the Gram matrix's small eigenvalues by no more than the eigenvalues themselves (see
 docs/negative-results.md).
@@ -27,7 +27,7 @@ from boost.optim.factors import Factor, FactorBuckets, FactorUnit, solve_all
 from boost.parallel.mesh import Mesh
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Newton-Schulz coefficients of torch.optim.Muon (Keller Jordan): steep at zero, and not convergent beyond about 0.7 to 1.2."""
+"""Newton-Schulz coefficients of torch.optim.Muon (Keller Jordan): steep at zero; singular values end between about 0.7 and 1.2."""
 
 EPSILON = 1e-7
 """Lower bound of the norm by which momentum is divided, as in torch.optim.Muon."""
@@ -73,8 +73,8 @@ class Muon(Optimizer):
     def _solved(self, bucket: Sequence[FactorUnit], tall: Mapping[str, Tensor]) -> Iterator[tuple[Factor, Tensor]]:
         """The matrix [R, R] of the iteration for every factor of a bucket.
 
-        All processes with a copy of a weight have the same Gram matrices, or can compute them. Each iterates on its share of
-        them: in fp32, iterating on all of them would take longer than the rest of this step.
+        All processes with a copy of a weight have the same Gram matrices or can compute them. Each process iterates on its share of
+        them, because in fp32, iterating on all of them would take longer than the rest of this step.
         """
         factors = [factor for unit in bucket for factor in unit.factors]
         grams, axis = self.factors.summed_grams(tall, bucket), self.factors.mesh.update_axis
@@ -99,9 +99,9 @@ class Muon(Optimizer):
 
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
-    """Context in which fp32 products use fp32, even if the process allows TF32 on GPUs (some container images do).
+    """Context manager: fp32 products use fp32, even if the process allows TF32 on GPUs (as some container images do).
 
-    An iteration on a Gram matrix amplifies rounding errors; TF32's would make steps several times too long
+    An iteration on a Gram matrix amplifies rounding errors; TF32's errors would make steps several times too long
     (docs/negative-results.md).
     """
     products = torch.backends.cuda.matmul

@@ -6,7 +6,7 @@ from functools import singledispatch
 from boost.config.optimizers import Constant, Cosine, CosineRestarts, LRSchedule, OptimConfig
 
 RESTART_FLOOR = 1e-6
-"""Fraction of lr at the first step after a restart, as in LORO's published code."""
+"""Learning rate at the first step after a restart, as a fraction of lr, as in LORO's published code."""
 
 
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
@@ -16,7 +16,7 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
 
 @singledispatch
 def scheduled_rate(schedule: LRSchedule, optim: OptimConfig, step: int, steps: int) -> float:
-    """Learning rate under one schedule. Each schedule registers its own function."""
+    """Learning rate under one schedule. Each schedule registers a function."""
     raise NotImplementedError(
         f"no learning rate for {type(schedule).__name__}; register one with scheduled_rate.register"
     )
@@ -36,7 +36,7 @@ def _constant(schedule: Constant, optim: OptimConfig, step: int, steps: int) -> 
 
 
 def _warmed_up(optim: OptimConfig, step: int, share: float) -> float:
-    """Linear warmup, which reaches lr at step warmup_steps - 1 so that no step is wasted at rate 0; after that, `share`
+    """Linear warmup, which reaches lr at step warmup_steps - 1 so that no step has rate 0; after that, `share`
     interpolates from min_lr_ratio * lr (0) to lr (1)."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
@@ -50,7 +50,7 @@ def _with_restarts(schedule: CosineRestarts, optim: OptimConfig, step: int, step
     During warmup the envelope rises linearly from min_lr_ratio to the cosine's value at the end of the warmup. The cosine peaks
     at warmup_steps + restart_delay. After a restart, the rate rises linearly over restart_warmup_steps to the envelope's value
     at the step of the restart. As in the published runs, restarts are counted again after warmup, restart_delay later, and the
-    cosine of that count has no delay.
+    cosine for that count has no delay.
     """
     cycle, low, delay = optim.exact_every, optim.min_lr_ratio, schedule.restart_delay
     span = max(1, steps - optim.warmup_steps)

@@ -1,8 +1,8 @@
 """Every collective of a forward or backward pass, as a differentiable function. Only this file names torch's collective ops.
 
-Built on functional collectives, because in-place ones silently give wrong gradients under selective checkpointing. Their names
-in `torch.ops._c10d_functional` are stable since torch 2.3, and torch.compile traces them. The second part of this file has the
-equivalents for CPUs.
+They use functional collectives, because in-place ones silently give wrong gradients under selective checkpointing. Their names
+in `torch.ops._c10d_functional` have been stable since torch 2.3, and torch.compile traces them. The second part of this file has
+the equivalents for CPUs.
 
 Legend: p processes of the group, n rows of this process, D width. Bytes are those that one process sends: 2N(p-1)/p for an
 all-reduce of N bytes; N(p-1)/p for an all-gather or reduce-scatter of N bytes (gathered size) and for an all-to-all of N bytes
@@ -10,7 +10,7 @@ all-reduce of N bytes; N(p-1)/p for an all-gather or reduce-scatter of N bytes (
 
 | collective | forward | backward | used for |
 |---|---|---|---|
-| `SUM_FORWARD` | all-reduce | identity | partial sums; every process uses the result alike, so dy is complete and equal |
+| `SUM_FORWARD` | all-reduce | identity | partial sums; every process uses the result the same way, so dy is complete and equal |
 | `SUM_BACKWARD` | identity | all-reduce | a replicated tensor that feeds a different shard on every process |
 | `SUM_BOTH` | all-reduce | all-reduce | a partial sum that then feeds a different shard on every process |
 | `GATHER` | all-gather [n, D] -> [p n, D] | reduce-scatter | shards gathered for a different use on every process |
@@ -19,9 +19,9 @@ all-reduce of N bytes; N(p-1)/p for an all-gather or reduce-scatter of N bytes (
 | `EXCHANGE` | all-to-all [p n, D] -> [p n, D] | all-to-all | rows for every process in exchange for rows from every process |
 
 Each collective can also be split in two, `start(SUM_FORWARD, x, axis)` and `InFlight.wait()`, with local work in between. In
-the backward pass the gradient of `wait` starts the gradient's collective, and the gradient of `start` waits for it. Autograd
-runs nodes in the reverse order of their creation, so work that is interleaved in the forward pass is interleaved in the
-backward pass too.
+the backward pass, the gradient of `wait` starts the gradient's collective, and the gradient of `start` waits for it. Autograd
+runs nodes in the reverse order of their creation, so work interleaved in the forward pass is also interleaved in the
+backward pass.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ def _start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 
 RECEIVES_FIRST = {"cpu"}
-"""Types of devices with the collectives of this file. On CPUs, gloo's own collectives send before they receive."""
+"""Device types that use this file's collectives. On CPUs, gloo's collectives send before they receive."""
 
 
 wait: Callable[[Tensor], Tensor] = _ops.wait_tensor
@@ -134,15 +134,15 @@ def finish_all_reduce(x: Tensor) -> None:
 
 # On CPUs: collectives built from point-to-point messages that post every receive before the sends.
 #
-# gloo puts a pair's payloads and "ready to receive" notices on one first-in-first-out connection. Its own all-gather,
-# reduce-scatter and all-to-all post the send first, so the notice queues behind the payload and the two directions of the wire take
-# turns. Posting receives first lets both directions overlap (docs/design.md). Each collective is one op of `torch.ops.boost` for
-# counters and torch.compile. It returns while messages are in flight; `wait_tensor` completes it, as for torch's.
+# gloo sends a pair's payloads and "ready to receive" notices over one first-in-first-out connection. Its all-gather,
+# reduce-scatter and all-to-all post the send first, so the notice waits behind the payload and the two directions take
+# turns. Posting receives first lets the directions overlap (docs/design.md). Each collective is one op of `torch.ops.boost` for
+# counters and torch.compile. It returns while messages are in flight; `wait_tensor` completes it, as it does torch's ops.
 
 
 @dataclass(frozen=True)
 class LastExchange:
-    """The latest exchange of a group. c10d's flight recorder does not see gloo's point-to-point messages."""
+    """The latest exchange in a group. c10d's flight recorder does not see gloo's point-to-point messages."""
 
     operation: str
     sequence: int
@@ -173,7 +173,7 @@ class _Exchange(Work):
         sent: Sequence[Tensor] | Tensor,
         finish: Callable[[int], object],
     ) -> None:
-        """Posts a receive for every other process, then a send, both by rank and contiguous. `finish` turns what has arrived into
+        """Posts a receive for every other process, then a send, both by rank and contiguous. `finish` turns received messages into
         the result, given this process's rank."""
         super().__init__()
         group = dist.distributed_c10d._resolve_process_group(cast(Any, name))
@@ -199,21 +199,21 @@ class _Exchange(Work):
 
 
 def _recorded(what: str, latest: LastExchange) -> contextlib.AbstractContextManager[object]:
-    """A range of the profiler (train.profile) that says which message this is."""
+    """A profiler range (train.profile) that identifies the message."""
     return torch.profiler.record_function(
         f"{what} {latest.operation} #{latest.sequence} of {latest.group}, {latest.bytes} bytes"
     )
 
 
 def _nothing(rank: int) -> None:
-    """Finishes an exchange whose messages arrived where they belong."""
+    """Finishes an exchange whose messages are already in place."""
 
 
 @torch.library.custom_op("boost::all_reduce", mutates_args=())
 def _all_reduce(x: Tensor, blocking: bool, group: str) -> Tensor:
-    """Sum over two processes. Both add the same two terms, so the results are bitwise equal."""
+    """Sums over two processes. Both add the same two terms, so the results are bitwise equal."""
     theirs, result = torch.empty_like(x), torch.empty_like(x)
-    # `.data` bypasses autograd's version counter: a node may already have saved the result, which is filled in later.
+    # `.data` bypasses autograd's version counter: a node may already have saved the result, although it is filled in later.
     exchange = _Exchange(
         "all_reduce", x, group, [theirs] * 2, [x] * 2, lambda rank: torch.add(x, theirs, out=result.data)
     )
@@ -355,7 +355,7 @@ class InFlight(NamedTuple):
 def start(comm: Comm, x: Tensor, axis: Axis, backward_started: bool = False) -> InFlight:
     """Starts a differentiable collective of the table; wait for it later, in both passes.
 
-    `backward_started`: the consumer of the result starts the backward collective itself and passes the gradient on in flight.
+    `backward_started`: the consumer of the result starts the backward collective and passes on the gradient in flight.
     """
     sent, started = _Start.apply(x, comm, axis)
     return InFlight(lambda: _Wait.apply(sent, started, comm, axis, backward_started))

@@ -1,6 +1,6 @@
 """Reduces partial gradients, computes the gradient norm over the whole mesh, and clips.
 
-Every parameter counts once in the norm, no matter how many processes hold its shards or replicas.
+The norm counts every parameter once, no matter how many processes hold its shards or replicas.
 """
 
 import enum
@@ -22,7 +22,7 @@ from boost.parallel.mesh import Axis, Mesh
 
 
 class StepFlags(enum.Flag):
-    """Requests that any process can attach to a step. All processes see their union in the same step."""
+    """Requests that any process can attach to a step. All processes see the union of requests in the same step."""
 
     NONE = 0
     SIGNAL = enum.auto()
@@ -32,7 +32,7 @@ class StepFlags(enum.Flag):
     SAVE = enum.auto()
     """A hook requested a checkpoint after this step."""
     JOIN = enum.auto()
-    """Processes wait to join the run. Set by the main process only."""
+    """Processes are waiting to join the run. Only the main process sets this flag."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class StepStats:
     """Statistics of a step over the whole mesh, the same on all processes."""
 
     loss: float
-    """Mean loss over the targets of the global batch, in nats per token: cross-entropy, or the loss of a distillation."""
+    """Mean loss over the global batch's targets, in nats per token: cross-entropy or a distillation loss."""
     gradient_norm: float
     """Global L2 norm of the gradient of that mean, before clipping."""
     flags: StepFlags = StepFlags.NONE
     """Flags that any process raised."""
     scale: float = 1.0
-    """Factor still to be applied to the gradients: the backward pass divides by all positions instead of those with a target."""
+    """Factor still to be applied to the gradients: the backward pass divides by all positions, not only those with a target."""
     cross_entropy: float | None = None
     """Mean cross-entropy of a distillation, in nats per token; None: `loss`."""
     targets: int = 1
-    """Targets of the global batch. If there are none, loss and gradient norm are 0."""
+    """Number of targets in the global batch. If there are none, loss and gradient norm are 0."""
 
     @property
     def is_finite(self) -> bool:
@@ -59,21 +59,21 @@ class StepStats:
 
     @property
     def updates(self) -> bool:
-        """Whether the step changes weights and moments. Without targets it would only decay them."""
+        """Whether the step changes weights and moments. Without targets, it would only decay them."""
         return self.is_finite and self.targets > 0
 
 
 class GradientReducer:
     """Sums partial gradients over TP and DP, and complete ones over DP, once per optimizer step, in buckets.
 
-    Each bucket is all-reduced during the backward pass, as soon as its last gradient is ready:
+    Each bucket's all-reduce starts during the backward pass as soon as its last gradient is ready:
 
         reducer.begin(micro_batches)
         for each micro-batch:
             loss.backward()
         reducer.finish()
 
-    Gradients of sharded parameters (`parallel.weights`) are already reduced to shards when they arrive. Only partial gradients
+    Gradients of sharded parameters (`parallel.weights`) are already reduced to shards. Only partial gradients
     that are sharded over DP alone still need a sum over TP after the backward pass.
     """
 
@@ -110,7 +110,7 @@ class GradientReducer:
     def finish(self) -> None:
         """Launches the remaining buckets and waits for all of them. Gradients of the stored tensors then hold the sums."""
         for fused in self._trainable:
-            if fused.shard is not None:  # the local shard of a DTensor's gradient goes where the optimizer expects it
+            if fused.shard is not None:  # put the local shard of a DTensor's gradient where the optimizer expects it
                 assert isinstance(fused.parameter, DTensor)
                 local, gradient = fused.parameter.to_local(), fused.parameter.grad
                 assert local.data_ptr() == fused.tensor.data_ptr(), (
@@ -174,7 +174,7 @@ class GradBucket:
 class BucketQueue:
     """Buckets that are reduced over one axis, in the same order on every process.
 
-    Buckets hold parameters in reverse order, because the backward pass reaches the last ones first.
+    Buckets hold parameters in reverse order, because the backward pass reaches the last parameters first.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class BucketQueue:
 
 
 class LaunchedStats:
-    """Statistics of a step in flight: on a GPU, the host has not waited for them."""
+    """Statistics of a step in flight. On a GPU, the host has not waited for them yet."""
 
     def __init__(self, sums: Tensor, tokens: int) -> None:
         """`sums`: loss, squared gradient norm, number of targets, encoded flags and, with a teacher, cross-entropy, fp64 [4 or 5].
@@ -249,13 +249,13 @@ class LaunchedStats:
         return cls(torch.tensor(numbers, dtype=torch.double), tokens)
 
     def numbers(self) -> list[float]:
-        """Returns the sums on the host. Waits like `read`."""
+        """Returns the sums on the host. Waits as `read` does."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return list(self._host.tolist())
 
     def read(self) -> StepStats:
-        """Returns the statistics. Waits for work launched before them, not for work launched since."""
+        """Returns the statistics. Waits for work launched before them, not after them."""
         loss_sum, square_sum, count, flag_sum, *text = self.numbers()
         scale = self._tokens / max(count, 1)
         cross_entropy = text[0] * scale if text else None
@@ -292,8 +292,8 @@ def launch_step_stats(
     """Reduces loss, gradient norm, number of targets and flags over the whole mesh, in one all-reduce of four fp64 numbers. Does
     not wait for the result.
 
-    `loss`: this replica's sum over its targets divided by `tokens`; equal on its TP ranks, 0 on pipeline ranks without the
-    head. Gradients are taken of this quotient. `targets`: positions of this replica that have a target. `tokens`: all
+    `loss`: the sum over this replica's targets divided by `tokens`; equal on its TP ranks, 0 on pipeline ranks without the
+    head. Gradients are of this quotient. `targets`: this replica's positions that have a target. `tokens`: all
     positions of the global batch. The two differ only if some positions have no target. `cross_entropy`: like `loss`, a fifth
     number to reduce.
     """
@@ -308,12 +308,12 @@ def launch_step_stats(
         elif fused.shard.over != "dp":
             copies = 1
         by_copies[copies].append(fused.tensor.grad)
-    for copies, gradients in by_copies.items():  # each of the processes that hold the same rows adds its fraction
-        # Norms need at least fp32: rounded to bf16, they would depend on how tensors are fused and sharded.
+    for copies, gradients in by_copies.items():  # each process that holds the same rows adds its fraction
+        # Norms need at least fp32: rounded to bf16, they would depend on the fusing and sharding of tensors.
         dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
         squares += torch.stack(torch._foreach_norm(gradients, 2, dtype)).double().square().sum() / copies
     counted = targets if mesh.tp.rank == mesh.pp.rank == 0 else 0
-    # Filled on the device: copying a number from the host would wait for all launched work.
+    # Fill it on the device: copying a number from the host would wait for all launched work.
     local = [loss.new_full((), x, dtype=torch.double) for x in (counted, _encode(flags))]
     text = () if cross_entropy is None else (cross_entropy / mesh.tp.size,)
     sums = torch.stack((loss.double() / mesh.tp.size, squares, *local, *text))
@@ -331,7 +331,7 @@ def reduce_flags(flags: StepFlags, mesh: Mesh) -> StepFlags:
 
 
 _FLAG_BITS = 16
-"""Bits per flag in the reduced number, enough to count up to 65535 processes. The last flag, which only one process raises,
+"""Bits per flag in the reduced number, enough to count 65535 processes. The last flag, which only one process raises,
 gets the rest of fp64's 53 bits."""
 
 

@@ -23,7 +23,7 @@ class _CrossEntropy(torch.autograd.Function):
     dgrad: dx = (softmax - onehot) W [T, D], a partial sum if sharded.
     wgrad: dW = (softmax - onehot)^T x [V, D].
 
-    The forward pass computes the gradients chunk by chunk, so logits are neither saved nor computed twice. The backward pass
+    The forward pass computes the gradients chunk by chunk, so logits are not saved or computed twice. The backward pass
     only multiplies them by the gradient of the (scalar) loss.
     """
 
@@ -64,7 +64,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def chunks(tokens: int, vocabulary: int) -> Iterable[slice]:
-    """The tokens whose logits over `vocabulary` local rows exist at the same time, one slice after another."""
+    """Slices of tokens whose logits over `vocabulary` local rows are in memory at the same time."""
     step = chunk_tokens(vocabulary)
     return map(slice, range(0, tokens, step), range(step, tokens + step, step))
 
@@ -179,7 +179,7 @@ def _distill_chunk(
 
 
 def _whole_statistics(local_5N: Tensor, axis: Axis) -> Tensor:
-    """Statistics over the whole vocabulary, from the statistics of the local rows: logsumexp (student, T = 1), target logit,
+    """Statistics over the whole vocabulary, from those of the local rows: logsumexp (student, T = 1), target logit,
     logsumexp (student, temperature), logsumexp (teacher, temperature), teacher's expectation of (t - s) / K."""
     if axis.size == 1:
         return local_5N

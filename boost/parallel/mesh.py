@@ -23,7 +23,7 @@ class Axis:
     size: int = 1
     group: dist.ProcessGroup | None = None
     point_to_point: bool = True
-    """Whether the processes of `group` can send each other messages (`boost.parallel.collectives`)."""
+    """Whether the processes of `group` can send messages to each other (`boost.parallel.collectives`)."""
     name: str = field(init=False)
     """torch's name of the group; empty without one."""
 
@@ -47,7 +47,7 @@ class Mesh:
 
     device: torch.device
     axes: Mapping[str, Axis] = field(default_factory=dict)
-    """By name, outermost first. A missing axis has one process. With cp there is also dp_cp, which has its own group for the
+    """By name, outermost first. A missing axis has one process. With cp, there is also dp_cp, which has its own group for the
     same reason as `replicas`."""
     replicas: Axis = ALONE
     """dp x cp x tp: every process that holds a copy of an unsharded weight. It has its own group, so that gradient sums in
@@ -61,10 +61,10 @@ class Mesh:
     """All processes, if they are not torch's default group."""
 
     def together(self, operation: Callable[[], T]) -> T:
-        """Runs an operation of all processes of the run: an evaluation, a save. Returns its result.
+        """Runs an operation on all processes of the run, such as an evaluation or a save. Returns its result.
 
-        A mesh that can lose processes repeats the operation if any are lost, so everything that all processes do between two steps
-        goes through here.
+        A mesh that can lose processes repeats the operation if any are lost, so every collective operation between two steps
+        uses this method.
         """
         return operation()
 
@@ -94,7 +94,7 @@ class Mesh:
 
     @property
     def dp_cp(self) -> Axis:
-        """dp x cp: processes that hold the same weights for different tokens. Gradients are summed and weights are sharded over
+        """dp x cp: processes with the same weights but different tokens. Gradients are summed and weights are sharded over
         it."""
         return self.axes.get("dp_cp", self.dp)
 
@@ -120,7 +120,7 @@ class Mesh:
 
 
 def share(count: int, place: int, places: int) -> range:
-    """The contiguous share of `count` things (micro-batches, rows) for index `place` of `places`; shares are equal if `places`
+    """The contiguous share of `count` items (micro-batches, rows) for index `place` of `places`; shares are equal if `places`
     divides `count`."""
     return range(place * count // places, (place + 1) * count // places)
 
@@ -157,13 +157,13 @@ def axes_of(sizes: dict[str, int], device: torch.device, timeout_s: float) -> tu
 
 
 def _backend(device: torch.device) -> str | None:
-    """Backend of the mesh's groups: NCCL alone on GPUs. By default each group would also have gloo, which needs two sockets per
+    """Backend of the mesh's groups: only NCCL on GPUs. By default, each group would also have gloo, which needs two sockets per
     pair of processes. CPU tensors use the group of the whole run. None: the backend of the whole run."""
     return "nccl" if device.type == "cuda" else None
 
 
 def _own_group(groups: list[list[int]], name: str, timeout_s: int, backend: str | None) -> Axis:
-    """Creates these groups of ranks, all of them on every process as torch requires. Returns this process's position in its
+    """Creates these groups of ranks, all on every process, as torch requires. Returns this process's position in its
     group."""
     place = Axis()
     for ranks in groups:
@@ -175,22 +175,22 @@ def _own_group(groups: list[list[int]], name: str, timeout_s: int, backend: str 
 
 
 def set_timeout(timeout_s: float) -> None:
-    """Sets the timeout, in seconds, of everything issued from now on in any group of this process."""
+    """Sets the timeout, in seconds, of later operations in all groups of this process."""
     if dist.is_initialized():
         for group in list(dist.distributed_c10d._world.pg_map):
             set_group_timeout(group, timeout_s)
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
-    """Sets the timeout of everything issued from now on in one group, in seconds. Does nothing if its backend has no timeout."""
+    """Sets the timeout, in seconds, of later operations in one group. Does nothing if its backend has no timeout."""
     with contextlib.suppress(RuntimeError):
         group.set_timeout(datetime.timedelta(seconds=timeout_s))
 
 
 @contextlib.contextmanager
 def temporary_groups() -> Iterator[None]:
-    """Destroys the process groups that are created inside, unless an exception leaves them in different collectives. Each NCCL
-    group would keep its communicator, most of a GB of GPU memory. All processes must take part."""
+    """Destroys process groups created inside, unless an exception leaves processes in different collectives. Otherwise, each NCCL
+    group would keep its communicator, which uses most of a GB of GPU memory. All processes must take part."""
     before = set(dist.distributed_c10d._world.pg_map)
     yield
     for group in list(dist.distributed_c10d._world.pg_map):

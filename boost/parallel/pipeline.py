@@ -1,7 +1,7 @@
 """Pipeline stages of one process, on the schedules of torch.distributed.pipelining.
 
 Stages exchange the residual stream in the layout's local shape (a shard of it under btp and btp-sp) and the latents passed
-between blocks. Training follows a schedule. Evaluation and generation, which have no backward pass and other shapes, send from
+between blocks. Training follows a schedule. Evaluation and generation, with no backward pass and different shapes, send from
 stage to stage.
 """
 
@@ -21,7 +21,7 @@ from boost.parallel.mesh import Axis
 
 
 class StageModule(nn.Module):
-    """A stage as torch's schedules call it: received tensors are positional arguments, batch inputs are keywords."""
+    """A stage with the interface of torch's schedules: received tensors are positional arguments, batch inputs are keywords."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class StageModule(nn.Module):
         result = self.decoder(tokens_BS, targets_BS, document_ids_BS, received)
         if self.decoder.stage.has_head:
             return result
-        # torch's schedules detach what was sent in place, which does not work on views.
+        # torch's schedules detach sent tensors in place, which does not work on views.
         whole = torch.contiguous_format
         return tuple(x.contiguous() if x._base is None else x.clone(memory_format=whole) for x in result)
 
@@ -129,9 +129,9 @@ class Pipeline(nn.Module):
         return one(stages[0], **options)
 
     def backward(self, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None, divisor: int) -> Tensor:
-        """Forward and backward pass of all micro-batches of a step, concatenated along the batch dimension.
+        """Runs the forward and backward passes of a step's micro-batches, concatenated along the batch dimension.
 
-        Returns the sum of the losses divided by `divisor`; gradients are of this quotient. 0 on processes without the head.
+        Returns the sum of the losses divided by `divisor`, of which it computes gradients; 0 on processes without the head.
         """
         losses: list[Tensor] = []
         inputs = _by_keyword(tokens_BS, targets_BS, document_ids_BS)

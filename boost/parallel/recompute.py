@@ -1,7 +1,7 @@
-"""Activation checkpointing: what a block saves in its forward pass, and what it recomputes in its backward pass.
+"""Activation checkpointing: choosing tensors that a block saves in its forward pass or recomputes in its backward pass.
 
-A block is a chain of local parts between collectives. Under the low-rank policies each part is its own segment: its inputs
-(latents after a collective, or the residual stream) are saved, its intermediates are not. No segment contains a collective, so
+A block is a chain of local parts between collectives. Under the low-rank policies, each part is a segment: its inputs
+(latents after a collective, or the residual stream) are saved, but its intermediates are not. No segment contains a collective, so
 recomputation does not communicate. Recomputation stops before the last GEMM of a segment, whose result is not needed.
 """
 
@@ -39,7 +39,7 @@ def recompute_but_attention(function: Callable[..., Any], /, *arguments: Any) ->
 
 
 def recompute_block(function: Callable[..., Any], /, layout: Layout, *arguments: Any) -> Any:
-    """Like `recompute`, for a function that communicates. With two halves, it recomputes to the end, so that no collective is
+    """Like `recompute`, but for a function that communicates. With two halves, it recomputes to the end, so that no collective is
     left in flight."""
     return _checkpoint(function, layout, *arguments, early_stop=not layout.halves)
 
@@ -67,7 +67,7 @@ def _save_attention(_context: Any, operator: Any, *_arguments: Any, **_keywords:
 def _checkpoint(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
     if not torch.is_grad_enabled():
         return function(*arguments)
-    # No random numbers are drawn, and shapes depend on shapes only: checking either would waste time.
+    # No random numbers are drawn, and shapes depend only on shapes, so checking either would waste time.
     return checkpoint(
         function, *arguments, use_reentrant=False, preserve_rng_state=False, determinism_check="none", **keywords
     )

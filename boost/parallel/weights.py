@@ -1,12 +1,12 @@
-"""The tensors that modules hold during passes instead of their weights: working copies in the dtype of activations, or weights
+"""Tensors that replace a module's weights during passes: working copies in the dtype of activations, or weights
 gathered from the shards of data-parallel replicas.
 
 Sharding is torch's fully_shard on top of the layout's local tensors.
 ZeRO-1 (`parallel.shard = "optimizer"`) and FSDP (`"full"`) shard the same way: each of the dp processes that hold the same
-local tensor keeps and updates some of its rows and their moments. They differ in how long the gathered tensor lives: for the
-optimizer step, or for one block's forward or backward pass.
+local tensor keeps and updates some of its rows and their moments. They differ in the lifetime of the gathered tensor: the
+optimizer step, or one block's forward or backward pass.
 
-Norms are not sharded: they are one in ten thousand weights, and gathering them in bf16 would round the gains.
+Norms are not sharded, because they are one in ten thousand weights and gathering them in bf16 would round the gains.
 """
 
 import functools
@@ -34,11 +34,11 @@ SHARDS_OVER_SEVERAL_MESHES = hasattr(_fsdp_common, "ShardPlacementResult")
 
 
 COMPILES_REPEATED_COLLECTIVES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""Whether compiled blocks repeat a collective that is to be recomputed. torch 2.11 silently saves its result instead."""
+"""Whether compiled blocks repeat a recomputed collective. torch 2.11 silently saves its result instead."""
 
 
 def require_torch(config: Config) -> None:
-    """Raises ConfigError if a requested feature needs a newer torch: 2.13 supports all, 2.11 does not."""
+    """Raises ConfigError if a requested feature needs a newer torch: 2.13 supports all features, 2.11 does not."""
     parallel, train = config.parallel, config.train
     if train.compile == "blocks" and train.recompute == "low-rank-sharded" and not COMPILES_REPEATED_COLLECTIVES:
         raise ConfigError(
@@ -69,14 +69,14 @@ def shard(
     )
     owners = {p: (m, name) for m in decoder.modules() for name, p in m.named_parameters(recurse=False)}
     options: dict[str, Any] = {}
-    if outer:  # these over dp x tp, the other parameters over the default mesh
+    if outer:  # shard these over dp x tp, the other parameters over the default mesh
         assert mesh.replicas.group is not None
         replicas = DeviceMesh.from_group(mesh.replicas.group, mesh.device.type)
         everywhere = _fsdp_common.ShardPlacementResult(None, _fsdp_common.FSDPMeshInfo(mesh=replicas, shard_mesh_dim=0))
         options["shard_placement_fn"] = lambda parameter: everywhere if parameter in outer else None
     weights = next(decoder.parameters()).dtype
     if decoder.compute_dtype != weights or dtype not in (None, weights):
-        # Half of the bytes: weights are cast before the all-gather instead of at their use.
+        # Half the bytes: weights are cast before the all-gather instead of at each use.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=decoder.compute_dtype, reduce_dtype=dtype or weights, cast_forward_inputs=False
         )
@@ -103,7 +103,7 @@ def shard(
             over, size, rank = "replicas", size * mesh.tp.size, rank * mesh.tp.size + mesh.tp.rank
         sharded = getattr(module, name)
         assert isinstance(sharded, DTensor) and isinstance(module, FusedModule)
-        rows = -(-sharded.shape[0] // size)  # as torch.chunk splits: the last processes may have fewer
+        rows = -(-sharded.shape[0] // size)  # split as torch.chunk does: the last processes may have fewer
         first, local = min(rank * rows, sharded.shape[0]), sharded.to_local().detach()
         assert local.shape[0] == min(rows, sharded.shape[0] - first)
         module.shards[name] = ParamShard(nn.Parameter(local), first, over)
@@ -112,7 +112,7 @@ def shard(
 def last_backward(module: nn.Module, last: bool, parallel: ParallelConfig) -> None:
     """Declares, before a backward pass, whether it is the last one of its step. A no-op for modules that are not sharded.
 
-    ZeRO-1 reduces gradients and reshards the gathered weights once, after the last backward pass; FSDP does both in each pass.
+    ZeRO-1 reduces gradients and reshards the gathered weights once, after the last backward pass; FSDP does both in every pass.
     """
     if isinstance(module, FSDPModule):
         every_time = last or parallel.shard == "full"
@@ -140,14 +140,14 @@ class WorkingCopies:
                 loss.backward()
         reducer.finish()
 
-    Copies are leaves, so autograd accumulates the gradients of all uses within one pass in the dtype of activations. Gradients
+    Copies are leaves, so autograd accumulates the gradients of all uses in one pass in the dtype of activations. Gradients
     of micro-batches are accumulated in the dtype of the weights.
     """
 
     def __init__(self, model: nn.Module, config: Config, accumulated: Callable[[nn.Parameter], None]) -> None:
         """Selects the parameters of a model, or of its pipeline stages, that get a copy under `config`.
 
-        `accumulated` is called whenever the gradient of a pass has been added to that of a parameter, because autograd does not
+        `accumulated` is called when a pass's gradient has been added to the parameter's gradient, because autograd does not
         call the parameter's own hooks.
         """
         self._dtype, self._accumulated = getattr(torch, config.train.compute_dtype), accumulated
@@ -161,7 +161,7 @@ class WorkingCopies:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Context in which modules hold copies of the current weights, for forward and backward passes including recomputation."""
+        """Context manager: modules hold copies of the current weights, for forward and backward passes including recomputation."""
         weights = [module.get_parameter(name) for module, name in self._places]
         copies = [nn.Parameter(torch.empty_like(w, dtype=self._dtype), w.requires_grad) for w in weights]
         if copies:

@@ -59,7 +59,7 @@ def evaluate(
 
     The stores of a mixture are evaluated one after another. They share `max_tokens` by weight; each gets at least one sequence.
     `stopped` is called every few batches and must return the same value on all processes. Raises EvaluationStopped if it returns
-    True, and DataError if no evaluated token counts toward the loss. `by_document`: uses the first `seq_len` tokens of each document,
+    True, DataError if no evaluated token counts toward the loss. `by_document`: uses the first `seq_len` tokens of each document,
     as publications do (`DocumentBatches`).
     """
 

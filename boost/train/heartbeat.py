@@ -301,7 +301,7 @@ class Heartbeat:
         self._wake.set()
 
     def diagnose(self, waited: bool = True) -> str | None:
-        """Returns one line with the names of the processes that this one waits for; None if no process is at fault. `waited`: whether it
+        """One line with the names of the processes that this one waits for; None if no process is at fault. `waited`: whether this
         process waited for the whole timeout; False if its connection was lost earlier.
 
         Takes up to `SILENCE_S` seconds; less if the thread has already taken a first reading, before the timeout.

@@ -420,7 +420,7 @@ class HookRunner:
         return results
 
     def add(self, trainer: "Training", hooks: Sequence[Hook], start: TrainStart) -> None:
-        """Sets up hooks of a run in progress and calls them first from now on."""
+        """Sets up hooks of a run in progress and adds them before all others."""
         for hook in hooks:
             with self._running(hook):
                 hook.setup(trainer)

@@ -208,7 +208,7 @@ def _forward_signals(spec: LaunchSpec, forks: bool) -> Iterator[_Signals]:
     signals = _Signals()
 
     def forward(number: int, frame: FrameType | None) -> None:
-        """Records a signal (for processes that have not started yet), responds to Ctrl-C, and forwards the signal to the processes."""
+        """Records a signal for processes that have not started yet, responds to Ctrl-C, and forwards the signal to the others."""
         signals.received.append(number)
         if number in STOP_SIGNALS:
             # A process that has not started yet reads this file at startup. Overwrite it in place, because the disk may be full.

@@ -91,7 +91,7 @@ class Trainer:
     ) -> None:
         """Builds everything at step 0. Raises DataError if the token store does not match the configuration.
 
-        `ahead`: whether `fit` launches the passes of a step before it reads the statistics of the previous step. None: on GPUs only.
+        `ahead`: whether `fit` launches a step's passes before it reads the previous step's statistics. None: on GPUs only.
         Needs an optimizer with `takes_tensors`.
         """
         self.config, self.mesh, self.run = config, mesh, run
@@ -355,7 +355,7 @@ class Trainer:
             self.notify(Hook.on_bad_step, event)
 
     def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
-        """Evaluates the held-out loss on the whole split or on about `max_tokens` of it. Returns None if a signal stops it. Collective."""
+        """Held-out loss on the whole split or about `max_tokens` of it; None if a signal stops the evaluation. Collective."""
         self._runner.require_all_processes("evaluate", self.mesh.size)
         train, isolate = self.config.train, self.config.data.isolate_documents
         facts = train.seq_len, train.micro_batch, isolate, self.mesh, max_tokens, self._signal_now
@@ -384,7 +384,7 @@ class Trainer:
         copy to host memory, hooks get `after_save` when the checkpoint is complete, and a failure only logs a warning. Only one
         save is in flight at a time; the next one waits for it.
 
-        Raises StorageError on every process if any of them cannot write, NonFiniteError if weights or optimizer state are not finite, and
+        Raises StorageError on every process if any cannot write, NonFiniteError if weights or optimizer state are not finite, and
         TrainingError if replicas differ (a checkpoint stores the weights of one replica).
         """
         if not self._may_save():

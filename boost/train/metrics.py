@@ -341,9 +341,9 @@ def read_metrics(path: Path | str, damaged: list[int] | None = None) -> list[dic
 def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progress: bool = False) -> int:
     """Drops the lines of steps > `last_step`. Atomic: the file is replaced in one step.
 
-    With `in_progress`, step `last_step` + 1 has started, and its other events (`RunEvent`) are kept. Also drops the line for the end
-    and, with `at_end`, the final evaluation, which a run resumed after its last step repeats. Lines that are not JSON objects are moved to
-    <name>.damaged, so that they do not stop the run. Returns the number of such lines.
+    With `in_progress`, step `last_step` + 1 has started, and its other events (`RunEvent`) are kept. Also drops the line of the end
+    and, with `at_end`, the final evaluation, which a run resumed at its end repeats. Moves lines that are not JSON objects to
+    <name>.damaged, so that they do not stop the run. Returns their number.
     """
     require_regular(path)
     damaged = []

@@ -231,8 +231,8 @@ def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: float, 
 
     After an elastic restart, torchrun's store still holds the addresses of dead processes, and gloo would connect to them.
     TORCHELASTIC_RESTART_COUNT does not distinguish starts: each node counts separately, and a node that restarts because of another
-    one does not count that restart. So rank 0 generates the name and sends it to every process that asks, keyed by a new request ID.
-    Rank 0 also answers requests left over from an earlier start, but no process reads those answers. After every process has the name,
+    one does not count it. So rank 0 generates the name and sends it to every process that asks, keyed by a new request ID.
+    Requests from an earlier start are also answered, but no process reads those answers. After every process has the name,
     rank 0 tells them to continue, or that one of them received a stop signal.
     """
     return (_answer if rank == 0 else _ask)(store, rank, size, timeout_s, stopped)
@@ -289,7 +289,7 @@ def _answer(store: dist.Store, rank: int, size: int, timeout_s: float, stopped: 
         if waiting and time.monotonic() > deadline:
             missing = f"{'rank' if len(waiting) == 1 else 'ranks'} {', '.join(map(str, sorted(waiting)))}"
             raise TrainingError(
-                f"{missing} of {size} did not join within run.startup_timeout_s = {timeout_s:g}; start them, or find out why they exited"
+                f"{missing} of {size} did not join within run.startup_timeout_s = {timeout_s:g}; start them, or see why they exited"
             )
         time.sleep(0.02)
     store.set(f"{ours}/go", stop)

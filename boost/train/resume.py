@@ -25,7 +25,7 @@ must not change."""
 
 
 def resume_candidates(resume: str | None, run: RunDirectory, fallback: Path | None = None) -> list[Path]:
-    """Checkpoints that `--resume` refers to, newest first: with 'auto', all of this run's, including those in the `fallback` folder;
+    """Checkpoints that `--resume` refers to, newest first: with 'auto', all of this run, including those in the `fallback` folder;
     otherwise the one at the given path. Checkpoints with ruined weights come last.
 
     Raises CheckpointError if there is none at the path.
@@ -169,5 +169,5 @@ def check_resumable(found: Checkpoint, config: Config, corpus: Corpus) -> None:
         )
     setting = f"data.mixture = {config.data.mixture}" if config.data.mixture else f"data.store = '{config.data.store}'"
     raise CheckpointError(
-        f"'{found.path}' was trained on different text than that in {setting}; resume with the stores that it was trained on"
+        f"'{found.path}' was trained on different text than {setting} contains; resume with the stores that it was trained on"
     )

@@ -254,7 +254,7 @@ def start_advice(trainer: Trainer) -> Iterator[str]:
     masked = [store.path for store in corpus.stores if store.is_masked]
     if masked and not trainer.config.data.isolate_documents:
         yield (
-            f"{masked[0]} holds conversations, but tokens attend to other conversations in the same sequence; "
+            f"{masked[0]} holds conversations, but tokens attend to earlier conversations in the same sequence; "
             "set data.isolate_documents = true"
         )
     if trainer.mesh.device.type == "cuda" and train.compute_dtype == "float32":

@@ -84,7 +84,7 @@ class RunLock:
         return True
 
     def _wait_for_stale(self) -> None:
-        """Returns when the lock is gone, or when it has been removed because its owner is dead. Raises ConfigError if the owner is alive."""
+        """Returns when the lock is gone, or removed because its owner is dead. Raises ConfigError if the owner is alive."""
         owner, touched = _read(self.path), _touched(self.path)
         begin, logged = time.monotonic(), False
         while (alive := _is_alive(owner)) is None and time.monotonic() - begin < self._stale_s:

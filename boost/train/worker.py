@@ -134,7 +134,7 @@ def stacks_file(spec: LaunchSpec, rank: int) -> Path | None:
 
 
 def stay_on_loopback() -> None:
-    """Binds gloo and NCCL to the loopback interface unless the user has set another one, because the run is local to this machine."""
+    """Binds gloo and NCCL to the loopback interface unless the user has set another one: the run is local to this machine."""
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback:

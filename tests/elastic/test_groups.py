@@ -164,7 +164,7 @@ def nobody_connects(path: Path) -> str:
 
 def test_a_failed_connection_is_abandoned(tmp_path: Path) -> None:
     assert run_distributed(1, nobody_connects, tmp_path / "store") == [
-        "the membership ended while group 'test' connected"
+        "the membership ended while group 'test' was connecting"
     ]
 
 

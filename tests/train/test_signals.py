@@ -130,7 +130,7 @@ def test_an_interrupt_is_answered_once_and_only_by_the_main_process(
     with StopRequest():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-    assert capfd.readouterr().err == "\nstopping after this step, Ctrl-C again to abort\n"
+    assert capfd.readouterr().err == "\nstopping after this step; press Ctrl-C again to abort\n"
     monkeypatch.setenv("RANK", "1")
     with StopRequest():
         os.kill(os.getpid(), signal.SIGINT)

@@ -260,6 +260,6 @@ def test_one_machine_listens_on_loopback_only_saves_on_request_and_answers_ctrl_
     assert seen, "gloo listens somewhere"
     assert seen <= {"0100007F", "00000000000000000000000001000000"}, "loopback only"
     assert code == 0, err
-    assert err.count("stopping after this step, Ctrl-C again to abort") == 1
+    assert err.count("stopping after this step; press Ctrl-C again to abort") == 1
     assert "stopped by SIGINT" in out and "checkpoint saved" in out
     assert len(saved_steps(command.run)) == 2

@@ -1,6 +1,6 @@
 """Checks every collective: forward and backward against plain arithmetic, and bandwidth and latency on each axis.
 
-Payloads are small integers, whose sums are exact in every dtype, so that results are compared bit for bit. Each process generates
+Payloads are small integers with exact sums in every dtype, so results are compared bit for bit. Each process generates
 the payloads of all processes and computes the expected results locally. Speeds are compared with a hardware profile.
 """
 
@@ -96,7 +96,7 @@ def _differentiable(
     gradients = [gradient[: y.shape[0]] for gradient in _payloads(axis, y.shape[0], y.dtype, y.device, seed=1)]
     y.backward(gradients[axis.rank])
     if comm.backward is None and comm.forward == ALL_GATHER:
-        # The gradient is complete and identical everywhere: each process takes its own rows.
+        # The gradient is complete and identical on all processes, so each process takes its own rows.
         n = x.shape[0]
         due = gradients[axis.rank].narrow(0, axis.rank * n, n)
     else:
@@ -131,7 +131,7 @@ PAYLOADS = {"cpu": (1 << 12, 1 << 18, 1 << 22), "cuda": (1 << 14, 1 << 20, 1 << 
 
 SAMPLES = 5
 SLOW = 2.0
-"""A collective that is slower than the profile by more than this factor is reported."""
+"""Collectives slower than the profile by more than this factor are reported."""
 
 
 def verify_links(verifier: Verifier, axes: dict[str, Axis], dtype: torch.dtype, hardware: Hardware | None) -> None:
@@ -153,7 +153,7 @@ def verify_links(verifier: Verifier, axes: dict[str, Axis], dtype: torch.dtype, 
 
 
 def _judged(by_rank: Sequence[Sequence[Point]], processes: int, link: Link | None) -> Found:
-    """Judges the points of rank 0: bandwidth at the largest payload, latency at the smallest, and the ratio to the profile."""
+    """Judges rank 0's points: bandwidth at the largest payload, latency at the smallest, and the ratio to the profile."""
     points = by_rank[0]
     smallest, largest = (choose(point.shape[0] for point in points) for choose in (min, max))
     rates = {p.name: _sent(p, processes) / p.seconds / 1e9 for p in points if p.shape[0] == largest}

@@ -51,7 +51,7 @@ def facts(device: torch.device) -> Facts:
 
 
 def interfaces() -> dict[str, str]:
-    """Returns what determines the network interface of this process."""
+    """Returns the settings that determine this process's network interface."""
     chosen = {name: os.environ.get(name, "") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     try:
         address = socket.gethostbyname(socket.gethostname())
@@ -98,13 +98,13 @@ def devices_of(machines: Sequence[Facts]) -> Found:
     names_of = {machine["name"] for machine in machines}
     numbers = {"ranks": [{k: v for k, v in machine.items() if k not in ("host", "software")} for machine in machines]}
     if len(names_of) > 1:
-        advice = "all devices run at the speed of the slowest: use identical ones"
+        advice = "all devices run at the speed of the slowest one; use identical devices"
         return Found("note", "; ".join(texts), advice, numbers)
     return Found("ok", "; ".join(texts), numbers=numbers)
 
 
 def free_memory(machines: Sequence[Facts]) -> Found:
-    """Checks that nothing else uses the GPUs."""
+    """Checks that no other process uses the GPUs."""
     shares = {rank: machine["free"] / machine["memory"] for rank, machine in enumerate(machines)}
     rank, least = min(shares.items(), key=lambda item: item[1])
     if least < FREE:
@@ -114,7 +114,7 @@ def free_memory(machines: Sequence[Facts]) -> Found:
 
 
 def reachable(processes: Sequence[Mapping[str, str]]) -> Found:
-    """Checks that processes on several machines would not connect to their own loopback."""
+    """Checks that processes on several machines do not connect to their own loopback interfaces."""
     several = len({process["address"] for process in processes}) > 1
     chosen = processes[0]["GLOO_SOCKET_IFNAME"] or processes[0]["NCCL_SOCKET_IFNAME"]
     loop = [rank for rank, process in enumerate(processes) if process["address"].startswith("127.")]

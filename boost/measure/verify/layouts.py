@@ -1,11 +1,11 @@
 """Checks every layout against one process: losses, gradients, updates and collectives of a small model.
 
-There is one row per layout and option, and one per mesh axis; each row has one cell per way to run it. The value of a cell is
+There is one row per layout and option, and one per mesh axis; each row has one cell per way to run it. A cell contains
 
 - float64: the largest relative error of any loss, gradient norm, gradient or weight over two optimizer steps;
 - float32: the largest relative error of the first step's loss, gradient norm and gradients (AdamW amplifies rounding in gradients
   that are close to zero);
-- bfloat16: the error of the gradients against float32, relative to the error of one process in bfloat16.
+- bfloat16: the error of the gradients against float32, divided by the error of one process in bfloat16.
 """
 
 import contextlib
@@ -43,12 +43,12 @@ LIMIT_BF16 = 2.0
 
 STEPS = 2
 HEADS = 8
-"""Attention heads of the model: one each at TP 8. It has two key/value heads, so that at TP 4 ranks share them."""
+"""Attention heads of the model: one per rank at TP 8. Two key/value heads make ranks share them at TP 4."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to run a row, such as another dtype or with recomputation."""
+    """One way to run a row, such as in another dtype or with recomputation."""
 
     name: str
     dtype: str = "float32"
@@ -78,7 +78,7 @@ def config_of(model: ModelConfig, parallel: dict[str, Any], cell: Cell) -> Confi
     """The configuration of a cell. Raises ConfigError if it is not legal."""
     mesh = parallel | cell.sections.get("parallel", {})
     exact = cell.dtype == "float64"
-    # Two chunks per process, each split into halves across processes.
+    # Two chunks per process, each split in half across processes.
     tokens = 4 * mesh.get("cp", 1) * mesh.get("tp", 1)
     train: dict[str, Any] = {
         "seq_len": tokens * math.ceil(32 / tokens),
@@ -94,7 +94,7 @@ def config_of(model: ModelConfig, parallel: dict[str, Any], cell: Cell) -> Confi
 
 
 def rows(model: ModelConfig, processes: int, on_gpu: bool, compiled: str) -> Iterator[Row]:
-    """Yields the rows to check on `processes` processes. `compiled`: which rows also run with train.compile: all | first | none."""
+    """Yields the rows to check on `processes` processes. `compiled`: rows that also run with train.compile: all | first | none."""
     tp = next(n for n in (8, 4, 2, 1) if processes % n == 0)
     dp = processes // tp
     number = 0
@@ -159,14 +159,14 @@ def _reference(description: str, device: torch.device) -> Observed:
 
 
 def reference(config: Config, device: torch.device, dtype: str = "") -> Observed:
-    """Trains the whole model in this process, in eager mode without recomputation, in `dtype` or the configuration's dtype."""
+    """Trains the whole model in this process, in eager mode, without recomputation, and in `dtype` or the configuration's dtype."""
     plain = {"recompute": "none", "compile": "none", **({"compute_dtype": dtype} if dtype else {})}
     whole = config.changed(train=plain, parallel={"overlap": "none", "schedule": "1f1b"})
     return _reference(alone(whole).model_dump_json(), device)
 
 
 def compare(config: Config, mesh: Mesh) -> dict[str, float]:
-    """Errors of this process's results against one process; 'table' is 0 if the step issued the collectives of the table."""
+    """Errors of this process's results against one process; 'table' is 0 if the step issued the collectives in the table."""
     actual = TrainedModel(config, mesh, STEPS - (mesh.size > 1))  # the last step is counted
     table = 0.0 if mesh.size == 1 or matches_table(config, actual.collectives(), mesh.pp.rank) else 1.0
     if config.train.compute_dtype != "bfloat16":
@@ -198,7 +198,7 @@ def run_row(model: ModelConfig, row: Row, mesh: Mesh) -> Results:
             results[cell.name] = str(error)
             continue
         if config.train.compile != "none":
-            torch.compiler.reset()  # the dtypes of all cells would exceed a kernel's limit of recompilations
+            torch.compiler.reset()  # the cells' dtypes would exceed a kernel's limit of recompilations
         with temporary_groups() if mesh.size > 1 else contextlib.nullcontext():
             of_its_own = mesh_of(config.parallel, mesh.device) if mesh.size > 1 else mesh
             results[cell.name] = compare(config, of_its_own)
@@ -237,7 +237,7 @@ def judged(cells: Sequence[Cell], by_rank: list[Results]) -> Found:
 def verify(
     verifier: Verifier, model: ModelConfig, compiled: str, own: Config | None, only: Collection[str] = ()
 ) -> None:
-    """Runs one check per row. `own`: the user's configuration, whose mesh and options are checked as well. `only`: see
+    """Runs one check per row. `own`: the user's configuration, whose mesh and options are also checked. `only`: see
     `process.Request.layouts`."""
     mesh = verifier.mesh
     verifier.section(f"Layouts: {model.family}, against one process ({STEPS} steps; errors are relative)")
@@ -259,7 +259,7 @@ def verify(
 
 
 def is_ours(config: Config) -> bool:
-    """Whether a configuration's layout is one of boost's own."""
+    """Whether a configuration's layout is built into boost."""
     return type(layout_spec(config.parallel.layout)).__module__.startswith("boost.")
 
 

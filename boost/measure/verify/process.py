@@ -16,7 +16,7 @@ from boost.train.rendezvous import close_mesh, open_mesh, world_size
 from boost.train.rundir import environment
 
 TIMEOUT_S = 300
-"""Timeout of a collective. Compilation takes a minute on some processes and less on others."""
+"""Timeout of a collective. Compilation takes a minute on some processes but less on others."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Request:
     """The user's configuration."""
     device: str
     gpu: str | None
-    """Name of the hardware profile; None: that of the GPU, if there is one."""
+    """Name of the hardware profile; None: the GPU's, if there is one."""
     compiled: str
-    """Which layouts are also compiled: all | first | none."""
+    """Layouts that are also compiled: all | first | none."""
     layouts: tuple[str, ...] = ()
     """Layouts to check, and 'dp', 'cp' and 'pp' for the meshes without one; empty: all."""
     whole: bool = False
-    """Whether these are all checks. If so, the main process prints the summary and returns the exit code."""
+    """Whether no more checks follow. If so, the main process prints the summary and returns the exit code."""
 
 
 def verify_process(request: Request, out: Path) -> int:

@@ -14,7 +14,7 @@ from boost.train.checkpoint import run_on_all
 from boost.train.rundir import storage_errors
 
 SCHEMA = 1
-"""Version of the JSON report; incremented with every change that readers would notice."""
+"""Version of the JSON report; incremented with every change that affects its readers."""
 
 Verdict = Literal["ok", "note", "skipped", "failed"]
 """note: not a failure, but worth a look; skipped: cannot be checked on these machines."""
@@ -34,7 +34,7 @@ class Found:
     detail: str
     """The result in one line."""
     advice: str = ""
-    """What to do if it is not ok."""
+    """Advice if the result is not ok."""
     numbers: dict[str, Any] = field(default_factory=dict)
     """Measured numbers."""
 
@@ -56,7 +56,7 @@ class Report:
     say: Callable[[str], None] = print
     """Prints a line."""
     changed: Callable[[], None] = lambda: None
-    """Called after each check: checks that took minutes should not be lost with those that follow."""
+    """Called after each check, so that later failures do not lose checks that took minutes."""
 
     def section(self, title: str) -> None:
         self.say(f"\n{title}")
@@ -114,7 +114,7 @@ class Report:
 
 
 class Unequal(Exception):
-    """A check failed on some processes only, so that processes may be at different collectives afterwards."""
+    """A check failed on some processes only, so the processes may be at different collectives afterwards."""
 
 
 class Verifier:

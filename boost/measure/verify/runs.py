@@ -20,8 +20,8 @@ from boost.train.rendezvous import choose_device
 
 STEPS, SAVE_EVERY, FAULT = 12, 4, 10
 HANG_S, HANG_ON_GPU_S = 5, 30
-"""Timeout of a collective, in seconds, in the run that hangs. On GPUs, processes connect and compile kernels in the first step,
-some later than others."""
+"""Timeout of a collective in the run that hangs, in seconds. On GPUs, processes connect and compile kernels in the first step,
+and some take longer than others."""
 
 HANG_MARGIN_S = 10.0
 """Seconds after this timeout within which the run must end."""
@@ -30,7 +30,7 @@ STOP_S = 60.0
 """Seconds within which a stopped run must save and exit, including startup."""
 
 LIMIT_S = 300.0
-"""Timeout of one command in seconds; a longer one counts as hanging."""
+"""Timeout of one command in seconds; a slower command counts as hanging."""
 
 TOLERANCE = 1e-5
 """Maximum relative difference of losses on another mesh, in float32."""
@@ -65,8 +65,8 @@ def verify(report: Report, model: ModelConfig, processes: int, device: str) -> N
 
 @contextmanager
 def _exits_at_sigterm() -> Iterator[None]:
-    """By default SIGTERM ends a process without its `finally` blocks, and the run that it has started would continue without it: it
-    has its own session."""
+    """By default, SIGTERM ends a process without its `finally` blocks, and the run that it started would continue, because the run
+    has a separate session."""
     usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -81,7 +81,7 @@ class _Trial:
         self.folder, self.model, self.processes, self.device = folder, model, processes, device
         self.config = folder / "run.toml"
         self.rank = processes - 1
-        """The process that is killed, or hangs."""
+        """The process that is killed or hangs."""
 
     def first(self) -> Found:
         """Prepares a token store from a few modules of the standard library, and trains."""
@@ -175,7 +175,7 @@ class _Trial:
 
     @contextmanager
     def _started(self, name: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-        """Context in which the command runs; it is killed with its child processes at exit."""
+        """Context manager: runs the command, and kills it and its child processes on exit."""
         train = ["-m", "boost.cli.main", "train", str(self.config), "--run.dir", str(self.folder / name)]
         process = subprocess.Popen(
             [sys.executable, *train, *words],
@@ -192,7 +192,7 @@ class _Trial:
             process.communicate()
 
     def _metrics(self, name: str) -> dict[int, tuple[float, float]]:
-        """(loss, gradient norm) by step; for a repeated step, the latest."""
+        """(loss, gradient norm) by step, from the latest run of a repeated step."""
         path = self.folder / name / "metrics.jsonl"
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
         return {line["step"]: (line["loss"], line["gradient_norm"]) for line in lines if line["kind"] == "step"}
@@ -203,7 +203,7 @@ class _Trial:
         steps = [step for step in sorted(other) if step > begin]
         apart = [step for step in steps if step in first and first[step] != other[step]]
         if apart or not steps:
-            raise RunError(f"loss and gradient norm differ from step {apart[0] if apart else begin + 1} on")
+            raise RunError(f"loss and gradient norm differ starting at step {apart[0] if apart else begin + 1}")
         return Found("ok", f"{detail}: loss and gradient norm of {len(steps)} steps are bitwise equal")
 
     def _last_saved(self, name: str) -> int:

@@ -52,7 +52,7 @@ def measured(config: Config, mesh: Mesh) -> dict[str, float]:
 
 
 def judged(config: Config, hardware: Hardware | None, results: Sequence[dict[str, float]]) -> Found:
-    """Compares the maxima over processes with the prediction. Fails if other bytes are sent than predicted."""
+    """Compares the maxima over processes with the prediction. Fails if the number of bytes sent differs from the prediction."""
     worst = worst_of(results)
     seconds, peak, sent = worst["seconds"], worst["peak"], int(worst["sent"])
     rate = config.train.global_batch * config.train.seq_len / seconds / config.parallel.world_size
