@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Otherwise each process that tests start compiles the package anew: more than a second of its five.
+# Otherwise each process that tests start recompiles the package, which takes more than one of its five seconds.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-if "XDG_CACHE_HOME" not in os.environ:  # stores that a test has verified are no business of the user's
+if "XDG_CACHE_HOME" not in os.environ:  # keep stores that a test verified out of the user's cache
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="boost-test-cache-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
-# No verdict depends on how fast a machine is.
+# No verdict depends on the machine's speed.
 settings.register_profile("boost", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("boost")
 
@@ -70,7 +70,7 @@ def quick_tests_start_no_python(request: pytest.FixtureRequest, monkeypatch: pyt
 
 @pytest.fixture(autouse=True)
 def hangups_count() -> Iterator[None]:
-    """A suite that is started with nohup would pass its ignored SIGHUP on to the runs that it starts."""
+    """A suite started with nohup would pass its ignored SIGHUP on to the runs that it starts."""
     usual = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, usual)
@@ -78,7 +78,7 @@ def hangups_count() -> Iterator[None]:
 
 @pytest.fixture(params=["fifo", "device", "folder"])
 def endless(request: pytest.FixtureRequest) -> Callable[[Path], None]:
-    """Puts something in the place of a file that may never end when it is opened or read."""
+    """Replaces a file by something that may block forever when it is opened or read."""
 
     def replace(path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -94,8 +94,8 @@ def endless(request: pytest.FixtureRequest) -> Callable[[Path], None]:
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A token store of a few modules of the standard library, with a tokenizer of 300 tokens. Held out is a small one (secrets):
-    every run ends with an evaluation of all of it."""
+    """A token store of a few standard-library modules, with a tokenizer of 300 tokens. The held-out module is small (secrets),
+    because every run ends with an evaluation of all of it."""
     import argparse
     import ast
     import secrets
@@ -111,7 +111,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def mixture(store: Path) -> dict[str, float]:
-    """Weights of that store and a smaller one, `other`, for data.mixture."""
+    """Weights of this store and a smaller one, `other`, for data.mixture."""
     import csv
     import shlex
 

@@ -24,10 +24,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 TIME_LIMIT_S = 600.0
-"""Only against hanging for ever: no verdict depends on how fast a machine is."""
+"""Only prevents endless hangs: no verdict depends on the machine's speed."""
 
 MOST_THREADS = 32
-"""Of a process between two calls: 4 when it is new. gloo's threads wake a hundred times a second, and torch 2.11 keeps those of
+"""Threads of a process between calls: 4 in a new one. gloo's threads wake a hundred times a second, and torch 2.11 keeps threads of
 groups that FSDP has used, which add up to 200 a process."""
 
 
@@ -41,7 +41,7 @@ def run_distributed(
         pool = None
     if pool is None:
         pool = _pools[size] = _Pool(size)
-    if sys.platform == "linux":  # gloo's threads wake a hundred times a second, also those of a pool without work
+    if sys.platform == "linux":  # gloo's threads wake a hundred times a second, even in an idle pool
         for other in _pools.values():
             other.send_signal(signal.SIGCONT if other is pool else signal.SIGSTOP)
     try:
@@ -52,7 +52,7 @@ def run_distributed(
 
 
 def fork_server() -> Any:
-    """The `multiprocessing` context of processes forked from a server that has imported torch and boost, and does nothing else:
+    """The `multiprocessing` context of processes forked from a server that has only imported torch and boost:
     they start in milliseconds, not seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.warm"])
@@ -60,7 +60,7 @@ def fork_server() -> Any:
 
 
 def end_with_parent() -> None:
-    """Kills this process when the thread that started it ends, however that happens and even if this process is stopped."""
+    """Kills this process when the thread that started it ends for any reason, even if this process is suspended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -72,7 +72,7 @@ class _Pool:
         self._connections: list[Connection] = []
         self._processes = []
         self.threads = 0
-        """The most that a process had before its last call."""
+        """The most threads that a process had before its last call."""
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -114,7 +114,7 @@ class _Pool:
         return [results[rank] for rank in range(len(self._connections))]
 
     def close(self) -> None:
-        for process in self._processes:  # all of them first: one whose partner is gone prints a traceback
+        for process in self._processes:  # kill all first: one whose partner is gone prints a traceback
             process.kill()
         for connection in self._connections:
             connection.close()
@@ -131,7 +131,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
 
     sys.dont_write_bytecode = False  # as in tests/conftest.py, for the test files
     torch.set_num_threads(1)
-    faulthandler.enable()  # a crash in native code says where it was
+    faulthandler.enable()  # report the location of a crash in native code
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     while True:
         try:
@@ -144,12 +144,12 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
         except BaseException:
             answer = (True, traceback.format_exc(), threads)
         connection.send(answer)
-        dist.barrier()  # a process that is done first would close connections on which another still receives
+        dist.barrier()  # the first process to finish would close connections that another still reads
         _leave_groups()
 
 
 def _leave_groups() -> None:
-    """Destroys all groups but the default one. gloo has threads for each group, which wake a hundred times a second: with
+    """Destroys all groups except the default one. gloo has threads for each group, which wake a hundred times a second: with
     hundreds of groups, they take more time than the tests."""
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -164,7 +164,7 @@ def _leave_groups() -> None:
             dist.destroy_process_group(group)
     last_exchanges.clear()
     gc.collect()
-    gc.freeze()  # what is alive now is modules and caches, a tenth of a second to go through after each call
+    gc.freeze()  # the live objects are modules and caches, which take a tenth of a second to scan after each call
 
 
 _pools: dict[int, _Pool] = {}

@@ -1,4 +1,4 @@
-"""Measures the memory of a step of one process, also on fake tensors: nothing is allocated, and a 7B model takes seconds."""
+"""Measures the memory of one process's step, also on fake tensors, which allocate nothing: a 7B model takes seconds."""
 
 import time
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ class MeasuredMemory:
 
 @dataclass(frozen=True)
 class _FakeGroup:
-    """Stands in for a process group, since fake tensors are not sent."""
+    """Stands in for a process group, because fake tensors are not sent."""
 
     group_name: str = "nobody"
 
@@ -100,7 +100,7 @@ def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor],
 
 def measure(config: Config) -> MeasuredMemory:
     """Measures the last micro-batch of a step: if it has several, gradients of the others already exist. Buckets of the gradient
-    all-reduce are not included, since they replace the gradients."""
+    all-reduce are not included, because they replace the gradients."""
     train = config.train
     accumulated = train.global_batch // (config.parallel.dp * train.micro_batch)
     with FakeTensorMode():

@@ -24,14 +24,14 @@ FILE = Path(__file__).with_suffix(".toml")
 
 @dataclass(frozen=True)
 class Guard:
-    """What a guard is for, where it is, what replaces it, and the tests that must fail."""
+    """A guard's purpose, location and replacement, and the tests that must fail without it."""
 
     name: str
     file: str
     place: str
-    """A function, `Class.method` too, or a line of the file."""
+    """A function, a `Class.method`, or a line of the file."""
     careless: str
-    """First statement of the function, or what the line becomes."""
+    """First statement of the function, or the line's replacement."""
     tests: str
     """Arguments of pytest."""
 
@@ -72,7 +72,7 @@ def is_noticed(guard: Guard) -> str | None:
             capture_output=True,
             text=True,
         )
-    if done.returncode < 0:  # the careless thing let a signal through
+    if done.returncode < 0:  # the careless version let a signal through
         return f"ended by {signal.Signals(-done.returncode).name}"
     if done.returncode not in (0, 1):
         raise SystemExit(f"{guard.name}: {done.stdout}\n{done.stderr}")

@@ -1,9 +1,9 @@
-"""Process groups on CPUs that complete asynchronously, as NCCL's do: a result is NaN until it is waited for.
+"""Process groups on CPUs that complete asynchronously, as NCCL's do: a result is NaN until code waits for it.
 
 gloo's collectives often finish before anyone reads the result, so code that forgets to wait passes its tests on CPUs and trains on
 garbage on GPUs. Under `late_groups`, the groups of a mesh
 
-- deliver a result when it is waited for, and hold NaN (or the largest integer) in its memory until then;
+- deliver a result when code waits for it, and fill its memory with NaN (or the largest integer) until then;
 - read the sent buffer until then: writing to it earlier is an error;
 - accept what NCCL accepts: contiguous tensors of a supported dtype, and equal counts on all processes;
 - record every collective: those that were never waited for (`never_waited`), and the order within a group (`orders`), which must be
@@ -37,11 +37,11 @@ orders: dict[str, list[tuple[Any, ...]]] = {}
 """By group: (operation, shape, dtype) of every collective, in order."""
 
 in_flight: dict[int, str] = {}
-"""What was issued and not waited for, by id of its work."""
+"""Collectives issued but not waited for, by id of their work."""
 
 
 class LateWork(Work):
-    """A collective in flight: the real one runs between copies."""
+    """A collective in flight; the real one runs between copies."""
 
     def __init__(self, what: str, real: Any, sent: Sequence[Tensor], outputs: Sequence[Tensor], made: Sequence[Tensor]):
         super().__init__()
@@ -55,7 +55,7 @@ class LateWork(Work):
             return True
         self.real.wait()
         for now, then in self.sent:
-            assert torch.equal(now, then), f"{self.what}: what it sends was written before it was waited for"
+            assert torch.equal(now, then), f"{self.what}: its input was changed before it was waited for"
         for output, made in zip(self.outputs, self.made, strict=True):
             output.data.copy_(made)
         del in_flight[id(self)]
@@ -99,7 +99,7 @@ class LateGroup(dist.ProcessGroup):
         run: Callable[..., Any],
         ordered: bool = True,
     ) -> Work:
-        """`run` gets copies of what is sent, and memory for the outputs. What is summed in place is both."""
+        """`run` gets copies of the inputs, and memory for the outputs. Tensors summed in place are both."""
         for x in (*sent, *outputs):
             assert x.is_contiguous(), f"{operation}: NCCL wants contiguous tensors, not {tuple(x.shape)} {x.stride()}"
             assert x.dtype in OF_NCCL, f"{operation}: NCCL does not send {x.dtype}"
@@ -143,7 +143,7 @@ class LateGroup(dist.ProcessGroup):
         return self._reduce_scatter_base(output, x, opts)
 
     def alltoall_base(self, output: Tensor, x: Tensor, received: list[int], sent: list[int], opts: Any = None) -> Work:
-        assert len({*received, *sent}) <= 1, "everybody sends as much to everybody"
+        assert len({*received, *sent}) <= 1, "all processes must send the same amount to each other"
         return self._issue(
             "all_to_all", [x], [output], lambda s, made: self.gloo.alltoall_base(made[0], s[0], received, sent)
         )

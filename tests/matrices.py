@@ -1,7 +1,7 @@
 """Combinations shared by test files (layouts, families, norms, grouping, policies), and `pairwise`.
 
 A full product of five options has hundreds of rows and finds little that pairs do not: nearly every defect shows with one option,
-or with two together. `pairwise` returns the few rows that together contain every legal pair of values.
+or with two in combination. `pairwise` returns the few rows that together contain every legal pair of values.
 Test files import from here, never from each other.
 """
 
@@ -19,10 +19,10 @@ Row = dict[str, Any]
 
 
 def pairwise(options: Mapping[str, Sequence[Any]], legal: Callable[[Row], bool] = lambda row: True) -> list[Row]:
-    """Rows, one value of each option, such that every two values that stand together in some legal row stand together in one
+    """Rows with one value of each option. Every two values that occur together in a legal row occur together in one
     of these. Deterministic.
 
-    Greedy: of all legal rows the one that has the most pairs which are still missing, the first of several. Products of
+    Greedy: always takes the first legal row with the most missing pairs. Products of
     a few thousand rows are fine.
     """
     rows = [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
@@ -58,12 +58,12 @@ LAYOUTS = (*LOW_RANK_LAYOUTS, *DENSE_LAYOUTS[:-1])
 
 
 def suits(family: str, layout: Row) -> bool:
-    """Whether a layout shards models of this family."""
+    """Whether a layout supports models of this family."""
     return layout in (DENSE_LAYOUTS if family == "dense" else LOW_RANK_LAYOUTS)
 
 
 def family_of(layout: Row) -> str:
-    """A family that it shards: low-rank if it can."""
+    """A family that it supports, low-rank if possible."""
     return "cola" if any(layout["layout"] == each["layout"] for each in LOW_RANK_LAYOUTS) else "dense"
 
 
@@ -79,29 +79,29 @@ LOCAL: tuple[RecomputeName, ...] = ("low-rank", "low-rank+attention-output")
 
 
 def policies(family: str, parallel: Row) -> list[RecomputeName]:
-    """The recomputation policies that a family has under a layout, but for 'none'."""
+    """A family's recomputation policies under a layout, except 'none'."""
     sharded: list[RecomputeName] = ["low-rank-sharded"] if parallel.get("layout") == "btp-sp" else []
     return ["full-block"] if family == "dense" else [*LOCAL, *sharded, "full-block"]
 
 
 def one_in(count: int, rows: Sequence[Any], names: Sequence[str] | None = None) -> list[Any]:
-    """Parameters of a test: every `count`-th row on every commit, and the others by night. `names`: their ids."""
+    """Parameters of a test: every `count`-th row on every commit, and the others nightly. `names`: their ids."""
     return _marked(rows, names, lambda number: number % count > 0)
 
 
 def first(count: int, rows: Sequence[Any], names: Sequence[str] | None = None) -> list[Any]:
-    """The same with the first `count` rows of `pairwise`. As it takes rows with many new pairs first, they soon have every value
-    of every option; those by night add pairs only."""
+    """The same with the first `count` rows of `pairwise`. It takes rows with many new pairs first, so these soon have every value
+    of every option; the nightly rows only add pairs."""
     return _marked(rows, names, lambda number: number >= count)
 
 
 def chosen(numbers: Collection[int], rows: Sequence[Any], names: Sequence[str] | None = None) -> list[Any]:
-    """The same with the rows of these numbers."""
+    """The same with the rows at these indices."""
     return _marked(rows, names, lambda number: number not in numbers)
 
 
 def each_value(rows: Sequence[Row], names: Sequence[str]) -> list[Any]:
-    """The same with the fewest rows of `pairwise`, about, that have every value of every option."""
+    """The same with about the fewest rows of `pairwise` that have every value of every option."""
     values = [{(name, str(value)) for name, value in row.items()} for row in rows]
     missing, numbers = set().union(*values), []
     while missing:
@@ -133,7 +133,7 @@ def _flat(value: Any) -> list[Any]:
 
 
 def config_of(model: Row, parallel: Row, tp: int, dtype: str, **sections: Any) -> Config:
-    """A toy model. RMSNorm's epsilon is made to matter: a norm that forgets it, or divides by the wrong width, must fail."""
+    """A toy model. RMSNorm's epsilon is large enough that a norm that omits it, or divides by the wrong width, fails."""
     return toy.toy_config(dtype, model={"norm_eps": 1e-2, **model}, parallel={**parallel, "tp": tp}, **sections)
 
 
@@ -143,7 +143,7 @@ MEMORY_CELLS = [
     for parallel in variants
     for policy in (*policies(family, parallel), "none")
 ]
-"""(family, parallel, policy) of which what a step keeps is predicted."""
+"""(family, parallel, policy) for which a step's saved memory is predicted."""
 
 MEMORY_CROSSING = [
     (gate, over, parallel, policy)
@@ -152,7 +152,7 @@ MEMORY_CROSSING = [
     for policy in (*policies("lax", parallel), "none")
     if parallel.get("grouping", True) or policy == "none"
 ]
-"""(gate, over, parallel, policy) of latents that cross."""
+"""(gate, over, parallel, policy) for latent gates."""
 
 
 def memory_config(family: str, parallel: dict[str, Any], policy: str, dtype: str, **model: Any) -> Config:

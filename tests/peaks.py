@@ -1,4 +1,4 @@
-"""What a function adds to the peak memory of a process of its own."""
+"""Measures the peak memory that a function adds in a separate process."""
 
 import os
 import re
@@ -15,14 +15,14 @@ needs_proc = pytest.mark.skipif(not STATUS.is_file(), reason="the peak of a proc
 
 
 def peak() -> int:
-    """Bytes. Not getrusage's: a process begins with the ru_maxrss of the one that started it."""
+    """Bytes. Does not use getrusage, because a process starts with the ru_maxrss of its parent."""
     found = re.search(r"VmHWM:\s+(\d+) kB", STATUS.read_text())
     assert found is not None
     return int(found[1]) * 1024
 
 
 def in_new_process(function: Callable[..., int], *arguments: Any) -> list[int]:
-    """The numbers that it prints."""
+    """The numbers that the process prints."""
     process = ForkedPython(function, arguments, os.environ)
     try:
         out, err = process.communicate()

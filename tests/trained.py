@@ -29,7 +29,7 @@ _known: dict[tuple[str, int], Observed] = {}
 
 
 def reference(config: Config, steps: int) -> Observed:
-    """The same model on one process; built once per pool, on one process that broadcasts it. All processes must call this."""
+    """The same model on one process; one process per pool builds and broadcasts it. All processes must call this."""
     key = toy.single(config).model_dump_json(), steps
     if key not in _known:
         outcome: list[Any] = [None]
@@ -52,7 +52,7 @@ def compare(config: Config, steps: int = 2) -> dict[str, float]:
 
 
 def relative_errors(actual: TrainedModel, steps: int) -> dict[str, float]:
-    """The same for a model that has already taken its steps."""
+    """The same for an already trained model."""
     return exactness.relative_errors(actual, reference(actual.config, steps))
 
 
@@ -74,7 +74,7 @@ def require_one_process(
 
 @contextmanager
 def small_buckets() -> Iterator[None]:
-    """Gradient sums in many buckets, though the model is small."""
+    """Splits gradient sums into many buckets, although the model is small."""
     usual, traffic.BUCKET_BYTES = traffic.BUCKET_BYTES, 1024
     try:
         yield

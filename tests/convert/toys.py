@@ -41,7 +41,7 @@ LLAMA = {
 """config.json of a tiny model as transformers 4 writes it."""
 
 ROPE = {"rope_theta": 50.0, "rope_factor": 8.0, "rope_original_len": 16}
-"""One rotation is slower by all of the factor, one by a part."""
+"""One rotation is slower by the whole factor, one by a part of it."""
 
 CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
     "dense": ({"family": "dense"}, True, "LlamaForCausalLM"),
@@ -60,14 +60,14 @@ CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
     "lax-tensor": ({"family": "lax", "gate": "tensor", "ranks": {"mlp": 6}}, True, "BoostForCausalLM"),
     "lax-dense": ({"family": "lax", "gate": "dense", "norm_eps": 1e-3}, True, "BoostForCausalLM"),
 }
-"""(model, whether factors are merged where they can be, what transformers calls it) of what is exported."""
+"""(model, whether factors are merged if possible, transformers' name for it) for each export."""
 
 BY_NIGHT = {"dense-linear", "cola-rope", "cola-linear", "lax-svd", "lax-identity"}
-"""Combinations of what other cases have."""
+"""Combinations of other cases."""
 
 
 def cases(names: Iterable[str] = CASES, by_night: Iterable[str] = ()) -> list[Any]:
-    """Parameters of a test: names of cases, those `by_night` not on every commit."""
+    """Parameters of a test: names of cases; those `by_night` run only nightly."""
     return [pytest.param(name, marks=[pytest.mark.nightly] * (name in {*BY_NIGHT, *by_night})) for name in names]
 
 
@@ -90,7 +90,7 @@ GB = 10**9
 
 
 def exported(folder: Path, model: dict[str, Any], tokenizer: Path, merge: bool = True, **saved: Any) -> Path:
-    """The folder that `boost export` writes of an initialized model, whose checkpoint is in the folder `c` beside it."""
+    """The folder that `boost export` writes for an initialized model, whose checkpoint is in the folder `c` next to it."""
     path = save(folder / "c", toy.toy_config("float32", model=model), tokenizer, **saved)
     return give(path, folder / "out", merge)
 

@@ -17,7 +17,7 @@ MARKED = CHATML.replace(
     "{{ m['content'] + '<|im_end|>' }}{% else %}",
     "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}",
 )
-"""The same text, but says itself what the assistant's part is: not the line break after it."""
+"""The same text, but the template marks the assistant's part, without the line break after it."""
 TEXT = "what is a low rank model and why does it train fast ask me again tomorrow"
 WORDS = TEXT.split()
 
@@ -45,7 +45,7 @@ def conversation(number: int) -> list[dict[str, Any]]:
 
 
 def chat_store_in(folder: Path, template: str = CHATML, count: int = 60) -> TokenStore:
-    """A token store of `count` conversations, a fifth of them held out, and what it is made of."""
+    """A token store of `count` conversations, with a fifth held out, and its conversations."""
     options = PrepareOptions(
         out=folder / "store",
         inputs=(str(write_conversations(folder / "chats.jsonl", count)),),
@@ -57,6 +57,6 @@ def chat_store_in(folder: Path, template: str = CHATML, count: int = 60) -> Toke
 
 
 def write_conversations(path: Path, count: int) -> Path:
-    """A file of them."""
+    """A file of conversations."""
     path.write_text("".join(json.dumps({"messages": conversation(i)}) + "\n" for i in range(count)), encoding="utf-8")
     return path

@@ -1,4 +1,4 @@
-"""Reads sources for the tests of readers: what was taken, and what the report says."""
+"""Reads sources for the tests of readers: the accepted text and the report."""
 
 from boost.data.report import PrepareReport
 
@@ -20,12 +20,12 @@ def _examples(report, what):
 
 
 def skips(report):
-    """Examples of what was skipped, by file and reason."""
+    """Examples of skipped input, by file and reason."""
     return _examples(report, "skipped")
 
 
 def notes(report):
-    """Examples of what was read in another form, by file and what was done."""
+    """Examples of converted input, by file and conversion."""
     return _examples(report, "notes")
 
 

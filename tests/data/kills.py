@@ -1,4 +1,4 @@
-"""Kills at each file-system event, for tests of what survives them."""
+"""Kills a process at each file-system event, to test which files survive."""
 
 import os
 import signal

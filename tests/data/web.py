@@ -37,7 +37,7 @@ def write_c4(folder: Path, shards: int = 3, documents: int = 40) -> Path:
 
 
 class Breaks:
-    """Which answers of a server are cut in the middle: the first `times` for each file whose name contains one of `names`."""
+    """Truncates a server's answers: the first `times` for each file whose name contains one of `names`."""
 
     def __init__(self, *names: str) -> None:
         self.names, self.times, self.broken = names, 0, 0
@@ -45,7 +45,7 @@ class Breaks:
         self._lock = threading.Lock()
 
     def next(self, path: str) -> bool:
-        """Counts one answer; whether it breaks."""
+        """Counts one answer; returns whether it is truncated."""
         with self._lock:
             breaks = any(name in path for name in self.names) and self._asked[path] < self.times
             self._asked[path] += bool(self.times)
@@ -55,7 +55,7 @@ class Breaks:
 
 @contextmanager
 def serve(folder: Path, breaks: Breaks) -> Iterator[str]:
-    """Serves the files of a folder, ranges too; yields the server's address."""
+    """Serves the files of a folder, including ranges; yields the server's address."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -24,7 +24,7 @@ TRAIN = ("--train.seq_len=512", "--train.global_batch=4", "--train.compute_dtype
 
 
 def base(*overrides: str) -> Config:
-    """A small model with no parallelism chosen."""
+    """A small model without parallelism."""
     config = load(None, [*SHAPE, *TRAIN, "--train.micro_batch=1", *overrides])
     return config.model_copy(update={"parallel": ParallelConfig(layout="single")})
 
@@ -41,7 +41,7 @@ def inspected(name: str = "btp", *overrides: str) -> Inspection:
 
 
 def every_candidate(request: Request) -> Iterator[Config]:
-    """Yields every legal configuration: the brute force that tests compare the search with."""
+    """Yields every legal configuration, the brute-force reference for tests of the search."""
     for parallel in structures(request):
         for micro_batch in micro_batches(request, parallel.dp):
             for policy, every in policies(request, parallel):

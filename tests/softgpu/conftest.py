@@ -10,7 +10,7 @@ import pytest
 from tests.softgpu.run import Run, differences, environment, homes, processes_of
 
 LIMIT_S = 3600
-"""Only against hanging for ever."""
+"""Only prevents endless hangs."""
 
 
 @pytest.fixture(params=homes(), ids=lambda home: home.name)

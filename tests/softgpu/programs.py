@@ -1,4 +1,4 @@
-"""What the tests run on the software GPU: python -m tests.softgpu.programs NAME ARGUMENTS."""
+"""Programs that the tests run on the software GPU: python -m tests.softgpu.programs NAME ARGUMENTS."""
 
 import json
 import sys
@@ -81,7 +81,7 @@ def launched_configs() -> Iterator[Config]:
 
 @contextmanager
 def one_rank(config: Config) -> Iterator[Stepper]:
-    """Steps of TP rank 0 of 4, whose collectives return its own data. Only launch them: what they compute is garbage."""
+    """Steps of TP rank 0 of 4, whose collectives return its own data. Only launch them, because their results are garbage."""
     torch._dynamo.reset()
     with without_the_others(config.parallel, GPU) as mesh:
         stepper = Stepper(config, mesh)

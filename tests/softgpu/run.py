@@ -26,13 +26,13 @@ Call = tuple[str, ...]
 
 
 def homes() -> list[Path]:
-    """What is set up, one folder per version of torch."""
+    """The installations, one folder per version of torch."""
     return sorted(path.parent for path in FOLDER.glob("*/libcuda.so.1"))
 
 
 @contextmanager
 def environment(home: Path, emulated: bool = True) -> Iterator[tuple[Path, dict[str, str]]]:
-    """(the folder of a launch, the environment of its processes). At the end, the folder goes, and whoever of them still runs."""
+    """(a launch's folder, its processes' environment). At the end, the folder and any processes still running are removed."""
     # In memory: communicators are files of hundreds of megabytes, of which little is written. Short: sockets are below it.
     shared = Path(tempfile.mkdtemp(prefix="softgpu-", dir="/dev/shm"))
     (shared / "tmp").mkdir()
@@ -54,20 +54,20 @@ def environment(home: Path, emulated: bool = True) -> Iterator[tuple[Path, dict[
 
 
 def processes_of(shared: Path) -> list[int]:
-    """Processes of a launch, by their environment: some have sessions of their own."""
+    """Processes of a launch, found by their environment, because some have separate sessions."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             if f"SOFTGPU_DIR={shared}".encode() in path.read_bytes().split(b"\0"):
                 found.append(int(path.parent.name))
         except OSError:
-            continue  # it has ended, or is not ours
+            continue  # it has ended, or belongs to another user
     return found
 
 
 def differences(shared: Path) -> list[str]:
     """Communicators on which processes issued different calls, or the same in another order, or messages that do not pair up.
-    Where not all have destroyed it, after an abort or a death, some may have issued the first of these calls only."""
+    If not all have destroyed it, after an abort or a death, some may have issued only the first of these calls."""
     calls: dict[str, dict[str, list[Call]]] = {}
     sizes: dict[str, int] = {}
     for path in shared.glob("calls.*"):

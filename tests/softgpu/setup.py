@@ -23,10 +23,10 @@ def output(*command: str | Path) -> str:
 
 
 def new_venv(venv: Path, torch: str) -> None:
-    """Installs torch first and by itself: pip would otherwise choose among its builds by the needs of other packages."""
+    """Installs torch first and alone; otherwise, other packages' requirements would affect pip's choice of its build."""
     if not (venv / "bin" / "python").exists():
         output(sys.executable, "-m", "venv", venv)
-    environment = os.environ | {"PIP_FIND_LINKS": ""}  # folders of wheels tend to hold CPU builds
+    environment = os.environ | {"PIP_FIND_LINKS": ""}  # wheel folders often contain CPU builds
     pip = [venv / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
     for words in ([f"torch=={torch}"], ["--constraint", "constraints.txt", "--editable", ".[dev]"]):
         subprocess.run([*pip, *words], check=True, cwd=REPOSITORY, env=environment)
@@ -42,7 +42,7 @@ def build(home: Path) -> None:
         headers = [f"-I{folder}" for folder in (cuda, packages / "triton/backends/nvidia/include")]
         objects.append(home / f"{source.stem}.o")
         output(*compiler, *headers, "-fPIC", "-c", source, "-o", objects[-1])
-    # The name by which Triton asks for the driver.
+    # Triton looks for the driver under this name.
     output("g++", "-shared", "-Wl,-soname,libcuda.so.1", "-o", home / "libcuda.so.new", *objects, "-ldl", "-lpthread")
     (home / "libcuda.so.new").replace(home / "libcuda.so.1")
     for path in objects:

@@ -18,10 +18,10 @@ from tests import toy
 from tests.distributed import fork_server
 
 LIMIT_S = 600
-"""Only against hanging for ever."""
+"""Only prevents endless hangs."""
 
 QUIET = ("--train.eval_every", "0", "--train.save_every", "0")
-"""Flags of a run that neither evaluates nor saves before it ends."""
+"""Flags of a run that does not evaluate or save before it ends."""
 
 
 def toml(store: Path, *, tp: int = 2, micro_batch: int = 4, **train: int | str) -> str:
@@ -33,7 +33,7 @@ def toml(store: Path, *, tp: int = 2, micro_batch: int = 4, **train: int | str) 
 
 
 ENDLESS = {"steps": 100000, "save_every": 20, "eval_every": 30, "eval_tokens": 6400, "log_every": 1000, "keep": 100000}
-"""[train] of a run that others end."""
+"""[train] of a run that tests end."""
 
 
 def training(folder: Path, store: Path, *words: str) -> list[str]:
@@ -50,9 +50,9 @@ def phases_in(shared: Path) -> set[str]:
 
 
 class ForkedPython:
-    """What `subprocess.Popen` of Python is, but forked from the server of `tests/distributed.py`: without the seconds of imports.
+    """Like `subprocess.Popen` for Python, but forked from the server of `tests/distributed.py`, without seconds of imports.
 
-    It runs `function(*arguments)`, which returns the exit code, in a session of its own, with this environment. `output`: a
+    It runs `function(*arguments)`, which returns the exit code, in a separate session with this environment. `output`: a
     terminal or device that it writes to.
     """
 
@@ -80,7 +80,7 @@ class ForkedPython:
         return self._process.exitcode
 
     def communicate(self, timeout: float = LIMIT_S) -> tuple[str, str]:
-        """Its output, once it has ended; unlike that of pipes, also a second time."""
+        """The output of the ended process; unlike a pipe's, it can be read more than once."""
         self.wait(timeout)
         return self.said()
 
@@ -97,7 +97,7 @@ class ForkedPython:
         self.send_signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Kills what still runs of its session."""
+        """Kills the remaining processes of its session."""
         if self.poll() is None:
             os.killpg(self.pid, signal.SIGKILL)
             self.wait()
@@ -112,13 +112,13 @@ def run_forked(
     streams: list[Path],
     output: str,
 ) -> None:
-    """In the forked process."""
+    """Runs in the forked process."""
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # of the former TMPDIR
     for descriptor, path in enumerate(streams, 1):
-        # The first terminal that a new session opens is its own.
+        # The first terminal that a new session opens becomes its controlling terminal.
         os.dup2(os.open(output or path, os.O_RDWR if output else os.O_WRONLY | os.O_APPEND), descriptor)
     renew_output()
     try:
@@ -138,7 +138,7 @@ def alive(pid: int) -> bool:
 
 
 def renew_output() -> None:
-    """Python's standard output and error know of their files whether they can seek, or are terminals."""
+    """Reopens standard output and error, because Python caches whether their files are seekable or terminals."""
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)  # noqa: SIM115
 
 

@@ -28,12 +28,12 @@ PORT = 29400
 CLONE_NEWNET = 0x40000000
 FLOAT64 = {"param_dtype": "float64", "compute_dtype": "float64"}
 LIMIT_S = 900
-"""Only against hanging for ever: beside other work a start of four processes takes a minute and more."""
+"""Only prevents endless hangs: with other work, starting four processes takes more than a minute."""
 
 
 @dataclass
 class Agent:
-    """A torchrun or another command, and the files for its output and that of its processes."""
+    """A torchrun or another command, and the files for its output and its processes' output."""
 
     process: ForkedPython
 
@@ -75,8 +75,8 @@ class Node(Host):
 
         `own_store`: as in examples/kubernetes.yaml, processes do not use the store of their torchruns.
 
-        The name of this machine means a loopback address to both namespaces, so that everything which is found by the
-        name has to be said: who hosts the meeting, this node's address, and gloo's interface.
+        In both namespaces, the name of this machine means a loopback address. So everything that is found by the
+        name must be set: the rendezvous host, this node's address, and gloo's interface.
         """
         command = [
             *("--nnodes", "2", "--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)),
@@ -116,7 +116,7 @@ class Node(Host):
 
 
 def on_host(name: str, function: Callable[[list[str]], int], words: list[str]) -> int:
-    """In a process that has one thread so far: enters the network namespace."""
+    """Enters the network namespace. Call it in a process with only one thread."""
     with open(f"/run/netns/{name}") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")

@@ -21,7 +21,7 @@ from boost.train.rundir import RunDirectory
 from tests import toy
 
 RATE = 3e-3
-"""Of every step here. At 1e-2 the toy model itself amplifies a difference of one bit to 1e-6 within 100 steps."""
+"""Learning rate of every step here. At 1e-2, the toy model amplifies a difference of one bit to 1e-6 within 100 steps."""
 
 
 def make_config(
@@ -101,7 +101,7 @@ class Warnings(Hook):
 
 @contextlib.contextmanager
 def small_disk(path: Path, size: int) -> Iterator[Path]:
-    """A file system of `size` bytes; skips the test where mounting is not allowed."""
+    """A file system of `size` bytes; skips the test if mounting is not allowed."""
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
     if not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
@@ -113,7 +113,7 @@ def small_disk(path: Path, size: int) -> Iterator[Path]:
 
 
 def mask_step(trainer: Trainer, step: int) -> None:
-    """From now on, no token of this step's batch counts toward the loss."""
+    """Makes no token of this step's batch count toward the loss."""
     usual = trainer.batches.numbered
 
     def numbered(number: int, *rest: Any) -> Any:

@@ -38,7 +38,7 @@ def mesh_config(tp: int, **parallel: Any) -> Config:
 
 
 def config_on(dtype: str, parallel: dict[str, Any], **model: Any) -> Config:
-    """Two micro-batches per stage and replica: enough for every schedule, and few, since processes share two cores."""
+    """Two micro-batches per stage and replica: enough for every schedule, and few enough for two shared cores."""
     batch = 2 * parallel.get("pp", 1) * parallel.get("dp", 1)
     return toy.toy_config(dtype, model=model, parallel=parallel, train={"micro_batch": 1, "global_batch": batch})
 

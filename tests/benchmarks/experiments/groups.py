@@ -14,7 +14,7 @@ from tests.distributed import run_distributed
 
 
 def tiny(parallel: dict[str, Any], family: str = "cola", tp: int = 2, layers: int = 1, **train: Any) -> Config:
-    """A model with steps of milliseconds."""
+    """A model whose steps take milliseconds."""
     model = {"family": family, "vocab_size": 32, "layers": layers, "kv_heads": 8}
     train = {"micro_batch": 2, "global_batch": 2, **train}
     return toy.toy_config("float32", model=model, train=train, parallel={**parallel, "tp": tp}, run={"device": "cpu"})

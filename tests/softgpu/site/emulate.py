@@ -1,7 +1,7 @@
 """Computes ATen's CUDA operations on the CPU, on the same bytes: memory of the software GPU is memory of the host.
 
 Every operation that has a CUDA kernel gets a Python function instead, which calls the CPU's kernel on tensors that share the
-operands' memory. Attention has no such kernel on CPUs and stands here. Compiled code runs Dynamo's and AOTAutograd's graphs
+operands' memory. Attention has no such kernel on CPUs and is implemented here. Compiled code runs Dynamo's and AOTAutograd's graphs
 with these operations; its Triton kernels are built by tests that run without the emulation.
 
 Legend: B sequences, H query heads and K key/value heads, S queries and C keys of a sequence, T of all, E width of a head.
@@ -25,10 +25,10 @@ USUAL = {
     "set_.source_Storage_storage_offset", "set_.source_Tensor", "set_.source_Tensor_storage_offset", "unfold", "view",
     "view_as_complex", "view_as_real",
 }  # fmt: skip
-"""Operations that allocate, only look at memory in another way, or copy to the host: the runtime does that."""
+"""Operations that allocate, create views, or copy to the host, which the runtime implements."""
 
 _libraries: list[torch.library.Library] = []
-"""Registrations last as long as they do."""
+"""Registrations last as long as these libraries."""
 
 
 def shared(x: Tensor) -> Tensor:
@@ -48,14 +48,14 @@ def copied(x: Tensor, device: torch.device) -> Tensor:
 
 
 def device_of(arguments: Any) -> torch.device:
-    """Where an operation with these arguments runs."""
+    """The device on which an operation with these arguments runs."""
     leaves = tree_leaves(arguments)
     on = [x.device if isinstance(x, Tensor) else x for x in leaves if isinstance(x, Tensor | torch.device)]
     return next((device for device in on if device.type == "cuda"), torch.device("cuda", torch.cuda.current_device()))
 
 
 def on_the_cpu(op: Any) -> Callable[..., Any]:
-    """What an operation does on CUDA tensors."""
+    """The implementation of an operation on CUDA tensors."""
     types = [str(argument.type) for argument in op._schema.arguments]
 
     def number(value: Any, kind: str, double: bool) -> Any:
@@ -101,7 +101,7 @@ def on_the_cpu(op: Any) -> Callable[..., Any]:
     return run
 
 
-# Attention: softmax(scale q k^T) v, where causal queries are those of the last keys.
+# Attention: softmax(scale q k^T) v, where causal queries belong to the last keys.
 
 
 def _probabilities(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -208,7 +208,7 @@ def install() -> None:
     names = {name.removeprefix("aten::") for name in registered if name.startswith("aten::")} | {"copy_"}
     aten, fsdp = _libraries[:] = [torch.library.Library(name, "IMPL", "CUDA") for name in ("aten", "fsdp")]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of kernels that are replaced: that is the purpose
+        warnings.simplefilter("ignore")  # warnings about replaced kernels, which are intended
         for name in sorted(names - USUAL - ATTENTION.keys()):
             base, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)

@@ -1,4 +1,4 @@
-"""Python runs this at its start. As soon as torch is imported, it has neither cuDNN nor CUPTI, and with SOFTGPU_EMULATE, ATen's
+"""Python runs this at startup. After torch is imported, it has no cuDNN or CUPTI, and with SOFTGPU_EMULATE, ATen's
 operations are computed."""
 
 import importlib.util
