@@ -2,7 +2,7 @@
 #
 #   make setup    .venv with the pinned dependencies (CPU build of torch without an NVIDIA GPU)
 #   make train    prepare the default corpus and train the demo under btp on 2 processes
-#   make test     the test suite, on every commit (about 14 minutes on two cores)
+#   make test     the test suite, on every commit (about 13 minutes on two cores)
 #   make quick    quick tests during development: every layout once, no subprocesses (two and a half minutes)
 #   make nightly  tests that are too slow to run on every commit, then make versions
 #   make softgpu  install what the nightly tests of GPU code need on a machine without a GPU, in .softgpu/$TORCH (7 GB; once per version:

@@ -169,7 +169,7 @@ def misused(how: str) -> str:
     ("how", "seen"),
     [
         ("used_too_early", "True True"),
-        ("written_too_early", "what it sends was written before it was waited for"),
+        ("written_too_early", "its input was changed before it was waited for"),
         ("never_waited", "all_gather [(2,)]"),
         ("strided", "NCCL wants contiguous tensors"),
     ],
