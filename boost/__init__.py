@@ -4,7 +4,7 @@
 
     model = boost.Model.from_pretrained("runs/demo")          # weights and tokenizer; also Hugging Face folders
     model.generate("def main():")
-    boost.lowrank(any_model, rank=0.25, init="svd")           # replace the linears of a model with low-rank factors
+    boost.lowrank(any_model, rank=0.25, init="svd")           # replace the linears in a model with low-rank factors
     block = boost.nn.Block(dim=512, heads=8, rank=128)         # modules for your own models
     boost.parallelize(decoder, mesh, layout="btp")            # the same function, sharded over TP ranks
     boost.Trainer("run.toml", hooks=[...]).fit()              # a training run, as with `boost train`

@@ -6,7 +6,7 @@ other exception is a bug in BOOST and keeps its traceback.
 
 
 class BoostError(Exception):
-    """Base class of errors that a user can fix. The message is one line that says how to fix it."""
+    """Base class for errors that a user can fix. The message is one line that says how to fix it."""
 
     exit_code = 2
 
@@ -45,7 +45,7 @@ class NonFiniteError(TrainingError):
 
 
 class HangError(TrainingError):
-    """A process of the run is not responding, or has not reached the collective that the others are waiting in."""
+    """A process in the run is not responding, or has not reached the collective that the others are waiting in."""
 
 
 class ExcludedError(TrainingError):

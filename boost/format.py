@@ -53,7 +53,7 @@ def format_percent(fraction: float, digits: int = 1) -> str:
 
 
 def _scaled(number: float, units: tuple[str, ...], digits: int) -> str:
-    """`number` in the largest unit in which it is at least 1 after rounding."""
+    """`number` in the largest unit for which it is at least 1 after rounding."""
     if not math.isfinite(number):
         return "n/a"
     index = 0

@@ -1,8 +1,8 @@
 """Turns a token store into batches. The order of samples depends only on (seed, step), not on the number of processes.
 
-Sample i of a split is the window tokens[i * S : i * S + S + 1]: its first S tokens are inputs, its last S are targets. In a split
-with a loss mask, samples are packed documents, and only the tokens of its mask are targets (`PackedWindows`).
-The samples of a mixture are those of its first store, then those of its second store, and so on.
+Sample i in a split is the window tokens[i * S : i * S + S + 1]: its first S tokens are inputs, its last S tokens are
+targets. In a split with a loss mask, samples are packed documents, and only the tokens in the mask are targets
+(`PackedWindows`). A mixture's samples are those from its first store, then those from its second store, and so on.
 Shapes: G samples in a global batch, B in a micro-batch, S tokens in a sequence.
 """
 
@@ -36,8 +36,8 @@ class Batch:
     document_ids: npt.NDArray[np.int32]
 
     def share(self, rank: int, cp: int) -> "Batch":
-        """The part of one CP rank (of `cp`): tokens and targets [B, S / cp] of its two chunks of each row
-        (`boost.config.attention`), with the document ids of whole rows, which attention needs."""
+        """The part for one CP rank (of `cp`): tokens and targets [B, S / cp] from its two chunks of each row
+        (`boost.config.attention`), with the document ids for whole rows, which attention needs."""
         if cp == 1:
             return self
         chunks = [np.split(x, 2 * cp, axis=1) for x in (self.tokens, self.targets)]
@@ -74,15 +74,15 @@ def shuffled_order(n_samples: int, seed: int) -> Any:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive tokens of a split: n inputs from a start, and the targets that follow each of them. It takes n + 1 positions of a
-    sequence: its last target is an input too, without a target. The last segment of a sample takes n."""
+    """Consecutive tokens in a split: n inputs from `start`, and the target that follows each of them. It takes n + 1
+    positions in a sequence: its last target is also an input, without a target. The last segment in a sample takes n."""
 
     start: int
     n_inputs: int
 
 
 class EqualWindows:
-    """Samples of one segment: consecutive windows of S inputs. With `partial`, the last one is shorter; otherwise it is dropped."""
+    """Samples with one segment: windows of S consecutive inputs. A shorter last one is kept with `partial` and dropped without."""
 
     def __init__(self, n_tokens: int, seq_len: int, partial: bool) -> None:
         self._targets, self._seq_len = max(n_tokens - 1, 0), seq_len
@@ -97,18 +97,18 @@ class EqualWindows:
 
 
 class PackedWindows:
-    """Samples of several segments: whole documents, longest first, each in the fullest sequence that it fits in (best-fit
-    decreasing).
+    """Samples with several segments: whole documents, longest first, each placed in the fullest sequence that has room
+    for it (best-fit decreasing).
 
-    Only documents of more than S + 1 tokens are split, into segments of S inputs and a remainder; the last target of one is the
-    first input of the next. Segments without a target are omitted. Samples, and a sample's segments, are in the order of the split.
+    Only documents with more than S + 1 tokens are split, into segments of S inputs and a remainder; the last target in one is the
+    first input in the next. Segments without a target are omitted. Samples, and a sample's segments, are in the order of the split.
 
-    Takes 12 bytes per document and 8 per sample. Building takes about 1 s per million documents.
+    Takes 12 bytes per document and 8 bytes per sample. Building takes about 1 s per million documents.
     """
 
     def __init__(self, split: Split, seq_len: int) -> None:
         assert split.targets is not None, "only splits with a loss mask are packed"
-        # Starts and numbers of inputs of all segments with a target, in order; both [n].
+        # Start and number of inputs for every segment with a target, in order; both [n].
         bounds = np.asarray(split.documents[:], dtype=np.int64)
         inputs = np.maximum(np.diff(bounds) - 1, 0)
         counts = -(-inputs // seq_len)
@@ -118,13 +118,13 @@ class PackedWindows:
         n_inputs = np.minimum(inputs[document] - number * seq_len, seq_len)
         useful = split.targets.before(starts + 1 + n_inputs) > split.targets.before(starts + 1)
         starts, n_inputs = starts[useful], n_inputs[useful]
-        # Samples are numbered in the order of their first segments.
+        # Samples are numbered in the order in which their first segments appear.
         _, first, numbers = np.unique(_best_fit(n_inputs + 1, seq_len + 1), return_index=True, return_inverse=True)
         sample_of = np.argsort(np.argsort(first))[numbers]
         order = np.argsort(sample_of, kind="stable")
         self._starts, self._n_inputs = starts[order], n_inputs[order].astype(np.int32)
         self._first = np.concatenate([[0], np.cumsum(np.bincount(sample_of))]).astype(np.int64)
-        """Index of the first segment of each sample, and the number of segments."""
+        """Index of the first segment in each sample, followed by the total number of segments."""
 
     def __len__(self) -> int:
         return len(self._first) - 1
@@ -135,14 +135,14 @@ class PackedWindows:
 
 
 def windows_of(split: Split, seq_len: int, partial: bool) -> EqualWindows | PackedWindows:
-    """The samples of a split: packed if it has a loss mask. `partial`: see `EqualWindows`."""
+    """The samples in a split: packed if it has a loss mask. `partial`: see `EqualWindows`."""
     if split.targets is not None:
         return PackedWindows(split, seq_len)
     return EqualWindows(split.n_tokens, seq_len, partial)
 
 
 def _best_fit(sizes: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.int64]:
-    """The sample of each segment, [n]: largest segments first, each into the fullest sample that has room for it."""
+    """The sample for each segment, [n]: largest segments first, each placed in the fullest sample that has room for it."""
     sample_of = np.empty(len(sizes), dtype=np.int64)
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms, n_samples = 0, 0  # bit r of `rooms`: whether some sample has room r
@@ -162,10 +162,10 @@ def _best_fit(sizes: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.int
 
 
 class Batches:
-    """Training batches of a split: every sample once per epoch, in a new order each epoch; batches may span two epochs.
+    """Training batches from a split: every sample once per epoch, in a new order each epoch; batches may span two epochs.
 
-    In a mixture this holds for the samples of each store, and `Proportions` chooses the store of each sample. Trailing tokens that
-    do not fill a window are dropped. Raises `DataError` if a store has no full window.
+    In a mixture, this holds for the samples from each store, and `Proportions` chooses the store of each sample.
+    Trailing tokens that do not fill a window are dropped. Raises `DataError` if a store has no full window.
     """
 
     def __init__(self, split: AnySplit, seq_len: int, global_batch: int, seed: int) -> None:
@@ -177,7 +177,7 @@ class Batches:
         self.splits = [split] if isinstance(split, Split) else list(split.parts)
         self._windows = [_windows(part, seq_len) for part in self.splits]
         self.samples_of = [len(windows) for windows in self._windows]
-        """Number of samples of each store."""
+        """Number of samples in each store."""
         self._first = list(itertools.accumulate(self.samples_of, initial=0))
         self.n_samples = self._first[-1]
         self._proportions = Proportions([Fraction(1)] if isinstance(split, Split) else split.weights)
@@ -187,27 +187,27 @@ class Batches:
         self._orders = list(map(shuffled_order, self.samples_of, seeds))
 
     def sample_indices(self, step: int) -> npt.NDArray[np.int64]:
-        """Sample indices of one optimizer step, int64 [G]; `step` counts from 0."""
+        """Sample indices for one optimizer step, int64 [G]; `step` counts from 0."""
         first = step * self.global_batch
         drawn = [self._proportions[first + i] for i in range(self.global_batch)]
         return np.array([self._first[source] + self._orders[source][count] for source, count in drawn], dtype=np.int64)
 
     def numbered(self, step: int, numbers: Iterable[int], micro_batch: int) -> Iterator[Batch]:
-        """Micro-batches of a step by their indices in the global batch, 0 to G / B - 1. DP ranks take contiguous shares of them, so
-        the samples of a step depend neither on their number nor on the micro-batch."""
+        """Micro-batches for a step, by their indices in the global batch, 0 to G / B - 1. DP ranks take contiguous
+        shares of them, so the samples in a step depend neither on the number of ranks nor on the micro-batch size."""
         indices = self.sample_indices(step)
         for number in numbers:
             chosen = indices[number * micro_batch : (number + 1) * micro_batch]
             yield join((self.sample(int(index)) for index in chosen), np.stack)
 
     def sample(self, index: int) -> Batch:
-        """One sample by index, as a batch of one row without the row axis: arrays [S]."""
+        """The sample with this index, as a batch without the row axis: arrays [S]."""
         source = bisect.bisect_right(self._first, index) - 1
         return _row(self.splits[source], self._windows[source][index - self._first[source]], self.seq_len)
 
 
 def _windows(split: Split, seq_len: int) -> EqualWindows | PackedWindows:
-    """The windows of a training split. Raises `DataError` if there is none, or if there are too many."""
+    """The windows in a training split. Raises `DataError` if it has none or too many."""
     windows = windows_of(split, seq_len, partial=False)
     if not len(windows):
         raise DataError(
@@ -224,8 +224,8 @@ def _windows(split: Split, seq_len: int) -> EqualWindows | PackedWindows:
 
 
 class EvaluationBatches:
-    """Windows of the split in order, `batch` rows at a time. Every token except the first is a target exactly once; with a loss
-    mask, every token of the mask.
+    """Windows from the split in order, `batch` rows at a time. Every token except the first is a target exactly once;
+    with a loss mask, every token in the mask is.
 
     Targets beyond the end are `IGNORED`. All DP ranks yield the same number of batches, padded with rows without targets,
     because every rank must participate in the collectives. `max_tokens` limits evaluation to as many windows as fit, at least
@@ -260,13 +260,13 @@ class EvaluationBatches:
 
 class DocumentBatches:
     """Batches with one document per row, as in the published evaluations of low-rank pretraining: GaLore, LORO and CoLA take
-    the first S tokens of each document of C4's validation split, padded to S, and ignore the padding.
+    the first S tokens of each document in C4's validation split, padded to S, and ignore the padding.
 
     Each row [S] holds the first S tokens of a document, the last of which is eos. Documents are in order, `batch` rows at a time.
 
     Targets beyond a document or outside the loss mask are `IGNORED`; a document's first token is not a target. All DP ranks yield
-    the same number of batches. `max_tokens` limits evaluation to the first documents that reach this many tokens, at least one.
-    `len` is the number of batches.
+    the same number of batches. `max_tokens` limits evaluation to the first documents that together reach this many
+    tokens, but to at least one document. `len` is the number of batches.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class DocumentBatches:
 
 
 def _row(split: Split, segments: Sequence[Segment], seq_len: int) -> Batch:
-    """The row [S] of a sample, padded with a separate document."""
+    """The row [S] for a sample, padded with a separate document."""
     tokens = np.full(seq_len, split.eos, dtype=np.int64)
     targets = np.full(seq_len, IGNORED, dtype=np.int64)
     ids = np.zeros(seq_len, dtype=np.int32)

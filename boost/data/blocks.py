@@ -1,4 +1,4 @@
-"""Reads and checks the files of a token store: arrays without a memory map, and one digest per block."""
+"""Reads and checks the files in a token store: arrays without a memory map, and one digest per block."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ from boost.errors import DataError
 from boost.paths import require_regular
 
 BLOCK_BYTES = 1 << 22
-"""Bytes per digest: a few milliseconds to read and hash."""
+"""Bytes per digest: reading and hashing them takes a few milliseconds."""
 DIGEST_BYTES = 16
 
 
@@ -31,7 +31,7 @@ class BlockDigests:
         self._filled = 0
 
     def update(self, data: bytes) -> None:
-        """Adds data written to the file."""
+        """Hashes the next data written to the file."""
         view = memoryview(data)
         while view:
             part = view[: BLOCK_BYTES - self._filled]
@@ -48,7 +48,7 @@ class BlockDigests:
 
 
 class FileArray:
-    """A file of numbers of one dtype as a read-only array; slices are read on access.
+    """A file with numbers of one dtype, as a read-only array; slices are read on access.
 
     This is not a memory map. If the file is truncated or the disk fails, a memory map kills the process with SIGBUS; this class
     raises `DataError`. The file stays open, so replacing it does not affect this reader.

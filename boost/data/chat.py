@@ -1,4 +1,4 @@
-"""Chat templates: the Jinja template of a tokenizer, which formats messages as the text that a model was fine-tuned on."""
+"""Chat templates: a tokenizer's Jinja template, which formats messages in the form that a model was fine-tuned on."""
 
 import inspect
 import re
@@ -21,7 +21,7 @@ def load_chat_template(folder: Path) -> Callable[[list[Message]], str] | None:
 
     `folder` holds a tokenizer.json and the template in a location that transformers supports: chat_template.jinja,
     additional_chat_templates/, or tokenizer_config.json. transformers renders the template in a sandbox. Raises ConfigError if
-    transformers is not installed, DataError if it cannot read the files. The function raises DataError if the template rejects
+    transformers is not installed, and DataError if it cannot read the files. The function raises DataError if the template rejects
     the messages.
     """
     tokenizer = _load(folder)
@@ -40,7 +40,7 @@ def load_chat_template(folder: Path) -> Callable[[list[Message]], str] | None:
 
 
 def _load(folder: Path) -> Any:
-    """The tokenizer of transformers in a folder."""
+    """The transformers tokenizer in a folder."""
     try:
         from transformers import PreTrainedTokenizerFast
     except ImportError:
@@ -71,7 +71,7 @@ class Encoded:
 
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""Marker of the assistant's part in a template."""
+"""Marker for the assistant's part in a template."""
 
 
 class ChatTemplate:
@@ -83,7 +83,7 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: see `load_chat_template`. Raises ConfigError or DataError, including if it has no template."""
+        """`folder`: see `load_chat_template`. Raises ConfigError or DataError, also if the folder has no template."""
         self._tokenizer = _load(folder)
         if not self._tokenizer.chat_template:
             raise DataError(
@@ -92,9 +92,9 @@ class ChatTemplate:
         self.template: str = self._tokenizer.get_chat_template()
         self.has_markers = _GENERATION.search(self.template) is not None
         self.straddling = 0
-        """Answers so far that begin within a token: the model sees a different token there when it generates."""
+        """Number of answers so far that begin within a token: the model sees a different token there when it generates."""
         self.endless = 0
-        """Answers so far whose end-of-turn token does not count: the model does not learn to stop."""
+        """Number of answers so far whose end-of-turn token does not count toward the loss: the model does not learn to stop."""
         self._special = set(self._tokenizer.all_special_ids)
         self._names = set(re.findall(r"\w+", self.template))
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
@@ -120,7 +120,7 @@ class ChatTemplate:
         """The conversation as one document; or, if the template formats a message differently once others follow it (as
         templates that drop earlier reasoning do), as one document per assistant message, in which only that message counts.
 
-        A message with `weight` 0 does not count. `fields`: more template variables, such as `tools`. Raises Rejected.
+        A message with `weight` 0 does not count. `fields`: additional template variables, such as `tools`. Raises Rejected.
         """
         counts = [message.get("weight") != 0 for message in messages if message["role"] == "assistant"]
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
@@ -199,7 +199,7 @@ class ChatTemplate:
         )
 
     def _tokenized(self, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
-        """Counts the tokens that begin in one of the spans of characters."""
+        """Tokenizes the text; a token counts toward the loss if it begins in one of the character spans."""
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         mask = np.zeros(len(offsets), dtype=np.bool_)
@@ -209,5 +209,5 @@ class ChatTemplate:
         return Encoded(np.array(encoded["input_ids"], dtype=np.int64), mask, text)
 
     def text_of(self, ids: npt.NDArray[np.int64]) -> str:
-        """The text of tokens, special tokens included."""
+        """The text of these tokens, including special tokens."""
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))

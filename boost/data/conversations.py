@@ -5,8 +5,8 @@
     {"instruction": "...", "input": "...", "output": "..."}                                          Alpaca; `input` is optional
     {"prompt": "...", "completion": "..."}                                                           also with lists of messages
 
-one per line, in a JSON array, or per row of a Parquet file. Text may be compressed. The template also receives `system`,
-`tools` (or `functions`), `documents` and `chat_template_kwargs` of a record, and all other fields of a message. A message
+one per line, in a JSON array, or per row of a Parquet file. Text may be compressed. The template also receives a record's
+`system`, `tools` (or `functions`), `documents` and `chat_template_kwargs`, and all other fields of a message. A message
 whose `weight`, `train` or `loss` is 0 does not count toward the loss. The report names the fields that have no effect.
 """
 
@@ -39,9 +39,9 @@ _ROLES = {
 
 
 _COUNTS = ("weight", "train", "loss")
-"""Fields of a message that determine whether it counts toward the loss, as in files for OpenAI, axolotl and ms-swift."""
+"""Fields in a message that determine whether it counts toward the loss, as in files for OpenAI, axolotl and ms-swift."""
 _REFUSED = ("train_detail", "images", "image", "videos", "video", "audios", "audio")
-"""Fields of a record or a message that would change what is learned, but are not supported."""
+"""Fields in a record or a message that would change what is learned, but are not supported."""
 
 
 class Malformed(Exception):
@@ -52,11 +52,11 @@ class Conversation(NamedTuple):
     """The content of a record."""
 
     messages: list[dict[str, Any]]
-    """Up to the last assistant message. A message that does not count toward the loss has `weight` 0."""
+    """The messages up to the last assistant message. A message that does not count toward the loss has `weight` 0."""
     template: dict[str, Any]
-    """More variables of the chat template, such as `tools`."""
+    """Additional variables for the chat template, such as `tools`."""
     unused: list[str]
-    """Fields of the record that have no effect."""
+    """Fields in the record that have no effect."""
 
 
 def conversation_of(record: Any) -> Conversation:
@@ -168,7 +168,7 @@ def _message(message: Any, role: str, content: str) -> dict[str, Any]:
 
 
 def _text(value: Any, field: str) -> str:
-    """Returns a text, or the joined texts of a list of parts as in the OpenAI API."""
+    """Returns text as it is, and joins the texts in a list of parts as in the OpenAI API."""
     if isinstance(value, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
         return "".join(part["text"] for part in value)
     if not isinstance(value, str):
@@ -196,7 +196,7 @@ def document_of(record: Any, key: str, where: str, entry: FileReport) -> Documen
 
 
 def read_conversations(path: Path, key: str, entry: FileReport, report: PrepareReport) -> Iterator[Document]:
-    """The conversations of one file, in order. Records skipped ones in the report. Raises `Unreadable`."""
+    """The conversations in one file, in order. Records skipped ones in the report. Raises `Unreadable`."""
     name = path.name.lower()
     if name.endswith(JSON_SUFFIXES):
         for number, where, record in json_records(path, entry, report):

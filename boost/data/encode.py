@@ -21,8 +21,8 @@ def split_text(text: str, limit: int = PIECE_CHARS) -> Iterator[str]:
     """Splits a long text into pieces of at most `limit` characters whose concatenation is the text.
 
     Splits after a newline between two visible characters, where a byte-level BPE with the GPT-2 pattern never merges, so the tokens
-    are the same as for the whole text. Without one, splits at any whitespace or even inside a word. In that case, and with
-    tokenizers that mark the start of a text (such as SentencePiece's "▁"), a token may differ at each split.
+    are the same as for the whole text. Without such a newline, splits at any whitespace or even inside a word. In that
+    case, and with tokenizers that mark the start of a text (such as SentencePiece's "▁"), a token may differ at each split.
     """
     start = 0
     while len(text) - start > limit:

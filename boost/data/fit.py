@@ -12,7 +12,7 @@ from boost.errors import ConfigError, DataError
 
 
 def open_corpus(config: Config, progress: Progress = iter) -> Corpus:
-    """Opens the token stores of a configuration and verifies them unless data.verify is false. `progress` wraps the iteration over
+    """Opens the token stores in a configuration and verifies them unless data.verify is false. `progress` wraps the iteration over
     the blocks to verify; a store that this machine has verified before is not read again.
 
     Raises DataError or ConfigError if a store is missing, damaged, too small for one sequence, contains token ids outside the

@@ -1,9 +1,9 @@
 """`boost prepare --from-tokens`: turns the token ids of Megatron-LM or nanoGPT into a token store.
 
-- Megatron-LM (`IndexedDataset`): PREFIX.bin holds the ids. PREFIX.idx is little-endian: `MMIDIDX\\0\\0`, version 1 (uint64), a code
-  for the type of the ids (uint8), the numbers of sequences and of document indices (2 uint64), the length of each sequence (int32)
-  and its byte offset (int64), and the document indices (int64): document i is the sequences from index i up to index i + 1.
-- nanoGPT: ids without a header, uint16. A folder has train.bin and, held out, val.bin.
+- Megatron-LM (`IndexedDataset`): PREFIX.bin holds the ids. PREFIX.idx is little-endian: `MMIDIDX\\0\\0`, version 1 (uint64), a
+  code for the id type (uint8), the numbers of sequences and of document indices (2 uint64), the length of each sequence (int32)
+  and its byte offset (int64), and the document indices (int64): document i is made of sequences from index i up to index i + 1.
+- nanoGPT: ids without a header, uint16. A folder has train.bin and, for held-out data, val.bin.
 
 The ids are copied, not linked, because a store has document offsets and ends each document with eos. Its digests would also no
 longer match if another tool rewrote the files.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _SAMPLE = 4096
 """Number of ids at the start of a file that are used to check its dtype."""
 _BLOCK = 1 << 20
-"""Ids to read at a time."""
+"""Number of ids to read at a time."""
 _DECODED_IDS = 1 << 16
 """A document whose bytes are counted by decoding is decoded this many ids at a time."""
 _MEGATRON_MAGIC = b"MMIDIDX\0\0"
@@ -46,12 +46,12 @@ _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A .bin file of ids. `ends` [n_documents]: the number of ids up to the end of each document; None: documents end at eos."""
+    """A .bin file with ids. `ends` [n_documents]: the number of ids up to the end of each document; None: documents end at eos."""
 
     path: Path
     dtype: np.dtype[Any]
     split: str | None = None
-    """The split that it is for; None if its documents are split by their hash."""
+    """The split that it is for; None if the hash of each document decides."""
     index: Path | None = None
     ends: npt.NDArray[np.int64] | None = None
 
@@ -60,7 +60,7 @@ class TokenFile:
         return [self.path] if self.index is None else [self.path, self.index]
 
     def pieces(self, eos: int) -> Iterator[tuple[npt.NDArray[Any], bool]]:
-        """Consecutive ids of one document, not validated, and whether the document ends with them."""
+        """Consecutive ids in one document, not validated, and whether the document ends with them."""
         ids, start = FileArray(self.path, self.dtype), 0
         for end in map(int, _ends_at_eos(ids, eos) if self.ends is None else self.ends):
             for at in range(start, max(end, start + 1), _BLOCK):  # one empty piece for an empty document
@@ -79,8 +79,8 @@ def _ends_at_eos(ids: FileArray, eos: int) -> list[int]:
 def open_token_files(path: Path, dtype: str, split: str | None = None) -> list[TokenFile]:
     """The token files at a path, checked as far as possible without reading the ids. Raises `DataError`.
 
-    `dtype`: `uint16` or `uint32`, of a .bin without an index. `split`: the split that they are for; None: a nanoGPT folder has
-    both, and the documents of other files are split.
+    `dtype`: `uint16` or `uint32`, for a .bin without an index. `split`: the split that they are for; None: a nanoGPT folder has
+    both, and the documents in other files are split.
     """
     if path.is_dir():
         if not (path / "train.bin").is_file():
@@ -131,7 +131,7 @@ def _open_megatron(index: Path, split: str | None) -> TokenFile:
             raise DataError(f"{index}: code {code} for the id type; expected an integer type: {known}")
         dtype = np.dtype(_MEGATRON_TYPES[code])
         expected, size = 12 * n_sequences + 8 * n_indices, index.stat().st_size - len(head)
-        if size not in (expected, expected + n_sequences):  # a multimodal dataset has another byte per sequence
+        if size not in (expected, expected + n_sequences):  # a multimodal dataset has one more byte per sequence
             raise DataError(
                 f"{index}: {size} bytes after the header instead of {expected} for {n_sequences} sequences; copy it again"
             )
@@ -151,7 +151,7 @@ def _open_megatron(index: Path, split: str | None) -> TokenFile:
 
 @dataclass(frozen=True)
 class _Part:
-    """Consecutive ids of a document, without the eos at its end. `split`: None until it is chosen."""
+    """Consecutive ids in a document, without the eos at its end. `split`: None until it is chosen."""
 
     key: str
     split: str | None
@@ -161,7 +161,7 @@ class _Part:
 
 
 class TokenInput:
-    """The files of `--from-tokens`. The constructor lists them and checks their headers. Raises `DataError`."""
+    """The files for `--from-tokens`. The constructor lists them and checks their headers. Raises `DataError`."""
 
     def __init__(self, options: PrepareOptions) -> None:
         assert options.from_tokens is not None
@@ -256,8 +256,8 @@ def build_from_tokens(
 
 
 def byte_counter(tokenizer: "Tokenizer") -> Callable[[npt.NDArray[Any]], int]:
-    """Returns a function that counts the UTF-8 bytes of the text of ids, without special tokens: a store records them for bits per
-    byte.
+    """Returns a function that counts the UTF-8 bytes in the text of ids, without special tokens: a store records the
+    count for bits per byte.
 
     Byte-level tokenizers use a table, which is exact. Others decode the ids in pieces, which can be off by a byte or two per piece.
     """
@@ -269,7 +269,7 @@ def byte_counter(tokenizer: "Tokenizer") -> Callable[[npt.NDArray[Any]], int]:
 
     if (json.loads(tokenizer.to_str()).get("decoder") or {}).get("type") != "ByteLevel":
         return decoded
-    alphabet = set(ByteLevel.alphabet())  # of characters that stand for one byte each
+    alphabet = set(ByteLevel.alphabet())  # characters that stand for one byte each
     table = np.zeros(vocabulary_size(tokenizer), dtype=np.int64)
     for token, index in tokenizer.get_vocab(with_added_tokens=True).items():
         table[index] = len(token) if alphabet.issuperset(token) else len(token.encode("utf-8"))

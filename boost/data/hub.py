@@ -16,7 +16,7 @@ from boost.data.report import PrepareReport
 from boost.errors import DataError
 
 READ_RETRIES = 720
-"""How often `datasets` retries a failed read, 5 s apart: for an hour instead of two minutes."""
+"""How many times `datasets` retries a failed read, 5 s apart: for an hour instead of two minutes."""
 
 
 class StreamError(DataError):
@@ -29,7 +29,7 @@ class HubSource:
     """One split of `NAME` or `NAME:CONFIG`, streamed by `datasets`. Keys are row numbers.
 
     `revision`: a branch, tag or commit of the dataset's repository (None: its main branch). It is resolved to a commit before the
-    first row; that commit is in the report, and a stream that continues reads the same one.
+    first row; that commit is in the report, and a stream that continues later reads the same commit.
     """
 
     size: int | None = None
@@ -111,7 +111,7 @@ class HubSource:
 
 
 def commit_of(dataset: str, revision: str | None) -> str | None:
-    """The commit of a dataset's branch, tag or commit (None: its main branch); None if the Hub must not be
+    """The commit that a dataset's branch, tag or commit names (None: its main branch); None if the Hub must not be
     contacted (HF_HUB_OFFLINE). Raises the Hub client's errors."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled

@@ -1,4 +1,4 @@
-"""Several token stores as one corpus: training reads sequences of each in proportion to its weight.
+"""Several token stores as one corpus: training reads sequences from each in proportion to its weight.
 
 Which store a sequence comes from, and which of that store's sequences it is, follow from its position in the run alone
 (`Proportions`). Each store keeps its own shuffled order and its own epochs (`boost.data.batches`).
@@ -23,13 +23,13 @@ from boost.errors import ConfigError, DataError
 class Proportions:
     """An endless sequence of sources in proportion to their weights: item p is (source, number of earlier items of that source).
 
-    The sources are leaves of a Huffman tree. A node whose left child has share w of its weight gives round(m w) of its first m
-    items to that child, so every item is found from its position without the earlier ones. Counts of random draws would
+    The sources are the leaves of a Huffman tree. A node whose left child has share w of its weight gives round(m w) of its first m
+    items to that child, so every item can be found from its position, without the earlier ones. Counts of random draws would
     deviate by the square root of the number of items; `grain.MapDataset.mix` rounds the weights and drifts away from them.
 
-    With 2 sources, the count of each source is within 1/2 item of its weight after any number of items, so within 1 item in any
-    window; with 3, within 1 and 2. With more, it stays below 1.7 items: the weights on the way to the root grow at least like
-    Fibonacci numbers, and half the sum of (weight of the leaf / weight of the node) bounds the deviation.
+    With 2 sources, each source's count is within 1/2 item of its share after any number of items, and so within 1 item in any
+    window; with 3, these bounds are 1 and 2 items. With more, the deviation stays below 1.7 items: the weights on the way to the
+    root grow at least like Fibonacci numbers, and half the sum of (weight of the leaf / weight of the node) bounds it.
     """
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
@@ -69,14 +69,14 @@ class _Node:
 
 @dataclass(frozen=True)
 class MixedSplit:
-    """One split of several stores. `weights` add up to 1; `names` are unique."""
+    """The same split from several stores. `weights` add up to 1; `names` are unique."""
 
     parts: tuple[Split, ...]
     weights: tuple[Fraction, ...]
     names: tuple[str, ...]
 
     def unigram_entropy(self) -> float:
-        """Entropy of the token frequencies of the mixture, in nats per token: the loss of the best unigram model."""
+        """Entropy of the token frequencies in the mixture, in nats per token: the loss of the best unigram model."""
         parts = zip(self.parts, self.weights, strict=True)
         counts = [(part.token_counts(), float(weight)) for part, weight in parts]
         share = np.sum([of_store * (weight / of_store.sum()) for of_store, weight in counts], axis=0)
@@ -89,16 +89,16 @@ AnySplit = Split | MixedSplit
 
 @dataclass(frozen=True)
 class Corpus:
-    """The token stores of a run and their weights, which add up to 1. Heaviest first, independently of the order in the
-    configuration, because the order of the data depends on this order."""
+    """The token stores for a run and their weights, which add up to 1. The heaviest store is first, whatever the order
+    in the configuration, because the order of the data depends on this order."""
 
     stores: tuple[TokenStore, ...]
     weights: tuple[Fraction, ...]
 
     @classmethod
     def open(cls, sources: Mapping[str, float]) -> "Corpus":
-        """Opens the stores at the keys of `sources`; the values are weights. Raises DataError if a store is missing or damaged, or
-        if tokenizers differ, and ConfigError if two keys name the same store."""
+        """Opens the stores at the keys of `sources`; the values are weights. Raises DataError if a store is missing or
+        damaged, or if their tokenizers differ, and ConfigError if two keys name the same store."""
         paths = {Path(path).resolve(): path for path in sources}
         if len(paths) < len(sources):
             one = next(path for path in sources if path not in paths.values())
@@ -120,7 +120,7 @@ class Corpus:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A short, unique name for each store: the last part of its path, or the whole path if two of those are equal."""
+        """A short, unique name for each store: the last part of its path, or the whole path if two last parts are equal."""
         last = [store.path.name for store in self.stores]
         return tuple(
             name if last.count(name) == 1 else str(store.path) for name, store in zip(last, self.stores, strict=True)
@@ -132,7 +132,7 @@ class Corpus:
         return parts[0] if len(parts) == 1 else MixedSplit(parts, self.weights, self.names)
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint records about its data: `content`, seed and batch determine the order of the data."""
+        """What a checkpoint records about its data: `content`, the seed and the batch size determine the order of the data."""
         first = self.stores[0]
         common = {"tokenizer": first.fingerprint, "eos": first.eos}
         if len(self.stores) == 1:

@@ -9,17 +9,17 @@ class PrepareOptions:
     """Options of `boost prepare`."""
 
     out: Path
-    """Folder of the token store."""
+    """Folder for the token store."""
     inputs: tuple[str, ...] = ()
     """Text, JSONL or Parquet files, or folders of them."""
     stdlib: bool = False
-    """Read the Python standard library of this machine."""
+    """Read the Python standard library on this machine."""
     hf: str | None = None
     """NAME or NAME:CONFIG of a Hugging Face dataset."""
     hf_split: str = "train"
     """Split of the dataset to read."""
     hf_revision: str | None = None
-    """Branch, tag or commit of the dataset's repository; None: its main branch. The store names the commit that was read."""
+    """Branch, tag or commit of the dataset's repository; None: its main branch. The store records the commit that was read."""
     from_tokens: str | None = None
     """Token ids that another tool wrote (`boost.data.from_tokens`), instead of text."""
     token_dtype: str = "uint16"
@@ -41,7 +41,7 @@ class PrepareOptions:
     max_tokens: int | None = None
     """Stop after the document that reaches this many training tokens."""
     max_heldout_tokens: int | None = None
-    """The same for the held-out split."""
+    """The same limit for the held-out split."""
     chat: bool = False
     """The inputs are conversation files, and `tokenizer` is a folder with a chat template."""
     overwrite: bool = False

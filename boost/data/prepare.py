@@ -1,8 +1,8 @@
 """The implementation of `boost prepare`: sources -> tokenizer -> token store, once per input.
 
 `reading.py` reads the sources, `split.py` decides which documents are held out, `encode.py` turns text into tokens, `writer.py`
-publishes a store atomically. A run that is killed continues from its last commit; its store is identical to that of an
-uninterrupted run, byte for byte.
+publishes a store atomically. A run that was killed continues from its last commit; its store is byte-for-byte identical
+to that of an uninterrupted run.
 """
 
 import hashlib
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 __all__ = ["PrepareOptions", "PrepareResult", "Progress", "input_fingerprint", "prepare"]
 
-# The merges of a vocabulary converge long before this much text. More would only cost time and memory.
+# The merges in a vocabulary converge long before this much text is read. More would only cost time and memory.
 TRAINING_CHARS = 1 << 30
 
 COMMIT_S = 30.0
 """Seconds between commits: the most work that a kill can lose."""
 COMMIT_PAUSE = 20.0
-"""Minimum pause between commits, relative to the time a commit took: commits take at most a twentieth of the time."""
+"""Minimum pause between commits, relative to the duration of a commit: commits take at most a twentieth of the time."""
 
 
 _CONFLICTS = {
@@ -108,7 +108,7 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Prepar
 
 
 def _open_sources(options: PrepareOptions) -> tuple[list[Source], list[Source]]:
-    """The sources of text or conversations, and those of the held-out split, which has none if it is a fraction of the
+    """The sources of text or conversations, and those for the held-out split, which has none if it is a fraction of the
     documents. Raises `DataError`."""
     sources: list[Source] = []
     heldout: list[Source] = []
@@ -138,7 +138,7 @@ def _open_sources(options: PrepareOptions) -> tuple[list[Source], list[Source]]:
 
 
 def _progress_of(options: PrepareOptions, fingerprint: str) -> dict[str, Any] | None:
-    """What an interrupted run of the same command has committed. Raises `DataError` if it was another command."""
+    """What an interrupted run of the same command has committed. Raises `DataError` if that was another command."""
     saved = read_progress(options.out)
     if saved is None or saved["fingerprint"] == fingerprint:
         return saved
@@ -183,7 +183,7 @@ def _check_options(options: PrepareOptions) -> None:
 def input_fingerprint(
     options: PrepareOptions, sources: Iterable[Source | TokenInput], heldout: Iterable[Source] = ()
 ) -> str:
-    """sha256 (hex) of everything that the store depends on: names, sizes and modification times of files, not their contents."""
+    """sha256 (hex) of everything that the store depends on; for files, names, sizes and modification times, not contents."""
     tokenizer = Path(options.tokenizer)
     tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     content = {
@@ -304,7 +304,7 @@ def _notes(options: PrepareOptions, rule: SplitRule, encoder: Encoder, reading: 
 
 def _train_pieces(reading: Reading, rule: SplitRule) -> Iterator[str]:
     """The train split's text in pieces, for training a tokenizer: held-out text must not affect the vocabulary. At most
-    `TRAINING_CHARS`."""
+    `TRAINING_CHARS` characters."""
     limit = TRAINING_CHARS
     for document in reading.documents("training the tokenizer"):
         for name, text in rule.parts(document):
@@ -334,7 +334,7 @@ class MaskedWriter(TokenWriter):
 
     def append_conversation(self, split: str, document: Encoded, text_of: Callable[[Any], str]) -> None:
         """Appends one document. The end-of-document token counts if it belongs to the conversation and counts there, or if the
-        token before it counts. `text_of`: text of tokens, to count its bytes."""
+        token before it counts. `text_of` returns the text of tokens, whose bytes are counted."""
         ids, mask = document.ids, np.append(document.mask, document.mask[-1:])
         ends = np.flatnonzero(ids == self.eos)
         # The store adds the end-of-document token, so the template's is removed, with any white space after it.

@@ -56,12 +56,12 @@ class Unreadable(Exception):
         super().__init__(f"{reason} at {where}; {fix}" if where else f"{reason}; {fix}")
         self.reason, self.where = reason, where
         self.documents = 1
-        """Number of documents that are skipped with the file, if it is known."""
+        """Number of documents that are skipped with the file, if known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text that attends only to itself. `key` identifies it and determines its split; `entry` is its file's report."""
+    """A text whose tokens attend only to each other. `key` identifies it and determines its split; `entry`: its file's report."""
 
     key: str
     text: str
@@ -73,7 +73,7 @@ class Document:
 def read_file(
     path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
 ) -> Iterator[Document]:
-    """Reads the documents of one file, whose suffix selects the reader. Counts bytes in `report.consumed`. Raises `Unreadable`."""
+    """Reads the documents in one file, whose suffix selects the reader. Counts bytes in `report.consumed`. Raises `Unreadable`."""
     name = path.name.lower()
     if name.endswith(REFUSED_SUFFIXES):
         tokens = "read token ids with --from-tokens, or " if name.endswith((".bin", ".idx")) else ""
@@ -93,7 +93,7 @@ def read_file(
             yield from _accept_pieces(_decoded(file), key, "", entry)
 
 
-# ---- Text of every format: what is skipped, how line breaks are normalized, where long text is split
+# ---- Text in every format: what is skipped, how line breaks are normalized, where long text is split
 
 
 def accept(text: Any, key: str, where: str, entry: FileReport) -> Document | None:
@@ -158,7 +158,7 @@ def split_long(pieces: Iterable[str]) -> Iterator[str]:
 def find_text_column(wanted: str | None, columns: dict[str, bool], entry: FileReport) -> str:
     """The column with the text: `wanted`; else `text` or `content`; else the only one that holds strings.
 
-    `columns`: by name, whether the column holds strings. Raises `Unreadable`, naming them, if none or several match.
+    `columns`: by name, whether the column holds strings. Raises `Unreadable`, naming the columns, if none or several match.
     """
     strings = [name for name, is_string in columns.items() if is_string]
     names = ", ".join(list(columns)[:20]) or "no columns"
@@ -179,8 +179,8 @@ def find_text_column(wanted: str | None, columns: dict[str, bool], entry: FileRe
 
 @contextmanager
 def counting(documents: Callable[[], int]) -> Iterator[None]:
-    """Context for choosing the column of a file: without one, all of its `documents` count as skipped. A file that is also
-    damaged counts as one."""
+    """Context for choosing a file's text column: without one, all of its `documents` count as skipped. A file that is
+    also damaged counts as one document."""
     try:
         yield
     except Unreadable as problem:
@@ -194,7 +194,7 @@ def counting(documents: Callable[[], int]) -> Iterator[None]:
 
 @contextmanager
 def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[io.BufferedReader]:
-    """Opens a file for reading; keeps a UTF-8 byte order mark. Notes in `entry` if it was transcoded.
+    """Opens a file for reading; keeps a UTF-8 byte order mark. If the file is transcoded, `entry` records this.
 
     Raises `Unreadable` for a damaged compressed file, here or in the body of the `with` statement.
     """
@@ -231,7 +231,7 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
 
 
 class _Counted(io.RawIOBase):
-    """A file whose reads move the progress bar."""
+    """A file whose reads advance the progress bar."""
 
     def __init__(self, file: Any, report: PrepareReport) -> None:
         self._file, self._report = file, report
@@ -310,7 +310,7 @@ def _decoded(file: IO[bytes]) -> Iterator[str]:
 
 
 def json_records(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[tuple[int, str, Any]]:
-    """Yields (number from 1, description of the position, value) for each record of a JSON file. Bad lines are skipped and
+    """Yields (number from 1, description of the position, value) for each record in a JSON file. Bad lines are skipped and
     reported. Raises `Unreadable`."""
     with open_utf8(path, entry, report) as file:
         head = bytes(file.peek(CHUNK)).removeprefix(codecs.BOM_UTF8).lstrip()
@@ -344,7 +344,7 @@ def json_records(path: Path, entry: FileReport, report: PrepareReport) -> Iterat
 
 
 def _whole_json(file: IO[bytes]) -> list[Any]:
-    """The elements of a JSON array, or one value. Raises `Unreadable`."""
+    """The elements in a JSON array, or one value. Raises `Unreadable`."""
     data = file.read(MAX_JSON_BYTES + 1)
     if len(data) > MAX_JSON_BYTES:
         reason = f"JSON longer than {format_bytes(MAX_JSON_BYTES)}"
@@ -386,7 +386,7 @@ def _read_json(
 def _read_csv(
     path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
 ) -> Iterator[Document]:
-    """Rows of a file with a header. In CSV, quoted text may hold line breaks; in TSV, a quote is an ordinary character."""
+    """Rows in a file with a header. In CSV, quoted text may hold line breaks; in TSV, a quote is an ordinary character."""
     pyarrow, csv = (require(module, "CSV files") for module in ("pyarrow", "pyarrow.csv"))
 
     def record_bad_row(bad: Any) -> str:
@@ -453,7 +453,7 @@ def _read_parquet(
 def _read_arrow(
     path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
 ) -> Iterator[Document]:
-    """Rows of an Arrow file or stream, as `datasets` saves them."""
+    """Rows in an Arrow file or stream, as `datasets` saves them."""
     pyarrow = require("pyarrow", "Arrow files")
     with pyarrow.OSFile(str(path)) as file:  # not a memory map, because truncating a mapped file would kill the process
         is_file = file.read(6) == b"ARROW1"
@@ -468,7 +468,7 @@ def _read_arrow(
 
 
 def _batches(batches: Iterator[Any], column: str, reason: str, key: str, entry: FileReport) -> Iterator[Document]:
-    """Documents of record batches. Raises `Unreadable` with this reason at the first damaged one."""
+    """Documents in record batches. Raises `Unreadable` with this reason at the first damaged batch."""
     row = 0
     while True:
         with damage(reason, f"after row {row}"):
@@ -490,7 +490,7 @@ def _string_column(schema: Any, text_field: str | None, entry: FileReport) -> st
 
 
 def _rows(values: Iterable[Any], start: int, key: str, entry: FileReport, first_row: int = 0) -> Iterator[Document]:
-    """Documents of a column of strings or bytes. `start`: rows before it; `first_row`: the number of the file's first."""
+    """Documents in a column of strings or bytes. `start`: rows before it; `first_row`: the number of the file's first row."""
     for row, value in enumerate(values, start + first_row):
         try:
             text = value.as_py()
@@ -513,7 +513,7 @@ def open_parquet(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def damage(reason: str, where: str = "") -> Iterator[None]:
-    """Turns errors of pyarrow into `Unreadable`."""
+    """Turns pyarrow errors into `Unreadable`."""
     import pyarrow
 
     try:
@@ -526,7 +526,7 @@ def damage(reason: str, where: str = "") -> Iterator[None]:
 
 
 def require(module: str, what: str) -> Any:
-    """Imports a module of an optional package. Raises `DataError` with the install command if it is missing."""
+    """Imports a module from an optional package. Raises `DataError` with the install command if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -24,11 +24,11 @@ class _Begun:
     section: int
     """Its entry in the report."""
     documents: int = 0
-    """Its documents so far."""
+    """Number of its documents so far."""
 
 
 class Reading:
-    """The documents of all sources: those for the held-out split first, then at most `limit` others."""
+    """The documents from all sources: those for the held-out split first, then at most `limit` others."""
 
     def __init__(
         self, sources: Sequence[Source], heldout: Sequence[Source], limit: int | None, progress: Progress
@@ -40,7 +40,7 @@ class Reading:
         """Whether held-out documents come from separate sources."""
         self.report = PrepareReport()
         self.taken = 0
-        """Documents of this pass, excluding those from sources for the held-out split."""
+        """Number of documents in this pass, excluding those from sources for the held-out split."""
         self._begun: list[_Begun] = []
 
     def documents(
@@ -70,7 +70,7 @@ class Reading:
     def _read(
         self, source: Source, split: str, mark: dict[str, Any] | None, finished: bool, is_over: Callable[[str], bool]
     ) -> Iterator[Document]:
-        """The documents of one source after its mark; none if the mark is its end (`finished`)."""
+        """The documents from one source after its mark; none if the mark is its end (`finished`)."""
         self._begun.append(begun := _Begun(source, len(self.report.sources)))
         again = 0 if mark is None else int(mark["documents"])
         documents: Iterator[Document]
@@ -98,7 +98,7 @@ class Reading:
             raise DataError(f"{source.name} has fewer documents than before the interruption; {AGAIN}")
 
     def position(self) -> list[dict[str, Any]]:
-        """The position of this pass, as JSON values. All documents so far must have been written: their tokens are part of it."""
+        """The position of this pass, as JSON values. All documents so far must have been written: it counts their tokens."""
         return [
             {
                 "documents": begun.documents,

@@ -1,4 +1,4 @@
-"""Report of `boost prepare`: what it read, changed or skipped and why, per file, per source, and in total."""
+"""Report of `boost prepare`: what it read, changed or skipped, and why, for each file, each source and in total."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -44,7 +44,7 @@ class FileReport:
         self.bytes += n_bytes
 
     def skip(self, reason: str, where: str = "", documents: int = 1) -> None:
-        """Counts a document or line as skipped, or the documents of a file; `where` is its position in this file."""
+        """Counts a document, a line or all documents in a file as skipped; `where` is the position in this file."""
         self.skipped.setdefault(printable(reason), Skip()).add(printable(where), documents)
 
     def note(self, what: str, where: str = "") -> None:
@@ -61,7 +61,7 @@ class FileReport:
 
 @dataclass
 class SourceReport:
-    """One argument of the command line: a folder, a file, the standard library or a Hugging Face dataset."""
+    """One argument on the command line: a folder, a file, the standard library or a Hugging Face dataset."""
 
     name: str
     files: list[FileReport] = field(default_factory=list)
@@ -70,12 +70,12 @@ class SourceReport:
         self.name = printable(self.name)
 
     def file(self, name: str) -> FileReport:
-        """Adds the entry of one file."""
+        """Adds an entry for one file."""
         self.files.append(FileReport(name))
         return self.files[-1]
 
     def restore(self, saved: list[dict[str, Any]]) -> None:
-        """Sets the numbers of all files (`FileReport.restore`), and adds files that are not there yet."""
+        """Sets the numbers for all files (`FileReport.restore`), and adds entries for files that have none yet."""
         for missing in saved[len(self.files) :]:
             self.file(missing["name"])
         for entry, numbers in zip(self.files, saved, strict=True):
@@ -101,7 +101,7 @@ class PrepareReport:
     consumed: int = 0
 
     def source(self, name: str) -> SourceReport:
-        """Adds the entry of one source."""
+        """Adds an entry for one source."""
         self.sources.append(SourceReport(name))
         return self.sources[-1]
 
@@ -126,7 +126,7 @@ class PrepareReport:
 
 
 def merge_skips(files: Iterable[tuple[str, dict[str, Skip]]]) -> dict[str, dict[str, Any]]:
-    """The skips (or notes) of many files by reason, with examples prefixed by the name of their file."""
+    """The skips (or notes) for many files by reason, with examples prefixed by their file names."""
     merged: dict[str, Skip] = {}
     for name, skips in files:
         for reason, skip in skips.items():

@@ -2,8 +2,8 @@
 
 A source lists its files when it is created, so a missing file fails before any work. It can be read more than once:
 `documents(report)` yields its documents in a fixed order and records what it read and skipped in the report. `fingerprint()`
-identifies it without reading it, as JSON values: names, sizes and modification times of files. `size` is bytes on disk, None if
-it is streamed.
+identifies it without reading it, as JSON values: names, sizes and modification times of files. `size` is its size on
+disk in bytes, or None for a stream.
 """
 
 import os
@@ -44,7 +44,7 @@ class InputFile:
 
 @dataclass
 class SeenInputs:
-    """Real paths and document keys of earlier inputs on the same command line."""
+    """Real paths and document keys from earlier inputs on the same command line."""
 
     paths: set[str] = field(default_factory=set)
     keys: set[str] = field(default_factory=set)

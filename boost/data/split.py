@@ -2,7 +2,7 @@
 
 The hash of a document's key assigns it to `train` or `heldout`, independently of the order and of the other documents.
 A text file is one document (so the split is by file); in JSONL and Parquet a line or row is a document.
-A corpus of one document is split by position instead, and its last part is held out.
+A corpus with a single document is split by position instead, and its last part is held out.
 """
 
 import hashlib
@@ -16,14 +16,14 @@ from boost.errors import DataError
 
 @dataclass(frozen=True)
 class SplitRule:
-    """Assigns documents to splits. `moved`: (key, split) of a document that is reassigned so that neither split is empty."""
+    """Assigns documents to splits. `moved`: (key, split) for a document that is reassigned so that neither split is empty."""
 
     heldout: float
     moved: tuple[str, str] | None = None
     single: bool = False
 
     def parts(self, document: Document) -> list[tuple[str, str]]:
-        """(split name, text) of the document; two parts if it is the whole corpus. A source may decide for its documents.
+        """(split name, text) of the document; two parts if it is the whole corpus. A source may choose its documents' split.
 
         Raises `DataError` if the whole corpus is too short to split.
         """
@@ -50,7 +50,7 @@ def key_hash(key: str) -> float:
 
 
 def choose_split(keys: Iterable[str], heldout: float) -> SplitRule | None:
-    """Reads keys of documents until both splits have one. If a split stays empty, the document closest to the threshold is moved to
+    """Reads document keys until both splits have one. If a split stays empty, the document closest to the threshold is moved to
     it. None if there are no documents."""
     splits: set[str] = set()
     lowest, highest, count = (2.0, ""), (-1.0, ""), 0

@@ -38,12 +38,12 @@ _CHUNK = 1 << 22
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype on disk of token ids below `vocab_size`."""
+    """The dtype on disk for token ids below `vocab_size`."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 class Spans:
-    """Spans of a split's tokens that count toward the loss (a loss mask), with 16 bytes per answer on disk.
+    """Spans of a split's tokens that count toward the loss (a loss mask). They take 16 bytes per answer on disk.
 
     `boundaries` int64 [2 n], increasing: span i has tokens boundaries[2 i] to boundaries[2 i + 1] - 1."""
 
@@ -51,7 +51,7 @@ class Spans:
         self.boundaries = boundaries
 
     def counted(self, start: int, length: int) -> npt.NDArray[np.bool_]:
-        """Whether each of `length` tokens from `start` counts; [length]."""
+        """Whether each of `length` tokens from `start` counts toward the loss; [length]."""
         first = bisect.bisect_right(self.boundaries, start)
         last = bisect.bisect_right(self.boundaries, start + length - 1)
         local = np.asarray(self.boundaries[first:last]) - start
@@ -59,7 +59,7 @@ class Spans:
         return passed % 2 == 1
 
     def before(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """How many tokens count before each position. Reads all boundaries."""
+        """How many tokens before each position count. Reads all boundaries."""
         spans = np.asarray(self.boundaries[:], dtype=np.int64).reshape(-1, 2)
         starts, ends = spans[:, 0], spans[:, 1]
         totals = np.concatenate([[0], np.cumsum(ends - starts)])
@@ -113,8 +113,8 @@ class Split:
         return self.n_target_bytes / self.n_targets
 
     def window(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """Tokens [length] from `start`, copied to int64. Raises IndexError out of range, `DataError` if the file was truncated
-        or contains an invalid token id (on a GPU this would only be a failed device assertion)."""
+        """Tokens [length] from `start`, copied to int64. Raises IndexError if they are out of range, `DataError` if the
+        file was truncated or contains an invalid token id (which on a GPU would only fail a device assertion)."""
         self._check(start, length)
         tokens = np.asarray(self.tokens[start : start + length], dtype=np.int64)
         limit = self.vocab_size - 1 if self.largest_token is None else self.largest_token
@@ -123,7 +123,7 @@ class Split:
         return tokens
 
     def document_ids(self, start: int, length: int) -> npt.NDArray[np.int32]:
-        """Document index of each of `length` positions from `start`, relative to the window's first; int32 [length]."""
+        """Document index of each of `length` positions from `start`, relative to the window's first document; int32 [length]."""
         self._check(start, length)
         first = bisect.bisect_right(self.documents, start)
         last = bisect.bisect_left(self.documents, start + length)
@@ -160,7 +160,7 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: str | Path) -> "TokenStore":
-        """Opens and checks a store. Raises `DataError` if it is missing, unfinished, damaged or has another format."""
+        """Opens and checks a store. Raises `DataError` if it is missing, unfinished, damaged or in another format."""
         path = Path(path)
         meta = read_meta(path)
         try:
@@ -199,7 +199,7 @@ class TokenStore:
 
     @property
     def largest_token(self) -> int:
-        """The largest token id that occurs: a model needs at least one row more. Some tokenizers have entries that never occur."""
+        """The largest token id that occurs; a model needs more rows than that. Some tokenizers have entries that never occur."""
         return max(int(self.meta["splits"][name]["largest_token"]) for name in SPLITS)
 
     @property
@@ -273,7 +273,7 @@ class TokenStore:
 
 
 def is_missing(path: Path) -> bool:
-    """Whether there is no store at `path`, finished, interrupted or otherwise."""
+    """Whether `path` holds no store, not even an interrupted one."""
     return not any(path.with_name(path.name + suffix).exists() for suffix in ("", ".boost-old", ".boost-tmp"))
 
 

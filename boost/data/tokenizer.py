@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-"""Token of a single byte, in tokenizers with byte fallback."""
+"""Token for a single byte, in tokenizers with byte fallback."""
 END_OF_TEXT = "<|endoftext|>"
 # All 256 bytes and the end-of-document token: the smallest lossless byte-level vocabulary.
 MIN_VOCAB = 257
@@ -110,7 +110,7 @@ def _as_plain_encoder(tokenizer: "Tokenizer") -> "Tokenizer":
 class TextStream:
     """The text of tokens that continue a prompt, piece by piece.
 
-    The text of a token depends on the tokens before it: many tokenizers write the first token of a text without its space, and the
+    The text of a token depends on the tokens before it: many tokenizers decode the first token in a text without its space, and the
     bytes of one character may span several tokens. Together, the pieces are the text that the new tokens add to the decoded prompt.
     """
 
@@ -147,7 +147,7 @@ def continuation(tokenizer: "Tokenizer", prompt: Sequence[int], new: Sequence[in
 
 
 def vocabulary_size(tokenizer: "Tokenizer") -> int:
-    """One more than the largest token id: the smallest `vocab_size` of a model. Some vocabularies have gaps."""
+    """One more than the largest token id: the smallest `vocab_size` for a model. Some vocabularies have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
@@ -186,7 +186,7 @@ def _configured_eos(spec: str | Path | None) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: "Tokenizer | str") -> str:
-    """sha256 (hex) of the tokenizer's JSON with sorted keys and no spaces; also takes the text of its file."""
+    """sha256 (hex) of the tokenizer's JSON with sorted keys and no spaces; also accepts the text of its file."""
     text = tokenizer if isinstance(tokenizer, str) else tokenizer.to_str()
     canonical = json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,8 +1,8 @@
-"""Verifies that the files of a token store are what `boost prepare` wrote.
+"""Verifies that the files in a token store are what `boost prepare` wrote.
 
 The whole store is read once per machine. The result is cached in `$XDG_CACHE_HOME/boost/verified` (`~/.cache/boost/verified`;
 the temporary folder if that is not writable), one small file per store and host. It is valid as long as the size, modification
-time and inode of every file stay the same. On each machine one process verifies and the others wait.
+time and inode of every file stay the same. On each machine, one process verifies and the others wait.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def verify_once(store: TokenStore, progress: Progress = iter) -> None:
 
 
 def verify(store: TokenStore, progress: Progress = iter) -> None:
-    """Reads and checks every byte of a store. Raises DataError, naming the file, if any byte has changed."""
+    """Reads and checks every byte in a store. Raises DataError, naming the file, if any byte has changed."""
     arrays = {file: FileArray(store.path / file, np.dtype(np.uint8)) for file in store.blocks}
     for file, digests in store.blocks.items():
         if len(digests) // (2 * DIGEST_BYTES) != -(-len(arrays[file]) // BLOCK_BYTES):
@@ -115,4 +115,4 @@ def _cache_folder() -> Path:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
                 return folder
-    return folder  # then nothing is cached
+    return folder  # in this case, nothing is cached

@@ -1,7 +1,7 @@
 """Writes a token store atomically: a reader sees the old store, the complete new one, or none.
 
 A store is written to `STORE.boost-tmp` next to its final path and read back there. The last step is a rename, after any older store
-was renamed to `STORE.boost-old`. `STORE.boost-lock` is held meanwhile, so any `.boost-tmp` or `.boost-old` that the lock holder
+was renamed to `STORE.boost-old`. `STORE.boost-lock` is held throughout, so any `.boost-tmp` or `.boost-old` that the lock holder
 finds was left by a dead process.
 
 `TokenWriter.commit` makes the data written so far survive a kill: it syncs the files and returns their lengths. `save_progress`
@@ -73,7 +73,7 @@ def locked(store: Path) -> Iterator[None]:
         except BlockingIOError as error:
             os.close(descriptor)
             raise DataError(f"{store}: another 'boost prepare' is writing it; wait or choose another --out") from error
-        # The previous holder may have unlinked the file between our open and our lock; then we hold a deleted file.
+        # The previous holder may have unlinked the file between our open and our lock; in that case, we hold a deleted file.
         if lock.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock)):
             break
         os.close(descriptor)
@@ -120,7 +120,7 @@ def new_store(store: Path) -> Iterator[Path]:
 
     The store is read back before it is published. On any error, an existing store is unchanged. The folder is removed, unless it
     has a commit and the error is not about the data, so that the next run can continue.
-    Raises `StorageError` if the disk is full, `DataError` if the data read back does not match.
+    Raises `StorageError` if the disk is full, and `DataError` if the data read back does not match.
     """
     folder = sibling(store, "tmp")
     try:
@@ -180,7 +180,7 @@ def remove(path: Path) -> None:
 
 
 def _publish(folder: Path, store: Path) -> None:
-    """Moves a complete store to its final path. The previous one is then in `STORE.boost-old`."""
+    """Moves a complete store to its final path. The previous one is moved to `STORE.boost-old`."""
     old = sibling(store, "old")
     if store.exists():
         remove(old)  # a damaged leftover: `_recover` would have restored an intact one
@@ -206,7 +206,7 @@ def _sync_one(path: Path) -> None:
 def store_meta(
     tokenizer: "Tokenizer", eos: tuple[str, int], fingerprint: str, options: PrepareOptions, report: PrepareReport
 ) -> dict[str, Any]:
-    """The content of store.json that every store has. `eos`: (token, id); `fingerprint`: of the input."""
+    """The content of store.json that every store has. `eos`: (token, id); `fingerprint`: the input's."""
     return {
         "format": FORMAT,
         "vocab_size": vocabulary_size(tokenizer),
@@ -219,7 +219,7 @@ def store_meta(
 
 
 class TokenWriter:
-    """Appends encoded text to the files of a folder. A context manager; `finish` completes the store."""
+    """Appends encoded text to the files in a folder. A context manager; `finish` completes the store."""
 
     def __init__(self, folder: Path, dtype: np.dtype[Any], eos: int, committed: dict[str, Any] | None = None) -> None:
         """`committed`: the result of `commit` to continue from. Raises `DataError` if the files no longer have that content."""

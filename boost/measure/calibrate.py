@@ -1,4 +1,4 @@
-"""`boost plan calibrate`: measures a hardware profile of this machine in a minute or two.
+"""`boost plan calibrate`: measures a hardware profile for this machine in a minute or two.
 
 All processes measure at the same time, as in training, then one process measures alone. The cost model of
 `boost.plan.hardware` is fitted to the points, and the fit error is printed.
@@ -56,10 +56,10 @@ LEAST_TFLOPS = 1e-4
 
 
 def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path, force: bool = False) -> int:
-    """Runs one process of the calibration and returns the exit code.
+    """Runs the calibration on one process and returns the exit code.
 
-    The main process writes the profile. A useless profile is rejected, with exit code 1 on all processes, unless `force`. Raises
-    StorageError.
+    The main process writes the profile. A useless profile is rejected, with exit code 1 on all processes, unless
+    `force` is true. Raises StorageError.
     """
     mesh = open_mesh(ParallelConfig(layout="single", dp=world_size()), device)
     watch = Stopwatch(mesh, samples=3 if quick else 7)
@@ -204,7 +204,7 @@ def _attention(by_name: dict[str, list[Point]], dtype: str) -> list[dict[str, fl
         speeds, halves = [], []
         for products, points in ((2, forward), (5, backward)):
             of_width = [point for point in points if point.shape[3] == head_dim]
-            # flops / (rate S / (S + half)) is linear in S for equal tokens, with (1 + half / S) / rate seconds per unit.
+            # flops / (rate S / (S + half)) is linear in S at equal token counts, with (1 + half / S) / rate seconds per unit.
             lengths = np.array([point.shape[2] for point in of_width], float)
             costs = np.array([p.seconds / (products * math.prod(p.shape) * p.shape[2]) for p in of_width])
             slope, constant = np.polyfit(1 / lengths, costs, 1, w=1 / costs)
@@ -224,7 +224,7 @@ def _gb_s(bytes_per_second: float) -> float:
 
 
 def _link(points: Sequence[Point], processes: int) -> dict[str, Any]:
-    """Measured collectives, and a latency and bandwidth for all others."""
+    """Measured collectives, and a latency and a bandwidth for all others."""
     if not points:
         return {"latency_us": 0.0, "gb_s": 1.0, "known": False}
     measured: dict[str, list[list[float]]] = defaultdict(list)
@@ -259,7 +259,7 @@ def _sweep(watch: Stopwatch, dtypes: Sequence[str], quick: bool, title: str) -> 
 
 
 def _host_us(mesh: Mesh, profile: dict[str, Any] | None) -> float:
-    """Host microseconds per operation, from the step time of a model with almost no work, minus the time of that work."""
+    """Host microseconds per operation, from the step time of a model with almost no work, minus the time for that work."""
     model = {"dim": 64, "ffn_dim": 128, "heads": 2, "layers": 4, "vocab_size": 256, "rank": 16}
     train = {"micro_batch": 1, "global_batch": 1, "seq_len": 32}
     tiny = from_tree({"model": model, "parallel": {"layout": "single"}, "train": train})
@@ -296,7 +296,7 @@ def summary(hardware: Hardware, points: dict[str, list[Point]], out: Path) -> st
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of a calibrated profile."""
+    """A problem in a calibrated profile."""
 
     words: str
     serious: bool
@@ -304,7 +304,7 @@ class Problem:
 
 
 def problems(profile: dict[str, Any], fit_errors: Sequence[tuple[str, float]], drift: float) -> Iterator[Problem]:
-    """Yields the problems of a profile in its file format.
+    """Yields the problems in a profile, given in its file format.
 
     `fit_errors`: mean error of the GEMM fit, by '<sweep>, <dtype>'. `drift`: seconds of the probe after the calibration, divided
     by those before it.

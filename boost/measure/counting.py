@@ -20,7 +20,7 @@ KINDS = {
     "boost::reduce_scatter": "reduce-scatter",
     "boost::all_to_all": "all-to-all",
 }
-"""Kind of each functional collective, of torch and of `boost.parallel.collectives`."""
+"""Kind of each functional collective in torch and in `boost.parallel.collectives`."""
 
 _PLAIN = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
 """Kind of each collective that fully_shard issues; they are not functional."""
@@ -49,7 +49,7 @@ class CollectiveCounter(TorchDispatchMode):
             self._record(phase, KINDS[operation], (*gathered, *tensor.shape), tensor, processes)
         elif namespace == "c10d" and name in _PLAIN:
             whole, part = sorted((args[0], args[1]), key=torch.Tensor.numel, reverse=True)
-            if whole.numel() > part.numel():  # skip groups of one process
+            if whole.numel() > part.numel():  # skip groups with one process
                 self._record(self.phase, _PLAIN[name], whole.shape, whole, whole.numel() // part.numel())
         elif namespace == "c10d" and name == "send":
             self._record(self.phase, "send", args[0][0].shape, args[0][0], 2)

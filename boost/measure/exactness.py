@@ -32,7 +32,7 @@ DOCUMENT = 7
 """Length of a synthetic document in tokens."""
 
 ALONE = {"tp": 1, "dp": 1, "cp": 1, "pp": 1, "virtual": 1, "split": (), "shard": "none", "shard_outer": False}
-"""Fields of [parallel] for one process."""
+"""Fields in [parallel] for one process."""
 
 ByName = dict[str, Tensor]
 """Tensors by logical parameter name."""
@@ -45,25 +45,25 @@ def alone(config: Config) -> Config:
 
 @dataclass(frozen=True)
 class Observed:
-    """Record of a training run. Tensors are the local shards of one process."""
+    """Record of a training run. Tensors are the local shards on one process."""
 
     initial: ByName
     gradients: list[ByName]
-    """Gradients of each step, after clipping."""
+    """Gradients from each step, after clipping."""
     numbers: list[tuple[float, float]]
-    """(loss, gradient norm) of each step."""
+    """(loss, gradient norm) for each step."""
     weights: ByName
     """Weights after the last step."""
 
 
 class MadeBatches(Batches):
-    """Micro-batches that `make` creates for a step and all replicas, instead of a store's; they repeat if there are too few."""
+    """Micro-batches that `make` creates for a step and all replicas, replacing a store's; they repeat if there are too few."""
 
     def __init__(self, make: Callable[[int], Sequence[Batch]]) -> None:
         self.make = make
 
     def numbered(self, step: int, numbers: Iterable[int], micro_batch: int) -> Iterator[Batch]:
-        """The micro-batches of a step with these numbers."""
+        """The micro-batches with these numbers in a step."""
         made = self.make(step)
         return (made[number % len(made)] for number in numbers)
 
@@ -125,7 +125,7 @@ class TrainedModel:
 
 @contextlib.contextmanager
 def before(owner: object, method: str, call: Callable[[], object]) -> Iterator[None]:
-    """Context manager: calls `call` before each call of a method of `owner`."""
+    """Context manager: calls `call` before each call to a method of `owner`."""
     usual = getattr(owner, method)
     setattr(owner, method, lambda *arguments: (call(), usual(*arguments))[1])
     try:
@@ -135,7 +135,7 @@ def before(owner: object, method: str, call: Callable[[], object]) -> Iterator[N
 
 
 def made_up_batches(config: Config, step: int) -> list[Batch]:
-    """The synthetic micro-batches of a step, of all replicas."""
+    """The synthetic micro-batches for a step, for all replicas."""
     train = config.train
     tokens, targets = made_up_tokens(config, step)
     for row in range(train.global_batch):
@@ -174,7 +174,7 @@ def relative_errors(actual: TrainedModel, expected: Observed) -> dict[str, float
 def matches_table(config: Config, counted: list[Collective], pp_rank: int = 0) -> bool:
     """Whether a step issued the collectives in the table.
 
-    Collectives of micro-batches must be in order, except under overlapped halves. Gradient reductions may be in any order. With PP
+    Collectives for micro-batches must be in order, except under overlapped halves. Gradient reductions may be in any order. With PP
     or sharded weights, all may be in any order, because the schedule or torch determines it.
     """
     table = step_collectives(config, pp_rank)

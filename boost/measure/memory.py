@@ -20,7 +20,7 @@ from boost.plan.categories import category_of
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts live and peak bytes, by category, of every tensor allocated while active.
+    """Counts live and peak bytes, by category, for every tensor allocated while it is active.
 
     The category follows from the operation's inputs (`boost.plan.categories.category_of`). Set `scope` to assign all tensors to
     one category instead.
@@ -34,7 +34,7 @@ class MemoryTracker(TorchDispatchMode):
         """Bytes by category at the peak."""
         self._known: dict[int, _LiveStorage] = {}
         self._total = self._largest = 0
-        self._lock = threading.RLock()  # gloo threads may release the tensors of a collective
+        self._lock = threading.RLock()  # gloo threads may release the tensors in a collective
 
     def watch(self, tensor: Tensor, category: str, role: str = "") -> None:
         """Counts a tensor, existing or new, in a category."""

@@ -1,4 +1,4 @@
-"""Reads run directories of finished or ongoing runs, without changing anything."""
+"""Reads the run directories of finished or ongoing runs, without changing anything."""
 
 import contextlib
 import datetime
@@ -42,27 +42,27 @@ class RunRecord:
     tokens: int
     """Tokens trained on."""
     loss: float | None
-    """Mean train loss of the last RECENT steps, in nats per token."""
+    """Mean train loss over the last RECENT steps, in nats per token."""
     heldout_loss: float | None
-    """Held-out loss of the last evaluation, in nats per token."""
+    """Held-out loss in the last evaluation, in nats per token."""
     best_heldout_loss: float | None
-    """Lowest held-out loss of all evaluations."""
+    """Lowest held-out loss over all evaluations."""
     best_step: int | None
-    """Its step."""
+    """The step of that evaluation."""
     tokens_per_second: float | None
     """Median over the steps."""
     mfu: float | None
-    """Median over the steps, a fraction."""
+    """Median over the steps, as a fraction."""
     memory_bytes: int | None
     """Peak memory of the main process."""
     seconds: float
-    """Wall-clock time of all steps, excluding startup, evaluations and saves."""
+    """Wall-clock time for all steps, excluding startup, evaluations and saves."""
     damaged_lines: int
-    """Unreadable lines of metrics.jsonl, other than an incomplete last one."""
+    """Unreadable lines in metrics.jsonl, other than an incomplete last one."""
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Sorted run directories in a folder, or the folder itself if it is one. Raises DataError if there are none."""
+    """Sorted run directories in a folder, or the folder itself if it is a run directory. Raises DataError if there are none."""
     if not folder.is_dir():
         raise DataError(f"no runs in '{folder}': no such folder")
     runs = sorted(_runs_below(folder, DEPTH))

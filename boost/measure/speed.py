@@ -1,4 +1,4 @@
-"""Measures the speed of this machine for GEMMs, attention, memory-bound operations and collectives, over a range of sizes.
+"""Measures this machine's speed for GEMMs, attention, memory-bound operations and collectives, over a range of sizes.
 
 Operations run as in a training step: autograd's calls to torch's kernels, with newly allocated outputs.
 """
@@ -27,7 +27,7 @@ LEAST_SECONDS = 2e-3
 """Target duration of a sample in seconds, reached by repeating the operation."""
 
 RING_BYTES = 2**25
-"""Bytes of recent outputs to keep alive: more than caches hold, as a step's activations are."""
+"""Bytes of recent outputs to keep alive: more than the caches hold, as for a step's activations."""
 
 Call = Callable[[], object]
 
@@ -76,7 +76,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class Stopwatch:
-    """Times calls while the other processes of the mesh do the same, or wait.
+    """Times calls while the other processes in the mesh do the same, or wait.
 
     On CPUs, the probe normalizes seconds to the machine's fastest speed when the stopwatch was created. A GPU is not
     shared, and its probe would measure launches and clocks that rise under load.
@@ -88,7 +88,7 @@ class Stopwatch:
         self.reference = self.probe.least()
 
     def seconds(self, call: Call, collective: bool = False) -> float:
-        """Median seconds of one call. All processes must time the same calls in the same order."""
+        """Median seconds for one call. All processes must time the same calls in the same order."""
         call()
         once = self._sample(call, 1)
         repeats = max(1, min(math.ceil(LEAST_SECONDS / max(once, 1e-7)), 1000))
@@ -114,9 +114,9 @@ class Stopwatch:
 
 
 def gemm_points(watch: Stopwatch, dtype: torch.dtype, largest: int, tokens: Sequence[int]) -> Iterator[Point]:
-    """GEMMs of a linear, forward and both backward, at widths up to `largest`."""
+    """GEMMs for a linear, one forward and two backward, at widths up to `largest`."""
     device = watch.mesh.device
-    # Latents of a small model at TP 8 have width 32, where CPUs lose a quarter of their speed; GPUs pad to tiles of 64.
+    # Latents in a small model at TP 8 have width 32, where CPUs lose a quarter of their speed; GPUs pad to tiles of 64.
     least = 32 if device.type == "cpu" else 64
     widths = [least * 2**i for i in range(int(math.log2(largest / least)) + 1)]
     for t in tokens:

@@ -30,11 +30,11 @@ from boost.train.step import Passes, Update, run_passes
 from boost.train.step import Stepper as TrainingStepper
 
 SMALL, SIZE_1B = (512, 4, 1376, 8), (2048, 6, 5472, 32)
-"""(d, blocks, f, heads) of models whose steps take about a second on a CPU core and on a GPU."""
+"""(d, blocks, f, heads) for models whose steps take about a second on a CPU core and on a GPU."""
 
 
 class Stepper:
-    """A model, its optimizer and the steps of `boost train` on one process of a mesh. Every step uses the same random tokens."""
+    """A model, its optimizer and the steps of `boost train` on one process in a mesh. Every step uses the same random tokens."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
@@ -47,7 +47,7 @@ class Stepper:
         batches = MadeBatches(lambda step: made)
         self._training = TrainingStepper(config, mesh, model, self.fused_params, reducer, self.optimizer, batches)
         self.stats: StepStats | None = None
-        """Statistics of the last step."""
+        """Statistics from the last step."""
 
     def step(self) -> list[Tensor]:
         """Runs one step. Returns the loss, on a process that holds the head, and the local gradients."""
@@ -63,8 +63,8 @@ class Stepper:
         return passes, self._training.update(passes, StepFlags.NONE)
 
     def seconds(self, steps: int = 1) -> float:
-        """Seconds of one step, from a common start until all processes are done. With several, their mean: as in training, the host
-        launches each step before it reads the previous step's statistics."""
+        """Seconds for one step, from a common start until all processes are done. For several steps, their mean: as in
+        training, the host launches each step before it reads the previous step's statistics."""
         self._all_here()
         begun, previous = time.perf_counter(), None
         for _ in range(steps):
@@ -83,7 +83,7 @@ class Stepper:
 
 
 def time_passes(config: Config, device: torch.device, rounds: int) -> list[float]:
-    """Seconds of the forward and backward pass of a micro-batch in one process, one value per round."""
+    """Seconds for the forward and the backward pass of a micro-batch in one process, one value per round."""
     mesh = Mesh(device)
     model = build_model(config, mesh)
     initialize_model(model, config.train.seed)
@@ -100,7 +100,7 @@ def time_passes(config: Config, device: torch.device, rounds: int) -> list[float
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """Memory and collectives observed in one step of one process."""
+    """Memory and collectives observed in one step on one process."""
 
     peak_bytes: int
     """Peak memory in bytes: weights, gradients, optimizer state, activations."""
@@ -152,7 +152,7 @@ def prediction(config: Config, hardware: Hardware) -> Prediction:
 
 
 def made_up_batches(config: Config) -> list[Batch]:
-    """Random micro-batches of one replica for a step."""
+    """Random micro-batches for one replica in a step."""
     train = config.train
     count = train.global_batch // (config.parallel.dp * train.micro_batch)
     shape = (train.micro_batch, train.seq_len + 1)
@@ -162,7 +162,7 @@ def made_up_batches(config: Config) -> list[Batch]:
 
 
 def flags(**fields: Any) -> list[str]:
-    """Builds command-line overrides of a configuration. Fields without a known section belong to [model]."""
+    """Builds command-line overrides for a configuration. Fields without a known section belong to [model]."""
     places = {"micro_batch": "train", "global_batch": "train", "seq_len": "train", "recompute": "train"}
     places |= dict.fromkeys(("tp", "pp", "dp", "layout", "shard", "norm"), "parallel")
     return [f"--{places.get(name, 'model')}.{name}={value}" for name, value in fields.items()]

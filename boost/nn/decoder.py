@@ -1,6 +1,6 @@
-"""`Decoder`: a LLaMA-style language model of low-rank linears as an ordinary module.
+"""`Decoder`: a LLaMA-style language model with low-rank linears, as an ordinary module.
 
-Legend: B sequences, S tokens of each, V vocabulary.
+Legend: B sequences, S tokens per sequence, V vocabulary size.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from boost.nn.weights import local_weight, no_sync, shard_weights, whole_weight
 
 
 class Decoder(decoder.Decoder):
-    """Embedding, `layers` of `Block`, final norm and head.
+    """An embedding, `layers` `Block` modules, a final norm and a head.
 
         model = boost.nn.Decoder(vocab_size=32000, dim=512, heads=8, layers=8)        # CoLA, rank 128
         logits = model(tokens)                    # [B, S, V]
@@ -85,9 +85,9 @@ class Decoder(decoder.Decoder):
         Args:
             tokens: [B, S] int64.
             targets: [B, S] int64, the token that follows each; -100 where there is no loss. None: returns logits.
-            document_ids: [B, S] int; a token then attends only to earlier tokens of its own document.
+            document_ids: [B, S] int; a token attends only to earlier tokens in its own document.
             reduction: "mean" over targets, or "sum". Micro-batches with unequal numbers of targets need the sum: divide each by the
-                number of targets, `(targets != -100).sum()`, of all micro-batches and replicas of the step.
+                number of targets, `(targets != -100).sum()`, over all micro-batches and replicas in the step.
 
         Returns:
             Logits [B, S, V] in compute_dtype, or the cross-entropy, a scalar in fp32 or wider, nats (per token). Under
@@ -121,12 +121,12 @@ class Decoder(decoder.Decoder):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes in this context do not sum partial gradients over TP; leaving it sums them once. For gradient
-        accumulation, use it for all micro-batches of a step but the last. If the block raises, gradients are discarded."""
+        accumulation, use it for all micro-batches in a step except the last. If the block raises, gradients are discarded."""
         return no_sync(self, self._sums)
 
     @torch.no_grad()
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every parameter, unsharded, by its name in a checkpoint. Collective under TP and FSDP2: all ranks
+        """(name, tensor) for every parameter, unsharded, by its name in a checkpoint. Collective under TP and FSDP2: all ranks
         iterate."""
         for fused in fused_params(self):
             (only,) = fused.slices

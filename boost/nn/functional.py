@@ -35,7 +35,7 @@ TP = DeviceMesh | dist.ProcessGroup | None
 def norm_down_proj(
     x: Tensor, norm_weight: Tensor, down_weights: Sequence[Tensor], *, eps: float = 1e-6, mesh: TP = None
 ) -> list[Tensor]:
-    """A_k RMSNorm(x) of several projections of one input: online RMSNorm, one GEMM, one all-reduce in each direction.
+    """A_k RMSNorm(x) for several projections of one input: online RMSNorm, one GEMM, one all-reduce in each direction.
 
     Args:
         x: [..., D], this process's columns.

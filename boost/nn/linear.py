@@ -60,9 +60,9 @@ class LowRankLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """W = B A, [out_features, in_features], computed at each access, for models that read a linear's weight (T5, Mamba).
+        """W = B A, [out_features, in_features], computed on each access, for models that read a linear's weight (T5, Mamba).
 
-        Raises AttributeError if there is an activation, because no such weight exists then.
+        Raises AttributeError if there is an activation, because there is no such weight in that case.
         """
         if self.activation != "none":
             raise AttributeError(f"factors with activation = '{self.activation}' have no weight W")
@@ -95,7 +95,7 @@ class LowRankLinear(nn.Module):
     ) -> "LowRankLinear":
         """Factorizes a dense linear, on its device and in its dtype; keeps the bias.
 
-        `init`: "svd" is the truncated SVD (Eckart-Young), with the singular values split evenly over both factors; "random" draws
+        `init`: "svd" is the truncated SVD (Eckart-Young), with the singular values split evenly between the factors; "random" draws
         new ones. With an activation, "svd" approximates the dense linear only where the activation is nearly linear.
         Raises ConfigError.
         """

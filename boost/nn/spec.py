@@ -30,8 +30,8 @@ class Spec:
         block = boost.nn.Block(spec)
 
     Attributes: `model` (the sizes, a ModelConfig), `parallel` (the layout, a ParallelConfig), `layout` (its runtime), `tp` (the TP
-    axis), `tp_mesh` (its DeviceMesh; None with one rank), `device`, `dtype` of the weights, and `compute_dtype` of activations and
-    GEMMs.
+    axis), `tp_mesh` (its DeviceMesh; None with one rank), `device`, `dtype` of the weights, and `compute_dtype` for
+    activations and GEMMs.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Spec:
             family: how linears are parameterized: svd, cola, lax, dense, or one that you registered.
             layout: how they are sharded over TP (default: the family's default, such as btp). It has no effect without TP.
             mesh: the TP ranks: a one-dimensional DeviceMesh, or one with a dimension "tp", or a process group. None: one process.
-            recompute: activation checkpointing policy of every block, as `train.recompute`.
-            device: of the weights (default: the mesh's, or torch's default).
-            dtype: of the weights (default: torch's default).
-            compute_dtype: of activations and GEMMs (default: dtype).
-            seed: of the initial weights, which depend only on it and each parameter's name, so every mesh has the same ones.
+            recompute: activation checkpointing policy for every block, as in `train.recompute`.
+            device: device of the weights (default: the mesh's, or torch's default).
+            dtype: dtype of the weights (default: torch's default).
+            compute_dtype: dtype for activations and GEMMs (default: dtype).
+            seed: seed for the initial weights, which depend only on it and each parameter's name, so every mesh has the same ones.
             fields: sizes (dim, heads, kv_heads, ffn_dim, rank, layers, vocab_size, ...) and other fields of [model], and options of
                 the layout (norm, grouping, overlap). ffn_dim defaults to 8/3 dim, rank to dim / 4.
 
@@ -140,7 +140,7 @@ def tp_axis(mesh: DeviceMesh | dist.ProcessGroup | None) -> Axis:
 
 
 def _config(family: str, layout: str | None, tp: int, fields: dict[str, Any]) -> Config:
-    """The checked configuration of these sizes. Training fields, which modules do not use, keep their defaults."""
+    """The checked configuration for these sizes. Training fields, which modules do not use, keep their defaults."""
     names = {name for name, _ in ParallelConfig.keys()}  # noqa: SIM118  a method of the class
     parallel = {name: value for name, value in fields.items() if name in names}
     model = {"family": family, **{name: value for name, value in fields.items() if name not in names}}

@@ -1,8 +1,8 @@
-"""`LowRankAttention`, `LowRankMLP`, and `Block`: the sublayers of a decoder as modules, under any layout.
+"""`LowRankAttention`, `LowRankMLP`, and `Block`: the sublayers in a decoder as modules, under any layout.
 
-The mathematics is the same as in `boost.models`, but the linears of a group are separate modules.
+The mathematics is the same as in `boost.models`, but the linears in a group are separate modules.
 
-Legend: B sequences, S tokens of each, T = B * S, D width of the residual stream held here: dim, or dim / p if it is sharded.
+Legend: B sequences, S tokens per sequence, T = B * S, D width of the residual stream held here: dim, or dim / p if it is sharded.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +29,7 @@ from boost.parallel.recompute import POLICIES
 
 
 class Gate(LatentGate):
-    """A latent gate with one tensor per parameter. Sharded along dim 0, a tensor of several parameters would be a DTensor with
+    """A latent gate with one tensor per parameter. Sharded along dim 0, one tensor for several parameters would be a DTensor with
     reordered rows."""
 
     def add_fused_param(self, attribute: str, parameters: Sequence[Parameter], layout: Sharding) -> None:
@@ -71,7 +71,7 @@ class SeparateLinears(LinearGroup):
 
     @property
     def outer_modules(self) -> list[nn.Module]:
-        """Factors B, or whole linears of a dense group, one per slot."""
+        """Factors B, or whole linears in a dense group, one per slot."""
         return [cast(LowRankLinear, linear).B for linear in self.linears] if self.low_rank else self.linears
 
     @property
@@ -145,8 +145,8 @@ def _parameters(shape: architecture.GroupSpec, prefix: str, factor: str, slot: a
 
 
 class Weight(nn.Module):
-    """The weight of an RMSNorm, [D], which layouts apply with the projection that follows it; or of the embedding or the
-    head: all V rows, or this process's."""
+    """The weight of an RMSNorm, [D], which layouts apply with the projection that follows it; or the weight of the
+    embedding or the head: all V rows, or this process's."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Sublayer(FusedModule):
         self.layer = layer
 
     def add_linears(self, shape: architecture.GroupSpec) -> SeparateLinears:
-        """Adds the linears of a group as q_proj, k_proj, ..., uninitialized, and its latent gate."""
+        """Adds the linears in a group as q_proj, k_proj, ..., uninitialized, and its latent gate."""
         prefix = f"layers.{self.layer}"
         for slot in shape.slots:
             name = child_name(slot)
@@ -245,8 +245,8 @@ def finish(module: "Sublayer | Block", alone: bool) -> None:
 class LowRankAttention(Sublayer):
     """x + o(attention(q, k, v)), where q, k, v = projections of RMSNorm(x): grouped-query attention with rotary positions.
 
-    `q_proj`, `k_proj`, `v_proj` and `o_proj` are `LowRankLinear` modules (`nn.Linear` with family = "dense"). Norm and residual
-    update belong to the sublayer, because layouts merge them with the projections' collectives.
+    `q_proj`, `k_proj`, `v_proj` and `o_proj` are `LowRankLinear` modules (`nn.Linear` with family = "dense"). The norm
+    and the residual update belong to the sublayer, because layouts merge them with the projections' collectives.
     """
 
     def __init__(self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, **sizes: Any) -> None:
@@ -262,7 +262,7 @@ class LowRankAttention(Sublayer):
     def forward(self, x: Tensor, batch: int | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]: the residual stream after attention, in the layout's shape (`spec.layout`).
 
-        A token-sharded stream (btp-sp, megatron-sp) is [T / p, D], consecutive tokens of all sequences; `batch` is then B.
+        A token-sharded stream (btp-sp, megatron-sp) is [T / p, D], consecutive tokens from all sequences, and `batch` is B.
         """
         return run_alone(self.spec, x, batch, self.run)
 

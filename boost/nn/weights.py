@@ -1,4 +1,4 @@
-"""Weights of modules over several TP ranks: code that reads parameters sees DTensors; the mathematics uses local shards.
+"""Module weights over several TP ranks: code that reads parameters sees DTensors; the mathematics uses local shards.
 
 `clip_grad_norm_`, optimizers, FSDP2 and DCP must know which shard of a weight a TP rank holds. With plain tensors, their results
 would be silently wrong: each rank would clip by the norm of its own shards and save only those.
@@ -43,7 +43,7 @@ class GradientSums:
         """The weight on this rank. Its gradient is summed over TP ranks in the backward pass, by an all-reduce at each use.
 
         The sum is attached to each use, not to the parameter: FSDP2, `load_state_dict(assign=True)` and `functional_call` replace
-        parameters, and hooks of the old ones would not run.
+        parameters, and hooks on the old ones would not run.
         """
         if self.is_deferred:
             return weight.to_local(grad_placements=[Partial()])

@@ -1,4 +1,4 @@
-"""The optimizer interface, and AdamW: torch's fused implementation with weight-decay groups, whose state exists from the start."""
+"""The optimizer interface and AdamW: torch's fused version with weight-decay groups and state that exists from the start."""
 
 import pkgutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,15 +14,15 @@ from boost.parallel.mesh import Mesh
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 State = dict[Tensor, dict[str, Tensor]]
-"""Moments of each tensor by name, each with the shape of the local shard."""
+"""Moments for each tensor by name, each with the shape of the local shard."""
 
 Part = dict[Tensor, tuple[int, dict[str, Tensor]]]
-"""For each stored tensor: (index of the first row, moments of the rows from that one on, by name)."""
+"""For each stored tensor: (index of the first row, moments for the rows from that one on, by name)."""
 
 
 def decays(fused: FusedParam, optim: OptimConfig) -> bool:
-    """Whether a stored tensor has weight decay. Every parameter of a linear does; embedding, head and norms only if
-    optim.decay_on = 'all'."""
+    """Whether a stored tensor has weight decay. Every parameter of a linear does; the embedding, head and norms do only
+    if optim.decay_on = 'all'."""
     role = fused.slices[0].parameter.role
     return optim.decay_on == "all" or role.startswith(("enter.", "q.", "kv.", "o.", "leave."))
 
@@ -40,7 +40,7 @@ def build_adamw(fused_params: Sequence[FusedParam], optim: OptimConfig) -> torch
 
 
 def fused_adamw(groups: Iterable[dict[str, object]], optim: OptimConfig) -> torch.optim.AdamW:
-    """torch's fused AdamW for these groups, without state."""
+    """torch's fused AdamW for these groups, with no state yet."""
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
 
 
@@ -115,7 +115,7 @@ class Optimizer:
             state["step"].fill_(count)
 
     def parts(self) -> list[Part]:
-        """The moments to save in checkpoints. No two parts of one process contain rows of the same stored tensor."""
+        """The moments to save in checkpoints. No two parts on one process contain rows of the same stored tensor."""
         return [{tensor: (0, values) for tensor, values in self.moments.items()}]
 
     def state_tensors(self) -> Iterator[Tensor]:

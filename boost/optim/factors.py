@@ -1,4 +1,4 @@
-"""Factor pairs of a model, gathered along the rank, for optimizers that need whole factors.
+"""Factor pairs in a model, gathered along the rank, for optimizers that need whole factors.
 
 Here, factors are tall, [n, r]: B as stored, A transposed. n is the local part of the wide side: a shard if the layout shards it,
 otherwise all of it. The rank is never sharded here: rows sharded over replicas and factors sharded along the rank are gathered
@@ -61,7 +61,7 @@ class FactorUnit:
     """Linears with the same input. Their A factors are fused into one stored tensor and gathered together."""
 
     pairs: tuple[tuple[Factor, Factor], ...]
-    """(A, B) of each linear."""
+    """(A, B) for each linear."""
 
     @property
     def factors(self) -> tuple[Factor, ...]:
@@ -70,7 +70,7 @@ class FactorUnit:
 
     @property
     def fused_params(self) -> tuple[FusedParam, ...]:
-        """Stored tensors of the factors."""
+        """Stored tensors that hold the factors."""
         return (self.pairs[0][0].fused, *(b.fused for _, b in self.pairs))
 
 
@@ -87,10 +87,10 @@ class FactorBuckets:
             units = units[length:]
 
     def tall(self, bucket: Sequence[FactorUnit], value: Callable[[FusedParam], Tensor]) -> dict[str, Tensor]:
-        """Gathers every factor of a bucket: [local rows, columns, K] of each stored tensor -> [N, R, K] by factor name.
+        """Gathers every factor in a bucket: [local rows, columns, K] of each stored tensor -> [N, R, K] by factor name.
 
-        At most one all-gather over each of: the replicas that shard weights, the replicas and TP ranks that shard outer
-        factors, and the TP ranks that shard the rank. None if each process already holds what it needs.
+        Issues at most one all-gather over each of: the replicas that shard weights, the replicas and TP ranks that
+        shard outer factors, and the TP ranks that shard the rank. No all-gather if each process already holds what it needs.
         """
         stored = [fused for unit in bucket for fused in unit.fused_params]
         whole = _gather_rows(stored, [value(fused).to(self.dtype) for fused in stored], self.mesh)
@@ -109,7 +109,7 @@ class FactorBuckets:
         return tall
 
     def summed_grams(self, tall: Mapping[str, Tensor], bucket: Sequence[FactorUnit]) -> dict[str, Tensor]:
-        """T^T T [R, R] of the tall factors T [N, R] of a bucket whose rows are sharded over TP, by name: one all-reduce."""
+        """T^T T [R, R] of the tall factors T [N, R] in a bucket whose rows are sharded over TP, by name: one all-reduce."""
         summed = [f for unit in bucket for f in unit.factors if f.shape.gram and self.mesh.tp.size > 1]
         if not summed:
             return {}
@@ -152,7 +152,7 @@ def _gather_rows(stored: Sequence[FusedParam], local: Sequence[Tensor], mesh: Me
 
 
 def solve_all(deal: Deal, solve: Callable[[int], Tensor], like: Tensor, axis: Axis) -> list[Tensor]:
-    """Distributes small problems that all processes of an axis hold (LORO's exact step in coordinates, Muon's iterations on Gram
+    """Distributes small problems that all processes on an axis hold (LORO's exact step in coordinates, Muon's iterations on Gram
     matrices). Returns `solve(number)`, flattened, for each problem in the deal, bitwise equal on all processes.
 
     Each process calls `solve` for its own problems. Buffers have dtype and device of `like`. One all-gather or all-reduce over

@@ -1,6 +1,6 @@
 """LORO (ICLR 2025): AdamW whose steps on factor pairs follow the manifold of matrices of rank r.
 
-If the paper leaves a detail open, the implementation follows the published code (repository mzf666/LORO-main):
+Where the paper leaves a detail open, the implementation follows the published code (repository mzf666/LORO-main):
 - directions are m / (sqrt(v) + eps), without bias correction, which is applied to the learning rate of all parameters;
 - approximate steps move factors at rate * r / d and everything else at the full rate; the exact step uses the full rate;
 - every K-th training step is exact and its directions include that step's gradient; after it, the moments of all parameters
@@ -117,8 +117,8 @@ class Loro(Optimizer):
 
 
 def _scales(fused: FusedParam, dim: int) -> Iterator[tuple[float, ParamSlice | None]]:
-    """(r / d, its slice) for the factors in a stored tensor; slice None: the whole tensor; scale -1: not a
-    factor, full rate."""
+    """(r / d, its slice) for the factors in a stored tensor; slice None: the whole tensor; scale -1: no factors, so the
+    full rate applies."""
     if not is_factor(fused.slices[0].parameter.role):
         yield -1.0, None
         return
@@ -131,7 +131,7 @@ def _scales(fused: FusedParam, dim: int) -> Iterator[tuple[float, ParamSlice | N
 
 
 def bases(tall: Mapping[str, Tensor], factors: Sequence[Factor], axis: Axis) -> dict[str, tuple[Tensor, Tensor]]:
-    """For [N, R, 2] of each factor: (local rows [N, K] of an orthonormal basis, coordinates [K, 2R] of the factor and its
+    """For each factor's [N, R, 2]: (local rows [N, K] of an orthonormal basis, coordinates [K, 2R] of the factor and its
     direction).
 
     A tall-skinny QR: each process computes the QR of its own rows. One all-gather over TP collects the triangles of all factors

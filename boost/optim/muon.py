@@ -1,10 +1,10 @@
 """Muon for the factors (momentum orthogonalized by Newton-Schulz iterations) and AdamW for all other parameters.
 
 The update is the same as torch.optim.Muon's, with its coefficients, but applied to each WHOLE factor, not to a shard or the stack
-in which A factors of one input are stored. torch's own class would treat either as one matrix, and it iterates in bf16, whose
+in which the A factors for one input are stored. torch's own class would treat either as one matrix, and it iterates in bf16, whose
 rounding errors depend on the sharding.
 
-An iterate of X is X times a polynomial of X^T X. So the iteration can run on that Gram matrix [r, r], all-reduced once over the
+An iterate of X is X times a polynomial in X^T X. So the iteration can run on that Gram matrix [r, r], all-reduced once over the
 processes that shard X, and all work on tall matrices is local: X_k = X P_k. The iterations are divided among all processes that
 hold the factors (`solve_all`). Sums and iterations are in fp32 (fp64 for fp64 weights). Unlike an inverse root, a
 polynomial amplifies rounding errors in the Gram matrix's small eigenvalues by no more than the eigenvalues themselves (see
@@ -27,16 +27,16 @@ from boost.optim.factors import Factor, FactorBuckets, FactorUnit, solve_all
 from boost.parallel.mesh import Mesh
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Newton-Schulz coefficients of torch.optim.Muon (Keller Jordan): steep at zero; singular values end between about 0.7 and 1.2."""
+"""Newton-Schulz coefficients from torch.optim.Muon (Keller Jordan): steep at zero; they map singular values to about 0.7 to 1.2."""
 
 EPSILON = 1e-7
-"""Lower bound of the norm by which momentum is divided, as in torch.optim.Muon."""
+"""Lower bound on the norm by which momentum is divided, as in torch.optim.Muon."""
 
 MOMENTUM = "momentum_buffer"
 
 
 class Muon(Optimizer):
-    """Orthogonalized momentum for factors, torch's fused AdamW for the rest."""
+    """Orthogonalized momentum for factors, and torch's fused AdamW for the rest."""
 
     name = "muon"
 
@@ -71,7 +71,7 @@ class Muon(Optimizer):
                         view.sub_(value, alpha=rate * adjusted)
 
     def _solved(self, bucket: Sequence[FactorUnit], tall: Mapping[str, Tensor]) -> Iterator[tuple[Factor, Tensor]]:
-        """The matrix [R, R] of the iteration for every factor of a bucket.
+        """The iteration's matrix [R, R] for every factor in a bucket.
 
         All processes with a copy of a weight have the same Gram matrices or can compute them. Each process iterates on its share of
         them, because in fp32, iterating on all of them would take longer than the rest of this step.
@@ -88,7 +88,7 @@ class Muon(Optimizer):
             yield factor, flat.view(factor.shape.rank, factor.shape.rank)
 
     def _direction(self, fused: FusedParam) -> Tensor:
-        """Updates the momentum of a fused parameter. Returns the update before orthogonalization, [rows, columns, 1]."""
+        """Updates the momentum for a fused parameter. Returns the update before orthogonalization, [rows, columns, 1]."""
         gradient, momentum = fused.tensor.grad, self.moments[fused.tensor][MOMENTUM]
         assert gradient is not None, "every parameter must have a gradient in every step"
         momentum.lerp_(gradient, 1 - self.optim.muon_momentum)

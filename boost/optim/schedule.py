@@ -10,7 +10,7 @@ RESTART_FLOOR = 1e-6
 
 
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
-    """Learning rate of optimizer step `step` (0-based) in a run of `steps`."""
+    """Learning rate for optimizer step `step` (0-based) in a run of `steps` steps."""
     return scheduled_rate(optim.lr_schedule, optim, step, steps)
 
 

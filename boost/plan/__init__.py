@@ -1,1 +1,1 @@
-"""The performance model: step time and memory of a configuration, predicted without running it."""
+"""The performance model: step time and memory for a configuration, predicted without running it."""

@@ -1,7 +1,7 @@
 """Enumerates every legal way to train a model on N GPUs: meshes, layouts, sharding, schedules, micro-batches, recomputation.
 
-TP stays within a node, as in every published run that we compare with (docs/results.md): its cost across nodes has never been
-validated against measurements. Set --parallel.tp for a larger size.
+TP stays within a node, as in every published run that we compare with (docs/results.md): the cost of TP across nodes
+has never been validated against measurements. Set --parallel.tp for a larger size.
 
 A configuration is legal if it passes the rules of `boost train` (`boost.config.rules`). Choices that are never better than another
 one are skipped:
@@ -28,7 +28,7 @@ from boost.layouts import layout_spec, layouts_of, spec_of
 from boost.plan.hardware import Hardware
 
 SCHEDULES = {"1f1b": (1,), "interleaved-1f1b": (2, 3, 4, 6, 8, 12, 16)}
-"""Pipeline schedules, and how many stages each process has. Combinations with more stages than layers are skipped."""
+"""Pipeline schedules, with the number of stages per process. Combinations with more stages than layers are skipped."""
 
 POLICIES: tuple[RecomputeName, ...] = (
     "none", "low-rank+attention-output", "low-rank", "low-rank-sharded", "full-block",
@@ -36,14 +36,14 @@ POLICIES: tuple[RecomputeName, ...] = (
 """Recomputation policies, from the most to the fewest saved activations."""
 
 EVERY = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
-"""Values of train.recompute_every: recompute every block, every second one, and so on. Skipping values in between loses less than
-1% of a step."""
+"""Values of train.recompute_every: recompute every block, every second one, and so on. Leaving out the values in
+between costs less than 1% of the step time."""
 
 LONG_SEQUENCE = 16_384
 """Sequence length in tokens at or above which CP is always tried."""
 
 LEAST_SHARE = 1024
-"""Minimum number of tokens of a sequence per CP rank."""
+"""Minimum number of tokens in a sequence per CP rank."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Request:
         assert self.gpus >= 1
 
     def allowed_in(self, parallel: ParallelConfig) -> int:
-        """Memory budget for tensors on one device of this mesh, in bytes."""
+        """Memory budget for tensors on one device in this mesh, in bytes."""
         return int(self.hardware.usable_in(parallel) * (1 - self.margin))
 
     def choices(self, key: str, usual: Sequence[Any]) -> Sequence[Any]:
@@ -135,8 +135,8 @@ def structures(request: Request) -> Iterator[ParallelConfig]:
 def context_sizes(request: Request, others: int) -> Sequence[int]:
     """CP sizes to try when a replica has `others` processes without CP: powers of two.
 
-    CP is tried only for long sequences (LONG_SEQUENCE), or with fewer sequences than processes. Otherwise DP does the same work
-    with less communication.
+    CP is tried only for long sequences (LONG_SEQUENCE), or if there are fewer sequences than processes. Otherwise DP
+    does the same work with less communication.
     """
     train = request.base.train
     few = train.global_batch < request.gpus // others

@@ -1,4 +1,4 @@
-"""Memory categories of a training step, and the rule that assigns a category to each tensor.
+"""Memory categories in a training step, and the rule that assigns a category to each tensor.
 
 Predictions (`boost.plan.trace`) and measurements (`boost.measure.memory`) use the same rule.
 """
@@ -41,20 +41,20 @@ CATEGORIES = {
 _MADE_BY = {"embed": RESIDUAL, "A": LATENTS, "enter.B": WIDE, "q.B": WIDE, "kv.B": WIDE, "leave.B": RESIDUAL}
 _MADE_BY |= {"enter.W": WIDE, "q.W": WIDE, "kv.W": WIDE, "o.W": RESIDUAL, "leave.W": RESIDUAL}
 _MADE_BY |= {"latent.rows": LATENTS, "latent.whole": LATENTS}
-"""Category of a GEMM's output, by the role of its weight."""
+"""Category of a GEMM's output, by its weight's role."""
 
 _MULTIPLIES = frozenset(("mm", "addmm", "bmm", "linear", "matmul", "embedding"))
 _SENT = "all_reduce all_gather_into_tensor all_gather reduce_scatter_tensor reduce_scatter all_to_all_single all_to_all wait_tensor"
 _MOVES = frozenset(f"add clone contiguous _to_copy to copy_ cat detach {_SENT}".split())
-"""Operations that turn a residual stream into a residual stream."""
+"""Operations that take a residual stream and return one."""
 
 
 def category_of(operation: str, roles: Sequence[str], categories: Sequence[str]) -> tuple[str, str]:
-    """Returns (category, role) of an operation's output. Inputs are weights with `roles` and tensors of `categories`.
+    """Returns (category, role) of an operation's output. Inputs are weights with `roles` and tensors with `categories`.
 
     A factor A gives latents. A factor B or a weight W gives wide activations in an input projection, and the residual stream in
-    an output projection. The embedding gives the residual stream. Other operations keep the category of their inputs, or the
-    widest of several. Only tensors computed from weights alone have a role.
+    an output projection. The embedding gives the residual stream. Other operations keep the category of their inputs,
+    or the widest if there are several. Only tensors computed from weights alone have a role.
     """
     if roles and not categories and operation != "embedding":
         return COPIES, next((role for role in roles if "norm" not in role), roles[0])

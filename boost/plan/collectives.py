@@ -1,4 +1,4 @@
-"""The collective table: every collective of a training step, derived from the configuration. Tests compare it with the runtime.
+"""The collective table: every collective in a training step, derived from the configuration. Tests check it against real runs.
 
 A layout's spec (`boost.layouts`) lists its differentiable collectives in forward order, with their forward and backward
 kinds. The backward pass issues them in reverse.
@@ -30,9 +30,9 @@ def micro_batch_collectives(
     recompute: Sequence[RecomputeName] = (),
     stage: Stage | None = None,
 ) -> list[Collective]:
-    """Collectives of one micro-batch of `tokens` tokens on one TP process, in order of issue.
+    """Collectives for one micro-batch of `tokens` tokens on one TP process, in order of issue.
 
-    `recompute`: the policy of each block (empty: none); re-communication has phase 'recompute'. `stage`: the pipeline stage
+    `recompute`: the policy for each block (empty: none); re-communication has phase 'recompute'. `stage`: the pipeline stage
     (None: the whole model).
     """
     stage, spec = stage or whole(model), spec_of(parallel)
@@ -65,7 +65,7 @@ def micro_batch_collectives(
 
 
 def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
-    """Collectives of a full optimizer step on one process of the first replica: micro-batches, gradient reduction and step stats.
+    """Collectives in a full optimizer step on one process of the first replica: micro-batches, gradient reduction and step stats.
 
     For LORO this is a regular step; `boost.plan.optimizer` lists what an exact step adds. Gradient reductions (phase 'step')
     overlap the last backward pass at run time, but are listed after it. Micro-batches are listed one after another,
@@ -99,7 +99,7 @@ def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
 def stage_sends(
     phase: str, model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str, stage: Stage
 ) -> Iterator[Collective]:
-    """Sends of a stage in one pass of a micro-batch, forward to the next stage and backward to the previous one: its shard of the
+    """Sends from a stage in one pass of a micro-batch, forward to the next stage or backward to the previous one: its shard of the
     residual stream and of the latents for the next block, or of their gradients."""
     if stage.has_head if phase == "forward" else stage.has_embedding:
         return
@@ -113,7 +113,7 @@ def stage_sends(
 
 
 def _places(model: ModelConfig, parallel: ParallelConfig, dtype: str, stage: Stage) -> Iterator[list[PlannedComm]]:
-    """Yields the collectives of the embedding, each block, and the head; empty if another stage holds the embedding or head."""
+    """Yields the collectives for the embedding, each block, and the head; empty if another stage holds the embedding or head."""
     spec = spec_of(parallel)
     yield [PlannedComm(comm, model.dim, place="embed") for comm in spec.embed_comms if stage.has_embedding]
     for layer in stage.numbers:
@@ -138,7 +138,7 @@ def _issued(
             processes = parallel.cp
             shape = (tokens, width) if kind == ALL_TO_ALL else (tokens * processes, width)
         else:
-            # In an all-to-all, a process holds one shard: all tokens of its columns, or all columns of its tokens.
+            # In an all-to-all, a process holds one shard: all tokens for its columns, or all columns for its tokens.
             processes = parallel.tp
             shape = (tokens, width // processes) if kind == ALL_TO_ALL else (tokens, width)
         yield Collective(

@@ -1,6 +1,6 @@
 """Builds a hardware profile from a datasheet line: `tflops=165,mem=24,bw=1008,link=pcie4`.
 
-Everything that a datasheet does not give is scaled from measured GPUs and marked as an estimate.
+Everything that the line does not list is scaled from measured GPUs and marked as an estimate.
 """
 
 import copy
@@ -22,17 +22,17 @@ RAMP_MB = {"pcie": 4.0, "nvlink": 40.0}
 """Message size in MB at which a link reaches two thirds of its bandwidth."""
 
 GEMM_SHARE, MEMORY_SHARE = 0.62, 0.85
-"""Fraction of peak FLOP/s that large GEMMs sustain in training (H100s in the public record), and fraction of memory bandwidth that
+"""Fraction of peak FLOP/s that large GEMMs sustain in training (published H100 runs), and the fraction of memory bandwidth that
 element-wise operations reach."""
 
 ATTENTION_SHARES = ((64, 0.37, 0.34), (128, 0.50, 0.42))
-"""(head dimension, forward, backward): fraction of peak that fused attention reaches, between those of A100 and H100."""
+"""(head dimension, forward, backward): fraction of peak that fused attention reaches, between the A100's and the H100's."""
 
 PORT_SHARE = 0.9
 """Fraction of a network port's bandwidth that large collectives reach (nccl-tests: 320 to 390 of 400 GB/s per node)."""
 
 GIB = 1.0625
-"""Memory that CUDA reports, relative to the GB in a card's name, which are nearly GiB (80 GB: 85.0 GB)."""
+"""Memory that CUDA reports, relative to the GB in a card's name, which are nearly GiB (a card with "80 GB" has 85.0 GB)."""
 
 _HELP = 'as in --gpu "tflops=165,mem=24,bw=1008,link=pcie4"'
 
@@ -47,11 +47,11 @@ KEYS = {
     "site": "link of each site to the others in Gb/s, if the GPUs are at several sites",
     "nodes_per_site": "nodes per site (default 1; only with site)",
 }
-"""Keys of a datasheet line; the first three are required."""
+"""Keys in a datasheet line; the first three are required."""
 
 
 def tree_of(line: str, base: dict[str, Any]) -> dict[str, Any]:
-    """Builds the raw profile of a datasheet line. `base`: the raw profile of BASE. Raises ConfigError for an invalid line."""
+    """Builds the raw profile for a datasheet line. `base`: the raw profile of BASE. Raises ConfigError for an invalid line."""
     said: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in line.split(","))):
         key, equals, value = (word.strip() for word in part.partition("="))

@@ -1,7 +1,7 @@
-"""Explains why the best configuration wins: compares it with the best of every other kind, and breaks one configuration down.
+"""Explains why the best configuration wins: compares it with the best one of every other kind, and breaks one configuration down.
 
-Comparisons name the parts of the step time that differ, or the memory shortfall. A breakdown lists GEMMs and attention of one
-pipeline rank in a step, with their times.
+Comparisons name the parts of the step time that differ, or the memory shortfall. A breakdown lists the GEMMs and
+attention calls on one pipeline rank in a step, with their times.
 """
 
 from collections import Counter
@@ -52,7 +52,7 @@ class Alternative:
 
 
 def pure_data_parallel(parallel: ParallelConfig) -> bool:
-    """Whether the mesh is DP only, sharded or not."""
+    """Whether the mesh has only DP, with or without sharding."""
     return parallel.tp == parallel.pp == parallel.cp == 1
 
 
@@ -78,7 +78,7 @@ def kinds(search: Search) -> Iterator[ConfigKind]:
 
 
 def alternatives(search: Search, best: Plan, tick: Tick | None = None) -> list[Alternative]:
-    """Returns the best of each kind except the overall best, fastest first; those that do not fit come last."""
+    """Returns the best configuration of each kind except the overall best one, fastest first; those that do not fit come last."""
     names_and_plan: dict[Any, tuple[list[str], Plan]] = {}  # one plan may be the best of several kinds
     compared = list(kinds(search))
     for done, kind in enumerate(compared):
@@ -145,7 +145,7 @@ def choices(config: Config) -> str:
 
 
 def notes(search: Search, best: Plan, others: list[Alternative], dense: Plan | None) -> Iterator[str]:
-    """Yields notes for the user. `dense`: the fastest plan of the dense model of this shape, or its smallest one if none fits."""
+    """Yields notes for the user. `dense`: the fastest plan for the dense model of this shape, or the smallest if none fits."""
     yield from _against_data_parallelism(best, others)
     if dense is not None:
         name = f"The dense model of this shape ({format_count(parameter_count(dense.config.model), 2)} parameters)"
@@ -204,19 +204,19 @@ class WorkTotal:
     """All GEMMs or attention calls of one shape in a step, on one process."""
 
     work: Work
-    """A single call."""
+    """The work in a single call."""
     calls: int
     seconds: float
-    """Total seconds of all calls."""
+    """Total seconds for all calls."""
     peak_flops: float
-    """Peak FLOP/s of the device in this dtype."""
+    """Peak FLOP/s of the device for this dtype."""
 
 
 PRODUCTS = (GEMM, ATTENTION, ATTENTION_BACKWARD)
 
 
 def products(config: Config, hardware: Hardware, pp_rank: int) -> list[WorkTotal]:
-    """GEMMs and attention of pipeline rank `pp_rank` in a step, longest first."""
+    """GEMMs and attention calls on pipeline rank `pp_rank` in a step, longest first."""
     train, parallel = config.train, config.parallel
     count = train.global_batch // (parallel.dp * train.micro_batch)
     policies, on_gpu = train.recompute_by_layer(config.model.layers), hardware.is_gpu

@@ -25,7 +25,7 @@ from boost.plan.datasheet import BASE, tree_of
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Work
 
 PROFILES = Path(__file__).parent / "profiles"
-"""Folder of the built-in profiles, `<name>.toml`."""
+"""Folder with the built-in profiles, `<name>.toml`."""
 
 _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
 _RESERVED_COMMUNICATORS = 3
@@ -102,9 +102,9 @@ class AttentionSpeed(Section):
 
     head_dim: int
     forward: Positive
-    """TFLOP/s of the forward pass."""
+    """TFLOP/s in the forward pass."""
     backward: Positive
-    """TFLOP/s of the backward pass."""
+    """TFLOP/s in the backward pass."""
     half: Amount = 0.0
     """Sequence length in tokens at which the speed halves."""
 
@@ -117,8 +117,8 @@ class Speeds(Section):
     memory_fraction: Positive
     """Fraction of `memory_gb_s` that element-wise operations on large tensors reach."""
     probe_us: Amount = 0.0
-    """Microseconds of a small fixed workload during calibration (`boost.measure.speed.Probe`), a reference for how fast the machine
-    was at that time; 0: unknown."""
+    """Microseconds that a small fixed workload took during calibration (`boost.measure.speed.Probe`), a reference for
+    the machine's speed at that time; 0: unknown."""
     kernel_us: Amount
     """Fixed cost of every kernel on the device, in microseconds."""
     gemm: dict[str, GemmSpeed]
@@ -133,7 +133,7 @@ class Speeds(Section):
         return _of_dtype(self.gemm, dtype)
 
     def seconds(self, work: Work) -> float:
-        """Device seconds of one call. Raises ConfigError if the profile has no speed for its dtype."""
+        """Device seconds for one call. Raises ConfigError if the profile has no speed for its dtype."""
         bandwidth = self.memory_gb_s * _GIGA * self.memory_fraction
         moving = work.bytes / bandwidth
         if work.kernel == GEMM:
@@ -165,7 +165,7 @@ def _of_dtype(table: dict[str, _T], dtype: str) -> _T:
 
 
 class Link(Section):
-    """An interconnect. Time of a collective: latency + latency of additional hops + bytes sent by one process / bandwidth."""
+    """An interconnect. Time for a collective: latency + latency of additional hops + bytes sent by one process / bandwidth."""
 
     name: str
     """Name, such as NVLink, PCIe, InfiniBand or loopback."""
@@ -178,16 +178,16 @@ class Link(Section):
     half_mb: Amount = 0.0
     """Message size in MB at which bandwidth reaches two thirds of its peak; small messages get half of the peak."""
     all_reduce: Annotated[tuple[Point, ...], Field(strict=False)] = ()
-    """(processes, GB/s) of all-reduces over at least that many processes, if the switch reduces (NVLink SHARP)."""
+    """(processes, GB/s) for all-reduces over at least that many processes, if the switch reduces (NVLink SHARP)."""
     measured: dict[str, Points] = Field(default_factory=dict)
-    """Measured (payload bytes, microseconds) points of collectives over `processes` processes, by kind or 'kind dtype'."""
+    """Measured (payload bytes, microseconds) points for collectives over `processes` processes, by kind or 'kind dtype'."""
     processes: int = 2
-    """Group size of the measured collectives."""
+    """Group size in the measured collectives."""
     known: bool = True
-    """False if the profile was calibrated with one process: its link speeds are then placeholders."""
+    """False if the profile was calibrated with one process: its link speeds are placeholders in that case."""
 
     def seconds(self, kind: str, dtype: str, payload: int, sent: int, processes: int, share: float = 1.0) -> float:
-        """Seconds of one collective of `payload` bytes in which each of `processes` processes sends `sent` bytes.
+        """Seconds for one collective with `payload` bytes, in which each of `processes` processes sends `sent` bytes.
 
         `share`: number of links that the traffic is spread over.
 
@@ -210,12 +210,12 @@ class Link(Section):
 
 
 class SiteLink(Link):
-    """The link of a site, such as a building or a cloud region, to other sites. All devices of the site share it."""
+    """The link of a site, such as a building or a cloud region, to other sites. All devices at the site share it."""
 
     name: str = "between sites"
     latency_us: Amount = 1000.0
     gb_s: Positive
-    """GB/s that all devices of a site together send to other sites: 1.1 for 10 Gbit/s."""
+    """GB/s that all devices at a site together send to other sites: 1.1 for 10 Gbit/s."""
     nodes: Annotated[int, Field(ge=1)] = 1
     """Nodes per site."""
 
@@ -243,7 +243,7 @@ class Hardware(Section):
     reserve_gb: Amount
     """Memory in GB that is not available to tensors: CUDA context, buffers of three communicators, fragmentation."""
     communicator_gb: Amount = 0.0
-    """Memory in GB of each additional communicator (`communicators`)."""
+    """Memory in GB for each additional communicator (`communicators`)."""
     host_us: Amount
     """Host time to launch one operation, in microseconds."""
     step_ms: Amount = 0.0
@@ -253,13 +253,13 @@ class Hardware(Section):
     straggling: Amount = 0.0
     """Fraction of the step time that each doubling of nodes adds, because all nodes wait for the slowest one."""
     speeds: Speeds
-    """Speeds while all devices of a node are busy."""
+    """Speeds while all devices in a node are busy."""
     alone: Speeds | None = None
     """Speeds while a single device is busy, if they differ (CPU cores share memory bandwidth)."""
     node: Link
     """Interconnect within a node."""
     network: Link
-    """Interconnect between nodes; bandwidth is per device while all devices of a node send."""
+    """Interconnect between nodes; bandwidth is per device while all devices in a node send."""
     site: SiteLink | None = None
     """Link between sites, if the nodes are in more than one."""
     has_runs: bool = False
@@ -281,11 +281,11 @@ class Hardware(Section):
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes available to tensors on one device, with the three communicators of a small mesh."""
+        """Bytes available to tensors on one device, with the three communicators that a small mesh needs."""
         return int((self.memory_gb - self.reserve_gb) * _GIGA)
 
     def usable_in(self, parallel: ParallelConfig) -> int:
-        """Bytes available to tensors on one device of this mesh."""
+        """Bytes available to tensors on one device in this mesh."""
         further = max(0, communicators(parallel) - _RESERVED_COMMUNICATORS)
         return self.usable_bytes - int(further * self.communicator_gb * _GIGA)
 
@@ -294,12 +294,12 @@ class Hardware(Section):
         return self.alone if self.alone is not None and processes == 1 else self.speeds
 
     def peak_flops(self, dtype: str) -> float:
-        """Peak FLOP/s of one device in a dtype, for MFU. Raises ConfigError if the profile has none."""
+        """Peak FLOP/s of one device for a dtype, used for MFU. Raises ConfigError if the profile has none."""
         return _of_dtype(self.speeds.gemm, dtype).tflops * _TERA
 
 
 def communicators(parallel: ParallelConfig) -> int:
-    """Largest number of NCCL communicators that a process of this mesh opens: one per group of `parallel.mesh.mesh_of`, one for
+    """Largest number of NCCL communicators that a process in this mesh opens: one per group of `parallel.mesh.mesh_of`, one for
     all processes, and one per pipeline neighbor, over which stages exchange metadata."""
     axes = sum(size > 1 for size in parallel.axes.values())
     replicas = parallel.dp * parallel.cp * parallel.tp > 1
@@ -312,7 +312,7 @@ def names() -> list[str]:
 
 
 def profile_of(name: str, memory_bytes: int) -> str | None:
-    """Returns the built-in profile of a GPU by torch's device name and its memory; None if there is none.
+    """Returns the built-in profile for a GPU, given torch's device name and its memory; None if there is none.
 
     The longest match wins, so that an H100 PCIe is not taken for an H100 SXM, nor a GB200 for a B200.
     """
@@ -345,9 +345,9 @@ def load_hardware(name: str) -> Hardware:
 
 
 def _raw(name: str) -> dict[str, Any]:
-    """Reads the raw tables of a profile. `like` names a built-in profile to inherit from."""
+    """Reads the raw tables in a profile. `like` names a built-in profile to inherit from."""
     own, word = name.endswith(".toml"), name.lower()
-    if word not in names():  # an abbreviation: the shortest, then first, of the profiles that begin with this word
+    if word not in names():  # an abbreviation: the shortest, then the first, of the profiles that begin with this word
         word = min((profile for profile in names() if profile.startswith(f"{word}-")), key=len, default=word)
     path = Path(name) if own else PROFILES / f"{word}.toml"
     if not path.is_file():
@@ -391,7 +391,7 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def origin(hardware: Hardware, field: str) -> Origin:
-    """Origin of a dotted field: the entry of [provenance] with the longest matching prefix; the entry '' matches all fields."""
+    """Origin of a dotted field: the entry in [provenance] with the longest matching prefix; the entry '' matches all fields."""
     parts = field.split(".")
     for length in range(len(parts), 0, -1):
         if (name := ".".join(parts[:length])) in hardware.provenance:
@@ -419,11 +419,11 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:
 
 @dataclass(frozen=True)
 class Span:
-    """How the processes of a collective are spread over nodes."""
+    """How the processes in a collective are spread over nodes."""
 
     processes: int
     per_node: int
-    """Processes of the group on one node."""
+    """Number of the group's processes on one node."""
 
     @property
     def inside(self) -> bool:
@@ -432,7 +432,7 @@ class Span:
 
 
 def span(axis: str, parallel: ParallelConfig, per_node: int) -> Span:
-    """Span of one group of an axis; axes are those of `Collective.axis`."""
+    """Span of one group along an axis; axes are those of `Collective.axis`."""
     return _span(axis, parallel.tp, parallel.cp, parallel.dp_cp, parallel.pp, per_node)
 
 
@@ -453,15 +453,15 @@ def _span(axis: str, tp: int, cp: int, dp_cp: int, pp: int, per_node: int) -> Sp
 
 
 def link_of(axis: str, parallel: ParallelConfig, hardware: Hardware) -> Link:
-    """The slowest link that the collectives of an axis cross: in a node, between nodes, or between sites."""
+    """The slowest link that the collectives along an axis cross: in a node, between nodes, or between sites."""
     if hardware.site is not None and not span(axis, parallel, hardware.per_site or 1).inside:
         return hardware.site
     return hardware.node if span(axis, parallel, hardware.per_node).inside else hardware.network
 
 
 def collective_seconds(collective: Collective, parallel: ParallelConfig, hardware: Hardware) -> float:
-    """Seconds of one collective while all groups of its axis run it concurrently. Rings cross all links at the same time, so the
-    slowest one determines the time."""
+    """Seconds for one collective while all groups along its axis run it concurrently. Rings cross all links at the same
+    time, so the slowest one determines the time."""
     sent = collective.kind, collective.dtype, collective.elements * ITEMSIZE[collective.dtype], collective.sent_bytes
     site, per_site, between_sites = hardware.site, hardware.per_site, 0.0
     if site and per_site and not (where := span(collective.axis, parallel, per_site)).inside:
@@ -473,12 +473,12 @@ def collective_seconds(collective: Collective, parallel: ParallelConfig, hardwar
     # The links in a node and between nodes.
     where = span(collective.axis, parallel, hardware.per_node)
     link = hardware.node if where.inside else hardware.network
-    # The processes of a group on one node use all of their network ports.
+    # A group's processes on one node use all of their network ports.
     share = 1.0 if where.inside or collective.kind == "send" else float(where.per_node)
     if not where.inside:
         share = min(share, hardware.node.gb_s / hardware.network.gb_s)
     seconds = link.seconds(*sent, collective.processes, max(share, 1.0))
-    # A link's own latency covers one node, and two nodes. Over more nodes, gathers and scatters are rings: one hop per additional
+    # A link's own latency covers one node or two nodes. Over more nodes, gathers and scatters are rings: one hop per additional
     # process (NCCL, `src/graph/tuning.cc`). All-reduces are trees over nodes: two hops per doubling.
     nodes = -(-where.processes // where.per_node)
     if nodes > 2 and collective.kind == "all-reduce":

@@ -1,6 +1,6 @@
-"""Inspects how a configuration is sharded: every weight, the residual stream, and every collective of an optimizer step.
+"""Inspects how a configuration is sharded: every weight, the residual stream, and every collective in an optimizer step.
 
-Legend: T tokens per micro-batch of a TP group, p TP processes; d hidden size, f MLP width.
+Legend: T tokens per micro-batch in a TP group, p TP processes; d hidden size, f MLP width.
 """
 
 import re
@@ -40,7 +40,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """Collectives of a step that differ only in block and micro-batch."""
+    """Collectives in a step that differ only in block and micro-batch."""
 
     collective: Collective
     """One of them, without its block."""
@@ -54,17 +54,17 @@ class CollectiveRow:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What one process of a TP group stores and sends. Shapes are (rows, columns); bytes are sent bytes."""
+    """What one process in a TP group stores and sends. Shapes are (rows, columns); bytes are those sent."""
 
     config: Config
     pp_rank: int
-    """Pipeline rank of this process."""
+    """This process's pipeline rank."""
     stages: tuple[Stage, ...]
-    """Pipeline stages of this process."""
+    """Pipeline stages on this process."""
     weights: tuple[Weight, ...]
-    """Parameters outside blocks and those of one block, in model order."""
+    """Parameters outside blocks and those in one block, in model order."""
     parameters: int
-    """Number of parameters of the whole model."""
+    """Number of parameters in the whole model."""
     parameters_per_process: int
     """Number of parameters stored on this process, after sharding over TP, PP and replicas."""
     tokens: int
@@ -72,11 +72,11 @@ class Inspection:
     micro_batches: int
     """Micro-batches per optimizer step on one process."""
     of_micro_batch: tuple[Collective, ...]
-    """Collectives of one micro-batch, in order of issue; all micro-batches issue the same."""
+    """Collectives for one micro-batch, in order of issue; they are the same for all micro-batches."""
     of_step: tuple[Collective, ...]
     """Collectives issued once per optimizer step, in order of issue."""
     exact: tuple[Collective, ...]
-    """Additional collectives of LORO's exact step (every optim.exact_every steps). Empty for other optimizers."""
+    """Additional collectives in LORO's exact step (every optim.exact_every steps). Empty for other optimizers."""
 
     @property
     def spec(self) -> LayoutSpec:
@@ -90,7 +90,7 @@ class Inspection:
 
     @property
     def residual(self) -> tuple[int, int]:
-        """Local shape of the residual stream of one micro-batch."""
+        """Local shape of the residual stream for one micro-batch."""
         return self.spec.residual_shape(self.config.model, self.config.parallel, self.tokens)
 
     @property
@@ -105,12 +105,12 @@ class Inspection:
 
     @cached_property
     def rows(self) -> tuple[CollectiveRow, ...]:
-        """Collectives of a step, aggregated over blocks and micro-batches, in order of first use."""
+        """Collectives in a step, aggregated over blocks and micro-batches, in order of first use."""
         return (*_aggregated(self.of_micro_batch, self.micro_batches), *_aggregated(self.of_step))
 
     @cached_property
     def exact_rows(self) -> tuple[CollectiveRow, ...]:
-        """Additional collectives of an exact step, aggregated."""
+        """Additional collectives in an exact step, aggregated."""
         return tuple(_aggregated(self.exact))
 
     @cached_property
@@ -130,13 +130,13 @@ class Inspection:
 
     @property
     def layer(self) -> int:
-        """Index of the block that represents all others: the last one of this process's first stage. (With latent gates, the first
-        block of the model differs from the others.)"""
+        """Index of the block that represents all others: the last one of this process's first stage. (With latent
+        gates, the first block in the model differs from the others.)"""
         return self.stages[0].numbers[-1]
 
     @property
     def has_latent_gate(self) -> bool:
-        """Whether that block gates its latents with those of the previous block."""
+        """Whether that block gates its latents with those from the previous block."""
         return architecture.has_latent_gate(self.config.model, self.layer)
 
     @property

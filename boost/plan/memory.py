@@ -1,6 +1,6 @@
-"""Predicts the memory of one process: between the passes of a micro-batch, and at the peak of an optimizer step.
+"""Predicts the memory on one process: between the passes of a micro-batch, and at the peak of an optimizer step.
 
-A trace (`boost.plan.trace`) gives the memory of each kind of block. This module adds up blocks, micro-batches in flight and
+A trace (`boost.plan.trace`) gives the memory for each kind of block. This module adds up blocks, micro-batches in flight and
 gathered weights with plain arithmetic, because a search calls it thousands of times. Allocator rounding and fragmentation are not
 included.
 """
@@ -23,7 +23,7 @@ from boost.plan.trace import TracedPass, alike, pass_of_block, trace_embedding, 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of one process in bytes, by category."""
+    """Memory on one process in bytes, by category."""
 
     states: dict[str, int]
     """Bytes of WEIGHTS, GRADIENTS and OPTIMIZER."""
@@ -43,12 +43,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Total bytes between forward and backward pass, including gradients of an earlier micro-batch."""
+        """Total bytes between the forward and the backward pass, including gradients from an earlier micro-batch."""
         return self.activations + sum(self.states.values())
 
 
 def memory(config: Config, pp_rank: int = 0) -> Memory:
-    """Memory of one process: the training state of its stages, and the activations that one micro-batch saves."""
+    """Memory on one process: the training state for its stages, and the activations that one micro-batch saves."""
     config, share = replicas.with_whole_weights(config), replicas.moments_share(config)
     stages = stages_of(config, pp_rank)
     saved: Counter[str] = Counter()
@@ -64,21 +64,21 @@ def memory(config: Config, pp_rank: int = 0) -> Memory:
 
 
 def states_of(config: Config, stored: Sequence[replicas.StoredTensor], stages: Sequence[Stage]) -> dict[str, int]:
-    """Bytes of STATES for this process's shards of the stored tensors of these stages."""
+    """Bytes of STATES for this process's shards of the stored tensors in these stages."""
     weights = sum(tensor.shard(config.parallel) for tensor in stored) * ITEMSIZE[config.train.param_dtype]
     copies = 2 if config.run.recovery == "in-step" else 1  # local gradients, in addition to their sums
     return {WEIGHTS: weights, GRADIENTS: copies * weights, OPTIMIZER: state_bytes(config, stored, stages)}
 
 
 def copies_bytes(config: Config, stored: Sequence[replicas.StoredTensor]) -> int:
-    """Bytes of the working copies of these stored tensors."""
+    """Bytes in the working copies of these stored tensors."""
     if not config.has_working_copies:
         return 0
     return sum(tensor.elements for tensor in stored if tensor.may_have_copy) * ITEMSIZE[config.train.compute_dtype]
 
 
 def prev_latents_saved(config: Config, layer: int, on_gpu: bool = False) -> list[int]:
-    """Bytes of each latent of the previous block that only this block keeps alive."""
+    """Bytes of each latent from the previous block that only this block keeps alive."""
     saved = pass_of_block(config, layer, on_gpu).prev_saved
     if not any(saved):
         return []
@@ -87,7 +87,7 @@ def prev_latents_saved(config: Config, layer: int, on_gpu: bool = False) -> list
 
 
 # The order of passes on one pipeline rank, which determines how many micro-batches are in flight. These are the schedules of
-# torch.distributed.pipelining (torch 2.13) without sends and waits, which do not change the order on a rank. A test compares both.
+# torch.distributed.pipelining (torch 2.13) without sends and waits, which do not change the order on a rank. A test compares them.
 
 
 @dataclass(frozen=True)
@@ -163,13 +163,13 @@ class PeakMemory:
 
 
 def peak(config: Config, pp_rank: int = 0, on_gpu: bool = False, enough: float = math.inf) -> PeakMemory:
-    """Peak memory of a step on pipeline rank `pp_rank` (TP rank 0 of replica 0, which has the highest).
+    """Peak memory of a step on pipeline rank `pp_rank` (on TP rank 0 of replica 0, whose peak is the highest).
 
     `on_gpu`: as in `boost.plan.trace.trace_block`. `enough`: stops at the first snapshot with more than this many bytes, and
     returns that snapshot instead of the peak.
 
-    Accurate to a few percent of `boost.measure.memory`; for LORO's exact step and for Muon, to the size of a bucket. With LORO,
-    every step counts as an exact step.
+    Agrees with `boost.measure.memory` within a few percent; for LORO's exact step and for Muon, within the size of a
+    bucket. With LORO, every step counts as an exact step.
     """
     highest = _StepMemory(replicas.with_whole_weights(config), pp_rank, on_gpu).peak_memory(enough)
     moments = int(highest.by_category[OPTIMIZER] * replicas.moments_share(config))
@@ -178,19 +178,19 @@ def peak(config: Config, pp_rank: int = 0, on_gpu: bool = False, enough: float =
 
 @dataclass(frozen=True)
 class _BlockFacts:
-    """Memory of one block and micro-batch."""
+    """Memory for one block and micro-batch."""
 
     saved: Counter[str]
-    """Saved bytes by category, including latents of the previous block."""
+    """Saved bytes by category, including latents from the previous block."""
     traced: TracedPass
 
 
 def _blocks(config: Config, numbers: Iterable[int], on_gpu: bool) -> dict[int, _BlockFacts]:
-    """Computes the facts of these blocks; identical blocks share them."""
+    """Computes the memory facts for these blocks; identical blocks share them."""
     model, of_kind = config.model, dict[Any, _BlockFacts]()
     policies, blocks = config.train.recompute_by_layer(model.layers), dict[int, _BlockFacts]()
     for n in numbers:
-        # Which latents of the previous block stay alive depends on that block too.
+        # Which latents from the previous block stay alive depends on that block too.
         kind = n if model.has_latent_gates else (alike(model, n), policies[n])
         if kind not in of_kind:
             traced = pass_of_block(config, n, on_gpu)
@@ -213,7 +213,7 @@ class _Snapshot:
 
 
 class _Storage:
-    """Storage of one process that does not depend on micro-batches or recomputation."""
+    """Storage on one process that does not depend on micro-batches or recomputation."""
 
     def __init__(self, config: Config, stages: Sequence[Stage]) -> None:
         self.tensors = {
@@ -232,7 +232,7 @@ class _Storage:
     def _bucket_copies(self, config: Config) -> dict[int | None, int]:
         """Bytes of the flat copy of a gradient bucket, by the block whose backward pass fills it; None: at the end of the step.
 
-        A bucket of one tensor is not copied. Copies in another dtype all stay allocated until they have been reduced.
+        A bucket with one tensor is not copied. Copies in another dtype all stay allocated until they have been reduced.
         """
         parallel, ratio = config.parallel, ITEMSIZE[config.train.sum_dtype] / self.size
         kept = 0
@@ -254,12 +254,12 @@ class _Storage:
 
 
 _STORAGE: dict[Any, _Storage] = {}
-"""A search needs each mesh with many micro-batches."""
+"""A search uses each mesh with many micro-batch sizes."""
 _MAX_STORAGE = 512
 
 
 class _StepMemory:
-    """Replays one optimizer step of one process."""
+    """Replays one optimizer step on one process."""
 
     def __init__(self, config: Config, pp_rank: int, on_gpu: bool) -> None:
         self.config, self.on_gpu, parallel = config, on_gpu, config.parallel
@@ -280,7 +280,7 @@ class _StepMemory:
         self.holds_sends = self.has_pipeline and parallel.schedule == "interleaved-1f1b"
         """Whether the schedule holds send buffers until the end of the step."""
         self.saved_by_stage: list[Counter[str]] = []
-        """Saved bytes of one micro-batch, by stage and category."""
+        """Saved bytes for one micro-batch, by stage and category."""
         for stage in self.stages:
             saved: Counter[str] = Counter()
             for n in stage.numbers:
@@ -411,7 +411,7 @@ class _StepMemory:
     # Baseline.
 
     def _block_saved(self, stage: Stage, n: int) -> Counter[str]:
-        """Saved activations of a block. The input of a stage is in a receive buffer, which is counted separately."""
+        """Saved activations in a block. The input to a stage is in a receive buffer, which is counted separately."""
         saved = self.blocks[n].saved
         if self.has_pipeline and n == stage.first_layer and not stage.has_embedding:
             saved = Counter(saved)
@@ -419,7 +419,7 @@ class _StepMemory:
         return saved
 
     def _sent_bytes(self, stage: Stage) -> int:
-        """Output of a stage, held until its gradient arrives."""
+        """Output from a stage, held until its gradient arrives."""
         return 0 if stage.has_head or not self.has_pipeline else self.blocks[stage.numbers[-1]].traced.output_bytes
 
     def _context(self) -> int:

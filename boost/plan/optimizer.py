@@ -1,4 +1,4 @@
-"""Collectives and memory of optimizers that need unsharded factors: gathered factors, QR triangles, Gram matrices, solutions."""
+"""Collectives and memory for optimizers that need unsharded factors: gathered factors, QR triangles, Gram matrices, solutions."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,10 +27,10 @@ PLACE = "optimizer"
 
 @dataclass(frozen=True)
 class _FactorUnit:
-    """The factors of linears with the same input. The A's are fused into one stored tensor; each B is a separate one."""
+    """The factors of linears with the same input. The A's are fused into one stored tensor; each B is stored separately."""
 
     pairs: tuple[tuple[FactorShape, FactorShape], ...]
-    """(A, B) of each linear."""
+    """(A, B) for each linear."""
     stored: tuple[StoredTensor, ...]
 
     @property
@@ -84,7 +84,7 @@ def iterations(config: Config, stages: Sequence[Stage]) -> Counter[FactorShape]:
 
 
 def _buckets(config: Config, stages: Sequence[Stage]) -> Iterator[list[_FactorUnit]]:
-    """Yields the factors of these stages, bucket by bucket."""
+    """Yields the factors in these stages, bucket by bucket."""
     units = [unit for stage in stages for unit in _units(config, stage)]
     itemsize = ITEMSIZE[work_dtype(config.optim, config.train.param_dtype)]
     for length in factor_buckets([unit.shapes for unit in units], config.optim, itemsize):
@@ -93,7 +93,7 @@ def _buckets(config: Config, stages: Sequence[Stage]) -> Iterator[list[_FactorUn
 
 
 def _deal(config: Config, bucket: Sequence[_FactorUnit]) -> Deal | None:
-    """How processes with the same weights divide LORO's small problems or the iterations of Muon. None: nothing to divide."""
+    """How processes with the same weights divide LORO's small problems or Muon's iterations. None: nothing to divide."""
     tp, processes = config.parallel.tp, config.parallel.tp * config.parallel.dp_cp
     if isinstance(config.optim, LOROConfig):
         sides = [(b.basis(tp), a.basis(tp), a.rank) for unit in bucket for a, b in unit.pairs]
@@ -103,7 +103,7 @@ def _deal(config: Config, bucket: Sequence[_FactorUnit]) -> Deal | None:
 
 
 def state_bytes(config: Config, stored: Sequence[StoredTensor], stages: Sequence[Stage]) -> int:
-    """Bytes of optimizer state for the stored tensors of one process; `stages`: its stages."""
+    """Bytes of optimizer state for the stored tensors on one process; `stages`: its stages."""
     optim, parallel, itemsize = config.optim, config.parallel, ITEMSIZE[config.train.param_dtype]
     held = 2 * sum(tensor.shard(parallel) for tensor in stored) * itemsize
     counted = len(stored)  # each tensor has an fp32 step counter
@@ -152,9 +152,9 @@ class _LoroBucket:
         self.shared = any(tensor.shard_count(parallel) > 1 for tensor in stored)
         self.whole = sum(shape.elements for shape in self.shapes)
         self.solved = deal.part if deal else 0
-        """Elements of the solutions computed by this process."""
+        """Elements in the solutions computed by this process."""
         self.received = deal.elements if deal and parallel.tp * parallel.dp_cp > 1 else 0
-        """Elements of the solutions of all processes."""
+        """Elements in the solutions from all processes."""
         self.rank_sharded = self.tp > 1 and any(shape.sharded == "rank" for shape in self.shapes)
 
     def _whole_factors(self, copies: int, held: int) -> tuple[int, int]:
@@ -183,7 +183,7 @@ class _LoroBucket:
         return max(making + 4 * self.largest, finding, moving)
 
     def grams(self, config: Config) -> int:
-        """Muon: unsharded factors, Gram matrices, and temporaries of one factor."""
+        """Muon: unsharded factors, Gram matrices, and temporaries for one factor."""
         optim = config.optim
         same = work_dtype(optim, config.train.param_dtype) == config.train.param_dtype
         views = same and not (isinstance(optim, MuonConfig) and optim.muon_nesterov)

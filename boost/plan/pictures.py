@@ -1,10 +1,10 @@
-"""Pictures, drawn with matplotlib: a block under a layout, and grids of the fastest layout.
+"""Pictures, drawn with matplotlib: a block under a layout, and grids that show the fastest layouts.
 
-Placements of a block come from the layout, collectives from the collective table. A layout that communicates at the bottleneck has
-its collectives between A and B. Any other layout gathers (forward) and reduces (backward) at a group's input, and vice versa at its
-output.
+Placements in a block come from the layout, and collectives from the collective table. A layout that communicates at the
+bottleneck has its collectives between A and B. Any other layout gathers (forward) and reduces (backward) at a group's
+input, and does the reverse at its output.
 
-Legend: T tokens of one micro-batch, p TP processes; d, f, r widths of the residual stream, the MLP and the bottleneck. Lengths are
+Legend: T tokens in one micro-batch, p TP processes; d, f, r widths of the residual stream, the MLP and the bottleneck. Lengths are
 in pixels; y runs downward.
 """
 
@@ -26,13 +26,13 @@ COLORS = ("#3b6cb3", "#23877a", "#a8690f", "#a44f80")
 HUES = (*COLORS, "#6b7a2c", "#7a5fb0", "#b5533c", "#4c8fb8", "#8a7a5c", "#5c6470", "#9aa3b2")
 INK, MUTED, LINE = "#1f2937", "#667085", "#c3cad5"
 FORWARD, BACKWARD = ("#344054", PAPER), ("#dde3ec", "#344054")
-"""(fill, text) of a collective."""
+"""(fill color, text color) for a collective."""
 
 WIDTH, MARGIN, GUTTER, ROW_GAP, PIECE_GAP, ELLIPSIS = 900.0, 26.0, 208.0, 9.0, 3.0, 26.0
 BAR, MAX_PANELS = 22.0, 4
 
 UNIT = 70.0
-"""Maximum width of d."""
+"""Maximum width drawn for d."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class DiagramTensor:
 
 @dataclass(frozen=True)
 class DiagramRow:
-    """One line of the picture of a block, across all processes."""
+    """One row in the picture of a block, across all processes."""
 
     title: str
     details: tuple[str, ...] = ()
     pieces: tuple[DiagramTensor, ...] = ()
     stacked: bool = False
-    """Whether pieces are stacked vertically, like the factors A of a group, instead of side by side."""
+    """Whether pieces are stacked vertically, like the factors A in a group, instead of side by side."""
     boxes: tuple[str, ...] = ()
     """One label per process, instead of pieces."""
     bars: tuple[tuple[str, str], ...] = ()
@@ -69,7 +69,7 @@ class DiagramRow:
 
     @property
     def size(self) -> tuple[float, float]:
-        """Width and height of the drawing of one process."""
+        """Width and height of the drawing for one process."""
         if self.boxes:
             return 0.0, 24.0
         widths, heights = [piece.width for piece in self.pieces], [piece.height for piece in self.pieces]
@@ -145,7 +145,7 @@ class Canvas:
         self.box(x, y, piece.width, piece.height, "none", color)
 
     def tensors(self, row: DiagramRow, middle: float, y: float, color: str, rank: int, parts: int) -> None:
-        """The tensors of a row, centered at `middle`."""
+        """The tensors in a row, centered at `middle`."""
         left = middle - row.size[0] / 2
         for piece in row.pieces:
             self.tensor(piece, middle - piece.width / 2 if row.stacked else left, y, color, rank, parts)
@@ -215,7 +215,7 @@ def draw_block(inspection: Inspection, name: str, path: Path) -> None:
             if row.boxes:
                 wide = min(width - 36, 160.0)
                 canvas.box(middle - wide / 2, drawn_y, wide, 24, PAPER, color, radius=12, line=1.2)
-                # The longest label of the row sets the size of all.
+                # The longest label in the row sets the size of all labels.
                 size = min(11.5, (wide - 14) / (0.58 * max(map(len, row.boxes))))
                 canvas.text(row.boxes[rank], middle, drawn_y + 16, size, color, "center")
             else:
@@ -250,7 +250,7 @@ def panel_width(processes: int) -> float:
 def _paths(
     canvas: Canvas, middle: float, width: float, color: str, rows: Sequence[DiagramRow], tops: Sequence[float]
 ) -> None:
-    """Lines of a process from row to row, and the residual stream around each half of the block."""
+    """Lines for a process from row to row, and the residual stream around each half of the block."""
     sizes = [row.height if row.bars else row.size[1] for row in rows]
     ends = [
         (y + (row.height - size) / 2, y + (row.height + size) / 2)
@@ -284,7 +284,7 @@ def block_rows(inspection: Inspection) -> Iterator[DiagramRow]:
 
 
 def _length(n: int, inspection: Inspection) -> float:
-    """Width in pixels: proportional up to d, compressed beyond, and never too thin to show shards."""
+    """Width in pixels: proportional up to d, compressed beyond it, and never too thin to show shards."""
     model, p = inspection.config.model, inspection.config.parallel.tp
     panel = panel_width(p)
     relative = [_relative(slot.rank or slot.d_in, model.dim) for slot in groups(model, inspection.layer)[0].slots]
@@ -314,7 +314,7 @@ def _residual(inspection: Inspection, title: str) -> DiagramRow:
 
 
 def _wide(inspection: Inspection, group: GroupSpec) -> DiagramRow:
-    """Attention or the gated product, with the heads or channels of each process."""
+    """Attention or the gated product, with the heads or channels on each process."""
     model, parts = inspection.config.model, num_shards(inspection.config.parallel)
     p = inspection.config.parallel.tp
     word, n, title, width = "heads", model.heads, "Attention", "d"
@@ -330,7 +330,7 @@ def _wide(inspection: Inspection, group: GroupSpec) -> DiagramRow:
 
 
 def _group(inspection: Inspection, group: GroupSpec) -> Iterator[DiagramRow]:
-    """Yields the weights, latents and collectives of one group, in forward order."""
+    """Yields the weights, latents and collectives for one group, in forward order."""
     model, parallel = inspection.config.model, inspection.config.parallel
     bars = _bars(inspection, group)
     yield from bars["norm"]
@@ -386,7 +386,7 @@ def _weights(inspection: Inspection, group: GroupSpec, factor: str) -> DiagramRo
 
 
 def _bars(inspection: Inspection, group: GroupSpec) -> dict[str, list[DiagramRow]]:
-    """Collectives of a group by position: before the norm, at its input, between the factors, at its output.
+    """Collectives for a group by position: before the norm, at its input, between the factors, at its output.
 
     Labels look like 'all-reduce T x (3r + statistic) · 152 MB', with the bytes sent by one process.
     """

@@ -21,7 +21,7 @@ from boost.plan.categories import GATHERED, WORK
 
 
 class StoredTensor(NamedTuple):
-    """One stored tensor of one process. Several parameters may be fused along its rows."""
+    """One stored tensor on one process. Several parameters may be fused along its rows."""
 
     rows: int
     columns: int
@@ -29,13 +29,13 @@ class StoredTensor(NamedTuple):
     vector: bool
     placement: Placement
     unit: int | None
-    """Block (FSDP unit) that it is gathered with; None: the unit of embedding and head of its stage."""
+    """Block (FSDP unit) that it is gathered with; None: its stage's unit for embedding and head."""
     may_have_copy: bool
     """Whether forward and backward use a working copy of it, if working copies are on (`LayoutSpec.may_have_copy`)."""
 
     @property
     def elements(self) -> int:
-        """Number of elements of the gathered tensor."""
+        """Number of elements in the gathered tensor."""
         return self.rows * self.columns
 
     def shard_count(self, parallel: ParallelConfig) -> int:
@@ -49,14 +49,14 @@ class StoredTensor(NamedTuple):
         return parallel.shard_outer and self.placement.partial and not self.vector and parallel.sharded
 
     def shard(self, parallel: ParallelConfig) -> int:
-        """Number of elements of the first shard, which is the largest."""
+        """Number of elements in the first shard, which is the largest."""
         return -(-self.rows // self.shard_count(parallel)) * self.columns
 
 
 def stored_tensor(
     model: ModelConfig, parallel: ParallelConfig, unit: int | None, *parameters: architecture.Parameter
 ) -> StoredTensor:
-    """Returns the stored tensor of these fused parameters on one process; `unit` as in `StoredTensor`."""
+    """Returns the stored tensor for these fused parameters on one process; `unit` as in `StoredTensor`."""
     placement = placement_of(parameters[0].role, model, parallel)
     shapes = [local_shape(parameter, placement, parallel.tp) for parameter in parameters]
     rows, columns = sum(shape[0] for shape in shapes), math.prod(shapes[0][1:])
@@ -65,7 +65,7 @@ def stored_tensor(
 
 
 def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | None = None) -> Sequence[StoredTensor]:
-    """Every stored tensor of one process, in forward order. Cached by the fields that they depend on."""
+    """Every stored tensor on one process, in forward order. Cached by the fields that affect the result."""
     of_tp = (getattr(parallel, field) for field in type(parallel).model_fields if field not in _NOT_OF_TP)
     key = model, type(parallel), *of_tp, stage
     if key not in _known:
@@ -77,7 +77,7 @@ def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | 
 
 _known: dict[Any, Sequence[StoredTensor]] = {}
 _NOT_OF_TP = ("pp", "dp", "cp", "shard", "shard_outer", "schedule", "virtual", "split", "overlap")
-"""Fields of [parallel] that do not affect the tensors of a TP rank."""
+"""Fields in [parallel] that do not affect the tensors on a TP rank."""
 
 
 def _stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage) -> Iterator[StoredTensor]:
@@ -120,7 +120,7 @@ def with_whole_weights(config: Config) -> Config:
 
 
 def moments_share(config: Config) -> float:
-    """Fraction of the moments that a process holds: replicas that divide moments keep two copies of each in total."""
+    """Fraction of the moments that a process holds: replicas that divide moments keep two copies of each moment in total."""
     return min(1.0, 2 / config.parallel.dp) if config.divides_moments else 1.0
 
 
@@ -139,7 +139,7 @@ def exchange_collectives(config: Config, stages: Sequence[Stage]) -> list[Collec
 def reduced_gradients(
     parallel: ParallelConfig, stored: Sequence[StoredTensor]
 ) -> Iterator[tuple[list[StoredTensor], int, str]]:
-    """Yields (tensors, processes, axis) of the gradients that are all-reduced in buckets, from the last tensor to the first:
+    """Yields (tensors, processes, axis) for the gradients that are all-reduced in buckets, from the last tensor to the first:
     partial gradients over TP and DP, complete gradients over DP, and partial gradients of sharded weights over TP."""
     whole = [t for t in stored[::-1] if t.vector or not parallel.sharded]
     shards = [t for t in stored[::-1] if not t.vector and parallel.sharded and not t.over_replicas(parallel)]
@@ -153,7 +153,7 @@ def reduced_gradients(
 
 
 def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collective]:
-    """Bucketed gradient all-reduces of one optimizer step (`reduced_gradients`)."""
+    """Bucketed gradient all-reduces in one optimizer step (`reduced_gradients`)."""
     parallel, dtype, sent = config.parallel, config.train.param_dtype, config.train.sum_dtype
     stored = [t for stage in stages for t in stored_tensors(config.model, parallel, stage)]
     result = []
@@ -172,9 +172,9 @@ def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
     - ZeRO-1 gathers and scatters once per step.
     - FSDP gathers a block before its forward pass and its backward pass, and scatters after the latter, in phases 'forward' and
       'backward' of each micro-batch.
-    - FSDP in a pipeline, where passes of several micro-batches alternate, reshards a block gathered for a backward pass only after
+    - FSDP in a pipeline, where passes for several micro-batches alternate, reshards a block gathered for a backward pass only after
       the next forward pass, and scatters once per step. That makes one gather per micro-batch plus one, under any schedule, all in
-      phase 'step'. (True for up to three stages per process; with more, torch's schedules reshard more often.)
+      phase 'step'. (This is true for up to three stages per process; with more, torch's schedules reshard more often.)
     """
     parallel, train = config.parallel, config.train
     if not parallel.sharded:
@@ -205,7 +205,7 @@ def _units(config: Config, stage: Stage) -> Iterator[tuple[int | None, int, int,
     """Yields (block, gathered elements with padding, processes, axis) for each FSDP unit; block None: embedding and head."""
     parallel = config.parallel
     elements: Counter[tuple[int | None, bool]] = Counter()
-    """Elements of one shard by (unit, whether it is sharded over TP too)."""
+    """Number of elements in one shard by (unit, whether it is sharded over TP too)."""
     for tensor in stored_tensors(config.model, parallel, stage):
         if tensor.shard_count(parallel) > 1:
             elements[tensor.unit, tensor.over_replicas(parallel)] += tensor.shard(parallel)
@@ -217,7 +217,7 @@ def _units(config: Config, stage: Stage) -> Iterator[tuple[int | None, int, int,
 
 
 END = "end"
-"""Key of the embedding at the end of a backward pass."""
+"""Key for the embedding at the end of a backward pass."""
 
 BytesByUnit = Callable[[int | str | None], dict[str, int]]
 """Unit (block, None for the head, or END) -> bytes in addition to shards while it runs, by category."""
@@ -226,21 +226,21 @@ BytesByUnit = Callable[[int | str | None], dict[str, int]]
 class Shards:
     """Memory that ZeRO and FSDP need in addition to shards: gathered weights, and gradients before they are reduced.
 
-    The runtime is torch's fully_shard (`boost.parallel.weights`). A unit is a block, or the embedding and head of a stage. Weights
+    The runtime is torch's fully_shard (`boost.parallel.weights`). A unit is a block, or the embedding and head in a stage. Weights
     are gathered into one flat tensor, which lives until the next unit is gathered, and copied out of it. Gradients are copied into
     one flat tensor for the reduce-scatter.
     """
 
     def __init__(self, config: Config, stages: Sequence[Stage], stored: Mapping[int, Sequence[StoredTensor]]) -> None:
-        """`stored`: the stored tensors of each stage, by stage index."""
+        """`stored`: the stored tensors in each stage, by stage index."""
         self.parallel, train = config.parallel, config.train
         self.enabled = self.parallel.sharded
         self.stages = stages
         self.compute, self.stored = ITEMSIZE[train.compute_dtype], ITEMSIZE[train.param_dtype]
         self.units: dict[tuple[int, int | str | None], int] = {}
-        """Elements of each unit, by (stage, block or None)."""
+        """Elements in each unit, by (stage, block or None)."""
         self.shards: Counter[tuple[int, int | str | None]] = Counter()
-        """Elements of the shard of each unit."""
+        """Elements in the shard of each unit."""
         self.vectors: Counter[int] = Counter()
         for stage in stages:
             for tensor in stored[stage.index] if self.enabled else ():
@@ -251,9 +251,9 @@ class Shards:
                 else:
                     self.vectors[stage.index] += tensor.elements
         self.ends = sum(elements for (_, unit), elements in self.units.items() if unit is None)
-        """Elements of embedding and head together."""
+        """Elements in the embedding and head together."""
         self.blocks: dict[int, dict[int, int]] = {stage.index: {} for stage in stages}
-        """Elements of each block, by stage."""
+        """Elements in each block, by stage."""
         for (index, unit), elements in self.units.items():
             if isinstance(unit, int):
                 self.blocks[index][unit] = elements

@@ -375,7 +375,7 @@ def matmul(a: ShapeTensor, b: ShapeTensor) -> ShapeTensor:
 
 @rule(F.layer_norm)
 def layer_norm(x: ShapeTensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 0.0) -> ShapeTensor:
-    """LayerNorm without weight and bias; saves x, and mean and rstd per row."""
+    """LayerNorm without a weight or a bias; saves x, and the mean and rstd of each row."""
     assert weight is None and bias is None
     return record(
         lambda: make(x, x.shape, "layer_norm", 2.0),
@@ -388,7 +388,7 @@ def layer_norm(x: ShapeTensor, shape: Any, weight: Any = None, bias: Any = None,
 
 @rule(F.rms_norm)
 def rms_norm(x: ShapeTensor, shape: Any, weight: ShapeTensor, eps: float) -> ShapeTensor:
-    """torch's fused RMSNorm; saves x, and rstd per row."""
+    """torch's fused RMSNorm; saves x, and the rstd of each row."""
     acc_dtype, few = torch.promote_types(x.dtype, torch.float32), weight.without_storage()
     place, x.tape.place = x.tape.place, "norm"
     made = record(
@@ -472,7 +472,7 @@ def zeros(
     return make(like, shape, "zeros", 1.0)
 
 
-# The collectives of boost.parallel.collectives, and its variants for CPU processes.
+# The collectives in boost.parallel.collectives, and its variants for CPU processes.
 
 
 _ops = torch.ops._c10d_functional

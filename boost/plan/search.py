@@ -3,7 +3,7 @@
 Time is cheaper to predict than memory, so the search visits candidates in order of step time and returns the first one that fits.
 Candidates that differ only in recomputation form one node. Nodes are ordered by the step time without recomputation, which is the
 fastest policy: first by a lower bound, then by the predicted time. If a node's policy with the lowest memory does not fit, no other
-policy and no larger micro-batch of the same structure fits.
+policy and no larger micro-batch with the same structure fits.
 """
 
 import bisect
@@ -44,8 +44,8 @@ FEW_BLOCKS = 3
 """With fewer blocks per stage, full recomputation may need more memory than saving activations."""
 
 TIE, TIE_SECONDS = 0.01, 1e-3
-"""Plans whose times differ by less than this fraction, or by fewer seconds than this, count as equally fast: launches and hooks,
-which no model includes, take that long."""
+"""Plans whose times differ by less than this fraction, or by less than this many seconds, count as equally fast:
+launches and hooks, which no model includes, take that long."""
 
 Test = Callable[[Config], bool]
 Tick = Callable[[int, int], None]
@@ -69,7 +69,7 @@ class Plan:
     config: Config
     time: StepTime
     peak: PeakMemory
-    """Peak memory of the pipeline rank that needs the most."""
+    """Peak memory on the pipeline rank that needs the most."""
     pp_rank: int
     """That pipeline rank."""
     usable: int
@@ -95,7 +95,7 @@ class _SearchNode:
     bound: float
     """Step time without recomputation, or a lower bound on it."""
     config: Config
-    """One legal candidate of this node."""
+    """One legal candidate in this node."""
     exact: bool = False
     """Whether `bound` is the predicted time rather than a lower bound."""
     children: list[tuple[float, list[Config]]] | None = None
@@ -105,7 +105,7 @@ class _SearchNode:
 
 @dataclass
 class Search:
-    """Searches the candidates of a request. Predictions are cached."""
+    """Searches the candidates for a request. Predictions are cached."""
 
     request: Request
     tick: Tick | None = None
@@ -123,10 +123,10 @@ class Search:
 
     def __post_init__(self) -> None:
         self.predictor: Predictor = self.known.predictor if self.known else Predictor(self.request.hardware)
-        # Memory of the smallest mesh: an upper bound that rules out hopeless candidates.
+        # Memory for the smallest mesh: an upper bound that rules out hopeless candidates.
         self.usable = int(self.request.hardware.usable_bytes * (1 - self.request.margin))
         self._limits: dict[tuple[Any, ...], tuple[int, float]] = {}
-        """(largest micro-batch that may fit, smallest one that does not), by traced values of [parallel]."""
+        """(largest micro-batch that may fit, smallest one that does not), by traced values in [parallel]."""
         self._tp_legal: dict[tuple[Any, ...], bool] = {}
         self._smallest_structure: dict[tuple[Any, ...], ParallelConfig] = {}
         listed = list(structures(self.request))
@@ -169,7 +169,7 @@ class Search:
                 if self.fits(first[-1]):
                     return self.plan(first[-1])
                 if len(first) > 1 and self.fits(first[0]):
-                    # Memory grows from the first to the last: bisects for the last one that fits, mostly the first.
+                    # Memory grows from the first to the last: bisects for the last one that fits, which is usually the first.
                     fitting = 1
                     if self.fits(first[1]):
                         fitting = bisect.bisect_left(first, True, 2, len(first) - 1, key=lambda c: not self.fits(c))
@@ -204,7 +204,7 @@ class Search:
         return best
 
     def smallest(self, test: Test = any_config, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
-        """Returns the candidate with the lowest peak memory that passes, or None. Estimates one candidate per mesh."""
+        """Returns the candidate with the lowest peak memory that passes the test, or None. Estimates one candidate per mesh."""
         thrifty: dict[Any, Config] = {}
         for node in self._nodes:
             parallel = node.config.parallel
@@ -217,7 +217,7 @@ class Search:
         return self.plan(min(configs, key=lambda config: self.peak_memory(config)[0].total)) if configs else None
 
     def plan(self, config: Config) -> Plan:
-        """Predicts time and peak memory of one configuration."""
+        """Predicts the time and the peak memory for one configuration."""
         held, pp_rank = self.peak_memory(config)
         usable = self.request.hardware.usable_in(config.parallel)
         return Plan(config, self.predictor.predict(config), held, pp_rank, usable, self.request.margin)
@@ -244,7 +244,7 @@ class Search:
         return self._peaks[key]
 
     def _list(self, parallel: ParallelConfig) -> None:
-        """Adds the nodes of one structure, one per micro-batch size."""
+        """Adds the nodes for one structure, one per micro-batch size."""
         for micro_batch in micro_batches(self.request, parallel.dp):
             # Whether a TP group is legal does not depend on the rest of the mesh.
             key = *traced_values(parallel, "parallel"), micro_batch
@@ -278,7 +278,7 @@ class Search:
         return [chain for chain in chains.values() if legal(chain[0])]
 
     def _out_of_memory(self, node: _SearchNode, smallest: Config) -> bool:
-        """Whether no child fits: tests the smallest structure of the mesh first, then the node's own."""
+        """Whether no child fits: tests the smallest structure for the mesh first, then the node's own."""
         parallel, micro_batch = node.config.parallel, node.config.train.micro_batch
         if self.request.base.model.layers < FEW_BLOCKS * parallel.stages:
             return False  # recomputing a block may take more memory than saving its activations
@@ -377,7 +377,7 @@ def max_peak(config: Config, on_gpu: bool = False) -> tuple[PeakMemory, int]:
 
 
 def require_legal(search: Search) -> None:
-    """Raises ConfigError that states the violated rule if no configuration is legal, or how the fixed mesh sizes do not match the
+    """Raises a ConfigError that states the violated rule if no configuration is legal, or how the fixed mesh sizes do not match the
     number of GPUs."""
     if not search.empty:
         return
@@ -411,12 +411,12 @@ MOST_COLUMNS = 6
 """Maximum number of GPU counts in a grid; the largest are kept."""
 
 BATCH_RATIO = 4
-"""Ratio of the global batch sizes of consecutive rows, by number of GPUs."""
+"""Ratio of the global batch sizes in consecutive rows, by number of GPUs."""
 
 
 @dataclass(frozen=True)
 class GridPlan:
-    """The fastest configuration of one cell."""
+    """The fastest configuration for one cell."""
 
     tokens: int
     """Tokens per step."""

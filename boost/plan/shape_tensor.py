@@ -53,7 +53,7 @@ class ShapeTensor:
         return answer(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        """A method that is not defined here has a rule of the same name."""
+        """A method that is not defined here has a rule with the same name."""
         if name not in RULES:
             raise NoRuleError(f"no rule for the tensor method '{name}'; add one to boost.plan.rules")
         return functools.partial(RULES[name], self)
@@ -400,7 +400,7 @@ def _viewed(x: ShapeTensor, shape: Shape, strides: Shape, backward: Backward) ->
 
 
 def _reshaped(shape: Shape) -> Backward:
-    """Backward function of a view."""
+    """Backward function for a view."""
     return lambda gradients, _: [gradients[0].reshape(*shape)]
 
 

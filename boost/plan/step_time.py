@@ -1,8 +1,8 @@
 """Step time by part, for one micro-batch on one pipeline rank and for a whole step; and how uncertain a prediction is.
 
 The spread of measured over predicted seconds comes from the published speeds that docs/results.md lists, and from steps measured
-on a machine with a calibrated profile. `python -m benchmarks record` recomputes it, and counts how many rows of each publication
-lie inside the spread of all others.
+on a machine with a calibrated profile. `python -m benchmarks record` recomputes it, and counts how many rows from each
+publication lie inside the spread of all others.
 """
 
 import math
@@ -50,7 +50,7 @@ Seconds = defaultdict[str, float]
 
 @dataclass
 class PassTime:
-    """Seconds of one micro-batch on one pipeline process."""
+    """Seconds for one micro-batch on one pipeline process."""
 
     parts: Seconds = field(default_factory=lambda: defaultdict(float))
     forward: float = 0.0
@@ -65,7 +65,7 @@ class PassTime:
 
     @property
     def total(self) -> float:
-        """Seconds of forward and backward pass."""
+        """Seconds for the forward and the backward pass."""
         return self.forward + self.backward
 
     def add(self, other: "PassTime", times: int) -> None:
@@ -107,13 +107,13 @@ class StepTime:
     """Tokens per global batch."""
     devices: int
     flops: float
-    """Model FLOPs of a step over all devices, without recomputation."""
+    """Model FLOPs in a step over all devices, without recomputation."""
     peak_flops: float
     """Peak FLOP/s of one device."""
     hidden: float
     """Seconds of DP and TP collectives overlapped with computation."""
     masked_flops: float = 0.0
-    """FLOPs of the masked half of the attention scores, which are not computed, but which some definitions of MFU count."""
+    """FLOPs for the masked half of the attention scores, which are not computed, but which some definitions of MFU count."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -161,12 +161,12 @@ SPREADS = {
 
 
 def kind_of(tp: int, pp: int, cp: int = 1) -> str:
-    """The key of SPREADS for a mesh on a GPU with published steps."""
+    """The key in SPREADS for a mesh on a GPU with published steps."""
     return "replicas" if tp * pp * cp == 1 else "sharded"
 
 
 def interval(seconds: float, parallel: ParallelConfig, hardware: Hardware) -> tuple[float, float]:
-    """(low, high) seconds of a predicted step: a fraction SHARE of measured steps lie between them."""
+    """(low, high) seconds for a predicted step: a fraction SHARE of measured steps lie between them."""
     kind = kind_of(parallel.tp, parallel.pp, parallel.cp)
     if not hardware.architecture:
         kind = "calibrated"

@@ -1,4 +1,4 @@
-"""Emulates eager autograd without data: the operations and allocations of a forward and a backward pass.
+"""Emulates eager autograd without data: the operations and allocations in a forward and a backward pass.
 
 A `ShapeTensor` (`boost.plan.shape_tensor`) has a shape and a dtype but no data. Like a real tensor, it lives as long as something
 references it: Python frames, saved tensors, gradients in flight. The real decoder runs on such tensors, so memory follows from the
@@ -32,7 +32,7 @@ LEAF = float("inf")
 
 
 class Operation(NamedTuple):
-    """One entry of the log: the arguments of `Work.of`, and how often the operation runs."""
+    """One entry in the log: the arguments of `Work.of`, and how often the operation runs."""
 
     shape: tuple[int, ...]
     kernel: str
@@ -49,13 +49,13 @@ class Flight(NamedTuple):
     before: int
     """Number of operations in the log before it."""
     number: int
-    """Index of the collective; of its first run if it runs several times."""
+    """Index of the collective, or of its first run if it runs several times."""
     times: int
     waited: bool
 
 
 def work_of(log: Iterable[Operation]) -> Counted:
-    """Counts how often each operation of a log runs."""
+    """Counts how often each operation in a log runs."""
     counts: dict[Operation, int] = {}
     for operation in log:
         counts[operation] = counts.get(operation, 0) + operation.times
@@ -83,7 +83,7 @@ class ShapeStorage:
 
 
 class GraphNode:
-    """A node of the autograd graph. `number` orders the backward pass; inputs have -1 and weights have LEAF."""
+    """A node in the autograd graph. `number` orders the backward pass; inputs have -1 and weights have LEAF."""
 
     __slots__ = ("backward", "edges", "frame", "number", "place", "results", "saved", "widening")
 
@@ -99,7 +99,7 @@ class GraphNode:
 
 
 class CheckpointFrame:
-    """One call of a checkpointed function."""
+    """One call to a checkpointed function."""
 
     def __init__(
         self, function: Callable[..., Any], arguments: Sequence[Any], selective: bool, to_the_end: bool, place: str
@@ -139,7 +139,7 @@ class Tape:
         self.first_peak = 0
         """`peak` for a first micro-batch, whose weight gradients stay allocated."""
         self.alive: dict[int, tuple[str, int]] = {}
-        """(category, bytes) of the memory of each live tensor of a forward pass, by the id of the memory."""
+        """(category, bytes) of the memory of each live tensor in a forward pass, by the id of the memory."""
         self.place = ""
         """`Work.place` of the operations that follow, and of their gradients."""
         self.scope = ""
@@ -151,11 +151,11 @@ class Tape:
         self.small = max(tokens, largest)
         self.tokens, self.statistic = tokens, STATISTIC_TERMS * processes * tokens
         self.input_gradients: list[Any] = []
-        """Gradients of the pass's inputs."""
+        """Gradients for the pass's inputs."""
         self.log: list[Operation] = []
         """All operations, in order."""
         self.flights: list[Flight] = []
-        """Starts of and waits for collectives, in order."""
+        """Starts of collectives and waits for them, in order."""
         self._in_flight: dict[int, int] = {}
         """Indices of collectives, by the id of the memory of their results."""
         self._number = itertools.count()
@@ -174,7 +174,7 @@ class Tape:
         self.new_gradients = 0
 
     def peaks_above(self, held: int) -> tuple[int, int]:
-        """Peaks of this pass in addition to `held`: of a later and of a first micro-batch."""
+        """Peaks in this pass in addition to `held`: for a later and for a first micro-batch."""
         return self.peak - held, self.first_peak - held
 
     def record_op(self, kernel: str, shape: tuple[int, ...], dtype: torch.dtype, moves: float = 0.0) -> None:
@@ -183,7 +183,7 @@ class Tape:
 
     @contextmanager
     def unrecorded(self) -> Iterator[list[Operation]]:
-        """Context that records operations only in the list it yields. Memory that is allocated in it must be freed in it."""
+        """Context manager: records operations only in the list it yields. Memory allocated inside must be freed inside."""
         before, done = len(self.log), list[Operation]()
         peaks, live = (self.peak, self.first_peak), self.live
         try:
@@ -346,7 +346,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def _pending(roots: Sequence[Any]) -> dict[GraphNode, int]:
-    """Number of pending gradients of each node that a backward pass runs."""
+    """Number of pending gradients for each node that a backward pass runs."""
     first = [x.node for x in roots if x.node is not None]
     reached, waiting = list(first), dict.fromkeys(first, 0)
     while reached:

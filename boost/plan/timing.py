@@ -1,8 +1,8 @@
 """Predicts the time of an optimizer step on given hardware, by part.
 
-The time of a micro-batch is the time of its operations, each from a shape-dependent roofline, plus the time in which they wait for
-TP collectives. The trace gives the start and the wait of each collective, with other work in between under parallel.overlap. A step
-adds the pipeline bubble, the exposed part of DP collectives, and the optimizer.
+The time of a micro-batch is the time of its operations, each from a shape-dependent roofline, plus the time they spend
+waiting for TP collectives. The trace gives the start and the wait of each collective, with other work in between under
+parallel.overlap. A step adds the pipeline bubble, the exposed part of DP collectives, and the optimizer.
 """
 
 import functools
@@ -31,18 +31,18 @@ from boost.plan.trace import PassOps, trace_block, trace_embedding, trace_loss, 
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, OPTIMIZER, REDUCE, STREAM, Counted, Work, gemm, moved
 
 PART_OF = {GEMM: step_time.GEMMS, ATTENTION: step_time.ATTENTION_TIME, ATTENTION_BACKWARD: step_time.ATTENTION_TIME}
-"""Part of the step time of each kind of operation; all others are `step_time.OTHER`."""
+"""Part of the step time that each kind of operation counts toward; for all others it is `step_time.OTHER`."""
 
-# Operations of one process in a training step: embedding, blocks, loss, and the work after the last backward pass.
+# Operations on one process in a training step: embedding, blocks, loss, and the work after the last backward pass.
 
 
 def block_work(config: Config, layer: int, policy: RecomputeName, on_gpu: bool) -> Counted:
-    """Operations of one block and micro-batch, with their phases. `on_gpu`: see `boost.plan.trace.trace_block`."""
+    """Operations in one block for one micro-batch, with their phases. `on_gpu`: see `boost.plan.trace.trace_block`."""
     return trace_block(as_stored(config), layer, policy, on_gpu).work
 
 
 def ends_work(config: Config, has_embedding: bool, has_head: bool, on_gpu: bool) -> Counted:
-    """Operations of the embedding and the loss for one micro-batch."""
+    """Operations in the embedding and the loss for one micro-batch."""
     stored, total = as_stored(config), Counter[Work]()
     if has_embedding:
         total.update(trace_embedding(stored).work)
@@ -67,7 +67,7 @@ def kinds_of_blocks(model: ModelConfig, layers: Iterable[int]) -> Counter[int]:
 
 
 def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
-    """Operations of one process once per optimizer step, and gradient accumulation over micro-batches.
+    """Operations that one process runs once per optimizer step, and gradient accumulation over micro-batches.
 
     For weights with working copies, this includes the casts of weights and gradients, which otherwise belong to a micro-batch.
     """
@@ -81,7 +81,7 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
     total: Counted = Counter()
     dtype, of_step = train.param_dtype, functools.partial(Work.of, phase="step")
     accumulated = train.global_batch // (parallel.dp * train.micro_batch)
-    # Gradients are copied into a bucket for an all-reduce; if that has another dtype, also copied out of it.
+    # Gradients are copied into a bucket for an all-reduce; if the bucket has another dtype, they are also copied out of it.
     copied = 2 if train.sum_dtype == dtype else 2 * (1 + ITEMSIZE[train.sum_dtype] / ITEMSIZE[dtype])
     has_copies, narrow = as_stored(config).has_working_copies, ITEMSIZE[train.compute_dtype] / ITEMSIZE[dtype]
     gathers_each = parallel.sharded and parallel.shard == "full"
@@ -100,7 +100,7 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
             total[of_step(STREAM, elements, dtype, copied, "weights")] += count
         total[of_step(REDUCE, held, dtype, 1, "optimizer")] += count
         total[of_step(STREAM, held, dtype, 2, "optimizer")] += count * (config.optim.clip > 0)
-        # Reads the weight, gradient and two moments; writes all but the gradient.
+        # Reads the weight, the gradient and two moments; writes all but the gradient.
         total[of_step(OPTIMIZER, held, dtype, 7, "optimizer")] += count
     if isinstance(config.optim, MuonConfig):
         total.update(_newton_schulz(config, stages))
@@ -147,16 +147,16 @@ def predict(config: Config, hardware: Hardware) -> StepTime:
 
 
 class Predictor:
-    """Predicts steps on one hardware profile. Caches results that configurations share, such as a block under one layout."""
+    """Predicts steps for one hardware profile. Caches results that configurations share, such as a block under one layout."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self.on_gpu = hardware.is_gpu
         self._cache: dict[tuple[Any, ...], Any] = {}
         self._seconds: dict[Speeds, dict[Operation, float]] = defaultdict(dict)
-        """Seconds of operations."""
+        """Seconds for operations."""
         self._links: dict[tuple[Any, ...], float] = {}
-        """Seconds of collectives, by payload and mesh."""
+        """Seconds for collectives, by payload and mesh."""
 
     def predict(self, config: Config) -> StepTime:
         """Predicts the time of a regular step. Raises ConfigError like the function `predict`."""
@@ -166,8 +166,8 @@ class Predictor:
         busiest = max(range(parallel.pp), key=lambda rank: passes[rank].total)
         worst = passes[busiest]
         parts = defaultdict(float, {name: count * value for name, value in worst.parts.items()})
-        # gpipe and 1F1B: the time of the other ranks in the first and last micro-batch (arXiv 1811.06965, 2006.09503). v stages per
-        # rank shorten it v times (arXiv 2104.04473).
+        # gpipe and 1F1B: the time of the other ranks in the first and last micro-batch (arXiv 1811.06965, 2006.09503).
+        # v stages per rank shorten it by a factor of v (arXiv 2104.04473).
         parts[step_time.BUBBLE] = (sum(one.total for one in passes) - worst.total) / parallel.virtual
         if hardware.alone is not None and 1 < parallel.pp == parallel.world_size <= hardware.per_node:
             # A stage is faster while the others wait: CPU cores share bandwidth and clocks.
@@ -198,7 +198,7 @@ class Predictor:
         return self.hardware.straggling * math.log2(nodes)
 
     def passes(self, config: Config) -> list[PassTime]:
-        """Times of one micro-batch on each pipeline rank."""
+        """Times for one micro-batch on each pipeline rank."""
         pp = config.parallel.pp
         return [self._cached_pass(config, stages(config)[rank::pp]) for rank in range(pp)]
 
@@ -293,9 +293,9 @@ class Predictor:
             result.add(PassTime(defaultdict(float, {step_time.PIPELINE: sum(waits)}), *waits, waits=waits), 1)
 
     def _pass_time(self, config: Config, runs: Sequence[PassOps]) -> PassTime:
-        """Time of operations in sequence, and of waiting for collectives."""
+        """Time for operations in sequence, and for waiting for collectives."""
         log = [operation for run in runs for operation in run.log]
-        # Device seconds of operations, of these and of all others so far, multiplied by how often each runs.
+        # Device seconds for these operations and for all others so far, multiplied by how often each runs.
         speeds = self._speeds(config)
         priced = self._seconds[speeds]
         for operation in log:
@@ -324,7 +324,7 @@ class Predictor:
         return result
 
     def _sent(self, config: Config, c: Collective) -> float:
-        """Seconds of one collective."""
+        """Seconds for one collective."""
         p = config.parallel
         key = c.kind, c.axis, c.shape, c.dtype, c.processes, p.tp, p.cp, p.dp, p.pp
         if key not in self._links:
@@ -332,7 +332,7 @@ class Predictor:
         return self._links[key]
 
     def _sums(self, config: Config, collectives: Iterable[Collective]) -> Seconds:
-        """Seconds of collectives by axis and phase; re-communication counts as backward."""
+        """Seconds for collectives by axis and phase; re-communication counts as backward."""
         result: Seconds = defaultdict(float)
         for collective in collectives:
             result[_name(collective)] += self._sent(config, collective)
@@ -362,7 +362,7 @@ class Predictor:
         return result
 
     def _replicas(self, config: Config, held: Sequence[Stage], worst: PassTime, count: int) -> tuple[float, float]:
-        """(exposed, hidden) seconds per step of DP collectives: gradients and sharded weights."""
+        """(exposed, hidden) seconds per step for DP collectives: gradients and sharded weights."""
         parallel, per_node = config.parallel, self.hardware.per_node
         inside = {axis: span(axis, parallel, per_node).inside for axis in ("tp", "cp", "dp")}
         # Collectives within a node and between nodes use different links.
@@ -381,7 +381,7 @@ class Predictor:
         return exposed, sums["step"] + count * (sums["forward"] + sums["backward"]) - exposed
 
     def _replica_sums(self, config: Config, held: Sequence[Stage]) -> Seconds:
-        """Seconds of DP collectives by phase: per micro-batch, or once per step."""
+        """Seconds for DP collectives by phase: per micro-batch, or once per step."""
         sums: Seconds = defaultdict(float)
         counts = Counter((*gradient_collectives(config, held), *gathers(config, held)))
         for collective, times in counts.items():
@@ -419,7 +419,7 @@ class Predictor:
         return self._lookup(config, (shared, key), function, arguments)
 
     def _per_step(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Caches `function` for work that is done once per step, independent of the micro-batch."""
+        """Caches `function` for work that is done once per step, independently of the micro-batch."""
         p = config.parallel
         shared = p.dp, p.cp, p.pp, p.shard, p.shard_outer, config.train.working_copies
         return self._lookup(config, (shared, key), function, arguments)
@@ -436,5 +436,5 @@ _flops_per_token = functools.lru_cache(64)(flops_per_token)
 
 
 def _name(sent: Collective) -> str:
-    """Key '<axis> <pass>' of a collective; re-communication belongs to the backward pass."""
+    """Key '<axis> <pass>' for a collective; re-communication belongs to the backward pass."""
     return f"{sent.axis} {'forward' if sent.phase == 'forward' else 'backward'}"

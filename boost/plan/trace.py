@@ -1,4 +1,4 @@
-"""Traces the decoder on tensors without data: operations, memory and collectives of one block, the embedding or the loss.
+"""Traces the decoder on tensors without data: operations, memory and collectives in one block, the embedding or the loss.
 
 `boost.models` and the layout's runtime run unchanged under the recomputation policy, forward and backward. GEMM shapes, bytes of
 element-wise work, collectives, saved tensors and peak memory all come from one run.
@@ -32,12 +32,12 @@ from boost.plan.work import Counted
 
 @dataclass(frozen=True)
 class PassOps:
-    """Operations of one micro-batch in one block, the loss or the embedding, on one process."""
+    """Operations for one micro-batch in one block, the loss or the embedding, on one process."""
 
     log: tuple[Operation, ...]
     collectives: tuple[Collective, ...]
     flights: tuple[Flight, ...]
-    """Starts of and waits for collectives."""
+    """Starts of collectives and waits for them."""
 
     @functools.cached_property
     def work(self) -> Counted:
@@ -47,13 +47,13 @@ class PassOps:
 
 @dataclass(frozen=True)
 class TracedPass(PassOps):
-    """Operations and memory of a pass; sizes in bytes."""
+    """Operations and memory in a pass; sizes in bytes."""
 
     saved: tuple[tuple[str, int], ...]
-    """(category, bytes) of each tensor saved for the backward pass, except latents of the previous block."""
+    """(category, bytes) of each tensor saved for the backward pass, except latents from the previous block."""
     input_bytes: int
     output_bytes: int
-    """Bytes of the outputs; their gradients take as many."""
+    """Bytes of the outputs; their gradients take as many bytes."""
     forward: int
     """Peak of the forward pass, in addition to memory held at its start (including inputs)."""
     backward: int
@@ -63,7 +63,7 @@ class TracedPass(PassOps):
     new_gradients: int
     """Bytes of weight gradients."""
     prev_saved: tuple[int, ...] = ()
-    """Bytes of each latent of the previous block that this block keeps alive; 0 if it does not."""
+    """Bytes of each latent from the previous block that this block keeps alive; 0 for any other."""
     latents_saved: tuple[bool, ...] = ()
     """Whether each latent for the next block is in `saved`."""
 
@@ -110,7 +110,7 @@ def alike(model: ModelConfig, layer: int) -> int:
 
 
 def trace_loss(config: Config, on_gpu: bool = False) -> TracedPass:
-    """Trace of final norm, head and loss."""
+    """Trace of the final norm, the head and the loss."""
     return _cached(config, ("loss", on_gpu), on_gpu, _trace_loss)
 
 
@@ -147,7 +147,7 @@ def _cached(config: Config, key: Any, on_gpu: bool, run: Callable[[Tracer], Trac
 
 @functools.lru_cache(_MAX_TRACES)
 def traced_values(section: ParallelConfig | TrainConfig, name: str) -> tuple[Any, ...]:
-    """All values of [parallel] or [train] that affect a micro-batch on one TP group."""
+    """All values in [parallel] or [train] that affect a micro-batch on one TP group."""
     return tuple(getattr(section, field) for field in type(section).model_fields if field not in IGNORED_FIELDS[name])
 
 
@@ -162,7 +162,7 @@ def without_ignored(config: Config) -> Config:
 
 
 def _module(tracer: Tracer, name: Any, make: Callable[[], Any]) -> Any:
-    """Returns a module of the decoder with the weights of this trace."""
+    """Returns a module of the decoder with the weights for this trace."""
     key = tracer.model, *traced_values(tracer.parallel, "parallel"), name
     if key not in _MODULES:
         with torch.device("meta"):
@@ -172,8 +172,8 @@ def _module(tracer: Tracer, name: Any, make: Callable[[], Any]) -> Any:
 
 
 def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[int, list[tuple[int, Any]], list[Any]]:
-    """Runs the forward pass. Returns (bytes of all inputs; bytes of each latent of the previous block, with a weak reference to its
-    memory; residual stream and latents for the next block of each part)."""
+    """Runs the forward pass. Returns (bytes of all inputs; bytes of each latent from the previous block, with a weak
+    reference to its memory; for each part, the residual stream and the latents for the next block)."""
     tape, parts = tracer.tape, tracer.parts
     block: TransformerBlock = _module(
         tracer, layer, lambda: TransformerBlock(tracer.model, layer, tracer.layout, NO_RECOMPUTE, 0)

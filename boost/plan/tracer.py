@@ -53,9 +53,9 @@ class Tracer:
         self.backend = kernels.BACKENDS["eager"] if part == "none" else one_pass
         """Kernel backend: eager operations, or one operation per kernel."""
         self.parts = 2 if self.parallel.overlap == "halves" and p * self.parallel.cp > 1 else 1
-        """Number of interleaved parts of a micro-batch."""
+        """Number of interleaved parts in a micro-batch."""
         self.tokens = train.micro_batch * train.seq_len // self.parallel.cp // self.parts
-        """Tokens of one part."""
+        """Tokens in one part."""
         model = config.model
         self.tape = Tape(self.tokens, max(model.dim, model.ffn_dim, model.vocab_size // p), p)
         axes = {"cp": _axis("cp", self.parallel.cp), "tp": _axis("tp", p)}
@@ -68,7 +68,7 @@ class Tracer:
         return made
 
     def new_input(self, shape: Shape, category: str) -> Any:
-        """Allocates an input of a pass, with requires_grad."""
+        """Allocates an input to a pass, with requires_grad."""
         made = self.new(shape, self.dtype, category)
         made.node = GraphNode(-1, (), 1, None, "")
         return made
@@ -87,7 +87,7 @@ class Tracer:
                     )
 
     def gradients(self, results: Sequence[Any]) -> list[Any]:
-        """Allocates gradients of the outputs of a pass."""
+        """Allocates gradients for the outputs of a pass."""
         return [self.new(result.shape, result.dtype, RESIDUAL) for result in results]
 
     @contextmanager
@@ -107,7 +107,7 @@ class Tracer:
             loss.chunks, documents.last_queries = usual
 
     def _chunks(self, tokens: int, vocabulary: int) -> Iterator[slice]:
-        """`loss.chunks`: runs one of several identical chunks, and counts it that many times."""
+        """`loss.chunks`: runs one of several identical chunks, and counts it once for each."""
         step = chunk_tokens(vocabulary)
         whole, rest = divmod(tokens, step)
         for start, times in ((0, whole), (whole * step, int(rest > 0))):
@@ -118,13 +118,13 @@ class Tracer:
 
 
 def _last_queries(q_BHSE: Any, k_BKSE: Any, v_BKSE: Any) -> Any:
-    """`documents.last_queries`, whose kernel needs no mask: this one only shows that there are fewer queries than keys."""
+    """`documents.last_queries`, whose kernel needs no mask: this mask only shows that there are fewer queries than keys."""
     grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
     return F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, attn_mask=torch.empty(0), enable_gqa=grouped)
 
 
 class _KernelFacts(NamedTuple):
-    """Outputs and cost of a kernel for arguments of given sizes."""
+    """Outputs and cost of a kernel for arguments with given sizes."""
 
     several: bool
     """Whether it returns several results."""
@@ -135,7 +135,7 @@ class _KernelFacts(NamedTuple):
 
 
 _KERNEL_FACTS: dict[Any, _KernelFacts] = {}
-"""Cached facts, by kernel, arguments, and what counts as small."""
+"""Cached facts, by kernel, arguments and size limits for small tensors."""
 _MAX_FACTS = 10_000
 
 
@@ -292,7 +292,7 @@ class TracedLayout:
 
 
 class _ResidualFlow:
-    """A flow whose updates of the residual stream are recorded under 'residual'."""
+    """A flow whose updates to the residual stream are recorded under 'residual'."""
 
     def __init__(self, flow: Flow) -> None:
         self.__dict__["_flow"] = flow

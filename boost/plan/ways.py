@@ -1,4 +1,4 @@
-"""Alternatives to a poor plan: changes if nothing fits, and fewer GPUs if those are as fast."""
+"""Alternatives to a poor plan: changes to make if nothing fits, and fewer GPUs if they are as fast."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -85,18 +85,18 @@ NEARLY = 0.02
 """Fewer GPUs count as equally fast if they take at most this fraction longer."""
 
 LARGER_GEMMS = 0.9
-"""Lowest computation on fewer GPUs, relative to a plan on all of them, because GEMMs may be larger."""
+"""Lower bound on the computation on fewer GPUs, relative to a plan on all: below 1, because GEMMs may be larger."""
 
 MAX_TRIES = 2
-"""How many GPU counts to search."""
+"""Maximum number of GPU counts to search."""
 
 EVEN_SHARE = 0.75
 """Minimum fraction of the GPUs for counts over which the batch divides better."""
 
 
 def fewer_gpus(search: Search, best: Plan, plans: Sequence[Plan] = ()) -> tuple[Search, Plan] | None:
-    """Returns the search on fewer GPUs with the fastest plan, and this plan, if it is faster than `best` or takes at most NEARLY
-    longer; None if there is none.
+    """Returns the search on fewer GPUs that has the fastest plan, and this plan, if it is faster than `best` or takes
+    at most NEARLY longer; None if there is none.
 
     A GPU count is searched only if it can be that fast, that is, if the least computation among `best` and `plans`, divided
     evenly over the GPUs, takes so little time.

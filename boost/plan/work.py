@@ -1,4 +1,4 @@
-"""Operations of the performance model: a GEMM with its shape, attention, or bytes moved.
+"""Operations in the performance model: a GEMM with its shape, attention, or bytes moved.
 
 Bytes count each tensor that an operation reads or writes once.
 """
