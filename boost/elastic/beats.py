@@ -15,9 +15,9 @@ from boost.train.worker import leave
 log = logging.getLogger("boost")
 
 WATCH_S = 0.25
-"""Interval at which the store is polled for changes of the membership, in seconds."""
+"""Interval at which the store is polled for membership changes, in seconds."""
 WAITS_S = 2.0
-"""Time that a process waits in a collective before it checks whether the other replicas respond, in seconds."""
+"""Time for which a process waits in a collective before it checks whether the other replicas respond, in seconds."""
 LOOKS_S = 0.5
 """Interval between checks, in seconds."""
 
@@ -32,8 +32,8 @@ class MemberBeats:
         self._lock = threading.Lock()
 
     def status(self, member: Member) -> str:
-        """DEAD if a newer incarnation of the replica sends heartbeats: a launcher ends the old one first. SILENT if a
-        process has sent none for run.heartbeat_timeout_s while this process was watching. Else ''."""
+        """DEAD if a newer incarnation of the replica sends heartbeats, because a launcher ends the old one first.
+        SILENT if one of its processes sent none for run.heartbeat_timeout_s while this one was watching. Else ''."""
         with self._lock:
             if time.monotonic() - self._read_at > WATCH_S:
                 self._read()
@@ -47,7 +47,7 @@ class MemberBeats:
     def _read(self) -> None:
         beats, now = self.board.read(self._slots), time.monotonic()
         if now - self._read_at > 2 * WAITS_S:
-            self._seen = {}  # this process did not watch, or the store stalled: an old entry does not mean silence
+            self._seen = {}  # this process was not watching, or the store stalled: an old entry does not mean silence
         self._read_at = now
         for beat in beats:
             if self._seen.get(beat.rank, ("", -1))[:2] != (beat.incarnation, beat.count):
@@ -65,11 +65,11 @@ class StoreGuard:
     """Ends a process that is waiting for others while the run's store does not respond.
 
     Such a process is in a network partition that must not continue training. A request to a store behind a broken link may block
-    for 15 minutes, so the process cannot rely on an error: a thread that never accesses the store checks.
+    for 15 minutes, so the process cannot rely on an error. A thread that never accesses the store checks instead.
     """
 
     def __init__(self, where: str, patience_s: float, waits_since: Callable[[], float | None]) -> None:
-        """`where`: address of the store, for messages. `patience_s`: how long the store may stay silent, in seconds. `waits_since`:
+        """`where`: the store's address, for messages. `patience_s`: how long the store may stay silent, in seconds. `waits_since`:
         returns the time at which the main thread started waiting for others, None if it is not waiting."""
         self._where, self._patience_s, self._waits_since = where, patience_s, waits_since
         self._answered = time.monotonic()

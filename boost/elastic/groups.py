@@ -1,10 +1,10 @@
 """Process groups across replicas whose collectives can be abandoned, for in-step recovery (docs/recovery.md).
 
-A collective that waits for a dead process must end, but gloo does not end it: its `abort` does nothing (torch 2.13), a process
-that is not the dead one's neighbor waits out the whole timeout, and a suspended process resets no connections. So a
-waiting process checks every `POLL_S` whether its membership has ended and, if so, abandons the collective. NCCL kernels end when
-their communicator is aborted. All communicators of a process are aborted together, because aborting one of them waits for kernels
-of the others (pytorch issue 119797).
+A collective that waits for a dead process must end, but gloo does not end it. Its `abort` does nothing (torch 2.13), a
+process that is not the dead process's neighbor waits for the whole timeout, and a suspended process resets no
+connections. So a waiting process checks every `POLL_S` whether its membership has ended and, if so, abandons the
+collective. NCCL kernels end when their communicator is aborted. All communicators in a process are aborted together,
+because aborting one waits for the kernels of the others (pytorch issue 119797).
 """
 
 import contextlib
@@ -27,9 +27,9 @@ CONNECT_S = 20
 """Timeout for connecting the processes of a new membership, in seconds. All of them have reported that they are ready."""
 
 ABORT_FIRST_S = 0.5
-"""Head start of the first group's abort, in seconds. An abort takes effect at once but may not return until the others start."""
+"""Head start for the first group's abort, in seconds. An abort takes effect at once but may not return until the others start."""
 ABORT_S = 20.0
-"""Time that a process waits for all aborts to finish, in seconds."""
+"""Time for which a process waits for all aborts to finish, in seconds."""
 
 _CPU = torch.device("cpu")
 
@@ -52,18 +52,18 @@ class Membership:
         """Set as soon as this process knows that the membership has ended."""
         self.groups: list[RecoverableGroup] = []
         self.waiting: dict[int, float] = {}
-        """Start of the wait of each thread that is waiting in a collective, by identifier."""
+        """For each thread that is waiting in a collective, by identifier: when its wait started."""
         self._aborts: list[threading.Thread] = []
         self._ending = threading.Lock()
 
     def waits_since(self) -> float | None:
-        """Time at which this process started waiting in a collective, or for its result on the GPU; None if it is not waiting.
-        Thread-safe."""
+        """The time at which this process started waiting in a collective, or for its result on the GPU; None if it is
+        not waiting. Thread-safe."""
         begun = [*self.waiting.values(), *(group.stream_waits_since() for group in self.groups)]
         return min((since for since in begun if since is not None), default=None)
 
     def lost(self, reason: str) -> PeersLostError:
-        """Ends this membership, locally and for the others. Returns the error to raise."""
+        """Ends this membership, locally and on the other processes. Returns the error to raise."""
         if not self.over.is_set():
             self._start_aborts()
             with contextlib.suppress(OSError, RuntimeError):  # unreachable store: the others detect it on their own
@@ -103,7 +103,7 @@ class Membership:
 class _Guarded(Work):
     """A collective in flight. A wait for it ends when its membership ends.
 
-    Refers to c10d's object only through its group, so an abandoned group can be disconnected while this object is still in use.
+    It refers to c10d's object only through its group, so an abandoned group can be disconnected while this object is still in use.
     """
 
     def __init__(self, number: int, group: "RecoverableGroup", what: str, tensors: Sequence[Tensor]) -> None:
@@ -171,12 +171,12 @@ class RecoverableGroup(dist.ProcessGroup):
         disconnect_abandoned()
 
     def disconnect(self) -> None:
-        """Closes the connections, which ends the waits of other processes in this group. An open one costs CPU time: gloo's
-        thread spins as unclaimed data arrives."""
+        """Closes the connections, so that other processes in this group stop waiting. An open connection costs CPU
+        time: gloo's thread spins when unclaimed data arrives."""
         self._backends.clear()
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Sets the timeout of collectives that start later."""
+        """Sets the timeout for collectives that start later."""
         for backend in self._backends.values():
             backend._set_default_timeout(timeout)
 
@@ -202,8 +202,8 @@ class RecoverableGroup(dist.ProcessGroup):
                 nccl.abort()
 
     def stream_waits_since(self) -> float | None:
-        """Time at which the stream started waiting for the oldest incomplete NCCL collective; None if all are complete. The host
-        waits too as soon as it reads a result. Thread-safe."""
+        """The time at which the stream started waiting for the oldest incomplete NCCL collective; None if all are
+        complete. The host waits too as soon as it reads a result. Thread-safe."""
         for number, (since, reached) in list(self._on_stream.items()):
             if not reached.query():
                 return since

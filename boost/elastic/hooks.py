@@ -1,4 +1,4 @@
-"""Hooks for in-step recovery: taking over as main process, reporting slow replicas, and the event of a change."""
+"""Hooks for in-step recovery: taking over as main process, reporting slow replicas, and the membership change event."""
 
 import contextlib
 import logging
@@ -17,10 +17,10 @@ from boost.train.worker import take_terminal
 log = logging.getLogger("boost")
 
 LOCK_S = 5.0
-"""Time for the previous main process to release the run directory, in seconds. Its launcher ends it after it is excluded."""
+"""Time that the previous main process has to release the run directory, in seconds. Its launcher ends it after it is excluded."""
 
 TIMES = 3.0
-"""A replica is slow if its micro-batches take this many times the median of the other replicas."""
+"""A replica is slow if its micro-batches take this many times as long as the other replicas' median."""
 LOOK_S = 1.0
 """Interval between checks, in seconds; heartbeats are no more frequent."""
 
@@ -33,7 +33,7 @@ class MembershipChange(RunEvent):
     replicas: int
     """Number of replicas after the change."""
     of: int
-    """parallel.dp: number of replicas of a full run."""
+    """parallel.dp: number of replicas in a full run."""
     lost: tuple[tuple[int, str], ...]
     """(index, reason) of each lost replica."""
     joined: tuple[int, ...]
@@ -56,7 +56,7 @@ class MembershipChange(RunEvent):
 
 
 class TakeOver(Hook):
-    """Takes over the terminal and the lock of the run directory. The first main process already has both."""
+    """Takes over the terminal and the lock on the run directory. The first main process already has both."""
 
     main_only = True
 
@@ -72,7 +72,7 @@ class TakeOver(Hook):
             try:
                 self._lock.enter_context(RunLock(trainer.config.run.dir))
                 return
-            except (ConfigError, StorageError) as error:  # the previous main process hangs but has not been ended yet
+            except (ConfigError, StorageError) as error:  # the previous main process is hung but has not been ended yet
                 if isinstance(error, StorageError) or time.monotonic() > deadline:
                     log.warning("%s; training continues without the lock", error)
                     return
@@ -93,7 +93,7 @@ class SlowReplicas(Hook):
         look: Callable[[], tuple[Decision, Sequence[Beat]]],
         exclude: Callable[[Member, str], None] | None,
     ) -> None:
-        """`steps`: consecutive steps after which a slow replica is reported (0: never). `look` returns the current membership and
+        """`steps`: slow steps in a row after which a replica is reported (0: never). `look` returns the current membership and
         the latest heartbeats. `exclude`: excludes a slow replica, for the given reason; None: slow replicas are only reported."""
         self._steps, self._look, self._exclude = steps, look, exclude
         self._since: dict[Member, int] = {}
@@ -122,7 +122,7 @@ class SlowReplicas(Hook):
 
 
 def slow_members(decision: Decision, beats: Sequence[Beat]) -> dict[Member, float]:
-    """The slow members, each with its seconds per micro-batch divided by the median of the others."""
+    """The slow members, each with its seconds per micro-batch divided by the median for the other members."""
     pace = {
         member: max((beat.pace for beat in beats if beat.incarnation == member.incarnation), default=0.0)
         for member in decision.members

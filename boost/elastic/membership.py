@@ -2,14 +2,14 @@
 
 Memberships are numbered. One ends when one of its processes ends it (`Coordinator.end_membership`), or when all of its processes
 propose the next one to admit a replica. Each process then reports its state and waits for the decision on the next membership.
-The first process that sees all reports writes the decision with one compare-and-set. The store accepts
-one decision per number, so a run cannot split into two histories.
+The first process that sees all reports writes the decision with one compare-and-set. The store accepts only one
+decision per number, so a run cannot split into two histories.
 
-Survivors need a majority of the votes. Every member of the previous membership has one vote unless it is known to be dead, and
-the store breaks ties. If one replica of two dies, the other one continues. If a network partition splits the replicas in half,
-the half that reaches the store continues and the other half stops. A minority that reaches the store while the majority is
-silent also stops. If members consider each other silent, the first one to report it wins: a member on the list of silent ones
-cannot add others to it.
+Survivors need a majority of the votes. Every member of the previous membership has one vote, unless it is known to be
+dead. The store breaks ties. If one replica of two dies, the other one continues. If a network partition splits the
+replicas in half, the half that reaches the store continues and the other half stops. A minority that reaches the store
+while the majority is silent also stops. If members consider each other silent, the first one to report it wins, because
+a member on the list of silent members cannot add others to it.
 """
 
 import json
@@ -43,14 +43,14 @@ class Member:
 
 @dataclass(frozen=True)
 class Report:
-    """State of a process when its membership ends."""
+    """The state of a process when its membership ends."""
 
     operation: int
-    """Number of the first operation that the process has not completed."""
+    """The number of the first operation that the process has not completed."""
     result: Any = None
     """Result of the previous operation, JSON-serializable."""
     held: tuple[int, ...] = ()
-    """Micro-batches of the current step whose gradients the process holds."""
+    """Micro-batches in the current step whose gradients the process holds."""
     has_state: bool = True
     """Whether the process holds weights and moments."""
     admits: bool = False
@@ -65,11 +65,11 @@ class Decision:
     members: tuple[Member, ...]
     """Oldest first. The main process belongs to the first one while that one is alive."""
     operation: int = 0
-    """Operation at which all processes resume."""
+    """The operation at which all processes resume."""
     result: Any = None
     """Result of the previous operation, for processes that did not receive it."""
     held: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Micro-batches of the step that all processes of a member hold, by incarnation."""
+    """Micro-batches in the step that all processes of a member hold, by incarnation."""
     joined: tuple[str, ...] = ()
     """Incarnations that receive weights and moments from the others."""
     lost: Mapping[str, str] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Decision:
         return cls(**values | {"members": members, "joined": tuple(values["joined"])})
 
     def place(self, member: Member) -> int | None:
-        """Index of a member; None if it is not in this membership."""
+        """The member's index; None if it is not in this membership."""
         return self.members.index(member) if member in self.members else None
 
 
@@ -97,8 +97,8 @@ class Coordinator:
     def __init__(
         self, store: dist.Store, replicas: int, processes: int, status: Callable[[Member], str] = lambda member: ""
     ) -> None:
-        """`replicas`: replicas of a full run. `processes`: processes per replica. `status`: the state of a member by its
-        heartbeats: DEAD if a newer incarnation of its replica runs, SILENT if it has stopped responding, else ''."""
+        """`replicas`: number of replicas in a full run. `processes`: processes per replica. `status`: a member's state according
+        to its heartbeats: DEAD if a newer incarnation of its replica runs, SILENT if it has stopped responding, else ''."""
         self.store, self._replicas, self._processes, self._status = store, replicas, processes, status
 
     # Announcements.
@@ -123,8 +123,8 @@ class Coordinator:
     def exclude_lost(self, members: Iterable[Member], accuser: Member) -> None:
         """Marks as lost the `members` that heartbeats report as restarted or silent.
 
-        A member that is itself marked as lost marks no other as silent. Otherwise members that lost contact would exclude
-        each other until none is left. A replica marks itself if one of its other processes is silent.
+        A member that is itself marked as lost marks no other member as silent. Otherwise, members that lost contact
+        would exclude each other until none is left. A replica marks itself if one of its other processes is silent.
         """
         judged = [member for member in members if member != accuser or self._processes > 1]
         statuses = {member.incarnation: why for member in judged if (why := self._status(member))}
@@ -147,11 +147,11 @@ class Coordinator:
         return text, set(json.loads(text)) if text else set()
 
     def lost_reason(self, incarnation: str) -> str | None:
-        """Why a member is marked as lost; None if it is not."""
+        """Why a member is marked as lost; None if it is not marked."""
         return self._lost([incarnation]).get(incarnation)
 
     def lost_among(self, members: Iterable[Member]) -> dict[Member, str]:
-        """Which of `members` are marked as lost, and why. Reads the list of silent ones once."""
+        """Which of `members` are marked as lost, and why. Reads the list of silent members once."""
         by_name = {member.incarnation: member for member in members}
         return {by_name[name]: why for name, why in self._lost(by_name).items()}
 
@@ -161,7 +161,7 @@ class Coordinator:
         return silent | {name: self.store.get(f"gone/{name}").decode() for name in gone}
 
     def announce(self, member: Member) -> None:
-        """Announces that this replica is ready to join. One of its processes calls this after all are ready."""
+        """Announces that this replica is ready to join. One of its processes calls this after all of them are ready."""
         self.store.set(f"join/{self.store.add('joins', 1)}", json.dumps(asdict(member)))
 
     def has_waiting(self, decision: Decision) -> bool:
@@ -173,7 +173,7 @@ class Coordinator:
     def form_first(
         self, member: Member, process: int, timeout_s: float, stopped: Callable[[], None]
     ) -> Decision | None:
-        """Forms the first membership, of all replicas. Returns None if it already exists and this replica is a restart.
+        """Forms the first membership, with all replicas. Returns None if one already exists and this replica restarted.
 
         `stopped` raises if this process received a stop signal. Raises TrainingError if replicas are missing after `timeout_s`.
         """
@@ -213,7 +213,7 @@ class Coordinator:
     def agree(self, before: Decision, member: Member, process: int, report: Report) -> Decision:
         """Writes this process's report and waits for the decision that follows `before`.
 
-        Raises ExcludedError if the others continue without this member, TrainingError if training cannot continue.
+        Raises ExcludedError if the others continue without this member, and TrainingError if training cannot continue.
         """
         number = before.number + 1
         self.store.set(f"report/{number}/{member.incarnation}/{process}", json.dumps(asdict(report)))
@@ -253,7 +253,7 @@ class Coordinator:
             time.sleep(next(pauses))
 
     def _decide(self, decision: Decision) -> None:
-        """Writes a decision. The first one with a given number wins."""
+        """Writes a decision. The first decision with a given number wins."""
         self.store.compare_set(f"decision/{decision.number}", "", json.dumps(asdict(decision)))
 
     def _proposal(self, before: Decision, proposer: Member) -> Decision | None:
@@ -320,10 +320,10 @@ def _pauses() -> Iterator[float]:
 
 
 def deal(count: int, held: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Deals the micro-batches of a step, 0 to `count` - 1, that no member holds.
+    """Deals out the micro-batches of a step, 0 to `count` - 1, that no member holds.
 
-    `held`: micro-batches per member. The member with the fewest gets each missing one. If none are held, members get
-    contiguous shares in order.
+    `held`: micro-batches per member. Each missing micro-batch goes to the member with the fewest. If none are held,
+    members get contiguous shares in order.
     """
     missing = sorted(set(range(count)).difference(*held))
     if len(missing) == count:

@@ -1,8 +1,8 @@
-"""The mesh of a run with in-step recovery. Groups inside a replica persist; groups across replicas are rebuilt for each
-membership.
+"""The mesh for a run with in-step recovery. Groups inside a replica persist; groups across replicas are rebuilt for
+each membership.
 
-A replica is pp x cp x tp processes. Layouts and pipelines hold its groups, which last as long as the replica. Torch's default
-group is that of the replica. Legend: n replicas of a membership, in order.
+A replica is pp x cp x tp processes. Layouts and pipelines hold its groups, which last as long as the replica. Torch's
+default group is the replica's. Legend: n replicas in a membership, in order.
 """
 
 import datetime
@@ -38,7 +38,7 @@ def replica_size(parallel: ParallelConfig) -> int:
 
 
 def replica_of_rank(parallel: ParallelConfig, rank: int) -> tuple[int, int]:
-    """Maps a global rank of a full run to (replica, process within it), in the order of `parallel.axes`."""
+    """Maps a global rank in a full run to (replica, process within it), in the order of `parallel.axes`."""
     place = next(itertools.islice(itertools.product(*map(range, parallel.axes.values())), rank, None))
     by_name = dict(zip(parallel.axes, place, strict=True))
     process = 0
@@ -75,10 +75,10 @@ class ElasticMesh(Mesh):
     members: tuple[str, ...] = ()
     """Names of the replicas along dp."""
     run: Callable[[Callable[[], Any]], Any] | None = None
-    """Runs an operation and repeats it if a replica is lost in the process (`Recovery.run`); None: runs it once."""
+    """Runs an operation and repeats it if a replica is lost meanwhile (`Recovery.run`); None: runs it once."""
 
     def together(self, operation: Callable[[], T]) -> T:
-        """Runs an operation of all processes; if a replica is lost in the process, runs it again."""
+        """Runs an operation on all processes; if a replica is lost meanwhile, runs it again."""
         result: T = self.run(operation) if self.run else operation()
         return result
 
@@ -90,12 +90,12 @@ class ElasticMesh(Mesh):
 
     @property
     def update_axis(self) -> Axis:
-        """Processes of one replica: others can be lost in the middle of an update."""
+        """The processes of one replica, because others can be lost in the middle of an update."""
         return self.tp
 
 
 def waiting_mesh(replica: Replica, run: Callable[[Callable[[], Any]], Any] | None = None) -> ElasticMesh:
-    """The mesh of a replica that is waiting to join: it contains no other replica, and its rank is never the main process's."""
+    """The mesh for a replica that is waiting to join: it contains no other replica, and its rank is never the main process's."""
     return ElasticMesh(replica.device, {**replica.axes, "dp": Axis()}, rank=replica.process + 1, size=1, run=run)
 
 
@@ -115,7 +115,7 @@ def join_members(
             rank, size, RecoverableGroup(name, store, rank, size, replica.device, membership), point_to_point=False
         )
 
-    # `everyone` comes first because it is aborted first (`Membership.end`): on GPUs, no statistics of aborted sums get through.
+    # `everyone` comes first because it is aborted first (`Membership.end`): on GPUs, no statistics from aborted sums get through.
     rank, size = ((pp.rank * n + d) * cp.size + cp.rank) * tp.size + tp.rank, n * replica.size
     everyone = across("all", rank, size)
     background = across("saves", rank, size)

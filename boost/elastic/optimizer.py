@@ -1,14 +1,14 @@
-"""Optimizer state when replicas are lost and rejoin (docs/recovery.md).
+"""Handles optimizer state when replicas are lost and rejoin (docs/recovery.md).
 
-`WholeTransfer` sends a joining replica the whole state of any optimizer. `DividedAdamW` is AdamW whose moments are sharded over the
-replicas (ZeRO-1).
+`WholeTransfer` sends a joining replica any optimizer's whole state. `DividedAdamW` is AdamW with moments sharded over
+the replicas (ZeRO-1).
 
-Every replica has all weights and, after the all-reduce, all gradients. Moments are split along the rows of each stored tensor
-into one piece per replica. Two replicas hold and update each piece, so the run survives the loss of either one. Then the
-replicas exchange the updated rows.
+Every replica has all weights and, after the all-reduce, all gradients. Moments are split along the rows of each stored
+tensor into one piece per replica. Two replicas hold and update each piece, so the run survives the loss of either one.
+The replicas then exchange the updated rows.
 
 A division, an ordered list of replica names, determines which replica holds which pieces. Replicas can change at any time
-(`ElasticMesh.members`); the division follows in the next exchange, once all replicas have made the same updates.
+(`ElasticMesh.members`); the division changes in the next exchange, once all replicas have made the same updates.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from boost.train.replicas import digest
 
 
 class WholeTransfer:
-    """Brings joining replicas up to date, for an optimizer whose whole state is on every replica."""
+    """Brings joining replicas up to date if the optimizer's whole state is on every replica."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -48,7 +48,7 @@ class WholeTransfer:
         self._optimizer.updates = info["updates"]
 
     def transfer(self, mesh: ElasticMesh, donor: int, takes: bool) -> None:
-        """Sends state from replica `donor` of the mesh to those with `takes`; `commit_transfer` puts it into effect. Collective."""
+        """Sends state from replica `donor` in the mesh to those with `takes`; `commit_transfer` puts it into effect. Collective."""
         for tensor in self._optimizer.state_tensors():
             dist.broadcast(tensor if takes else torch.empty_like(tensor), group=mesh.dp.group, group_src=donor)
 
@@ -57,8 +57,8 @@ class WholeTransfer:
         return [digest(self._optimizer.state_tensors(), device)]
 
     def commit_transfer(self) -> None:
-        """Commits an exchange between replicas after it is complete on all processes. Here nothing is pending: state is received in
-        place."""
+        """Commits an exchange between replicas after it is complete on all processes. Nothing is pending here, because
+        state is received in place."""
 
     def discard_transfer(self) -> None:
         """Discards an exchange between replicas that was interrupted before any process completed it."""
@@ -81,13 +81,13 @@ class Division:
         return [piece for piece in range(len(self.names)) if name in self.holders(piece)]
 
     def rows(self, tensor: Tensor, piece: int) -> range:
-        """The rows of a stored tensor in a piece."""
+        """The rows of a stored tensor that are in a piece."""
         return share(tensor.shape[0], piece, len(self.names))
 
     def sources(self, members: Sequence[str]) -> list[int]:
         """For each piece, the index of the first member in `members` that holds it.
 
-        Raises TrainingError if no member does.
+        Raises TrainingError if no member holds some piece.
         """
         holders = [[members.index(n) for n in self.holders(i) if n in members] for i in range(len(self.names))]
         if lost := holders.count([]):
@@ -99,7 +99,7 @@ class Division:
 
 
 Pieces = dict[int, dict[Tensor, dict[str, Tensor]]]
-"""For each piece: the moments of its rows of each stored tensor, by name."""
+"""For each piece: the moments of its rows in each stored tensor, by name."""
 
 
 class DividedAdamW(Optimizer):
@@ -118,11 +118,11 @@ class DividedAdamW(Optimizer):
 
     @property
     def _name(self) -> str | None:
-        """Name of this replica in the current membership."""
+        """This replica's name in the current membership."""
         return self._mesh.members[self._mesh.dp.rank] if self._mesh.members else None
 
     def _zeros(self, division: Division) -> Pieces:
-        """Zero moments of the pieces that this replica will hold."""
+        """Zero moments for the pieces that this replica will hold."""
         return {
             piece: {
                 fused.tensor: zeros(_rows_view(fused.tensor, division.rows(fused.tensor, piece)), MOMENTS)
@@ -158,7 +158,7 @@ class DividedAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, number: int, rate: float) -> None:
-        """Updates the rows of this replica's pieces and receives all others."""
+        """Updates the rows in this replica's pieces and receives all other rows."""
         for view, tensor, rows in self._rows:
             assert tensor.grad is not None, "every parameter must have a gradient in every step"
             view.grad = _rows_view(tensor.grad, rows)
@@ -192,7 +192,7 @@ class DividedAdamW(Optimizer):
                 for piece, parts in enumerate(pieces):
                     if piece != dp.rank:
                         torch._foreach_copy_(parts, _unflatten_dense_tensors(gathered[piece], parts))
-        # The barrier comes last: once any process has completed this operation, every process has all data of the exchange.
+        # The barrier comes last: once any process has completed this operation, every process has all data from the exchange.
         if self._mesh.device.type == "cuda":
             torch.cuda.current_stream(self._mesh.device).synchronize()
         self._mesh.barrier()
@@ -263,7 +263,7 @@ class DividedAdamW(Optimizer):
         return list(_unflatten_dense_tensors(flat, like))
 
     def digests(self, device: torch.device) -> list[Tensor]:
-        """Digests of the moments of each piece; 0 if this process does not hold it."""
+        """Digests of the moments in each piece; 0 if this process does not hold the piece."""
         division, pieces = self._pending or (self.division, self._pieces)
         nothing = torch.zeros((), dtype=torch.int64, device=device)
         held = {i: [x for moments in piece.values() for x in moments.values()] for i, piece in pieces.items()}
@@ -288,7 +288,7 @@ Transfer = WholeTransfer | DividedAdamW
 
 
 def _rows_view(tensor: Tensor, rows: range) -> Tensor:
-    """A view of some rows of a stored tensor."""
+    """A view of some rows in a stored tensor."""
     return tensor.detach()[rows.start : rows.stop]
 
 

@@ -1,10 +1,10 @@
 """In-step recovery (run.recovery = "in-step"): the current step completes without the lost replica, which rejoins between two
 steps after a restart. docs/recovery.md explains the design; `boost.elastic.membership` implements the agreement protocol.
 
-All processes run the same sequence of collective operations: the sums and statistics of a step, an evaluation, a save. A process
+All processes run the same sequence of collective operations: a step's sums and statistics, an evaluation, a save. A process
 completes an operation only after all processes have entered it. So if a replica is lost, the survivors are in the same operation
-or in two consecutive ones. Processes that are one operation behind take the result from the others; otherwise all survivors
-repeat the operation. Weights depend only on these results and change identically on every process.
+or in two consecutive ones. Processes that are one operation behind take the result from the others. Otherwise, all
+survivors repeat the operation. Weights depend only on these results and change identically on every process.
 """
 
 import dataclasses
@@ -52,13 +52,13 @@ REPLICA, COORDINATOR = "BOOST_REPLICA", "BOOST_COORDINATOR"
 PATIENCE = 2
 """A remote store may be silent for this multiple of run.heartbeat_timeout_s while this process waits for others."""
 EXCLUDED_GRACE_S = 5.0
-"""Time that a process has to exit on its own after the others continue without it, in seconds."""
+"""Time that a process has to exit on its own once the others continue without it, in seconds."""
 
 _REPEAT = object()
 
 
 class RecoverableRun(Training, Protocol):
-    """The part of a trainer that its recovery uses (`boost.elastic.trainer.ElasticTrainer`)."""
+    """The trainer interface that recovery uses (`boost.elastic.trainer.ElasticTrainer`)."""
 
     transfer: Transfer
     """Sends the optimizer's state to joining replicas."""
@@ -76,18 +76,18 @@ class RecoverableRun(Training, Protocol):
 
 
 class Recovery:
-    """In-step recovery of one process: its replica and its current membership."""
+    """In-step recovery on one process: its replica and its current membership."""
 
     def __init__(self, config: Config, stopped: Stopped) -> None:
         """Joins this process's replica and, unless the replica is a restart (`is_restart`), the first membership.
 
-        Raises TrainingError if processes are missing after run.startup_timeout_s, StoppedError on a stop signal.
+        Raises TrainingError if processes are missing after run.startup_timeout_s, and StoppedError on a stop signal.
         """
         run, parallel = config.run, config.parallel
         device = choose_device(run.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            # A failed communicator must not end the process: the process aborts it, and the next membership creates a new one.
+            # A failed communicator must not end the process, which aborts it; the next membership creates a new one.
             # torchrun asks for the opposite, so this overwrites any earlier value.
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
             os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(run.timeout_s))  # torch's default: 30 minutes
@@ -97,7 +97,7 @@ class Recovery:
         self.slot, self.slots = number * replica_size(parallel) + process, parallel.world_size
         self.operation, self._last = 0, None
         self.held: list[int] = []
-        """Micro-batches of the current step whose gradients this process holds."""
+        """Micro-batches in the current step whose gradients this process holds."""
         self.repeats = False
         """Whether the current operation is being repeated."""
         self._depth, self._admits, self._closed = 0, False, threading.Event()
@@ -131,12 +131,12 @@ class Recovery:
         return FolderBoard(folder) if folder else StoreBoard(self._store)
 
     def beats(self) -> list[Beat]:
-        """The latest heartbeat of each process."""
+        """The latest heartbeat from each process."""
         return self._beats.board.read(self.slots)
 
     @property
     def is_over(self) -> bool:
-        """Whether any process has completed the last operation of the run."""
+        """Whether any process has completed the last operation in the run."""
         return self._store.check(["done"])
 
     def exclude_slow(self, member: Member, text: str) -> None:
@@ -183,10 +183,10 @@ class Recovery:
         self.operation, self._last, self.held, self.repeats = self.operation + 1, result, [], False
 
     def own_share(self, micro_batches: int) -> list[int]:
-        """Micro-batches of this process in the step that it is about to start.
+        """This process's micro-batches in the step that it is about to start.
 
-        Differs from the usual share if a replica was lost while other processes were already in this step: they keep the
-        micro-batches that they hold."""
+        Differs from the usual share if a replica was lost while other processes were already in this step, because they
+        keep the micro-batches that they hold."""
         dp, decision = self.mesh.dp, self.decision
         if self.operation == decision.operation and any(decision.held.values()):
             return self._assigned(micro_batches)
@@ -238,7 +238,7 @@ class Recovery:
         self.trainer.adopt(event)
 
     def _connect(self, decision: Decision) -> None:
-        """Replaces the previous membership's process groups by this one's. Raises PeersLostError."""
+        """Replaces the previous membership's process groups with those of this one. Raises PeersLostError."""
         self.membership.end()
         if self.trainer is not None:
             self.trainer.abandon_save()
@@ -284,8 +284,8 @@ class Recovery:
     def enter(self, trainer: "RecoverableRun") -> None:
         """Waits until the others admit this replica, then receives weights, moments and position from one of them.
 
-        Raises ExcludedError on failure, so that the replica is restarted; StoppedError if the run ends first, or on a stop
-        signal to a process of this replica.
+        Raises ExcludedError on failure, so that the replica is restarted; StoppedError if the run ends first, or on a
+        stop signal to a process in this replica.
         """
         if self.replica.size > 1:
             dist.barrier()
@@ -301,7 +301,7 @@ class Recovery:
             self._require_not_stopped()
             if why := self._coordinator.lost_reason(self.member.incarnation):
                 raise ExcludedError(f"the others did not admit this replica ({why})")
-            # Under torchrun, if no member is left, only heartbeats show that one was lost.
+            # Under torchrun, if no member is left, only heartbeats show that members were lost.
             lost = [self._coordinator.lost_reason(m.incarnation) or self._beats.status(m) for m in decision.members]
             if decision.refused or all(lost):
                 self._coordinator.exclude_lost(decision.members, self.member)  # so that launchers end hung processes
@@ -320,7 +320,7 @@ class Recovery:
         trainer.check_replicas(again=True)
 
     def _require_not_stopped(self) -> None:
-        """Raises StoppedError after a stop signal to this process or another one of a waiting replica."""
+        """Raises StoppedError after a stop signal to this process or another one in a waiting replica."""
         key = f"stopped/{self.member.incarnation}"
         if name := self._stopped():
             self._store.set(key, name)
@@ -394,7 +394,7 @@ class Recovery:
         if why := coordinator.lost_reason(self.member.incarnation):
             excluded_at = excluded_at or time.monotonic()
             membership.end()
-            if time.monotonic() - excluded_at > EXCLUDED_GRACE_S:  # the main thread hangs
+            if time.monotonic() - excluded_at > EXCLUDED_GRACE_S:  # the main thread is hung
                 log.error("the other replicas continue without this one (%s)", why)
                 leave(BoostError.exit_code)
         since = membership.waits_since()
@@ -406,8 +406,8 @@ class Recovery:
         return excluded_at
 
     def failed(self, error: BaseException) -> None:
-        """Tells the others that this process has failed, so they need not wait to detect it. A lost connection is not reported: it
-        is a symptom, and the launcher knows which process of the replica ended first."""
+        """Tells the others that this process has failed, so they need not wait to detect it. A lost connection is only
+        a symptom and is not reported: the launcher knows which process in the replica ended first."""
         symptom = launch_dir() and (is_lost_connection(error) or is_lost_connection(error.__cause__))
         if not isinstance(error, ExcludedError) and not symptom:
             try:
@@ -430,7 +430,7 @@ class Recovery:
 
 
 def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int, dist.Store, dist.Store, str]:
-    """(replica, process within it, store of the replica, store of the run, incarnation), read from the environment."""
+    """(replica, process within it, the replica's store, the run's store, incarnation), read from the environment."""
     own: dist.Store
     if folder := launch_dir():
         replica, process = replica_of_rank(parallel, int(os.environ["RANK"]))
@@ -465,7 +465,7 @@ def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int,
 
 
 def state_of(trainer: "RecoverableRun") -> dict[str, Any]:
-    """State that a rejoining replica needs besides weights and moments: the trainer's position and the state of its hooks."""
+    """The state that a rejoining replica needs besides weights and moments: the trainer's position and the state of its hooks."""
     trouble = trainer.trouble
     return {
         "position": dataclasses.asdict(trainer.position),

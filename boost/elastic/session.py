@@ -1,4 +1,4 @@
-"""One process's part in a run with in-step recovery."""
+"""How one process takes part in a run with in-step recovery."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -41,7 +41,7 @@ class ElasticSession(Session):
         return ElasticTrainer(self.config, self.recovery, run, hooks)
 
     def start(self, trainer: Training, candidates: list[Path], start_from: str | None) -> None:
-        """Loads the initial state, which a restarted replica receives from the others."""
+        """Loads the initial state; a restarted replica receives it from the others."""
         elastic = cast(ElasticTrainer, trainer)
         if self.recovery.is_restart:
             self.recovery.enter(elastic)
@@ -50,7 +50,7 @@ class ElasticSession(Session):
             self.recovery.trainer = elastic  # after this, a lost replica does not end the run
 
     def failed(self, error: Exception) -> None:
-        """Tells the others."""
+        """Tells the other replicas."""
         self.recovery.failed(error)
 
     def close(self) -> None:

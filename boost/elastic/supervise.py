@@ -1,4 +1,4 @@
-"""Supervises the replicas of one machine (run.recovery = "in-step"): ends all processes of a failed replica and restarts it."""
+"""Supervises the replicas on one machine (run.recovery = "in-step"): ends all processes of a failed replica and restarts it."""
 
 import contextlib
 import logging
@@ -25,11 +25,11 @@ POLL_S = 0.1
 RESTART_S = 0.5
 """Delay before a replica is restarted, in seconds. An error on all replicas ends the run within this time."""
 END_S = 30.0
-"""Time that a restarting replica has to exit after the run is complete, in seconds."""
+"""Time that a restarting replica has to exit once the run is complete, in seconds."""
 
 
 class Supervisor:
-    """Watches the processes of all replicas of a run until it is complete or no replica can continue."""
+    """Watches the processes of all replicas in a run until the run is complete or no replica can continue."""
 
     def __init__(self, replicas: Sequence[Sequence[int]], restarts: int) -> None:
         """`replicas`: global ranks of each replica. `restarts`: maximum number per replica."""
@@ -42,7 +42,7 @@ class Supervisor:
 
     @classmethod
     def of(cls, config: Config) -> "Supervisor":
-        """Builds the supervisor of a configured run."""
+        """Builds the supervisor for a configured run."""
         places = [(*replica_of_rank(config.parallel, rank), rank) for rank in range(config.parallel.world_size)]
         numbers = range(config.parallel.dp)
         return cls([[rank for of, _, rank in sorted(places) if of == n] for n in numbers], config.run.replica_restarts)
@@ -142,7 +142,7 @@ class Supervisor:
             self._due[replica] = time.monotonic() + RESTART_S
 
     def _collect_failures(self) -> None:
-        """Waits briefly for the other processes to exit and adds their failures; one of their reports may name the cause."""
+        """Waits briefly for the other processes to exit and adds their failures: one of the reports may name the cause."""
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline and any(process.exitcode is None for process in self._processes):
             time.sleep(POLL_S)

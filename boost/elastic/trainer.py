@@ -1,7 +1,7 @@
-"""The trainer of a run with in-step recovery: it keeps training while replicas are lost and rejoin (docs/recovery.md).
+"""The trainer for a run with in-step recovery: it keeps training while replicas are lost and rejoin (docs/recovery.md).
 
-Gradient sums can be discarded and repeated, so a step keeps its global batch: the survivors compute the micro-batches that
-were lost. If replicas change during a save, the save is abandoned, and the remaining replicas repeat it.
+Gradient sums can be discarded and repeated, so a step keeps its global batch: the survivors compute the lost
+micro-batches. If replicas change during a save, the save is abandoned, and the remaining replicas repeat it.
 """
 
 import time
@@ -49,11 +49,11 @@ class ElasticReducer(GradientReducer):
     """A `GradientReducer` that keeps this process's own gradients next to their sums until the next step begins."""
 
     def queue(self, parameters: Sequence[nn.Parameter], axis: Axis, dtype: torch.dtype | None) -> BucketQueue:
-        """The buckets of `parameters`. Even an axis of one process has buckets, because others may join."""
+        """The buckets of `parameters`. Even an axis with one process has buckets, because others may join."""
         return BucketQueue(parameters, axis, dtype, _KeptBucket)
 
     def rejoin(self, mesh: Mesh) -> None:
-        """Sums over the axes of `mesh` in later steps."""
+        """Makes later steps sum over the axes of `mesh`."""
         for queue, axis in zip(self._queues, (mesh.replicas, mesh.dp_cp, mesh.tp), strict=True):
             queue.axis = axis
 
@@ -65,7 +65,7 @@ class ElasticReducer(GradientReducer):
                 cast(_KeptBucket, bucket).own = []
 
     def restore_local(self) -> None:
-        """Discards sums, in flight or complete. Gradients are again this process's own, ready for accumulation. Until the next
+        """Discards sums, in flight or complete. Gradients are this process's own again, ready for accumulation. Until the next
         step, only `finish` sums them."""
         for queue in self._queues:
             queue.active, queue.next_bucket = False, 0
@@ -105,7 +105,7 @@ class _KeptBucket(GradBucket):
 class RecoverableStepper(Stepper):
     """A `Stepper` whose gradient reduction and statistics form one operation of a `Recovery`.
 
-    Local gradients are kept next to their sums until the operation is complete, which takes memory for one more copy."""
+    Local gradients are kept next to their sums until the operation is complete, which takes memory for another copy."""
 
     reducer: ElasticReducer
 
@@ -116,7 +116,7 @@ class RecoverableStepper(Stepper):
         self.timed_on = torch.device("cpu")
         self._recovery = recovery
         self._timed: tuple[Moment, Moment, int] = (0.0, 0.0, 0)
-        """Begin and end of the step's passes, and the number of micro-batches between them."""
+        """Start and end of the step's passes, and the number of micro-batches between them."""
 
     @property
     def micro_batches(self) -> int:
@@ -124,7 +124,7 @@ class RecoverableStepper(Stepper):
         return self.config.train.global_batch // self.config.train.micro_batch
 
     def passes(self, position: Position, lr: float) -> Passes:
-        """Runs the passes of this process's share and starts the reduction of gradients without waiting for it."""
+        """Runs the passes for this process's share and starts the reduction of gradients without waiting for it."""
         versions = self._versions()
         following = position.step + 1 < self.config.train.steps
         step = position.step + position.skipped
@@ -171,14 +171,14 @@ class RecoverableStepper(Stepper):
 
 
 class ElasticSaver(CheckpointSaver):
-    """A `CheckpointSaver` for the current replicas."""
+    """A `CheckpointSaver` that works with the current replicas."""
 
     expected_errors = (PeersLostError,)
     _division: Division | None = None
     """The division of the moments to which this process's share belongs."""
 
     def abandon(self) -> int | None:
-        """Abandons the save in flight because the replicas changed. Returns its step, or None if there was none."""
+        """Abandons the save in flight because the replicas changed. Returns its step; None if no save was in flight."""
         step, thread = self.in_flight, self._thread
         self._thread = self._share = self._group = None
         if thread is not None:
@@ -252,7 +252,7 @@ class ElasticTrainer(Trainer):
         self._abandoned_save = self._saver.abandon()
 
     def adopt(self, event: MembershipChange) -> None:
-        """Continues with a new set of replicas. `mesh` is already updated; this process may now be the main one."""
+        """Continues with a new set of replicas. `mesh` is already up to date; this process may now be the main one."""
         self.reducer.rejoin(self.mesh)
         self._stepper.prefetcher.close()
         self.takes_over = True

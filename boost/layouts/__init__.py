@@ -1,8 +1,8 @@
 """The layouts: ways to shard a decoder over TP ranks, one folder each. `spec.py` describes a layout without torch, and the
 configuration and the planner import only that file; `runtime.py` implements the layout.
 
-This file is their registry. `register_layout` adds a layout. An installed package calls it in a module listed under the
-entry-point group `boost.plugins`. `LayoutSpec.config` is the class that `parallel.layout` then selects.
+This file is the registry of layouts. `register_layout` adds one. An installed package calls it in a module listed under
+the entry-point group `boost.plugins`. `LayoutSpec.config` is the class that `parallel.layout` then selects.
 """
 
 from boost.config.schema import ModelConfig, ParallelConfig
@@ -37,7 +37,7 @@ def layout_names() -> tuple[str, ...]:
 
 
 def layout_spec(name: str) -> LayoutSpec:
-    """The layout with this name. Raises KeyError if there is none; a validated configuration always names a known layout."""
+    """The layout with this name. Raises KeyError if it does not exist; a validated configuration always names a known layout."""
     if name not in _specs:
         load_plugins()
     if name not in _specs:

@@ -1,7 +1,7 @@
-"""Code that all layout runtimes share: attributes, and embedding, norm, head and loss for each kind of residual stream.
-`layout_for` builds the configured one.
+"""Code that all layout runtimes share: attributes, and the embedding, norm, head and loss for each kind of residual
+stream. `layout_for` builds the configured one.
 
-Legend: p TP processes, T tokens, N some of them; D hidden width, V vocabulary rows on this process.
+Legend: p TP processes, T tokens, N of those tokens; D hidden width, V vocabulary rows on this process.
 """
 
 import functools
@@ -44,10 +44,10 @@ def layout_for(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> Layo
 
 
 class ContextAxis:
-    """Attention over the context-parallel (CP) axis: exchanges heads, or gathers keys and values (`boost.config.attention`). One
-    collective in and, if heads are exchanged, one out.
+    """Attention over the context-parallel (CP) axis: exchanges heads, or gathers keys and values
+    (`boost.config.attention`). There is one collective in and, if heads are exchanged, one out.
 
-    Legend: n local tokens of a micro-batch, N = cp n tokens on all CP ranks; H query and K key/value heads of one TP rank, E
+    Legend: n local tokens in a micro-batch, N = cp n tokens on all CP ranks; H query and K key/value heads on one TP rank, E
     width of a head.
     """
 
@@ -67,8 +67,8 @@ class ContextAxis:
     def enter(self, flow: Flow, qkv: Sequence[Tensor], share: SequenceShare, batch: int) -> Iterator[None]:
         """Redistributes q, k, v before attention: [n, H E], [n, K E], [n, K E] -> (q, k, v).
 
-        Heads exchanged: [N, H E / cp] and twice [N, K E / cp], of whole sequences. Keys and values gathered: q as it is, and
-        all keys and values, [N, K E] each.
+        If heads are exchanged: [N, H E / cp] and twice [N, K E / cp], for whole sequences. If keys and values are
+        gathered: q unchanged, and all keys and values, [N, K E] each.
         """
         q, *keys_values = qkv
         if self.as_heads:
@@ -84,8 +84,8 @@ class ContextAxis:
             flow.arrived = q, *share.to_sequences(in_flight.wait(), batch).chunk(2, dim=-1)
 
     def leave(self, flow: Flow, attended: Tensor, share: SequenceShare, batch: int) -> Iterator[None]:
-        """Redistributes attention's output: heads [N, H E / cp] of whole sequences -> [n, H E]. A no-op if keys and values were
-        gathered."""
+        """Redistributes attention's output: heads [N, H E / cp] for whole sequences -> [n, H E]. A no-op if keys and
+        values were gathered."""
         if self.as_heads:
             in_flight = self.start(EXCHANGE, share.to_processes(attended, batch))
             yield
@@ -94,7 +94,7 @@ class ContextAxis:
 
 
 class BaseLayout:
-    """Attributes and defaults of every layout. The constructor derives settings from the configuration and the mesh."""
+    """Attributes and defaults for every layout. The constructor derives settings from configuration and mesh."""
 
     lag = 0
     """Steps by which the second half trails the first. 0 if one half has enough compute between any two collectives in the
@@ -112,7 +112,7 @@ class BaseLayout:
         self.is_inference = is_inference
         self.halves = parallel.overlap == "halves" and (self.size > 1 or mesh.cp.size > 1)
         self.splits = self.halves and not is_inference
-        """Whether start and wait of a collective are separate autograd nodes, so that other work can run in between."""
+        """Whether a collective's start and wait are separate autograd nodes, so that other work can run in between."""
         start = collectives.start if self.splits else collectives.run
         self.start = functools.partial(start, axis=self.axis)
         """Starts a collective over the TP processes (`collectives.start`)."""
@@ -151,7 +151,7 @@ class BaseLayout:
         return rms_norm(x_TD, gamma_D, self.model.norm_eps)
 
     def norm_and_inner(self, x_TD: Tensor, gamma_D: Tensor, group: LinearGroup) -> list[Tensor]:
-        """Segment: A norm(x) of whole rows."""
+        """Segment: A norm(x) for whole rows."""
         return group.inner(rms_norm(x_TD, gamma_D, self.model.norm_eps))
 
     def loss(self, normed_TD: Tensor, head: Tensor, targets_T: Tensor, teaching: Teaching | None = None) -> Tensor:
@@ -162,7 +162,7 @@ class BaseLayout:
         return distill_loss(normed_TD, weight, targets_T, teaching, self.axis)
 
     def all_logits(self, normed_TD: Tensor, head: Tensor) -> Tensor:
-        """The collectives of `loss`, and an all-gather of T V/p logits. The backward pass adds nothing."""
+        """The collectives of `loss`, and an all-gather of T V/p logits. The backward pass adds no collective."""
         logits_TV = linear(normed_TD, head)
         if self.size == 1:
             return logits_TV
@@ -175,7 +175,7 @@ class BaseLayout:
 
 
 class Replicated(BaseLayout):
-    """Residual stream [T, D], replicated. Its gradients and those of the norms are complete."""
+    """Residual stream [T, D], replicated. The gradients of the residual stream and of the norms are complete."""
 
     to_shards: Comm = SUM_BACKWARD
     """Collective from the replicated residual stream to a tensor that feeds a different shard on every process."""
@@ -183,7 +183,7 @@ class Replicated(BaseLayout):
     """Collective from partial sums to the residual stream."""
 
     def embed(self, flow: Flow, table: Tensor, dtype: torch.dtype) -> Iterator[None]:
-        """Each process looks up its own columns. Forward: one all-gather of width D; backward: nothing."""
+        """Each process looks up its own columns. Forward: one all-gather of width D; backward: no collective."""
         rows = self.start(GATHER_REPLICATED, lookup(flow.x, table, dtype))
         yield
         flow.x = rows_to_features(rows.wait(), self.axis)
@@ -218,7 +218,7 @@ class TokenSharded(Replicated):
         return (tokens, rank) if self.is_inference else super().latent_shape(rank, tokens)
 
     def embed(self, flow: Flow, table: Tensor, dtype: torch.dtype) -> Iterator[None]:
-        """Each process looks up its own columns of all tokens. One all-to-all of T D/p in either pass."""
+        """Each process looks up its own columns for all tokens. One all-to-all of T D/p in each pass."""
         if self.is_inference:
             yield from super().embed(flow, table, dtype)
             return

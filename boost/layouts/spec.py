@@ -3,7 +3,7 @@
 Configuration rules, the planner, `boost inspect` and the runtime all read this description. A layout is a subclass of
 `LayoutSpec` in its own folder, next to the runtime class that its `runtime` names (`boost.layouts.runtime`).
 
-Legend: T tokens of one micro-batch; p TP ranks. A dim is a tensor dim of a parameter's global shape; shards are equal and
+Legend: T tokens in one micro-batch; p TP ranks. A dim is a tensor dim of a parameter's global shape; shards are equal and
 contiguous. A width is the number of elements per token in a whole payload.
 """
 
@@ -35,7 +35,7 @@ PARTIAL = Placement(partial=True)
 
 @dataclass(frozen=True)
 class Comm:
-    """One differentiable collective: its kind in the forward and in the backward pass; None: no communication.
+    """One differentiable collective: its kind in the forward pass and in the backward pass; None: no communication.
 
     `boost.parallel.collectives` implements and documents each of the constants below.
     """
@@ -59,7 +59,7 @@ class PlannedComm:
 
     comm: Comm
     width: int
-    """Elements per token of the whole payload."""
+    """Elements per token in the whole payload."""
     forward_only: int = 0
     """Additional elements per token in the forward payload only."""
     dtype: str = ""
@@ -81,10 +81,10 @@ class GroupContext:
     dtype: str
     """Dtype of the activations."""
     has_latent_gate: bool
-    """Whether this block has latent gates (LaX)."""
+    """Whether the block has latent gates (LaX)."""
 
     def merged(self, comm: Comm, widths: Sequence[int], **facts: Any) -> Iterator[PlannedComm]:
-        """One collective for all slots of the group; without grouping, one per slot."""
+        """One collective for all slots in the group; without grouping, one per slot."""
         for width in [sum(widths)] if self.parallel.grouping else widths:
             yield PlannedComm(comm, width, **facts)
 
@@ -103,8 +103,8 @@ class LayoutSpec:
     """One way to shard a decoder over TP ranks, as data."""
 
     config: ClassVar[type[ParallelConfig]]
-    """Class that `parallel.layout` selects: name, one-phrase description, options, and `problems` beyond those that follow from the
-    placements."""
+    """The class that `parallel.layout` selects: name, one-phrase description, options, and `problems` beyond those that
+    follow from the placements."""
     runtime: ClassVar[str]
     """`module:Class` of the implementation; imported when a model is built."""
     low_rank: ClassVar[bool | None]
@@ -144,8 +144,8 @@ class LayoutSpec:
     def placement(self, role: str, model: ModelConfig, parallel: ParallelConfig) -> Placement:
         """Placement of parameters with this role.
 
-        Fewer than p key/value heads cannot be sharded over p ranks. Every rank then holds all of them and uses its own head's rows;
-        the gradients of the copies are summed once per optimizer step.
+        Fewer than p key/value heads cannot be sharded over p ranks. Instead, every rank holds all of them and uses its
+        own head's rows; the gradients of the copies are summed once per optimizer step.
         """
         placements = {**_ENDS, **self.placements}
         side, _, factor = role.partition(".")
@@ -189,7 +189,7 @@ class LayoutSpec:
         )
 
     def latent_shape(self, parallel: ParallelConfig, tokens: int, rank: int) -> tuple[int, int]:
-        """Local shape of latents of rank `rank` that are passed to the next block."""
+        """Local shape of the latents of rank `rank` that are passed to the next block."""
         p = parallel.tp
         return tokens // p if self.residual == "tokens" else tokens, rank // p if self.shards_rank else rank
 
@@ -198,8 +198,8 @@ class LayoutSpec:
         return self.low_rank in (None, model.low_rank)
 
     def superseded_by(self, model: ModelConfig) -> str:
-        """Name of a layout that does the same work and never sends more for this model, which the planner tries instead; otherwise
-        empty."""
+        """Name of a layout that does the same work and never sends more for this model, which the planner tries
+        instead; empty if there is none."""
         return ""
 
     def channels_shape(self, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[int, int]:
@@ -215,11 +215,11 @@ class LayoutSpec:
         return parallel.tp
 
     def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
-        """The collectives of one group of linears, in forward order."""
+        """The collectives for one group of linears, in forward order."""
         raise NotImplementedError
 
     def notes(self, model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-        """Notes on what the tables do not show, one sentence each."""
+        """Notes about what the tables do not show, one sentence each."""
         if self.placement("kv.B" if model.low_rank else "kv.W", model, parallel).partial:
             yield (
                 f"model.kv_heads = {model.kv_heads} is less than parallel.tp = {parallel.tp}: each process holds the weights of "
@@ -249,10 +249,10 @@ class LayoutSpec:
     def backward(
         self, comms: Sequence[PlannedComm], policy: str, to_the_end: bool = False
     ) -> Iterator[tuple[str, PlannedComm]]:
-        """(phase, collective) of one block in backward order, including collectives that are recomputed.
+        """(phase, collective) for one block in backward order, including collectives that are recomputed.
 
-        With policy "full-block", the block is recomputed when the backward pass first needs one of its tensors, through the last
-        tensor that it needs. A collective at the very end of the block is repeated only if `to_the_end`.
+        With policy "full-block", the block is recomputed when the backward pass first needs one of its tensors, up to
+        the last tensor that it needs. A collective at the very end of the block is repeated only if `to_the_end`.
         """
         rest = list(comms)
         if policy == "full-block":
@@ -267,5 +267,5 @@ class LayoutSpec:
 
 
 def local_shape(parameter: Parameter, placement: Placement, processes: int) -> tuple[int, ...]:
-    """Shape of one TP rank's shard of a parameter."""
+    """Shape of a parameter's shard on one TP rank."""
     return tuple(n // processes if i == placement.dim else n for i, n in enumerate(parameter.shape))

@@ -1,7 +1,7 @@
 """Causal attention with rotary embeddings over the local heads, and key/value caches for generation.
 
-Legend: B sequences, S tokens of each, T = B * S, H query heads and K key/value heads on this process, E width of a head; cp
-processes of the context axis, c tokens of a chunk; C cached tokens of the longest sequence.
+Legend: B sequences, S tokens in each, T = B * S, H query heads and K key/value heads on this process, E width of a head; cp
+processes of the context axis, c tokens in a chunk; C cached tokens in the longest sequence.
 """
 
 import itertools
@@ -23,15 +23,15 @@ KeysValues = tuple[Tensor, Tensor] | tuple[()]
 
 @dataclass(frozen=True)
 class SequenceShare:
-    """This process's share of each sequence on the context axis (`boost.config.attention`): two chunks, one from each half of the
-    sequence, or only one half's chunk."""
+    """This process's share of each sequence on the context axis (`boost.config.attention`): two chunks, one from each
+    half of the sequence, or only the chunk from one half."""
 
     rank: int
     cp: int
     gathers_keys: bool
     """Whether keys and values are gathered while queries stay local. Otherwise, attention gets all tokens of some heads."""
     documents: tuple[Documents | None, ...] = (None, None)
-    """Documents of the queries of each local chunk, if keys are gathered."""
+    """Documents of the queries in each local chunk, if keys are gathered."""
     halves_held: tuple[int, ...] = (0, 1)
     """Halves of the sequence that this share covers: 0 the first, 1 the second."""
 
@@ -42,19 +42,19 @@ class SequenceShare:
         return [both[half] for half in self.halves_held]
 
     def halves(self) -> "tuple[SequenceShare, SequenceShare]":
-        """Shares of the first and of the second half of the sequence."""
+        """Shares of the first half and of the second half of the sequence."""
         first, second = (
             replace(self, documents=(own,), halves_held=(half,)) for half, own in enumerate(self.documents)
         )
         return first, second
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
-        """Positions of the `tokens` local tokens of a sequence, int64."""
+        """Positions of the `tokens` local tokens in a sequence, int64."""
         c = tokens // len(self.chunks)
         return torch.cat([torch.arange(number * c, (number + 1) * c, device=device) for number in self.chunks])
 
     def to_sequences(self, x: Tensor, batch: int) -> Tensor:
-        """Reorders rows from process order (one process after another) to sequence order. Copies unless the order is the same."""
+        """Reorders rows from process order (one process after another) to sequence order. Copies unless they are equal."""
         return _reordered(x, self._order(batch))
 
     def to_processes(self, x: Tensor, batch: int) -> Tensor:
@@ -80,18 +80,18 @@ def _reordered(x: Tensor, order: Sequence[int]) -> Tensor:
 
 
 # Caches for generation. Every sequence being generated has a row in the caches, which it fills from the front. Prompts are
-# stored first (`PromptRows`), packed one after another without padding; then all rows get one token at a time
-# (`NextTokenRows`), whose lengths may differ.
+# stored first (`PromptRows`), packed one after another without padding; then all rows, whose lengths may differ, get
+# one token at a time (`NextTokenRows`).
 
 
 @dataclass
 class KVCache:
-    """Keys and values of the tokens that one block has processed, [rows, K, capacity, E]; filled in place."""
+    """Keys and values for the tokens that one block has processed, [rows, K, capacity, E]; filled in place."""
 
     keys: Tensor
     values: Tensor
     length: int = 0
-    """Cached tokens of each row, if all rows have the same number."""
+    """Number of cached tokens per row, if it is the same for all rows."""
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` tokens of row `source` to row `target`."""
@@ -104,16 +104,16 @@ class PromptRows:
     """Whole prompts, which fill empty rows of the caches."""
 
     rows: tuple[int, ...]
-    """Row of each prompt."""
+    """The row of each prompt."""
     lengths: tuple[int, ...]
-    """Tokens of each prompt."""
+    """Number of tokens in each prompt."""
 
     def positions(self, device: torch.device) -> Tensor:
-        """Positions of the packed tokens, [T]: each prompt starts at 0."""
+        """Positions of the packed tokens, [T]; each prompt starts at 0."""
         return torch.cat([torch.arange(length, device=device) for length in self.lengths])
 
     def document_ids(self) -> Tensor:
-        """The number of the prompt of each packed token, [1, T], on the host."""
+        """The number of the prompt to which each packed token belongs, [1, T], on the host."""
         return torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))[None]
 
     def last_tokens(self, device: torch.device) -> Tensor:
@@ -121,7 +121,7 @@ class PromptRows:
         return torch.tensor(list(itertools.accumulate(self.lengths)), device=device) - 1
 
     def store(self, cache: KVCache, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores keys and values of the prompts, [B, K, S, E], or packed, [1, K, T, E], and returns them."""
+        """Stores the prompts' keys and values, [B, K, S, E] or, if packed, [1, K, T, E], and returns them."""
         for x_BKSE, stored in ((k_BKSE, cache.keys), (v_BKSE, cache.values)):
             whole = x_BKSE.shape[0] == len(self.rows)
             prompts = x_BKSE.unbind() if whole else x_BKSE[0].split(self.lengths, dim=1)
@@ -132,10 +132,10 @@ class PromptRows:
 
 @dataclass(frozen=True)
 class NextTokenRows:
-    """One more token of each of the first B rows of the caches."""
+    """One more token for each of the first B rows in the caches."""
 
     lengths: tuple[int, ...]
-    """Cached tokens of each row, without the new one."""
+    """Cached tokens in each row, not counting the new one."""
     lengths_B: Tensor
     """The same lengths on the device, int64."""
     mask_B11C: Tensor | None
@@ -143,7 +143,7 @@ class NextTokenRows:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> "NextTokenRows":
-        """Rows of these lengths; `dtype`: of the activations."""
+        """Rows with these lengths; `dtype`: the dtype of the activations."""
         lengths_B = torch.tensor(lengths, device=device)
         mask = None
         if min(lengths) < max(lengths):
@@ -161,7 +161,7 @@ class NextTokenRows:
         return torch.arange(len(self.lengths), device=device)
 
     def store(self, cache: KVCache, k_BK1E: Tensor, v_BK1E: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the tokens' keys and values. Returns the keys and values of all tokens in these rows, [B, K, C, E], as views."""
+        """Stores the tokens' keys and values. Returns the keys and values for all tokens in these rows, [B, K, C, E], as views."""
         batch, end = len(self.lengths), max(self.lengths) + 1
         for x_BK1E, stored in ((k_BK1E, cache.keys), (v_BK1E, cache.values)):
             if self.mask_B11C is None:
@@ -186,7 +186,7 @@ CacheRows = PromptRows | NextTokenRows
 
 @dataclass(frozen=True)
 class Context:
-    """Metadata of a micro-batch for attention, the same for every block."""
+    """A micro-batch's metadata for attention, the same for every block."""
 
     batch: int
     """Number of sequences B."""
@@ -201,14 +201,14 @@ class Context:
     rows: CacheRows | None = None
     """Positions of these tokens in the caches. None: no caches."""
     is_first_half: bool = False
-    """Whether these are the first half of the tokens of a sequence, whose keys and values the second half needs."""
+    """Whether these are the first half of the tokens in a sequence, whose keys and values the second half needs."""
     attends_to_first_half: bool = False
     """Whether these are the second half."""
     share: SequenceShare | None = None
     """This process's share of each sequence, to which the angles belong. None: the whole sequence."""
 
     def halves(self) -> "list[Context]":
-        """Contexts of the two halves: half of the sequences each, or half of the tokens of a single sequence."""
+        """Contexts for the two halves: half of the sequences each, or half of the tokens in a single sequence."""
         if self.batch == 1:
             return self._halves_of_tokens()
         sizes = [-(-self.batch // 2), self.batch // 2]
@@ -244,10 +244,10 @@ def make_context(
     compiled: bool = False,
     share: SequenceShare | None = None,
 ) -> Context:
-    """Builds the context of a micro-batch at these positions, [S] or [B, S].
+    """Builds the context for a micro-batch at these positions, [S] or [B, S].
 
-    `document_ids_BS`: ids for whole sequences; tokens attend only within their own document. `compiled`: blocks are compiled,
-    with one graph for all batches. `share`: the part of each sequence at these positions.
+    `document_ids_BS`: ids for whole sequences; tokens attend only within their own document. `compiled`: whether blocks
+    are compiled, with one graph for all batches. `share`: the part of each sequence at these positions.
 
     Angles are computed in fp32 (fp64 for fp64 activations) regardless of `dtype`. Rotary positions are relative, so positions
     do not restart at each document.
@@ -269,8 +269,8 @@ def make_context(
 def rotary_frequencies(model: ModelConfig, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """Rotary frequencies [E / 2], in radians per token.
 
-    With `model.rope_factor`, scales them as in Llama 3.1 (arXiv 2407.21783 and its published configuration): low frequencies are
-    divided by the factor, high ones are unchanged, and frequencies in between are interpolated.
+    With `model.rope_factor`, they are scaled as in Llama 3.1 (arXiv 2407.21783 and its published configuration): low
+    frequencies are divided by the factor, high ones are unchanged, and frequencies in between are interpolated.
     """
     width = model.head_dim
     plain = model.rope_theta ** -(torch.arange(0, width, 2, device=device, dtype=dtype) / width)
@@ -296,11 +296,11 @@ def attend(
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """softmax(q k^T / sqrt(E)) v for every local head, with q and k already rotated.
 
-    Returns ([T, H * E], list of keys and values for the second half of the sequence). For the second half, `before`
+    Returns ([T, H * E], a list of keys and values for the second half of the sequence). For the second half, `before`
     holds the first half's keys and values.
 
-    With a context axis, if heads were exchanged, each local head has all tokens. If keys were gathered, there are more keys
-    than queries, and the queries come from the local chunks.
+    With a context axis, each local head has all tokens if heads were exchanged. If keys were gathered, there are more
+    keys than queries, and the queries come from the local chunks.
     """
     q, k, v = q_BSHE.transpose(1, 2), k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2)
     if cache is not None and context.rows is not None:
@@ -329,7 +329,7 @@ def attend(
 
 
 def _attend_chunks(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, share: SequenceShare) -> Tensor:
-    """Attention of the local chunks' queries to the sequence's keys up to their own."""
+    """Attention from the local chunks' queries to the sequence's keys, up to their own."""
     c, attended = q_BHSE.shape[2] // len(share.chunks), []
     for index, (number, documents) in enumerate(zip(share.chunks, share.documents, strict=True)):
         end = (number + 1) * c

@@ -1,7 +1,7 @@
 """A decoder block for all layouts and families: `attention`, then `mlp`, and the order in which two halves of a
 micro-batch run through them.
 
-A sublayer projects norm(x) in, does its local work, and projects out:
+A sublayer projects norm(x) in, does its local work, and projects the result out:
 
     h = act(A norm(x))        layout.enter: A, and the collective that makes latents complete
     q, k, v = B h             layout.project_in
@@ -40,7 +40,7 @@ def attention(
     o: LinearGroup,
     cache: KVCache | None = None,
 ) -> Iterator[None]:
-    """x + o(attention(q, k, v)), where q, k, v are projections of norm(x). `cache`: of this block, during generation."""
+    """x + o(attention(q, k, v)), where q, k, v are projections of norm(x). `cache`: this block's cache, during generation."""
     yield from layout.enter(flow, gamma, qkv)  # norm and A; delivers the latents of q, k, v
     if context.share is None:
         before = flow.first_half.keys_values.pop(0) if flow.first_half is not None else ()
@@ -71,8 +71,8 @@ def _attend(
     prev: Latents,
     before: KeysValues,
 ) -> tuple[Tensor, Latents, list[tuple[Tensor, Tensor]]]:
-    """Segment: latents of q, k, v -> A a of this process's heads, latents for the next block, and keys and values for the second
-    half of the sequence."""
+    """Segment: latents of q, k, v -> A a for this process's heads, latents for the next block, and keys and values for
+    the second half of the sequence."""
     q, k, v, latents = _project_qkv(layout, context, qkv, arrived, prev)
     attended, keys_values = attend(q, k, v, context, cache, before)
     return layout.project_out(attended, o), latents, keys_values
@@ -100,13 +100,13 @@ def mlp(
 def _gate(
     layout: Layout, gate_up: LinearGroup, down: LinearGroup, silu: bool, arrived: Latents, prev: Latents
 ) -> tuple[Tensor, Latents]:
-    """Segment: latents of gate and up -> A (act(gate) up) of this process's channels, latents for the next block."""
+    """Segment: latents of gate and up -> A (act(gate) up) for this process's channels, latents for the next block."""
     (gate, up), latents = layout.project_in(arrived, prev, gate_up)
     return layout.project_out(gated_product(gate, up, silu), down), latents
 
 
 class TransformerBlock(FusedModule):
-    """Attention and gated MLP, with their weights."""
+    """Attention and a gated MLP, with their weights."""
 
     attn_norm: Tensor
     mlp_norm: Tensor
@@ -114,7 +114,7 @@ class TransformerBlock(FusedModule):
     def __init__(
         self, model: ModelConfig, layer: int, layout: Layout, policy: RecomputePolicy, layer_index: int
     ) -> None:
-        """`policy`: recomputation policy in training. `layer_index`: index among this decoder's blocks."""
+        """`policy`: recomputation policy for training. `layer_index`: index among this decoder's blocks."""
         super().__init__()
         self.layer_index = layer_index
         self.mlp_silu = model.mlp_silu
@@ -133,7 +133,7 @@ class TransformerBlock(FusedModule):
 
     @property
     def groups(self) -> tuple[LinearGroup, LinearGroup, LinearGroup, LinearGroup]:
-        """The groups of linears in forward order."""
+        """The groups of linears, in forward order."""
         return self.qkv, self.o, self.gate_up, self.down
 
     def run(self, layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
@@ -169,7 +169,7 @@ class TransformerBlock(FusedModule):
 
 
 def flows_of(streams: Sequence[Stream], contexts: Sequence[Context]) -> list[Flow]:
-    """The parts of a micro-batch, ready to run. The second half of a sequence attends to the keys of the first."""
+    """The parts of a micro-batch, ready to run. The second half of a sequence attends to the first half's keys."""
     flows: list[Flow] = []
     for stream, context in zip(streams, contexts, strict=True):
         flows.append(Flow(stream.x, stream.latents, flows[-1] if context.attends_to_first_half else None))
@@ -178,7 +178,7 @@ def flows_of(streams: Sequence[Stream], contexts: Sequence[Context]) -> list[Flo
 
 def interleave(runs: Sequence[Iterable[None]], lag: int = 0) -> None:
     """Runs generators in turn, each until its next collective is in flight: start(a), start(b), wait(a) and more, wait(b) and more.
-    Each one trails the previous one by `lag` such steps.
+    Each generator trails the previous one by `lag` such steps.
 
     Autograd runs nodes in the reverse order of their creation, so the backward pass is interleaved too.
     """

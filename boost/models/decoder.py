@@ -1,6 +1,6 @@
-"""The decoder for all layouts, with the math of LLaMA. The layout decides how it is distributed over processes.
+"""The decoder for all layouts; the math is LLaMA's. The layout decides how it is distributed over processes.
 
-Legend: B sequences, S tokens of each, T = B * S; x is the residual stream in the layout's shape.
+Legend: B sequences, S tokens in each, T = B * S; x is the residual stream in the layout's shape.
 """
 
 import math
@@ -22,11 +22,11 @@ from boost.models.interface import Layout, Teaching
 
 
 class Decoder(FusedModule):
-    """Embedding, blocks, final norm and head under one layout, or one pipeline stage of them.
+    """The embedding, blocks, final norm and head under one layout, or one pipeline stage of this decoder.
 
     A stage holds consecutive blocks; the first stage also has the embedding, the last one the final norm and head. Weights are
-    uninitialized until `init.initialize`. `policies`: the recomputation policy of each block of the whole model; empty: no
-    recomputation.
+    uninitialized until `init.initialize`. `policies`: the recomputation policy for each block of the whole model;
+    empty: no recomputation.
     """
 
     embed: Tensor
@@ -67,12 +67,12 @@ class Decoder(FusedModule):
         received: tuple[Tensor, ...] = (),
         teaching: Teaching | None = None,
     ) -> Any:
-        """Sum of the cross-entropy (nats), or with `teaching` of the distillation loss, over targets that are not -100; a scalar
-        in fp32 or wider.
+        """Sum of the cross-entropy (nats) or, with `teaching`, of the distillation loss over targets that are not -100;
+        a scalar in fp32 or wider.
 
-        With document ids (int, [B, S]) tokens attend only within their own document. With a context axis, tokens and targets
-        are the local ones, [B, S / cp], and document ids cover whole sequences. A pipeline stage takes the outputs of the
-        previous stage as `received`; every stage but the last returns (residual stream, *latents).
+        With document ids (int, [B, S]), tokens attend only within their own document. With a context axis, tokens and
+        targets are the local ones, [B, S / cp], and document ids cover whole sequences. A pipeline stage takes the
+        outputs of the previous stage as `received`; every stage but the last returns (residual stream, *latents).
         """
         parts, streams = self._run_parts(tokens_BS, document_ids_BS, received)
         if not self.stage.has_head:
@@ -85,13 +85,13 @@ class Decoder(FusedModule):
         return flows[0].x if len(flows) == 1 else flows[0].x + flows[1].x
 
     def _loss(self, flow: Flow, targets_T: Tensor, teaching: Teaching | None) -> Iterator[None]:
-        """x: the loss of one part."""
+        """Turns x into the loss for one part."""
         yield from self.layout.head_input(flow, self.final_norm)
         flow.x = self.layout.loss(flow.x, self.head, targets_T, teaching)
 
     @torch.no_grad()
     def head_inputs(self, tokens_BS: Tensor, document_ids_BS: Tensor | None = None) -> Tensor:
-        """The final norm of all tokens, [T, d], replicated over TP, for a single-stage model. Arguments as in `forward`."""
+        """The final norm for all tokens, [T, d], replicated over TP, for a single-stage model. Arguments as in `forward`."""
         _, streams = self._run_parts(tokens_BS, document_ids_BS, ())
         flows = [Flow(stream.x) for stream in streams]
         interleave([self.layout.head_input(flow, self.final_norm) for flow in flows])
@@ -105,10 +105,10 @@ class Decoder(FusedModule):
         received: tuple[Tensor, ...] = (),
         rows: CacheRows | None = None,
     ) -> Any:
-        """Logits [B, V] of the token after each sequence's last one. `tokens_BS` follow the tokens already in the caches.
+        """Logits [B, V] for the token after each sequence's last one. `tokens_BS` follow the tokens already in the caches.
 
-        `rows`: each sequence's row in the caches; prompts of several rows may be packed, [1, T]. None: sequence i is in row i,
-        and all have the same number of tokens. Same stage inputs and outputs as `forward`.
+        `rows`: each sequence's row in the caches; prompts for several rows may be packed, [1, T]. None: sequence i is
+        in row i, and all sequences have the same number of tokens. Same stage inputs and outputs as `forward`.
         """
         counted = rows is None
         rows = rows or self._rows(tokens_BS, caches)
@@ -122,7 +122,7 @@ class Decoder(FusedModule):
 
     @torch.no_grad()
     def logits_of(self, tokens_BS: Tensor, tokens_N: Tensor) -> Tensor:
-        """Logits [N, V] after each of the tokens numbered `tokens_N` (int64, 0 to B S - 1), for a single-stage model."""
+        """Logits [N, V] after each of the tokens at indices `tokens_N` (int64, 0 to B S - 1), for a single-stage model."""
         caches = self.make_caches(*tokens_BS.shape)
         layout, stream = self._infer(tokens_BS, caches, self._rows(tokens_BS, caches))
         return layout.logits(stream.x, self.final_norm, self.head, tokens_N)
@@ -151,7 +151,7 @@ class Decoder(FusedModule):
         return layout, stream
 
     def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:
-        """Empty caches, one per block, for `batch` sequences of up to `capacity` tokens and the local heads."""
+        """Empty caches, one per block, for the local heads and `batch` sequences of up to `capacity` tokens."""
         shape = self._cache_shape(batch, capacity)
         # Attention multiplies masked values by 0, so they must not be nan.
         create = torch.empty if batch == 1 else torch.zeros
@@ -197,7 +197,7 @@ class Decoder(FusedModule):
     def _run_parts(
         self, tokens_BS: Tensor, document_ids_BS: Tensor | None, received: tuple[Tensor, ...]
     ) -> "tuple[list[_Part], list[Stream]]":
-        """Runs the blocks on a micro-batch, in halves if the layout overlaps them. Returns (parts, stream of each)."""
+        """Runs the blocks on a micro-batch, in halves if the layout overlaps them. Returns (parts, their streams)."""
         batch, length = tokens_BS.shape
         halves = self.layout.halves and (batch > 1 or length % (2 * self.layout.size) == 0)
         parts = self._parts(tokens_BS, document_ids_BS, received, halves)
@@ -206,7 +206,7 @@ class Decoder(FusedModule):
     def _parts(
         self, tokens_BS: Tensor, document_ids_BS: Tensor | None, received: tuple[Tensor, ...], halves: bool
     ) -> "list[_Part]":
-        """Splits a micro-batch into halves (of its sequences, or of the tokens of its one sequence) or returns it whole."""
+        """Splits a micro-batch into halves (of its sequences, or of the tokens in its one sequence) or returns it whole."""
         length, share = tokens_BS.shape[1], self.layout.sequence_share()
         device = tokens_BS.device
         positions_S = torch.arange(length, device=device) if share is None else share.positions(length, device)

@@ -1,6 +1,6 @@
 """Attention within documents that skips the scores between documents.
 
-Legend: B sequences, S tokens of each, T = B * S, N documents, H query heads and K key/value heads on this process, E width of a
+Legend: B sequences, S tokens in each, T = B * S, N documents, H query heads and K key/value heads on this process, E width of a
 head.
 """
 
@@ -23,7 +23,7 @@ Lengths = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a micro-batch, in the attention kernel's input format."""
+    """The documents in a micro-batch, in the attention kernel's input format."""
 
     form: DocumentForm
     lengths: Lengths
@@ -45,7 +45,7 @@ class Documents:
         return [self._like(self.lengths[rows], self.before[rows]) for rows in slices]
 
     def part(self, start: int, end: int) -> "Documents":
-        """The documents of tokens `start` to `end` of each sequence, which attend to keys up to `end`."""
+        """The documents in tokens `start` to `end` of each sequence, which attend to keys up to `end`."""
         ends = [list(itertools.accumulate(row)) for row in self.lengths]
         cuts = [(start, *(cut for cut in row if start < cut < end), end) for row in ends]
         lengths = tuple(tuple(b - a for a, b in itertools.pairwise(row)) for row in cuts)
@@ -88,7 +88,7 @@ class Documents:
             a_THE = varlen_attn(q_THE, k_TKE, v_TKE, *starts, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
             assert isinstance(a_THE, Tensor), "varlen_attn returns one tensor unless asked for more"
         else:
-            # One document after another; the first of each sequence has `before` more keys than queries.
+            # One document after another; the first one in each sequence has `before` more keys than queries.
             sizes = list(itertools.chain(*self.lengths))
             key_sizes = list(itertools.chain(*_with_keys_before(self.lengths, before)))
             cuts = ((q_THE, sizes), (k_TKE, key_sizes), (v_TKE, key_sizes))
@@ -99,12 +99,12 @@ class Documents:
 
 
 def _with_keys_before(lengths: Sequence[Sequence[int]], before: Sequence[int]) -> Lengths:
-    """Number of keys of each document, by sequence."""
+    """Number of keys for each document, by sequence."""
     return tuple((first + more, *rest) for (first, *rest), more in zip(lengths, before, strict=True))
 
 
 def _last_tokens(x_BKSE: Tensor, needed: Sequence[int]) -> Tensor:
-    """The last `needed` tokens of each sequence, concatenated, [tokens, K, E]."""
+    """The last `needed` tokens in each sequence, concatenated, [tokens, K, E]."""
     x_BSKE, length = x_BKSE.transpose(1, 2), x_BKSE.shape[2]
     if all(tokens == length for tokens in needed):
         return x_BSKE.flatten(0, 1)
@@ -126,8 +126,8 @@ def causal(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
 def last_queries(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
     """`causal` for fewer queries than keys on GPUs: FlashAttention assigns such queries to the last tokens.
 
-    Calls the kernel itself. torch's API for it, `causal_lower_right`, is a subclass of Tensor that can be created neither under a
-    dispatch mode, such as that of selective recomputation, nor in compiled code, and it allocates tokens x keys of host memory.
+    Calls the kernel itself. torch's API for it, `causal_lower_right`, is a subclass of Tensor. It can be created neither in
+    compiled code nor under a dispatch mode, such as selective recomputation's, and it allocates host memory for tokens x keys.
     """
     # The kernel's conditions, written so that compiled code accepts them. ROCm's kernel assigns the queries to the first tokens.
     width, supported = q_BHSE.shape[3], torch.cuda.get_device_capability(q_BHSE.device) >= (8, 0)
@@ -152,7 +152,7 @@ def _padded(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
 
 
 _MASK_ROWS = 256
-"""Number of queries per mask."""
+"""Number of queries that each mask covers."""
 
 
 def _causal_by_rows(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
@@ -206,8 +206,8 @@ def _mask(document_ids_BS: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _has_varlen() -> bool:
-    """Whether torch's varlen attention supports a window and grouped heads. Before 2.13 it does not, and a mask is used
-    instead."""
+    """Whether torch's varlen attention supports a window and grouped heads. Before torch 2.13, it does not, and a mask
+    is used instead."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

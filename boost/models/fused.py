@@ -24,14 +24,14 @@ class Sharding(Protocol):
     """Whether linears that share an input share one GEMM, one collective, and one tensor of latents."""
 
     def placement(self, role: str) -> Placement:
-        """Placement of parameters with this role."""
+        """The placement of parameters with this role."""
 
     def crosses_as_heads(self, slot: Slot) -> bool:
-        """Whether this projection computes all heads of this process's tokens, which are then exchanged, instead of this
-        process's heads of all tokens."""
+        """Whether this projection computes all heads for this process's tokens, which are then exchanged, instead of
+        this process's heads for all tokens."""
 
     def residual_shape(self, tokens: int) -> tuple[int, int]:
-        """Local shape of the residual stream of `tokens` tokens, which pipeline stages exchange."""
+        """Local shape of the residual stream for `tokens` tokens, which pipeline stages exchange."""
 
     def latent_shape(self, rank: int, tokens: int) -> tuple[int, int]:
         """Local shape of the latents passed to the next block, given their full width `rank`."""
@@ -97,7 +97,7 @@ class FusedParam:
         return self.slices_of(0, self.tensor.shape[0])
 
     def slices_of(self, start: int, rows: int) -> Iterator[ParamSlice]:
-        """The slice of each parameter in rows `start : start + rows` of `tensor`."""
+        """The slice of each parameter that lies in rows `start : start + rows` of `tensor`."""
         first = start + (self.shard.first if self.shard else 0)
         for whole in self.slices:
             begin = max(whole.start, first)
@@ -148,7 +148,7 @@ class FusedModule(nn.Module):
 
 
 def fused_params(model: nn.Module) -> Iterator[FusedParam]:
-    """Every fused parameter of a model in forward order: embedding, blocks, final norm, head."""
+    """Every fused parameter in a model, in forward order: embedding, blocks, final norm, head."""
     children = list(model.children())
     for child in range(len(children) + 1):
         if isinstance(model, FusedModule):

@@ -1,6 +1,6 @@
 """The data that flows through the blocks, and groups of linears: weights that share one input, dense or low-rank.
 
-Legend: T tokens; I input width, O output width, R latent width of a group, all of them local to this process.
+Legend: T tokens; I input width, O output width and R latent width of a group, all local to this process.
 """
 
 import itertools
@@ -20,16 +20,16 @@ from boost.models.kernels import StartCollective, UpProject, linear, scale
 from boost.models.latent_gate import LatentGate
 
 Latents = tuple[Tensor, ...]
-"""Latents, one tensor per group of linears or one per slot of it; empty for families that pass none from block to block."""
+"""Latents, one tensor per group of linears or one per slot; empty for families that pass none from block to block."""
 
 
 class Stream(NamedTuple):
-    """The data that one block passes to the next. It is a tuple, so that torch finds its tensors."""
+    """The data that one block passes to the next. It is a tuple so that torch finds its tensors."""
 
     x: Tensor
     """The residual stream, in the layout's shape."""
     latents: Latents = ()
-    """Latents of the block's groups, in forward order."""
+    """Latents of the block's groups in forward order."""
 
 
 class Flow:
@@ -40,7 +40,7 @@ class Flow:
         self.x = x
         """The residual stream; before the blocks, the tokens."""
         self.prev_latents = prev_latents
-        """Queue over the groups: each group takes the same group's latents of the previous block from the front."""
+        """Queue over the groups: from its front, each takes the latents of the same group in the previous block."""
         self.latents: Latents = ()
         """Latents of this block's groups so far, for the next block."""
         self.arrived: Latents = ()
@@ -52,7 +52,7 @@ class Flow:
         """Rotated keys and values [B, K, S, E] of a first half, one entry per block, which the second half takes."""
 
     def take(self, count: int) -> Latents:
-        """Takes the next `count` tensors off the queue of the previous block's latents."""
+        """Takes the next `count` tensors from the queue of the previous block's latents."""
         taken, self.prev_latents = self.prev_latents[:count], self.prev_latents[count:]
         return taken
 
@@ -61,7 +61,7 @@ class Flow:
         self.x = self.x + update
 
     def next_block(self) -> None:
-        """This block's latents become those of the previous one."""
+        """Makes this block's latents those of the previous block."""
         self.prev_latents, self.latents = self.latents, ()
 
 
@@ -97,7 +97,7 @@ NO_RECOMPUTE = RecomputePolicy()
 
 
 class LinearGroup:
-    """Linears that share one input, dense or low-rank, on the layout's shards of their weights. Subclasses store the weights.
+    """Dense or low-rank linears that share one input, with the layout's shards of their weights. Subclasses store the weights.
 
     `inner` comes before the bottleneck (A x), `outer` after it (B act(u)). A dense group has no bottleneck:
     its W is `outer` if the group projects in, and `inner` if it projects out; the other method does nothing.
@@ -129,14 +129,14 @@ class LinearGroup:
         """Chooses the recomputation policy for later backward passes and sets the attributes that depend on it. Call it last."""
         self.policy = policy
         self.is_hand_written = policy.block is call
-        """Whether hand-written autograd nodes own weights. Not if a whole block is recomputed: recomputation stops before the last
-        GEMM only if that GEMM is a separate node."""
+        """Whether hand-written autograd nodes own weights. They do not if a whole block is recomputed, because
+        recomputation stops before the last GEMM only if that GEMM is a separate node."""
         is_private = self.latent_gate is None and not self.feeds_next
         self.saves_latents_only = self.low_rank and self.is_hand_written and is_private
         """Whether act and B are one autograd node that saves only the latents, which then do not come from the previous block or
         pass to the next one."""
         self.taken = 0 if self.latent_gate is None else 1 if self.is_one_tensor else len(self.shape.slots)
-        """Number of tensors of latents of the previous block that this group uses."""
+        """Number of tensors of the previous block's latents that this group uses."""
 
     @property
     def ranks_here(self) -> Sequence[int]:
@@ -168,7 +168,7 @@ class LinearGroup:
     ) -> tuple[list[Tensor], Latents]:
         """Latents u -> (B act(c u), one [T, O] per slot; latents for the next block).
 
-        `prev`: latents of the previous block. `scale_T1`: c, the inverse RMS; None: 1. `start_grad_sum`: starts the sum of the
+        `prev`: the previous block's latents. `scale_T1`: c, the inverse RMS; None: 1. `start_grad_sum`: starts the sum of the
         latents' gradient, if they are all that is saved (`UpProject`).
         """
         if not self.low_rank:
@@ -185,7 +185,7 @@ class LinearGroup:
         return self.project(h), new
 
     def outer_segment(self, latents: Sequence[Tensor], prev: Latents = ()) -> tuple[list[Tensor], Latents]:
-        """`outer` as a separate segment, unless it is one node, which saves nothing else."""
+        """`outer` as a separate segment, unless it is a single node, which saves nothing else."""
         made: tuple[list[Tensor], Latents]
         made = self.outer(latents) if self.saves_latents_only else self.policy.local(self.outer, latents, prev)
         return made
@@ -224,7 +224,7 @@ class LinearGroup:
         return [linear(h_Tr, b_Or) for h_Tr, b_Or in zip(h, self.weights(), strict=True)]
 
     def project_in_one_node(self, h: Sequence[Tensor]) -> list[Tensor]:
-        """The same product, if possible in one autograd node that writes the slots' gradients side by side."""
+        """The same product, if possible as one autograd node that writes the slots' gradients side by side."""
         if self.is_hand_written and len(h) == 1 and torch.is_grad_enabled():
             return list(UpProject.apply(h[0], None, False, None, *self.weights()))
         return self.project(h)
@@ -244,11 +244,11 @@ class LinearGroup:
 
 
 class FusedLinearGroup(LinearGroup, FusedModule):
-    """The linears of one group of one block, in fused parameters.
+    """The linears of one group in one block, stored in fused parameters.
 
     All slots' A factors are one fused parameter [sum of ranks, I], so they share one GEMM and one collective without
-    a copy. B factors have one tensor per slot. Dense weights are one tensor [sum of outputs, I], or two if key and value have a
-    different placement than query.
+    a copy. The B factors have one tensor per slot. Dense weights are one tensor [sum of outputs, I], or two if key and
+    value are placed differently than query.
     """
 
     def __init__(self, model: ModelConfig, shape: architecture.GroupSpec, layer: int, layout: Sharding) -> None:
@@ -297,9 +297,9 @@ class FusedLinearGroup(LinearGroup, FusedModule):
 
 
 def own_head(model: ModelConfig, layout: Sharding, slot: architecture.Slot, replicated: bool) -> tuple[int, int] | None:
-    """(first row, rows) of the one key/value head that this process uses of a replicated weight; None: all rows.
+    """(first row, rows) of the one key/value head in a replicated weight that this process uses; None: all rows.
 
-    With fewer heads K than p processes, all query heads of process i belong to head i K / p.
+    If there are fewer heads K than processes p, all query heads of process i belong to head i K / p.
     """
     if not (slot.kv and replicated) or layout.crosses_as_heads(slot) or model.kv_heads >= layout.num_shards:
         return None

@@ -77,9 +77,9 @@ def _drawn(parameter: Parameter, model: ModelConfig) -> tuple[str, tuple[int, in
 def _spectral_ahead(
     model: ModelConfig, fused_params: Sequence[FusedParam], seed: int
 ) -> Iterator[Callable[[Parameter], Tensor]]:
-    """Yields `initial_value`, with linears factorized ahead of time, one per thread of this process.
+    """Yields `initial_value`, with linears factorized ahead of time, one per thread.
 
-    A 7B model needs six core-hours. Each factorization is single-threaded, because the number of threads differs between meshes
+    A 7B model takes six core-hours. Each factorization is single-threaded, because the number of threads differs between meshes
     and would change the last bits.
     """
     factors = [s.parameter for fused in fused_params for s in fused.local_slices() if _is_spectral(s.parameter, model)]
@@ -106,7 +106,7 @@ def _spectral_ahead(
             factor = ahead[key].result()[parameter.name.rpartition(".")[2]]
             wanted[key] -= 1
             if not wanted[key]:
-                del ahead[key]  # limits the number in memory
+                del ahead[key]  # limits the number of factorizations in memory
                 begin(1)
             return factor
 
@@ -176,9 +176,9 @@ def factorize(w_OI: Tensor, rank: int | None = None, energy: float | None = None
     assert (rank is None) != (energy is None), "give either rank or energy"
     is_wide = w_OI.shape[0] <= w_OI.shape[1]
     w_MN = (w_OI if is_wide else w_OI.T).double()
-    # Eigenvectors of the smaller Gram matrix take half the time of an SVD. Squaring loses only directions whose singular values
-    # are below 1e-8 of the largest. The product of the factors is a projection of W, which is as exact as the eigenvectors are
-    # orthogonal.
+    # Finding the eigenvectors of the smaller Gram matrix takes half as long as an SVD. Squaring loses only directions
+    # whose singular values are below 1e-8 times the largest. The product of the factors is a projection of W, which is
+    # as exact as the eigenvectors are orthogonal.
     q_MM = torch.linalg.eigh(w_MN @ w_MN.T).eigenvectors
     projected_MN = q_MM.T @ w_MN
     s, order = projected_MN.norm(dim=1).sort(descending=True, stable=True)

@@ -1,5 +1,5 @@
-"""A layout's operations, which `boost.models.block` and the decoder call. `boost.layouts` implements them, in one folder for
-each layout.
+"""A layout's operations, which `boost.models.block` and the decoder call. `boost.layouts` implements them, with one
+folder per layout.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,13 +40,13 @@ NOTHING_IN_FLIGHT: tuple[None, ...] = ()
 
 
 class Layout(Sharding, Protocol):
-    """One way to shard the decoder over TP ranks: `spec` describes placements and communication, this implements them.
+    """One way to shard the decoder over TP ranks: `spec` describes placement and communication; this implements both.
 
     Operations that communicate return an iterable (usually a generator) that pauses while a collective is in flight. They
     store their results in the flow. `project_in` and `project_out` do not communicate, except that latents saved sharded are
     gathered in `project_in`.
 
-    T is the number of tokens of the micro-batch. `project_in` returns all T tokens and 1/num_shards of the heads or channels (or,
+    T is the number of tokens in the micro-batch. `project_in` returns all T tokens and 1/num_shards of the heads or channels (or,
     for an MLP that stays token-sharded, T/p tokens and all channels). With a context axis, T is the number of local tokens, and
     attention has its own collectives.
     """
@@ -57,7 +57,7 @@ class Layout(Sharding, Protocol):
     lag: int
     """Steps (`block.interleave`) by which the second half trails the first."""
     inference: "Layout"
-    """A layout with the same function and weights, for any number of tokens, without gradients."""
+    """A layout with the same function and weights that accepts any number of tokens and computes no gradients."""
 
     def sequence_share(self) -> SequenceShare | None:
         """This process's share of each sequence; None: the whole sequence."""
@@ -66,11 +66,11 @@ class Layout(Sharding, Protocol):
         """Turns x from tokens (int64, [T]) into their embedding in `dtype`, the activations' dtype, so nothing wider is sent."""
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterable[None]:
-        """norm(x) and the first part of a group, up to its last collective. Sets `arrived` and `to_combine`."""
+        """norm(x), then the first part of a group, up to its last collective. Sets `arrived` and `to_combine`."""
 
     def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
-        """The rest of the group: one [T, d_out / num_shards] per slot, and its latents for the next block if they are computed
-        here."""
+        """The rest of the group: one [T, d_out / num_shards] per slot, and the latents for the next block if they are
+        computed here."""
 
     def enter_attention(self, flow: Flow, qkv: Sequence[Tensor], context: Context) -> Iterable[None]:
         """Redistributes q, k (both rotated) and v of the local tokens for attention: all tokens of some heads, or the same
@@ -86,16 +86,16 @@ class Layout(Sharding, Protocol):
         """The rest of the group, and its update of x."""
 
     def head_input(self, flow: Flow, gamma: Tensor) -> Iterable[None]:
-        """Turns x into the final norm of all T tokens, [T, d], replicated on every process. Each process then uses its rows of the
-        head, so gradients of the result are partial, and the backward pass sums them."""
+        """Turns x into the final norm for all T tokens, [T, d], replicated on every process. Each process then uses its
+        rows of the head, so gradients of the result are partial, and the backward pass sums them."""
 
     def loss(self, normed_TD: Tensor, head: Tensor, targets_T: Tensor, teaching: Teaching | None = None) -> Tensor:
-        """Sum of the cross-entropy (nats, fp32 or wider scalar), or with a teacher of the distillation loss, over targets that are
-        not -100, given the head's input. Equal on every process."""
+        """Sum of the cross-entropy or, with a teacher, of the distillation loss over targets that are not -100, given
+        the head's input; a scalar in nats, fp32 or wider. Equal on every process."""
 
     def all_logits(self, normed_TD: Tensor, head: Tensor) -> Tensor:
-        """Differentiable logits [T, V] of all tokens, given the head's input, replicated on every process (`loss` never
-        materializes them)."""
+        """Differentiable logits [T, V] for all tokens, given the head's input, replicated on every process (`loss`
+        never materializes them)."""
 
     def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
-        """Logits [N, V] of the tokens at indices `tokens_N`, replicated on every process, for generation."""
+        """Logits [N, V] for the tokens at indices `tokens_N`, replicated on every process, for generation."""

@@ -5,8 +5,8 @@ has no gradient: custom autograd functions call it in both passes. The backend i
 BACKENDS: "eager" runs the operations one by one, "inductor" compiles each function into one kernel with torch.compile. Inside
 torch.compile, a kernel becomes part of the compiled graph.
 
-Legend: T tokens, D hidden width, R latent width of a group (all slots side by side), r of one slot, O local outputs of a slot; B
-sequences, S tokens of each, H heads, E width of a head; V rows of a table of width D.
+Legend: T tokens, D hidden width, R latent width of a group (all slots side by side), r of one slot, O local outputs of
+a slot; B sequences, S tokens in each, H heads, E width of a head; V rows of a table of width D.
 """
 
 import functools
@@ -30,7 +30,7 @@ class Kernel:
     """A function of tensors and constants that can run as one kernel in one pass."""
 
     def __init__(self, function: Callable[..., Any], reads: int = 1) -> None:
-        """`reads`: how many times it reads its inputs: once more if it returns a sum over rows in addition to a result per row."""
+        """`reads`: how many times it reads its inputs; one more if it returns a sum over rows in addition to a result per row."""
         functools.update_wrapper(self, function)
         self.function, self.reads = function, reads
         self.traced = function
@@ -77,8 +77,8 @@ def _inductor_if_it_works(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
 
 @functools.cache
 def _compiled(kernel: Kernel) -> Callable[..., Any]:
-    """Compiles one kernel for all sizes, because latent width differs between groups of a block and the number of tokens differs in
-    evaluation."""
+    """Compiles one kernel for all sizes, because the latent width differs between groups in a block and the number of
+    tokens differs in evaluation."""
     return torch.compile(kernel.function, fullgraph=True, dynamic=True)
 
 
@@ -87,14 +87,14 @@ BACKENDS: dict[str, Backend] = {
     "inductor": _inductor,
     "inductor or eager": _inductor_if_it_works,
 }
-"""Backends by name. "inductor or eager" compiles, and falls back to eager with a warning if that fails. Other packages may add
-their own, which may delegate to one of these."""
+"""Backends by name. "inductor or eager" compiles, and falls back to eager with a warning if that fails. Other packages
+may add their own backends, which may delegate to one of these."""
 
 _backend: Backend = _eager
 
 
 def use(name: str) -> None:
-    """Chooses the backend of this process's kernels. Raises KeyError if there is no such backend."""
+    """Chooses the backend for this process's kernels. Raises KeyError if there is no such backend."""
     global _backend
     _backend = BACKENDS[name]
 
@@ -119,7 +119,7 @@ def statistic_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def row_sum_of_squares(x_TD: Tensor) -> Tensor:
-    """Sum of x^2 of each row, [T], in the statistic's dtype."""
+    """Sum of x^2 for each row, [T], in the statistic's dtype."""
     # vector_norm accumulates in the wider dtype without copying x to it.
     dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
     return torch.linalg.vector_norm(x_TD, dim=-1, dtype=dtype).square()
@@ -131,7 +131,7 @@ def inverse_rms(s_T: Tensor, width: int, eps: float) -> Tensor:
 
 
 def _inverse_rms_of(x_TD: Tensor, eps: float) -> Tensor:
-    """`inverse_rms` of whole rows, [T, 1]."""
+    """`inverse_rms` for whole rows, [T, 1]."""
     dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
     norm_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=dtype)
     return torch.rsqrt(norm_T1.square_().div_(x_TD.shape[-1]).add_(eps))
@@ -147,7 +147,7 @@ def scaled(x: Tensor, c_T1: Tensor) -> Tensor:
 
 
 def row_dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """<x, y> of each row, [T]: products in the operands' dtype, their sum in `dtype`."""
+    """<x, y> for each row, [T]: products in the operands' dtype, and their sum in `dtype`."""
     return (x * y).sum(-1, dtype=dtype)
 
 
@@ -156,7 +156,7 @@ def row_dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 
 @Kernel
 def activated(u_TR: Tensor, c_T1: Tensor | None, silu: bool) -> Tensor:
-    """Latents u -> h = act(c u), [T, R]; c [T, 1] or None (1), act is SiLU or nothing."""
+    """Latents u -> h = act(c u), [T, R]; c [T, 1] or None (1), act is SiLU or the identity."""
     z_TR = u_TR if c_T1 is None else scaled(u_TR, c_T1)
     return F.silu(z_TR) if silu else z_TR
 
@@ -204,7 +204,7 @@ def scaled_backward(dy_TD: Tensor, x_TD: Tensor, c_T1: Tensor) -> tuple[Tensor, 
 
 @Kernel
 def row_product(x_TR: Tensor, y_TR: Tensor, dtype: torch.dtype) -> Tensor:
-    """<x, y> of each row, [T], in `dtype`."""
+    """<x, y> for each row, [T], in `dtype`."""
     return row_dot(x_TR, y_TR, dtype)
 
 
@@ -236,8 +236,8 @@ def normed_backward(dy_TD: Tensor, x_TD: Tensor, gamma_D: Tensor, c_T1: Tensor) 
     return g_TD.addcmul_(normed_TD, mean_T1, value=-1).mul_(c_T1).to(x_TD.dtype), dgamma_D
 
 
-# Products. Add other precisions and deferred weight gradients here. `to` costs as much as a small operation even if there is
-# nothing to convert, so it is called conditionally.
+# Products. Other precisions and deferred weight gradients belong here. `to` costs as much as a small operation even if
+# there is nothing to convert, so it is called conditionally.
 
 StartCollective = Callable[[Tensor], Tensor]
 """Starts a collective whose result has the shape of its operand. Call `wait` before using the result."""
@@ -251,8 +251,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gemm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a b, [m, k] x [k, n], for hand-written forward and backward passes; both have the same dtype. `out`: the output tensor, which
-    may be columns of a wider one."""
+    """a b, [m, k] x [k, n], for hand-written forward and backward passes; both have the same dtype. `out`: the output
+    tensor, which may consist of columns in a wider one."""
     return a @ b if out is None else torch.mm(a, b, out=out)
 
 
@@ -274,10 +274,10 @@ class UpProject(torch.autograd.Function):
     dgrad: du = c act'(c u) dh, dh_k = dy_k B_k.
     wgrad: dB_k = dy_k^T h_k. No collective.
 
-    Ranks add up to R; act is SiLU or the identity; c is multiplied before rounding. Saves u and c. The backward pass recomputes
-    c u, h and the casts of B, which is element-wise work. c is a constant here: the node that sums u over processes computes its
-    gradient from u and du (`boost.layouts.btp.runtime`). `start_grad_sum` starts the sum of du, which stays in flight while the
-    weight gradients are computed; only the node that produced u may consume that gradient, after waiting for it.
+    Ranks add up to R; act is SiLU or the identity; c is multiplied in before rounding. Saves u and c. The backward pass
+    recomputes c u, h and the casts of B, which is element-wise work. c is a constant here: the node that sums u over processes
+    computes its gradient from u and du (`boost.layouts.btp.runtime`). `start_grad_sum` starts the sum of du, which stays in
+    flight while the weight gradients are computed; only the node that produced u may consume that gradient, after waiting for it.
     """
 
     @staticmethod
@@ -321,7 +321,7 @@ class _Lookup(torch.autograd.Function):
     """forward: tokens [T], table [V, D] -> rows [T, D]; wgrad: dtable [V, D] = sum of dy over the tokens of each row,
     accumulated in fp32 and rounded once. No collective.
 
-    In a bf16 accumulation, the gradient of a token that occurs a thousand times stops growing after a few hundred occurrences.
+    If accumulated in bf16, the gradient of a token that occurs a thousand times stops growing after a few hundred occurrences.
     """
 
     @staticmethod
@@ -455,7 +455,7 @@ class _SumOfSquares(torch.autograd.Function):
 
 def rms_norm(x_TD: Tensor, gamma_D: Tensor, eps: float) -> Tensor:
     """Differentiable RMSNorm of whole rows, in x's dtype."""
-    if not torch.is_grad_enabled():  # a node costs more than the norm of one token
+    if not torch.is_grad_enabled():  # a node costs more than the norm for one token
         y_TD: Tensor = normed(x_TD, gamma_D, eps)[0]
         return y_TD
     return RMSNorm.apply(x_TD, gamma_D, eps)

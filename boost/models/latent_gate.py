@@ -2,8 +2,8 @@
 
     u = A x;  u = LayerNorm(u + G(h of the previous block));  h = act(u);  y = B h
 
-Legend: T tokens; R latent width of a group (all slots side by side), r of one slot, a x b its most balanced factors. All are
-local to this process, except that inputs of a gate are whole (and this process computes some rows of its output).
+Legend: T tokens; R latent width of a group (all slots side by side), r of one slot, a x b its most balanced factors. All
+are local to this process, except that a gate's inputs are whole (and this process computes some rows of its output).
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ EPS = 1e-6
 
 
 class LatentGate(FusedModule):
-    """Combines one group's latents with the previous block's, by a gate and a LayerNorm per slot.
+    """Combines one group's latents with the previous block's, with a gate and a LayerNorm per slot.
 
     Latents are one tensor for the whole group, or one per slot. A layout that shards latents calls `gated_sum`, `norm_stats`
     and `apply_norm` with its collectives in between; `forward` runs all of them on whole latents.
@@ -62,7 +62,7 @@ class LatentGate(FusedModule):
         return _NormStats.apply(mixed, tuple(self.ranks[slot] for slot in slots))
 
     def apply_norm(self, mixed: Tensor, norm_stats: Tensor, slots: range) -> Tensor:
-        """LayerNorm of this process's shard of latents, given the statistics of whole latents."""
+        """LayerNorm for this process's shard of the latents, given the statistics of whole latents."""
         widths = tuple((self.ranks[slot], self.whole_ranks[slot]) for slot in slots)
         return _ApplyNorm.apply(mixed, norm_stats, *self._norm(slots), widths)
 
@@ -77,7 +77,7 @@ class LatentGate(FusedModule):
             yield from tensor.split([self.ranks[slot] for slot in slots], dim=-1)
 
     def _gated(self, h_Tr: Tensor, slot: int) -> Tensor:
-        """G(h) of one slot: this process's rows."""
+        """G(h) for one slot: this process's rows."""
         if self.gate == "dense":
             return linear(h_Tr, self._slot_param("gate_weight", slot), self._slot_param("gate_bias", slot))
         if self.gate == "tensor":
@@ -118,8 +118,8 @@ class _NormStats(torch.autograd.Function):
     """forward: v [T, R] -> s [T, 2k], the sums of v and of v^2 for each of k slots, fp64; dgrad: dv = ds_1 + 2 v ds_2. No
     collective.
 
-    The variance of a whole latent, s_2 / n - m^2, cancels if the mean is much larger than the deviation. So only per-token
-    numbers are combined this way, in fp64. Per-element numbers are deviations from the mean of this process's shard.
+    The variance of a whole latent, s_2 / n - m^2, suffers from cancellation if the mean is much larger than the deviation. So only
+    per-token numbers are combined this way, in fp64. Per-element numbers are deviations from the mean of this process's shard.
     """
 
     @staticmethod
@@ -188,7 +188,7 @@ def _upcast(x: Tensor) -> Tensor:
 
 
 def _centered_parts(v_TR: Tensor, ranks: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """(mean of this process's shard, deviations from it) of each slot, fp32 or wider."""
+    """(mean of this process's shard, deviations from it) for each slot, fp32 or wider."""
     for v in _upcast(v_TR).split(ranks, dim=-1):
         mean_T1 = v.sum(-1)[:, None] / v.shape[-1]
         yield mean_T1, v - mean_T1
@@ -197,7 +197,7 @@ def _centered_parts(v_TR: Tensor, ranks: Sequence[int]) -> Iterator[tuple[Tensor
 def _standardized_parts(
     v_TR: Tensor, s_T2k: Tensor, widths: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(latent, mean, inverse standard deviation) of each slot, fp32 or wider."""
+    """(latent, mean, inverse standard deviation) for each slot, fp32 or wider."""
     parts = _upcast(v_TR).split([rank for rank, _ in widths], dim=-1)
     for i, (v, (_, n)) in enumerate(zip(parts, widths, strict=True)):
         m_T1 = s_T2k[:, 2 * i, None] / n

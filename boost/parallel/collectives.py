@@ -1,10 +1,10 @@
-"""Every collective of a forward or backward pass, as a differentiable function. Only this file names torch's collective ops.
+"""Every collective in a forward or backward pass, as a differentiable function. Only this file names torch's collective ops.
 
 They use functional collectives, because in-place ones silently give wrong gradients under selective checkpointing. Their names
-in `torch.ops._c10d_functional` have been stable since torch 2.3, and torch.compile traces them. The second part of this file has
-the equivalents for CPUs.
+in `torch.ops._c10d_functional` have been stable since torch 2.3, and torch.compile traces them. The second part of this
+file has their equivalents for CPUs.
 
-Legend: p processes of the group, n rows of this process, D width. Bytes are those that one process sends: 2N(p-1)/p for an
+Legend: p processes in the group, n rows on this process, D width. Bytes are those that one process sends: 2N(p-1)/p for an
 all-reduce of N bytes; N(p-1)/p for an all-gather or reduce-scatter of N bytes (gathered size) and for an all-to-all of N bytes
 (local size).
 
@@ -62,7 +62,7 @@ def begin_all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _start_all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """Gathers [n, ...] of every process into [p * n, ...]."""
+    """Gathers [n, ...] from every process into [p * n, ...]."""
     x = x.contiguous()
     if x.device.type in RECEIVES_FIRST:
         return torch.ops.boost.all_gather(x, axis.size, torch.compiler.is_compiling(), axis.name)
@@ -108,7 +108,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """Non-differentiable: [n, ...] of every process -> [p * n, ...]. One all-gather."""
+    """Non-differentiable: [n, ...] from every process -> [p * n, ...]. One all-gather."""
     return wait(_start_all_gather(x, axis))
 
 
@@ -132,7 +132,7 @@ def finish_all_reduce(x: Tensor) -> None:
     wait(x)
 
 
-# On CPUs: collectives built from point-to-point messages that post every receive before the sends.
+# For CPUs: collectives built from point-to-point messages, with every receive posted before the sends.
 #
 # gloo sends a pair's payloads and "ready to receive" notices over one first-in-first-out connection. Its all-gather,
 # reduce-scatter and all-to-all post the send first, so the notice waits behind the payload and the two directions take
@@ -162,7 +162,7 @@ _NOT_RECORDED = contextlib.nullcontext()
 
 
 class _Exchange(Work):
-    """Messages to and from every other process of a group, in flight. Keeps their tensors alive."""
+    """Messages to and from every other process in a group, in flight. Keeps their tensors alive."""
 
     def __init__(
         self,
@@ -173,8 +173,8 @@ class _Exchange(Work):
         sent: Sequence[Tensor] | Tensor,
         finish: Callable[[int], object],
     ) -> None:
-        """Posts a receive for every other process, then a send, both by rank and contiguous. `finish` turns received messages into
-        the result, given this process's rank."""
+        """Posts a receive for every other process, then a send; the tensors are contiguous and indexed by rank.
+        `finish` turns received messages into the result, given this process's rank."""
         super().__init__()
         group = dist.distributed_c10d._resolve_process_group(cast(Any, name))
         sequence = last_exchanges[name].sequence + 1 if name in last_exchanges else 1
@@ -223,7 +223,7 @@ def _all_reduce(x: Tensor, blocking: bool, group: str) -> Tensor:
 
 @torch.library.custom_op("boost::all_gather", mutates_args=())
 def _all_gather(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
-    """[n, ...] of every process -> [p n, ...]."""
+    """[n, ...] from every process -> [p n, ...]."""
     result = x.new_empty(processes * x.shape[0], *x.shape[1:])
     parts = result.view(processes, *x.shape)
     exchange = _Exchange("all_gather", x, group, parts, [x] * processes, _nothing)
@@ -331,8 +331,8 @@ class _Start(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """forward: waits; dgrad: starts the backward collective of the tensor that `_Start` sent. The result is a view of the
-    in-flight one."""
+    """forward: waits; dgrad: starts the backward collective for the tensor that `_Start` sent. The result is a view of
+    the in-flight one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, started: Tensor, comm: Comm, axis: Axis, backward_started: bool) -> Tensor:
@@ -353,7 +353,7 @@ class InFlight(NamedTuple):
 
 
 def start(comm: Comm, x: Tensor, axis: Axis, backward_started: bool = False) -> InFlight:
-    """Starts a differentiable collective of the table; wait for it later, in both passes.
+    """Starts a differentiable collective from the table; wait for it later, in both passes.
 
     `backward_started`: the consumer of the result starts the backward collective and passes on the gradient in flight.
     """
@@ -362,8 +362,8 @@ def start(comm: Comm, x: Tensor, axis: Axis, backward_started: bool = False) -> 
 
 
 def run(comm: Comm, x: Tensor, axis: Axis, backward_started: bool = False) -> InFlight:
-    """Runs a differentiable collective of the table and waits for it immediately, in both passes: one autograd node instead of
-    two.
+    """Runs a differentiable collective from the table and waits for it immediately, in both passes: one autograd node
+    instead of two.
 
     `backward_started`: see `start`.
     """
@@ -372,17 +372,17 @@ def run(comm: Comm, x: Tensor, axis: Axis, backward_started: bool = False) -> In
 
 
 def sum_backward(x: Tensor, axis: Axis) -> Tensor:
-    """Differentiable: identity forward, all-reduce backward."""
+    """Differentiable: identity in the forward pass, all-reduce in the backward pass."""
     return _Comm.apply(x, SUM_BACKWARD, axis)
 
 
 def sum_both(x: Tensor, axis: Axis) -> Tensor:
-    """Differentiable: all-reduce forward and backward."""
+    """Differentiable: all-reduce in both passes."""
     return _Comm.apply(x, SUM_BOTH, axis)
 
 
 def gather(x: Tensor, axis: Axis) -> Tensor:
-    """Differentiable: gathers [n, D] of every process into [p n, D]; backward reduce-scatters the partial gradients."""
+    """Differentiable: gathers [n, D] from every process into [p n, D]; backward: reduce-scatters partial gradients."""
     return _Comm.apply(x, GATHER, axis)
 
 
@@ -401,8 +401,8 @@ def rows_to_features(x: Tensor, axis: Axis) -> Tensor:
 
 
 def heads_for_each(x: Tensor, heads: int, processes: int) -> Tensor:
-    """[n, heads E] -> [n, max(heads, processes) E]: the heads of each process, side by side. A shared head is repeated for
-    every process that needs it.
+    """[n, heads E] -> [n, max(heads, processes) E]: the heads for each process, side by side. A shared head is repeated
+    for every process that needs it.
 
     Copies only if there are fewer heads than processes.
     """

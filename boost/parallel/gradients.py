@@ -1,4 +1,4 @@
-"""Reduces partial gradients, computes the gradient norm over the whole mesh, and clips.
+"""Reduces partial gradients, computes the gradient norm over the whole mesh, and clips the gradients.
 
 The norm counts every parameter once, no matter how many processes hold its shards or replicas.
 """
@@ -22,7 +22,7 @@ from boost.parallel.mesh import Axis, Mesh
 
 
 class StepFlags(enum.Flag):
-    """Requests that any process can attach to a step. All processes see the union of requests in the same step."""
+    """Requests that any process can attach to a step. All processes see the union of the requests in the same step."""
 
     NONE = 0
     SIGNAL = enum.auto()
@@ -37,7 +37,7 @@ class StepFlags(enum.Flag):
 
 @dataclass(frozen=True)
 class StepStats:
-    """Statistics of a step over the whole mesh, the same on all processes."""
+    """Statistics for a step over the whole mesh, the same on all processes."""
 
     loss: float
     """Mean loss over the global batch's targets, in nats per token: cross-entropy or a distillation loss."""
@@ -59,7 +59,7 @@ class StepStats:
 
     @property
     def updates(self) -> bool:
-        """Whether the step changes weights and moments. Without targets, it would only decay them."""
+        """Whether the step changes weights and moments. A step without targets would only decay them."""
         return self.is_finite and self.targets > 0
 
 
@@ -73,8 +73,8 @@ class GradientReducer:
             loss.backward()
         reducer.finish()
 
-    Gradients of sharded parameters (`parallel.weights`) are already reduced to shards. Only partial gradients
-    that are sharded over DP alone still need a sum over TP after the backward pass.
+    Gradients of sharded parameters (`parallel.weights`) are already reduced to shards. Only partial gradients that are
+    sharded over DP but not TP still need a sum over TP after the backward pass.
     """
 
     def __init__(self, fused_params: Sequence[FusedParam], mesh: Mesh, dtype: torch.dtype | None = None) -> None:
@@ -90,7 +90,7 @@ class GradientReducer:
         ]
 
     def queue(self, parameters: Sequence[nn.Parameter], axis: Axis, dtype: torch.dtype | None) -> "BucketQueue":
-        """The buckets of parameters whose gradients are summed over one axis."""
+        """Builds the buckets for parameters whose gradients are summed over one axis."""
         return BucketQueue(parameters if axis.size > 1 else [], axis, dtype)
 
     def begin(self, micro_batches: int = 1) -> None:
@@ -110,7 +110,7 @@ class GradientReducer:
     def finish(self) -> None:
         """Launches the remaining buckets and waits for all of them. Gradients of the stored tensors then hold the sums."""
         for fused in self._trainable:
-            if fused.shard is not None:  # put the local shard of a DTensor's gradient where the optimizer expects it
+            if fused.shard is not None:  # put the local shard of the DTensor gradient where the optimizer expects it
                 assert isinstance(fused.parameter, DTensor)
                 local, gradient = fused.parameter.to_local(), fused.parameter.grad
                 assert local.data_ptr() == fused.tensor.data_ptr(), (
@@ -231,7 +231,7 @@ class BucketQueue:
 
 
 class LaunchedStats:
-    """Statistics of a step in flight. On a GPU, the host has not waited for them yet."""
+    """Statistics for a step, in flight. On a GPU, the host has not waited for them yet."""
 
     def __init__(self, sums: Tensor, tokens: int) -> None:
         """`sums`: loss, squared gradient norm, number of targets, encoded flags and, with a teacher, cross-entropy, fp64 [4 or 5].
@@ -255,7 +255,7 @@ class LaunchedStats:
         return list(self._host.tolist())
 
     def read(self) -> StepStats:
-        """Returns the statistics. Waits for work launched before them, not after them."""
+        """Returns the statistics. Waits for work launched before them but not for work launched after them."""
         loss_sum, square_sum, count, flag_sum, *text = self.numbers()
         scale = self._tokens / max(count, 1)
         cross_entropy = text[0] * scale if text else None
@@ -289,11 +289,11 @@ def launch_step_stats(
     flags: StepFlags = StepFlags.NONE,
     cross_entropy: Tensor | None = None,
 ) -> LaunchedStats:
-    """Reduces loss, gradient norm, number of targets and flags over the whole mesh, in one all-reduce of four fp64 numbers. Does
-    not wait for the result.
+    """Reduces the loss, gradient norm, number of targets and flags over the whole mesh, in one all-reduce of four fp64
+    numbers. Does not wait for the result.
 
     `loss`: the sum over this replica's targets divided by `tokens`; equal on its TP ranks, 0 on pipeline ranks without the
-    head. Gradients are of this quotient. `targets`: this replica's positions that have a target. `tokens`: all
+    head. Gradients are those of this quotient. `targets`: this replica's positions that have a target. `tokens`: all
     positions of the global batch. The two differ only if some positions have no target. `cross_entropy`: like `loss`, a fifth
     number to reduce.
     """
@@ -323,7 +323,7 @@ def launch_step_stats(
 
 
 def reduce_flags(flags: StepFlags, mesh: Mesh) -> StepFlags:
-    """Returns the union of the flags of all processes, for use outside of a step. One all-reduce of one fp64 number."""
+    """Returns the union of the flags of all processes, for use outside a step. One all-reduce of one fp64 number."""
     if mesh.size == 1:
         return flags
     number = torch.tensor([_encode(flags)], dtype=torch.double, device=mesh.device)
@@ -336,7 +336,7 @@ gets the rest of fp64's 53 bits."""
 
 
 def _encode(flags: StepFlags) -> int:
-    """Encodes flags as a number, one digit per flag. The sum over processes shows which flags were raised."""
+    """Encodes flags as a number, one digit per flag. Their sum over processes shows which flags were raised."""
     return sum(1 << _FLAG_BITS * i for i, flag in enumerate(StepFlags) if flag in flags)
 
 

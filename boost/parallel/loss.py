@@ -1,6 +1,6 @@
 """Cross-entropy and distillation loss over an optionally sharded vocabulary, in chunks of tokens.
 
-Legend: T tokens, D hidden width (of the student), E of the teacher, V vocabulary rows on this process, N tokens of one chunk.
+Legend: T tokens, D hidden width (the student's), E the teacher's, V vocabulary rows on this process, N tokens in one chunk.
 """
 
 from collections.abc import Iterable
@@ -156,8 +156,8 @@ def distill_loss(x_TD: Tensor, w_VD: Tensor, targets_T: Tensor, teaching: Teachi
 def _distill_chunk(
     s_NV: Tensor, t_NV: Tensor, targets_N: Tensor, teaching: Teaching, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ((1 - w) CE + w K^2 KL of each token [N], CE [N], gradient of the former with respect to the local student logits
-    [N, V])."""
+    """Returns ((1 - w) CE + w K^2 KL for each token [N], CE [N], gradient of the former with respect to the local
+    student logits [N, V])."""
     w, k = teaching.weight, teaching.temperature
     first, width = axis.rank * s_NV.shape[1], s_NV.shape[1]
     local_N = (targets_N - first).clamp(0, width - 1)

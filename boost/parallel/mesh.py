@@ -1,4 +1,4 @@
-"""The processes of a run as one mesh (pp, dp, cp, tp). TP is innermost so that it stays inside a node."""
+"""The processes in a run as one mesh (pp, dp, cp, tp). TP is innermost so that it stays inside a node."""
 
 import contextlib
 import datetime
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Axis:
-    """This process's rank on one axis of the mesh. `group` is None if the axis has one process: no communication."""
+    """This process's rank on one axis of the mesh. `group` is None if the axis has one process (no communication)."""
 
     rank: int = 0
     size: int = 1
@@ -35,7 +35,7 @@ class Axis:
 
 
 ALONE = Axis()
-"""An axis of one process."""
+"""An axis with one process."""
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class Mesh:
     """All processes, if they are not torch's default group."""
 
     def together(self, operation: Callable[[], T]) -> T:
-        """Runs an operation on all processes of the run, such as an evaluation or a save. Returns its result.
+        """Runs an operation, such as an evaluation or a save, on all processes in the run. Returns its result.
 
         A mesh that can lose processes repeats the operation if any are lost, so every collective operation between two steps
         uses this method.
@@ -70,7 +70,7 @@ class Mesh:
 
     @property
     def everyone(self) -> Axis:
-        """All processes of the run."""
+        """All processes in the run."""
         return self.world or Axis(self.rank, self.size, dist.group.WORLD if self.size > 1 else None)
 
     def axis(self, name: str) -> Axis:
@@ -89,7 +89,7 @@ class Mesh:
 
     @property
     def cp(self) -> Axis:
-        """Context parallelism: processes that train on different tokens of the same sequences."""
+        """Context parallelism: processes that train on different tokens in the same sequences."""
         return self.axis("cp")
 
     @property
@@ -110,18 +110,18 @@ class Mesh:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the main process of the run."""
+        """Whether this is the run's main process."""
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Waits for every process of the run."""
+        """Waits for every process in the run."""
         if self.size > 1:
             dist.barrier(group=self.everyone.group)
 
 
 def share(count: int, place: int, places: int) -> range:
-    """The contiguous share of `count` items (micro-batches, rows) for index `place` of `places`; shares are equal if `places`
-    divides `count`."""
+    """The contiguous share of `count` items (micro-batches, rows) at index `place` among `places` shares; shares are
+    equal if `places` divides `count`."""
     return range(place * count // places, (place + 1) * count // places)
 
 
@@ -140,7 +140,7 @@ def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600
 
 
 def axes_of(sizes: dict[str, int], device: torch.device, timeout_s: float) -> tuple[DeviceMesh, dict[str, Axis]]:
-    """Divides all processes into axes of these sizes, outermost first. Returns torch's mesh and this process's coordinates."""
+    """Divides all processes into axes with these sizes, outermost first. Returns torch's mesh and this process's coordinates."""
     backend = _backend(device)
     override: dict[int | str, Any] | None = dict.fromkeys(sizes, backend) if backend else None
     device_mesh = init_device_mesh(
@@ -157,8 +157,8 @@ def axes_of(sizes: dict[str, int], device: torch.device, timeout_s: float) -> tu
 
 
 def _backend(device: torch.device) -> str | None:
-    """Backend of the mesh's groups: only NCCL on GPUs. By default, each group would also have gloo, which needs two sockets per
-    pair of processes. CPU tensors use the group of the whole run. None: the backend of the whole run."""
+    """Backend for the mesh's groups: only NCCL on GPUs. By default, each group would also have gloo, which needs two
+    sockets per pair of processes. CPU tensors use the whole run's group. None: the whole run's backend."""
     return "nccl" if device.type == "cuda" else None
 
 
@@ -175,22 +175,22 @@ def _own_group(groups: list[list[int]], name: str, timeout_s: int, backend: str 
 
 
 def set_timeout(timeout_s: float) -> None:
-    """Sets the timeout, in seconds, of later operations in all groups of this process."""
+    """Sets the timeout, in seconds, for later operations in all groups of this process."""
     if dist.is_initialized():
         for group in list(dist.distributed_c10d._world.pg_map):
             set_group_timeout(group, timeout_s)
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
-    """Sets the timeout, in seconds, of later operations in one group. Does nothing if its backend has no timeout."""
+    """Sets the timeout, in seconds, for later operations in one group. Does nothing if its backend has no timeout."""
     with contextlib.suppress(RuntimeError):
         group.set_timeout(datetime.timedelta(seconds=timeout_s))
 
 
 @contextlib.contextmanager
 def temporary_groups() -> Iterator[None]:
-    """Destroys process groups created inside, unless an exception leaves processes in different collectives. Otherwise, each NCCL
-    group would keep its communicator, which uses most of a GB of GPU memory. All processes must take part."""
+    """Destroys process groups created inside, unless an exception leaves processes in different collectives. If they
+    were kept, each NCCL group's communicator would use most of a GB of GPU memory. All processes must take part."""
     before = set(dist.distributed_c10d._world.pg_map)
     yield
     for group in list(dist.distributed_c10d._world.pg_map):

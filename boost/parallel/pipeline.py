@@ -1,4 +1,4 @@
-"""Pipeline stages of one process, on the schedules of torch.distributed.pipelining.
+"""The pipeline stages on one process, run by the schedules of torch.distributed.pipelining.
 
 Stages exchange the residual stream in the layout's local shape (a shard of it under btp and btp-sp) and the latents passed
 between blocks. Training follows a schedule. Evaluation and generation, with no backward pass and different shapes, send from
@@ -21,7 +21,7 @@ from boost.parallel.mesh import Axis
 
 
 class StageModule(nn.Module):
-    """A stage with the interface of torch's schedules: received tensors are positional arguments, batch inputs are keywords."""
+    """A stage as torch's schedules expect it: received tensors are positional arguments, and batch inputs are keywords."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -46,10 +46,10 @@ class StageModule(nn.Module):
 
 
 class Pipeline(nn.Module):
-    """The pipeline stages of one process, with the interface of a whole decoder."""
+    """The pipeline stages on one process, with the interface of a whole decoder."""
 
     def __init__(self, stage_modules: Sequence[StageModule], axis: Axis) -> None:
-        """`axis`: the processes of this pipeline. `stage_modules` are in forward order."""
+        """`axis`: the processes in this pipeline. `stage_modules` are in forward order."""
         super().__init__()
         self.stage_modules = nn.ModuleList(stage_modules)
         self.axis = axis
@@ -80,8 +80,8 @@ class Pipeline(nn.Module):
         return self.decoders[-1].stage.has_head
 
     def prepare(self, parallel: ParallelConfig, micro_batches: int, micro_batch: tuple[int, int]) -> None:
-        """Creates the schedule of a training step of `micro_batches` micro-batches, each of shape (sequences, tokens per
-        sequence).
+        """Creates the schedule for a training step with `micro_batches` micro-batches, each of shape (sequences, tokens
+        per sequence).
 
         `backward` creates more schedules for steps with a different number of micro-batches.
         """
@@ -90,14 +90,14 @@ class Pipeline(nn.Module):
         self._schedules = {micro_batches: self._make(micro_batches)}
 
     def _make_schedule(self, parallel: ParallelConfig, micro_batches: int, micro_batch: tuple[int, int]) -> Any:
-        # Imported here because this loads torch._dynamo, which takes a second in each process of a run without a pipeline.
+        # Imported here because it loads torch._dynamo, which would cost a second per process in runs without a pipeline.
         from torch.distributed import pipelining
 
         batch, length = micro_batch
         stages: list[Any] = []
         for module, decoder in zip(self.stage_modules, self.decoders, strict=True):
             stage = decoder.stage
-            # Meta tensors declare the shapes in advance. Since torch 2.13, stages also exchange them in the first step, pickled.
+            # Meta tensors declare the shapes in advance. Since torch 2.13, stages also exchange shapes in the first step, pickled.
             arriving, leaving = (
                 tuple(torch.empty(s, dtype=decoder.compute_dtype, device="meta").requires_grad_() for s in shapes)
                 for shapes in (
@@ -123,15 +123,15 @@ class Pipeline(nn.Module):
         }
         if parallel.schedule == "interleaved-1f1b":
             return pipelining.ScheduleInterleaved1F1B(stages, **options)
-        # 1F1B needs at least pp micro-batches; after losses there may be fewer.
+        # 1F1B needs at least pp micro-batches; after replicas are lost, there may be fewer.
         is_gpipe = parallel.schedule == "gpipe" or micro_batches < parallel.pp
         one = pipelining.ScheduleGPipe if is_gpipe else pipelining.Schedule1F1B
         return one(stages[0], **options)
 
     def backward(self, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None, divisor: int) -> Tensor:
-        """Runs the forward and backward passes of a step's micro-batches, concatenated along the batch dimension.
+        """Runs the forward and backward passes on a step's micro-batches, concatenated along the batch dimension.
 
-        Returns the sum of the losses divided by `divisor`, of which it computes gradients; 0 on processes without the head.
+        Returns the sum of the losses divided by `divisor`, and computes its gradients; 0 on processes without the head.
         """
         losses: list[Tensor] = []
         inputs = _by_keyword(tokens_BS, targets_BS, document_ids_BS)
@@ -166,7 +166,7 @@ class Pipeline(nn.Module):
 
     @torch.no_grad()
     def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...], rows: CacheRows | None = None) -> Tensor:
-        """Logits [B, V] of the next tokens, like a whole decoder's, on every process of the pipeline."""
+        """Logits [B, V] for the next tokens, like a whole decoder's, on every process in the pipeline."""
         layout = self.layout.inference
         batch = len(rows.lengths) if rows is not None else tokens_BS.shape[0]
         logits = torch.empty(batch, self.model.vocab_size, dtype=self.decoders[0].compute_dtype)
@@ -185,7 +185,7 @@ class Pipeline(nn.Module):
         return logits
 
     def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:
-        """Key/value caches of every block on this process."""
+        """Key/value caches for every block on this process."""
         return tuple(cache for decoder in self.decoders for cache in decoder.make_caches(batch, capacity))
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
@@ -211,6 +211,6 @@ class Pipeline(nn.Module):
 
 
 def _by_keyword(tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None) -> dict[str, Tensor]:
-    """Batch inputs of every stage. Schedules split tensors into micro-batches and do not accept None."""
+    """Batch inputs for every stage. Schedules split tensors into micro-batches and do not accept None."""
     inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
     return inputs if document_ids_BS is None else inputs | {"document_ids_BS": document_ids_BS}

@@ -1,12 +1,12 @@
-"""Tensors that replace a module's weights during passes: working copies in the dtype of activations, or weights
+"""Tensors that replace a module's weights during passes: working copies in the dtype of the activations, or weights
 gathered from the shards of data-parallel replicas.
 
 Sharding is torch's fully_shard on top of the layout's local tensors.
 ZeRO-1 (`parallel.shard = "optimizer"`) and FSDP (`"full"`) shard the same way: each of the dp processes that hold the same
-local tensor keeps and updates some of its rows and their moments. They differ in the lifetime of the gathered tensor: the
-optimizer step, or one block's forward or backward pass.
+local tensor keeps and updates some of its rows and their moments. They differ in the lifetime of the gathered tensor:
+an optimizer step for ZeRO-1, one block's forward or backward pass for FSDP.
 
-Norms are not sharded, because they are one in ten thousand weights and gathering them in bf16 would round the gains.
+Norms are not sharded, because they hold one in ten thousand weights, and gathering in bf16 would round the gains.
 """
 
 import functools
@@ -57,8 +57,8 @@ def shard(
 ) -> None:
     """Shards the weights of a decoder, or of one stage, over its replicas, one unit per block.
 
-    `root`: the module whose forward pass runs it, either the decoder or its pipeline wrapper. All-gathers use the activations'
-    dtype, gradient sums use `dtype` (None: the weights' dtype).
+    `root`: the module whose forward pass runs the decoder or stage: either the decoder or its pipeline wrapper.
+    All-gathers use the activations' dtype, gradient sums use `dtype` (None: the weights' dtype).
     """
     params = list(fused_params(decoder))
     norms = {s.parameter for s in params if s.parameter.ndim == 1}
@@ -76,7 +76,7 @@ def shard(
         options["shard_placement_fn"] = lambda parameter: everywhere if parameter in outer else None
     weights = next(decoder.parameters()).dtype
     if decoder.compute_dtype != weights or dtype not in (None, weights):
-        # Half the bytes: weights are cast before the all-gather instead of at each use.
+        # Sends half the bytes: weights are cast before the all-gather instead of at each use.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=decoder.compute_dtype, reduce_dtype=dtype or weights, cast_forward_inputs=False
         )
@@ -89,7 +89,7 @@ def shard(
             **options,
         )
         assert isinstance(unit, FSDPModule)
-        unit.set_gradient_divide_factor(1.0)  # sums, as for unsharded replicas
+        unit.set_gradient_divide_factor(1.0)  # sums gradients, as for unsharded replicas
         # A plain sum on every backend. gloo has no scaled sum. NCCL reads PREMUL_SUM's scale, which torch stores in four bytes,
         # as a bf16 from two of them: a factor of 0.
         unit.set_force_sum_reduction_for_comms(True)
@@ -132,7 +132,7 @@ def forget_gathered(module: nn.Module) -> None:
 
 
 class WorkingCopies:
-    """Casts weights once per step, and accumulates gradients of the copies into those of the weights:
+    """Casts weights once per step, and accumulates the copies' gradients into those of the weights:
 
         reducer.begin(micro_batches)
         with copies.in_use():
@@ -140,12 +140,12 @@ class WorkingCopies:
                 loss.backward()
         reducer.finish()
 
-    Copies are leaves, so autograd accumulates the gradients of all uses in one pass in the dtype of activations. Gradients
-    of micro-batches are accumulated in the dtype of the weights.
+    Copies are leaves, so autograd accumulates the gradients from all uses in one pass in the dtype of the activations.
+    Gradients from different micro-batches are accumulated in the dtype of the weights.
     """
 
     def __init__(self, model: nn.Module, config: Config, accumulated: Callable[[nn.Parameter], None]) -> None:
-        """Selects the parameters of a model, or of its pipeline stages, that get a copy under `config`.
+        """Selects the parameters in a model, or in its pipeline stages, that get a copy under `config`.
 
         `accumulated` is called when a pass's gradient has been added to the parameter's gradient, because autograd does not
         call the parameter's own hooks.

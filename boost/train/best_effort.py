@@ -1,7 +1,7 @@
 """Informational writes: metrics, heartbeats, reports, terminal output. If one fails because a disk is full or a terminal
 is closed, the run continues and saves checkpoints as usual.
 
-Every write outside of a checkpoint happens in such a context, except before the first step. The
+Every write outside a checkpoint happens in such a context, except before the first step. The
 log handler (`boost.train.rundir`) covers the log.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 log = logging.getLogger("boost")
 
 _failing: set[str] = set()
-"""The writes that failed last time."""
+"""The writes that failed at the last attempt."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Built-in hooks: timelines for ui.perfetto.dev, bad step limit, replica check, periodic evaluation and checkpoints."""
+"""Built-in hooks: timelines for ui.perfetto.dev, bad step limit, replica check, periodic evaluations and saves."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ MAX_BAD_STEPS = 3
 
 
 def builtin_hooks(config: Config) -> list[Hook]:
-    """The built-in hooks, in order."""
+    """The built-in hooks, in the order in which they run."""
     train = config.train
     return [
         BadStepLimit(),
@@ -73,8 +73,8 @@ class ReplicaCheck(Hook):
 
 
 class PeriodicEvaluation(Hook):
-    """Evaluates every `every` steps (0: never) on `max_tokens` held-out tokens. The trainer runs the final evaluation on all
-    tokens. With `at_last_step`, the last step is also evaluated on `max_tokens`, for comparison with earlier evaluations."""
+    """Evaluates every `every` steps (0: never) on `max_tokens` held-out tokens. The trainer runs the final evaluation on the
+    whole split. With `at_last_step`, the last step is also evaluated on `max_tokens`, for comparison with earlier evaluations."""
 
     def __init__(self, every: int, max_tokens: int | None, at_last_step: bool = False) -> None:
         self.every, self.max_tokens = every, max_tokens
@@ -124,7 +124,7 @@ class PeriodicCheckpoint(Hook):
 
     def on_evaluation(self, trainer: Training, event: EvaluationEnd) -> None:
         this = BestCheckpoint(event.metrics.step, event.metrics.heldout_loss)
-        # Include the candidate, whose save may still be in flight.
+        # Include the candidate checkpoint, whose save may still be in flight.
         lowest = all(this.heldout_loss < other.heldout_loss for other in (self._best, self._candidate) if other)
         # Use the same tokens as periodic evaluations: losses on different tokens are not comparable.
         comparable = event.complete == (not self.train.eval_tokens)
@@ -175,17 +175,17 @@ class PeriodicCheckpoint(Hook):
 
 
 class ProfileHook(Hook):
-    """Profiles steps `first` to `last` of every process into run.dir/profile/rank<R>.json (train.profile).
+    """Profiles steps `first` to `last` on every process into run.dir/profile/rank<R>.json (train.profile).
 
-    The files are in Chrome's trace format, with CPU operators and collectives, GPU kernels, and a range per step; they open in
-    ui.perfetto.dev. Profiled steps are slower.
+    The files are in Chrome's trace format, with CPU operators and collectives, GPU kernels, and a range per step; open
+    them in ui.perfetto.dev. Profiled steps are slower.
     """
 
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
         self._profiler: profile | None = None
         self._step: tuple[int, record_function] | None = None
-        """Number and open profiler range of the current step. On GPUs, the next step begins before `after_step`."""
+        """The current step's number and open profiler range. On GPUs, the next step begins before `after_step`."""
 
     def before_step(self, trainer: Training, event: StepStart) -> None:
         if event.step == self.first:

@@ -1,4 +1,4 @@
-"""Console output of a run: a progress bar on a terminal, plain lines elsewhere.
+"""Console output for a run: a progress bar on a terminal, plain lines elsewhere.
 
 `ConsoleHook` prints training progress on the main process. `progress` is the progress bar for all other slow work.
 """
@@ -21,13 +21,13 @@ MFU_MIN_WIDTH = 100
 
 
 class PlainConsole:
-    """Plain lines for a file or a pipe: the first step, every `log_every`-th step, and the last step. A context manager."""
+    """Plain lines for a file or a pipe, for the first step, every `log_every`-th step, and the last step. A context manager."""
 
     def __init__(self, total_steps: int, start_step: int, log_every: int, out: TextIO | None = None) -> None:
         self._total, self._every, self._out = total_steps, log_every, out
         self._first = start_step + 1
         self._timed: tuple[int, float] | None = None
-        """The first step and its end time. It starts threads, allocates and compiles, so time is measured from its end."""
+        """The first step and its end time. That step starts threads, allocates and compiles, so time is measured from its end."""
 
     def __enter__(self) -> Self:
         return self
@@ -63,7 +63,7 @@ class PlainConsole:
 
 
 class BarConsole(PlainConsole):
-    """A live bar at the bottom of a terminal; evaluations and notes scroll above it."""
+    """A live bar at the bottom of a terminal, with evaluations and notes scrolling above it."""
 
     def __init__(self, total_steps: int, start_step: int, rich_console: RichConsole | None = None) -> None:
         super().__init__(total_steps, start_step, log_every=1)
@@ -76,7 +76,7 @@ class BarConsole(PlainConsole):
         return self
 
     def step(self, metrics: StepMetrics) -> None:
-        # Shorter than `step_line`: memory and MFU only if the terminal is wide enough.
+        # Shorter than `step_line`: shows memory and MFU only if the terminal is wide enough.
         width = self._bar.console.width
         words = [f"loss {metrics.loss:.4f}", format_rate(metrics.tokens_per_second, 2)]
         words += [f"mfu {format_percent(metrics.mfu)}"] * (width >= MFU_MIN_WIDTH and not math.isnan(metrics.mfu))
@@ -94,7 +94,7 @@ class BarConsole(PlainConsole):
 
 
 class ConsoleHook(Hook):
-    """Prints a summary of the run at the start, then steps, evaluations and warnings."""
+    """Prints a summary of the run at the start, and then steps, evaluations and warnings."""
 
     main_only = True
 
@@ -158,7 +158,7 @@ def _introduction(trainer: Training) -> list[str]:
 def make_console(total_steps: int, start_step: int, log_every: int) -> PlainConsole:
     """Returns the console for stdout: a progress bar on a terminal, plain lines elsewhere.
 
-    `start_step`: number of steps already done in a resumed run.
+    `start_step`: number of steps that a resumed run has already done.
     """
     if RichConsole().is_terminal:
         return BarConsole(total_steps, start_step)

@@ -25,7 +25,7 @@ STOP_CHECK_EVERY = 4
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out loss of a model."""
+    """A model's held-out loss."""
 
     tokens: int
     """Number of targets, each evaluated once."""
@@ -34,7 +34,7 @@ class Evaluation:
     perplexity: float
     """exp(loss)."""
     bits_per_byte: float
-    """loss / ln 2 x tokens of the split / bytes of its text (of its targets, with a loss mask): comparable across tokenizers."""
+    """loss / ln 2 x tokens in the split / bytes of its text (of its targets, with a loss mask): comparable across tokenizers."""
     sources: "Mapping[str, Evaluation]" = field(default_factory=dict)
     """Evaluations of a mixture's stores by name; `loss` is the mean of their losses, weighted as in training."""
 
@@ -57,10 +57,10 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates on the whole split, or on about `max_tokens` spread evenly over it. All processes return the same result.
 
-    The stores of a mixture are evaluated one after another. They share `max_tokens` by weight; each gets at least one sequence.
-    `stopped` is called every few batches and must return the same value on all processes. Raises EvaluationStopped if it returns
-    True, DataError if no evaluated token counts toward the loss. `by_document`: uses the first `seq_len` tokens of each document,
-    as publications do (`DocumentBatches`).
+    The stores of a mixture are evaluated one after another. They share `max_tokens` by weight, and each store gets at
+    least one sequence. `stopped` is called every few batches and must return the same value on all processes. Raises
+    EvaluationStopped if it returns True, DataError if no evaluated token counts toward the loss. `by_document`: uses
+    the first `seq_len` tokens in each document, as publications do (`DocumentBatches`).
     """
 
     def of_store(part: Split, limit: int | None, label: str) -> Evaluation:

@@ -1,7 +1,7 @@
-"""Failure analysis: turns an exception into one line for the user, and finds the root cause among failures of several processes.
+"""Failure analysis: turns an exception into one line for the user, and finds the root cause among several processes' failures.
 
-Failures are classified by exception type, then by the exact messages of gloo, NCCL, c10d and the allocators. Anything else is a
-bug and keeps its traceback. For example, "CUDA error: the launch timed out" does not mean a lost connection.
+Failures are classified by exception type, then by the exact messages of gloo, NCCL, c10d and the allocators. Any other
+failure is a bug and keeps its traceback. For example, "CUDA error: the launch timed out" does not mean a lost connection.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ _LOST_GLOO = re.compile(
     r"Timed out waiting \d+ms for (send|recv) operation to complete|Application timeout caused pair closure|"
     r"Rank \d+ (successfully reached|failed to pass) monitoredBarrier|Connect timeout|Gloo connectFullMesh failed"
 )
-"""Messages of gloo's RuntimeError when the peer is gone or not responding."""
+"""Messages in gloo's RuntimeError when the peer is gone or not responding."""
 
 _LOST_NCCL = re.compile(
     r"remote process exited or there was a network error|NCCL communicator was aborted|"
     r"Watchdog caught collective operation timeout|ncclRemoteError|"
     r"(?:Connect to|Connection to|recv from|send to) \S+ failed|Connection closed by remote peer"
 )
-"""Messages of NCCL's DistBackendError in the same case. "invalid usage" and "internal error" are errors of this process."""
+"""Messages in NCCL's DistBackendError in the same case. "invalid usage" and "internal error" are this process's own errors."""
 
 _CPU_MEMORY = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory): you tried to allocate (\d+) bytes"
@@ -68,7 +68,7 @@ def out_of_memory(error: BaseException) -> str | None:
 
 
 def memory_advice(micro_batch: int, recompute: str) -> str:
-    """Advice after an out-of-memory error, with the current values of the run."""
+    """Advice after an out-of-memory error, with the run's current values."""
     return (
         f"lower train.micro_batch (now {micro_batch}), recompute more with train.recompute (now {recompute!r}), or use "
         "'boost plan' to find a mesh that fits"
@@ -83,7 +83,7 @@ def first_sentence(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class FailureReport:
-    """The failure of one process, as a JSON file in the shared folder."""
+    """One process's failure, stored as a JSON file in the shared folder."""
 
     rank: int
     kind: str
@@ -110,7 +110,7 @@ class FailureReport:
 
 
 def failure_report(error: BaseException, rank: int) -> FailureReport:
-    """Builds the report of `error`, raised in process `rank`."""
+    """Builds the report for `error`, raised in process `rank`."""
     trace = "".join(traceback.format_exception(error))
     kind, name, code = "boost", type(error).__name__, BoostError.exit_code
     if isinstance(error, HangError):
@@ -132,7 +132,7 @@ def failure_report(error: BaseException, rank: int) -> FailureReport:
 
 
 def read_reports(folder: Path) -> list[FailureReport]:
-    """Reads the reports of all processes, earliest first."""
+    """Reads the reports from all processes, earliest first."""
     reports = [FailureReport(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("report*.json")]
     return sorted(reports, key=lambda report: report.time)
 
@@ -140,9 +140,9 @@ def read_reports(folder: Path) -> list[FailureReport]:
 def root_cause(failed: Mapping[int, int], reports: list[FailureReport]) -> FailureReport | int:
     """The report of the root cause, or the rank of a process that died without a report.
 
-    `failed`: exit codes by rank of the processes that failed on their own. Precedence: a user error; a process that died
-    without a report (the others then report only broken collectives); a bug; a hung process; a replica excluded because of any of
-    these; a lost connection.
+    `failed`: exit codes by rank of the processes that failed on their own. Order of precedence: a user error; a process
+    that died without a report (the others then report only broken collectives); a bug; a hung process; a replica
+    excluded because of any of these; a lost connection.
     """
     silent = sorted(failed.keys() - {report.rank for report in reports})
     by_kind = {kind: [r for r in reports if r.kind == kind] for kind in ("boost", "defect", "hung", "excluded", "lost")}

@@ -1,6 +1,6 @@
 """Injects faults to rehearse cluster failures: `boost train --inject-fault KIND@STEP[:RANK]`.
 
-A fault hits one process just before the given step (`nan`: during it). It hits again if the run resumes before STEP.
+A fault hits one process just before the given step (`nan`: during it) and hits again if the run resumes before STEP.
 """
 
 import errno
@@ -68,7 +68,7 @@ def parse_fault(text: str, steps: int, world_size: int) -> Fault:
 
 
 class FaultInjection(Hook):
-    """Injects the faults of this process."""
+    """Injects this process's faults."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self._faults = faults

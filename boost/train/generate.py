@@ -1,9 +1,9 @@
-"""Autoregressive text generation with a key/value cache, on one process or on all processes of a mesh.
+"""Autoregressive text generation with a key/value cache, on one process or on all processes in a mesh.
 
 Sequences are generated in batches: when one ends, the next takes its place (continuous batching). Prompts are packed without
-padding. Every sequence has its own length and random generator, so it is the same as if generated alone, up to rounding.
+padding. Every sequence has its own length and random generator, so the result matches generating it alone, up to rounding.
 
-All processes of a TP group and its pipeline have the same logits and the same seeded generators, so they sample the same tokens
+All processes in a TP group and its pipeline have the same logits and the same seeded generators, so they sample the same tokens
 without communication.
 """
 
@@ -28,11 +28,11 @@ from boost.train.model import Model
 from boost.train.sampling import Sampling
 
 PREFILL_TOKENS = 4096
-"""Prompts that share a forward pass have at most this many tokens in total. A longer prompt gets its own pass."""
+"""Prompts that share a forward pass have at most this many tokens in total. A longer prompt gets a pass of its own."""
 
 
 def choose(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:
-    """The next token of each sequence from logits [B, V], drawn with the sequence's own generator."""
+    """The next token for each sequence, drawn from logits [B, V] with the sequence's own generator."""
     if sampling.temperature == 0:
         greedy: list[int] = logits_BV.argmax(-1).tolist()
         return greedy
@@ -63,10 +63,10 @@ class NewToken(NamedTuple):
     prompt: int
     """Index of the prompt."""
     sample: int
-    """Index of the sample of this prompt."""
+    """Index of the sample for this prompt."""
     token: int
     is_last: bool
-    """Whether it ends its sequence."""
+    """Whether this token ends its sequence."""
 
 
 def generate(
@@ -87,11 +87,11 @@ def generate_batch(
     samples: int = 1,
     batch: int = 1,
 ) -> Iterator[NewToken]:
-    """Yields up to `max_tokens` new tokens for each of `samples` samples of each non-empty prompt, as they are generated.
+    """Yields up to `max_tokens` new tokens for each of `samples` samples per non-empty prompt, as they are generated.
 
-    Runs up to `batch` sequences at a time, in the order of the prompts. A sequence stops after yielding one of `ends`. Sample j
-    is drawn with the seed `sampling.seed` + j, no matter how it is batched. Raises ConfigError if the key/value cache of the
-    batch does not fit into memory.
+    Runs up to `batch` sequences at a time, in the order of the prompts. A sequence stops after yielding one of `ends`.
+    Sample j is drawn with the seed `sampling.seed` + j, no matter how it is batched. Raises ConfigError if the batch's
+    key/value cache does not fit into memory.
     """
     sequences = [
         _Sequence(number, sample, tuple(prompt), sampling.seed + sample)
@@ -107,7 +107,7 @@ def generate_batch(
 
 
 def require_cache_memory(model: Model, batch: int, capacity: int) -> None:
-    """Raises ConfigError if key/value caches of `batch` sequences of `capacity` tokens do not fit into the available memory."""
+    """Raises ConfigError if key/value caches for `batch` sequences of `capacity` tokens do not fit into the available memory."""
     needed, available = model.cache_bytes(batch, capacity), available_memory(model.device)
     if needed <= available:
         return
@@ -129,7 +129,7 @@ class _Sequence:
     prompt: int
     sample: int
     tokens: tuple[int, ...]
-    """Tokens of the prompt."""
+    """Tokens in the prompt."""
     seed: int
     cached: int = 0
     """Tokens in the key/value cache."""
@@ -144,7 +144,7 @@ class _Batch:
 
     def __init__(self, model: Model, sampling: Sampling, size: int, capacity: int) -> None:
         self._model, self._sampling, self._size = model, sampling, size
-        # Weights gathered from replicas, and tensors that stages exchange, outlive a forward pass.
+        # Weights gathered from replicas and tensors that stages exchange outlive a forward pass.
         lasting = isinstance(model, Pipeline | FSDPModule)
         self._mode = torch.no_grad if lasting else torch.inference_mode
         self._caches = model.make_caches(size, capacity)
@@ -167,7 +167,7 @@ class _Batch:
             yield from self._advance(started, logits_BV, max_tokens, ends)
 
     def _advance(self, rows: range, logits_BV: Tensor, max_tokens: int, ends: Collection[int]) -> Iterator[NewToken]:
-        """Chooses the next token of the sequences in `rows`, and removes finished sequences."""
+        """Chooses the next token for the sequences in `rows`, and removes finished sequences."""
         sequences = [self._sequences[row] for row in rows]
         chosen = choose(logits_BV, self._sampling, [self._generators[row] for row in rows])
         for sequence, token in zip(sequences, chosen, strict=True):
@@ -184,7 +184,7 @@ class _Batch:
             yield NewToken(sequence.prompt, sequence.sample, sequence.last, is_over)
 
     def _prefill(self, first: int) -> Tensor:
-        """Runs the prompts of rows `first` and up. Returns the logits of their next tokens, on the CPU."""
+        """Runs the prompts in rows `first` and up. Returns the logits for their next tokens, on the CPU."""
         # Samples of one prompt start from the same cache.
         rows_of: dict[int, list[int]] = {}
         for row in range(first, len(self._sequences)):
@@ -218,7 +218,7 @@ class _Batch:
         yield group
 
     def _decode(self) -> Tensor:
-        """Runs the newest token of every sequence. Returns the logits of the next ones, on the CPU."""
+        """Runs the newest token of every sequence. Returns the logits for the next tokens, on the CPU."""
         lengths = [sequence.cached for sequence in self._sequences]
         dtype = self._caches[0].keys.dtype if self._caches else torch.float32
         rows = NextTokenRows.of(lengths, self._model.device, dtype)
@@ -239,11 +239,11 @@ class _Batch:
 
 @torch.no_grad()
 def prepare_inference(decoder: Decoder, batch: int) -> None:
-    """Converts a model's weights on one process to the fastest format for generation of `batch` sequences.
+    """Converts a model's weights on one process to the fastest format for generating `batch` sequences.
 
-    Afterwards, weights cannot be trained or saved. Matrices are cast to the activations' dtype, as every forward pass would
-    do; vectors (gains, biases) keep their dtype, because they are multiplied in a wider one. On a CPU, weights of linears are
-    packed, or, for single tokens in fp32, stored by columns if this is faster.
+    Afterwards, the weights cannot be trained or saved. Matrices are cast to the activations' dtype, as every forward
+    pass would do; vectors (gains, biases) keep their dtype, because they are multiplied in a wider one. On a CPU,
+    linear weights are packed or, for single tokens in fp32, stored by columns if this is faster.
     """
     dtype = decoder.compute_dtype
     for parameter in decoder.parameters():
@@ -258,15 +258,15 @@ def prepare_inference(decoder: Decoder, batch: int) -> None:
             del module._parameters[name]
             setattr(module, name, PackedWeight(weight))
         elif name == "head" or name.startswith("B"):
-            # By columns, the product with one token adds O numbers at a time. A product by short rows, such as the r numbers of
-            # a row of B, reaches half of a CPU's memory bandwidth in fp32.
+            # By columns, the product with one token adds O numbers at a time. A product by short rows, such as the r
+            # numbers in a row of B, reaches half of a CPU's memory bandwidth in fp32.
             weight.data = weight.data.t().contiguous().t()
 
 
 class PackedWeight:
     """A copy of a weight [O, I] in the order in which oneDNN reads it on a CPU. `F.linear` accepts it as a tensor.
 
-    torch's own products use weights in row order, which takes 1.5 to 1.9 times as long for 16 tokens, and in bf16 also for one.
+    torch's own products use weights in row order, which takes 1.5 to 1.9 times as long for 16 tokens (in bf16, also for one).
     """
 
     def __init__(self, weight: Tensor) -> None:

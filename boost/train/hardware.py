@@ -1,4 +1,4 @@
-"""Hardware limits and utilization: peak FLOP/s, memory in use, model FLOPs utilization, and the clock of a device."""
+"""Hardware limits and utilization: peak FLOP/s, memory in use, model FLOPs utilization, and a device's clock."""
 
 import math
 import os
@@ -26,7 +26,7 @@ def peak_flops(device: torch.device, compute_dtype: torch.dtype, override_tflops
 
 
 def gpu_peak_flops(name: str, compute_dtype: torch.dtype) -> float:
-    """FLOP/s of the GPU called `name`; nan if it is not in the table, or for a laptop variant or a MIG slice."""
+    """Peak FLOP/s of the GPU called `name`; nan if it is not in the table, or for a laptop variant or a MIG slice."""
     peak = find_peak(name)
     if peak is None:
         return math.nan
@@ -44,7 +44,7 @@ def total_memory(device: torch.device) -> int:
 
 
 def available_memory(device: torch.device) -> int:
-    """Memory in bytes that can be allocated on a GPU, or on this machine without swapping; its total if that is unknown."""
+    """Memory in bytes that can be allocated on a GPU, or on this machine without swapping; the total if that is unknown."""
     if device.type == "cuda":
         # Memory that torch has reserved but does not use is also available.
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -58,7 +58,7 @@ def available_memory(device: torch.device) -> int:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory of this process in bytes: the peak allocated by torch on a GPU, the resident set size on a CPU.
+    """This process's memory in bytes: the peak allocated by torch on a GPU, the resident set size on a CPU.
 
     Without /proc, which reports the current resident set size, returns the peak so far.
     """
@@ -69,14 +69,14 @@ def memory_bytes(device: torch.device) -> int:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return largest if sys.platform == "darwin" else largest * 1024  # kernels report KiB, macOS bytes
+        return largest if sys.platform == "darwin" else largest * 1024  # other kernels report KiB; macOS reports bytes
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, devices: int, peak: float) -> float:
     """Model FLOPs utilization, a fraction: MFU = tokens/s x FLOPs/token / (devices x peak FLOP/s of one device).
 
-    `tokens_per_second` is the total of all devices. `flops_per_token` is boost.config.architecture.flops_per_token: forward and
-    backward pass without recomputation. nan if the peak is unknown.
+    `tokens_per_second` is the total across all devices. `flops_per_token` is boost.config.architecture.flops_per_token:
+    one forward and backward pass without recomputation. nan if the peak is unknown.
     """
     return tokens_per_second * flops_per_token / (devices * peak)
 
@@ -84,7 +84,7 @@ def mfu(tokens_per_second: float, flops_per_token: float, devices: int, peak: fl
 # Time.
 
 Moment = float | torch.cuda.Event
-"""A timestamp: seconds of the host's clock, or an event of a GPU."""
+"""A timestamp: seconds on the host's clock, or a GPU event."""
 
 
 def now(device: torch.device) -> Moment:
@@ -97,7 +97,7 @@ def now(device: torch.device) -> Moment:
 
 
 def seconds_between(first: Moment, second: Moment) -> float:
-    """Seconds between two timestamps of the same device. Waits for the second one."""
+    """Seconds between two timestamps from the same device. Waits for the second one."""
     if isinstance(first, float) or isinstance(second, float):
         assert isinstance(first, float) and isinstance(second, float), "timestamps are of the same device"
         return second - first
@@ -108,7 +108,7 @@ def seconds_between(first: Moment, second: Moment) -> float:
 class StepClock:
     """Duration of each step in seconds: from the end of the previous step to its own end, excluding hooks in between.
 
-    On a GPU this is GPU time: hooks that run while the GPU computes do not add to it.
+    On a GPU, this is GPU time: hooks that run while the GPU computes do not add to it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -129,7 +129,7 @@ class StepClock:
             self._gap, self._paused = (self._paused, now(self._device)), None
 
     def seconds(self, end: Moment) -> float:
-        """Duration of the step that ends then, in seconds. Waits for the end."""
+        """Duration, in seconds, of the step that ends at `end`. Waits for the end."""
         assert self._begin is not None, "call resume before the first step"
         gap = seconds_between(*self._gap) if self._gap is not None else 0.0
         duration = seconds_between(self._begin, end) - gap

@@ -24,10 +24,10 @@ from boost.train.progress import progress
 from boost.train.sampling import Sampling
 
 MAX_NEW_TOKENS = 256
-"""Maximum tokens of an answer if the task sets no limit; the harness's own default."""
+"""Maximum number of tokens in an answer if the task sets no limit; the harness's own default."""
 
 Request = tuple[Any, list[int], list[int]]
-"""(key of the harness, context tokens, continuation tokens)."""
+"""(the harness's key, context tokens, continuation tokens)."""
 
 
 class HarnessModel(TemplateLM):
@@ -114,7 +114,7 @@ class HarnessModel(TemplateLM):
         return [results[i] for i in range(len(requests))]
 
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """The same for one batch. Sequences are padded on the right, which causal attention ignores."""
+        """The same, for one batch. Sequences are padded on the right, which causal attention ignores."""
         rows = [(context + continuation)[-(self._max_length + 1) :] for context, continuation in pairs]
         targets = [
             row[-min(len(continuation), len(row) - 1) :] for row, (_, continuation) in zip(rows, pairs, strict=True)
@@ -145,8 +145,8 @@ def run_tasks(
     bootstraps: int = 100_000,
     answers: bool = False,
 ) -> dict[str, Any]:
-    """Runs tasks of the harness, or of `folder`. Returns the harness's result: `results` by task (see `rows_of`) and, with
-    `answers`, the `samples` of each task, one per question.
+    """Runs tasks from the harness or from `folder`. Returns the harness's result: `results` by task (see `rows_of`)
+    and, with `answers`, the `samples` of each task, one per question.
 
     The harness returns nothing to a process whose LOCAL_RANK is not 0, so its result is empty. `fewshot` and `limit`: examples
     per question and questions per task; None: set by the task. `bootstraps`: samples for standard errors that have no formula (0:
@@ -168,9 +168,9 @@ def run_tasks(
 
 
 def _find(names: Sequence[str], folder: Path | None) -> TaskManager:
-    """The harness's index of tasks. Its own tasks take seconds to read and are included only if `folder` lacks any of `names`.
+    """The harness's index of tasks. Its own tasks take seconds to read and are included only if `folder` lacks some of `names`.
 
-    Raises ConfigError for a name that is in neither.
+    Raises ConfigError for a name that neither contains.
     """
     if folder is not None:
         manager = TaskManager(include_path=folder, include_defaults=False)
@@ -186,7 +186,7 @@ def _find(names: Sequence[str], folder: Path | None) -> TaskManager:
 
 
 def rows_of(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per task and metric of the harness's result, which has the keys 'metric,filter' and 'metric_stderr,filter'."""
+    """One row per task and metric in the harness's result, which has the keys 'metric,filter' and 'metric_stderr,filter'."""
     rows = []
     for task, values in result.get("results", {}).items():
         for key, value in values.items():

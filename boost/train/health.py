@@ -1,19 +1,19 @@
-"""Training health: warns of spikes and divergence, marks checkpoints saved during them, and optionally rolls back.
+"""Training health: warns of spikes and divergence, marks checkpoints saved while they last, and optionally rolls back.
 
 A step is in trouble if
 
 - its loss or gradient norm is not finite (no weight changed, `BadStep`);
-- it has diverged: its cross-entropy (not the loss of a distillation, which may have any scale) is above DIVERGED x ln(vocabulary),
+- it has diverged: its cross-entropy (not the distillation loss, which may have any scale) is above DIVERGED x ln(vocabulary),
   where ln(vocabulary) is the cross-entropy of a uniform guess;
 - it is a spike: its loss is more than train.spike_sigma standard deviations above the mean of the last WINDOW healthy steps, or
   half as many if its gradient norm is that far above its mean. This needs MIN_HEALTHY healthy steps. (In OLMo-core's
   SkipStepOptimizer, with 6 deviations and 128 steps, a high gradient norm alone is a spike; early in a run, many norms are high.)
 
 Trouble ends after RECOVERED consecutive healthy steps. Until then, checkpoints are marked with `Position.trouble` if the last
-step was not finite or has diverged, else with `Position.doubt`, because the weights may be fine. If the mark is `trouble`, periodic
-checkpoints are saved only if there is no better one. A step's loss is computed before its update, so a healthy step n + 1
-proves that the checkpoint of step n is healthy. The newest proven checkpoint is never deleted. Checkpoints contain the recent
-healthy steps, so a resumed run decides as an uninterrupted one would. All processes see the same statistics and decide alike.
+step was not finite or has diverged, else with `Position.doubt`, because the weights may be fine. While the mark is `trouble`,
+periodic checkpoints are saved only if there is no better one. A step's loss is computed before its update, so a healthy step
+n + 1 proves that the checkpoint at step n is healthy. The newest proven checkpoint is never deleted. Checkpoints contain recent
+healthy steps, so a resumed run decides as an uninterrupted one would. All processes decide alike from the same statistics.
 """
 
 import math
@@ -25,15 +25,15 @@ from boost.train import checkpoint as ckpt
 from boost.train.hooks import Hook, Rollback, RunTrouble, SaveStart, StepEnd, StepMetrics, Training, TrainStart
 
 WINDOW = 128
-"""Number of recent healthy steps from which mean and standard deviation are computed."""
+"""Number of recent healthy steps from which the mean and standard deviation are computed."""
 MIN_HEALTHY = 32
 """Healthy steps required before a step can be a spike."""
 FLOOR = 0.02
 """Minimum standard deviation, as a fraction of the mean, in case recent steps are almost equal."""
 RECOVERED = 8
-"""Consecutive steps without trouble after which training has recovered."""
+"""Number of consecutive healthy steps after which training has recovered."""
 DIVERGED = 1.5
-"""A cross-entropy above this multiple of ln(vocabulary) is worse than an untrained model's."""
+"""A cross-entropy above this multiple of ln(vocabulary) is worse than that of an untrained model."""
 
 Trouble = Literal["not finite", "diverged", "spike"]
 
@@ -47,7 +47,7 @@ class SpikeDetector:
         self._recent: dict[str, deque[float]] = {"loss": deque(maxlen=WINDOW), "gradient_norm": deque(maxlen=WINDOW)}
 
     def state(self) -> dict[str, list[float]]:
-        """Loss and gradient norm of recent healthy steps."""
+        """Loss and gradient norm for each recent healthy step."""
         return {name: list(values) for name, values in self._recent.items()}
 
     def take_state(self, state: dict[str, list[float]]) -> None:
@@ -59,8 +59,8 @@ class SpikeDetector:
     def judge(
         self, metrics: StepMetrics, skipped: bool, cross_entropy: float | None = None
     ) -> tuple[Trouble, str] | None:
-        """Returns (kind, one-line description) for a step in trouble. Returns None for a healthy step and adds it to the window.
-        `cross_entropy`: as in `StepEnd`."""
+        """Returns (kind, one-line description) for a step in trouble. For a healthy step, adds it to the window and
+        returns None. `cross_entropy`: as in `StepEnd`."""
         if skipped:
             return "not finite", f"loss {metrics.loss}, gradient norm {metrics.gradient_norm}"
         name, value = ("loss", metrics.loss) if cross_entropy is None else ("cross-entropy", cross_entropy)
@@ -92,20 +92,20 @@ class SpikeDetector:
 
 
 class HealthMonitor(Hook):
-    """Warns of trouble, marks checkpoints saved during it, and requests rollbacks if configured."""
+    """Warns of spikes and divergence, marks checkpoints saved while they last, and requests rollbacks if configured."""
 
     def __init__(self, detector: SpikeDetector, rollback: bool) -> None:
         self._detector, self._rollback = detector, rollback
         self._healthy = 0
         self._owes_save = False
-        """Whether a checkpoint was due during this trouble, so that an unmarked one is saved afterwards."""
+        """Whether a checkpoint came due before training recovered, so that an unmarked one is saved afterwards."""
 
     def on_train_start(self, trainer: Training, event: TrainStart) -> None:
-        if not any(self._detector.state().values()):  # a process that joins later has the others' steps
+        if not any(self._detector.state().values()):  # a process that joins later has the steps of the others
             self._detector.take_state(trainer.position.recent)
 
     def after_step(self, trainer: Training, event: StepEnd) -> None:
-        if event.empty:  # the loss of an empty step tells nothing about the weights
+        if event.empty:  # the loss of an empty step says nothing about the weights
             return
         step, trouble = event.metrics.step, self._detector.judge(event.metrics, event.skipped, event.cross_entropy)
         if trouble is None:

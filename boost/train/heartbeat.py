@@ -1,9 +1,9 @@
 """Heartbeats: each process publishes its activity, so that a hang is reported with the process, line and collective.
 
-A thread of each process publishes a `Beat` every second: phase, step, line of code, and the latest collectives, read from c10d's
-flight recorder (gloo and NCCL; no overhead per collective). On one machine heartbeats are files in the launcher's folder; under
-torchrun they are keys in the run's store. A process reads them only after it has waited for the timeout of its phase. It then names
-the processes that send no heartbeats or, if all send them, those that have not reached the collective that it waits for.
+A thread in each process publishes a `Beat` every second: its phase, step, line of code, and latest collectives, read from c10d's
+flight recorder (gloo and NCCL; no overhead per collective). On one machine, heartbeats are files in the launcher's folder;
+under torchrun, they are keys in the run's store. A process reads them only after it has waited for its phase's timeout. It then
+names the processes that send no heartbeats or, if all send them, those that have not reached the collective that it waits for.
 
 A process that is suspended (SIGSTOP), swapped out or lost with its machine sends no heartbeats. One that loops or sleeps in Python
 still sends them.
@@ -85,11 +85,11 @@ class Beat:
 
     rank: int
     count: int
-    """Heartbeats so far. A count that does not grow means silence, so machines need no synchronized clocks."""
+    """Number of heartbeats so far. A count that does not grow means silence, so clocks need not be synchronized."""
     phase: str = Phase.START_UP
     step: int = 0
     where: str = ""
-    """Innermost line of boost in the stack of the main thread."""
+    """The innermost line of boost code in the main thread's stack."""
     left: bool = False
     """Whether the process has ended normally, so that this is its last heartbeat."""
     saving: bool = False
@@ -97,7 +97,7 @@ class Beat:
     last: str | None = None
     """Group of the most recent collective."""
     issued: dict[str, Issued] = field(default_factory=dict)
-    """Latest collective of each group, by group name."""
+    """Latest collective in each group, by group name."""
     incarnation: str = ""
     """Name of this incarnation of the process, if processes are restarted within a run."""
     pace: float = 0.0
@@ -131,7 +131,7 @@ class FolderBoard:
             os.close(descriptor)
 
     def read(self, size: int) -> list[Beat]:
-        """The latest heartbeat of every process that has published one."""
+        """The latest heartbeat from every process that has published one."""
         return read_beats(self._folder)
 
 
@@ -148,10 +148,10 @@ def read_beats(folder: Path) -> list[Beat]:
 
 
 class StoreBoard:
-    """Heartbeats as keys of the run's store, over a separate connection: the main thread may be blocked in its own."""
+    """Heartbeats as keys in the run's store, over a separate connection: the main thread's may be blocked."""
 
     def __init__(self, store: dist.Store) -> None:
-        self._store: dist.Store = getattr(store, "clone", lambda: store)()  # older torch shares the connection
+        self._store: dist.Store = getattr(store, "clone", lambda: store)()  # older releases share the connection
         self._store.set_timeout(timedelta(seconds=SILENCE_S))
 
     def post(self, rank: int, text: str) -> None:
@@ -170,7 +170,7 @@ Board = FolderBoard | StoreBoard
 """Publishes and reads heartbeats."""
 
 
-# State of this process. One run at a time, because torch has one default process group.
+# This process's state. Only one run at a time, because torch has one default process group.
 
 
 @dataclass
@@ -197,7 +197,7 @@ def in_phase(phase: Phase) -> Iterator[None]:
 
 
 def enter(phase: Phase, step: int | None = None) -> None:
-    """Sets the phase of this process; `step` is the number of the current step."""
+    """Sets this process's phase; `step` is the current step's number."""
     if step is not None:
         _state.step = step
     if phase != _state.phase:
@@ -227,7 +227,7 @@ def background_save() -> Iterator[None]:
 
 
 class Heartbeat:
-    """Context manager around a run: publishes heartbeats of this process and detects hangs.
+    """Context manager around a run: publishes this process's heartbeats and detects hangs.
 
     If another process keeps this one from making progress for longer than the timeout, the heartbeat thread calls `on_hang` with a
     one-line diagnosis. `on_hang` should end the process, because the main thread is blocked in a collective.
@@ -285,7 +285,7 @@ class Heartbeat:
         self._over = True
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join(SILENCE_S if kind else 60)  # after an error, its connection may hang
+            self._thread.join(SILENCE_S if kind else 60)  # after an error, the thread's connection may hang
         if self._board is not None and not self._thread.is_alive():
             with contextlib.suppress(OSError, RuntimeError):
                 self._post(left=True)
@@ -419,7 +419,7 @@ def latest_collectives() -> tuple[str | None, dict[str, Issued]]:
 
 
 def _label(name: str, description: str) -> str:
-    """Name of a group in messages."""
+    """A group's name in messages."""
     label = description.removeprefix("mesh_") if description not in ("", "undefined") else name
     return "all" if label == "default_pg" else label
 
@@ -439,7 +439,7 @@ def innermost_line(frame: FrameType | None) -> str:
 
 
 def process_name(rank: int, size: int) -> str:
-    """Name of a process in messages."""
+    """A process's name in messages."""
     return f"process {rank + 1} of {size} (rank {rank})"
 
 

@@ -1,6 +1,6 @@
 """Hooks: code that runs around training steps.
 
-A hook is a class with a method per event. Subclass `Hook`, override what you need, and pass it to the trainer:
+A hook is a class with one method per event. Subclass `Hook`, override what you need, and pass it to the trainer:
 
     class StopAtLoss(Hook):
         def after_step(self, trainer, event):
@@ -10,25 +10,25 @@ A hook is a class with a method per event. Subclass `Hook`, override what you ne
     Trainer(config, mesh, run, hooks=[StopAtLoss()]).fit()
 
 **Order of events.** `Trainer.fit` calls `setup`, `on_train_start`, then for each step `before_step`, `after_backward`,
-`on_bad_step` (only if the loss or gradient norm is not finite; no weight changed), `after_step`; at the end `on_train_end` and
-`teardown`. `Trainer.save` calls `before_save` and, once the checkpoint is complete, `after_save`: with train.async_save that is in
-a later step, before its `after_step`. `Trainer.evaluate` calls `on_evaluation` unless a signal ended it early, then `on_sample`
-for each prompt (train.sample_tokens). Both may be called from anywhere.
+`on_bad_step` (only if the loss or gradient norm is not finite; no weight changed), `after_step`; at the end, it calls
+`on_train_end` and `teardown`. `Trainer.save` calls `before_save` and, once the checkpoint is complete, `after_save`:
+with train.async_save, that happens in a later step, before its `after_step`. `Trainer.evaluate` calls `on_evaluation`
+unless a signal ended it early, then `on_sample` for each prompt (train.sample_tokens). Both may be called from anywhere.
 
 A rollback (train.on_spike) follows `after_step` and calls `on_rollback`.
 
-**On GPUs** `fit` launches the passes of step n + 1 before it reads the statistics of step n, so the GPU never waits for the host.
-`before_step` and `after_backward` of step n + 1 come before `on_bad_step`, `after_step` and all later events of step n.
-The update of step n + 1 follows all of these. Evaluations, saves and rollbacks of step n therefore see the same weights,
-optimizer state and position as on CPUs; only the gradients already belong to step n + 1. Exceptions:
+**On GPUs**, `fit` launches the passes of step n + 1 before it reads the statistics of step n, so the GPU never waits for
+the host. `before_step` and `after_backward` for step n + 1 come before `on_bad_step`, `after_step` and all later events
+for step n. The update in step n + 1 follows all of these. Evaluations, saves and rollbacks at step n therefore see the
+same weights, optimizer state and position as on CPUs; only the gradients are already those of step n + 1. Exceptions:
 
 - If the run stops or rolls back in `after_step`, the passes of step n + 1 are discarded, although hooks have seen its events.
 - If a hook changes weights in `after_step`, the passes of step n + 1 are repeated, with both events. The hook must change weights
   in place and on all processes.
-- If a hook changes weights in `before_step` of step n + 1, evaluations and checkpoints of step n include the change.
+- If a hook changes weights in `before_step` of step n + 1, evaluations and checkpoints at step n include the change.
 - If the passes of step n + 1 fail, hooks do not see the end of step n.
 
-Optimizers that need the statistics on the host (`Optimizer.takes_tensors` is False) use the CPU order on GPUs as well.
+Optimizers that need the statistics on the host (`Optimizer.takes_tensors` is False) use the CPU order on GPUs, too.
 
 **Order of hooks.** For each event: the given hooks in their order, then the built-in `BadStepLimit`, `ReplicaCheck`,
 `HealthMonitor`, `PeriodicEvaluation`, `PeriodicCheckpoint`, `TextSamples`, `ProfileHook`. A given hook therefore sees a step before
@@ -40,13 +40,13 @@ several processes, a main-only hook that calls them raises RuntimeError.
 
 **Requests.** `trainer.request_stop(reason)` and `trainer.request_save()` may be called by any hook on any subset of processes. They
 are reduced with the step statistics. A request from `before_step` or `after_backward` takes effect after the same step,
-and a request from any other event takes effect after the next one, on GPUs too: the statistics of step n + 1 are reduced after
-`after_step` of step n. `before_save` may refuse a checkpoint by returning a reason. If it refuses on any process, all processes
-skip the checkpoint, even the last one of the run.
+and a request from any other event takes effect after the next step, on GPUs too: the statistics of step n + 1 are
+reduced after `after_step` of step n. `before_save` may refuse a checkpoint by returning a reason. If it refuses on any
+process, all processes skip the checkpoint, even the run's last one.
 
 **Errors.** A hook that raises ends the run: later hooks do not see the event, and `teardown` is called without `on_train_end`.
-The launcher then ends the other processes, as after any error. An error in `before_save` is raised on all processes
-(on the others as a TrainingError) before anything is written. An error in `teardown` is only logged, because the run is over.
+The launcher then ends the other processes, as after any error. An error in `before_save` is raised on all processes (as a
+TrainingError on the others) before anything is written. An error in `teardown` is only logged, because the run is over.
 """
 
 import contextlib
@@ -74,18 +74,18 @@ log = logging.getLogger("boost")
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step, over all processes."""
+    """One optimizer step, across all processes."""
 
     step: int
     """Steps done, including this one."""
     loss: float
-    """Mean loss over the targets of the step, in nats per token: cross-entropy, or the loss of a distillation."""
+    """Mean loss over the targets in the step, in nats per token: cross-entropy, or the loss of a distillation."""
     lr: float
     """Learning rate of this step."""
     gradient_norm: float
     """Global gradient norm before clipping."""
     tokens_per_second: float
-    """Throughput of all processes: tokens of the step / seconds."""
+    """Throughput of all processes: tokens in the step / seconds."""
     mfu: float
     """Model FLOPs utilization as a fraction (formula: boost.train.hardware.mfu); nan if the peak is unknown."""
     memory_bytes: int
@@ -158,7 +158,7 @@ class StepEnd:
     stopping: bool
     """Whether the run stops here, before its last step, because a signal or a hook requested it."""
     save_requested: bool
-    """Whether a hook on any process, or SIGUSR2 to any process, requested a checkpoint of this step."""
+    """Whether a hook on any process, or SIGUSR2 to any process, requested a checkpoint at this step."""
     cross_entropy: float | None = None
     """Mean cross-entropy in nats per token if the run distills and the loss has other terms, else None."""
     empty: bool = False
@@ -196,7 +196,7 @@ class Rollback:
 
 @dataclass(frozen=True)
 class RunEvent:
-    """Any other event of the run, defined by a subclass. Each event becomes a line on the console and in metrics.jsonl."""
+    """Any other event in the run, defined by a subclass. Each event becomes a line on the console and in metrics.jsonl."""
 
     kind: ClassVar[str]
     """`kind` of its line in metrics.jsonl."""
@@ -234,7 +234,7 @@ class SampleEnd:
 
 @dataclass(frozen=True)
 class RunTrouble:
-    """A current problem of a run."""
+    """A problem that a run currently has."""
 
     text: str
     ruined: bool
@@ -266,7 +266,7 @@ class TrainEnd:
 
 
 class Training(Protocol):
-    """The interface of a run for its hooks: the `Trainer` that calls them."""
+    """The interface that a run offers to its hooks: the `Trainer` that calls them."""
 
     config: "Config"
     mesh: "Mesh"
@@ -284,7 +284,7 @@ class Training(Protocol):
     bad_steps: int
     """Consecutive bad steps up to the current position."""
     trouble: RunTrouble | None
-    """The run's current problem; `HealthMonitor` sets it."""
+    """The run's current problem, as set by `HealthMonitor`."""
     proven_step: int
     """The last step whose weights the next step's loss proved healthy, with no trouble since."""
     resumed_from: Path | None
@@ -311,7 +311,7 @@ class Training(Protocol):
         """Saves a checkpoint of the current position. Collective."""
 
     def save_last(self, urgent: bool) -> Path | None:
-        """Saves the last checkpoint of a run, with retries. Collective."""
+        """Saves the run's last checkpoint, with retries. Collective."""
 
     def prepare_saves(self) -> None:
         """Allocates host memory for background saves in advance. Collective."""
@@ -335,7 +335,7 @@ class Training(Protocol):
         """Requests a checkpoint."""
 
     def warn(self, text: str) -> None:
-        """Logs a warning and passes it to the hooks of this process."""
+        """Logs a warning and passes it to this process's hooks."""
 
     def notify(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Calls `method` (an attribute of `Hook`) on each of this process's hooks."""
@@ -357,10 +357,10 @@ class Hook:
         """Called before each step."""
 
     def after_backward(self, trainer: "Training") -> None:
-        """Called in each step after gradients are reduced, and before their norm is computed and they are clipped and applied."""
+        """Called in each step after gradients are reduced, before their norm is computed and they are clipped and applied."""
 
     def on_bad_step(self, trainer: "Training", event: BadStep) -> None:
-        """Called before `after_step` of a step with a non-finite loss or gradient norm, on all processes.
+        """Called before `after_step` for a step with a non-finite loss or gradient norm, on all processes.
 
         `trainer.position` is already the position after the step.
         """
@@ -376,14 +376,14 @@ class Hook:
         """Called after a checkpoint is complete."""
 
     def on_event(self, trainer: "Training", event: RunEvent) -> None:
-        """Called for any other event at any point of the run, such as the loss or return of a replica."""
+        """Called for any other event at any point in the run, such as the loss or return of a replica."""
 
     def state(self) -> dict[str, Any]:
         """State of the hook as JSON-serializable values, which a process that joins the run loads. Empty by default."""
         return {}
 
     def take_state(self, state: dict[str, Any]) -> None:
-        """Loads the `state` of the same hook on another process."""
+        """Loads the `state` that the same hook had on another process."""
 
     def on_rollback(self, trainer: "Training", event: Rollback) -> None:
         """Called after a rollback has loaded the weights, optimizer state and position of an earlier checkpoint."""
@@ -395,7 +395,7 @@ class Hook:
         """Called for each text sample, after an evaluation (train.sample_tokens)."""
 
     def on_warning(self, trainer: "Training", text: str) -> None:
-        """Called for each `trainer.warn(text)` of this process."""
+        """Called for each `trainer.warn(text)` on this process."""
 
     def on_train_end(self, trainer: "Training", event: TrainEnd) -> None:
         """Called once at the end of the run, unless it failed."""
@@ -420,7 +420,7 @@ class HookRunner:
         return results
 
     def add(self, trainer: "Training", hooks: Sequence[Hook], start: TrainStart) -> None:
-        """Sets up hooks of a run in progress and adds them before all others."""
+        """Sets up hooks for a run in progress and adds them before all others."""
         for hook in hooks:
             with self._running(hook):
                 hook.setup(trainer)

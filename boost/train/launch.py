@@ -1,10 +1,10 @@
 """Single-machine launcher, without torchrun: starts, watches and ends the processes together, and reports a failure in one line.
 
 The launcher starts the processes (forked if no GPU can be involved, see `can_fork`; otherwise spawned), forwards signals to them
-and waits. Each process runs `entry` and, if that fails, writes a report to a shared folder. From the reports and exit codes the
-launcher determines the root cause and prints it. torch's elastic agent opens two TCP stores on all interfaces and unpickles their
-content; this launcher does not. It handles one machine only, restarts no processes (unless `launch(supervise=...)` does), and
-detects which process hangs.
+and waits. Each process runs `entry` and, if that fails, writes a report to a shared folder. From the reports and exit
+codes, the launcher determines the root cause and prints it. torch's elastic agent opens two TCP stores on all
+interfaces and unpickles their contents; this launcher does not. It handles one machine only, restarts no processes
+(unless `launch(supervise=...)` does), and detects which process is hung.
 
 Signals are blocked while a process starts (it inherits the mask), so a Ctrl-C during startup prints no traceback and is not lost.
 """
@@ -38,10 +38,10 @@ from boost.train.signals import SECOND_INTERRUPT_S, STOP_SIGNALS, answer_interru
 from boost.train.worker import NO_STOP, STOPPED_EXIT, LaunchSpec, run_worker, stacks_file
 
 ORPHAN_GRACE_S = 30.0
-"""Time that a process has to save and exit after its launcher is killed, in seconds."""
+"""Time that a process has to save and exit once its launcher is killed, in seconds."""
 
 FAILURE_GRACE_S = 5.0
-"""Time that the other processes have to report and exit after one fails, in seconds."""
+"""Time that the other processes have to report and exit once one fails, in seconds."""
 
 SAVING_GRACE_S = 60.0
 """The same, while one of them is writing a checkpoint."""
@@ -65,7 +65,7 @@ def under_torchrun() -> bool:
 
 
 def can_fork() -> bool:
-    """Whether the processes of a run can be forked. Forked processes start in milliseconds and share the memory of imported
+    """Whether a run's processes can be forked. Forked processes start in milliseconds and share the memory of imported
     modules.
 
     True only on Linux with a CPU build of torch: GPU drivers do not survive a fork.
@@ -90,14 +90,14 @@ def launch(
     and the processes decide when to exit. With `holds_signals`, signals stay pending in each process until `entry` opens a
     StopRequest, so that none is lost during startup. A second Ctrl-C ends the processes. Call this on the main thread.
 
-    `forks`: fork the processes instead of spawning them. Requires `can_fork`, and that this process has computed on one thread
-    only: OpenMP's threads do not survive a fork, and the next parallel loop would wait for them.
+    `forks`: fork the processes instead of spawning them. Requires `can_fork`, and that this process has computed on one
+    thread only, because OpenMP's threads do not survive a fork, and the next parallel loop would wait for them.
 
-    `supervise`: watches the processes, instead of ending all of them after one fails.
+    `supervise`: watches the processes instead of ending all of them after one fails.
 
-    Raises the BoostError of the process that failed first; TrainingError if a process is killed or loses its connections;
-    KeyboardInterrupt if an interrupt ends one. For a bug in `entry`, prints the traceback once, keeps it in log_dir/rank{r}.log,
-    and returns 1.
+    Raises the BoostError of the process that failed first; TrainingError if a process is killed or loses its
+    connections; KeyboardInterrupt if an interrupt ends a process. For a bug in `entry`, prints the traceback once,
+    keeps it in log_dir/rank{r}.log, and returns 1.
     """
     if nproc < 1:
         raise ConfigError(f"--nproc = {nproc} must be at least 1; smallest valid value: 1")
@@ -163,7 +163,7 @@ def _supervise(spec: LaunchSpec, signals: _Signals) -> dict[int, int]:
             failed_at = time.monotonic()
         if failed_at is None:
             continue
-        # Give the others time to report and exit: more if one is writing a checkpoint, hardly any if one hangs.
+        # Give the others time to report and exit: more if one is writing a checkpoint, hardly any if one is hung.
         saving = any(beat.saving and codes[beat.rank] is None for beat in read_beats(spec.folder))
         grace_s = SAVING_GRACE_S if saving else FAILURE_GRACE_S
         if any(report.kind == "hung" for report in read_reports(spec.folder)):
@@ -183,7 +183,7 @@ def _supervise(spec: LaunchSpec, signals: _Signals) -> dict[int, int]:
 
 @contextlib.contextmanager
 def _omp_threads(nproc: int) -> Iterator[None]:
-    """Divides the cores among the processes, unless OMP_NUM_THREADS is set."""
+    """Divides the cores among the processes unless OMP_NUM_THREADS is set."""
     if threads := os.environ.get("OMP_NUM_THREADS"):
         if not threads.isdecimal() or int(threads) < 1:
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""The training loop, on one process or a mesh. It calls hooks around each step.
+"""The training loop, on one process or on a mesh. It calls hooks around each step.
 
-A step is a pure function of (weights, optimizer state, step number): data, learning rate and all else depend only on the
-step number. A resumed run is therefore bitwise identical to an uninterrupted one.
+A step is a pure function of (weights, optimizer state, step number): the data, the learning rate and everything else
+depend only on the step number. A resumed run is therefore bitwise identical to an uninterrupted one.
 """
 
 import logging
@@ -58,19 +58,19 @@ from boost.train.step import Passes, Stepper, Update
 log = logging.getLogger("boost")
 
 SLOW_SAVE_S = 1.0
-"""Log a warning if a save waits longer than this for the previous background save."""
+"""A warning is logged if a save waits longer than this, in seconds, for the previous background save."""
 LAST_SAVE_S = 60.0
-"""Maximum wait of a failing run for a background save to finish."""
+"""Maximum time, in seconds, for which a failing run waits for a background save to finish."""
 
 MAX_ROLLBACKS = 3
-"""Maximum number of rollbacks for the same trouble."""
+"""Maximum number of rollbacks for the same problem."""
 PAST_TROUBLE = 32
-"""Steps past a rollback's furthest step after which the trouble is over and the count restarts."""
+"""Number of steps past a rollback's furthest step after which the problem is over and the count restarts."""
 
 
 @dataclass
 class Rollbacks:
-    """The rollbacks of a run for its current trouble."""
+    """The rollbacks that a run has made for its current problem."""
 
     count: int = 0
     furthest: int = 0
@@ -80,7 +80,7 @@ class Rollbacks:
 class Trainer:
     """A training run on this process: weights, optimizer, data, position, and hooks.
 
-    `fit` trains to the end. `step`, `evaluate` and `save` can also be called directly; call them on all processes of the mesh.
+    `fit` trains to the end. `step`, `evaluate` and `save` can also be called directly; call them on all processes in the mesh.
     """
 
     reducer_type: type[GradientReducer] = GradientReducer
@@ -92,7 +92,7 @@ class Trainer:
         """Builds everything at step 0. Raises DataError if the token store does not match the configuration.
 
         `ahead`: whether `fit` launches a step's passes before it reads the previous step's statistics. None: on GPUs only.
-        Needs an optimizer with `takes_tensors`.
+        True needs an optimizer with `takes_tensors`.
         """
         self.config, self.mesh, self.run = config, mesh, run
         train = config.train
@@ -119,13 +119,13 @@ class Trainer:
         self.recent: list[StepMetrics | EvalMetrics] = []
         """Metrics of the latest step."""
         self.takes_over = False
-        """Whether this process becomes the main process of a run in progress, whose latest step may not be recorded yet."""
+        """Whether this process becomes the main process of a run in progress, whose latest step may not have been recorded yet."""
         self._runner = HookRunner(self.hooks)
         self._signals, self._save_requested = StopRequest(), False
         self._stop_reason: str | None = None
         self._saved: Path | None = None
         self._signals_to_reduce = False
-        """Whether a stop signal may have arrived outside of a step: during startup, an evaluation or a save."""
+        """Whether a stop signal may have arrived outside a step: during startup, an evaluation or a save."""
         self._checked: Position | None = None
         """Position of the last successful replica check."""
         self.trouble: RunTrouble | None = None
@@ -135,7 +135,7 @@ class Trainer:
         self._said_empty = False
         self._rollback: str | None = None
         self.rollbacks = Rollbacks()
-        # Read it once: the store on disk may be replaced or deleted during training.
+        # Read it once, because the store on disk may be replaced or deleted during training.
         tokenizer, data = self.store.tokenizer_json.encode(), self.corpus.identity()
         self._saver = self.saver_type(self.model, self.optimizer, config, tokenizer, data, mesh)
 
@@ -184,7 +184,7 @@ class Trainer:
         self._supersede_later_checkpoints()
 
     def _supersede_later_checkpoints(self) -> None:
-        """Marks checkpoints of later steps, so that --resume auto does not find an abandoned branch."""
+        """Marks checkpoints at later steps as superseded, so that --resume auto does not find an abandoned branch."""
         for folder in self.checkpoint_folders:
             ckpt.supersede(folder, self.position.step, self.mesh)
 
@@ -193,7 +193,7 @@ class Trainer:
         self._saver.add_data(data)
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Loads weights, optimizer state, RNG states and position of a checkpoint. Collective. Raises CheckpointError."""
+        """Loads weights, optimizer state, RNG states and position from a checkpoint. Collective. Raises CheckpointError."""
         position = ckpt.load_training_state(checkpoint, self.model, self.optimizer, self.mesh)
         forget_gathered(self.model)
         self.position = replace(position, trouble="", doubt="")
@@ -279,9 +279,9 @@ class Trainer:
             self._roll_back(reason)
 
     def _roll_back(self, reason: str) -> None:
-        """Returns to the newest proven checkpoint and skips the data since then, as PaLM's authors did by hand. Collective.
+        """Returns to the newest proven checkpoint and skips the data used since then, as PaLM's authors did by hand. Collective.
 
-        Raises TrainingError if there is none, or if the run is still in trouble after MAX_ROLLBACKS.
+        Raises TrainingError if there is none, or if the run has not recovered after MAX_ROLLBACKS.
         """
         self.finish_save()
         before, rollbacks = self.position, self.rollbacks
@@ -290,7 +290,7 @@ class Trainer:
         rollbacks.furthest = max(rollbacks.furthest, before.step)
 
         def load_proven() -> None:
-            # Only the main process searches: others might see a folder that is being renamed.
+            # Only the main process searches, because others might see a folder that is being renamed.
             look = self.proven_checkpoint if self.mesh.is_main else lambda: None
             target = ckpt.run_on_all(self.mesh, look, TrainingError)[0]
             if target is None:
@@ -311,7 +311,7 @@ class Trainer:
         self.notify(Hook.on_rollback, Rollback(self.position.step, before.step, reason))
 
     def _begin_step(self, clock: StepClock) -> Passes:
-        """Launches the passes of the next step."""
+        """Launches the passes for the next step."""
         step = self.position.step
         enter(Phase.STEP, step + 1)
         lr = learning_rate(self.config.optim, step, self.config.train.steps)
@@ -335,14 +335,14 @@ class Trainer:
         return passes
 
     def _launch_update(self, passes: Passes) -> Update:
-        """Launches the update of a step and advances the position."""
+        """Launches a step's update and advances the position."""
         update = self._stepper.update(passes, self._take_flags())
         step, tokens = self.position.step + 1, self.position.tokens + self._stepper.tokens
         self.position = replace(self.position, step=step, tokens=tokens)
         return update
 
     def _judge(self, stats: StepStats) -> None:
-        """Counts bad steps. `stats` belong to the step that led to the current position."""
+        """Counts bad steps. `stats`: those of the step that led to the current position."""
         if stats.is_finite:
             self.bad_steps = 0
             if not stats.updates:
@@ -384,8 +384,8 @@ class Trainer:
         copy to host memory, hooks get `after_save` when the checkpoint is complete, and a failure only logs a warning. Only one
         save is in flight at a time; the next one waits for it.
 
-        Raises StorageError on every process if any cannot write, NonFiniteError if weights or optimizer state are not finite, and
-        TrainingError if replicas differ (a checkpoint stores the weights of one replica).
+        Raises StorageError on every process if any cannot write, NonFiniteError if weights or optimizer state are not
+        finite, and TrainingError if replicas differ (a checkpoint stores one replica's weights).
         """
         if not self._may_save():
             return None
@@ -396,9 +396,9 @@ class Trainer:
         return self._announce(self._save_into(self.run.checkpoints))
 
     def save_last(self, urgent: bool) -> Path | None:
-        """Saves the last checkpoint of a run like `save`, with retries (run.save_retry_minutes) and run.fallback_dir. Collective.
+        """Saves the run's last checkpoint like `save`, with retries (run.save_retry_minutes) and run.fallback_dir. Collective.
 
-        `urgent`: a signal stopped the run, so try run.fallback_dir before the retries.
+        `urgent`: a signal stopped the run, so run.fallback_dir is tried before the retries.
         """
         if not self._may_save(last=True):
             return None
@@ -522,12 +522,12 @@ class Trainer:
         self._save_requested = True
 
     def warn(self, text: str) -> None:
-        """Logs a warning and passes it to the hooks of this process; the console hook prints it."""
+        """Logs a warning and passes it to this process's hooks; the console hook prints it."""
         log.warning(text)
         self.notify(Hook.on_warning, text)
 
     def _take_flags(self) -> StepFlags:
-        """Returns the requests of this process. A stop stays requested until the run ends; a save request is cleared."""
+        """Returns this process's requests. A stop stays requested until the run ends; a save request is cleared."""
         by_signal = self._signals.take_save_request()
         save = StepFlags.SAVE if self._save_requested or by_signal else StepFlags.NONE
         self._save_requested = False
@@ -550,5 +550,5 @@ class Trainer:
         return TrainResult(self.position, None, latest, reason, by_signal, self._signals.requested)
 
     def notify(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Calls `method` (an attribute of `Hook`) on every hook of this process. Returns their results."""
+        """Calls `method` (an attribute of `Hook`) on every hook on this process. Returns their results."""
         return self._runner.call(method, self, *arguments)

@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl and TensorBoard, optionally W&B.
+"""Metrics for a run: metrics.jsonl, TensorBoard and, optionally, W&B.
 
 Each line of metrics.jsonl is a JSON object, such as `{"kind": "step", "step": 120, "loss": 4.3, ...}`. `KINDS` maps each kind to
 the class that defines its fields; other kinds come from `RunEvent`. JSON has no non-finite numbers, so they are written as the
@@ -52,7 +52,7 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended. Absent if the run failed or was killed; removed when the run is resumed."""
+    """How a run ended. The line is absent if the run failed or was killed, and removed when the run is resumed."""
 
     step: int
     """Steps done."""
@@ -63,13 +63,13 @@ class RunEnd:
 
 
 KINDS = {"step": StepMetrics, "eval": EvalMetrics, "sample": SampleEnd, "end": RunEnd}
-"""The class that defines the fields of a line of metrics.jsonl, by kind."""
+"""The class that defines the fields of a line in metrics.jsonl, by kind."""
 TEXTS = ("kind", "prompt", "text", "state", "reason")
 """Text fields. In all other fields, a string is a non-finite number."""
 
 
 def step_metrics(trainer: Training, stats: StepStats, lr: float, seconds: float, peak: float) -> StepMetrics:
-    """Metrics of the step that led to the trainer's current position."""
+    """Metrics for the step that led to the trainer's current position."""
     train, mesh = trainer.config.train, trainer.mesh
     speed = train.global_batch * train.seq_len / seconds
     return StepMetrics(
@@ -86,11 +86,11 @@ def step_metrics(trainer: Training, stats: StepStats, lr: float, seconds: float,
 
 
 class MetricsWriter:
-    """Writes metrics to every backend that the configuration enables. For the main process only.
+    """Writes metrics to every backend that the configuration enables. Used only on the main process.
 
-    With `resumed_step` = N, first drops lines of steps after N (which the earlier run trained after its last checkpoint) and a
-    line truncated by a crash, so that no step appears twice. The constructor raises ConfigError if a tracker's package is missing,
-    StorageError if the run directory is not writable. Later failures to write only log a warning (`best_effort`).
+    With `resumed_step` = N, first drops lines for steps after N (which the earlier run trained after its last checkpoint) and
+    a line truncated by a crash, so that no step appears twice. The constructor raises ConfigError if a tracker's package is
+    missing, StorageError if the run directory is not writable. Later write failures only log a warning (`best_effort`).
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class MetricsWriter:
         """`takes_over`: the previous main process was lost, and the step after `resumed_step` is in progress."""
         self._run, self._warn = run, warn
         self.damaged = 0
-        """Number of unreadable lines of an earlier run, which were moved to another file."""
-        # Check before changing any file: a missing package must not lose lines of an earlier run.
+        """Number of unreadable lines from an earlier run, which were moved to another file."""
+        # Check before changing any file: a missing package must not lose lines from an earlier run.
         modules = tracker_modules(config)
         with storage_errors(run.path):
             if resumed_step is not None and run.metrics.exists():
@@ -142,7 +142,7 @@ class MetricsWriter:
                 tracker.log(named, step=metrics.step)
 
     def event(self, event: RunEvent) -> None:
-        """Writes another event of the run."""
+        """Writes any other event in the run."""
         self._add_line(event.kind, event)
 
         def draw(board: "SummaryWriter") -> None:
@@ -168,7 +168,7 @@ class MetricsWriter:
             self._draw(lambda board: cast(Any, board._get_file_writer()).add_summary(success, event.step))
 
     def rewind(self, step: int) -> None:
-        """Drops the lines of steps after `step`, which will be repeated."""
+        """Drops the lines for steps after `step`, which will be repeated."""
         with best_effort("write metrics.jsonl", self._warn):
             try:
                 self._file.close()
@@ -213,7 +213,7 @@ class MetricsWriter:
 
 
 class MetricsHook(Hook):
-    """Writes the metrics of a run."""
+    """Writes a run's metrics."""
 
     main_only = True
 
@@ -280,8 +280,8 @@ class MetricsHook(Hook):
 def _describe_run(board: "SummaryWriter", run: RunDirectory, config: Config, step: int) -> None:
     """Writes the configuration as text and, except for [run], to the HPARAMS tab.
 
-    Writes no list of hyperparameters for all runs in a folder: TensorBoard derives the list from the runs, which differ by model
-    family, and uses their scalars as metrics.
+    Writes no list of hyperparameters for all runs in a folder: TensorBoard derives this list from the runs, which
+    differ by model family, and uses the runs' scalars as metrics.
     """
     from torch.utils.tensorboard.summary import hparams
 
@@ -309,7 +309,7 @@ def flat_config(tree: dict[str, Any], prefix: str = "", separator: str = ".") ->
 
 
 def tracker_modules(config: Config) -> list[ModuleType]:
-    """The package that run.wandb requires, if it is set. Raises ConfigError if it is missing."""
+    """The package that run.wandb requires, if it is set. Raises ConfigError if the package is missing."""
     if not config.run.wandb:
         return []
     try:
@@ -321,10 +321,10 @@ def tracker_modules(config: Config) -> list[ModuleType]:
 
 
 def read_metrics(path: Path | str, damaged: list[int] | None = None) -> list[dict[str, Any]]:
-    """Reads all lines of a metrics.jsonl, except an incomplete last line (after a crash or in a live run).
+    """Reads all lines in a metrics.jsonl, except an incomplete last line (after a crash or in a live run).
 
-    Raises DataError if any other line is not a JSON object. If a list `damaged` is given, appends the numbers of such lines to it
-    instead. Raises FileNotFoundError if the file does not exist.
+    Raises DataError if any other line is not a JSON object. If a list `damaged` is given, appends the line numbers of
+    such lines to it instead. Raises FileNotFoundError if the file does not exist.
     """
     require_regular(path)
     lines = []
@@ -339,11 +339,11 @@ def read_metrics(path: Path | str, damaged: list[int] | None = None) -> list[dic
 
 
 def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progress: bool = False) -> int:
-    """Drops the lines of steps > `last_step`. Atomic: the file is replaced in one step.
+    """Drops the lines for steps > `last_step`. Atomic: the file is replaced in one step.
 
-    With `in_progress`, step `last_step` + 1 has started, and its other events (`RunEvent`) are kept. Also drops the line of the end
-    and, with `at_end`, the final evaluation, which a run resumed at its end repeats. Moves lines that are not JSON objects to
-    <name>.damaged, so that they do not stop the run. Returns their number.
+    With `in_progress`, step `last_step` + 1 has started, and its other events (`RunEvent`) are kept. Also drops the
+    `RunEnd` line and, with `at_end`, the final evaluation, which a run resumed at its end repeats. Moves lines that are
+    not JSON objects to <name>.damaged, so that they do not stop the run. Returns their number.
     """
     require_regular(path)
     damaged = []

@@ -1,4 +1,4 @@
-"""Builds the model of a configuration and a mesh on its device, for training, evaluation and generation."""
+"""Builds the model for a configuration and a mesh on its device, for training, evaluation and generation."""
 
 import logging
 import os
@@ -39,10 +39,10 @@ Model = Decoder | Pipeline
 def build_model(config: Config, mesh: Mesh) -> Model:
     """This process's model (or pipeline stages) for training, with blocks compiled and weights sharded over replicas.
 
-    Weights are not initialized. Raises ConfigError if a requested option cannot run here, or if the weights alone exceed the
-    device's memory.
+    Weights are not initialized. Raises ConfigError if a requested option cannot run here, or if the weights alone
+    exceed the device's memory size.
     """
-    # Check before allocation: a process builds its part unsharded and then shards it over replicas.
+    # Check before allocation, because a process builds its part unsharded and then shards it over replicas.
     dtype, available = getattr(torch, config.train.param_dtype), total_memory(mesh.device)
     needed = parameter_count(config.model) // (config.parallel.tp * config.parallel.pp) * dtype.itemsize
     if needed > available:
@@ -66,7 +66,7 @@ def build_model(config: Config, mesh: Mesh) -> Model:
 
 
 def initialize_model(model: Model, seed: int, show: bool = False) -> None:
-    """Initializes the weights of this process. `show`: shows a progress bar, because a large model takes minutes."""
+    """Initializes this process's weights. `show`: shows a progress bar, because a large model takes minutes."""
 
     def over(params: list[FusedParam]) -> Iterable[FusedParam]:
         return progress(params, "initial weights", enabled=show)
@@ -83,7 +83,7 @@ def _compile_and_shard(root: nn.Module, decoder: Decoder, config: Config, mesh: 
 
 
 def compile_blocks(decoder: Decoder) -> None:
-    """Compiles each block into one graph, for training and evaluation; generation stays eager.
+    """Compiles each block into one graph for training and evaluation; generation stays eager.
 
     Raises ConfigError if the compiler that torch needs on the device is missing.
     """
@@ -93,8 +93,8 @@ def compile_blocks(decoder: Decoder) -> None:
 
 
 def choose_kernels(name: CompileName, device: torch.device) -> None:
-    """Chooses the implementation of this process's element-wise kernels for train.compile = `name`. If they cannot be compiled,
-    raises ConfigError or, with "auto", logs this and falls back to eager kernels."""
+    """Chooses the implementation of this process's element-wise kernels for train.compile = `name`. If they cannot be
+    compiled, raises ConfigError or, with "auto", logs the failure and falls back to eager kernels."""
     part = compiled_part(name, device.type)
     if part == "kernels":
         try:
@@ -122,7 +122,7 @@ def _require_compiler(part: CompiledPart, device: torch.device) -> None:
 
 def build_decoder(config: Config, mesh: Mesh, stage: Stage | None = None) -> Decoder:
     """Builds a decoder, or a pipeline stage of it, with weights in train.param_dtype and computation in train.compute_dtype.
-    Weights are not initialized. Also chooses the element-wise kernels of this process (`choose_kernels`).
+    Weights are not initialized. Also chooses this process's element-wise kernels (`choose_kernels`).
     """
     layout = layout_for(config.model, config.parallel, mesh)
     train = config.train
@@ -146,13 +146,13 @@ class HostBatch(NamedTuple):
 
 
 def host_batch(batch: Batch, pin: bool = False) -> HostBatch:
-    """The batch as tensors that share its memory. With `pin`: copies in pinned memory, for asynchronous copies to a GPU."""
+    """The batch as tensors that share its memory. With `pin`: copies them to pinned memory, for asynchronous copies to a GPU."""
     tensors = (torch.from_numpy(x) for x in (batch.tokens, batch.targets, batch.document_ids))
     return HostBatch(*(x.pin_memory() if pin else x for x in tensors))
 
 
 def to_device(batch: Batch | HostBatch, isolate: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(tokens, targets, document ids or None) of a batch, as inputs of the decoder. Document ids stay on the host."""
+    """(tokens, targets, document ids or None) from a batch, as decoder inputs. Document ids stay on the host."""
     host = batch if isinstance(batch, HostBatch) else host_batch(batch)
     tokens, targets = (x.to(device, non_blocking=True) for x in (host.tokens, host.targets))
     return tokens, targets, host.document_ids if isolate else None

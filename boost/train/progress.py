@@ -1,4 +1,4 @@
-"""Progress of any work: a bar on a terminal, occasional lines elsewhere."""
+"""Progress for any task: a bar on a terminal, occasional lines elsewhere."""
 
 import sys
 import time
@@ -14,10 +14,10 @@ from boost.format import format_duration
 Item = TypeVar("Item")
 
 BAR_MIN_WIDTH = 76
-"""Minimum terminal width, in columns, for the bar itself, memory and elapsed time; narrower terminals show numbers only."""
+"""Minimum terminal width, in columns, for the bar itself, memory and elapsed time; narrower terminals show only numbers."""
 
 PLAIN_INTERVAL_S = 10.0
-"""Seconds between the plain lines of `progress`. Work that takes less time prints nothing."""
+"""Seconds between the plain lines of `progress`. A task that takes less time prints nothing."""
 
 live_bars: list[Progress] = []
 """This process's live bar, if any. A terminal can have only one live display, so other bars are added to it."""

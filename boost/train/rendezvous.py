@@ -1,8 +1,8 @@
-"""Connects the processes of a run: each chooses its device, all join through a store, and the mesh is built.
+"""Connects the processes in a run: each one chooses its device, all join through a store, and the mesh is built.
 
-The store is a file on one machine, and torchrun's or rank 0's TCP store on several machines.
+On one machine, the store is a file; on several machines, it is torchrun's or rank 0's TCP store.
 torch's TCP store listens on all interfaces without a password, so the single-machine launcher uses a file in a folder that only
-the user can read. Python code waits in short intervals, so that a process notices a stop signal while others are
+the user can read. Python code waits in short intervals so that a process notices a stop signal while others are
 missing.
 """
 
@@ -29,11 +29,11 @@ LAUNCH_DIR = "BOOST_LAUNCH_DIR"
 """Environment variable: the folder that the single-machine launcher shares with its processes."""
 
 _CONNECT_S = 5.0
-"""Timeout of one attempt to reach the TCP store, in seconds. Signals are checked between attempts."""
+"""Timeout for one attempt to reach the TCP store, in seconds. Signals are checked between attempts."""
 
 _LIBC = ctypes.CDLL(None)
 _KEEP_SIZE = 1
-"""FALLOC_FL_KEEP_SIZE of Linux."""
+"""Linux's FALLOC_FL_KEEP_SIZE."""
 
 _GOODBYE_S = 3.0
 """Time for which rank 0 still answers late processes after a stop signal, in seconds."""
@@ -45,7 +45,7 @@ LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI
 """Environment variables that hold a process's local rank on its machine: torchrun and our launcher, Slurm, Open MPI, MPICH."""
 
 GPUS_OF_A_NODE = 16
-"""Upper bound on the GPUs of one machine."""
+"""Upper bound on the number of GPUs in one machine."""
 
 Stopped = Callable[[], str | None]
 """Returns the name of the stop signal that this process has received; None if there was none."""
@@ -59,8 +59,8 @@ def world_size() -> int:
 def choose_device(device: str) -> torch.device:
     """Chooses this process's device for `run.device`: a GPU if one is visible, unless "cpu" is requested.
 
-    A process that sees one GPU uses it: srun --gpus-per-task=1, Kubernetes and MIG show each process only its own. A process
-    that sees several uses the one with its local rank.
+    A process that sees one GPU uses it: srun --gpus-per-task=1, Kubernetes and MIG show each process only its own. A
+    process that sees several GPUs uses the one with its local rank.
 
     Raises ConfigError if there is no GPU for this process.
     """
@@ -123,7 +123,7 @@ def _require_exclusive_gpu(device: torch.device, store: dist.Store, rank: int, s
 def open_mesh(
     parallel: ParallelConfig, device: str = "auto", timeout_s: int = 600, stopped: Stopped = lambda: None
 ) -> Mesh:
-    """Joins the process group of this run (none for one process) and returns this process's mesh.
+    """Joins this run's process group (none for one process) and returns this process's mesh.
 
     Raises ConfigError if the number of processes is not pp x dp x cp x tp, TrainingError if some do not join within
     `timeout_s`, and StoppedError if one of them receives a stop signal (named by `stopped`) before all have joined.
@@ -151,7 +151,7 @@ def open_mesh(
 
 
 def close_mesh() -> None:
-    """Destroys the process group. With NCCL this waits for the other processes, so all of them must call it.
+    """Destroys the process group. With NCCL, this waits for the other processes, so all of them must call it.
 
     Do not call it while an exception propagates: the others are in a different collective, and a timeout would replace the
     error.
@@ -167,8 +167,8 @@ def launch_dir() -> Path | None:
 
 
 def file_store(path: Path, size: int = -1) -> dist.FileStore:
-    """A store in a local file, with space reserved for later writes (process groups), because the run must not depend
-    on free space in the temporary folder."""
+    """A store in a local file, with space reserved for later writes (by process groups), because the run must not
+    depend on free space in the temporary folder."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if sys.platform == "linux":  # os.posix_fallocate would change the length of the file
@@ -181,7 +181,7 @@ def file_store(path: Path, size: int = -1) -> dist.FileStore:
 
 
 def meet(timeout_s: float, stopped: Stopped = lambda: None) -> tuple[dist.Store, int, int]:
-    """Returns (store of this start of the run, global rank, world size) after all processes have joined.
+    """Returns (store for this start of the run, global rank, world size) after all processes have joined.
 
     Raises TrainingError if processes are missing after `timeout_s`, StoppedError if one of them receives a stop signal first.
     """
@@ -227,13 +227,13 @@ def _connect(rank: int, timeout_s: float, stopped: Stopped) -> dist.Store:
 
 
 def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: float, stopped: Stopped = lambda: None) -> str:
-    """Agrees on a name that is unique to this start of the run, used as the prefix of its keys in the store.
+    """Agrees on a name that is unique to this start of the run, used as the prefix for its keys in the store.
 
     After an elastic restart, torchrun's store still holds the addresses of dead processes, and gloo would connect to them.
-    TORCHELASTIC_RESTART_COUNT does not distinguish starts: each node counts separately, and a node that restarts because of another
-    one does not count it. So rank 0 generates the name and sends it to every process that asks, keyed by a new request ID.
-    Requests from an earlier start are also answered, but no process reads those answers. After every process has the name,
-    rank 0 tells them to continue, or that one of them received a stop signal.
+    TORCHELASTIC_RESTART_COUNT does not distinguish starts: each node counts separately, and a node that restarts because
+    of another node does not count that restart. So rank 0 generates the name and sends it to every process that asks,
+    keyed by a new request ID. Requests from an earlier start are also answered, but no process reads those answers.
+    After every process has the name, rank 0 tells them either to continue or that one of them received a stop signal.
     """
     return (_answer if rank == 0 else _ask)(store, rank, size, timeout_s, stopped)
 

@@ -1,12 +1,12 @@
 """Replica check: copies of the same weights and moments are bitwise equal on all processes, and all weights are finite.
 
-After a bit flip in memory or a wrong result on one device, a replica trains a different model, but summed gradients hide this from
-the loss. So every process computes a digest of its weights, and all digests are compared.
+After a bit flip in memory or a wrong result on one device, a replica trains a different model, but summing gradients
+hides this from the loss. So every process computes a digest of its weights, and all digests are compared.
 
 Weights that are not sharded over replicas have copies on every process of the dp axis, and on every TP rank if the layout
 replicates them there. Over TP, only weights whose updates are equal by construction are compared, that is, those whose
-gradients one collective sums over dp x tp. Rows that ZeRO-1 or FSDP assigns to one process have no copy and are only checked to
-be finite.
+gradients one collective sums over dp x tp. Rows that ZeRO-1 or FSDP assigns to one process have no copy; the only check
+is that they are finite.
 """
 
 import socket
@@ -29,12 +29,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x1E3779B97F4A7C15
 """Any odd number with well-mixed bits: multiplying by an odd number modulo 2^64 loses no bits."""
 _COPIES = ("replicas", "dp", "tp")
-"""Sets of processes over which weights are compared, named by the axes that they span."""
+"""Sets of processes across which weights are compared, named after the axes that they span."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Processes whose weights differ from those of the others."""
+    """Processes whose weights differ from the weights on the others."""
 
     processes: tuple[int, ...]
     """Global ranks, ascending."""
@@ -46,7 +46,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """Result of a check, the same on all processes."""
+    """The result of a check, the same on all processes."""
 
     mismatches: tuple[Mismatch, ...] = ()
     not_finite: tuple[tuple[int, str], ...] = ()
@@ -60,7 +60,7 @@ def check_replicas(
     fused_params: Sequence[FusedParam], mesh: Mesh, moments: Mapping[Tensor, Mapping[str, Tensor]] | None = None
 ) -> ReplicaReport:
     """Compares digests of this process's weights, and of its part of their `moments`, with the digests of all copies.
-    Collective: 4 int64 from each process.
+    Collective: sends 4 int64 from each process.
 
     Reads every weight about three times without copying or communicating it.
     """
@@ -70,7 +70,7 @@ def check_replicas(
         weights = [p.tensor for p in fused_params if _copies(p, mesh) == over]
         digests.append(digest([*weights, *(m for w in weights for m in moments.get(w, {}).values())], mesh.device))
     held = [p.tensor.detach() for p in fused_params]
-    # A maximum preserves NaN and Inf, and is one number; a mask would be as large as the weight.
+    # A maximum preserves NaN and Inf and is a single number; a mask would be as large as the weight.
     largest = [x.abs().amax() if x.numel() else torch.zeros((), device=mesh.device) for x in held]
     strange = torch.stack([~x.isfinite() for x in largest])
     local = torch.stack([*digests, strange.any().long()])
@@ -123,10 +123,10 @@ def _named(ranks: tuple[int, ...] | list[int], hosts: tuple[str, ...]) -> str:
 
 
 def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Digest of the bits of these tensors, in order: an int64 scalar tensor, computed without leaving the device.
+    """Digest of the bits in these tensors, in order: an int64 scalar tensor, computed without leaving the device.
 
-    sum_i w_i b_i modulo 2^64, with the elements' bit patterns b_i as integers and odd weights w_i by position. A change of one
-    element always changes the digest. Changes of several elements, and permutations, change it except in one of 2^64 cases.
+    sum_i w_i b_i modulo 2^64, with the elements' bit patterns b_i as integers and odd weights w_i by position. A change in one
+    element always changes the digest. Changes in several elements, and permutations, change it except in one in 2^64 cases.
     """
     held = list(tensors)
     longest = min(_CHUNK, max((tensor.numel() for tensor in held), default=0))
@@ -140,7 +140,7 @@ def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def compare(rows: Sequence[Sequence[int]], sizes: tuple[int, int, int]) -> list[Mismatch]:
-    """Compares digests. `rows` holds one per set in `_COPIES` for each global rank; `sizes` is the mesh (pp, dp, tp)."""
+    """Compares digests. `rows` holds one digest per set in `_COPIES` for each global rank; `sizes` is the mesh (pp, dp, tp)."""
     ranks = torch.arange(len(rows)).view(sizes)
     groups = {"replicas": ranks.flatten(1), "dp": ranks.transpose(1, 2).flatten(0, 1), "tp": ranks.flatten(0, 1)}
     mismatches = []

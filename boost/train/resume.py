@@ -20,15 +20,15 @@ HYPERPARAMETERS: dict[str, tuple[str, ...]] = {
     "data": ("isolate_documents",),
     "distill": (),
 }
-"""Fields that affect training and may change on resume with a warning, by section; () means all. seed, seq_len and global_batch
-must not change."""
+"""Fields that affect training and may change on resume, with a warning, by section; () means all fields. seed, seq_len
+and global_batch must not change."""
 
 
 def resume_candidates(resume: str | None, run: RunDirectory, fallback: Path | None = None) -> list[Path]:
-    """Checkpoints that `--resume` refers to, newest first: with 'auto', all of this run, including those in the `fallback` folder;
-    otherwise the one at the given path. Checkpoints with ruined weights come last.
+    """Checkpoints that `--resume` refers to, newest first: with 'auto', all checkpoints of this run, including those in
+    the `fallback` folder; otherwise, the one at the given path. Checkpoints with ruined weights come last.
 
-    Raises CheckpointError if there is none at the path.
+    Raises CheckpointError if there is no checkpoint at the path.
     """
     if resume is None:
         return []
@@ -44,8 +44,8 @@ def _step(path: Path) -> int:
 
 
 def require_nothing_lost(run: RunDirectory, candidates: list[Path], restart: bool) -> None:
-    """Raises CheckpointError if `--resume auto` would start at step 0 although the run's saved checkpoints are
-    missing. `restart` allows this."""
+    """Raises CheckpointError if `--resume auto` would start at step 0 because the run's saved checkpoints are missing.
+    `restart` allows this."""
     if candidates or restart:
         return
     saved = run.last_saved_step()
@@ -61,7 +61,7 @@ def require_nothing_lost(run: RunDirectory, candidates: list[Path], restart: boo
 
 
 def resume_warnings(found: Checkpoint, candidates: list[Path], config: Config) -> list[str]:
-    """Warnings before a run continues from `found`: skipped newer checkpoints, changed hyperparameters."""
+    """Warnings before a run continues from `found`: about skipped newer checkpoints and changed hyperparameters."""
     warnings = [
         f"'{path}' is newer but was skipped: {trouble}; --resume {path} uses it anyway"
         for path in candidates
@@ -118,8 +118,8 @@ def inherited_data(
 ) -> dict[str, Any]:
     """Data that this run's checkpoints inherit from the one that it resumes or starts from: the context that the model was made
     for, if it is trained on shorter sequences, and other content of the original Hugging Face folder, such as a chat
-    template. If it has no template, a conversation store's is used. Replicas that rejoin without loading a checkpoint need
-    this data too."""
+    template. If that folder has no template, a conversation store's is used. Replicas that rejoin without loading a
+    checkpoint need this data too."""
     hub: dict[str, Any] = {}
     context = 0
     for path in (*resume_from, *([Path(start_from)] if start_from else [])):

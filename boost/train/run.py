@@ -55,14 +55,14 @@ STOPPED_ELSEWHERE = 75
 
 
 class Session:
-    """How one process joins, trains in and leaves a run that ends when any process fails."""
+    """How one process joins, trains in, and leaves a run that ends when any process fails."""
 
     def __init__(self, config: Config, stopped: Stopped) -> None:
         """Joins the mesh. Raises the same errors as `open_mesh`."""
         self.config = config
         self.mesh = open_mesh(config.parallel, config.run.device, config.run.startup_timeout_s, stopped)
         self.rank = self.mesh.rank
-        """The number of this process in log file names."""
+        """This process's number in log file names."""
 
     @property
     def is_over(self) -> bool:
@@ -70,7 +70,7 @@ class Session:
         return False
 
     def heartbeat(self, on_hang: Callable[[str], None]) -> Heartbeat:
-        """The heartbeat of this process."""
+        """This process's heartbeat."""
         return Heartbeat(self.mesh, self.config.run, on_hang)
 
     def faults(self, faults: Sequence[Fault]) -> Hook:
@@ -102,7 +102,7 @@ def check_before_start(
     rejoins: bool = False,
     progress: Progress = iter,
 ) -> None:
-    """Checks all that can be checked before the first step, so that mistakes surface before processes start.
+    """Checks everything that can be checked before the first step, so that mistakes surface before processes start.
 
     `resume`, `start_from`, `restart`: as in `boost train`. `rejoins`: this process may join a run that is already training, whose
     run directory is in use. `progress` wraps the verification of the token store. Raises ConfigError, DataError, CheckpointError.
@@ -117,7 +117,7 @@ def check_before_start(
             require_nothing_lost(run, candidates, restart)
     tracker_modules(config)
     require_torch(config)
-    store = open_corpus(config, progress).stores[0]  # all have its tokenizer
+    store = open_corpus(config, progress).stores[0]  # all stores have its tokenizer
     if start_from is not None:
         check_start(start_from, config, store)
     check_teacher(config, store)
@@ -130,9 +130,9 @@ def train_process(
     faults: Sequence[Fault] = (),
     restart: bool = False,
 ) -> int:
-    """Trains as one process of the mesh. Returns the exit code. Raises BoostError.
+    """Trains as one process in the mesh. Returns the exit code. Raises BoostError.
 
-    `restart`: with --resume auto, start at step 0 if the checkpoints of an earlier run are missing.
+    `restart`: with --resume auto, starts at step 0 if an earlier run's checkpoints are missing.
     """
     return train(config, resume, start_from, faults, restart)[1]
 
@@ -145,9 +145,9 @@ def train(
     restart: bool = False,
     hooks: Sequence[Hook] = (),
 ) -> tuple[TrainResult | None, int]:
-    """Like `train_process`, but runs `hooks` before the built-in ones. Returns the result and the exit code. The result is None if
-    a signal stopped the run before its first step."""
-    # Size of c10d's flight recorder, set before the mesh. It is small because heartbeats read it every second.
+    """Like `train_process`, but runs `hooks` before the built-in ones. Returns the result and the exit code. The result
+    is None if a signal stopped the run before the first step."""
+    # Size of c10d's flight recorder, set before the mesh. The recorder is small because heartbeats read it every second.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")
     if config.train.deterministic:  # read at first use, so set before the mesh
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
@@ -165,7 +165,7 @@ def train(
             return None, 0 if request.requested else _stopped_elsewhere()
 
         def exit_hung(message: str) -> None:
-            """Exits from the heartbeat thread while the main thread hangs in a collective."""
+            """Exits from the heartbeat thread while the main thread is stuck in a collective."""
             error = HangError(message)
             log.error("%s", message)
             folder = launch_dir()
@@ -284,7 +284,7 @@ def _explained(error: Exception, config: Config, heartbeat: Heartbeat) -> Traini
 
 
 def _exit_code(result: TrainResult) -> int:
-    """0, unless a signal to another node stopped the run.
+    """Returns 0, unless a signal to another node stopped the run.
 
     With exit code 0, the local torchrun would consider the run finished. It would wait five minutes for the other torchrun, which
     the signal has ended, and then report success, and a scheduler would restart only the other node.

@@ -1,9 +1,9 @@
-"""A lock on the run directory: two runs in one directory would delete each other's checkpoints and mix their metrics.
+"""A lock on the run directory: two runs sharing it would delete each other's checkpoints and mix their metrics.
 
 The lock is a file, created exclusively, that names its owner. The owner touches it every few seconds. flock and fcntl are not used,
 because network file systems implement them differently or not at all. A run takes over a dead owner's lock: immediately if the
-owner ran on this host, otherwise after STALE_S seconds without a touch. Only changes of the modification time
-matter, not its value, so clocks need not be synchronized.
+owner ran on this host, otherwise after STALE_S seconds without a touch. Only changes in the modification time matter,
+not its value, so clocks need not be synchronized.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ STALE_S = 60.0
 
 
 class RunLock:
-    """The lock of one run directory, as a context manager. For the main process of a run only."""
+    """The lock on one run directory, as a context manager. Used only on a run's main process."""
 
     def __init__(self, folder: Path | str, beat_s: float = BEAT_S, stale_s: float = STALE_S) -> None:
         self.path = Path(folder) / LOCK_FILE
@@ -118,7 +118,7 @@ class RunLock:
 
 
 def require_unlocked(folder: Path | str) -> None:
-    """Raises ConfigError if a run on this host holds the lock. Does not wait. For commands that start processes."""
+    """Raises ConfigError if a run on this host holds the lock. Does not wait. Used by commands that start processes."""
     path = Path(folder) / LOCK_FILE
     owner = _read(path)
     if owner and _is_alive(owner):
@@ -138,7 +138,7 @@ def is_held(folder: Path | str) -> bool:
 
 
 def in_use_error(folder: Path, owner: dict[str, Any]) -> ConfigError:
-    """The error for a run directory in use; names the owner."""
+    """The error for a run directory that is in use; it names the owner."""
     return ConfigError(
         f"run.dir = '{folder}' is in use by {_describe(owner)}; wait for that run, stop it, or choose another --run.dir"
     )
@@ -154,7 +154,7 @@ def _is_alive(owner: dict[str, Any]) -> bool | None:
 
 
 def _started(pid: int) -> str | None:
-    """Start time of a process as boot id and clock ticks, because process ids are reused. None if there is no such process."""
+    """A process's start time as boot id and clock ticks, because process ids are reused. None if there is no such process."""
     with contextlib.suppress(OSError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         if fields[0] in "ZX":  # dead, and not yet reaped
@@ -171,7 +171,7 @@ def _namespace() -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The owner in the lock file; {} if there is no lock, or it cannot be read."""
+    """The owner in the lock file; {} if there is no lock or it cannot be read."""
     try:
         values = json.loads(read_text(path))
     except (OSError, ValueError):

@@ -2,8 +2,8 @@
 
 config.toml        the fully resolved configuration; config.2.toml, ... for later starts
 environment.json   versions, hardware, commit and command line; environment.2.json, ... for later starts
-last-saved.json    step of the newest checkpoint, stored separately to detect missing checkpoints
-trackers.json      W&B id of this run, which a resumed run continues
+last-saved.json    step of the newest checkpoint, stored separately, to detect missing checkpoints
+trackers.json      this run's W&B id, which a resumed run continues
 run.lock           names the process that trains here (boost.train.run_lock)
 metrics.jsonl      one JSON object per line for every step and every evaluation (boost.train.metrics)
 tensorboard/       the same numbers as TensorBoard events, with the configuration, hyperparameters and text samples
@@ -37,7 +37,7 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 class RunDirectory:
-    """The paths of a run directory. The constructor touches nothing; `create` creates the folder."""
+    """The paths in a run directory. The constructor touches nothing; `create` creates the folder."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -50,7 +50,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: Config, resume: bool) -> "RunDirectory":
-        """Creates the folder `config.run.dir` and writes configuration and environment to it. For the main process only.
+        """Creates the folder `config.run.dir` and writes the configuration and environment to it. Used only on the main process.
 
         Raises ConfigError (and changes nothing) if the folder already holds a run, StorageError if it cannot be written.
         """
@@ -65,13 +65,13 @@ class RunDirectory:
         return run
 
     def continued_by(self, resume: str | None) -> bool:
-        """Whether `--resume` refers to this run: 'auto', or a path inside this folder. Another run's path starts a new run."""
+        """Whether `--resume` refers to this run: 'auto', or a path inside this folder. A path in another run starts a new run."""
         if resume is None or resume == "auto":
             return resume == "auto"
         return Path(resume.removesuffix(BEST)).resolve().is_relative_to(self.path.resolve())
 
     def record_saved(self, step: int) -> None:
-        """Atomically records that there is a checkpoint of `step`. Raises StorageError."""
+        """Atomically records that there is a checkpoint at `step`. Raises StorageError."""
         with storage_errors(self.path):
             replace_json(self.last_saved, {"step": step})
 
@@ -83,7 +83,7 @@ class RunDirectory:
             return None
 
     def tracker_id(self, tracker: str, proposed: str) -> str:
-        """Returns this run's id at an experiment tracker: the recorded one, or else `proposed`, which it then records.
+        """Returns this run's id at an experiment tracker: the recorded one or, if none, `proposed`, which it records.
 
         Raises StorageError; DataError if the id is not a file name."""
         ids: dict[str, str] = {}
@@ -109,7 +109,7 @@ class RunDirectory:
                 self.trackers.rename(self.path / f"trackers.{number}.json")
 
     def require_empty(self) -> None:
-        """Raises ConfigError if a new run would mix with files of an earlier run or a token store."""
+        """Raises ConfigError if a new run would mix its files with those of an earlier run or a token store."""
         if (self.path / "store.json").exists():
             raise ConfigError(f"run.dir = '{self.path}' is a token store; choose another --run.dir")
         holds_metrics = self.metrics.is_file() and self.metrics.stat().st_size > 0
@@ -138,7 +138,7 @@ def storage_errors(directory: Path | str) -> Iterator[None]:
 
 
 def configure_logging(logs: Path | str, rank: int) -> None:
-    """Appends the 'boost' logger, from INFO up, to `logs`/rank{rank}.log, with timestamps. Raises StorageError.
+    """Appends the 'boost' logger's messages (INFO and up) to `logs`/rank{rank}.log, timestamped. Raises StorageError.
 
     A second call replaces the first.
     """
@@ -171,7 +171,7 @@ class _RankLog(logging.FileHandler):
 
 
 def environment(config: Config) -> dict[str, Any]:
-    """The environment that a run depends on. Contains no host name or install path, because run directories are shared."""
+    """The environment that a run depends on. It contains no host name or install path, because run directories are shared."""
     import numpy
     import torch
 
@@ -226,7 +226,7 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def require_checkpoint_folder(path: str | Path) -> None:
-    """Raises CheckpointError if the path of a run or checkpoint does not exist. Commands call this before they import torch,
+    """Raises CheckpointError if the path to a run or checkpoint does not exist. Commands call this before they import torch,
     which takes seconds."""
     if not (Path(path).exists() or Path(str(path).removesuffix(BEST)).exists()):
         raise CheckpointError(f"no checkpoint at '{path}': no such folder")
@@ -257,7 +257,7 @@ def replace_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _write_numbered(folder: Path, stem: str, suffix: str, text: str) -> None:
-    """Writes to the first unused name of stem.suffix, stem.2.suffix, ..."""
+    """Writes to the first unused name among stem.suffix, stem.2.suffix, ..."""
     for number in itertools.count(1):
         name = f"{stem}{suffix}" if number == 1 else f"{stem}.{number}{suffix}"
         with contextlib.suppress(FileExistsError), open(folder / name, "x", encoding="utf-8") as file:

@@ -12,7 +12,7 @@ from boost.train.model import Model
 from boost.train.sampling import Sampling
 
 SAMPLING = Sampling(temperature=0.8, top_p=0.95)
-"""Every sample uses the same seed, so that samples differ only because of the weights."""
+"""Every sample uses the same seed, so that only the weights make samples differ."""
 PROMPT_TOKENS = 24
 """Length of the prompt taken from the held-out text, if no prompt is given."""
 
@@ -59,10 +59,10 @@ def heldout_prompt(store: TokenStore) -> Prompt:
 
 
 def sample_text(model: Model, store: TokenStore, prompt: list[int], tokens: int) -> str:
-    """Continues the tokens of a prompt, up to the end of a document. Collective over the mesh.
+    """Continues a prompt's tokens, up to the end of a document. Collective over the mesh.
 
-    Always generates all tokens and truncates afterwards. Replicas with sharded weights gather them for every token, so a replica
-    that stopped earlier because of rounding would leave the others waiting.
+    Always generates all tokens and truncates afterwards. Replicas with sharded weights gather them for every token, so
+    if one replica stopped earlier because of rounding, the others would be left waiting.
     """
     new = list(generate(model, prompt, tokens, SAMPLING))
     if store.eos in new:

@@ -10,7 +10,7 @@ MIN_TEMPERATURE = 1e-4
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. A temperature of 0 is greedy; top_k = 0 and top_p = 1 are off."""
+    """Sampling parameters. A temperature of 0 means greedy sampling; top_k = 0 and top_p = 1 turn these filters off."""
 
     temperature: float = 0.8
     top_k: int = 0
@@ -32,7 +32,7 @@ class Sampling:
 
 
 def beyond_context(tokens: int, context: int) -> str:
-    """Returns a warning if a prompt and text of `tokens` tokens in total exceed the model's context; otherwise ''."""
+    """Returns a warning if a prompt and its continuation (`tokens` tokens in total) exceed the context; else ''."""
     if tokens <= context:
         return ""
     return f"prompt and text have up to {tokens} tokens, but this model was made for {context}; expect nonsense beyond that"

@@ -1,7 +1,7 @@
 """Turns signals into flags that the training loop reads between steps: a stop signal saves and exits, SIGUSR2 saves and continues.
 
-This module does not import torch, so that a command can catch signals before slow imports. `StopRequest` can be nested: a command
-opens the outer one and the trainer another one around its steps, so no signal is lost in between.
+This module does not import torch, so that a command can catch signals before slow imports. `StopRequest` can be nested:
+a command opens the outer one and the trainer opens another one around its steps, so no signal is lost in between.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-"""Sent by schedulers, on spot preemption, when a terminal closes, and by Ctrl-C."""
+"""Sent by schedulers, on spot preemption, when a terminal closes, or by Ctrl-C."""
 
 SAVE_SIGNAL = signal.SIGUSR2
 """Requests a checkpoint after the current step; training continues."""

@@ -1,10 +1,10 @@
-"""One optimizer step of this process, from top to bottom: `Stepper.passes` reads the batch, runs forward and backward passes over
+"""One optimizer step on this process, from top to bottom: `Stepper.passes` reads the batch, runs forward and backward passes over
 its micro-batches and reduces gradients; `Stepper.update` launches the statistics, clips and updates the weights; `Stepper.read`
 waits for the statistics.
 
-On a GPU the first two only launch work. To keep the GPU busy, the trainer launches the passes of step n + 1 before it reads the
-statistics of step n (order of events: `boost.train.hooks`). The passes need the weights of step n, whose update was launched before
-them, but not its statistics: those only determine what happens around a step.
+On a GPU, the first two only launch work. To keep the GPU busy, the trainer launches the passes of step n + 1 before it
+reads the statistics of step n (order of events: `boost.train.hooks`). The passes need the weights from step n, whose
+update was launched before them, but not its statistics, which only determine what happens around a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,12 +37,12 @@ from boost.train.model import HostBatch, Model, host_batch, to_device
 from boost.train.teacher import Teacher
 
 Teach = Callable[[Tensor, Tensor | None], Teaching]
-"""Returns the teacher's output for the (tokens, document ids) of a micro-batch."""
+"""Returns the teacher's output for a micro-batch's (tokens, document ids)."""
 
 
 class Stepper:
-    """Runs the steps of one process: `passes`, `update`, `read`. All processes of the mesh call the same methods in the same
-    order."""
+    """Runs the steps on one process: `passes`, `update`, `read`. All processes in the mesh call the same methods in the
+    same order."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class Stepper:
         self.teacher = Teacher(config, mesh) if config.distill.teacher else None
         self.ahead = optimizer.takes_tensors and (mesh.device.type == "cuda" if ahead is None else ahead)
         """Whether the passes of a step are launched before the statistics of the previous step are read."""
-        # On a CPU, reading them first costs nothing and saves a pass over gradients that need no clipping.
+        # On a CPU, reading the statistics first costs nothing and saves a pass over gradients that need no clipping.
         self.from_tensors = self.ahead or (optimizer.takes_tensors and mesh.device.type == "cuda")
         """Whether updates are launched before their statistics are read."""
         self.timed_on = mesh.device if self.ahead else torch.device("cpu")
-        """Device whose clock times the steps. With `ahead`, the host launches one step while the device runs another."""
+        """The device whose clock times the steps. With `ahead`, the host launches one step while the device runs another."""
 
     @property
     def tokens(self) -> int:
@@ -75,8 +75,8 @@ class Stepper:
         return self.config.train.global_batch * self.config.train.seq_len
 
     def passes(self, position: Position, lr: float) -> "Passes":
-        """Launches the passes of the step after `position` and the reduction of their gradients. Leaves no collective pending, so
-        the result may be dropped.
+        """Launches the passes for the step after `position` and the reduction of their gradients. Leaves no collective
+        pending, so the result may be dropped.
 
         Raises DataError if the token store cannot be read.
         """
@@ -113,7 +113,7 @@ class Stepper:
         return Update(passes.lr, stats, now(self.timed_on))
 
     def read(self, update: "Update") -> StepStats:
-        """Waits for the statistics of a step and returns them. Does not wait for work launched later."""
+        """Waits for a step's statistics and returns them. Does not wait for work launched later."""
         stats = update.stats.read()
         if self.from_tensors and not stats.updates:
             self.optimizer.take_back()
@@ -126,7 +126,7 @@ class Stepper:
 def run_passes(
     model: Model, batches: Sequence[HostBatch], config: Config, divisor: int, teach: Teach | None = None
 ) -> Tensor:
-    """Runs forward and backward passes over this process's micro-batches of a step and accumulates gradients. A pipeline takes a
+    """Runs forward and backward passes over this process's micro-batches in a step and accumulates gradients. A pipeline takes a
     single batch, with all micro-batches concatenated along dim 0, and no teacher.
 
     Returns the fp64 sum of the losses divided by `divisor`; 0 on a process without the head. Gradients are divided by it too.
@@ -146,29 +146,29 @@ def run_passes(
     return total
 
 
-# Data that the parts of a step pass on.
+# Data passed between the parts of a step.
 
 
 @dataclass(frozen=True)
 class Passes:
-    """The launched forward and backward passes of a step. `Stepper.update` finds the gradients in the reducer's buckets."""
+    """A step's launched forward and backward passes. `Stepper.update` finds the gradients in the reducer's buckets."""
 
     position: Position
-    """Position of the weights that the passes use."""
+    """The position to which the weights that the passes use belong."""
     versions: tuple[int, ...]
     """torch's version counters of these weights; every in-place change increments them."""
     lr: float
     loss: Tensor
-    """Loss of this process, fp64 scalar, as returned by `run_passes`."""
+    """This process's loss, an fp64 scalar, as returned by `run_passes`."""
     targets: int
-    """Number of targets of this process."""
+    """Number of targets on this process."""
     cross_entropy: Tensor | None = None
     """With a teacher: the part of `loss` that is comparable between runs, before weighting."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """The update of a step, already launched (on CPUs, already complete). Its statistics may not have been read yet."""
+    """A step's update, already launched (on CPUs, already complete). Its statistics may not have been read yet."""
 
     lr: float
     stats: LaunchedStats
@@ -176,7 +176,7 @@ class Update:
     """End of the update, for `StepClock`."""
 
 
-# The data of a step, read one step ahead.
+# The data for a step, read one step ahead.
 
 
 @dataclass(frozen=True)
@@ -184,17 +184,17 @@ class StepData:
     """One process's data for one step."""
 
     batches: list[HostBatch]
-    """Micro-batches in order; with pipeline parallelism, one batch that concatenates them."""
+    """Micro-batches, in order; with pipeline parallelism, one batch that concatenates them."""
     micro_batches: int
     targets: int
     """Number of targets."""
 
 
 class Prefetcher:
-    """Reads this process's data for any step, and prefetches the next step's.
+    """Reads this process's data for any step, and prefetches the data for the next step.
 
-    The data of a step depends only on its number, so data prefetched for another step is discarded. Each object reads in its own
-    thread; on GPUs into pinned memory, so that copies to the device are asynchronous.
+    The data for a step depends only on the step's number, so data prefetched for another step is discarded. Each object
+    reads in its own thread; on GPUs, it reads into pinned memory, so that copies to the device are asynchronous.
     """
 
     def __init__(self, batches: Batches, config: Config, mesh: Mesh) -> None:
@@ -203,7 +203,7 @@ class Prefetcher:
         self._ahead: tuple[int, Future[StepData]] | None = None
 
     def take(self, step: int, following: int | None = None) -> StepData:
-        """Returns the data of a step of `Batches`, and starts to prefetch the data of step `following`.
+        """Returns the data for a step from `Batches`, and starts to prefetch the data for step `following`.
 
         Raises DataError if the store cannot be read, including errors during prefetching."""
         (read, future), self._ahead = self._ahead or (None, None), None
@@ -230,12 +230,12 @@ class Prefetcher:
         return self._executor.submit(self.read, step, own)
 
     def _enter_thread(self) -> None:
-        # A new thread starts on GPU 0, where pinning memory would create a CUDA context for every process of the machine.
+        # A new thread starts on GPU 0, where pinning memory would create a CUDA context for every process on the machine.
         if self._mesh.device.type == "cuda":
             torch.cuda.set_device(self._mesh.device)
 
     def read(self, step: int, numbers: Sequence[int]) -> StepData:
-        """Reads the given micro-batches of a step synchronously. Raises DataError."""
+        """Reads the given micro-batches for a step synchronously. Raises DataError."""
         config, cp = self._config, self._mesh.cp
         whole = self._batches.numbered(step, numbers, config.train.micro_batch)
         batches = [batch.share(cp.rank, cp.size) for batch in whole]

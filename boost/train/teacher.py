@@ -20,11 +20,11 @@ from boost.train.model import build_decoder
 
 
 class Teacher:
-    """Computes the student's targets for each micro-batch. Has one copy per replica, sharded over its TP and CP ranks, in
-    train.compute_dtype. Training does not change it, and checkpoints do not contain it."""
+    """Computes the student's targets for each micro-batch. There is one copy per replica, sharded over its TP and CP
+    ranks, in train.compute_dtype. Training does not change it, and checkpoints do not contain it."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
-        """`config`: the student's. Builds and loads the teacher. Collective. Raises BoostError."""
+        """`config`: the student's configuration. Builds and loads the teacher. Collective. Raises BoostError."""
         checkpoint = ckpt.open_checkpoint(Path(config.distill.teacher))
         self._distill = config.distill
         self.config = teacher_config(config, checkpoint.config.model)
@@ -61,8 +61,8 @@ def check_teacher(config: Config, store: TokenStore) -> Checkpoint | None:
 
 
 def teacher_config(config: Config, teacher: ModelConfig) -> Config:
-    """The configuration of a teacher on the mesh of a student's `config`: without activation checkpointing, and with a layout
-    that supports the teacher's family, preferably with the same kind of residual stream. Raises ConfigError if there is none."""
+    """The configuration for a teacher on the mesh of a student's `config`: without activation checkpointing, and with a layout
+    that supports the teacher's family, preferably with the same kind of residual stream. Raises ConfigError if no layout does."""
     student = config.model
     if teacher.vocab_size != student.vocab_size:
         raise ConfigError(

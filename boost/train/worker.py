@@ -1,4 +1,4 @@
-"""Worker process of the launcher: sets up environment, output and signals, and writes a failure report for the launcher."""
+"""The launcher's worker process: sets up the environment, output and signals, and writes a failure report for the launcher."""
 
 import contextlib
 import faulthandler
@@ -28,7 +28,7 @@ STOPPED_EXIT = 128
 """Offset of exit codes: a process stopped by a signal exits with this plus the signal's number, as in a shell."""
 
 NO_STOP = " 0"
-"""Content of the stop file before a stop signal. Signal numbers are written with the same length."""
+"""Contents of the stop file before a stop signal. Signal numbers are written with the same length."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class LaunchSpec:
 
     @property
     def stop_file(self) -> Path:
-        """File with the number of the stop signal that the launcher has received, or NO_STOP."""
+        """The file that holds the number of the stop signal that the launcher has received, or NO_STOP."""
         return self.folder / "stop"
 
 
@@ -81,7 +81,7 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
             shutil.rmtree(spec.folder, ignore_errors=True)
 
     def end() -> None:
-        """Ends a process that does not stop because it is stuck in a collective."""
+        """Ends this process if it does not stop because it is stuck in a collective."""
         time.sleep(spec.orphan_grace_s)
         remove_folder()
         os._exit(1)
@@ -109,7 +109,7 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
         _report_and_leave(spec, rank, error)
     signal.pthread_sigmask(signal.SIG_BLOCK, caught)  # the work is done, so ignore stop signals
     if os.getppid() != spec.launcher:
-        remove_folder()  # the launcher died and cannot clean up
+        remove_folder()  # the launcher has died and cannot clean up
     elif code:
         with best_effort("write the exit code"):
             (spec.folder / f"code{rank}").write_text(str(code), encoding="ascii")
@@ -129,7 +129,7 @@ def stop_without(parent: int, afterwards: Callable[[], None] = lambda: None) -> 
 
 
 def stacks_file(spec: LaunchSpec, rank: int) -> Path | None:
-    """File to write stacks to on SIGQUIT; None: stderr."""
+    """The file to which stacks are written on SIGQUIT; None: stderr."""
     return spec.log_dir and spec.log_dir / f"rank{rank}.stacks"
 
 

@@ -1,7 +1,7 @@
 """Runtime of `btp` (arXiv 2512.12131), and RMSNorm across shards of the hidden dimension. Shapes: `boost.layouts.btp.spec`.
 
-One pair of autograd nodes sums over processes in both passes: partial latents forward, their gradients backward. So
-all operations on latents receive partial gradients, and their parameters' gradients are reduced once per optimizer step.
+One pair of autograd nodes sums over processes in both passes: partial latents in the forward pass, their gradients in the backward
+pass. So all operations on latents receive partial gradients, and their parameters' gradients are reduced once per optimizer step.
 
 The statistic s = sum of x^2 over the whole width commutes with the linear map after the norm, A (gamma * x) / sqrt(s/d + eps), so
 its terms can be sent with the partial sums A x (`OnlineSum`).
@@ -38,7 +38,7 @@ from boost.parallel.mesh import Axis, Mesh
 
 
 class BTP(BaseLayout):
-    """Hidden-sharded residual stream, all-reduces of width r."""
+    """Hidden-sharded residual stream and all-reduces of width r."""
 
     def __init__(
         self, spec: LayoutSpec, model: ModelConfig, parallel: ParallelConfig, mesh: Mesh, is_inference: bool = False
@@ -55,8 +55,8 @@ class BTP(BaseLayout):
         return NOTHING_IN_FLIGHT
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
-        """A norm(x), summed over processes: the latents and the statistic that scales them, which is sent with the (first) partial
-        latents. The norm is applied after A, to T x R elements."""
+        """A norm(x), summed over processes: the latents, and the statistic that scales them, which is sent with the
+        (first) partial latents. The norm is applied after A, to T x R elements."""
         flow.to_combine = flow.take(group.taken) if group.taken else ()
         if self._is_sync:
             yield from self._enter_sync(flow, gamma, group)
@@ -75,7 +75,7 @@ class BTP(BaseLayout):
         return group.outer((u_TR, *others), prev, scale_T1, self._start_grad_sum)
 
     def _enter_sync(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
-        """The statistic has its own all-reduce, forward and backward, and the norm is applied to x."""
+        """The statistic has its own all-reduce in both passes, and the norm is applied to x."""
         statistic = self.start(SUM_BOTH, sum_of_squares(flow.x))
         yield
         latents = group.policy.local(self._norm_and_inner_sync, flow.x, statistic.wait(), gamma, group)
@@ -84,7 +84,7 @@ class BTP(BaseLayout):
         flow.arrived = tuple(latent.wait() for latent in sums)
 
     def _norm_and_inner_sync(self, x_TD: Tensor, s_T: Tensor, gamma_D: Tensor, group: LinearGroup) -> list[Tensor]:
-        """Segment: A norm(x) of this process's columns, given the statistic."""
+        """Segment: A norm(x) for this process's columns, given the statistic."""
         normed_TD = scale(x_TD, inverse_rms(s_T, self.model.dim, self.model.norm_eps))
         return [linear(normed_TD, a_RD) for a_RD in group.inner_weights((group.A * gamma_D).to(x_TD.dtype))]
 
@@ -99,7 +99,7 @@ class BTP(BaseLayout):
         group.update(flow, latents.wait(), self._start_grad_sum)
 
     def head_input(self, flow: Flow, gamma: Tensor) -> Iterator[None]:
-        """One all-gather of the residual stream (reduce-scatter backward), then the final norm of whole rows."""
+        """One all-gather of the residual stream (backward: a reduce-scatter), then the final norm of whole rows."""
         shards = self.start(GATHER, flow.x)
         yield
         flow.x = self.norm(collectives.rows_to_features(shards.wait(), self.axis), gamma)
@@ -213,10 +213,10 @@ class _WaitForSum(torch.autograd.Function):
 
 
 class OnlineSum:
-    """A norm(x) of a group's factors A, over a sharded width: the sum over processes, in flight, of the partial latents
-    (gamma x) A^T and of the statistic that scales them.
+    """A norm(x) for a group's factors A, over a sharded width: the sum over processes, in flight, of the partial
+    latents (gamma x) A^T and of the statistic that scales them.
 
-    Each tensor of latents takes one all-reduce in either pass; the first one carries the statistic in the forward pass. The
+    Each tensor of latents takes one all-reduce in each pass; the first one carries the statistic in the forward pass. The
     payload is flat: the elements of u, then s. In fp32 and fp64, s is T more elements. In bf16, a sum of rounded statistics
     would lose fp32's precision. So each process writes its s_i into its own slot as three bf16 terms that preserve all 24 bits; the
     others add zeros, which is exact, and the p slots are summed in fp32. This takes 3 p T more elements.
@@ -232,9 +232,9 @@ class OnlineSum:
         eps: float,
         backward_started: bool = False,
     ) -> None:
-        """`weights`: A [R, D] of all slots, or of each. `width`, `eps`: of the norm (`inverse_rms`). The caller must multiply the
-        latents by the inverse RMS and must not use them otherwise. `backward_started`: the consumer of the sums starts the sums of
-        their gradients itself."""
+        """`weights`: A [R, D] for all slots together, or for each slot. `width`, `eps`: those of the norm
+        (`inverse_rms`). The caller must multiply the latents by the inverse RMS and must not use them in any other way.
+        `backward_started`: the consumer of the sums starts the sums of their gradients itself."""
         self._axis, self._tokens, self._backward_started = axis, x_TD.shape[0], backward_started
         projected = [
             _ProjectAndMeasure.apply(x_TD, a_RD, gamma_D, None if n else axis) for n, a_RD in enumerate(weights)

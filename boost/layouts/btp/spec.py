@@ -1,4 +1,4 @@
-"""`btp`: bottleneck-aware tensor parallelism (arXiv 2512.12131). Shards along the wide dim, communicates at the bottleneck.
+"""`btp`: bottleneck-aware tensor parallelism (arXiv 2512.12131). Shards along the wide dim and communicates at the bottleneck.
 
 residual x [T, d/p]; A [R, d_in/p], B [d_out/p, r], gamma [d/p]; embedding [V, d/p], head [V/p, d], final gamma [d]
 forward per block, online and grouped:  AR(3r + s)  AR(r)  AR(2r + s)  AR(r)
@@ -23,7 +23,7 @@ class BTPConfig(ParallelConfig):
 
 
 class BTPSpec(LayoutSpec):
-    """Hidden-sharded residual stream, all-reduces of width r."""
+    """Hidden-sharded residual stream and all-reduces of width r."""
 
     config: ClassVar[type[ParallelConfig]] = BTPConfig
     runtime = "boost.layouts.btp.runtime:BTP"

@@ -16,18 +16,18 @@ from boost.models.kernels import linear
 
 
 class BTPSP(TokenSharded):
-    """Token-sharded residual stream, all-gathers and reduce-scatters of width r."""
+    """Token-sharded residual stream with all-gathers and reduce-scatters of width r."""
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
-        """act(A norm(x)) of this process's tokens, all-gathered; if latents are saved sharded, A norm(x), gathered after it
-        has been saved.
+        """act(A norm(x)) for this process's tokens, all-gathered. If latents are saved sharded: A norm(x), gathered
+        after it has been saved.
 
-        Besides the gathered latents, a block saves its own tokens' latents before act: act is not invertible, and recomputing
-        it after the all-gather would be p times the work.
+        Besides the gathered latents, a block saves its own tokens' latents before act: act is not invertible, and
+        recomputing it after the all-gather would take p times as much work.
         """
         latents = group.policy.local(self.norm_and_inner, flow.x, gamma, group)
         prev = flow.take(group.taken) if group.taken else ()
-        # An evaluation saves nothing, and its gather overlaps the other half's compute.
+        # An evaluation saves nothing, and its all-gather overlaps the other half's compute.
         if group.policy.sharded_latents and torch.is_grad_enabled():
             flow.arrived, flow.to_combine = tuple(latents), prev
             return

@@ -1,4 +1,4 @@
-"""`btp-sp`: BTP with a token-sharded residual stream. Half of BTP's bytes: an all-gather or reduce-scatter for each all-reduce.
+"""`btp-sp`: BTP with a token-sharded residual stream. Sends half as much: an all-gather or reduce-scatter per all-reduce.
 
 residual x [T/p, d]; A of q, k, v, gate, up and B of o, down replicated; B of q, k, v, gate, up [d_out/p, r];
 A of o, down [r, d_in/p]; norms replicated
@@ -29,7 +29,7 @@ class BTPSPConfig(ParallelConfig):
 
 
 class BTPSPSpec(LayoutSpec):
-    """Token-sharded residual stream, all-gathers and reduce-scatters of width r."""
+    """Token-sharded residual stream with all-gathers and reduce-scatters of width r."""
 
     config = BTPSPConfig
     runtime = "boost.layouts.btp_sp.runtime:BTPSP"

@@ -1,5 +1,5 @@
-"""`megatron` and `megatron-sp`: column -> row tensor parallelism of the dense model (arXiv 1909.08053), the full-rank baseline, and
-the same with a token-sharded residual stream ("sequence parallelism", arXiv 2205.05198).
+"""`megatron` and `megatron-sp`: column -> row tensor parallelism for the dense model (arXiv 1909.08053), the full-rank
+baseline, and the same with a token-sharded residual stream ("sequence parallelism", arXiv 2205.05198).
 
 q, k, v, gate, up: W [d_out/p, d]; o, down: W [d, d_in/p]; norms replicated
 megatron: residual x [T, d]
@@ -39,7 +39,7 @@ class MegatronConfig(ParallelConfig):
 
 
 class MegatronSpec(LayoutSpec):
-    """Replicated residual stream, all-reduces of width d."""
+    """Replicated residual stream with all-reduces of width d."""
 
     config: ClassVar[type[ParallelConfig]] = MegatronConfig
     runtime = "boost.layouts.megatron.runtime:Megatron"
@@ -60,7 +60,7 @@ class MegatronSpec(LayoutSpec):
     """Collective of width d from a group to the residual stream."""
 
     def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
-        """One collective of width d into a group (without grouping, one per slot), one out of it."""
+        """One collective of width d into a group (without grouping, one per slot) and one out of it."""
         group, dim = context.group, context.model.dim
         if group.side == "leave":
             yield PlannedComm(self.out_comm, dim)
@@ -77,7 +77,7 @@ class MegatronSPConfig(ParallelConfig):
 
 
 class MegatronSPSpec(MegatronSpec):
-    """Token-sharded residual stream, all-gathers and reduce-scatters of width d."""
+    """Token-sharded residual stream with all-gathers and reduce-scatters of width d."""
 
     config = MegatronSPConfig
     runtime = "boost.layouts.megatron.runtime:MegatronSP"

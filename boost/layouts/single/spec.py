@@ -14,7 +14,7 @@ class SingleConfig(ParallelConfig):
 
 
 class SingleSpec(LayoutSpec):
-    """No collectives, nothing sharded."""
+    """No collectives and no sharding."""
 
     config = SingleConfig
     runtime = "boost.layouts.single.runtime:Single"

@@ -1,7 +1,7 @@
 """Runtimes of `ulysses` and of `btp-cp`, which sends latents if they are narrower than heads. Shapes:
 `boost.layouts.ulysses.spec`.
 
-Legend: p TP processes, T tokens, n = T/p of them on this process; R latent width, w elements per token of a projection that one
+Legend: p TP processes, T tokens, n = T/p tokens on this process; R latent width, w elements per token of a projection that one
 process needs.
 """
 
@@ -28,7 +28,7 @@ class Ulysses(TokenSharded):
         return self.spec.crosses_as_heads(slot, self.model, self.parallel)
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
-        """gate and up: local inputs of `project_in` for this process's tokens. q, k and v: one collective."""
+        """gate and up: the local inputs of `project_in` for this process's tokens. q, k and v: one collective."""
         latents = group.policy.local(self.norm_and_inner, flow.x, gamma, group)
         prev = flow.take(group.taken) if group.taken else ()
         if not _is_exchanged(group):
@@ -41,7 +41,7 @@ class Ulysses(TokenSharded):
             yield from self._send_latents(flow, latents, prev, group)
 
     def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
-        """q, k and v of this process's heads, or gate and up of its tokens."""
+        """q, k and v for this process's heads, or gate and up for its tokens."""
         return (self._split_by_slot(group, arrived), ()) if _is_exchanged(group) else group.outer(arrived, prev)
 
     def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
@@ -49,7 +49,7 @@ class Ulysses(TokenSharded):
         return hidden if _is_exchanged(group) else group.inner(hidden)[0]
 
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
-        """o: exchanges heads for all heads of its own tokens, then projects. down: the rest of the projection."""
+        """o: exchanges heads to get all heads for its own tokens, then projects. down: the rest of the projection."""
         if _is_exchanged(group):
             heads = self.start(GATHER_REPLICATED if self.is_inference else EXCHANGE, partial)
             yield
@@ -57,7 +57,7 @@ class Ulysses(TokenSharded):
         group.update(flow, partial)
 
     def _exchange(self, flow: Flow, outputs: Sequence[Tensor], group: LinearGroup) -> Iterator[None]:
-        """All heads of this process's tokens, [n, p w] per slot -> this process's heads of all tokens."""
+        """All heads for this process's tokens, [n, p w] per slot -> this process's heads for all tokens."""
         flow.to_combine = ()
         parts = [self._repeat_shared_heads(y, slot) for y, slot in zip(outputs, group.shape.slots, strict=True)]
         if self.is_inference:
@@ -83,7 +83,7 @@ class Ulysses(TokenSharded):
         )
 
     def _send_latents(self, flow: Flow, latents: Sequence[Tensor], prev: Latents, group: LinearGroup) -> Iterator[None]:
-        """Sends the latents of a group in which some slots do not send heads."""
+        """Sends a group's latents if some slots do not send heads."""
         raise NotImplementedError
 
 
@@ -91,7 +91,7 @@ class BTPCP(Ulysses):
     """Latents are all-gathered before attention and reduce-scattered after it, as under `btp-sp`."""
 
     def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
-        """Slots that received latents: B for this process's heads. Slots that received heads: a no-op."""
+        """For slots that received latents: B for this process's heads. For slots that received heads: a no-op."""
         if group.shape.name != "qkv" or all(group.as_heads):
             return super().project_in(arrived, prev, group)
         if not any(group.as_heads):
@@ -113,9 +113,9 @@ class BTPCP(Ulysses):
         group.update(flow, latents.wait())
 
     def _send_latents(self, flow: Flow, latents: Sequence[Tensor], prev: Latents, group: LinearGroup) -> Iterator[None]:
-        """Sends act(A norm(x)) of this process's tokens, or, for projections that send heads, all of their heads. If a group
-        has both, one all-to-all sends everything (without grouping, one collective per projection); the latent goes to every
-        process, as in an all-gather."""
+        """Sends act(A norm(x)) for this process's tokens or, for projections that send heads, all of their heads. If a group
+        has both, one all-to-all sends everything (without grouping, one collective per projection). The latent goes to
+        every process, as in an all-gather."""
         h, new = group.activate_segment(latents, prev)
         flow.latents += new
         flow.to_combine = ()

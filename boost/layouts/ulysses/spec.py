@@ -31,8 +31,8 @@ from boost.layouts.spec import (
 
 
 class CrossingSpec(LayoutSpec):
-    """Base of `ulysses` and `btp-cp`: replicated weights, token-sharded residual stream and MLP, one collective into attention and
-    one out of it; each of q, k, v and o communicates heads or latents."""
+    """Base of `ulysses` and `btp-cp`: replicated weights, token-sharded residual stream and MLP, one collective into
+    attention and one out of it. Each of q, k, v and o communicates heads or latents."""
 
     residual: ClassVar[ResidualKind] = "tokens"
     placements: ClassVar[dict[str, Placement]] = dict.fromkeys(
@@ -51,7 +51,7 @@ class CrossingSpec(LayoutSpec):
         raise NotImplementedError
 
     def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
-        """One collective into attention (without grouping, one per projection), one out of it, none around the MLP."""
+        """One collective into attention (one per projection without grouping), one out of it, none around the MLP."""
         group, model, parallel = context.group, context.model, context.parallel
         if group.name not in ("qkv", "o"):
             return
@@ -67,7 +67,7 @@ class CrossingSpec(LayoutSpec):
                 )
 
     def sent_to_each(self, slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> int:
-        """Elements per token of this projection that one rank needs: its heads, or the latent."""
+        """Elements per token that one rank needs from this projection: its heads, or the latent."""
         return heads_width(slot, model, parallel) if self.crosses_as_heads(slot, model, parallel) else slot.rank or 0
 
     def notes(self, model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
@@ -141,7 +141,7 @@ class BTPCPSpec(CrossingSpec):
 
 
 def heads_width(slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Elements per token of one rank's heads of q, k, v or o. With fewer key/value heads than ranks, this is one head."""
+    """Elements per token in one rank's heads of q, k, v or o. With fewer key/value heads than ranks, this is one head."""
     width = model.kv_heads * model.head_dim if slot.kv else model.dim
     return max(width // parallel.tp, model.head_dim)
 

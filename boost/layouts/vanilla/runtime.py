@@ -1,10 +1,10 @@
 """Runtime of `vanilla`, the low-rank baseline. Shapes: `boost.layouts.vanilla.spec`.
 
-Legend: p TP processes, T tokens, R = r/p latent width of a slot on this process, O output width of a slot.
+Legend: p TP processes, T tokens, R = r/p a slot's latent width on this process, O a slot's output width.
 
-The published form computes attention and the gated product of all heads and channels on every process. The strong form,
-which is the baseline for speedups, shards them. Both send the same bytes. Grouping merges the collectives of linears that share an
-input.
+The published form computes attention and the gated product for all heads and channels on every process. The strong
+form, which is the baseline for speedups, shards them. The two forms send the same bytes. Grouping merges the
+collectives of linears that share an input.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from boost.parallel import collectives
 
 
 class Vanilla(Replicated):
-    """Replicated residual stream, latents sharded along the rank, sums of full width."""
+    """Replicated residual stream, with latents sharded along the rank and sums of full width."""
 
     lag = 3
     """Found empirically: two thirds of the bytes are hidden behind a GEMM (docs/design.md)."""
@@ -30,7 +30,7 @@ class Vanilla(Replicated):
         """This process's rows of A and columns of B, then the sum of the full outputs, scattered to heads or channels if they
         are sharded."""
         if self.splits:
-            # To overlap its gradient sum, other work runs between two nodes, so the normed input is saved.
+            # Other work runs between two nodes to overlap the gradient sum, so the normed input is saved.
             normed_TD = self.norm(flow.x, gamma)
             copies = [self.start(SUM_BACKWARD, normed_TD) for _ in group.shape.slots[: 1 if self.grouping else None]]
             yield
@@ -44,8 +44,8 @@ class Vanilla(Replicated):
             yield
             flow.arrived = tuple(y.wait() for y in sums)
             return
-        # [T, O] -> [p, T, O/p]: the part that each process continues with. If there are fewer key/value heads than p, several
-        # processes get the same one.
+        # [T, O] -> [p, T, O/p]: the part that each process continues with. If there are fewer than p key/value heads,
+        # several processes get the same part.
         shares = []
         for y_TO, slot in zip(outputs, group.shape.slots, strict=True):
             repeated = collectives.heads_for_each(y_TO, self.model.kv_heads, self.size) if slot.kv else y_TO
@@ -110,7 +110,7 @@ class Vanilla(Replicated):
         return outputs
 
     def _gated_sum(self, gate: LatentGate, prev: Latents, *latents: Tensor) -> list[Tensor]:
-        """Segment: u + G(h), one tensor per tensor of latents, and then the statistics of each."""
+        """Segment: u + G(h), one tensor per tensor of latents, followed by the statistics of each."""
         slots = gate.slots_of(latents)
         by_slot = [part for h, s in zip(prev, slots, strict=True) for part in self._by_slot(h, gate, s)]
         mixed = gate.gated_sum(latents, by_slot)
@@ -125,6 +125,6 @@ class Vanilla(Replicated):
         return group.project(h), new
 
     def _by_slot(self, h: Tensor, gate: LatentGate, slots: range) -> Sequence[Tensor]:
-        """Latents of the previous block as the gate needs them: this process's shard of each, or each whole."""
+        """Latents of the previous block as the gate needs them: this process's shard of each, or each one whole."""
         parts = h.split([gate.ranks[slot] for slot in slots], dim=-1)
         return [collectives.rows_to_features(part, self.axis) for part in parts] if gate.mixes else parts

@@ -53,7 +53,7 @@ class VanillaConfig(ParallelConfig):
 
 
 class VanillaSpec(LayoutSpec):
-    """Replicated residual stream, latents sharded along the rank, all-reduces of full width."""
+    """Replicated residual stream, with latents sharded along the rank and all-reduces of full width."""
 
     config = VanillaConfig
     runtime = "boost.layouts.vanilla.runtime:Vanilla"
@@ -98,7 +98,7 @@ class VanillaSpec(LayoutSpec):
             yield from (PlannedComm(SUM_FORWARD, slot.d_out) for slot in group.slots)
 
     def _gate_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
-        """LaX: gathers all latents of the previous block for a gate that mixes them, and reduces LayerNorm's statistics."""
+        """For LaX: gathers all latents of the previous block for a gate that mixes them, and reduces LayerNorm's statistics."""
         if not context.has_latent_gate:
             return
         if context.model.mixes:

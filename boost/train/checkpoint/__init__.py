@@ -3,18 +3,18 @@
     checkpoints/step-00000200/
         state.json                 step, data position, optimizer updates, mesh, configuration, versions
         tokenizer.json             tokenizer, so that the weights can be used without the token store
-        tensors/shard-*.safetensors  each process's slices of weights, moments and RNG states
-        manifest.json              size and BLAKE2 digest of every file above; written last
+        tensors/shard-*.safetensors  each process's slices of the weights, moments and RNG states
+        manifest.json              size and BLAKE2 digest of each file above; written last
 
 Tensors are saved with the names and global shapes of the model's parameters, independent of fusing and sharding, so a checkpoint
-can be loaded on any mesh and layout. Everything is written to `.step-....tmp`, synced to disk, and renamed at the end, so a folder
-with the final name is complete. Files that the manifest does not list (.DS_Store, .nfs*, notes) are never opened.
+can be loaded on any mesh and with any layout. Everything is written to `.step-....tmp`, synced to disk, and renamed at the end,
+so a folder with the final name is complete. Files that the manifest does not list (.DS_Store, .nfs*, notes) are never opened.
 
 Files, in the order of a save and then a load:
 
-write.py      writes each process's files, in the foreground or the background; the last save of a run
-commit.py     temporary folder, agreement of all processes, manifest, rename, removal of earlier checkpoints
-verify.py     checks that a folder is a complete and undamaged checkpoint
+write.py      writes each process's files, in the foreground or the background; a run's last save
+commit.py     temporary folder, agreement among all processes, manifest, rename, removal of earlier checkpoints
+verify.py     checks that a folder is a complete, undamaged checkpoint
 load.py       finds and opens a checkpoint; reads its weights, optimizer state and position
 reshard.py    slices of parameters on any mesh: which process holds and writes each one
 """

@@ -1,12 +1,12 @@
-"""Commits a folder as a checkpoint, on all processes or none, and then removes or renames earlier checkpoints.
+"""Commits a folder as a checkpoint on all processes or on none, and then removes or renames earlier checkpoints.
 
-1. `make_temporary`: the main process creates `.step-00000200.*.tmp` and removes leftovers of killed saves.
-2. `run_on_all`: every process writes its files there (write.py). If one process fails, all of them raise.
+1. `make_temporary`: the main process creates `.step-00000200.*.tmp` and removes leftovers from killed saves.
+2. `run_on_all`: every process writes its files there (write.py). If one process fails, all of them raise an error.
 3. `publish`: the main process adds manifest.json, syncs, and renames the folder. The checkpoint exists only after this step.
 4. Then `rotate` removes earlier checkpoints or, after a return to an earlier step, `supersede` sets them aside.
 
 step-00000200              complete; without a manifest: incomplete, skipped, never overwritten
-superseded-step-00000300   complete, but on a branch that `--resume PATH` abandoned, or replaced by a later save of the same step
+superseded-step-00000300   complete, but on a branch that `--resume PATH` abandoned, or replaced by a later save at the same step
 incomplete-step-00000300   had no manifest when a save needed its name
 .step-00000200.*.tmp       a save in progress, or left by a killed save
 .step-00000200.*.old       being removed
@@ -47,7 +47,7 @@ _LEFTOVER = re.compile(r"\.step-.*\.(tmp|old)")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Path of the complete checkpoint of `step`."""
+    """Path of the complete checkpoint for `step`."""
     return folder / f"step-{step:08d}"
 
 
@@ -81,7 +81,7 @@ def _unused(path: Path) -> Path:
 
 
 def make_temporary(folder: Path, step: int) -> tuple[Path, list[str]]:
-    """Creates an empty folder to write the checkpoint of `step` to. Returns it, and warnings. Removes leftovers of killed saves.
+    """Creates an empty folder for the checkpoint at `step`. Returns the folder and warnings. Removes leftovers from killed saves.
 
     The name is unique, so a leftover that cannot be removed (an NFS `.nfs*` file, an immutable file) does not block the save.
     """
@@ -108,11 +108,11 @@ def remove(path: Path) -> str | None:
     return problems[0] if problems else None
 
 
-# Agreement of all processes.
+# Agreement among all processes.
 
 
 class ProcessFailure(Exception):
-    """An action failed on some process. Raised on all processes."""
+    """An action failed on at least one process. Raised on all processes."""
 
 
 def run_on_all(
@@ -175,7 +175,7 @@ def root_cause(error: BaseException) -> str:
 
 
 class FileEntry(BaseModel):
-    """Manifest entry of one file."""
+    """Manifest entry for one file."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
@@ -184,12 +184,12 @@ class FileEntry(BaseModel):
 
 
 def new_digest(content: bytes = b"") -> hashlib.blake2b:
-    """The hash function of manifests: BLAKE2b with 20 bytes."""
+    """The hash function for manifests: BLAKE2b with 20 bytes."""
     return hashlib.blake2b(content, digest_size=20)
 
 
 def entry_of(file: Path) -> FileEntry:
-    """Computes the manifest entry of a file on disk."""
+    """Computes the manifest entry for a file on disk."""
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, new_digest)
     return FileEntry(bytes=file.stat().st_size, blake2b=digest.hexdigest())
@@ -217,8 +217,8 @@ def publish(temporary: Path, final: Path, entries: Mapping[str, FileEntry]) -> l
     """Adds the manifest and renames the folder, which makes the checkpoint complete. Returns warnings. `entries`: by path, relative
     to the checkpoint, with forward slashes.
 
-    Removes only an earlier checkpoint or an empty folder at the final path, and only after the rename. Until then,
-    it has a name that no save removes, because a kill between the two renames leaves nothing at the final path.
+    Removes only an earlier checkpoint or an empty folder at the final path, and only after the rename. Until then, that
+    folder has a name that no save removes, because a kill between the two renames leaves nothing at the final path.
     """
     assert STATE_FILE in entries
     manifest = {name: entry.model_dump() for name, entry in entries.items()}
@@ -264,7 +264,7 @@ def write_best(folder: Path, best: BestCheckpoint, mesh: Mesh) -> None:
 
 
 def read_best(folder: Path) -> BestCheckpoint | None:
-    """The best checkpoint of a run; None if none is recorded, or if it was deleted."""
+    """A run's best checkpoint; None if none is recorded, or if it was deleted."""
     try:
         values = json.loads(read_text(folder / BEST_FILE))
         best = BestCheckpoint(int(values["step"]), float(values["heldout_loss"]))
@@ -287,11 +287,11 @@ def rotate(folder: Path, keep: int, keep_every: int, protected: Collection[int],
 
 
 def rotated(complete: Sequence[Path], keep: int, keep_every: int, protected: Collection[int]) -> list[Path]:
-    """All checkpoints except the newest `keep` unmarked ones, one per `keep_every` steps (0: none), and the `protected` steps.
-    `complete`: oldest first.
+    """All checkpoints except the newest `keep` unmarked ones, one per `keep_every` steps (0: none), and those at
+    `protected` steps. `complete`: oldest first.
 
-    If the newest one is marked (`marks_of`), training is in trouble, and any unmarked one may be the last good one. Then only
-    marked ones are removed, except the newest of each kind.
+    If the newest checkpoint is marked (`marks_of`), the run has a problem, and any unmarked one may be the last good
+    one. In that case, only marked ones are removed, except the newest of each kind.
     """
     marks = {path: marks_of(path) for path in complete}
     unmarked = [path for path in complete if not any(marks[path])]
@@ -309,7 +309,7 @@ def rotated(complete: Sequence[Path], keep: int, keep_every: int, protected: Col
 
 
 def marks_of(path: Path) -> tuple[str, str]:
-    """(trouble, doubt) as recorded in a checkpoint (see `Position`); empty strings if it does not exist or cannot be read."""
+    """(trouble, doubt) as recorded in a checkpoint (see `Position`); empty strings if that does not exist or cannot be read."""
     try:
         state = json.loads(read_text(path / STATE_FILE))
         return str(state.get("trouble", "")), str(state.get("doubt", ""))
@@ -318,8 +318,8 @@ def marks_of(path: Path) -> tuple[str, str]:
 
 
 def supersede(folder: Path, step: int, mesh: Mesh) -> None:
-    """Renames checkpoints after `step` to `superseded-step-...`. Training branches off at `step`, and the newest checkpoint must
-    belong to the new branch. Raises StorageError on every process."""
+    """Renames checkpoints after `step` to `superseded-step-...`, because training branches off at `step`, and the
+    newest checkpoint must belong to the new branch. Raises StorageError on every process."""
 
     def set_aside() -> None:
         for path in complete_checkpoints(folder):

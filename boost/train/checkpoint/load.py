@@ -2,8 +2,8 @@
 
 1. `find_checkpoint` resolves the user's path to a folder.
 2. `open_checkpoint` reads state.json and checks its digest, position, configuration and data before anything is allocated.
-3. `load_weights` and `load_training_state` check that the model fits (`require_fits`), files are intact and tensors complete
-   (verify.py). Only then does each process load the slices that it holds (reshard.py).
+3. `load_weights` and `load_training_state` check that the model fits (`require_fits`), that files are intact, and that
+   tensors are complete (verify.py). Only then does each process load the slices that it holds (reshard.py).
 
 `WeightReader` reads whole parameters without a model, for conversion to other formats.
 """
@@ -64,12 +64,12 @@ HUB = "hub"
 INIT_ONLY_FIELDS = ("factor_init", "init_std")
 """Fields of [model] that only affect the initial weights."""
 PREFIX = "model."
-"""Prefix of the names of weights in a checkpoint."""
+"""Prefix for the names of weights in a checkpoint."""
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Resolves a path to a checkpoint: the path itself, or the newest one in a run directory or checkpoints folder. A path that
-    ends in `@best` selects the checkpoint with the lowest held-out loss.
+    """Resolves a path to a checkpoint: the path itself, or the newest checkpoint in a run directory or checkpoints
+    folder. A path that ends in `@best` selects the checkpoint with the lowest held-out loss.
 
     Raises CheckpointError if there is none.
     """
@@ -113,7 +113,7 @@ class Checkpoint:
     config: Config
     updates: int
     data: dict[str, Any]
-    """Fingerprints of the run's token store and tokenizer; for imported weights, of their tokenizer only."""
+    """Fingerprints of the run's token store and tokenizer; for imported weights, only that of their tokenizer."""
 
     @property
     def tokenizer(self) -> Path:
@@ -127,7 +127,7 @@ class Checkpoint:
         return max(self.config.train.seq_len, before if isinstance(before, int) else 0)
 
     def require_tokenizer(self) -> str:
-        """The fingerprint of the tokenizer. Raises CheckpointError if there is none."""
+        """The tokenizer's fingerprint. Raises CheckpointError if there is no tokenizer."""
         if not self.tokenizer.is_file() or not self.data.get("tokenizer"):
             raise CheckpointError(
                 f"'{self.path}' has no tokenizer, so the meaning of its tokens is unknown; import the weights again "
@@ -178,7 +178,7 @@ def require_fits(checkpoint: Checkpoint, wanted: ModelConfig) -> None:
 
 
 def load_weights(checkpoint: Checkpoint, model: Model, mesh: Mesh) -> None:
-    """Loads weights into a model on any mesh, in any layout and dtype. Raises CheckpointError."""
+    """Loads weights into a model on any mesh, with any layout and dtype. Raises CheckpointError."""
     run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
     shards = verify_checkpoint(checkpoint.path, checkpoint.config.model, mesh)
     _read_into(named_slices(model, mesh), checkpoint.path, shards, mesh)
@@ -194,7 +194,7 @@ def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimiz
         )
     run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
     shards = verify_checkpoint(checkpoint.path, checkpoint.config.model, mesh)
-    # A process that did not exist in the saved mesh keeps the RNG state from its own seed.
+    # A process that did not exist in the saved mesh keeps the RNG state that its own seed gives.
     states = {key: value for key, value in random_states(mesh).items() if key in shards}
     for part in optimizer.parts():
         _read_into(named_slices(model, mesh, [part]) | states, checkpoint.path, shards, mesh)
@@ -246,7 +246,7 @@ class WeightReader:
 
 
 class ShardReader(HuggingFaceStorageReader):
-    """Reads only the tensor files listed in a manifest, and reads their headers once instead of once per tensor."""
+    """Reads only the tensor files listed in a manifest, and reads each header once instead of once per tensor."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         super().__init__(str(path / TENSORS))
@@ -270,7 +270,7 @@ class _ListedFiles(FileSystem):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silences the warning of torch.distributed.checkpoint about running on one process."""
+    """Silences torch.distributed.checkpoint's warning about running on one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -1,7 +1,7 @@
-"""Slices of a checkpoint's tensors on any mesh: the rectangles of weights and moments that this process holds and writes.
+"""Slices of a checkpoint's tensors on any mesh: the rectangles of the weights and moments that this process holds and writes.
 
-On any mesh and layout, tensors have the names and global shapes of the model's parameters, and each slice has offsets in
-them. A save writes each slice once (`SaveShare`). A load asks for the slices of its own mesh (`named_slices`), which
+With any mesh and layout, tensors have the names and global shapes of the model's parameters, and each slice has offsets in
+them. A save writes each slice once (`SaveShare`). A load asks for the slices on its own mesh (`named_slices`), which
 torch.distributed.checkpoint assembles from all files that hold parts of them. RNG states are separate tensors for each process.
 """
 
@@ -75,7 +75,7 @@ class LocalSlice:
 
 
 def local_slices(model: Model, mesh: Mesh, parts: Iterable[Part] = ()) -> list[LocalSlice]:
-    """This process's slices of weights, and of moments in `parts`. Views, not copies."""
+    """This process's slices of the weights, and of the moments in `parts`. They are views, not copies."""
     slices, held = list[LocalSlice](), list(parts)
     for fused in fused_params(model):
         tensors = [("model", s.view(fused.tensor.detach()), s) for s in fused.local_slices()]
@@ -93,12 +93,12 @@ def local_slices(model: Model, mesh: Mesh, parts: Iterable[Part] = ()) -> list[L
 
 
 def named_slices(model: Model, mesh: Mesh, parts: Iterable[Part] = ()) -> dict[str, Tensor]:
-    """`local_slices` as a state dict for torch.distributed.checkpoint. At most one part, because names must be unique."""
+    """`local_slices` as a state dict for torch.distributed.checkpoint. Takes at most one part, because names must be unique."""
     return {s.name: TensorSlice(s.local, s.shape, s.offsets) for s in local_slices(model, mesh, parts)}
 
 
 def random_states(mesh: Mesh) -> dict[str, Tensor]:
-    """RNG states of this process, by their names in a checkpoint."""
+    """This process's RNG states, by their names in a checkpoint."""
     states = {f"rng.cpu.{mesh.rank}": torch.get_rng_state()}
     if mesh.device.type == "cuda":
         states[f"rng.cuda.{mesh.rank}"] = torch.cuda.get_rng_state(mesh.device)
@@ -115,8 +115,8 @@ def restore_random_states(states: dict[str, Tensor]) -> None:
 
 
 class SaveShare:
-    """The slices that this process writes. Replicas hold the same slices, each slice has one writer, and all processes write about
-    the same amount. Valid for all saves until the optimizer state is resharded. The constructor is collective."""
+    """The slices that this process writes. Replicas hold the same slices, each slice has one writer, and all processes
+    write about the same amount. Stays valid until the optimizer state is resharded. The constructor is collective."""
 
     def __init__(self, model: Model, optimizer: Optimizer, mesh: Mesh) -> None:
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
@@ -133,12 +133,12 @@ class SaveShare:
         own = [s for s in held if (s.name, s.offsets) in self._keys]
         for name, value in random_states(self._mesh).items():
             own.append(LocalSlice(name, value, tuple(value.shape), (0,)))
-        # Wider dtypes first, so that every tensor of a file is aligned.
+        # Wider dtypes first, so that every tensor in a file is aligned.
         return sorted(own, key=lambda s: (-s.local.element_size(), s.name, s.offsets))
 
 
 def _assign(by_rank: list[dict[Key, int]]) -> list[set[Key]]:
-    """Assigns each slice to the least loaded process that holds it. Returns the slices of each process."""
+    """Assigns each slice to the least loaded process that holds it. Returns the slices for each process."""
     holders: dict[Key, list[int]] = {}
     for rank, held in enumerate(by_rank):
         for key in held:

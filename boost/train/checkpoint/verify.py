@@ -1,13 +1,13 @@
-"""Checks that a folder is a complete and undamaged checkpoint.
+"""Checks that a folder is a complete, undamaged checkpoint.
 
 1. manifest.json lists every file with its size and digest (`read_manifest`). Files that it does not list are never opened.
-2. Every listed file has the size (`check_size`) and the digest (`verify_file`) in the manifest.
+2. Every listed file has the size (`check_size`) and the digest (`verify_file`) that the manifest gives.
 3. state.json matches its schema (`CheckpointState`): a digest proves that a file matches its manifest, not that it is valid.
 4. The header of each tensor file matches the file (offsets, sizes, dtypes) and the model: names, global shapes, and shards that
    cover each tensor exactly once (`read_structure`).
 
-`verify_checkpoint` does all of this except 3, jointly on all processes. File names are checked before they become paths, and
-nothing is unpickled.
+`verify_checkpoint` does all of this except 3, jointly on all processes. File names are checked before they are used as
+paths, and nothing is unpickled.
 """
 
 import json
@@ -41,9 +41,9 @@ from boost.version import __version__
 
 FORMAT: Literal[1] = 1
 DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
-"""Bytes per element of the dtypes that a checkpoint may contain, by safetensors name."""
+"""Bytes per element for the dtypes that a checkpoint may contain, by safetensors name."""
 MAX_HEADER_BYTES = 100_000_000
-"""Limit of the safetensors library."""
+"""The safetensors library's limit."""
 SHARDING = "DCP_SHARDING_INFO"
 """Metadata key under which torch.distributed.checkpoint stores the offsets of shards, as a JSON string."""
 OFFSETS = "saved_offsets"
@@ -53,8 +53,8 @@ Index = Annotated[int, Field(ge=0, lt=2**62)]
 
 
 def verify_checkpoint(path: Path, model: ModelConfig, mesh: Mesh) -> "Shards":
-    """Validates the structure of a checkpoint of `model` and compares every file with its manifest. Files are distributed over
-    the processes. Returns the shards of its tensors.
+    """Validates the structure of a checkpoint for `model` and compares every file with its manifest. Files are
+    distributed over the processes. Returns the shards of its tensors.
 
     Raises DamagedCheckpointError on every process, naming a damaged file.
     """
@@ -88,7 +88,7 @@ class Manifest(RootModel[dict[str, FileEntry]]):
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads the manifest of a checkpoint. Raises DamagedCheckpointError."""
+    """Reads a checkpoint's manifest. Raises DamagedCheckpointError."""
     try:
         manifest = Manifest.model_validate(read_json(path / MANIFEST_FILE))
     except ValidationError as error:
@@ -147,7 +147,7 @@ def first_problem(error: ValidationError) -> str:
 
 @dataclass(frozen=True)
 class Position:
-    """Position of a run. It and the configuration are enough to resume exactly."""
+    """A run's position. Together with the configuration, it is enough to resume exactly."""
 
     step: int
     """Optimizer steps done. Determines the learning rate and, with `skipped`, the data position."""
@@ -158,13 +158,13 @@ class Position:
     trouble: str = ""
     """Why the weights are unusable; '' if they are usable. Such a checkpoint is resumed only by path, or if it is the only one."""
     doubt: str = ""
-    """Why the weights may be unusable: training was in trouble, and a run that resumes from here still is."""
+    """Why the weights may be unusable: training had a problem, which a run that resumes from here still has."""
     recent: dict[str, list[float]] = field(default_factory=dict, compare=False, repr=False)
     """Loss and gradient norm of recent healthy steps, for comparison with the steps after a resume (`boost.train.health`)."""
 
 
 class CheckpointState(BaseModel):
-    """Content of state.json. Ignores unknown keys, which other releases may add."""
+    """Contents of state.json. Ignores unknown keys, which other releases may add."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 

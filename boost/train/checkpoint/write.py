@@ -1,16 +1,16 @@
-"""Writes each process's part of a checkpoint, in the foreground or the background, including the last save of a run.
+"""Writes each process's part of a checkpoint, in the foreground or the background, including a run's last save.
 
 1. `CheckpointSaver` takes a `Snapshot` of this process's slices (reshard.py) and of the position. A foreground save refers to the
    weights themselves; a background save copies them to host memory, and training waits only for this copy.
 2. In `write_snapshot` (on a thread in a background save), each process writes, hashes and syncs its tensors in a temporary folder;
    the main process then adds state and tokenizer, and commits (commit.py).
-3. The main thread collects the result of a background save between two steps after all processes have finished. At most one save is
-   in flight. Its processes communicate over a separate process group.
+3. The main thread collects the result of a background save between two steps, after all processes have finished. At
+   most one save is in flight. The processes communicate about it over a separate process group.
 
-A background save is a thread, not a process, because writing, syncing and hashing release the GIL, and a process would need the
-copy in shared memory.
+A background save runs in a thread rather than a process, because writing, syncing and hashing release the GIL, and a
+process would need the copy in shared memory.
 
-If the last save of a run fails, the weights are lost, so it is retried and falls back to another folder (`last_save_attempts`).
+If a run's last save fails, the weights are lost, so the save is retried and falls back to another folder (`last_save_attempts`).
 """
 
 import contextlib
@@ -73,7 +73,7 @@ _DTYPES = {
 }
 _BF16_EXPONENT = 0x7F80
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 60.0
-"""Seconds between attempts of the last save."""
+"""Seconds between attempts at the last save."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class CheckpointSaver:
     def __init__(
         self, model: Model, optimizer: Optimizer, config: Config, tokenizer: bytes, data: dict[str, Any], mesh: Mesh
     ) -> None:
-        """`tokenizer`: content of tokenizer.json for every checkpoint, independent of later changes to the token store."""
+        """`tokenizer`: contents of tokenizer.json for every checkpoint, independent of later changes to the token store."""
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
         self._config, self._tokenizer, self._data = config, tokenizer, data
         self._share: SaveShare | None = None
@@ -164,8 +164,8 @@ class CheckpointSaver:
         return write_snapshot(folder, self._snapshot(position, None), self._mesh)
 
     def _snapshot(self, position: Position, buffer: HostBuffer | None) -> Snapshot:
-        """This process's part of a checkpoint of the current step. Without a `buffer`, it refers to the weights themselves and must
-        be written before they change."""
+        """This process's part of a checkpoint at the current step. Without a `buffer`, the snapshot refers to the
+        weights themselves and must be written before they change."""
         state = CheckpointState(
             step=position.step,
             tokens=position.tokens,
@@ -214,7 +214,7 @@ class CheckpointSaver:
 
     @property
     def in_flight(self) -> int | None:
-        """Step of the background save that `finish` has not collected yet; None if there is none."""
+        """The step of the background save that `finish` has not collected yet; None if there is none."""
         return self._step if self._thread else None
 
     def done_everywhere(self) -> bool:
@@ -227,7 +227,7 @@ class CheckpointSaver:
         return bool(all_done)
 
     def finish(self) -> SavedCheckpoint:
-        """Waits for the save in flight. Raises StorageError or NonFiniteError on every process if it failed on any."""
+        """Waits for the save in flight. Raises StorageError or NonFiniteError on all processes if it failed on any."""
         assert self._thread is not None, "no save is in flight"
         self._thread.join()
         outcome, self._thread = self._outcome, None
@@ -261,7 +261,7 @@ class CheckpointSaver:
         return self._share
 
     def _open_group(self) -> dist.ProcessGroup | None:
-        """The process group of background saves."""
+        """The process group for background saves."""
         timeout = datetime.timedelta(seconds=self._config.run.save_timeout_s)
         return dist.new_group(backend="gloo", timeout=timeout)
 
@@ -274,8 +274,8 @@ def write_snapshot(
 ) -> SavedCheckpoint:
     """Writes the snapshots of all processes as one complete checkpoint in `folder`. `group`: process group for their communication.
 
-    Raises StorageError on every process if any of them could not write, NonFiniteError if any of them holds a value that is not
-    finite. Then removes the partial checkpoint and leaves earlier checkpoints untouched.
+    Raises StorageError on every process if any of them could not write, NonFiniteError if any of them holds a value
+    that is not finite. In both cases, removes the partial checkpoint and leaves earlier checkpoints untouched.
     """
     step = snapshot.state.step
     final = checkpoint_path(folder, step)
@@ -368,25 +368,25 @@ def _finite(chunk: npt.NDArray[np.uint8], dtype: torch.dtype) -> bool:
     return bool(np.isfinite(values).all())
 
 
-# The last save of a run.
+# A run's last save.
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """An attempt at the last save of a run."""
+    """An attempt at a run's last save."""
 
     folder: Path
     wait_s: float = 0.0
-    """Seconds to wait before the attempt."""
+    """Seconds to wait before this attempt."""
     notice: str = ""
-    """Message to the user before the attempt; it follows the reason for the previous failure."""
+    """Message to the user before this attempt; it follows the reason for the previous failure."""
 
 
 def last_save_attempts(folder: Path, fallback: Path | None, minutes: float, urgent: bool) -> list[Attempt]:
-    """Attempts at the last save of a run, until one succeeds: in `folder`, with retries for `minutes`, then in `fallback`.
+    """Attempts at a run's last save, until one succeeds: in `folder`, with retries for `minutes`, then in `fallback`.
 
-    `urgent`: the process may be killed soon, so it tries `fallback` before the retries. Attempts have waits, not times, so that all
-    processes follow them without communication.
+    `urgent`: the process may be killed soon, so it tries `fallback` before the retries. Attempts specify waits instead
+    of times, so that all processes follow them without communication.
     """
     waits = list(retry_waits(minutes))
     setting = f"(run.save_retry_minutes = {minutes:g})"
@@ -408,15 +408,15 @@ def retry_waits(minutes: float) -> Iterator[float]:
 
 
 def fallback_folder(config: Config) -> Path | None:
-    """Folder for the last checkpoint of a run if run.dir is not writable: `run.fallback_dir` followed by the absolute path of
-    run.dir, so that several runs can share it. None if not configured."""
+    """Folder for a run's last checkpoint if run.dir is not writable: `run.fallback_dir` followed by the absolute path of
+    run.dir, so that several runs can share it. None if it is not configured."""
     if not config.run.fallback_dir:
         return None
     run = Path(config.run.dir).absolute()
     return Path(config.run.fallback_dir, *run.parts[1:], "checkpoints")
 
 
-# Weights without a run (imported, converted, or of `boost.Model`), which one process writes tensor by tensor.
+# Weights without a run (imported, converted, or from `boost.Model`), which one process writes tensor by tensor.
 
 
 @contextlib.contextmanager
