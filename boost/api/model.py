@@ -151,7 +151,7 @@ class Model(nn.Module):
         `from_pretrained`. Collective under TP; rank 0 writes. Raises ConfigError if the folder exists, or StorageError.
         """
         path, is_writer = Path(path), self._is_writer
-        require_free(path, "path")  # on all ranks, so that none waits for one that raised
+        require_free(path, "path")  # on all ranks, so that none waits for a rank that raised an error
         self._barrier()
         with writing_weights(path, "path") if is_writer else contextlib.nullcontext() as temporary:
             writer = TensorWriter(temporary / "tensors", "weights", FILE_BYTES) if temporary else None
@@ -169,7 +169,7 @@ class Model(nn.Module):
         return path
 
     def export(self, path: str | Path, *, dtype: str | None = None, merge: bool = True) -> Path:
-        """Writes a Hugging Face folder, like `boost export`. `dtype`: of the weights; `merge`: for svd, whether to merge W = B A.
+        """Writes a Hugging Face folder, like `boost export`. `dtype`: that of the weights; `merge`: for svd, whether to merge B A.
 
         Collective under TP; rank 0 writes. Raises ConfigError if the folder exists, or StorageError.
         """

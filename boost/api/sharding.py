@@ -21,7 +21,7 @@ Sharded = TypeVar("Sharded", bound=nn.Module)
 def parallelize(
     model: Sharded, mesh: DeviceMesh | dist.ProcessGroup | None, *, layout: str | None = None, **options: Any
 ) -> Sharded:
-    """Shards a module over TP ranks. It still computes the same function of the same weights.
+    """Shards a module over TP ranks. The result computes the same function of the same weights.
 
     Every process calls it with the same unsharded module, and gets a new module with its own shards; the original
     is unchanged. For data parallelism, use torch's DDP or FSDP2 (`fully_shard`) over another dimension of the mesh.
@@ -58,7 +58,7 @@ def parallelize(
 
 
 def spec_of(model: ModelConfig, options: Mapping[str, Any]) -> Spec:
-    """The `Spec` of a [model] section; `options` are the other arguments of `Spec`."""
+    """The `Spec` for a [model] section; `options` are the other arguments of `Spec`."""
     fields = {name: value for name, value in model.model_dump(exclude_none=True).items() if name != "family"}
     return Spec(family=model.family, **{**fields, **options})
 

@@ -44,7 +44,7 @@ def lowrank(
     such as a tied head, and linears whose factors would not have fewer parameters are also left unchanged.
 
     Args:
-        module: any model. Linears include transformers' `Conv1D` (GPT-2) and subclasses of `nn.Linear` that compute the same.
+        module: any model. Linears include transformers' `Conv1D` (GPT-2) and subclasses of `nn.Linear` with the same function.
         rank: rank of the factors; a float is a fraction of each linear's smaller width. A mapping has one rank for each pattern of
             module names: the first match wins, and linears without a match are left unchanged.
         init: "svd" approximates each weight by its truncated SVD; "random" draws new factors.
@@ -82,13 +82,13 @@ def lowrank(
 
 
 def ranks_of(module: nn.Module) -> dict[str, int]:
-    """The rank of every `LowRankLinear` inside a module, by name."""
+    """The rank of every `LowRankLinear` in a module, by name."""
     return {name: part.rank for name, part in module.named_modules() if isinstance(part, LowRankLinear)}
 
 
 def merge_lowrank(module: nn.Module) -> nn.Module:
     """Replaces every `LowRankLinear` inside `module` with the dense linear W = B A, in place, and returns it. Raises ConfigError if
-    there is an activation, because then no dense equivalent exists."""
+    there is an activation, because no dense linear is equivalent."""
     for name in ranks_of(module):
         factors: Any = module.get_submodule(name)
         merged = factors.merged()

@@ -1,4 +1,4 @@
-"""`boost checkpoint`: lists and verifies the checkpoints of a run."""
+"""`boost checkpoint`: lists and verifies the checkpoints in a run."""
 
 import argparse
 import datetime
@@ -171,7 +171,7 @@ def inspect(path: Path) -> CheckpointInfo:
 
 
 def changed_files(path: Path) -> list[str]:
-    """Compares every byte of a checkpoint with its manifest. Returns one line per changed file."""
+    """Compares every byte in a checkpoint with its manifest. Returns one line per changed file."""
     from boost.train.checkpoint.verify import read_manifest, verify_file
     from boost.train.progress import progress
 

@@ -89,7 +89,7 @@ def _check_task_flags(args: argparse.Namespace) -> None:
 
 
 def evaluate_process(args: argparse.Namespace) -> int:
-    """Runs the evaluation on one process of the mesh; the main process prints the result."""
+    """Runs the evaluation in one process of the mesh; the main process prints the result."""
     from boost.data.fit import check_vocabulary
     from boost.data.mixture import Corpus
     from boost.train.evaluate import evaluate
@@ -133,7 +133,7 @@ def evaluate_process(args: argparse.Namespace) -> int:
 
 
 def _evaluate_tasks(args: argparse.Namespace, opened: "OpenModel") -> None:
-    """Evaluates the tasks on this process of the mesh; the main process prints the result. Raises ConfigError and DataError."""
+    """Evaluates the tasks in this process of the mesh; the main process prints the result. Raises ConfigError and DataError."""
     from boost.convert.vocabulary import end_tokens
     from boost.data.tokenizer import load_tokenizer
     from boost.train.harness import HarnessModel, rows_of, run_tasks

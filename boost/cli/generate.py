@@ -181,7 +181,7 @@ def _decoded(data: bytes, field: str) -> str:
 
 
 def generate_process(args: argparse.Namespace) -> int:
-    """Runs the generation on one process of the mesh; the main process prints."""
+    """Runs the generation in one process of the mesh; the main process prints."""
     from boost.train.rendezvous import close_mesh
 
     generation = Generation(args)
@@ -195,7 +195,7 @@ def generate_process(args: argparse.Namespace) -> int:
 
 
 class Generation:
-    """A checkpoint's model and tokenizer, on this process of the mesh."""
+    """A checkpoint's model and tokenizer, in this process of the mesh."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from boost.convert.vocabulary import end_tokens, load_template_of

@@ -47,7 +47,7 @@ def inference_config(saved: Config, tp: int, device: str, batch: int = 0) -> Con
     train = {"micro_batch": batch, "global_batch": batch}
     run = {"device": device, "recovery": "restart"}
     problem: ConfigError | None = None
-    # Tries the checkpoint's layout first, then the others of its family: all load the same weights and compute the same function.
+    # Tries the checkpoint's layout first, then the others for its family: all load the same weights and compute the same function.
     for layout in sorted(layouts_of(saved.model), key=lambda layout: layout != saved.parallel.layout):
         own = {field: getattr(saved.parallel, field) for field in layout_spec(layout).options}
         parallel = ParallelConfig(layout=layout, tp=tp, grouping=saved.parallel.grouping, **own)

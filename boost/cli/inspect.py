@@ -111,7 +111,7 @@ def _notes(config: Config) -> Iterator[str]:
 
 
 def as_json(inspection: "Inspection") -> dict[str, Any]:
-    """Converts the inspection to JSON values. Parameters are elements, shapes are lists, bytes are sent by one process."""
+    """Converts the inspection to JSON values. Parameters are elements, shapes are lists, bytes are those that one process sends."""
     config = inspection.config
     attributes = (
         "layout", "pp_rank", "parameters", "parameters_per_process", "tokens", "micro_batches", "residual", "heads", "channels",
@@ -219,7 +219,7 @@ def _print_weights(console: "Console", inspection: "Inspection") -> None:
 
 
 def _print_collectives(console: "Console", rows: "Sequence[CollectiveRow]", title: str) -> None:
-    """Prints the collectives of one phase of a step, summed over blocks and micro-batches."""
+    """Prints the collectives in one phase of a step, summed over blocks and micro-batches."""
     if not rows:
         return
     console.print(f"\ncollectives, {title}", style="bold")

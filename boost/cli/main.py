@@ -50,7 +50,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Builds the parser of all commands. The file of each command defines its arguments and help."""
+    """Builds the parser for all commands. Each command's file defines its arguments and help."""
     parser = CommandParser(
         prog="boost",
         usage="boost COMMAND ...",

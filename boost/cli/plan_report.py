@@ -45,7 +45,7 @@ RUNNERS_UP = 8
 """Number of runners-up that are shown."""
 
 TOKENS_PER_PARAMETER = 20
-"""Tokens per parameter of a compute-optimal run (arXiv 2203.15556)."""
+"""Tokens per parameter in a compute-optimal run (arXiv 2203.15556)."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def explain(config: Config, args: argparse.Namespace, hardware: Hardware) -> int
 
 
 def _dense(search: Search) -> Plan | None:
-    """Returns the fastest plan of the dense model of the same shape, or the one with the least memory if none fits."""
+    """Returns the fastest plan for the dense model of the same shape, or the one with the least memory if none fits."""
     request, base = search.request, search.request.base
     if not base.model.low_rank or request.fixed & {"parallel.layout", "train.recompute"} or base.optim.for_factors:
         return None

@@ -209,7 +209,7 @@ def print_report(result: "PrepareResult") -> None:
 
 
 def _print_reasons(sources: list[dict[str, Any]], what: str) -> None:
-    """Prints the `notes`, or the `skipped` documents, of all sources."""
+    """Prints the `notes`, or the `skipped` documents, for all sources."""
     if any(source[what] for source in sources):
         print(f"\n{what}")
     for source in sources:

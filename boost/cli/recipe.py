@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from boost.data.prepare import PrepareOptions
 
 SHORT_HELDOUT_TOKENS = 200_000
-"""Minimum number of held-out tokens of a shortened run."""
+"""Minimum number of held-out tokens for a shortened run."""
 CHECKPOINT_BYTES = 12
-"""Bytes of a checkpoint per parameter: weight and two moments in fp32."""
+"""Checkpoint bytes per parameter: the weight and two moments in fp32."""
 COLUMN = 14
-"""Column at which the values of the budget and of the comparison start."""
+"""Column at which the values in the budget and in the comparison start."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prepare_options(args: argparse.Namespace, recipe: Recipe, config: Config) -> "PrepareOptions":
-    """Options that prepare the training tokens of the run and the held-out tokens of the publication. Raises ConfigError."""
+    """Options that prepare the run's training tokens and the publication's held-out tokens. Raises ConfigError."""
     from boost.data.prepare import PrepareOptions
 
     corpus = recipe.corpus
@@ -201,7 +201,7 @@ def _run_stages(recipe: Recipe, config: Config, options: "PrepareOptions") -> in
 
 
 def final_evaluation(config: Config) -> dict[str, Any] | None:
-    """Metrics of the evaluation at the end of the run, over the whole held-out split; None if it has not run."""
+    """Metrics from the evaluation at the end of the run, over the whole held-out split; None if it has not run."""
     from boost.train.metrics import read_metrics
     from boost.train.rundir import RunDirectory
 
@@ -262,7 +262,7 @@ def compare(recipe: Recipe, config: Config) -> None:
 
 
 def _by_document(config: Config) -> tuple[float, int]:
-    """(perplexity, tokens) of the first seq_len tokens of each held-out document."""
+    """(perplexity, tokens) for the first seq_len tokens of each held-out document."""
     from boost.cli.inference import open_model
     from boost.data.store import TokenStore
     from boost.train.evaluate import evaluate

@@ -1,4 +1,4 @@
-"""`boost runs`: lists the runs of a folder."""
+"""`boost runs`: lists the runs in a folder."""
 
 import argparse
 import json

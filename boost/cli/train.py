@@ -133,7 +133,7 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
 
 
 def _config(args: argparse.Namespace) -> Config:
-    """Returns the configuration of the run. Raises ConfigError."""
+    """Returns the configuration for the run. Raises ConfigError."""
     if args.distill_from is not None:
         args.overrides = [*args.overrides, "--distill.teacher", args.distill_from]
     if args.start_from is None:

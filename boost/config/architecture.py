@@ -34,7 +34,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Slot:
-    """One linear of a block: y = W x, or y = B act(A x) with A: rank x d_in and B: d_out x rank."""
+    """One linear in a block: y = W x, or y = B act(A x) with A: rank x d_in and B: d_out x rank."""
 
     name: str
     d_in: int
@@ -58,7 +58,7 @@ class GroupSpec:
         return tuple(slot.rank for slot in self.slots if slot.rank is not None)
 
     def parameters(self, prefix: str, factor: str) -> tuple[Parameter, ...]:
-        """The parameter 'A', 'B' or 'W' of every slot, in slot order, named `{prefix}.{slot}.{factor}`."""
+        """The parameter 'A', 'B' or 'W' for every slot, in slot order, named `{prefix}.{slot}.{factor}`."""
         result = []
         for slot in self.slots:
             rank = slot.rank or 0
@@ -106,7 +106,7 @@ def slot_of(model: ModelConfig, name: str) -> Slot:
 
 def first_alike(model: ModelConfig, layer: int) -> int:
     """The first block with the same shapes as block `layer`, and with latent gates if that block has them."""
-    if model.has_latent_gates:  # ranks are then the same in all blocks
+    if model.has_latent_gates:  # in that case, ranks are the same in all blocks
         return min(layer, 1)
     if not model.ranks:
         return 0
@@ -118,7 +118,7 @@ def latent_gate_parameters(model: ModelConfig, group: GroupSpec, prefix: str) ->
     """Parameters of a group's latent LayerNorms and gates, by the name of the fused tensor that holds them.
 
     LayerNorm: `norm_weight` and `norm_bias` [r]. Dense gate: `gate_weight` [r, r] and `gate_bias` [r]. Tensor gate: `gate_rows`
-    [a, a] and `gate_columns` [b, b], applied to a latent as an [a, b] matrix. The LayerNorm parameters of all slots share one
+    [a, a] and `gate_columns` [b, b], applied to a latent as an [a, b] matrix. The LayerNorm parameters for all slots share one
     tensor. Gate parameters have one tensor per slot (`gate_weight_q`), because ranks may differ.
     """
     shapes: dict[str, Callable[[int], tuple[int, ...]]] = {"norm_weight": lambda r: (r,), "norm_bias": lambda r: (r,)}
@@ -186,21 +186,21 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Number of parameters, including embedding and head."""
+    """Number of parameters, including the embedding and head."""
     return sum(parameter.size for parameter in parameters(model))
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    """FLOPs of the forward and backward pass per token, as counted for model FLOPs utilization (MFU).
+    """FLOPs per token for the forward and backward passes, as counted for model FLOPs utilization (MFU).
 
-    6 per weight of every linear and of the head (2 forward, 4 backward; the embedding is a lookup), plus attention: the causal
+    6 per weight in every linear and in the head (2 forward, 4 backward; the embedding is a lookup), plus attention: the causal
     half of the scores. Recomputation is not counted.
     """
     return sum(block_flops_per_token(model, seq_len, n) for n in range(model.layers)) + 6 * head(model).size
 
 
 def block_flops_per_token(model: ModelConfig, seq_len: int, layer: int) -> int:
-    """FLOPs of one block per token. Attention takes 6 * dim * seq_len for its two products over the causal half of the scores:
+    """FLOPs per token in one block. Attention takes 6 * dim * seq_len for its two products over the causal half of the scores:
     2 products * 2 FLOPs * dim * seq_len / 2 forward, twice that backward. A tensor gate multiplies the b columns (length a) and the
     a rows (length b) of each latent."""
     multiplied = 0

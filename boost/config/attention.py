@@ -2,15 +2,15 @@
 tokens of each sequence a CP rank holds, and what attention communicates.
 
 A sequence of S tokens is split into 2 cp chunks; CP rank i holds the i-th chunk from the front and the i-th from the back. With a
-causal mask this balances attention over the ranks. The front chunks of all ranks form the first half of the sequence.
+causal mask, this balances attention over the ranks. The front chunks of all ranks form the first half of the sequence.
 Attention communicates whichever is smaller:
 
-- heads: an all-to-all of q, k and v gives each rank all tokens of some heads, and a second one returns the output of attention.
+- heads: an all-to-all of q, k and v gives each rank all tokens of some heads, and a second one returns attention's output.
   Memory grows only with the local tokens. cp must divide the heads; if there are fewer key/value heads than ranks, each is sent to
   every rank that needs it.
 - keys: k and v are all-gathered, and queries stay local.
 
-Legend: n local tokens of a micro-batch; H query heads and K key/value heads per TP rank; E head dimension.
+Legend: n local tokens in a micro-batch; H query heads and K key/value heads per TP rank; E head dimension.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ DocumentForm = Literal["segments", "varlen", "mask"]
 
 def document_form(device: str, compute_dtype: str, compiled: bool) -> DocumentForm:
     """The implementation for a device ("cpu", "cuda"). On CPUs, compiled code uses a mask, because it has one graph for all
-    batches. On GPUs the variable-length kernel is FlashAttention, which supports 16-bit dtypes only."""
+    batches. On GPUs, the variable-length kernel is FlashAttention, which supports 16-bit dtypes only."""
     if device == "cpu":
         return "mask" if compiled else "segments"
     return "varlen" if compute_dtype in ("bfloat16", "float16") else "mask"
@@ -57,7 +57,7 @@ def crosses_as_heads(model: ModelConfig, parallel: ParallelConfig) -> bool:
 
 
 def context_comms(model: ModelConfig, parallel: ParallelConfig) -> Iterator[PlannedComm]:
-    """The collectives of one block over the cp axis, in forward order. Widths are elements per local token: sent to all other ranks
+    """The collectives in one block over the cp axis, in forward order. Widths are elements per local token: sent to all other ranks
     in total (heads), or gathered (keys)."""
     if parallel.cp == 1:
         return

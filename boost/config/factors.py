@@ -1,6 +1,6 @@
 """Factor shapes, buckets and work distribution for optimizers that need whole factors.
 
-In this module a factor is a tall matrix [n, r]: B, or A transposed. n is the local wide dim of one TP rank, r the full bottleneck
+In this module, a factor is a tall matrix [n, r]: B, or A transposed. n is the local wide dim of one TP rank, r the full bottleneck
 rank.
 """
 
@@ -64,7 +64,7 @@ def is_factor(role: str) -> bool:
 
 def rate_scale(parameter: Parameter, dim: int) -> float:
     """Multiplier of a factor's learning rate in LORO's approximate step: r / d, the smaller dim of the factor divided by the
-    width of the residual stream, even for the linears of the MLP (as in the published code; its models have r < d_out
+    width of the residual stream, even for the linears of the MLP (as in the published code, whose models have r < d_out
     everywhere)."""
     return min(parameter.shape) / dim
 
@@ -75,7 +75,7 @@ def work_dtype(optim: OptimConfig, param_dtype: str) -> str:
 
 
 def factor_buckets(units: Sequence[Sequence[FactorShape]], optim: OptimConfig, itemsize: int) -> list[int]:
-    """Number of consecutive `units` (factors of linears with one input) per bucket. A bucket shares its collectives."""
+    """Number of consecutive `units` (factors of linears that share an input) per bucket. A bucket shares its collectives."""
     sizes = [itemsize * optim.factor_copies * sum(f.elements for f in unit) for unit in units]
     return bucket_lengths(sizes, optim.factor_bucket * BUCKET_BYTES)
 
@@ -87,13 +87,13 @@ class Deal:
     owners: tuple[int, ...]
     """The process that solves each problem."""
     sizes: tuple[int, ...]
-    """Elements of each solution."""
+    """Number of elements in each solution."""
     starts: tuple[int, ...]
     """Offset of each solution in the buffer, in elements."""
     part: int
     """Elements that each process contributes: its own part (all-gather) or the whole buffer (all-reduce)."""
     elements: int
-    """Elements of the buffer, which is the payload of the collective."""
+    """Elements in the buffer, which is the payload of the collective."""
     kind: str
     """all-gather, with parts padded to the longest one; or all-reduce, with zeros for the solutions of other processes, if that
     sends less. With many more processes than problems, most of the gathered parts would be padding."""
@@ -105,7 +105,7 @@ class Deal:
 
 def deal(costs: Sequence[int], sizes: Sequence[int], processes: int) -> Deal:
     """Assigns problems to processes greedily: the most expensive first, each to the least loaded process (ties: the lowest index).
-    Problems of equal cost are assigned round-robin. `sizes`: elements of each solution."""
+    Problems of equal cost are assigned round-robin. `sizes`: elements in each solution."""
     loads = [(0, process) for process in range(processes)]
     owners, starts, filled = [0] * len(costs), [0] * len(costs), [0] * processes
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):

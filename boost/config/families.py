@@ -15,7 +15,7 @@ Family = str
 """A value of model.family, one of `ModelConfig.choices`."""
 
 SLOTS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
-"""Names of the linears of a block, in the order of `boost.config.architecture.groups`."""
+"""Names of the linears in a block, in the order of `boost.config.architecture.groups`."""
 
 
 class ModelConfig(Tagged):
@@ -43,7 +43,7 @@ class ModelConfig(Tagged):
     """The family's defaults. Switching the family resets these fields of a preset."""
 
     family: Family = "cola"
-    """Parameterization of the seven linears of a block; embedding and head stay dense."""
+    """Parameterization of the seven linears in a block; the embedding and head stay dense."""
 
     vocab_size: Count = 32000
     """V, rows of the embedding and of the head; at least the tokenizer's size, and divisible by parallel.tp."""
@@ -213,7 +213,7 @@ class LowRankConfig(ModelConfig):
 
 
 class SVDConfig(LowRankConfig):
-    """Low-rank linears without activation: y = B (A x)."""
+    """Low-rank linears without an activation: y = B (A x)."""
 
     family: Literal["svd"] = "svd"
 

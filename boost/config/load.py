@@ -86,7 +86,7 @@ def change(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def tags() -> list[tuple[str, str]]:
-    """(section, key) of every tag, each before the tags that it may change."""
+    """(section, key) for every tag, each before the tags that it may change."""
     return [(section, tagged.tag()) for section, root in _tagged() for tagged in (root, *root.parts.values())]
 
 
@@ -235,7 +235,7 @@ def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _explain(error: ValidationError) -> str:
-    """pydantic's first error as one line: field, value, nearest valid value."""
+    """pydantic's first error as one line: the field, its value and the nearest valid value."""
     detail = error.errors()[0]
     known, value, context = dict(fields()), detail["input"], detail.get("ctx", {})
     shown = brief(value)

@@ -101,8 +101,8 @@ class CosineRestarts(LRSchedule):
 
 
 class OptimConfig(Tagged):
-    """Optimizer and learning-rate schedule. AdamW's fields are common to all optimizers, which use it for embedding, head and
-    norms."""
+    """Optimizer and learning-rate schedule. AdamW's fields are common to all optimizers, which use it for the embedding, head
+    and norms."""
 
     key: ClassVar[str] = "optim.name"
     absent: ClassVar[Mapping[str, Any]] = {"exact_every": 0}
@@ -120,7 +120,7 @@ class OptimConfig(Tagged):
     """Whether every step (not only one of exact_every) needs whole factors."""
 
     factor_copies: ClassVar[int] = 1
-    """Number of factor-shaped tensors in the workspace of a step on gathered factors."""
+    """Number of factor-shaped tensors in the workspace for a step on gathered factors."""
 
     factor_dtype: ClassVar[str] = "float32"
     """Minimum dtype of its math on gathered factors."""
@@ -148,7 +148,7 @@ class OptimConfig(Tagged):
 
     decay_on: Literal["all", "matrices"] = "all"
     """Parameters that weight decay applies to. all: every parameter (CoLA's recipe); matrices: only the matrices of the linears,
-    not embedding, head or norms."""
+    not the embedding, head or norms."""
 
     clip: NonNegative = 0.5
     """Maximum global gradient norm; 0 disables clipping (the norm is still logged)."""
@@ -217,7 +217,7 @@ class LOROConfig(OptimConfig):
 
 
 class MuonConfig(OptimConfig):
-    """Orthogonalized momentum for the factors, AdamW for the rest."""
+    """Orthogonalized momentum for the factors, and AdamW for the rest."""
 
     builder: ClassVar[str] = "boost.optim.muon:Muon"
     for_factors: ClassVar[bool] = True

@@ -16,7 +16,7 @@ from boost.errors import ConfigError
 
 @dataclass(frozen=True)
 class Corpus:
-    """A dataset of the Hugging Face Hub, its held-out split, and the tokenizer that recipes use with it."""
+    """A dataset on the Hugging Face Hub, its held-out split, and the tokenizer that recipes use with it."""
 
     dataset: str
     heldout_split: str
@@ -48,7 +48,7 @@ class Recipe:
     """Published held-out perplexity; None if there is none for the whole recipe."""
 
     def config(self, overrides: Sequence[str] = (), steps: int | None = None) -> Config:
-        """The configuration of the run: the preset with its own run directory and token store, then `overrides`.
+        """The configuration for the run: the preset with its own run directory and token store, then `overrides`.
 
         `steps` shortens the run; warm-up and intervals shrink in proportion. Raises ConfigError.
         """
@@ -106,7 +106,7 @@ def find_recipe(name: str) -> Recipe:
 
 
 def prepare_command(config: Config, store: str | None = None) -> str:
-    """The command that creates a token store of a configuration (None: the first), for an error message."""
+    """The command that creates a token store for a configuration (None: the first), for an error message."""
     weights = config.data.sources
     first = next(iter(weights))
     store = store or first

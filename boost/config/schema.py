@@ -25,7 +25,7 @@ CompileName = Literal["auto", "none", "kernels", "blocks"]
 
 
 def compiled_part(name: CompileName, device: str) -> CompiledPart:
-    """Resolves `name` for a device ("cpu", "cuda"). On CPUs 'auto' is 'none': compiled kernels save 1% of a step and take 30 s to
+    """Resolves `name` for a device ("cpu", "cuda"). On CPUs, 'auto' is 'none': compiled kernels save 1% of a step and take 30 s to
     compile."""
     if name == "auto":
         return "kernels" if device == "cuda" else "none"
@@ -98,7 +98,7 @@ class ParallelConfig(Tagged):
 
     @property
     def sharded(self) -> bool:
-        """Whether anything is sharded over replicas. With one replica, only outer factors can be (over TP)."""
+        """Whether anything is sharded over replicas. With one replica, only outer factors can be sharded (over TP)."""
         return self.shard != "none" and (self.dp > 1 or self.cp > 1 or (self.shard_outer and self.tp > 1))
 
     @property
@@ -208,7 +208,7 @@ class TrainConfig(Section):
     Commands that take a checkpoint accept it as RUN@best, such as runs/demo@best."""
 
     spike_sigma: NonNegative = 6.0
-    """A loss more than this many standard deviations above the mean of the last 128 healthy steps is a spike; half as many if the
+    """A loss more than this many standard deviations above the mean over the last 128 healthy steps is a spike; half as many if the
     gradient norm is that far above its own mean. A spike triggers a warning, and checkpoints are marked as unproven until it is
     over. 0: no spike detection. A loss above 1.5 ln(vocab_size) counts as diverged."""
 
@@ -233,7 +233,7 @@ class TrainConfig(Section):
         return self.param_dtype if self.reduce_dtype == "param_dtype" else self.reduce_dtype
 
     def recompute_by_layer(self, layers: int) -> tuple[RecomputeName, ...]:
-        """Recompute policy of each of `layers` blocks: `recompute` for every n-th block, starting with the first; else none."""
+        """Recompute policy for each of `layers` blocks: `recompute` for every n-th block, starting with the first; else none."""
         return tuple("none" if layer % self.recompute_every else self.recompute for layer in range(layers))
 
 
@@ -245,11 +245,11 @@ class DataConfig(Section):
 
     mixture: dict[Place, Positive] = Field(default={})
     """Several token stores and their weights, such as { "data/c4" = 0.7, "data/code" = 0.3 }: fractions of the training sequences,
-    after dividing by their sum. All stores need the same tokenizer. The held-out loss is the weighted mean of the losses of the
-    stores. Empty: data.store alone."""
+    after dividing by their sum. All stores need the same tokenizer. The held-out loss is the weighted mean of the stores'
+    losses. Empty: data.store alone."""
 
     isolate_documents: bool = False
-    """True: tokens attend only to earlier tokens of the same document. False: to all earlier tokens of the sequence."""
+    """True: tokens attend only to earlier tokens in the same document. False: to all earlier tokens in the sequence."""
 
     verify: bool = True
     """True: verify the checksums of the whole store before the first step, at 1 to 2 GB/s per core on up to 8 cores. The result is
@@ -354,7 +354,7 @@ class RunConfig(Section):
     """In-step recovery: drop and restart a replica that is reported as slow."""
 
     peak_tflops: NonNegative = 0.0
-    """Peak TFLOP/s of one device in compute_dtype, for MFU. 0: look up the GPU in a built-in table; CPUs have no MFU then."""
+    """Peak TFLOP/s of one device in compute_dtype, for MFU. 0: look up the GPU in a built-in table; on CPUs, MFU is unknown."""
 
     wandb: bool = False
     """Also log to Weights & Biases (requires the package wandb and a W&B login). A resumed run continues the same W&B run."""

@@ -54,7 +54,7 @@ class Collective:
 
     @property
     def elements(self) -> int:
-        """Number of elements of the payload."""
+        """Number of elements in the payload."""
         return math.prod(self.shape)
 
     @property
@@ -94,7 +94,7 @@ def bucket_bytes(total: int) -> int:
 
 
 def bucket_lengths(sizes: Sequence[int], full: int | None = None) -> list[int]:
-    """Number of consecutive tensors in each bucket. `sizes`: bytes of each tensor, in order. `full`: size at which a bucket is
+    """Number of consecutive tensors in each bucket. `sizes`: bytes in each tensor, in order. `full`: size at which a bucket is
     full; default: `bucket_bytes`."""
     full = bucket_bytes(sum(sizes)) if full is None else full
     lengths: list[int] = []

@@ -1,7 +1,7 @@
 """Second moments of every linear's inputs and output gradients in a dense model, over calibration text. `Twins` adds joint moments
 of the inputs in the dense model and in its factorized copy, one block at a time.
 
-Legend: T tokens of a batch; I input width of a group of linears, O output width of one of them; x input of a group in the dense
+Legend: T tokens in a batch; I input width of a group of linears, O output width of one of them; x input of a group in the dense
 model, x' in the factorized one, [T, I]; s importance of a token (`GroupMoments`).
 """
 
@@ -42,7 +42,7 @@ class Batch:
 
 
 class ObservedLayout(Single):
-    """A whole model on one process. Calls `observers` with the input of every group and, for dense linears, its outputs."""
+    """A whole model on one process. Calls `observers` with the input to every group and, for dense linears, its outputs."""
 
     def __init__(self, model: ModelConfig, device: torch.device) -> None:
         parallel = ParallelConfig(layout="single")
@@ -76,10 +76,10 @@ class GroupMoments:
 
     inputs: Tensor
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    """By slot, such as attn.q. g is the gradient of the summed loss of a batch with respect to one token's output."""
+    """By slot, such as attn.q. g is the gradient of the summed loss over a batch with respect to one token's output."""
     importance: list[Tensor] = field(default_factory=list)
     """s, one [T] fp32 per batch: |g|^2 summed over all slots, relative to its mean over tokens. Errors at tokens with large inputs
-    and small gradients, such as the first of a sequence in many trained models, hardly matter."""
+    and small gradients, such as the first in a sequence in many trained models, hardly matter."""
 
 
 def observers_of(decoder: Decoder) -> list[Observer]:
@@ -95,7 +95,7 @@ def group_name(layer: int, name: str) -> str:
 
 
 def read_batches(store: TokenStore, tokens: int, seq_len: int, device: torch.device) -> list[Batch]:
-    """About `tokens` tokens of the training split, in windows spread evenly over it, in batches of `BATCH_TOKENS`."""
+    """About `tokens` tokens from the training split, in windows spread evenly over it, in batches of `BATCH_TOKENS`."""
     split = store.split("train")
     rows = max(BATCH_TOKENS // seq_len, 1)
     windows = EvaluationBatches(split, seq_len, rows, max_tokens=tokens)
@@ -103,7 +103,7 @@ def read_batches(store: TokenStore, tokens: int, seq_len: int, device: torch.dev
 
 
 def collect(decoder: Decoder, batches: Sequence[Batch], seed: int = 0) -> dict[str, GroupMoments]:
-    """Moments of every group, by `group_name`, from one forward and backward pass over the batches.
+    """Moments for every group, by `group_name`, from one forward and backward pass over the batches.
 
     Gradients are taken for targets sampled from the model itself (seed `seed`), not for the text's. Their second moment is
     therefore the Fisher matrix, the curvature of the divergence from this model, even if the model has not converged.
@@ -155,7 +155,7 @@ def _watch_gradients(into: GroupMoments, x_TI: Tensor, group: LinearGroup, outpu
         squares_T.add_(g_TO.double().square().sum(1).float())
         missing -= 1
         if missing == 0:
-            # In a model with zero weights, all gradients are zero; all tokens are then equally important.
+            # In a model with zero weights, all gradients are zero, so all tokens are equally important.
             s_T = squares_T if bool(squares_T.any()) else torch.ones_like(squares_T)
             add_moment(into.inputs, weigh(x_TI, s_T))
             into.importance.append(s_T)
@@ -170,7 +170,7 @@ def weigh(x_TN: Tensor, s_T: Tensor) -> Tensor:
 
 
 def add_moment(into_NN: Tensor, x_TN: Tensor, y_TN: Tensor | None = None) -> None:
-    """Adds x^T y (None: x^T x) of one batch to an fp64 sum. Sums over the tokens of one batch are in the inputs' dtype, at least
+    """Adds x^T y (None: x^T x) of one batch to an fp64 sum. Sums over the tokens in one batch are in the inputs' dtype, at least
     fp32: their rounding is far below `boost.convert.spectrum.DAMPING`, and fp64 products would take most of the time."""
     dtype = statistic_dtype(x_TN.dtype)
     x_TN = x_TN.to(dtype)
@@ -187,7 +187,7 @@ def _sampled(decoder: Decoder, batch: Batch, generator: torch.Generator) -> Tens
 
 
 def moment_bytes(model: ModelConfig) -> int:
-    """Memory of all moments."""
+    """Memory for all moments."""
     widths = [
         width for group in groups(model, 0) for width in (group.slots[0].d_in, *(slot.d_out for slot in group.slots))
     ]
@@ -199,7 +199,7 @@ def moment_bytes(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class InputMoments:
-    """Moments of the inputs of a group, [I, I] fp64; divided by the number of all tokens, so that moments of parts add up."""
+    """Moments of the inputs of a group, [I, I] fp64; divided by the total number of tokens, so that moments of parts add up."""
 
     low: Tensor
     """E[s x' x'^T]."""
@@ -226,9 +226,9 @@ class Twins:
             self._streams = [(flow.x, flow.x) for flow in flows]
 
     def moments(self, index: int, importance: Sequence[Tensor]) -> list[InputMoments]:
-        """Moments of group `index` of the current block, over each half of the tokens of every batch.
+        """Moments of group `index` of the current block, over each half of the tokens in every batch.
 
-        `importance`: s of every token, one [T] per batch.
+        `importance`: s for every token, one [T] per batch.
         """
         width = self._blocks()[0].groups[index].shape.slots[0].d_in
         zeros = torch.zeros(width, width, dtype=torch.double, device=self.dense.device)
@@ -271,7 +271,7 @@ class Twins:
 
     @torch.no_grad()
     def _run(self, number: int) -> tuple[Tensor, Tensor]:
-        """Both streams of a batch after the current block, or the inputs that observers find in it."""
+        """Both streams for a batch after the current block, or the inputs that observers find in it."""
         rows, length = self._batches[number].tokens.shape
         streams = []
         for model, block, x in zip(self._models, self._blocks(), self._streams[number], strict=True):

@@ -4,7 +4,7 @@
    (`boost.convert.calibration`).
 2. Chooses the ranks of all linears under one budget, by how much each direction affects the loss (`allot`).
 3. Truncates the SVD of each linear, block by block (`Twins`), in the norm of these moments. Uses the inputs that the preceding
-   factorized blocks produce, and corrects W towards the dense model's outputs as far as the text supports it (`corrected`).
+   factorized blocks produce, and corrects W toward the dense model's outputs as far as the text supports it (`corrected`).
 """
 
 import heapq
@@ -69,7 +69,7 @@ class Compression:
     multiple: int = 8
     """Ranks are multiples of this."""
     device: str = "cpu"
-    """Device of both models and of all moments."""
+    """Device for both models and all moments."""
 
     def check(self, dense: ModelConfig) -> None:
         """Raises ConfigError naming the flag, its value and the nearest valid one."""
@@ -102,7 +102,7 @@ class Compression:
             )
 
     def room(self, dense: ModelConfig) -> int:
-        """Parameters that all factors may have."""
+        """Maximum number of parameters in all factors."""
         return int(self.budget * linear_parameters(dense))
 
 
@@ -111,12 +111,12 @@ def _slots(model: ModelConfig) -> list[Slot]:
 
 
 def linear_parameters(dense: ModelConfig) -> int:
-    """Parameters of all linears of the blocks."""
+    """Number of parameters in the linears of all blocks."""
     return sum(slot.d_in * slot.d_out for slot in _slots(dense))
 
 
 class CompressedWeights:
-    """Weights of the low-rank model, in the form that the importer reads."""
+    """Weights for the low-rank model, in the form that the importer reads."""
 
     def __init__(self, dense: Weights, compression: Compression, tokenizer: str | None) -> None:
         """Calibrates, chooses ranks and factorizes. `tokenizer`: fingerprint of the tokenizer, if known. Raises BoostError."""

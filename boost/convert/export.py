@@ -90,7 +90,7 @@ def _texts(
     weight_map: dict[str, str],
     folder: str,
 ) -> Iterator[tuple[str, str]]:
-    """Yields (name, content) of the other files of the folder."""
+    """Yields (name, content) for the other files in the folder."""
     model, data = checkpoint.config.model, checkpoint.data
     hub, eos, start = data.get(HUB) or {}, data.get("eos"), data.get("bos")
     # Our documents have no bos: each begins after the eos of the previous one.

@@ -214,7 +214,7 @@ def _family_table(kind: str, content: dict[str, Any], where: str) -> dict[str, A
         table = {field: content[field] for field in _OWN} | {
             field: content[field] for field in _ROPE if field in content
         }
-        # "none" in folders of families that have no such field
+        # "none" in folders for families that have no such field
         return {field: value for field, value in table.items() if field not in ("over", "gate") or value != "none"}
     if kind == "llama":
         if act not in ("silu", "swish", "linear"):
@@ -229,7 +229,7 @@ def _family_table(kind: str, content: dict[str, Any], where: str) -> dict[str, A
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a folder, and the boost parameters that it is made from."""
+    """One tensor in a folder, and the boost parameters that it is made from."""
 
     name: str
     shape: tuple[int, ...]
@@ -239,7 +239,7 @@ class Entry:
 
 
 def form_of(model: ModelConfig, merge: bool, official: bool = True) -> Form:
-    """Returns the form in which a model is exported. `merge`: merge the factors of linears without activation into one matrix;
+    """Returns the form in which a model is exported. `merge`: merge the factors of linears without an activation into one matrix;
     `official`: prefer the official CoLA format over our own if it supports the model.
 
     The official CoLA class supports one rank, silu in every bottleneck, RoPE without scaling, and no grouped-query attention: it
@@ -256,7 +256,7 @@ def form_of(model: ModelConfig, merge: bool, official: bool = True) -> Form:
 
 
 def entries(model: ModelConfig, form: Form) -> Iterator[Entry]:
-    """Yields every tensor of a folder of this form, in the order of the forward pass."""
+    """Yields every tensor in a folder of this form, in the order of the forward pass."""
     inner: dict[str, Parameter] = {}
     for parameter in parameters(model):
         linear, _, factor = parameter.name.rpartition(".")

@@ -108,9 +108,9 @@ class Imported:
     bytes: int
     tokenizer: bool
     untied: int
-    """Parameters added to the source's if its embedding and head are one tensor."""
+    """Parameters added if the source's embedding and head are one tensor."""
     report: dict[str, Any] | None
-    """Report of the factorization; None without one."""
+    """Report on the factorization; None without one."""
 
 
 def import_weights(

@@ -1,7 +1,7 @@
-"""Low-rank decoders of BOOST for Hugging Face transformers: every linear of a LLaMA block is y = B act(A x).
+"""BOOST's low-rank decoders for Hugging Face transformers: every linear in a LLaMA block is y = B act(A x).
 
 One file for three families. svd: no activation; cola: silu; lax: a block's latents are combined with those of the same linears
-of the previous block, u = LayerNorm(A x + G(previous h)), where the gate G is the identity, two small matrices, or a linear
+in the previous block, u = LayerNorm(A x + G(previous h)), where the gate G is the identity, two small matrices, or a linear
 (arXiv 2502.10940, 2505.21732). Requires only torch and transformers:
 
     AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)
@@ -44,7 +44,7 @@ LATENT_EPS = 1e-6
 class BoostConfig(PretrainedConfig):
     """LLaMA's fields, and the fields of the bottleneck.
 
-    rank: r of every linear; ranks: exceptions by name (attn, mlp.down, layers.3.attn.q; the most specific name applies);
+    rank: r for every linear; ranks: exceptions by name (attn, mlp.down, layers.3.attn.q; the most specific name applies);
     rope_factor, rope_low_freq, rope_high_freq, rope_original_len: Llama 3.1's RoPE scaling (factor 1: none);
     latent_act: silu or none; gate: type of the latent gates (none: no gates); mlp_silu: SwiGLU's own silu.
     """
@@ -145,7 +145,7 @@ class BoostBottleneck(nn.Module):
 
     Files in the official CoLA format store the transposes cola_a [I, r] and cola_b [r, O]. transformers 5 converts them when
     loading and saving; under transformers 4 they are the parameters. With latent gates, every block except the first adds the gated
-    latents h of the same linear of the previous block.
+    latents h of the same linear in the previous block.
     """
 
     def __init__(self, config: BoostConfig, layer: int, slot: str, d_in: int, d_out: int) -> None:
@@ -345,7 +345,7 @@ class BoostModel(BoostPreTrainedModel):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Hidden states [B, S, D] of tokens [B, S]; attention_mask [B, tokens so far], 0 for padding on either side."""
+        """Hidden states [B, S, D] for tokens [B, S]; attention_mask [B, tokens so far], 0 for padding on either side."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         config = self.config
@@ -438,7 +438,7 @@ class BoostForCausalLM(BoostPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Logits [B, S, V], of only the last `logits_to_keep` tokens if not 0; with `labels` [B, S] also the mean next-token
+        """Logits [B, S, V], for only the last `logits_to_keep` tokens if not 0; with `labels` [B, S] also the mean next-token
         cross-entropy (labels of -100 are ignored)."""
         loss_kwargs = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
         hidden = self.model(

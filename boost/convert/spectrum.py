@@ -1,4 +1,4 @@
-"""Truncated SVD of every linear of a dense model, to start a low-rank model from trained weights.
+"""Truncated SVD of every linear in a dense model, to start a low-rank model from trained weights.
 
 W is replaced by its best rank-r approximation B A (`boost.models.init.factorize`), in the Frobenius norm or in one weighted by
 second moments; the error of each linear is reported.
@@ -26,7 +26,7 @@ class Truncation:
     """How ranks are chosen: by `rank` or by `energy`."""
 
     rank: int | None = None
-    """Rank r of every linear, at most its smaller dimension (few key/value heads)."""
+    """Rank r for every linear, at most its smaller dimension (few key/value heads)."""
     energy: float | None = None
     """Fraction of each linear's squared singular values to keep."""
     multiple: int = 1
@@ -60,9 +60,9 @@ class FactoredLinear:
     error: float
     """||W - B A|| / ||W||, Frobenius."""
     cost: float | None = None
-    """Expected rise of the loss from this linear alone, in nats per token; None without calibration."""
+    """Expected rise in the loss from this linear alone, in nats per token; None without calibration."""
     correction: float | None = None
-    """Share of the correction towards the dense model's outputs (`boost.convert.compress.corrected`); None without calibration."""
+    """Share of the correction toward the dense model's outputs (`boost.convert.compress.corrected`); None without calibration."""
 
 
 class Factorizer:
@@ -100,7 +100,7 @@ class Factorizer:
 
 
 def low_rank_table(dense: ModelConfig, rank: int, ranks: Mapping[str, int]) -> dict[str, Any]:
-    """The [model] section of an svd model with the shape of a dense one. `ranks`: of every linear; those that differ from `rank`
+    """The [model] section for an svd model with a dense model's shape. `ranks`: rank of every linear; those that differ from `rank`
     are listed, by block or, if all blocks have the same, by slot."""
     exceptions: dict[str, int] = {}
     for slot in SLOTS:
@@ -111,7 +111,7 @@ def low_rank_table(dense: ModelConfig, rank: int, ranks: Mapping[str, int]) -> d
 
 
 def slot_rows(linears: list[FactoredLinear]) -> list[dict[str, Any]]:
-    """Summarizes each of the seven slots over all blocks for the report; energy is the mean, cost the sum."""
+    """Summarizes each of the seven slots over all blocks for the report; energy is averaged and cost is summed."""
     rows = []
     for slot in SLOTS:
         of_slot = [linear for linear in linears if linear.name.endswith(f".{slot}")]
@@ -147,7 +147,7 @@ class MomentRoot:
 
 
 def moment_root(moment_NN: Tensor) -> MomentRoot:
-    """R = Q sqrt(L) of C = Q L Q^T (fp64). Negative eigenvalues, which are rounding errors, count as 0 before damping.
+    """R = Q sqrt(L) for C = Q L Q^T (fp64). Negative eigenvalues, which are rounding errors, count as 0 before damping.
 
     A zero moment, from gradients that are all zero, counts as a multiple of the identity.
     """
@@ -167,7 +167,7 @@ def solve_right(m_ON: Tensor, moment_NN: Tensor) -> Tensor:
 
 def weighted_values(w_OI: Tensor, outputs: MomentRoot, inputs: MomentRoot) -> Tensor:
     """Singular values of R_G^T W R_C in descending order. The squares that a rank discards sum to E[(g^T (W - B A) x)^2] if g and
-    x are independent: twice the expected rise of the loss, to second order."""
+    x are independent: twice the expected rise in the loss, to second order."""
     return factorize(outputs.root.T @ w_OI.double() @ inputs.root, rank=1).values
 
 

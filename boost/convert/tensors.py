@@ -42,7 +42,7 @@ class Weights(Protocol):
 
 
 class TensorFolder:
-    """The tensors of a Hugging Face folder: one safetensors file, or several with an index."""
+    """The tensors in a Hugging Face folder: one safetensors file, or several with an index."""
 
     def __init__(self, path: Path) -> None:
         """Reads headers only, no tensors. Raises CheckpointError, naming the file."""
@@ -152,7 +152,7 @@ class TensorWriter:
         self.parameters += tensor.numel()
 
     def close(self) -> dict[str, str]:
-        """Writes the last file and renames all; returns the file name of each tensor. Raises StorageError."""
+        """Writes the last file and renames all; returns the file name for each tensor. Raises StorageError."""
         self._flush()
         count = len(self._written)
         weight_map: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face folders, their chat templates and generation settings. Import keeps them; export restores them."""
+"""Tokenizers in Hugging Face folders, their chat templates and generation settings. Import keeps them; export restores them."""
 
 import json
 import shutil
@@ -28,16 +28,16 @@ _TOKENIZER_KEYS = (
 )
 """Fields of tokenizer_config.json to keep. The others name files or classes, or repeat what tokenizer.json contains."""
 BOS = "bos_token_id"
-"""Key among the settings of a folder: its bos token, which starts a prompt only if the tokenizer also prepends it."""
+"""Key among a folder's settings: its bos token, which starts a prompt only if the tokenizer also prepends it."""
 TIED = "tied"
-"""Key among the settings of a folder: whether its embedding and head are one tensor."""
+"""Key among a folder's settings: whether its embedding and head are one tensor."""
 _ORIGINAL_KEY = "boost_post_processor"
 """Key in tokenizer_config.json for the original post_processor of an exported tokenizer.json, which the fingerprint includes."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokenizer of imported weights."""
+    """The tokenizer for imported weights."""
 
     json: str
     """tokenizer.json as `boost prepare` stores it, so that a token store with the same tokenizer has the same fingerprint."""
@@ -175,7 +175,7 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def template_files(checkpoint: Checkpoint) -> dict[str, str]:
-    """Returns file name -> content of the chat templates, as transformers 5 saves them. Raises DataError for an unsafe name."""
+    """Returns file name -> content for the chat templates, as transformers 5 saves them. Raises DataError for an unsafe name."""
     files, templates = {}, (checkpoint.data.get(HUB) or {}).get("chat_templates", {})
     for name, text in templates.items():
         name = file_name(name, checkpoint.path / STATE_FILE, f"{HUB}.chat_templates")
