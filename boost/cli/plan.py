@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         for name in ("model", "gpus", "seq", "global_batch", "write", "by_gpus"):
             if getattr(args, name) not in (None, False):
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} applies only to a search, but CONFIG = '{args.config}' is explained without one; "
+                    f"--{name.replace('_', '-')} applies only to a search, but explaining CONFIG = '{args.config}' needs none; "
                     "remove one of them, or change the configuration with --section.key value"
                 )
         from boost.cli.plan_report import explain
@@ -127,7 +127,7 @@ LEAST_RECIPE = 100_000
 """A preset with at least this many tokens per step is a training recipe, not just a model size."""
 
 SLACK = 0.05
-"""Maximum relative change when a global batch in tokens is rounded to a divisible number of sequences."""
+"""Maximum relative change when a global batch in tokens is rounded to a number of sequences that divides evenly."""
 
 LONGEST = 8192
 """Maximum default of --seq, for Hugging Face models with a longer context."""
@@ -168,7 +168,7 @@ def request_of(args: argparse.Namespace, hardware: "Hardware") -> "Request":
 
 
 def global_batch(words: str, seq_len: int, gpus: int) -> int:
-    """Parses '256' (sequences) or '1M-tokens', '500k' (tokens, rounded by at most SLACK to a divisible number of sequences)."""
+    """Parses '256' (sequences) or '1M-tokens', '500k' (tokens, rounded by at most SLACK until the sequences divide evenly)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)(-tokens|-sequences)?", words.replace(",", "").replace("_", ""))
     if not match:
         raise ConfigError(

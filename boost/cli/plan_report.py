@@ -291,7 +291,7 @@ def print_report(report: PlanReport) -> None:
     if args.global_batch is None:
         batch += ", the default for this model; change it with --global-batch, such as 1M-tokens"
     elif args.global_batch != str(train.global_batch):
-        batch += f" (from {args.global_batch}, rounded to a divisible number of sequences)"
+        batch += f" (from {args.global_batch}, rounded to a number of sequences that divides evenly)"
     facts["batch"] = batch
     for key, value in facts.items():
         print_fact(out, key, value)
@@ -349,7 +349,7 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: H
         "step": f"{format_seconds(time.seconds)} ({likely}), as {SOFTWARE}",
         "speed": f"{format_rate(time.tokens_per_second)}, MFU {time.mfu:.1%} ({time.mfu_of_all_scores:.1%} with masked scores)",
         "memory": f"{format_bytes(plan.memory)} of {format_bytes(plan.usable)} usable per GPU ({room}{process}; "
-        f"{plan.margin:.0%} stay free); fits with a probability of {chance}",
+        f"{plan.margin:.0%} left free); fits with a probability of {chance}",
     }
     for key, value in facts.items():
         print_fact(out, f"  {key}", value)

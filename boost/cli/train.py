@@ -78,7 +78,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    # Handle signals before importing torch, which takes seconds.
+    # Handle signals before importing torch, which takes several seconds.
     with StopRequest() as request:
         config = _config(args)
         for store in config.data.sources:

@@ -332,7 +332,7 @@ class RunConfig(Section):
     """Timeout in seconds during an evaluation."""
 
     save_timeout_s: Count = 1800
-    """Timeout in seconds during a save, for processes that wait for the ones that write."""
+    """How long, in seconds, processes wait during a save for those that are writing."""
 
     recovery: Literal["restart", "in-step"] = "restart"
     """What to do when a process dies. restart: the run ends; '--resume auto' resumes from the latest checkpoint. in-step: drop the

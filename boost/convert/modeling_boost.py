@@ -400,7 +400,7 @@ def _causal_mask(
 
 
 def _rotary(config: BoostConfig, position_ids_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, S, E] in `dtype`, recomputed at each call because a non-persistent buffer could be lost."""
+    """cos and sin [B, S, E] in `dtype`, recomputed on each call because a non-persistent buffer could be lost."""
     head_dim = config.hidden_size // config.num_attention_heads
     acc_dtype = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, head_dim, 2, device=position_ids_BS.device, dtype=acc_dtype) / head_dim

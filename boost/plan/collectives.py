@@ -99,8 +99,8 @@ def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
 def stage_sends(
     phase: str, model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str, stage: Stage
 ) -> Iterator[Collective]:
-    """Sends from a stage in one pass of a micro-batch, forward to the next stage or backward to the previous one: its shard of the
-    residual stream and of the latents for the next block, or of their gradients."""
+    """The sends from a stage in one pass of a micro-batch, forward to the next stage or backward to the previous one: its shard
+    of the residual stream and of the latents for the next block, or of their gradients."""
     if stage.has_head if phase == "forward" else stage.has_embedding:
         return
     layer, spec = stage.numbers[-1] if phase == "forward" else stage.numbers[0] - 1, spec_of(parallel)

@@ -125,7 +125,7 @@ class HealthMonitor(Hook):
         self._healthy = 0
         if trainer.trouble is None:
             proven = trainer.proven_checkpoint()
-            saved = f"'{proven}' is kept" if proven is not None else "there is no proven one yet"
+            saved = f"'{proven}' is kept" if proven is not None else "none has been proven yet"
             trainer.warn(f"{text}; checkpoints are marked until training has recovered; {saved}")
         trainer.trouble = RunTrouble(text, ruined=kind != "spike")
         # A non-finite step changes no weights. Only a second one in a row means that the weights are ruined.

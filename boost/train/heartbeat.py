@@ -81,7 +81,7 @@ class Issued:
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat: what a process was doing when it published it."""
+    """A heartbeat: what a process was doing when it was published."""
 
     rank: int
     count: int

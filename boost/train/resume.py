@@ -26,7 +26,7 @@ and global_batch must not change."""
 
 def resume_candidates(resume: str | None, run: RunDirectory, fallback: Path | None = None) -> list[Path]:
     """Checkpoints that `--resume` refers to, newest first: with 'auto', all checkpoints of this run, including those in
-    the `fallback` folder; otherwise, the one at the given path. Checkpoints with ruined weights come last.
+    the `fallback` folder; otherwise, the one at the given path. Checkpoints with corrupt weights come last.
 
     Raises CheckpointError if there is no checkpoint at the path.
     """
@@ -68,7 +68,7 @@ def resume_warnings(found: Checkpoint, candidates: list[Path], config: Config) -
         if _step(path) > found.position.step and (trouble := ckpt.marks_of(path)[0])
     ]
     if found.position.trouble:
-        warnings.append(f"'{found.path}' has ruined weights: {found.position.trouble}")
+        warnings.append(f"'{found.path}' has corrupt weights: {found.position.trouble}")
     if found.position.doubt:
         earlier = [path for path in candidates if _step(path) < found.position.step and not any(ckpt.marks_of(path))]
         advice = f"; if training does not recover, use --resume {earlier[0]}" if earlier else ""

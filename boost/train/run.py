@@ -165,7 +165,7 @@ def train(
             return None, 0 if request.requested else _stopped_elsewhere()
 
         def exit_hung(message: str) -> None:
-            """Exits from the heartbeat thread while the main thread is stuck in a collective."""
+            """Ends the process from the heartbeat thread while the main thread is stuck in a collective."""
             error = HangError(message)
             log.error("%s", message)
             folder = launch_dir()

@@ -227,7 +227,7 @@ def _git(folder: Path, *words: str) -> str | None:
 
 def require_checkpoint_folder(path: str | Path) -> None:
     """Raises CheckpointError if the path to a run or checkpoint does not exist. Commands call this before they import torch,
-    which takes seconds."""
+    which takes several seconds."""
     if not (Path(path).exists() or Path(str(path).removesuffix(BEST)).exists()):
         raise CheckpointError(f"no checkpoint at '{path}': no such folder")
 

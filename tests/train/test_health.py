@@ -217,7 +217,7 @@ def test_a_young_run_in_doubt_is_saved_and_can_be_killed(store: Path, tmp_path: 
     config = every_step(store, tmp_path, steps=60, save_every=40, keep=1)
     _, saves = run_until(config, Scale(0, 1.0, kill_after=44), Spike(39, 8.0))
     assert [text.partition(":")[0] for text in saves.seen] == ["spike at step 39"]
-    assert "there is no proven one yet" in saves.seen[0]
+    assert "none has been proven yet" in saves.seen[0]
     ((step, (trouble, doubt)),) = saves.marks.items()
     assert (step, trouble) == (40, "") and doubt.startswith("spike at step 39")
     listed = inspect(ckpt.checkpoint_path(tmp_path / "checkpoints", 40))
