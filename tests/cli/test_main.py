@@ -87,7 +87,7 @@ def test_overrides_are_taken_from_anywhere() -> None:
         (["trian", "demo"], "unknown command 'trian'; did you mean 'train'?"),
         (["xyz"], "unknown command 'xyz'; see boost --help"),
         (["inspect", "demo", "--svg", "x.txt"], "'x.txt' is not a picture file name; use one that ends with .svg"),
-        (["plan", "demo", "--gpu", "h100", "--gpus", "8", "--model", "30b"], "--model applies only to a search, but CONFIG"),
+        (["plan", "demo", "--gpu", "h100", "--gpus", "8", "--model", "30b"], "--model applies only to a search, but explaining"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
