@@ -169,7 +169,7 @@ class Model(nn.Module):
         return path
 
     def export(self, path: str | Path, *, dtype: str | None = None, merge: bool = True) -> Path:
-        """Writes a Hugging Face folder, like `boost export`. `dtype`: that of the weights; `merge`: for svd, whether to merge B A.
+        """Writes a Hugging Face folder, like `boost export`. `dtype`: dtype of the weights; `merge`: for svd, merge B A.
 
         Collective under TP; rank 0 writes. Raises ConfigError if the folder exists, or StorageError.
         """

@@ -1,4 +1,4 @@
-"""`lowrank` replaces linears of any PyTorch or transformers model with factors; `load_lowrank` and `merge_lowrank` take the result.
+"""`lowrank` replaces linears of any PyTorch or transformers model with factors; `load_lowrank` and `merge_lowrank` use the result.
 
 The config.json of a transformers model stores the ranks as `boost_lowrank`: `save_pretrained` writes them and `load_lowrank`
 reads them.

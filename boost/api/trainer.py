@@ -15,7 +15,7 @@ from boost.train.run import check_before_start, train
 
 
 class Trainer:
-    """Trains a configuration in this process, or as one process of torchrun. The same run as `boost train`.
+    """Trains a configuration in this process, or as one process under torchrun, as `boost train` does.
 
         class StopAtLoss(boost.Hook):
             def after_step(self, trainer, event):
@@ -63,7 +63,7 @@ class Trainer:
     def fit(self) -> TrainResult:
         """Trains to the last step, or until a hook or a signal stops the run. Collective: all processes call it.
 
-        Raises BoostError; TrainingError if a signal arrived before the first step.
+        Raises BoostError, such as TrainingError if a signal arrives before the first step.
         """
         result, _ = train(self.config, self._resume, self._start_from, hooks=self.hooks)
         if result is None:

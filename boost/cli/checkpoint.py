@@ -122,7 +122,7 @@ class CheckpointInfo:
     bytes: int
     saved: datetime.datetime
     problem: str | None = None
-    """What is damaged, or what was wrong with the training when it was saved."""
+    """What is damaged, or what was wrong with the run when it was saved."""
 
 
 def checkpoint_folders(path: Path) -> list[Path]:

@@ -111,7 +111,7 @@ def _notes(config: Config) -> Iterator[str]:
 
 
 def as_json(inspection: "Inspection") -> dict[str, Any]:
-    """Converts the inspection to JSON values. Parameters are elements, shapes are lists, bytes are those that one process sends."""
+    """Converts the inspection to JSON values. Parameters are element counts, shapes are lists, bytes are what one process sends."""
     config = inspection.config
     attributes = (
         "layout", "pp_rank", "parameters", "parameters_per_process", "tokens", "micro_batches", "residual", "heads", "channels",

@@ -59,7 +59,7 @@ class PlanReport:
     others: list[Alternative]
     notes: list[str]
     command: list[str]
-    """Arguments of `boost`: train and its flags."""
+    """Arguments for `boost`: train and its flags."""
     seconds: float
     """Duration of the search."""
 
@@ -213,7 +213,7 @@ def _wrapped(first: str, words: Sequence[str], width: int = 96) -> list[str]:
 
 
 def asked_words(args: argparse.Namespace) -> list[str]:
-    """Returns the request as arguments of `boost`."""
+    """Returns the request as arguments for `boost`."""
     words = ["plan"] + ([args.config] if args.config else [])
     names = ("model", "gpus", "gpu", "per_node", "global_batch", "seq")
     for name in names:
@@ -327,7 +327,7 @@ def model_words(config: Config, name: str) -> str:
 
 
 def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: Hardware) -> None:
-    """Prints choices and predictions of one configuration."""
+    """Prints the choices and predictions for one configuration."""
     time, parallel = plan.time, plan.config.parallel
     process = f", pipeline rank {plan.pp_rank}" if parallel.pp > 1 else ""
     room = (

@@ -13,7 +13,7 @@ from boost.config.families import SLOTS as SLOTS
 from boost.config.families import ModelConfig
 
 IGNORED = -100
-"""Target of positions that are excluded from the loss."""
+"""Target for positions that are excluded from the loss."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def has_latent_gate(model: ModelConfig, layer: int) -> bool:
 
 
 def slot_of(model: ModelConfig, name: str) -> Slot:
-    """The linear of the parameter `layers.{layer}.{linear}.{kind}`."""
+    """The linear that has the parameter `layers.{layer}.{linear}.{kind}`."""
     layer, rest = name.split(".", 2)[1:]
     linear = rest.rpartition(".")[0]
     return next(slot for group in groups(model, int(layer)) for slot in group.slots if slot.name == linear)

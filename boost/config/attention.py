@@ -5,9 +5,9 @@ A sequence of S tokens is split into 2 cp chunks; CP rank i holds the i-th chunk
 causal mask, this balances attention over the ranks. The front chunks of all ranks form the first half of the sequence.
 Attention communicates whichever is smaller:
 
-- heads: an all-to-all of q, k and v gives each rank all tokens of some heads, and a second one returns attention's output.
-  Memory grows only with the local tokens. cp must divide the heads; if there are fewer key/value heads than ranks, each is sent to
-  every rank that needs it.
+- heads: an all-to-all of q, k and v gives each rank all tokens for some heads, and a second one returns attention's output.
+  Memory grows only with the number of local tokens. cp must divide the heads; if there are fewer key/value heads than
+  ranks, each is sent to every rank that needs it.
 - keys: k and v are all-gathered, and queries stay local.
 
 Legend: n local tokens in a micro-batch; H query heads and K key/value heads per TP rank; E head dimension.

@@ -58,7 +58,7 @@ def factor_shape(parameter: Parameter, placement: Placement, processes: int) -> 
 
 
 def is_factor(role: str) -> bool:
-    """Whether a parameter of this role is one of the two factors of a linear."""
+    """Whether a parameter with this role is one of a linear's two factors."""
     return role.endswith((".A", ".B"))
 
 

@@ -64,7 +64,7 @@ class ModelConfig(Tagged):
     """Key/value heads (GQA); divides heads. Default: heads."""
 
     mlp_silu: bool = True
-    """True: SwiGLU, silu on the gate; False: CoLA's down(gate(x) * up(x)), used from 350M up."""
+    """True: SwiGLU, silu on the gate; False: CoLA's down(gate(x) * up(x)), used for 350M parameters and up."""
 
     norm_eps: Positive = 1e-6
     """epsilon of RMSNorm, added to the mean square."""
@@ -102,7 +102,7 @@ class ModelConfig(Tagged):
     def dropped(
         cls, former: type["ModelConfig"], new: type["ModelConfig"], table: Mapping[str, Any], changes: Mapping[str, Any]
     ) -> set[str]:
-        """Fields of both families' recipes, unless the recipe stays the same: LaX over CoLA keeps CoLA's values."""
+        """The fields in both families' recipes; none if the recipe stays the same, as from CoLA to LaX over CoLA."""
         same = former.kind(table) is new.kind(changes)
         return set() if same else {*former.recipe, *new.recipe}
 
@@ -126,7 +126,7 @@ class ModelConfig(Tagged):
         return self.gate in ("tensor", "dense")
 
     def rank_of(self, layer: int, slot: str) -> int | None:
-        """Rank of the linear `slot` (attn.q, ...) of block `layer`; None for the dense family."""
+        """Rank of the linear `slot` (attn.q, ...) in block `layer`; None for the dense family."""
         for name in (f"layers.{layer}.{slot}", slot, slot.partition(".")[0]):
             if name in self.ranks:
                 return self.ranks[name]
@@ -163,7 +163,7 @@ class LowRankConfig(ModelConfig):
     """r, bottleneck rank of every low-rank linear. Default: dim / 4."""
 
     ranks: Annotated[dict[str, Width], BeforeValidator(_by_linear)] = Field(default={})
-    """Per-linear overrides of `rank`, as a table: attn, mlp, kv (attn.k and attn.v), one linear (attn.q), or one linear of one
+    """Per-linear overrides of `rank`, as a table: attn, mlp, kv (attn.k and attn.v), one linear (attn.q), or one linear in one
     block (layers.3.attn.q); the most specific name wins. CoLA's separate ranks are ranks.attn and ranks.mlp."""
 
     latent_act: Literal["silu", "none"]
@@ -175,7 +175,7 @@ class LowRankConfig(ModelConfig):
 
     @classmethod
     def derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """rank is dim / 4 by default; the other defaults are the recipe's."""
+        """rank is dim / 4 by default; the other defaults come from the recipe."""
         dim = values.get("dim", cls.model_fields["dim"].default)
         rank = max(dim // 4, 1) if isinstance(dim, int) else None
         return super().derived(values) | {"rank": rank, **LowRankConfig.recipe, **cls.kind(values).recipe}

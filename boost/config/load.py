@@ -109,7 +109,7 @@ REMOVED = {
     "train.early_stopping_threshold": "2026-11-26; use train.keep_best, or a hook that calls trainer.request_stop",
     "data.recheck_every": "2026-11-26; data.verify = true verifies the whole store before the first step",
 }
-"""When keys and names were removed. Keys are ignored if they are 0 or false, which did nothing, or have their `FORMER_DEFAULTS`."""
+"""When keys and names were removed. Keys are ignored if they are 0 or false, which did nothing, or equal `FORMER_DEFAULTS`."""
 FORMER_DEFAULTS = {"data.recheck_every": 100}
 """Defaults of removed keys that were on by default, which every earlier saved configuration contains."""
 

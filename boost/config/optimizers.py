@@ -123,7 +123,7 @@ class OptimConfig(Tagged):
     """Number of factor-shaped tensors in the workspace for a step on gathered factors."""
 
     factor_dtype: ClassVar[str] = "float32"
-    """Minimum dtype of its math on gathered factors."""
+    """Minimum dtype for its math on gathered factors."""
 
     factor_bucket: ClassVar[int] = 1
     """Size of a bucket of gathered factors, in gradient buckets."""
@@ -188,7 +188,7 @@ class AdamWConfig(OptimConfig):
 
 
 class LOROConfig(OptimConfig):
-    """AdamW with Riemannian steps of the factors on the low-rank manifold (ICLR 2025), for model.family = svd."""
+    """AdamW with Riemannian steps for the factors on the low-rank manifold (ICLR 2025), for model.family = svd."""
 
     builder: ClassVar[str] = "boost.optim.loro:Loro"
     for_factors: ClassVar[bool] = True
@@ -237,7 +237,7 @@ class MuonConfig(OptimConfig):
     """Use Nesterov momentum."""
 
     muon_adjust: Literal["original", "match_rms_adamw"] = "original"
-    """Scale of the learning rate of an m x n factor. original: sqrt(max(1, m / n)); match_rms_adamw: 0.2 sqrt(max(m, n)), so that
+    """Scale of the learning rate for an m x n factor. original: sqrt(max(1, m / n)); match_rms_adamw: 0.2 sqrt(max(m, n)), so that
     learning rate and weight decay tuned for AdamW carry over."""
 
     muon_steps: Annotated[int, Field(ge=1, le=99)] = 5

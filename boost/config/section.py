@@ -92,7 +92,7 @@ class Tagged(Section):
     """Dotted key of the tag in the file, such as optim.name."""
 
     absent: ClassVar[Mapping[str, Any]] = {}
-    """Values of fields that are readable for every choice, for choices that do not have them."""
+    """Fields that are readable for every choice, and their values for choices that do not have them."""
 
     choices: ClassVar[dict[str, Any]] = {}
     """Classes by tag value. A root and all of its subclasses share one dictionary."""

@@ -46,7 +46,7 @@ class Collective:
     dtype: str
     processes: int
     place: str = ""
-    """What it serves: embed | qkv | o | gate_up | down | head | loss | pipeline | weights | gradients | optimizer | step stats."""
+    """What it is for: embed | qkv | o | gate_up | down | head | loss | pipeline | weights | gradients | optimizer | step stats."""
     layer: int | None = None
     """Index of the block, for the four groups and for weights that are gathered with the block."""
     axis: str = "tp"

@@ -214,7 +214,7 @@ class Twins:
     """The residual streams of both models at the current block. Weights of the factorized block may change between calls."""
 
     def __init__(self, dense: Decoder, low: Decoder, batches: Sequence[Batch]) -> None:
-        """Both models have an `ObservedLayout` and the same embedding."""
+        """Both models must have an `ObservedLayout` and the same embedding."""
         self.dense, self.low = dense, low
         self._models, self._batches = (dense, low), batches
         self._layer = 0

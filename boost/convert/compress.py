@@ -158,7 +158,7 @@ def dense_decoder(weights: Weights, device: torch.device) -> Decoder:
 def compress(
     decoder: Decoder, store: TokenStore, compression: Compression, seq_len: int
 ) -> tuple[Decoder, dict[str, Any]]:
-    """Returns the factors of a dense decoder with an `ObservedLayout`, which is unchanged, and a report. Raises BoostError."""
+    """Factorizes a decoder with an `ObservedLayout`, which is unchanged. Returns the factors and a report. Raises BoostError."""
     dense = decoder.model
     batches = read_batches(store, compression.tokens, seq_len, decoder.device)
     moments, weights = collect(decoder, batches), dense_weights(decoder)

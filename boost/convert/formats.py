@@ -52,7 +52,7 @@ _KINDS: dict[Form, dict[str, str]] = {
     "cola": {"A": "cola_a", "B": "cola_b"},
     "boost": {"A": "A.weight", "B": "B.weight"},
 }
-"""Tensor names: at the ends of a model, of norms, of a linear's module, and of its factors by form."""
+"""Names of tensors: those outside the blocks, norms, a linear's module, and its factors by form."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _model_table(content: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _rope(content: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """(type, parameters) of RoPE. transformers 5 stores both in rope_parameters; 4 stores rope_theta, and rope_scaling if it
-    scales. If a folder has both, transformers 5 reads rope_scaling, and reads rope_theta from nowhere else."""
+    scales. If a folder has both, transformers 5 reads only rope_scaling, even for rope_theta."""
     new, old = content.get("rope_parameters"), content.get("rope_scaling")
     rope = old or new or {}
     rope = dict(rope) if isinstance(rope, dict) else {"rope_type": str(rope)}

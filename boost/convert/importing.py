@@ -55,7 +55,7 @@ class FolderWeights:
         embed, head = self._entries["embed"].name, self._entries["head"].name
         self._tensors.check(self._entries.values(), frozenset({head} if folder.tied else ()))
         self._tied = folder.tied
-        # A head that is stored and differs is used, as in transformers.
+        # A stored head that differs from the embedding is used, as in transformers.
         if folder.tied and head in self._tensors.shapes:
             embedding = self._tensors.read(embed)
             self._tied = torch.equal(embedding, self._tensors.read(head).to(embedding.dtype))

@@ -107,7 +107,7 @@ class BoostConfig(PretrainedConfig):
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 
     def rank_of(self, layer: int, slot: str) -> int:
-        """Rank of the linear `slot` (attn.q, ...) of block `layer`."""
+        """Rank of the linear `slot` (attn.q, ...) in block `layer`."""
         names = (f"layers.{layer}.{slot}", slot, slot.partition(".")[0])
         return next((self.ranks[name] for name in names if name in self.ranks), self.rank)
 

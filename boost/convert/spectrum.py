@@ -175,7 +175,7 @@ def factorize_weighted(w_OI: Tensor, rank: int, outputs: MomentRoot, inputs: Mom
     """The B A of rank r that minimizes tr(G (W - B A) C (W - B A)^T), balanced as in `factorize`. `values` come from
     `weighted_values`.
 
-    With G = 1 this is SVD-LLM's truncation (arXiv 2403.07378); with both, it is the one for a Kronecker-factored Fisher matrix.
+    With G = 1, it is SVD-LLM's truncation (arXiv 2403.07378); with C and G, that for a Kronecker-factored Fisher matrix.
     """
     weighted = factorize(outputs.root.T @ w_OI.double() @ inputs.root, rank)
     a_RI, b_OR = balanced(weighted.a_RI @ inputs.inverse, outputs.inverse.T @ weighted.b_OR)

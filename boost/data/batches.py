@@ -75,7 +75,7 @@ def shuffled_order(n_samples: int, seed: int) -> Any:
 @dataclass(frozen=True)
 class Segment:
     """Consecutive tokens in a split: n inputs from `start`, and the target that follows each of them. It takes n + 1
-    positions in a sequence: its last target is also an input, without a target. The last segment in a sample takes n."""
+    positions in a sequence: its last target is also an input, one without a target. The last segment in a sample takes n."""
 
     start: int
     n_inputs: int
@@ -100,7 +100,7 @@ class PackedWindows:
     """Samples with several segments: whole documents, longest first, each placed in the fullest sequence that has room
     for it (best-fit decreasing).
 
-    Only documents with more than S + 1 tokens are split, into segments of S inputs and a remainder; the last target in one is the
+    Only documents with more than S + 1 tokens are split, into segments of S inputs and a remainder; the last target in each is the
     first input in the next. Segments without a target are omitted. Samples, and a sample's segments, are in the order of the split.
 
     Takes 12 bytes per document and 8 bytes per sample. Building takes about 1 s per million documents.
@@ -164,7 +164,7 @@ def _best_fit(sizes: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.int
 class Batches:
     """Training batches from a split: every sample once per epoch, in a new order each epoch; batches may span two epochs.
 
-    In a mixture, this holds for the samples from each store, and `Proportions` chooses the store of each sample.
+    In a mixture, this holds for the samples from each store, and `Proportions` chooses the store for each sample.
     Trailing tokens that do not fill a window are dropped. Raises `DataError` if a store has no full window.
     """
 

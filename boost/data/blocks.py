@@ -48,7 +48,7 @@ class BlockDigests:
 
 
 class FileArray:
-    """A file with numbers of one dtype, as a read-only array; slices are read on access.
+    """A file of numbers in one dtype, as a read-only array; slices are read on access.
 
     This is not a memory map. If the file is truncated or the disk fails, a memory map kills the process with SIGBUS; this class
     raises `DataError`. The file stays open, so replacing it does not affect this reader.

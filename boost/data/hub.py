@@ -20,7 +20,7 @@ READ_RETRIES = 720
 
 
 class StreamError(DataError):
-    """A stream could not be opened, or broke. The data prepared so far is kept."""
+    """A stream could not be opened, or it broke. The data prepared so far is kept."""
 
     is_temporary = True
 

@@ -138,7 +138,7 @@ def _open_sources(options: PrepareOptions) -> tuple[list[Source], list[Source]]:
 
 
 def _progress_of(options: PrepareOptions, fingerprint: str) -> dict[str, Any] | None:
-    """What an interrupted run of the same command has committed. Raises `DataError` if that was another command."""
+    """What an interrupted run of the same command has committed. Raises `DataError` if the command was a different one."""
     saved = read_progress(options.out)
     if saved is None or saved["fingerprint"] == fingerprint:
         return saved

@@ -179,8 +179,8 @@ def find_text_column(wanted: str | None, columns: dict[str, bool], entry: FileRe
 
 @contextmanager
 def counting(documents: Callable[[], int]) -> Iterator[None]:
-    """Context for choosing a file's text column: without one, all of its `documents` count as skipped. A file that is
-    also damaged counts as one document."""
+    """Context manager for choosing a file's text column: without one, all of its `documents` count as skipped. A file
+    that is also damaged counts as one document."""
     try:
         yield
     except Unreadable as problem:
@@ -436,7 +436,7 @@ def _read_csv(
 def _read_parquet(
     path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
 ) -> Iterator[Document]:
-    """A damaged row group ends the file and keeps the rows before it."""
+    """A damaged row group ends the file; the rows before it are kept."""
     with open_parquet(path) as file:
         with counting(lambda: file.metadata.num_rows):
             column = _string_column(file.schema_arrow, text_field, entry)

@@ -1,6 +1,6 @@
 """Inputs of `boost prepare`: files and folders, the standard library, a Hugging Face dataset.
 
-A source lists its files when it is created, so a missing file fails before any work. It can be read more than once:
+A source lists its files when it is created, so a missing file is found before any work. It can be read more than once:
 `documents(report)` yields its documents in a fixed order and records what it read and skipped in the report. `fingerprint()`
 identifies it without reading it, as JSON values: names, sizes and modification times of files. `size` is its size on
 disk in bytes, or None for a stream.

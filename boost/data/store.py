@@ -325,7 +325,7 @@ def _check_shape(meta: Any) -> None:
 
 
 def with_digest(meta: dict[str, Any]) -> dict[str, Any]:
-    """Adds to the content of `store.json` a digest of that content."""
+    """Adds a digest of the content of `store.json` to it."""
     content = {key: value for key, value in meta.items() if key != "digest"}
     return {**content, "digest": block_digest(json.dumps(content, sort_keys=True).encode())}
 

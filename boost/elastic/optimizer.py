@@ -48,7 +48,7 @@ class WholeTransfer:
         self._optimizer.updates = info["updates"]
 
     def transfer(self, mesh: ElasticMesh, donor: int, takes: bool) -> None:
-        """Sends state from replica `donor` in the mesh to those with `takes`; `commit_transfer` puts it into effect. Collective."""
+        """Sends state from replica `donor` to those where `takes` is true; `commit_transfer` puts it into effect. Collective."""
         for tensor in self._optimizer.state_tensors():
             dist.broadcast(tensor if takes else torch.empty_like(tensor), group=mesh.dp.group, group_src=donor)
 

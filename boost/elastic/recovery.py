@@ -423,7 +423,7 @@ class Recovery:
         with best_effort("tell replicas that want to rejoin that the run is over"):
             self._store.set("done", "")
         self._closed.set()
-        self.membership.end()  # torch warns of communicators that are still open
+        self.membership.end()  # torch warns about communicators that are still open
         self.membership.leave()
         if has_abandoned() and not launch_dir():
             leave(0)

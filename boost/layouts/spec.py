@@ -65,7 +65,7 @@ class PlannedComm:
     dtype: str = ""
     """Dtype of the payload; empty: the dtype of the activations."""
     place: str = ""
-    """What the collective serves: embed | qkv | o | gate_up | down | head | attention."""
+    """What the collective is for: embed | qkv | o | gate_up | down | head | attention."""
     layer: int | None = None
     axis: str = "tp"
     """Mesh axis: tp or cp. Over cp, widths refer to the tokens and heads that each CP rank holds."""

@@ -101,7 +101,7 @@ class KVCache:
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Whole prompts, which fill empty rows of the caches."""
+    """Whole prompts, which fill empty rows in the caches."""
 
     rows: tuple[int, ...]
     """The row of each prompt."""

@@ -36,11 +36,11 @@ class Flow:
     """One part of a micro-batch as it passes through the blocks: the residual stream, and the results of the last collective."""
 
     def __init__(self, x: Tensor, prev_latents: Latents = (), first_half: "Flow | None" = None) -> None:
-        """`first_half`: the flow of the sequence's first half, if this is the second half, which attends to its keys."""
+        """`first_half`: for a sequence's second half, the flow of its first half, whose keys it attends to."""
         self.x = x
         """The residual stream; before the blocks, the tokens."""
         self.prev_latents = prev_latents
-        """Queue over the groups: from its front, each takes the latents of the same group in the previous block."""
+        """Queue from which each group in turn takes the latents of the same group in the previous block."""
         self.latents: Latents = ()
         """Latents of this block's groups so far, for the next block."""
         self.arrived: Latents = ()
@@ -61,7 +61,7 @@ class Flow:
         self.x = self.x + update
 
     def next_block(self) -> None:
-        """Makes this block's latents those of the previous block."""
+        """Moves to the next block: this block's latents become the previous block's."""
         self.prev_latents, self.latents = self.latents, ()
 
 

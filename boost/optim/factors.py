@@ -155,7 +155,7 @@ def solve_all(deal: Deal, solve: Callable[[int], Tensor], like: Tensor, axis: Ax
     """Distributes small problems that all processes on an axis hold (LORO's exact step in coordinates, Muon's iterations on Gram
     matrices). Returns `solve(number)`, flattened, for each problem in the deal, bitwise equal on all processes.
 
-    Each process calls `solve` for its own problems. Buffers have dtype and device of `like`. One all-gather or all-reduce over
+    Each process calls `solve` for its own problems. Buffers have the dtype and device of `like`. One all-gather or all-reduce over
     the axis, as `deal` specifies; none for a single process.
     """
     own = deal.on(axis.rank)

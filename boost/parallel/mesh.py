@@ -23,7 +23,7 @@ class Axis:
     size: int = 1
     group: dist.ProcessGroup | None = None
     point_to_point: bool = True
-    """Whether the processes of `group` can send messages to each other (`boost.parallel.collectives`)."""
+    """Whether the processes in `group` can send messages to each other (`boost.parallel.collectives`)."""
     name: str = field(init=False)
     """torch's name of the group; empty without one."""
 

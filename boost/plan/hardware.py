@@ -299,7 +299,7 @@ class Hardware(Section):
 
 
 def communicators(parallel: ParallelConfig) -> int:
-    """Largest number of NCCL communicators that a process in this mesh opens: one per group of `parallel.mesh.mesh_of`, one for
+    """Largest number of NCCL communicators that a process in this mesh opens: one per group in `parallel.mesh.mesh_of`, one for
     all processes, and one per pipeline neighbor, over which stages exchange metadata."""
     axes = sum(size > 1 for size in parallel.axes.values())
     replicas = parallel.dp * parallel.cp * parallel.tp > 1
@@ -446,7 +446,7 @@ def _span(axis: str, tp: int, cp: int, dp_cp: int, pp: int, per_node: int) -> Sp
     here = min(size, max(per_node // stride, 1))
     if axis == "pp" and world > per_node:
         here = 1  # some neighbors are on different nodes, and the rest wait for them
-    # A group that is not aligned with nodes may span two of them: TP 3 on nodes of 4.
+    # A group that is not aligned with nodes may span two of them, such as TP 3 on nodes of 4.
     if axis != "pp" and here == size and per_node % (size * stride) and world > per_node:
         here = max(size // 2, 1)
     return Span(size, here)

@@ -254,7 +254,7 @@ class _Storage:
 
 
 _STORAGE: dict[Any, _Storage] = {}
-"""A search uses each mesh with many micro-batch sizes."""
+"""Storage by mesh, cached because a search tries each mesh with many micro-batch sizes."""
 _MAX_STORAGE = 512
 
 

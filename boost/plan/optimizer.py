@@ -27,7 +27,7 @@ PLACE = "optimizer"
 
 @dataclass(frozen=True)
 class _FactorUnit:
-    """The factors of linears with the same input. The A's are fused into one stored tensor; each B is stored separately."""
+    """The factors of linears with the same input. The A factors are fused into one stored tensor; each B is stored separately."""
 
     pairs: tuple[tuple[FactorShape, FactorShape], ...]
     """(A, B) for each linear."""

@@ -278,7 +278,7 @@ class Search:
         return [chain for chain in chains.values() if legal(chain[0])]
 
     def _out_of_memory(self, node: _SearchNode, smallest: Config) -> bool:
-        """Whether no child fits: tests the smallest structure for the mesh first, then the node's own."""
+        """Whether no variant of a node fits: tests the smallest structure for the mesh first, then the node's own."""
         parallel, micro_batch = node.config.parallel, node.config.train.micro_batch
         if self.request.base.model.layers < FEW_BLOCKS * parallel.stages:
             return False  # recomputing a block may take more memory than saving its activations

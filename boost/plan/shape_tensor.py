@@ -53,7 +53,7 @@ class ShapeTensor:
         return answer(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        """A method that is not defined here has a rule with the same name."""
+        """Looks up a method that is not defined here in the rules, by name."""
         if name not in RULES:
             raise NoRuleError(f"no rule for the tensor method '{name}'; add one to boost.plan.rules")
         return functools.partial(RULES[name], self)

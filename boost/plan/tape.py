@@ -139,7 +139,7 @@ class Tape:
         self.first_peak = 0
         """`peak` for a first micro-batch, whose weight gradients stay allocated."""
         self.alive: dict[int, tuple[str, int]] = {}
-        """(category, bytes) of the memory of each live tensor in a forward pass, by the id of the memory."""
+        """(category, bytes) for the memory of each live tensor in a forward pass, by the id of the memory."""
         self.place = ""
         """`Work.place` of the operations that follow, and of their gradients."""
         self.scope = ""

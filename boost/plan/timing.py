@@ -1,6 +1,6 @@
 """Predicts the time of an optimizer step on given hardware, by part.
 
-The time of a micro-batch is the time of its operations, each from a shape-dependent roofline, plus the time they spend
+The time for a micro-batch is the time for its operations, each from a shape-dependent roofline, plus the time they spend
 waiting for TP collectives. The trace gives the start and the wait of each collective, with other work in between under
 parallel.overlap. A step adds the pipeline bubble, the exposed part of DP collectives, and the optimizer.
 """

@@ -99,7 +99,7 @@ def fewer_gpus(search: Search, best: Plan, plans: Sequence[Plan] = ()) -> tuple[
     at most NEARLY longer; None if there is none.
 
     A GPU count is searched only if it can be that fast, that is, if the least computation among `best` and `plans`, divided
-    evenly over the GPUs, takes so little time.
+    evenly over the GPUs, takes little enough time.
     """
     request, limit = search.request, (1 + NEARLY) * best.time.seconds
     computing = (GEMMS, ATTENTION_TIME, OTHER)

@@ -138,7 +138,7 @@ def read_reports(folder: Path) -> list[FailureReport]:
 
 
 def root_cause(failed: Mapping[int, int], reports: list[FailureReport]) -> FailureReport | int:
-    """The report of the root cause, or the rank of a process that died without a report.
+    """The report that names the root cause, or the rank of a process that died without a report.
 
     `failed`: exit codes by rank of the processes that failed on their own. Order of precedence: a user error; a process
     that died without a report (the others then report only broken collectives); a bug; a hung process; a replica

@@ -45,7 +45,7 @@ class HarnessModel(TemplateLM):
         shows: bool,
     ) -> None:
         """`max_length`: context length in tokens; longer contexts are truncated on the left. `batch`: requests per forward pass.
-        `shows`: whether this process shows progress. `bos`, or else `eos`, starts a text without context; `ends` end one."""
+        `shows`: whether this process shows progress. `bos`, or else `eos`, starts a text without context; `ends` end a text."""
         super().__init__()
         self._decoder, self._tokenizer, self._bos, self._eos = decoder, tokenizer, bos, eos
         self._ends = ends

@@ -13,7 +13,7 @@ Trouble ends after RECOVERED consecutive healthy steps. Until then, checkpoints 
 step was not finite or has diverged, else with `Position.doubt`, because the weights may be fine. While the mark is `trouble`,
 periodic checkpoints are saved only if there is no better one. A step's loss is computed before its update, so a healthy step
 n + 1 proves that the checkpoint at step n is healthy. The newest proven checkpoint is never deleted. Checkpoints contain recent
-healthy steps, so a resumed run decides as an uninterrupted one would. All processes decide alike from the same statistics.
+healthy steps, so a resumed run decides as an uninterrupted one would. All processes decide identically from the same statistics.
 """
 
 import math
@@ -101,7 +101,7 @@ class HealthMonitor(Hook):
         """Whether a checkpoint came due before training recovered, so that an unmarked one is saved afterwards."""
 
     def on_train_start(self, trainer: Training, event: TrainStart) -> None:
-        if not any(self._detector.state().values()):  # a process that joins later has the steps of the others
+        if not any(self._detector.state().values()):  # a process that joins later has received the others' steps
             self._detector.take_state(trainer.position.recent)
 
     def after_step(self, trainer: Training, event: StepEnd) -> None:

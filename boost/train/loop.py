@@ -342,7 +342,7 @@ class Trainer:
         return update
 
     def _judge(self, stats: StepStats) -> None:
-        """Counts bad steps. `stats`: those of the step that led to the current position."""
+        """Counts bad steps. `stats`: statistics for the step that led to the current position."""
         if stats.is_finite:
             self.bad_steps = 0
             if not stats.updates:

@@ -226,7 +226,7 @@ FEW_HELDOUT_TOKENS = 20_000
 
 def advise(trainer: Trainer) -> None:
     """Adds advice to the warnings that the console prints before the first step. On the main process."""
-    is_new = not (trainer.started_from or trainer.resumed_from)  # the model of existing weights cannot be changed
+    is_new = not (trainer.started_from or trainer.resumed_from)  # existing weights determine the model
     for text in (*(trainer.config.model.advice() if is_new else ()), *start_advice(trainer)):
         log.warning(text)
         trainer.warnings.append(text)

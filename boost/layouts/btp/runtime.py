@@ -232,8 +232,8 @@ class OnlineSum:
         eps: float,
         backward_started: bool = False,
     ) -> None:
-        """`weights`: A [R, D] for all slots together, or for each slot. `width`, `eps`: those of the norm
-        (`inverse_rms`). The caller must multiply the latents by the inverse RMS and must not use them in any other way.
+        """`weights`: A [R, D] for all slots together, or for each slot. `width`, `eps`: as in
+        `inverse_rms`. The caller must multiply the latents by the inverse RMS and must not use them in any other way.
         `backward_started`: the consumer of the sums starts the sums of their gradients itself."""
         self._axis, self._tokens, self._backward_started = axis, x_TD.shape[0], backward_started
         projected = [

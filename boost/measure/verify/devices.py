@@ -61,7 +61,7 @@ def interfaces() -> dict[str, str]:
 
 
 def verify(verifier: Verifier) -> None:
-    """Runs the checks of the machines."""
+    """Runs the machine checks."""
     verifier.section("Machines")
     mesh = verifier.mesh
     verifier.check("software", partial(facts, mesh.device), same_software)

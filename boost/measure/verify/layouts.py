@@ -36,14 +36,14 @@ from boost.parallel.mesh import Mesh, mesh_of, temporary_groups
 from boost.parallel.weights import require_torch
 
 LIMITS = {"float64": 1e-9, "float32": 1e-5}
-"""Maximum relative errors. AdamW amplifies rounding; without it, float64 errors would be below 1e-12."""
+"""Maximum relative errors. AdamW amplifies rounding; otherwise, float64 errors would be below 1e-12."""
 
 LIMIT_BF16 = 2.0
 """Maximum error of bfloat16 gradients, as a multiple of the error of one process."""
 
 STEPS = 2
 HEADS = 8
-"""Attention heads of the model: one per rank at TP 8. Two key/value heads make ranks share them at TP 4."""
+"""Attention heads of the model: one per rank at TP 8. With two key/value heads, ranks share them at TP 4."""
 
 
 @dataclass(frozen=True)

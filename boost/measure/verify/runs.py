@@ -65,8 +65,8 @@ def verify(report: Report, model: ModelConfig, processes: int, device: str) -> N
 
 @contextmanager
 def _exits_at_sigterm() -> Iterator[None]:
-    """By default, SIGTERM ends a process without its `finally` blocks, and the run that it started would continue, because the run
-    has a separate session."""
+    """By default, SIGTERM ends a process without running `finally` blocks, and the run that it started would continue, because
+    the run has a separate session."""
     usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -123,7 +123,7 @@ class _Trial:
         return self._equals_first("killed", last, f"rank {rank} killed in step {FAULT}, resumed from step {last}")
 
     def on_another_mesh(self) -> Found:
-        """Resumes a checkpoint of a mesh with TP as FSDP over all processes."""
+        """Resumes a checkpoint saved on a mesh with TP, as FSDP over all processes."""
         saved = checkpoint_path(self.folder / "first" / "checkpoints", SAVE_EVERY)
         words = ("--parallel.tp", "1", "--parallel.dp", str(self.processes), "--parallel.shard", "full")
         self._succeeds("elsewhere", "--resume", str(saved), *words)

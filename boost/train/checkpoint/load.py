@@ -113,7 +113,7 @@ class Checkpoint:
     config: Config
     updates: int
     data: dict[str, Any]
-    """Fingerprints of the run's token store and tokenizer; for imported weights, only that of their tokenizer."""
+    """Fingerprints of the run's token store and tokenizer; for imported weights, only their tokenizer's."""
 
     @property
     def tokenizer(self) -> Path:

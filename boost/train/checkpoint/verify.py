@@ -136,7 +136,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first problem of a validation error, in a few words."""
+    """The first problem in a validation error, in a few words."""
     problem = error.errors(include_url=False, include_context=False)[0]
     where = ".".join(str(part) for part in problem["loc"])
     return f"{where}: {problem['msg']}" if where else str(problem["msg"]).removeprefix("Value error, ")
