@@ -49,7 +49,7 @@ def local_heads(model: ModelConfig, parallel: ParallelConfig) -> tuple[int, int]
 
 
 def crosses_as_heads(model: ModelConfig, parallel: ParallelConfig) -> bool:
-    """Whether to exchange heads instead of gathering keys and values: if cp divides the heads and this sends no more bytes."""
+    """Whether to exchange heads instead of gathering keys and values: true if cp divides the heads and this sends no more bytes."""
     cp, (heads, kv_heads) = parallel.cp, local_heads(model, parallel)
     shared = max(kv_heads, cp)
     possible = heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)

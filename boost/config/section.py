@@ -29,7 +29,7 @@ Place = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$"), Home]
 
 
 class Section(BaseModel):
-    """A table of the configuration file. Frozen; unknown keys and wrong types are errors. Sections are hashed by value, once each,
+    """A table in the configuration file. Frozen; unknown keys and wrong types are errors. Sections are hashed by value, once each,
     so that the planner's caches can be keyed by them."""
 
     model_config = ConfigDict(

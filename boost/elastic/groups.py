@@ -39,7 +39,7 @@ _abandoned_lock = threading.Lock()
 
 
 class PeersLostError(Exception):
-    """A process of another replica was lost, so the collective will not complete."""
+    """A process in another replica was lost, so the collective will not complete."""
 
 
 class Membership:

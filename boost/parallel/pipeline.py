@@ -21,7 +21,7 @@ from boost.parallel.mesh import Axis
 
 
 class StageModule(nn.Module):
-    """A stage as torch's schedules expect it: received tensors are positional arguments, and batch inputs are keywords."""
+    """A stage as torch's schedules expect it: received tensors are positional arguments, and batch inputs are keyword arguments."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()

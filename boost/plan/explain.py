@@ -48,7 +48,7 @@ class Alternative:
     plan: Plan
     """The fastest plan that fits; if none fits, the one with the lowest peak memory."""
     why: str
-    """Why it loses."""
+    """Why it loses to the best one overall."""
 
 
 def pure_data_parallel(parallel: ParallelConfig) -> bool:

@@ -57,7 +57,7 @@ class PassTime:
     backward: float = 0.0
     """Backward pass, including recomputation."""
     calls: int = 0
-    """Operations that the host launches."""
+    """Number of operations that the host launches."""
     hidden: tuple[float, float] = (0.0, 0.0)
     """(forward, backward) seconds of TP and CP collectives that overlap with computation."""
     waits: tuple[float, float] = (0.0, 0.0)

@@ -81,7 +81,7 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
             shutil.rmtree(spec.folder, ignore_errors=True)
 
     def end() -> None:
-        """Ends this process if it does not stop because it is stuck in a collective."""
+        """Ends this process if a stuck collective keeps it from stopping."""
         time.sleep(spec.orphan_grace_s)
         remove_folder()
         os._exit(1)

@@ -309,7 +309,7 @@ def rotated(complete: Sequence[Path], keep: int, keep_every: int, protected: Col
 
 
 def marks_of(path: Path) -> tuple[str, str]:
-    """(trouble, doubt) as recorded in a checkpoint (see `Position`); empty strings if that does not exist or cannot be read."""
+    """(trouble, doubt) in a checkpoint's record (see `Position`); empty strings if the checkpoint is missing or cannot be read."""
     try:
         state = json.loads(read_text(path / STATE_FILE))
         return str(state.get("trouble", "")), str(state.get("doubt", ""))
