@@ -2,7 +2,7 @@
 #
 #   make setup    .venv with the pinned dependencies (CPU build of torch without an NVIDIA GPU)
 #   make train    prepare the default corpus and train the demo under btp on 2 processes
-#   make test     the test suite, on every commit (about 13 minutes on two cores)
+#   make test     the test suite, on every commit (about 11 minutes on two cores)
 #   make quick    quick tests during development: every layout once, no subprocesses (two and a half minutes)
 #   make nightly  tests that are too slow to run on every commit, then make versions
 #   make softgpu  install what the nightly tests of GPU code need on a machine without a GPU, in .softgpu/$TORCH (7 GB; once per version:
@@ -67,9 +67,8 @@ train: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/boost train demo --run.device $(DEVICE) --resume auto
 
-# Tests of whole commands mostly wait, so test files run in parallel, with fewer workers for quick tests. A worker starts up to
-# eight processes.
-WORKERS ?= 3
+# Test files run in parallel. A worker starts up to eight processes, so a third one costs two cores more time than it saves.
+WORKERS ?= 2
 
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -79,7 +78,6 @@ test: setup
 verify: setup
 	$(BIN)/boost verify --nproc 2 --out build/verify.json
 
-quick: WORKERS = 2
 quick: setup
 	$(PYTEST) -m 'not slow and not nightly'
 
