@@ -51,8 +51,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    if run := sys.modules.get("boost.train.run"):
-        run.SAMPLE_TOKENS = 8  # as in `tests/warm.py`
     gc.freeze()  # a million objects of modules that no collection during a test has to go through
 
 

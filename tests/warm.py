@@ -17,5 +17,5 @@ __all__ = ["boost", "torch", "trained"]
 end_with_parent()
 toy.toy_config()  # looks for plug-ins
 shuffled_order(1, 0)  # loads grain
-boost.train.run.SAMPLE_TOKENS = 8  # over TP, the sample of 120 tokens takes longer than most runs of the tests
+boost.train.run.SAMPLE_TOKENS = 8  # over TP, 120 tokens take about as long as a short run
 gc.freeze()  # otherwise each process scans a third of a million objects at its first collection

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from boost.config import Config, load
-from boost.measure.exactness import Observed, TrainedModel, matches_table
+from boost.measure.exactness import TrainedModel, matches_table
 from boost.measure.verify import layouts
 from boost.measure.verify.layouts import Row, judged, rows, run_row
 from boost.parallel import collectives
 from boost.parallel.mesh import Axis, Mesh
 from tests import late, toy
 from tests.distributed import run_distributed
-from tests.trained import reference, relative_errors
+from tests.trained import relative_errors
 
 pytestmark = pytest.mark.slow
 
@@ -48,11 +48,6 @@ def every_row() -> Iterator[Any]:
 Outcome = tuple[Any, list[str], dict[str, list[tuple[Any, ...]]]]
 
 
-def reference_of(description: str, _: torch.device) -> Observed:
-    """Trained by one process, not by each of them, which share two cores here."""
-    return reference(Config.model_validate_json(description), layouts.STEPS)
-
-
 def trained_late(family: str, row: Row) -> Outcome:
     """Results of a row, collectives that were never waited for, and the collectives of each group. fully_shard and torch's
     pipelines call Python process groups directly, so theirs cannot be counted."""
@@ -62,7 +57,6 @@ def trained_late(family: str, row: Row) -> Outcome:
 
     with late.late_groups(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(layouts, "matches_table", keeps)
-        patch.setattr(layouts, "_reference", reference_of)
         found = run_row(MODELS[family], row, toy.mesh(1, PROCESSES))
         return found, late.never_waited(), dict(late.orders)
 
