@@ -67,7 +67,8 @@ train: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/boost train demo --run.device $(DEVICE) --resume auto
 
-# Test files run in parallel. A worker starts up to eight processes, so a third one costs two cores more time than it saves.
+# Test files run in parallel. A worker starts up to eight processes, so on two cores a third one costs more time than it saves; on a
+# larger machine: make test WORKERS=8.
 WORKERS ?= 2
 
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder

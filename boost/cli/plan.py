@@ -95,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
         for name in ("model", "gpus", "seq", "global_batch", "write", "by_gpus"):
             if getattr(args, name) not in (None, False):
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} applies only to a search, but explaining CONFIG = '{args.config}' involves no search; "
-                    "remove one of them, or change the configuration with --section.key value"
+                    f"--{name.replace('_', '-')} applies only to a search, but explaining CONFIG = '{args.config}' involves no "
+                    "search; remove one of them, or change the configuration with --section.key value"
                 )
         from boost.cli.plan_report import explain
 
