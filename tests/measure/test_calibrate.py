@@ -65,6 +65,7 @@ def run_calibrations(out: Path) -> tuple[list[int], bool]:
         patch.setattr(calibrate, "world_size", lambda: 2)
         patch.setattr(calibrate, "close_mesh", lambda: None)
         patch.setattr(speed, "LEAST_SECONDS", 2e-4)
+        patch.setattr(speed.Probe, "seconds", lambda _: 1e-3)  # otherwise it takes most of the time
         patch.setattr(calibrate, "_sweep", once(calibrate._sweep))
         patch.setattr(calibrate, "collective_points", once(calibrate.collective_points))
         link = calibrate._link

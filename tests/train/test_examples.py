@@ -153,7 +153,7 @@ def test_slurm_hands_the_signal_on_waits_and_goes_back_to_the_queue(stage: dict[
     assert after[after.index(["saved"]) :] == [["saved"], *requeue]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # a torchrun that gets SIGUSR1: train/test_nodes.py; the script: the tests above
 def test_slurm_time_limit_saves_through_a_real_torchrun(stage: dict[str, str], store: Path, tmp_path: Path) -> None:
     """srun forwards SIGUSR1 to torchrun, and torchrun to its process, which saves; one node, without Slurm."""
     put(tmp_path / "bin" / "scontrol", SCONTROL.replace("node-7 node-8", "localhost"))
