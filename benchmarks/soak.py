@@ -120,7 +120,7 @@ def one_round(args: argparse.Namespace, run: Path, chance: random.Random, after_
         raise SystemExit(f"soak: unexpected exit code {process.returncode}:\n{out}\n{err}")
     saved = last_saved(run)
     if saved < before:
-        raise SystemExit(f"soak: the checkpoint of step {before} was lost")
+        raise SystemExit(f"soak: the checkpoint for step {before} was lost")
     return {
         "after_s": round(after_s, 2),
         "victim": victim,

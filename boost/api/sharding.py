@@ -36,7 +36,7 @@ def parallelize(
     """
     if not isinstance(model, Decoder | Block | LowRankAttention | LowRankMLP):
         raise ConfigError(
-            f"model is a {type(model).__name__}; only modules of boost.nn can be sharded: build your blocks from them, or use "
+            f"model is a {type(model).__name__}; only boost.nn modules can be sharded: build your blocks from them, or use "
             "boost.nn.functional"
         )
     spec = model.spec

@@ -71,12 +71,12 @@ def lowrank(
         if linears:
             why = "its factors would not be smaller; use a lower rank"
         elif any(_matches(name, included) for name in ranks_of(module)):
-            why = "its linears are already factors"
+            why = "its linears are already factorized"
         raise ConfigError(f"rank = {rank}, include = {included}: nothing to replace in {type(module).__name__}: {why}")
     for name, linear, r in progress(chosen, "factorizing", enabled=init == "svd"):
         _replace(module, name, linear, r, init, activation)
     after = sum(parameter.numel() for parameter in module.parameters())
-    log.info("%d linears are factors now: %s -> %s parameters", len(chosen), format_count(before), format_count(after))
+    log.info("factorized %d linears: %s -> %s parameters", len(chosen), format_count(before), format_count(after))
     _record(module, activation)
     return module
 

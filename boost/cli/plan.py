@@ -36,7 +36,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost plan --model 7b --gpus 8 --gpu h100-80g --seq 4096 --by-gpus                 where each layout is fastest\n\n"
         "--model takes a size (1b, 3b, 7b, 13b, 30b), a preset (llama3-8b, ...; see 'boost config'), a TOML file (its\n"
         "[parallel] and searched fields are ignored), or the config.json or folder of a Hugging Face model.\n"
-        "--parallel.KEY, --train.micro_batch and --train.recompute restrict the search to a value.\n"
+        "--parallel.KEY, --train.micro_batch and --train.recompute restrict the search to the given value.\n"
         "'boost plan calibrate' profiles this machine.\n"
         "A global batch is in sequences (256) or tokens (1M-tokens, 500k-tokens). Units are decimal: 1 GB = 10^9 bytes.",
     )
@@ -178,7 +178,7 @@ def global_batch(words: str, seq_len: int, gpus: int) -> int:
     amount = float(number) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[unit.lower()]
     if of != "-tokens" and (not unit or of == "-sequences"):
         if amount < 1 or amount != int(amount) or amount > 2**31:
-            raise ConfigError(f"--global-batch = '{words}': sequences must be an integer from 1 to {2**31:,}")
+            raise ConfigError(f"--global-batch = '{words}' is not a whole number of sequences from 1 to {2**31:,}")
         return int(amount)
     wanted = amount / seq_len
     if wanted < 1:

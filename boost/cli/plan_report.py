@@ -115,8 +115,8 @@ def search_and_report(args: argparse.Namespace, request: Request, source: str, f
     if folder is not None and read_folder(folder).tied:
         more = best.config.model.vocab_size * best.config.model.dim
         remarks.append(
-            f"'{folder / 'config.json'}' ties embedding and head. The plan is for two tensors, as after 'boost import --untie', "
-            f"which adds {more:,} parameters."
+            f"'{folder / 'config.json'}' ties the embedding and the head. The plan assumes two tensors, as after "
+            f"'boost import --untie', which adds {more:,} parameters."
         )
     if args.write is not None:
         command = ["train", str(args.write)]
@@ -460,7 +460,7 @@ def print_explanation(plan: Plan, hardware: Hardware) -> None:
     _print_products(out, plan, hardware, rank)
     _print_sent(out, plan, hardware, rank)
     where = f", pipeline rank {plan.pp_rank} (the highest)" if plan.config.parallel.pp > 1 else ""
-    out.print(f"\npeak memory of one GPU: {plan.peak.during}{where}", style="bold")
+    out.print(f"\npeak memory on one GPU: {plan.peak.during}{where}", style="bold")
     by_category = plan.peak.by_category
     held = {category: float(by_category[category]) for category in CATEGORIES if by_category.get(category)}
     _print_parts(out, held, {category: format_bytes(size) for category, size in held.items()}, CATEGORIES)
@@ -493,7 +493,7 @@ def _print_products(out: "Console", plan: Plan, hardware: Hardware, rank: int) -
     before = itertools.accumulate((total.seconds for total in listed), initial=0.0)
     whole = sum(total.seconds for total in listed)
     shown = [total for total, seconds in zip(listed, before, strict=False) if seconds < SHOWN * whole]
-    out.print("\nGEMMs and attention of one process per step", style="bold")
+    out.print("\nGEMMs and attention per step on one process", style="bold")
     numbers = ("m x n x k", "calls", "TFLOP", "bytes", "FLOP/byte", "time", "of peak")
     table = new_table(("place", "pass", *numbers), right=numbers)
     for total in shown:
@@ -518,7 +518,7 @@ def _print_products(out: "Console", plan: Plan, hardware: Hardware, rank: int) -
 
 def _print_sent(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> None:
     rows, parallel = inspect(plan.config, rank).rows, plan.config.parallel
-    out.print("\ncollectives of one process per step", style="bold")
+    out.print("\ncollectives per step on one process", style="bold")
     if not rows:
         out.print("none: one process")
         return

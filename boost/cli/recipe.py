@@ -56,7 +56,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="tokenizer, as for 'boost prepare': a local copy of the recipe's, or another one (then set --model.vocab_size)",
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="train for N steps; warm-up and intervals shrink with it"
+        "--steps", type=int, metavar="N", help="train for N steps; warm-up and intervals shrink in proportion"
     )
     parser.add_argument("--yes", action="store_true", help="do not ask before starting")
     parser.add_argument("--dry-run", action="store_true", help="print the budget and stop")
@@ -155,7 +155,7 @@ def print_budget(args: argparse.Namespace, recipe: Recipe, config: Config, optio
     free = shutil.disk_usage(existing).free
     disk = (
         f"{format_bytes(store)} for {options.out}, {format_bytes(checkpoints)} for {train.keep + 1} checkpoints in "
-        f"{config.run.dir}; {format_bytes(free)} are free"
+        f"{config.run.dir}; {format_bytes(free)} free"
     )
     facts = {
         "recipe": f"{recipe.name}: {model.title} {format_count(parameters)} parameters, {recipe.source}",
@@ -248,7 +248,7 @@ def compare(recipe: Recipe, config: Config) -> None:
             f"{recipe.perplexity:.2f} ({recipe.source}); this run: {facts['perplexity'] / recipe.perplexity - 1:+.1%}"
         )
     else:
-        reason = f"{'' if same else 'another model, '}{share:.2%} of its tokens"
+        reason = f"{'' if same else 'another model and '}{share:.2%} of the published tokens"
         published = f"{recipe.perplexity:.2f} ({recipe.source}); not comparable: this run used {reason}"
     rows = {
         "perplexity": f"{facts['perplexity']:.2f} on the first {config.train.seq_len} tokens of each held-out document, as "

@@ -202,7 +202,7 @@ class LowRankConfig(ModelConfig):
             if slot not in (SLOTS if layer else ("attn", "mlp", *SLOTS)) or (layer and layer not in numbers):
                 example = f", or layers.0.{SLOTS[0]} to layers.{self.layers - 1}.{SLOTS[-1]} for one block"
                 yield (
-                    f"model.ranks.{name} is not a linear of this model; valid names: "
+                    f"model.ranks.{name} is not a linear in this model; valid names: "
                     f"{', '.join(('attn', 'mlp', 'kv', *SLOTS))}{example}"
                 )
                 continue

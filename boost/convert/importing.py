@@ -45,9 +45,9 @@ class FolderWeights:
         self.start, self.starts_as_tokenizer = None if folder.bos == folder.eos else folder.bos, True
         self._tensors = TensorFolder(path)
         if folder.model.layers > len(self._tensors.shapes):  # before iterating over that many layers
-            stored = f"{len(self._tensors.shapes)} tensors"
             raise ConfigError(
-                f"num_hidden_layers = {folder.model.layers} in '{path}/config.json', but the weights have {stored}"
+                f"num_hidden_layers = {folder.model.layers} in '{path}/config.json' needs more tensors than the "
+                f"{len(self._tensors.shapes)} in its weights; check that config.json belongs to them"
             )
         # config.json alone does not determine the form: transformers and peft may save CoLA's factors under its module names.
         form = "boost" if "model.layers.0.self_attn.q_proj.A.weight" in self._tensors.shapes else folder.form
@@ -70,8 +70,8 @@ class FolderWeights:
         """Raises ConfigError if embedding and head are tied, which no layout trains, unless the caller chose to `untie` them."""
         if self.tied and not untie:
             raise ConfigError(
-                f"embedding and head of '{self._tensors.path}' are tied, which boost cannot train; add {option} to import them "
-                f"as two tensors (+{self.tied:,} parameters)"
+                f"the embedding and the head in '{self._tensors.path}' are tied, which boost cannot train; add {option} to import "
+                f"them as two tensors (+{self.tied:,} parameters)"
             )
 
     def read(self, parameter: Parameter) -> Tensor:

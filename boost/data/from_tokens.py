@@ -108,7 +108,7 @@ def _open_raw(path: Path, dtype: str, split: str | None) -> TokenFile:
     kind, size = np.dtype(dtype).newbyteorder("<"), path.stat().st_size
     if size % kind.itemsize:
         raise DataError(
-            f"{path}: {size} bytes are not a whole number of {dtype} ids; check --token-dtype, or copy it again"
+            f"{path}: {size} bytes are not a whole number of {dtype} ids; check --token-dtype, or copy the file again"
         )
     sample = np.fromfile(path, kind, _SAMPLE)
     if dtype == "uint16" and len(sample) >= 64 and not sample[1::2].any() and sample[::2].any():
@@ -133,7 +133,7 @@ def _open_megatron(index: Path, split: str | None) -> TokenFile:
         expected, size = 12 * n_sequences + 8 * n_indices, index.stat().st_size - len(head)
         if size not in (expected, expected + n_sequences):  # a multimodal dataset has one more byte per sequence
             raise DataError(
-                f"{index}: {size} bytes after the header instead of {expected} for {n_sequences} sequences; copy it again"
+                f"{index}: {size} bytes after the header instead of {expected} for {n_sequences} sequences; copy the file again"
             )
         lengths = np.fromfile(file, "<i4", n_sequences).astype(np.int64)
         offsets = np.fromfile(file, "<i8", n_sequences)
@@ -145,7 +145,7 @@ def _open_megatron(index: Path, split: str | None) -> TokenFile:
         raise DataError(f"{index}: the document indices do not partition the {len(lengths)} sequences")
     size, expected = path.stat().st_size, int(ends[-1]) * dtype.itemsize
     if size != expected:
-        raise DataError(f"{path} has {size} bytes, but {index.name} expects {expected}; copy it again")
+        raise DataError(f"{path} has {size} bytes, but {index.name} expects {expected}; copy the file again")
     return TokenFile(path, dtype, split, index, ends[indices[1:]])
 
 
@@ -233,7 +233,7 @@ def build_from_tokens(
             raise DataError(f"there are no ids: {scanned.skipped_in_words()}; pass files that contain token ids")
         if rule.single:
             raise DataError(
-                f"--from-tokens {tokens.name} is one document, so none can be held out; pass held-out ids with "
+                f"--from-tokens {tokens.name} contains only one document, so none can be held out; pass held-out ids with "
                 "--heldout-from, or pass the end-of-document token with --eos"
             )
     count_bytes = byte_counter(tokenizer)

@@ -286,11 +286,9 @@ def _notes(options: PrepareOptions, rule: SplitRule, encoder: Encoder, reading: 
     notes = []
     requested = parse_training(options.tokenizer)
     if requested is not None and size < requested:
-        notes.append(
-            f"the train split has too few repeated sequences for {requested} tokens: the vocabulary has {size} tokens"
-        )
+        notes.append(f"the train split has too few repeated sequences for {requested} tokens; it gave {size}")
     if rule.single:
-        notes.append("the corpus is one document: its last part is held out, split at a line break if there is one")
+        notes.append("the corpus is a single document, so its end is held out, split at a line break if possible")
     if encoder.unknown:
         notes.append(f"{encoder.unknown} tokens are the unknown token: the tokenizer cannot represent all of the text")
     if reading.taken == options.max_documents:
@@ -372,7 +370,7 @@ def build_chat(options: PrepareOptions, reading: Reading, fingerprint: str, fold
 
     rule = choose_split((document.key for document, _ in encoded("scanning the input")), options.heldout)
     if rule is None or rule.single:
-        usable = "the only conversation" if rule else "no conversation"
+        usable = "only one conversation" if rule else "no conversation"
         raise DataError(
             f"{usable} can be used, but a store needs one to train on and one to hold out "
             f"({reading.report.skipped_in_words()}); add conversations"

@@ -220,14 +220,14 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
             yield file
     except (EOFError, zlib.error, lzma.LZMAError) as error:
         where = "truncated" if isinstance(error, EOFError) else str(error)
-        raise Unreadable(f"damaged {compression} file", where, "copy it again") from error
+        raise Unreadable(f"damaged {compression} file", where, "copy the file again") from error
     except OSError as error:
         if error.errno is not None or not compression:
             raise  # a file system error, not a decompression error
         if "too much memory" in str(error):
             fix = f"decompress it first: zstd -d --long=31 {path.name}"
             raise Unreadable("zstd file with a window above 128 MB", fix=fix) from error
-        raise Unreadable(f"damaged {compression} file", str(error).splitlines()[0], "copy it again") from error
+        raise Unreadable(f"damaged {compression} file", str(error).splitlines()[0], "copy the file again") from error
 
 
 class _Counted(io.RawIOBase):
@@ -522,7 +522,7 @@ def damage(reason: str, where: str = "") -> Iterator[None]:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # a file system error
         detail = f"{where}: {(str(error).splitlines() or [type(error).__name__])[0]}".removeprefix(": ")
-        raise Unreadable(reason, detail, "copy it again") from error
+        raise Unreadable(reason, detail, "copy the file again") from error
 
 
 def require(module: str, what: str) -> Any:

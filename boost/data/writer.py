@@ -262,7 +262,7 @@ class TokenWriter:
                 self._digests[split].update(data)
         if left or self._blocks[name].so_far() != committed["blocks"][name]:
             raise DataError(
-                f"{self.folder / name}: damaged since it was written; check the disk and run it again, from the start"
+                f"{self.folder / name}: damaged since it was written; check the disk and start again from the beginning"
             )
         file.truncate(size)
 

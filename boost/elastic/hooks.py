@@ -115,7 +115,7 @@ class SlowReplicas(Hook):
                 continue
             self._reported.add(member)
             text = f"{slow[member]:.1f} times as long as the others for {event.metrics.step - since} steps"
-            action = "it is excluded and restarted" if self._exclude else "check the load on its machine"
+            action = "it will be excluded and restarted" if self._exclude else "check the load on its machine"
             trainer.warn(f"replica {member.replica} has taken {text}; {action}")
             if self._exclude:
                 self._exclude(member, text)

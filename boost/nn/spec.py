@@ -147,7 +147,7 @@ def _config(family: str, layout: str | None, tp: int, fields: dict[str, Any]) ->
     if fixed := sorted(
         parallel.keys() & {"tp", "pp", "dp", "cp", "shard", "shard_outer", "schedule", "virtual", "split"}
     ):
-        raise ConfigError(f"{fixed[0]} = {parallel[fixed[0]]!r} is not part of a module; pass the TP ranks as mesh")
+        raise ConfigError(f"{fixed[0]} = {parallel[fixed[0]]!r} does not apply to a module; pass the TP ranks as mesh")
     if isinstance(dim := model.get("dim"), int) and "ffn_dim" not in model:
         model["ffn_dim"] = -(-8 * dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
     if layout is None and ModelConfig.find(family) is not None:

@@ -41,7 +41,7 @@ KEYS = {
     "mem": "memory in GB",
     "bw": "memory bandwidth in GB/s",
     "link": f"{', '.join(LINKS)}, or GB/s (default pcie4)",
-    "net": "network port of each GPU in Gb/s (default 100)",
+    "net": "network bandwidth per GPU in Gb/s (default 100)",
     "fp32": "fp32 peak in TFLOP/s (default tflops / 8)",
     "per_node": "GPUs per node (default 8)",
     "site": "link of each site to the others in Gb/s, if the GPUs are at several sites",

@@ -49,7 +49,7 @@ class BadStepLimit(Hook):
             optim = trainer.config.optim
             proven = trainer.proven_checkpoint()
             raise TrainingError(
-                f"{what}: not finite for {event.consecutive} steps in a row, no weight was changed; resume with --resume "
+                f"{what}: not finite for {event.consecutive} steps in a row, so no weight was changed; resume with --resume "
                 f"{proven or 'PATH'}, a lower optim.lr (now {optim.lr}) or more optim.warmup_steps"
             )
 

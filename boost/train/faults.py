@@ -34,8 +34,7 @@ KINDS = {
     "flip": "one exponent bit of one weight flips, on this process only",
     "disk-full": "the process fails with ENOSPC when it creates the next file or folder of a checkpoint",
     "slow": f"the process sleeps for {SLOW_S:g} s",
-    "wait": "with run.recovery = 'in-step': the process waits until a lost replica is back and asks to rejoin,"
-    f" {WAIT_S:g} s at most",
+    "wait": f"with run.recovery = 'in-step': the process waits up to {WAIT_S:g} s for a lost replica to return and ask to rejoin",
 }
 """What each kind does."""
 

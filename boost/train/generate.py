@@ -115,7 +115,7 @@ def require_cache_memory(model: Model, batch: int, capacity: int) -> None:
     if fits:
         fix = f"largest valid value of --batch: {fits}"
     else:
-        fix = f"at most {available // model.cache_bytes(1, 1):,} tokens fit, prompt included; reduce --max-tokens"
+        fix = f"at most {available // model.cache_bytes(1, 1):,} tokens fit, including the prompt; reduce --max-tokens"
     raise ConfigError(
         f"--batch = {batch}: the key/value cache of {batch} x {capacity:,} tokens takes {format_bytes(needed)}, but "
         f"{format_bytes(available)} of memory is available; {fix}"

@@ -115,7 +115,7 @@ class HealthMonitor(Hook):
             elif self._healthy < RECOVERED:
                 trainer.trouble = RunTrouble(trainer.trouble.text, ruined=False)
             else:
-                trainer.warn(f"training has recovered: {RECOVERED} steps without trouble up to step {step}")
+                trainer.warn(f"training has recovered: steps {step - RECOVERED + 1} to {step} were normal")
                 trainer.trouble = None
                 if self._owes_save:
                     self._owes_save = False
@@ -125,7 +125,7 @@ class HealthMonitor(Hook):
         self._healthy = 0
         if trainer.trouble is None:
             proven = trainer.proven_checkpoint()
-            saved = f"'{proven}' is kept" if proven is not None else "none has been proven yet"
+            saved = f"'{proven}' is kept" if proven is not None else "no checkpoint has been proven yet"
             trainer.warn(f"{text}; checkpoints are marked until training has recovered; {saved}")
         trainer.trouble = RunTrouble(text, ruined=kind != "spike")
         # A non-finite step changes no weights. Only a second one in a row means that the weights are ruined.

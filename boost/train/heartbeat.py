@@ -322,7 +322,7 @@ class Heartbeat:
         if self.rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or launch_dir():
             log.warning("heartbeats cannot be read")
             return None
-        host = f"{process_name(0, self.size)}, which hosts the store of the run, is not responding"
+        host = f"{process_name(0, self.size)}, which hosts the run's store, is not responding"
         return f"{host}; {_waits(waiting, self.size, self.timeout_s if waited else None)}"
 
     def _counts(self) -> tuple[float, dict[int, int]] | None:

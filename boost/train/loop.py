@@ -294,7 +294,7 @@ class Trainer:
             look = self.proven_checkpoint if self.mesh.is_main else lambda: None
             target = ckpt.run_on_all(self.mesh, look, TrainingError)[0]
             if target is None:
-                raise TrainingError(f"{reason}; train.on_spike = 'rollback' finds no checkpoint to return to")
+                raise TrainingError(f"{reason}; train.on_spike = 'rollback' found no checkpoint to return to")
             if rollbacks.count > MAX_ROLLBACKS:
                 raise TrainingError(
                     f"{reason}; {MAX_ROLLBACKS} rollbacks to '{target}' did not help: resume from it with a lower optim.lr"
@@ -452,7 +452,7 @@ class Trainer:
         self.finish_save()
         if in_flight is not None and (waited := time.perf_counter() - begin) > SLOW_SAVE_S:
             self.warn(
-                f"training waited {waited:.1f} s for the checkpoint of step {in_flight}, which was still being written; save less "
+                f"training waited {waited:.1f} s for step {in_flight}'s checkpoint, which was still being written; save less "
                 "often or write to a faster disk"
             )
         self.check_replicas()
@@ -465,7 +465,7 @@ class Trainer:
         # Not part of the step statistics, because saves are rare and a hook may inspect the current weights.
         answers = ckpt.run_on_all(self.mesh, ask_hooks, TrainingError)
         if reason := next((reasons[0] for reasons in answers if reasons), None):
-            self.warn(f"checkpoint of step {step} not saved: {reason}")
+            self.warn(f"checkpoint for step {step} not saved: {reason}")
             return False
         return True
 

@@ -79,7 +79,7 @@ def resume_warnings(found: Checkpoint, candidates: list[Path], config: Config) -
     now = learning_rate(config.optim, step, config.train.steps)
     if before != now and step < config.train.steps:
         was = "; without these changes it would be" if step < steps else "; at the end of the earlier schedule, it was"
-        warnings.append(f"the learning rate of step {step + 1} is {now:.4g}{was} {before:.4g}")
+        warnings.append(f"the learning rate at step {step + 1} is {now:.4g}{was} {before:.4g}")
     return warnings
 
 

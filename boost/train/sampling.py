@@ -35,4 +35,4 @@ def beyond_context(tokens: int, context: int) -> str:
     """Returns a warning if a prompt and its continuation (`tokens` tokens in total) exceed the context; else ''."""
     if tokens <= context:
         return ""
-    return f"prompt and text have up to {tokens} tokens, but this model was made for {context}; expect nonsense beyond that"
+    return f"the text has up to {tokens} tokens, but the model's context length is {context}; expect nonsense beyond it"

@@ -34,7 +34,7 @@ def test_patterns_choose() -> None:
     model = boost.lowrank(mlp(), 2, include="2.*", init="random", activation="silu")
     assert [name for name, m in model.named_modules() if isinstance(m, LowRankLinear)] == ["2.0"]
     assert model[2][0].activation == "silu"
-    with pytest.raises(ConfigError, match="its linears are already factors"):
+    with pytest.raises(ConfigError, match="its linears are already factorized"):
         boost.lowrank(model, 1, include="2.*")
     again = boost.lowrank(model, 1, exclude=["0"])
     assert isinstance(again[3], LowRankLinear) and isinstance(again[2][0].A, nn.Linear), (

@@ -154,4 +154,4 @@ def test_text_beyond_the_context_is_a_warning(generate: Generate, monkeypatch: p
     monkeypatch.setattr(Checkpoint, "context", 5)
     code, again, err = generate(*words)
     assert (code, again) == (0, out)
-    assert "but this model was made for 5; expect nonsense beyond that" in err
+    assert "but the model's context length is 5; expect nonsense beyond it" in err

@@ -50,7 +50,7 @@ def test_the_report_says_how_to_run_it_and_why(capsys: Capture) -> None:
     for words in ("3,600 steps take", "GPU-hours",
                   "fastest configuration that fits", "boost train cola-60m", "runners-up", "Pure data parallelism beats TP here",
                   "The dense model of this shape", "GEMMs and attention",
-                  "collectives of one process", "peak memory of one GPU"):  # fmt: skip
+                  "collectives per step on one process", "peak memory on one GPU"):  # fmt: skip
         assert words in out, words
     assert max(len(line.rstrip()) for line in out.splitlines() if "hardware" not in line) <= 130
 
@@ -274,8 +274,8 @@ def test_a_hugging_face_config_is_a_model(capsys: Capture, tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps(content | {"tie_word_embeddings": True}), encoding="utf-8")
     code, out, _ = say(capsys, "plan", "--model", str(tmp_path), *words)
     assert code == 0 and "command (after --write run.toml)" in out and "boost train run.toml" in out
-    tied = "The plan is for two tensors, as after 'boost import --untie', which adds 16,384,000 parameters."
-    assert f"ties embedding and head. {tied}" in " ".join(out.split())
+    tied = "The plan assumes two tensors, as after 'boost import --untie', which adds 16,384,000 parameters."
+    assert f"ties the embedding and the head. {tied}" in " ".join(out.split())
     (tmp_path / "config.json").write_text(json.dumps(content | {"model_type": "gpt2"}), encoding="utf-8")
     code, _, err = say(capsys, "plan", "--model", str(tmp_path), *words)
     assert code == 2 and "model_type = 'gpt2'" in err

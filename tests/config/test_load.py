@@ -47,7 +47,7 @@ BAD = [
     (["--model.family", "lax", "--model.ranks.layers.1.attn.q", "8"], ["ranks.layers.1.attn.q", "use ranks.attn.q"]),
     (["--model.ranks.attn.w", "8"], ["model.ranks.attn.w", "attn.q", "layers.0.attn.q"]),
     (["--model.ranks.layers.8.attn.q", "8"], ["model.ranks.layers.8.attn.q", "layers.7.mlp.down"]),
-    (["--model.ranks.layers.00.attn.q", "8"], ["model.ranks.layers.00.attn.q", "not a linear of this model"]),
+    (["--model.ranks.layers.00.attn.q", "8"], ["model.ranks.layers.00.attn.q", "not a linear in this model"]),
     (["--model.ranks.attn", "9000"], ["model.ranks.attn = 9000", "largest valid value: 512"]),
     (["--model.ranks.attn", "many"], ["model.ranks.attn = 'many'", "integer"]),
     (["--model.ranks.attn"], ["--model.ranks.attn has no value", "integer"]),

@@ -140,8 +140,8 @@ def test_a_tied_folder_is_untied_on_request_only(form: str, tmp_path: Path, stor
         with pytest.raises(ConfigError) as caught:
             bring_in(theirs)
         assert str(caught.value) == (
-            f"embedding and head of '{theirs}' are tied, which boost cannot train; add {option} to import them as two tensors "
-            f"(+{more:,} parameters)"
+            f"the embedding and the head in '{theirs}' are tied, which boost cannot train; add {option} to import them as two "
+            f"tensors (+{more:,} parameters)"
         )
     done = bring_as_asked(theirs, untie=True)
     assert done.untied == more
@@ -325,7 +325,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ({"num_hidden_layers": None}, "model.layers = None is not of type integer"),
     ({"num_attention_heads": 5, "head_dim": None}, "model.heads = 5 must divide model.dim = 32"),
-    ({"num_hidden_layers": 1 << 17}, "num_hidden_layers = 131072 .* the weights have 21 tensors"),
+    ({"num_hidden_layers": 1 << 17}, "num_hidden_layers = 131072 .* needs more tensors than the 21 in its weights"),
     ({"max_position_embeddings": float("inf")}, "max_position_embeddings = inf"),
     ({"max_position_embeddings": "12"}, "max_position_embeddings = '12'"),
     ({"head_dim": "a\nb"}, r"head_dim = 'a\\nb'"),

@@ -168,7 +168,7 @@ def test_nothing_to_read_is_an_error(tmp_path, tokenizer):
         prepare(options(tmp_path, tokenizer, tmp_path))
     np.array([5, 0], "<u2").tofile(tmp_path / "one.bin")
     with pytest.raises(
-        DataError, match="is one document, .* --heldout-from, or pass the end-of-document token with --eos"
+        DataError, match="only one document, .* --heldout-from, or pass the end-of-document token with --eos"
     ):
         prepare(options(tmp_path, tokenizer, tmp_path / "one.bin"))
 
@@ -256,7 +256,7 @@ def change(at, data):
         (lambda content: content[:20], r"x\.idx: not a Megatron-LM index"),
         (change(9, b"\2"), "Megatron-LM index version 2; only version 1"),
         (change(17, b"\7"), "code 7 for the id type; expected an integer type"),
-        (lambda content: content[:-1], "99 bytes after the header instead of 100 for 5 sequences; copy it again"),
+        (lambda content: content[:-1], "99 bytes after the header instead of 100 for 5 sequences; copy the file again"),
         (change(26, b"\6"), "100 bytes after the header instead of 108 for 5 sequences"),
         (change(34, struct.pack("<i", 4)), "sequences are not contiguous"),
         (change(34, struct.pack("<i", -1)), "sequences are not contiguous"),
@@ -275,7 +275,7 @@ def test_a_megatron_file_that_does_not_match_its_index(tmp_path):
     index = write_megatron(tmp_path / "x", DOCUMENTS)
     data = index.with_suffix(".bin").read_bytes()
     index.with_suffix(".bin").write_bytes(data[:-2])
-    with pytest.raises(DataError, match=r"x\.bin has 28 bytes, but x\.idx expects 30; copy it again"):
+    with pytest.raises(DataError, match=r"x\.bin has 28 bytes, but x\.idx expects 30; copy the file again"):
         open_token_files(index, "uint16")
     index.with_suffix(".bin").unlink()
     with pytest.raises(DataError, match=r"x\.bin: no such file"):

@@ -159,7 +159,7 @@ def test_damaged_compressed_files(suffix, keep, tmp_path):
     documents, report = read(FilesSource(tmp_path))
     assert documents == [("b.txt", "b")]
     assert list(skips(report)) == [(path.name, f"damaged {NAMES[suffix]} file")]
-    with pytest.raises(DataError, match=rf"a\.jsonl{suffix}: damaged {NAMES[suffix]} file.*; copy it again"):
+    with pytest.raises(DataError, match=rf"a\.jsonl{suffix}: damaged {NAMES[suffix]} file.*; copy the file again"):
         read(FilesSource(path))
 
 
@@ -410,7 +410,7 @@ def test_damaged_arrow_files(name, tmp_path):
     arrow_files(tmp_path, pa.table({"text": [f"row {i}" * 50 for i in range(20)]}))
     data = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(data[: len(data) // 2])
-    with pytest.raises(DataError, match=rf"{name}: (damaged|not an) Arrow file.*; copy it again"):
+    with pytest.raises(DataError, match=rf"{name}: (damaged|not an) Arrow file.*; copy the file again"):
         read(FilesSource(tmp_path / name))
     (tmp_path / name).write_bytes(b"something else entirely")
     with pytest.raises(DataError, match="not an Arrow file"):

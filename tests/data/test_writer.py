@@ -48,7 +48,7 @@ def test_a_kill_at_any_file_event_leaves_one_whole_store(stores: tuple[Path, Pat
         if store.exists():
             assert content(store) in (old, new)
         else:
-            with pytest.raises(DataError, match="its replacement was interrupted; rerun that 'boost prepare'"):
+            with pytest.raises(DataError, match="its replacement was interrupted; rerun 'boost prepare'"):
                 TokenStore.open(store)
         with locked(store):  # what the next `boost prepare` does first
             found = content(store)

@@ -128,7 +128,7 @@ def test_a_save_waits_for_the_one_in_flight(store: Path, tmp_path: Path, monkeyp
     fitted(make_config(store, tmp_path, train={"steps": 5, "save_every": 2, "keep": 9}), recorder)
     first = recorder.seen.index("saved 2")
     assert recorder.seen[:first] == ["step 1", "step 2", "save 2", "step 3", "step 4"]
-    assert "for the checkpoint of step 2, which was still being written" in recorder.seen[first + 1]
+    assert "for step 2's checkpoint, which was still being written" in recorder.seen[first + 1]
     assert disk.started == [2, 4, 5]
 
 

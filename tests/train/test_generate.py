@@ -141,7 +141,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_its_size_before_it_is_allocat
     with pytest.raises(ConfigError, match=r"--batch = 5: .* 5 x 106 tokens takes .* kB, but .*; largest valid .*: 3$"):
         collected(decoder, 100, Sampling(0.0), batch=9)
     monkeypatch.setattr(module, "available_memory", lambda device: row - 1)
-    with pytest.raises(ConfigError, match="at most 105 tokens fit, prompt included; reduce --max-tokens"):
+    with pytest.raises(ConfigError, match="at most 105 tokens fit, including the prompt; reduce --max-tokens"):
         collected(decoder, 100, Sampling(0.0), batch=1)
 
 

@@ -217,7 +217,7 @@ def test_a_young_run_in_doubt_is_saved_and_can_be_killed(store: Path, tmp_path: 
     config = every_step(store, tmp_path, steps=60, save_every=40, keep=1)
     _, saves = run_until(config, Scale(0, 1.0, kill_after=44), Spike(39, 8.0))
     assert [text.partition(":")[0] for text in saves.seen] == ["spike at step 39"]
-    assert "none has been proven yet" in saves.seen[0]
+    assert "no checkpoint has been proven yet" in saves.seen[0]
     ((step, (trouble, doubt)),) = saves.marks.items()
     assert (step, trouble) == (40, "") and doubt.startswith("spike at step 39")
     listed = inspect(ckpt.checkpoint_path(tmp_path / "checkpoints", 40))
@@ -305,7 +305,7 @@ def test_rollbacks_that_do_not_help_end_the_run(store: Path, tmp_path: Path) -> 
     with pytest.raises(TrainingError, match="3 rollbacks to .*step-00000006' did not help"):
         fitted(every_step(store, tmp_path / "run", on_spike="rollback", save_every=3), hook)
     assert len(hook.rollbacks) == 3
-    with pytest.raises(TrainingError, match="finds no checkpoint to return to"):
+    with pytest.raises(TrainingError, match="found no checkpoint to return to"):
         fitted(every_step(store, tmp_path / "none", on_spike="rollback", save_every=0), Rates({3: 1e30}))
 
 

@@ -124,9 +124,7 @@ def test_a_store_that_was_silent_before_the_timeout_is_not_forgotten(monkeypatch
     assert beating.diagnose() is None, "it has not begun"
     beating._board = mock.Mock(**{"read.side_effect": RuntimeError("the host of the store is stopped")})
     assert beating._counts() is None
-    assert str(beating.diagnose()).startswith(
-        "process 1 of 2 (rank 0), which hosts the store of the run, is not responding"
-    )
+    assert str(beating.diagnose()).startswith("process 1 of 2 (rank 0), which hosts the run's store, is not responding")
 
 
 @pytest.mark.parametrize("text", ["7", "[]", "{}", '{"issued": 1}', '{"rank": 0, "issued": {}}', "[" * 100000, "\x00"])

@@ -154,14 +154,14 @@ def test_a_save_that_one_process_asks_for_or_refuses_happens_on_all_or_none(stor
         assert steps == [3], "once, after the step that follows the request"
         assert latest == "step-00000003"
         said = [each for each in warnings if "training waited" not in each]  # what a slow disk is told
-        assert said == [f"checkpoint of step {step} not saved: not good enough" for step in (5, 6)]
+        assert said == [f"checkpoint for step {step} not saved: not good enough" for step in (5, 6)]
 
 
 def test_a_refused_checkpoint_is_not_called_saved(
     store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(store, tmp_path)
-    for refused, words in ((set(), "checkpoint saved"), ({2}, "a hook refused the checkpoint of this step")):
+    for refused, words in ((set(), "checkpoint saved"), ({2}, "a hook refused this step's checkpoint")):
         trainer, result = fit(config, Do("before_step", 2, request_stop), Refuse(refused))
         run._print_result(config, trainer, result)
         assert f"stopped by the test at step 2 of 6, {words}; resume with --resume auto" in capsys.readouterr().out

@@ -107,10 +107,8 @@ def test_without_an_agent_too_the_process_that_hangs_is_named(store: Path, tmp_p
         code, _, err = (second if stopped == 0 else first).finish()
         assert code == 3
         name = f"process {stopped + 1} of 2 (rank {stopped})"
-        assert (
-            f"boost: error: {name}{', which hosts the store of the run,' if stopped == 0 else ''} is not responding"
-            in err
-        )
+        hosts = ", which hosts the run's store," if stopped == 0 else ""
+        assert f"boost: error: {name}{hosts} is not responding" in err
         assert "Traceback" not in err
 
 

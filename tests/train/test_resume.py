@@ -77,14 +77,14 @@ def test_a_resumed_run_says_what_changed_and_what_becomes_of_the_learning_rate(s
     found = ckpt.open_checkpoint(candidates(run)[0])
     longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
     before, after = (learning_rate(config.optim, 5, 6), learning_rate(config.optim, 6, 9))
-    said = f"the learning rate of step 7 is {after:.4g}; at the end of the earlier schedule, it was {before:.4g}"
+    said = f"the learning rate at step 7 is {after:.4g}; at the end of the earlier schedule, it was {before:.4g}"
     assert said in resume_warnings(found, [], longer) and resume_warnings(found, [], config) == []
     longer = make_config(store, tmp_path / "run", train={"save_every": 4, "steps": 60})
     again, same = make_trainer(longer), make_trainer(config)
     for trainer in (again, same):
         trainer.start([ckpt.checkpoint_path(run.checkpoints, 4)])
     assert "changed since 'step-00000004': train.steps 6 -> 60" in again.warnings
-    rate = "the learning rate of step 5 is 0.002998; without these changes it would be"
+    rate = "the learning rate at step 5 is 0.002998; without these changes it would be"
     assert any(text.startswith(rate) for text in again.warnings)
     assert same.warnings == []
 

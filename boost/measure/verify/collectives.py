@@ -122,7 +122,7 @@ def verify(verifier: Verifier, axes: dict[str, Axis], device: torch.device) -> N
                 f"{name} ({axis.size} processes), {words}",
                 partial(wrong_functions, axis, dtype, device),
                 judge,
-                "do not train on these machines: check drivers, NCCL and the network of the failing ranks",
+                "do not train on these machines: check the drivers, NCCL and the network of the failing ranks",
             )
 
 

@@ -208,7 +208,7 @@ class CheckpointSaver:
                 outcome = error
                 abandoned = self._thread is not threading.current_thread()
                 if not abandoned and not isinstance(error, (BoostError, *self.expected_errors)):
-                    log.exception("the checkpoint of step %d was not saved", snapshot.state.step)
+                    log.exception("the checkpoint for step %d was not saved", snapshot.state.step)
         if self._thread is threading.current_thread():
             self._outcome = outcome
 
@@ -234,7 +234,7 @@ class CheckpointSaver:
 
         def raise_surprise() -> None:
             if isinstance(outcome, Exception) and not isinstance(outcome, BoostError):
-                raise StorageError(f"checkpoint of step {self._step} not saved: {root_cause(outcome)}") from outcome
+                raise StorageError(f"checkpoint for step {self._step} not saved: {root_cause(outcome)}") from outcome
 
         # All processes see the same save errors, but only some may see a lost connection between the threads.
         try:
@@ -250,7 +250,7 @@ class CheckpointSaver:
     def close(self, timeout_s: float) -> None:
         """Waits up to `timeout_s` for a save in flight, even after an error, because a checkpoint is worth the wait."""
         if self._thread:
-            log.info("waiting for the checkpoint of step %d", self._step)
+            log.info("waiting for the checkpoint for step %d", self._step)
             self._thread.join(timeout_s)
         if self._group and not (self._thread and self._thread.is_alive()):
             self._close_group(self._group)
@@ -285,7 +285,7 @@ def write_snapshot(
         path = temporary
         shards = run_on_all(mesh, lambda: _write_shard(path, snapshot, mesh), group=group)
         if problem := next((problem for _, problem in shards if problem), None):
-            raise NonFiniteError(f"checkpoint of step {step} not saved: {problem}")
+            raise NonFiniteError(f"checkpoint for step {step} not saved: {problem}")
         entries = {name: entry for files, _ in shards for name, entry in files.items()}
 
         def complete() -> list[str]:
@@ -295,7 +295,7 @@ def write_snapshot(
 
         more = run_on_main(mesh, complete, group=group)
     except ProcessFailure as error:
-        raise StorageError(f"checkpoint of step {step} not saved in '{folder}': {error}") from None
+        raise StorageError(f"checkpoint for step {step} not saved in '{folder}': {error}") from None
     finally:
         if temporary and mesh.is_main and temporary.exists():
             remove(temporary)
