@@ -8,7 +8,7 @@ from boost.errors import ConfigError
 
 INK, MUTED, LINE, PAPER = "#1b212c", "#5c6573", "#dfe2e7", "#ffffff"
 SERIES = ("#5c7cfa", "#d97706", "#0e9aa0", "#e64980", "#7a9a12", "#9775fa", "#b08400", "#7d8794", "#b5557f", "#2f9e6b")
-"""Line and bar colors, in order; visible on both white and dark pages."""
+"""Line and bar colors, in order; visible on both light and dark pages."""
 
 SUFFIXES = (".svg", ".png", ".pdf")
 

@@ -41,7 +41,7 @@ class TrainingError(BoostError):
 
 
 class NonFiniteError(TrainingError):
-    """A weight or optimizer moment is not finite. It is not saved, and earlier checkpoints are kept."""
+    """A weight or optimizer moment is not finite. No checkpoint is saved; earlier ones are kept."""
 
 
 class HangError(TrainingError):

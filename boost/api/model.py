@@ -131,7 +131,7 @@ class Model(nn.Module):
         ids = self.tokenizer.encode(prompt, add_special_tokens=False).ids if is_text else list(prompt)
         ids = ([bos] if is_text and bos is not None else []) + ids or ([eos] if eos is not None else [])
         if not ids:
-            raise ConfigError("prompt is empty, and the start-of-document token of this model is unknown; pass a token")
+            raise ConfigError("prompt is empty, and this model's start-of-document token is unknown; pass a token")
         if max(ids) >= self.decoder.model.vocab_size or min(ids) < 0:
             raise ConfigError(f"prompt contains token {max(ids)}; valid: 0 to {self.decoder.model.vocab_size - 1}")
         sampling = Sampling(temperature, top_k, top_p, seed)

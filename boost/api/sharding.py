@@ -21,7 +21,7 @@ Sharded = TypeVar("Sharded", bound=nn.Module)
 def parallelize(
     model: Sharded, mesh: DeviceMesh | dist.ProcessGroup | None, *, layout: str | None = None, **options: Any
 ) -> Sharded:
-    """Shards a module over TP ranks. The result computes the same function of the same weights.
+    """Shards a module over TP ranks. The result computes the same function with the same weights.
 
     Every process calls it with the same unsharded module, and gets a new module with its own shards; the original
     is unchanged. For data parallelism, use torch's DDP or FSDP2 (`fully_shard`) over another dimension of the mesh.

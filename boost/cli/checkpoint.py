@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="list and verify checkpoints",
         description="Lists and verifies the checkpoints of a run.\n\n"
         "  list     step, date, size, state and held-out loss of each checkpoint\n"
-        "  verify   checks every byte against the digests from the save; exit code 1 if anything is damaged",
+        "  verify   checks every byte against the saved digests; exit code 1 if anything is damaged",
         epilog="examples:\n"
         "  boost checkpoint list runs/demo\n"
         "  boost checkpoint list runs/demo --json\n"
@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, explanation in (
         ("list", "step, date, size, state and held-out loss of each checkpoint"),
-        ("verify", "check every byte against the digests from the save"),
+        ("verify", "check every byte against the saved digests"),
     ):
         summary = f"{explanation[0].upper()}{explanation[1:]}."
         action = actions.add_parser(name, help=explanation, description=summary, allow_abbrev=False)
@@ -126,8 +126,8 @@ class CheckpointInfo:
 
 
 def checkpoint_folders(path: Path) -> list[Path]:
-    """Returns all checkpoint folders at a path (a run directory, a checkpoints folder, or one checkpoint), with any status, oldest
-    first. Raises CheckpointError if there is none."""
+    """Returns all checkpoint folders at a path (a run directory, a checkpoints folder, or one checkpoint), oldest first,
+    whatever their status. Raises CheckpointError if there is none."""
     from boost.train.checkpoint.commit import MANIFEST_FILE, STATE_FILE, TENSORS, step_of
 
     if (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file() or (path / TENSORS).is_dir():

@@ -7,7 +7,7 @@ from typing import Any
 from boost.train.rundir import require_checkpoint_folder
 
 FILE_BYTES = 5 * 10**9
-"""Maximum size of a weight file, one of which is held in memory."""
+"""Maximum size of a weight file; one at a time is held in memory."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

@@ -279,7 +279,7 @@ class Generation:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         vocabulary = self._config.model.vocab_size
         if ids and max(ids) >= vocabulary:
-            raise ConfigError(f"--prompt contains token {max(ids)}, but model.vocab_size = {vocabulary}; change it")
+            raise ConfigError(f"--prompt contains token {max(ids)}, but model.vocab_size = {vocabulary}; change the prompt")
         return ids
 
     def _generate(self, prompts: list[list[int]]) -> "Iterator[NewToken]":

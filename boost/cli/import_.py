@@ -155,7 +155,7 @@ def _print_report(report: dict[str, Any]) -> None:
     print("report.json lists every linear\n")
     of = report["parameters"]
     if calibrated:
-        asked = f"at most {report['asked']['budget']:.1%} set by --budget, which counts only these"
+        asked = f"--budget allows {report['asked']['budget']:.1%} and counts only linears"
         print(
             f"linears: {of['factors']:,} of {of['linears']:,} parameters ({of['factors'] / of['linears']:.1%}; {asked})"
         )

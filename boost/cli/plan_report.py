@@ -336,9 +336,9 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: H
         else f"OUT OF MEMORY by {format_bytes(plan.shortfall)}"
     )
     low, high = map(format_seconds, interval(time.seconds, parallel, hardware))
-    likely = f"eight of ten runs take {low} to {high}"
+    likely = f"eight in ten runs take {low} to {high}"
     if hardware.architecture and not hardware.has_runs:
-        likely = f"no measured run for this GPU; a guess is {low} to {high}"
+        likely = f"no measured run for this GPU; rough guess: {low} to {high}"
     probability = fit_probability(plan.memory, plan.usable)
     chance = f"{probability:.0%}"
     if not 0.005 < probability < 0.995:

@@ -64,7 +64,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--distill-from",
         metavar="CHECKPOINT",
         help="also learn from the predictions of this model (a run, a checkpoint, or the output of 'boost import'); sets "
-        "distill.teacher, and [distill] has the weights and the temperature",
+        "distill.teacher; [distill] sets the weights and the temperature",
     )
     parser.add_argument(
         "--inject-fault",

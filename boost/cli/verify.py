@@ -18,7 +18,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "verify",
         help="check that training is correct and fast on these machines",
         usage="boost verify [CONFIG] [--nproc N] [--only SECTION ...] [--section.key value ...]",
-        description="Checks what every run relies on, on these machines, in a few minutes:\n"
+        description="Checks what every run on these machines relies on, in a few minutes:\n"
         "  machines     devices, drivers, versions, network interfaces\n"
         "  collectives  every collective function, forward and backward, against plain arithmetic\n"
         "  links        latency and bandwidth of every collective, against the hardware profile\n"

@@ -70,7 +70,7 @@ def rate_scale(parameter: Parameter, dim: int) -> float:
 
 
 def work_dtype(optim: OptimConfig, param_dtype: str) -> str:
-    """Dtype of computation and communication on whole factors: fp64 for LORO's exact step, at least fp32 for others."""
+    """Dtype for computing with whole factors and communicating them: fp64 for LORO's exact step, at least fp32 for others."""
     return "float64" if param_dtype == "float64" else optim.factor_dtype
 
 

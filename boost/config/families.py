@@ -77,7 +77,7 @@ class ModelConfig(Tagged):
 
     rope_low_freq: Positive = 1.0
     """With `rope_factor`: frequencies of at most this many turns per `rope_original_len` tokens are divided by the full factor.
-    Between it and `rope_high_freq` the scaling is interpolated."""
+    Between this and `rope_high_freq`, the scaling is interpolated."""
 
     rope_high_freq: Positive = 4.0
     """With `rope_factor`: frequencies of at least this many turns per `rope_original_len` tokens are not scaled."""
@@ -140,7 +140,7 @@ class DenseConfig(ModelConfig):
 
 
 def _by_linear(table: Any, prefix: str = "") -> Any:
-    """Flattens a table of ranks (TOML parses a bare `attn.q = 64` as a table in a table), and replaces `kv` by attn.k and attn.v,
+    """Flattens a table of ranks (TOML parses a bare `attn.q = 64` as a table in a table), and replaces `kv` with attn.k and attn.v,
     unless the table names these too."""
     if not isinstance(table, dict):
         return table
@@ -188,7 +188,7 @@ class LowRankConfig(ModelConfig):
             if rank * (self.dim + width) > self.dim * width:
                 yield (
                     f"{slot} ({self.dim} x {width}) has more parameters as factors of rank {rank} than as one matrix: "
-                    f"--model.ranks.{slot} {max(width // 4, 1)} would set its rank to a quarter of its width (ranks.kv: of both)"
+                    f"--model.ranks.{slot} {max(width // 4, 1)} would set its rank to a quarter of its width (ranks.kv sets both)"
                 )
 
     def problems(self, config: WholeConfig) -> Iterator[str]:

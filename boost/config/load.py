@@ -55,8 +55,8 @@ def load(source: str | None, overrides: Sequence[str] = (), model: ModelConfig |
 def for_weights(config: Config, source: Config) -> Config:
     """Adapts `config` to a run that starts from a checkpoint (configuration: `source`), because defaults suit only new weights.
 
-    Unless set, the peak learning rate is a tenth of the default, or a thirtieth if latents have an activation, which moves them
-    further (docs/healing.md). The sequence length is the checkpoint's. Raises ConfigError.
+    Unless set, the peak learning rate is a tenth of the default, or a thirtieth if latents have an activation
+    (docs/negative-results.md). The sequence length is the checkpoint's. Raises ConfigError.
     """
     tree = config.model_dump(exclude_none=True)
     if "lr" not in config.optim.model_fields_set:
@@ -109,9 +109,9 @@ REMOVED = {
     "train.early_stopping_threshold": "2026-11-26; use train.keep_best, or a hook that calls trainer.request_stop",
     "data.recheck_every": "2026-11-26; data.verify = true verifies the whole store before the first step",
 }
-"""When keys and names were removed. Keys are ignored if they are 0 or false, which did nothing, or equal `FORMER_DEFAULTS`."""
+"""When keys and names were removed. Keys set to 0 or false, which had no effect, or to `FORMER_DEFAULTS` are ignored."""
 FORMER_DEFAULTS = {"data.recheck_every": 100}
-"""Defaults of removed keys that were on by default, which every earlier saved configuration contains."""
+"""Defaults of removed keys that were on by default: every configuration saved earlier contains them."""
 
 
 def from_tree(tree: dict[str, Any]) -> Config:
@@ -278,7 +278,7 @@ def _explain(error: ValidationError) -> str:
     examples: dict[str, Any] = {_INTEGERS: [9, 7], _TABLE: "{ attn = 128, mlp = 256 }", _NUMBERS: _MIXTURE_EXAMPLE}
     default = examples.get(type_name(known[key]), known[key].default)
     literal = str(default).lower() if isinstance(default, bool) else repr(default)
-    example = "" if known[key].is_required() or default is None else f", as {literal}"
+    example = "" if known[key].is_required() or default is None else f", such as {literal}"
     return f"{key} = {shown} is not of type {type_name(known[key])}; write {key} = {type_name(known[key])}{example}"
 
 

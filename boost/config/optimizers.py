@@ -117,7 +117,7 @@ class OptimConfig(Tagged):
     import torch."""
 
     whole_factors: ClassVar[bool] = False
-    """Whether every step (not only one of exact_every) needs whole factors."""
+    """Whether every step (not just one in exact_every) needs whole factors."""
 
     factor_copies: ClassVar[int] = 1
     """Number of factor-shaped tensors in the workspace for a step on gathered factors."""

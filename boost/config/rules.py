@@ -33,13 +33,13 @@ def check(config: Config) -> None:
 
 
 MAX_PARAMETERS = 10**13
-"""Ten times the largest published models. A larger model is a typo, which would otherwise only show up as running out of memory."""
+"""Ten times the largest published models. A larger model is a typo that would otherwise show up only as running out of memory."""
 _USUAL = {"model.dim": 16384, "model.layers": 128, "model.vocab_size": 262144, "model.ffn_dim": 65536}
 """Dimensions of the largest models, used to find the one that is out of proportion."""
 
 
 def out_of_proportion(model: ModelConfig) -> tuple[str, int]:
-    """The field, and its value, that is largest relative to the largest models."""
+    """The field that is largest relative to the largest models, and its value."""
     values: dict[str, int] = {field: getattr(model, field.partition(".")[2]) for field in _USUAL}
     field = max(values, key=lambda name: values[name] / _USUAL[name])
     return field, values[field]

@@ -54,8 +54,8 @@ class ParallelConfig(Tagged):
     """Data-parallel size: number of replicas that split the global batch."""
 
     cp: Width = 1
-    """Context-parallel size: number of processes that split each sequence, two chunks per process. For sequences that do not fit
-    in one process. Attention communicates either heads or keys and values, whichever is smaller. Gradient reduction and
+    """Context-parallel size: number of processes that split each sequence, two chunks per process. Use it for sequences that
+    do not fit in one process. Attention communicates either heads or keys and values, whichever is smaller. Gradient reduction and
     parallel.shard span dp x cp."""
 
     shard: Literal["none", "optimizer", "full"] = "none"

@@ -76,7 +76,7 @@ def load_plugins() -> None:
 
 
 WholeConfig = Any
-"""The whole configuration (`boost.config.schema.Config`), which the rules of one table read. That module imports this one."""
+"""The whole configuration (`boost.config.schema.Config`), which each table's rules read; Any, as that module imports this one."""
 
 
 class Tagged(Section):

@@ -60,7 +60,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def printable_text(text: str) -> str:
-    """Like `printable`, but keeps line breaks, tabs and joined characters (as in emoji), for longer texts."""
+    """Like `printable`, but keeps line breaks, tabs and zero-width joiners (as in emoji), for longer texts."""
     return printable(text, "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}")
 
 

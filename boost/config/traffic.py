@@ -17,12 +17,12 @@ CHUNK_ELEMENTS = 1 << 23
 """Local logits per chunk of the loss: 32 MiB in fp32."""
 
 CHUNK_TOKENS = 512
-"""Minimum number of tokens per chunk, for any vocabulary. A chunk of N tokens does 6 N FLOPs per element of the head's
-gradient, which it reads and writes (8 bytes or more). With fewer tokens a GPU is memory-bound."""
+"""Minimum number of tokens per chunk, for any vocabulary. A chunk of N tokens takes 6 N FLOPs per element of the head's
+gradient, and reads and writes that element (8 bytes or more). With fewer tokens, a GPU is memory-bound."""
 
 BUCKET_BYTES = 25 * 2**20
-"""Minimum size of a gradient bucket, except the last one. Limits the number of launches, and only one bucket is copied at a
-time."""
+"""Minimum size of a gradient bucket, except the last one. Limits the number of launches; buckets are copied one at
+a time."""
 
 BUCKETS = 8
 """If gradients fill fewer than this many buckets of BUCKET_BYTES, they are divided into about this many smaller ones, so that all

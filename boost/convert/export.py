@@ -61,7 +61,7 @@ def export(
             converted = tensor.to(target or reader.dtype(entry.parameters[0].name))
             if converted.dtype == torch.float16 and converted.isinf().any():
                 raise ConfigError(
-                    f"--dtype = float16 overflows in '{entry.name}' (largest value: 65504); choose bfloat16"
+                    f"--dtype = float16 overflows in '{entry.name}' (float16 maximum: 65504); choose bfloat16"
                 )
             writer.add(entry.name, converted)
         weight_map = writer.close()

@@ -109,7 +109,7 @@ class TensorFolder:
                 )
 
     def dtype(self, names: Iterable[str]) -> torch.dtype:
-        """Returns the narrowest dtype that represents all of these tensors exactly. Raises CheckpointError for others."""
+        """Returns the narrowest dtype that represents all of these tensors exactly. Raises CheckpointError for other dtypes."""
         example = {self._dtypes[name]: name for name in names}
         if unsupported := [dtype for dtype in example if dtype not in _FLOATS]:
             raise CheckpointError(
@@ -152,7 +152,7 @@ class TensorWriter:
         self.parameters += tensor.numel()
 
     def close(self) -> dict[str, str]:
-        """Writes the last file and renames all; returns the file name for each tensor. Raises StorageError."""
+        """Writes the last file and renames all files; returns the file name for each tensor. Raises StorageError."""
         self._flush()
         count = len(self._written)
         weight_map: dict[str, str] = {}

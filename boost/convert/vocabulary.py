@@ -184,7 +184,7 @@ def template_files(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def merged_tokenizer_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[str, Any]:
-    """Returns our `tokenizer_config.json` with the folder's special tokens and padding and truncation sides.
+    """Returns our `tokenizer_config.json` with the folder's special tokens, padding side and truncation side.
 
     Text that matches a special token is encoded as ordinary text, as in training. Models with a chat template are the exception,
     because templates write special tokens as text.

@@ -82,7 +82,7 @@ class Segment:
 
 
 class EqualWindows:
-    """Samples with one segment: windows of S consecutive inputs. A shorter last one is kept with `partial` and dropped without."""
+    """Samples with one segment: windows of S consecutive inputs. A shorter last one is kept if `partial`, else dropped."""
 
     def __init__(self, n_tokens: int, seq_len: int, partial: bool) -> None:
         self._targets, self._seq_len = max(n_tokens - 1, 0), seq_len
@@ -266,7 +266,7 @@ class DocumentBatches:
 
     Targets beyond a document or outside the loss mask are `IGNORED`; a document's first token is not a target. All DP ranks yield
     the same number of batches. `max_tokens` limits evaluation to the first documents that together reach this many
-    tokens, but to at least one document. `len` is the number of batches.
+    tokens, at least one. `len` is the number of batches.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: see `load_chat_template`. Raises ConfigError or DataError, also if the folder has no template."""
+        """`folder`: see `load_chat_template`. Raises ConfigError or DataError, including if the folder has no template."""
         self._tokenizer = _load(folder)
         if not self._tokenizer.chat_template:
             raise DataError(
@@ -150,7 +150,7 @@ class ChatTemplate:
         if not all(counts):
             if len(edges) != len(counts):
                 raise Rejected(
-                    "the template's {% generation %} blocks do not match its messages, some of which do not count"
+                    "some messages do not count, but the template's {% generation %} blocks do not match the messages"
                 )
             for (start, end), is_counted in zip(edges, counts, strict=True):
                 mask[start:end] &= is_counted

@@ -2,7 +2,7 @@
 
 - Megatron-LM (`IndexedDataset`): PREFIX.bin holds the ids. PREFIX.idx is little-endian: `MMIDIDX\\0\\0`, version 1 (uint64), a
   code for the id type (uint8), the numbers of sequences and of document indices (2 uint64), the length of each sequence (int32)
-  and its byte offset (int64), and the document indices (int64): document i is made of sequences from index i up to index i + 1.
+  and its byte offset (int64), and the document indices (int64): document i is sequences indices[i] to indices[i + 1] - 1.
 - nanoGPT: ids without a header, uint16. A folder has train.bin and, for held-out data, val.bin.
 
 The ids are copied, not linked, because a store has document offsets and ends each document with eos. Its digests would also no
@@ -122,7 +122,7 @@ def _open_megatron(index: Path, split: str | None) -> TokenFile:
     with index.open("rb") as file:
         head = file.read(_MEGATRON_HEADER.size)
         if not head.startswith(_MEGATRON_MAGIC) or len(head) < _MEGATRON_HEADER.size:
-            raise DataError(f"{index}: not a Megatron-LM index (wrong first bytes)")
+            raise DataError(f"{index}: not a Megatron-LM index (invalid header)")
         _, version, code, n_sequences, n_indices = _MEGATRON_HEADER.unpack(head)
         if version != 1:
             raise DataError(f"{index}: Megatron-LM index version {version}; only version 1 is supported")

@@ -110,7 +110,7 @@ class Corpus:
         corpus = cls(tuple(store for store, _ in opened), tuple(weight for _, weight in opened))
         first, *others = corpus.stores
         for other in others:
-            other.require_tokenizer(first.fingerprint, f"'{first.path}', and data.mixture needs one tokenizer")
+            other.require_tokenizer(first.fingerprint, f"'{first.path}' in data.mixture")
             if other.eos != first.eos:
                 raise DataError(
                     f"{other.path}: its documents end with token {other.eos}, but those in '{first.path}' with {first.eos}; "

@@ -286,7 +286,7 @@ def _notes(options: PrepareOptions, rule: SplitRule, encoder: Encoder, reading: 
     notes = []
     requested = parse_training(options.tokenizer)
     if requested is not None and size < requested:
-        notes.append(f"the train split has too few repeated sequences for {requested} tokens; it gave {size}")
+        notes.append(f"the train split has too few repeated sequences for {requested} tokens; the tokenizer has {size}")
     if rule.single:
         notes.append("the corpus is a single document, so its end is held out, split at a line break if possible")
     if encoder.unknown:

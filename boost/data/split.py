@@ -37,7 +37,7 @@ class SplitRule:
         return [(self.split_of(document.key), document.text)]
 
     def split_of(self, key: str) -> str:
-        """The split of the document with this key, which is not the whole corpus."""
+        """The split of the document with this key, in a corpus of several documents."""
         if self.moved and self.moved[0] == key:
             return self.moved[1]
         return "heldout" if key_hash(key) < self.heldout else "train"

@@ -152,8 +152,8 @@ def vocabulary_size(tokenizer: "Tokenizer") -> int:
 
 
 def find_eos(tokenizer: "Tokenizer", eos: str | None = None, spec: str | Path | None = None) -> tuple[str, int]:
-    """The end-of-document token and its id: `eos` if given, else as configured next to the tokenizer.json of `spec` (as
-    `load_tokenizer` takes it), else a usual name. Raises `DataError`."""
+    """The end-of-document token and its id: `eos` if given, else as configured next to the tokenizer.json of `spec` (see
+    `load_tokenizer`), else a usual name. Raises `DataError`."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if eos is not None:
         if eos not in vocabulary:

@@ -282,7 +282,7 @@ class Coordinator:
             return Decision(number, (), refused=refused, lost=lost)
         if 2 * survivors < voters:
             refused = (
-                f"{survivors} of {voters} replicas respond, which is not a majority: the {voters - survivors} others may be "
+                f"{survivors} of {voters} replicas respond, which is not a majority: the other {voters - survivors} may be "
                 "training elsewhere; find out why they do not respond, then resume with --resume auto"
             )
             return Decision(number, (), refused=refused, lost=lost)

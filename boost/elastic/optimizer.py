@@ -87,7 +87,7 @@ class Division:
     def sources(self, members: Sequence[str]) -> list[int]:
         """For each piece, the index of the first member in `members` that holds it.
 
-        Raises TrainingError if no member holds some piece.
+        Raises TrainingError if some piece has no holder among them.
         """
         holders = [[members.index(n) for n in self.holders(i) if n in members] for i in range(len(self.names))]
         if lost := holders.count([]):
@@ -203,7 +203,7 @@ class DividedAdamW(Optimizer):
     # Changes of replicas.
 
     def require_whole(self) -> None:
-        """Raises TrainingError if no remaining replica holds some of the moments."""
+        """Raises TrainingError if some of the moments are on no remaining replica."""
         self.division.sources(self._mesh.members)
 
     def transfer_info(self) -> dict[str, Any]:

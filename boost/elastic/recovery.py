@@ -87,7 +87,7 @@ class Recovery:
         device = choose_device(run.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            # A failed communicator must not end the process, which aborts it; the next membership creates a new one.
+            # A failed communicator must not end the process: the process aborts it, and the next membership creates a new one.
             # torchrun asks for the opposite, so this overwrites any earlier value.
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
             os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(run.timeout_s))  # torch's default: 30 minutes

@@ -198,8 +198,8 @@ class LayoutSpec:
         return self.low_rank in (None, model.low_rank)
 
     def superseded_by(self, model: ModelConfig) -> str:
-        """Name of a layout that does the same work and never sends more for this model, which the planner tries
-        instead; empty if there is none."""
+        """Name of the layout that the planner tries instead, because it does the same work and never sends more for this
+        model; empty if there is none."""
         return ""
 
     def channels_shape(self, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[int, int]:

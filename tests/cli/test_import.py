@@ -34,7 +34,7 @@ def test_calibrated_factors(llama: Path, store: Path, tmp_path: Path, capsys: Ca
     assert of["linears"] == 2 * 7_680 and of["factors"] <= 0.6 * of["linears"]
     assert (of["before"], of["before"] - of["after"], of["untied"]) == (whole, of["linears"] - of["factors"], 0)
     share = f"{of['factors'] / 15_360:.1%}"
-    assert f"of 15,360 parameters ({share}; at most 60.0% set by --budget, which counts only these)" in said
+    assert f"of 15,360 parameters ({share}; --budget allows 60.0% and counts only linears)" in said
     assert f"whole model: {of['after']:,} parameters instead of {whole:,} ({of['after'] / whole:.1%})\n" in said
     code, said, _ = say(capsys, "eval", str(tmp_path / "table"), "--store", str(store), "--max-tokens", "512", "--json")
     assert code == 0

@@ -89,7 +89,7 @@ def test_a_single_store_is_what_it_was_before_there_were_mixtures(stores: dict[s
 
 
 def test_what_cannot_be_mixed(stores: dict[str, str]) -> None:
-    with pytest.raises(DataError, match=r"c: its tokenizer .* differs from that of '.*a', and data.mixture needs one"):
+    with pytest.raises(DataError, match=r"c: its tokenizer .* differs from that of '.*a' in data.mixture"):
         Corpus.open({stores["a"]: 0.7, stores["c"]: 0.3})
     with pytest.raises(DataError, match=r"d: its documents end with token \d+, .*; prepare it with the same --eos"):
         Corpus.open({stores["a"]: 0.7, stores["d"]: 0.3})

@@ -217,9 +217,9 @@ class OnlineSum:
     latents (gamma x) A^T and of the statistic that scales them.
 
     Each tensor of latents takes one all-reduce in each pass; the first one carries the statistic in the forward pass. The
-    payload is flat: the elements of u, then s. In fp32 and fp64, s is T more elements. In bf16, a sum of rounded statistics
+    payload is flat: the elements of u, then s. In fp32 and fp64, s adds T elements. In bf16, a sum of rounded statistics
     would lose fp32's precision. So each process writes its s_i into its own slot as three bf16 terms that preserve all 24 bits; the
-    others add zeros, which is exact, and the p slots are summed in fp32. This takes 3 p T more elements.
+    others add zeros, which is exact, and the p slots are summed in fp32. This adds 3 p T elements.
     """
 
     def __init__(

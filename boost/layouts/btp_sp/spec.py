@@ -1,4 +1,4 @@
-"""`btp-sp`: BTP with a token-sharded residual stream. Sends half as much: an all-gather or reduce-scatter per all-reduce.
+"""`btp-sp`: BTP with a token-sharded residual stream. Sends half as much: one all-gather or reduce-scatter per BTP all-reduce.
 
 residual x [T/p, d]; A of q, k, v, gate, up and B of o, down replicated; B of q, k, v, gate, up [d_out/p, r];
 A of o, down [r, d_in/p]; norms replicated
@@ -23,7 +23,7 @@ from boost.layouts.spec import (
 
 
 class BTPSPConfig(ParallelConfig):
-    """btp with a token-sharded residual stream: half of its bytes."""
+    """btp with a token-sharded residual stream; sends half the bytes."""
 
     layout: Literal["btp-sp"] = "btp-sp"
 
