@@ -203,7 +203,7 @@ class Generation:
         from boost.train.generate import prepare_inference
 
         checkpoint, self._config, self.mesh, self._model = open_model(args)
-        if self.mesh.size == 1:  # other layouts round after the product of weights, not before
+        if self.mesh.size == 1:  # other layouts round after multiplying weights, not before
             prepare_inference(self._model, 1 if args.dialog else min(args.batch_size, len(args.given) * args.samples))
         checkpoint.require_tokenizer()
         self._args, self._eos, self._ends = args, checkpoint.data["eos"], end_tokens(checkpoint.data)
@@ -279,7 +279,7 @@ class Generation:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         vocabulary = self._config.model.vocab_size
         if ids and max(ids) >= vocabulary:
-            raise ConfigError(f"--prompt contains token {max(ids)}, but model.vocab_size = {vocabulary}; change the prompt")
+            raise ConfigError(f"--prompt has token {max(ids)}, but model.vocab_size = {vocabulary}; change the prompt")
         return ids
 
     def _generate(self, prompts: list[list[int]]) -> "Iterator[NewToken]":

@@ -14,7 +14,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="measure this machine: GEMMs, attention, memory, collectives",
         description="Measures the speed of this machine (GEMM shapes, attention, memory-bound operations, and collectives\n"
         "between its processes) and writes a hardware profile for --gpu. Takes a minute or two. Keep the machine\n"
-        "idle. First all processes measure at the same time, as in training, then one process alone.",
+        "idle. First, all processes measure at the same time, as in training; then one measures alone.",
         epilog="examples:\n"
         "  boost plan calibrate --out local.toml                  one process per GPU or core\n"
         "  boost plan calibrate --nproc 2 --dtypes float32 bfloat16\n"

@@ -411,7 +411,7 @@ def undecided(config: Config, asked: frozenset[str]) -> Iterator[str]:
             "('boost prepare')"
         )
     yield f"checkpoints every {train.save_minutes:g} minutes" + (
-        f" and {train.save_every:,} steps" if train.save_every else "; set train.save_every to also save by steps"
+        f" and {train.save_every:,} steps" if train.save_every else "; set train.save_every to also save every N steps"
     )
 
 

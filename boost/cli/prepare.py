@@ -24,7 +24,7 @@ examples:
   boost prepare --hf roneneldan/TinyStories --max-documents 100000 --tokenizer gpt2
   boost prepare corpus/ --tokenizer runs/a/tokenizer.json --overwrite
   boost prepare --from-tokens my_text_document.idx --tokenizer gpt2 --out data/mine
-  boost prepare --chat chats.jsonl --tokenizer models/llama-chat      conversations; only the assistant's words are learned
+  boost prepare --chat chats.jsonl --tokenizer models/llama-chat      conversations; the loss covers only the assistant's words
   boost prepare --hf allenai/c4:en --max-tokens 1300000000 --heldout-split validation --max-heldout-tokens 10000000 \\
                 --tokenizer t5-base --out data/c4       or run the whole recipe: boost recipe c4-60m
 

@@ -38,7 +38,7 @@ def print_fact(console: "Console", key: str, value: str, column: int = 12) -> No
 
 
 def new_table(headings: Sequence[str], right: Collection[str] = (), **options: Any) -> "Table":
-    """Returns a table without rows for `print_table`. `right`: headings of the columns that are aligned to the right; `options`:
+    """Returns a table without rows for `print_table`. `right`: headings of right-aligned columns; `options`:
     passed to `rich.table.Table`."""
     from rich.table import Table
 
@@ -55,7 +55,7 @@ def print_rows(
     piped_width: int = 140,
     title: str | None = None,
 ) -> None:
-    """Prints a table on stdout. `right`: headings of the columns that are aligned to the right."""
+    """Prints a table on stdout. `right`: headings of right-aligned columns."""
     from rich.text import Text  # keeps a value such as "[red]" from being read as markup
 
     table = new_table(headings, right, header_style="bold", title=title, title_justify="left")

@@ -22,11 +22,11 @@ from boost.layouts.spec import EXCHANGE, GATHER, PlannedComm
 
 DocumentForm = Literal["segments", "varlen", "mask"]
 """segments: one causal kernel call per document. varlen: one variable-length kernel that takes the document boundaries. mask: a
-[B, 1, S, S] mask added to the scores, which computes all of them."""
+[B, 1, S, S] mask added to the scores, all of which are computed."""
 
 
 def document_form(device: str, compute_dtype: str, compiled: bool) -> DocumentForm:
-    """The implementation for a device ("cpu", "cuda"). On CPUs, compiled code uses a mask, because it has one graph for all
+    """The implementation for a device ("cpu", "cuda"). On CPUs, compiled code uses a mask, because one graph then serves all
     batches. On GPUs, the variable-length kernel is FlashAttention, which supports 16-bit dtypes only."""
     if device == "cpu":
         return "mask" if compiled else "segments"

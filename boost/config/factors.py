@@ -64,7 +64,7 @@ def is_factor(role: str) -> bool:
 
 def rate_scale(parameter: Parameter, dim: int) -> float:
     """Multiplier of a factor's learning rate in LORO's approximate step: r / d, the smaller dim of the factor divided by the
-    width of the residual stream, even for the linears of the MLP (as in the published code, whose models have r < d_out
+    width of the residual stream, even for the MLP's linears (as in the published code, whose models have r < d_out
     everywhere)."""
     return min(parameter.shape) / dim
 

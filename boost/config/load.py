@@ -206,7 +206,7 @@ _NUMBERS = "table of numbers"
 _MIXTURE_EXAMPLE = '{ "data/c4" = 0.7, "data/code" = 0.3 }'
 _TYPE_NAMES: dict[Any, str] = {bool: "true or false", int: "integer", float: "number", str: "text"}
 _PARSED = (_INTEGERS, _TABLE, _NUMBERS, "true or false", "integer", "number")
-"""Types whose command-line values are TOML. Values of other types are plain text, or one of several words."""
+"""Types whose command-line values are TOML. Values of other types are plain text, or one of several choices."""
 
 
 def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:

@@ -101,7 +101,7 @@ class CosineRestarts(LRSchedule):
 
 
 class OptimConfig(Tagged):
-    """Optimizer and learning-rate schedule. AdamW's fields are common to all optimizers, which use it for the embedding, head
+    """Optimizer and learning-rate schedule. All optimizers have AdamW's fields, because they use it for the embedding, head
     and norms."""
 
     key: ClassVar[str] = "optim.name"

@@ -158,7 +158,7 @@ def dense_decoder(weights: Weights, device: torch.device) -> Decoder:
 def compress(
     decoder: Decoder, store: TokenStore, compression: Compression, seq_len: int
 ) -> tuple[Decoder, dict[str, Any]]:
-    """Factorizes a decoder with an `ObservedLayout`, which is unchanged. Returns the factors and a report. Raises BoostError."""
+    """Factorizes a decoder with an `ObservedLayout` without changing it. Returns the factors and a report. Raises BoostError."""
     dense = decoder.model
     batches = read_batches(store, compression.tokens, seq_len, decoder.device)
     moments, weights = collect(decoder, batches), dense_weights(decoder)
@@ -285,7 +285,7 @@ def corrected(w_OI: Tensor, halves: Sequence[InputMoments], output: MomentRoot) 
     """Returns a weight whose outputs for the factorized model's inputs x' approximate W x, and the share of the correction in it.
 
     W E[x x'^T] E[x' x'^T]^-1 is closest on the calibration text, but most of what it adds to W may be noise, which builds up over
-    the blocks. So only a share of it is added. In the norm of the outputs' gradients, it is the share with which a correction
+    the blocks. So only a share of it is added: in the norm of the outputs' gradients, the share with which a correction
     fitted on one half of the text comes closest on the other half, and vice versa. A correction fitted on the whole text has
     half the noise of one fitted on half of it, so a share of a for the half becomes 2 a / (1 + a) for the whole.
     """

@@ -67,7 +67,7 @@ class FolderWeights:
         self.hub = {BOS: folder.bos, TIED: self._tied, **read_generation_settings(path)}
 
     def require_untied(self, untie: bool, option: str) -> None:
-        """Raises ConfigError if embedding and head are tied, which no layout trains, unless the caller chose to `untie` them."""
+        """Raises ConfigError if embedding and head are tied (no layout trains that), unless the caller chose to `untie` them."""
         if self.tied and not untie:
             raise ConfigError(
                 f"the embedding and the head in '{self._tensors.path}' are tied, which boost cannot train; add {option} to import "

@@ -32,7 +32,7 @@ BOS = "bos_token_id"
 TIED = "tied"
 """Key among a folder's settings: whether its embedding and head are one tensor."""
 _ORIGINAL_KEY = "boost_post_processor"
-"""Key in tokenizer_config.json for the original post_processor of an exported tokenizer.json, which the fingerprint includes."""
+"""Key in tokenizer_config.json for the original post_processor of an exported tokenizer.json; the fingerprint includes it."""
 
 
 @dataclass(frozen=True)

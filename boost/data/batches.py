@@ -75,7 +75,7 @@ def shuffled_order(n_samples: int, seed: int) -> Any:
 @dataclass(frozen=True)
 class Segment:
     """Consecutive tokens in a split: n inputs from `start`, and the target that follows each of them. It takes n + 1
-    positions in a sequence: its last target is also an input, one without a target. The last segment in a sample takes n."""
+    positions in a sequence: its last target is also an input, which has no target. The last segment in a sample takes n."""
 
     start: int
     n_inputs: int

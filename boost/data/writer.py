@@ -1,6 +1,6 @@
 """Writes a token store atomically: a reader sees the old store, the complete new one, or none.
 
-A store is written to `STORE.boost-tmp` next to its final path and read back there. The last step is a rename; first, any older store
+A store is written to `STORE.boost-tmp` next to its final path and read back there. The last step is a rename, after any older store
 is renamed to `STORE.boost-old`. `STORE.boost-lock` is held throughout, so any `.boost-tmp` or `.boost-old` that the lock holder
 finds was left by a dead process.
 

@@ -1,6 +1,6 @@
 """Membership protocol: through a store, replicas agree on which are lost, which rejoin, and where to resume (docs/recovery.md).
 
-Memberships are numbered. One ends when one of its processes ends it (`Coordinator.end_membership`), or when all of its processes
+Memberships are numbered. Each ends when one of its processes ends it (`Coordinator.end_membership`), or when all of its processes
 propose the next one to admit a replica. Each process then reports its state and waits for the decision on the next membership.
 The first process that sees all reports writes the decision with one compare-and-set. The store accepts only one
 decision per number, so a run cannot split into two histories.

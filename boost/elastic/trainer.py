@@ -42,7 +42,7 @@ from boost.train.rundir import RunDirectory
 from boost.train.step import Passes, Stepper, Update, run_passes
 
 ABANDON_S = 5.0
-"""Seconds to wait for an abandoned save, which may be writing a file, to end."""
+"""How long to wait for an abandoned save to end, in seconds; it may be writing a file."""
 
 
 class ElasticReducer(GradientReducer):

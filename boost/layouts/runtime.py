@@ -155,7 +155,7 @@ class BaseLayout:
         return group.inner(rms_norm(x_TD, gamma_D, self.model.norm_eps))
 
     def loss(self, normed_TD: Tensor, head: Tensor, targets_T: Tensor, teaching: Teaching | None = None) -> Tensor:
-        """Each process computes its own shard of the vocabulary."""
+        """Each process computes the logits for its own shard of the vocabulary."""
         weight = head.to(normed_TD.dtype)
         if teaching is None:
             return cross_entropy(normed_TD, weight, targets_T, self.axis)

@@ -6,7 +6,7 @@ backward:            the same two
 
 `ulysses` (DeepSpeed Ulysses, arXiv 2309.14509): q, k, v of local tokens -> A2A -> local heads of all tokens -> attention -> A2A
 
-`btp-cp`: latents or heads, whichever is narrower; for latents, B (q, k, v) and A (o) are sharded by heads
+`btp-cp`: latents or heads, whichever is narrower; for latents, B (q, k, v) and A (o) are sharded along heads
 q, k, v:   r <= width/p: h = act(A norm(x)) [T/p, r], AG, B [width/p, r];   else: B h of local tokens, A2A of heads
 o:         r <= d/p: A [r, d/p], RS of r, act, B;                           else: A2A of heads, then A, act, B of local tokens
 Elements sent per token, forward and backward: 2 (min(r, d/p) + 2 min(r, d_kv/p) + min(r, d/p)) (p - 1)/p.
