@@ -266,7 +266,7 @@ class DocumentBatches:
 
     Targets beyond a document or outside the loss mask are `IGNORED`; a document's first token is not a target. All DP ranks yield
     the same number of batches. `max_tokens` limits evaluation to the first documents that together reach this many
-    tokens, at least one. `len` is the number of batches.
+    tokens, and at least one document. `len` is the number of batches.
     """
 
     def __init__(
