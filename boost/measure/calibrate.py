@@ -1,7 +1,7 @@
 """`boost plan calibrate`: measures a hardware profile for this machine in a minute or two.
 
 All processes measure at the same time, as in training, then one process measures alone. The cost model of
-`boost.plan.hardware` is fitted to the points, and the fit error is printed.
+`boost.plan.hardware` is fitted to the measured points, and the fit error is printed.
 """
 
 import itertools
@@ -113,7 +113,7 @@ def _gemms(points: Sequence[Point], dtype: str) -> list[Point]:
 def profile_of(
     mesh: Mesh, points: dict[str, list[Point]], probes: dict[str, float], links: Sequence[Point]
 ) -> dict[str, Any]:
-    """Returns the profile in its file format, without host_us. `probes`: best seconds of the probe, by sweep."""
+    """Returns the profile in its file format, without host_us. `probes`: shortest time of the probe in seconds, by sweep."""
     cuda, count = mesh.device.type == "cuda", torch.get_num_threads()
     device = torch.cuda.get_device_name(mesh.device) if cuda else cpu_model()
     threads = "" if cuda else f" of {count} {'thread' if count == 1 else 'threads'}"
@@ -306,8 +306,8 @@ class Problem:
 def problems(profile: dict[str, Any], fit_errors: Sequence[tuple[str, float]], drift: float) -> Iterator[Problem]:
     """Yields the problems in a profile, given in its file format.
 
-    `fit_errors`: mean error of the GEMM fit, by '<sweep>, <dtype>'. `drift`: seconds of the probe after the calibration, divided
-    by those before it.
+    `fit_errors`: mean error of the GEMM fit, by '<sweep>, <dtype>'. `drift`: the probe's time after the calibration, divided by
+    its time before.
     """
     for name, number in _numbers(profile):
         if not math.isfinite(number) or number < 0:
@@ -315,12 +315,12 @@ def problems(profile: dict[str, Any], fit_errors: Sequence[tuple[str, float]], d
     for sweep in [profile["speeds"], *([profile["alone"]] if "alone" in profile else [])]:
         for dtype, speed in sweep["gemm"].items():
             if (reached := speed["tflops"] * speed["fraction"]) < LEAST_TFLOPS:
-                yield Problem(f"{dtype} GEMMs reach {reached * 1e3:.3g} GFLOP/s", True)
+                yield Problem(f"{dtype} GEMMs reach only {reached * 1e3:.3g} GFLOP/s", True)
         if sweep["memory_gb_s"] < LEAST_GB_S:
-            yield Problem(f"memory bandwidth is {sweep['memory_gb_s']:.3g} GB/s", True)
+            yield Problem(f"memory bandwidth is only {sweep['memory_gb_s']:.3g} GB/s", True)
     link = profile["node"]
     if link.get("known", True) and link["gb_s"] < LEAST_GB_S:
-        yield Problem(f"{link['name']} sends {link['gb_s']:.2g} GB/s between processes", True)
+        yield Problem(f"{link['name']} sends only {link['gb_s']:.2g} GB/s between processes", True)
     for name, error in fit_errors:
         if not error < FIT_ERROR:
             yield Problem(f"the GEMM fit has a mean error of {error:.0%} ({name})", not error < WORST_FIT_ERROR)

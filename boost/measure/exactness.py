@@ -1,6 +1,6 @@
 """Compares training on any mesh with training on one process: losses, gradients, weights and collectives.
 
-`boost verify` and tests use it. Data is synthetic: rows have different numbers of targets, and documents have a few tokens.
+`boost verify` and tests use it. Data is synthetic: rows have different numbers of targets, and documents are a few tokens long.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class Observed:
 
 
 class MadeBatches(Batches):
-    """Micro-batches that `make` creates for a step and all replicas, replacing a store's; they repeat if there are too few."""
+    """Micro-batches for a step and all replicas, from `make` instead of a store; they repeat if there are too few."""
 
     def __init__(self, make: Callable[[int], Sequence[Batch]]) -> None:
         self.make = make
@@ -69,7 +69,7 @@ class MadeBatches(Batches):
 
 
 class TrainedModel:
-    """Trains a model for a few steps of `boost train`; records losses, clipped gradients and weights. Tensors are local shards."""
+    """Runs a few steps of `boost train` on a model; records losses, clipped gradients and weights. Tensors are local shards."""
 
     build_optimizer = staticmethod(build_optimizer)
 
@@ -174,7 +174,7 @@ def relative_errors(actual: TrainedModel, expected: Observed) -> dict[str, float
 def matches_table(config: Config, counted: list[Collective], pp_rank: int = 0) -> bool:
     """Whether a step issued the collectives in the table.
 
-    Collectives for micro-batches must be in order, except under overlapped halves. Gradient reductions may be in any order. With PP
+    Collectives for micro-batches must be in order, except with overlapped halves. Gradient reductions may be in any order. With PP
     or sharded weights, all may be in any order, because the schedule or torch determines it.
     """
     table = step_collectives(config, pp_rank)

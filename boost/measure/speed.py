@@ -27,7 +27,7 @@ LEAST_SECONDS = 2e-3
 """Target duration of a sample in seconds, reached by repeating the operation."""
 
 RING_BYTES = 2**25
-"""Bytes of recent outputs to keep alive: more than the caches hold, as for a step's activations."""
+"""Bytes of recent outputs to keep alive: more than the caches hold, like a step's activations."""
 
 Call = Callable[[], object]
 
@@ -202,7 +202,7 @@ def _reorderings(x: Tensor, run: int) -> list[Call]:
 def collective_points(
     watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int], axis: Axis | None = None
 ) -> Iterator[Point]:
-    """Every kind of collective over an axis (default: all processes), at payloads of `sizes` bytes, defined as in
+    """Every kind of collective over an axis (default: all processes), with payloads of `sizes` bytes, defined as in
     `config.traffic.Collective`."""
     mesh = watch.mesh
     axis = axis or _world(mesh)

@@ -1,7 +1,7 @@
 """Causal attention with rotary embeddings over the local heads, and key/value caches for generation.
 
 Legend: B sequences, S tokens in each, T = B * S, H query heads and K key/value heads on this process, E width of a head; cp
-processes of the context axis, c tokens in a chunk; C cached tokens in the longest sequence.
+processes on the context axis, c tokens in a chunk; C cached tokens in the longest sequence.
 """
 
 import itertools
@@ -54,7 +54,7 @@ class SequenceShare:
         return torch.cat([torch.arange(number * c, (number + 1) * c, device=device) for number in self.chunks])
 
     def to_sequences(self, x: Tensor, batch: int) -> Tensor:
-        """Reorders rows from process order (one process after another) to sequence order. Copies unless they are equal."""
+        """Reorders rows from process order (one process after another) to sequence order. Copies unless the orders are equal."""
         return _reordered(x, self._order(batch))
 
     def to_processes(self, x: Tensor, batch: int) -> Tensor:
@@ -329,7 +329,7 @@ def attend(
 
 
 def _attend_chunks(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, share: SequenceShare) -> Tensor:
-    """Attention from the local chunks' queries to the sequence's keys, up to their own."""
+    """Attention from the local chunks' queries to the sequence's keys, up to each query's position."""
     c, attended = q_BHSE.shape[2] // len(share.chunks), []
     for index, (number, documents) in enumerate(zip(share.chunks, share.documents, strict=True)):
         end = (number + 1) * c

@@ -10,8 +10,8 @@ A sublayer projects norm(x) in, does its local work, and projects the result out
     x = x + B act(u)          layout.leave: the collective, and B
 
 A block's functions are generators. A bare `yield` means that a collective is in flight, so the other half of the micro-batch
-can run. Results stay in a `Flow`, because torch.compile does not trace values that pass through a generator. Between yields, they
-call plain functions (segments), which the backward pass can recompute without communication.
+can run. Results stay in a `Flow`, because torch.compile does not trace values that pass through a generator. Between yields, the
+generators call plain functions (segments), which the backward pass can recompute without communication.
 
 Legend: x is the residual stream in the layout's shape.
 """

@@ -133,8 +133,8 @@ class LinearGroup:
         recomputation stops before the last GEMM only if that GEMM is a separate node."""
         is_private = self.latent_gate is None and not self.feeds_next
         self.saves_latents_only = self.low_rank and self.is_hand_written and is_private
-        """Whether act and B are one autograd node that saves only the latents, which then do not come from the previous block or
-        pass to the next one."""
+        """Whether act and B are one autograd node that saves only the latents, which then neither come from the previous block
+        nor pass to the next one."""
         self.taken = 0 if self.latent_gate is None else 1 if self.is_one_tensor else len(self.shape.slots)
         """Number of tensors of the previous block's latents that this group uses."""
 
@@ -185,7 +185,7 @@ class LinearGroup:
         return self.project(h), new
 
     def outer_segment(self, latents: Sequence[Tensor], prev: Latents = ()) -> tuple[list[Tensor], Latents]:
-        """`outer` as a separate segment, unless it is a single node, which saves nothing else."""
+        """`outer` as a separate segment, unless it is a single node, which saves only the latents."""
         made: tuple[list[Tensor], Latents]
         made = self.outer(latents) if self.saves_latents_only else self.policy.local(self.outer, latents, prev)
         return made
@@ -224,7 +224,7 @@ class LinearGroup:
         return [linear(h_Tr, b_Or) for h_Tr, b_Or in zip(h, self.weights(), strict=True)]
 
     def project_in_one_node(self, h: Sequence[Tensor]) -> list[Tensor]:
-        """The same product, if possible as one autograd node that writes the slots' gradients side by side."""
+        """The product of `project`, if possible as one autograd node that writes the slots' gradients side by side."""
         if self.is_hand_written and len(h) == 1 and torch.is_grad_enabled():
             return list(UpProject.apply(h[0], None, False, None, *self.weights()))
         return self.project(h)

@@ -28,7 +28,7 @@ from boost.models.fused import FusedParam, fused_params, local_slice
 def initialize(decoder: Decoder, seed: int, over: Callable[[list[FusedParam]], Iterable[FusedParam]] = iter) -> None:
     """Initializes every weight of a decoder in place. `over` iterates over the fused parameters and may show progress.
 
-    Each whole parameter is drawn on the CPU in fp32 and then sharded. Drawing per shard would depend on the mesh.
+    Each whole parameter is drawn on the CPU in fp32 and then sharded. Values drawn per shard would depend on the mesh.
     """
     fused_of_all = list(fused_params(decoder))
     with _spectral_ahead(decoder.model, fused_of_all, seed) as value:

@@ -35,8 +35,8 @@ class Kernel:
         self.function, self.reads = function, reads
         self.traced = function
         """The function to put in a compiled graph. Compiled by torch 2.11, a custom autograd function silently loses its gradients
-        (2.13 keeps them) if its result is an operand that an operation returned: an in-place operation, or a `to` that changes
-        nothing. Such a function needs another form here; the compiler saves the memory anyway."""
+        (2.13 keeps them) if its result comes from an operation that returns its own operand: an in-place operation, or a `to`
+        that changes nothing. Such a function needs another form here; the compiler saves the memory anyway."""
         self.name = function.__name__
         KERNELS[self.name] = self
 

@@ -86,8 +86,8 @@ class Decoder(decoder.Decoder):
             tokens: [B, S] int64.
             targets: [B, S] int64, the token that follows each; -100 where there is no loss. None: returns logits.
             document_ids: [B, S] int; a token attends only to earlier tokens in its own document.
-            reduction: "mean" over targets, or "sum". Micro-batches with unequal numbers of targets need the sum: divide each by the
-                number of targets, `(targets != -100).sum()`, over all micro-batches and replicas in the step.
+            reduction: "mean" over targets, or "sum". Micro-batches with unequal numbers of targets need the sum: divide each loss
+                by the number of targets, `(targets != -100).sum()`, over all micro-batches and replicas in the step.
 
         Returns:
             Logits [B, S, V] in compute_dtype, or the cross-entropy, a scalar in fp32 or wider, nats (per token). Under
@@ -127,7 +127,7 @@ class Decoder(decoder.Decoder):
     @torch.no_grad()
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) for every parameter, unsharded, by its name in a checkpoint. Collective under TP and FSDP2: all ranks
-        iterate."""
+        must iterate."""
         for fused in fused_params(self):
             (only,) = fused.slices
             yield only.parameter.name, whole_weight(fused.parameter.detach())

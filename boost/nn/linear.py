@@ -33,7 +33,7 @@ class LowRankLinear(nn.Module):
         super().__init__()
         if not 1 <= rank <= min(in_features, out_features):
             raise ConfigError(
-                f"rank = {rank} is not valid for a linear of {in_features} x {out_features}; nearest valid value: "
+                f"rank = {rank} is not valid for a {in_features} x {out_features} linear; nearest valid value: "
                 f"{min(max(rank, 1), in_features, out_features)}"
             )
         if activation not in ACTIVATIONS:

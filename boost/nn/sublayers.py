@@ -226,7 +226,7 @@ def run_alone(
     # A token-sharded stream has T / p rows.
     tokens = rows.shape[0] * spec.tp.size // layout.residual_shape(spec.tp.size)[0]
     if tokens % batch:
-        raise ConfigError(f"x has {tokens} tokens, which batch = {batch} does not divide")
+        raise ConfigError(f"batch = {batch} does not divide the {tokens} tokens of x")
     positions_S = torch.arange(tokens // batch, device=x.device)
     with autocast_resolved(x.device, x.dtype) as dtype:
         context = make_context(batch, positions_S, spec.model, dtype)
@@ -324,7 +324,7 @@ class Block(TransformerBlock):
     def forward(self, x: Any, *rest: Any, batch: int | None = None) -> Any:
         """[B, S, D] -> [B, S, D]: the residual stream after the block, as in `LowRankAttention.forward`.
 
-        A decoder calls it with the arguments of `TransformerBlock.forward`, through `__call__`, so that hooks of FSDP apply.
+        A decoder calls it with the arguments of `TransformerBlock.forward`, through `__call__`, so that FSDP's hooks run.
         """
         if rest:
             return super().forward(x, *rest)

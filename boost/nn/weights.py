@@ -100,7 +100,7 @@ def local_weight(module: nn.Module, name: str = "weight") -> Tensor:
     if not isinstance(weight, DTensor) or name not in module._parameters:
         raise ConfigError(
             f"{name} of a {type(module).__name__} is not a DTensor parameter; over TP ranks, use fully_shard(model, "
-            "mesh=mesh['dp']) for data parallelism (DistributedDataParallel takes no DTensors), and pass DTensors to "
+            "mesh=mesh['dp']) for data parallelism (DistributedDataParallel rejects DTensors), and pass DTensors to "
             "functional_call"
         )
     sums: GradientSums | None = module.__dict__["gradient_sums"][name]
@@ -117,7 +117,7 @@ def own_shard(weight: Tensor) -> Tensor:
 
 
 def whole_weight(weight: Tensor) -> Tensor:
-    """A parameter, or its gradient, unsharded. Collective for DTensors: all ranks of their mesh call it."""
+    """A parameter, or its gradient, unsharded. Collective for DTensors: all ranks of their mesh must call it."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 

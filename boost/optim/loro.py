@@ -16,7 +16,7 @@ and its code) takes the best rank-r approximation of
     M N^T - rate * ((M+)^T dN^T + (I - M M+) dM (N+)^T),
 
 and splits it evenly, M = U sqrt(S), N = V sqrt(S). The result lies in the column spaces of [M dM] and [N dN]. With orthonormal
-bases Q and P, [M dM] = Q [M' dM'] and [N dN] = P [N' dN']. The same formula holds for the small M', dM', N', dN' of at
+bases Q and P, [M dM] = Q [M' dM'] and [N dN] = P [N' dN']. The same formula holds for M', dM', N', dN', which have at
 most 2r rows, and the new factors are Q and P times small matrices. The published code computes QRs of M and of N, and two more
 of the components orthogonal to them; one QR of [M dM] contains both. If M or N is rank-deficient, its pseudo-inverse replaces
 the inverse.

@@ -49,8 +49,8 @@ def _with_restarts(schedule: CosineRestarts, optim: OptimConfig, step: int, step
 
     During warmup the envelope rises linearly from min_lr_ratio to the cosine's value at the end of the warmup. The cosine peaks
     at warmup_steps + restart_delay. After a restart, the rate rises linearly over restart_warmup_steps to the envelope's value
-    at the step of the restart. As in the published runs, restarts are counted again after warmup, restart_delay later, and the
-    cosine for that count has no delay.
+    at the step of the restart. As in the published runs, restarts after warmup come restart_delay steps later: they
+    and the cosine are then computed from step - restart_delay.
     """
     cycle, low, delay = optim.exact_every, optim.min_lr_ratio, schedule.restart_delay
     span = max(1, steps - optim.warmup_steps)

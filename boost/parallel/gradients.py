@@ -46,7 +46,7 @@ class StepStats:
     flags: StepFlags = StepFlags.NONE
     """Flags that any process raised."""
     scale: float = 1.0
-    """Factor still to be applied to the gradients: the backward pass divides by all positions, not only those with a target."""
+    """Factor still to be applied to the gradients: the backward pass divides by all positions, not just those with a target."""
     cross_entropy: float | None = None
     """Mean cross-entropy of a distillation, in nats per token; None: `loss`."""
     targets: int = 1
@@ -294,8 +294,8 @@ def launch_step_stats(
 
     `loss`: the sum over this replica's targets divided by `tokens`; equal on its TP ranks, 0 on pipeline ranks without the
     head. Gradients are those of this quotient. `targets`: this replica's positions that have a target. `tokens`: all
-    positions of the global batch. The two differ only if some positions have no target. `cross_entropy`: like `loss`, a fifth
-    number to reduce.
+    positions of the global batch. The replicas' `targets` add up to it unless some positions have no target.
+    `cross_entropy`: like `loss`, a fifth number to reduce.
     """
     squares = loss.new_zeros((), dtype=torch.double)
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
@@ -336,7 +336,7 @@ gets the rest of fp64's 53 bits."""
 
 
 def _encode(flags: StepFlags) -> int:
-    """Encodes flags as a number, one digit per flag. Their sum over processes shows which flags were raised."""
+    """Encodes flags as a number, one digit per flag. The numbers' sum over processes shows which flags were raised."""
     return sum(1 << _FLAG_BITS * i for i, flag in enumerate(StepFlags) if flag in flags)
 
 

@@ -23,7 +23,7 @@ class _CrossEntropy(torch.autograd.Function):
     dgrad: dx = (softmax - onehot) W [T, D], a partial sum if sharded.
     wgrad: dW = (softmax - onehot)^T x [V, D].
 
-    The forward pass computes the gradients chunk by chunk, so logits are not saved or computed twice. The backward pass
+    The forward pass computes the gradients chunk by chunk, so logits are neither saved nor computed twice. The backward pass
     only multiplies them by the gradient of the (scalar) loss.
     """
 
@@ -72,8 +72,8 @@ def chunks(tokens: int, vocabulary: int) -> Iterable[slice]:
 def cross_entropy(x_TD: Tensor, w_VD: Tensor, targets_T: Tensor, axis: Axis) -> Tensor:
     """Differentiable sum of the cross-entropy over targets that are not IGNORED: fp32 (or fp64) scalar, equal on every process.
 
-    `axis`: the axis that shards the vocabulary in equal contiguous rows (size 1: not sharded). The gradient of x is a partial
-    sum over this axis.
+    `axis`: the axis that shards the vocabulary into equal contiguous parts (size 1: not sharded). The gradient of x is a
+    partial sum over this axis.
     """
     if not torch.is_grad_enabled():
         x_TD, w_VD = x_TD.detach(), w_VD.detach()
@@ -144,8 +144,8 @@ class _DistillLoss(torch.autograd.Function):
 def distill_loss(x_TD: Tensor, w_VD: Tensor, targets_T: Tensor, teaching: Teaching, axis: Axis) -> Tensor:
     """Differentiable sum of the distillation loss over targets that are not IGNORED: fp32 (or fp64) scalar, equal on every process.
 
-    `axis`: the axis that shards both vocabularies in equal contiguous rows (size 1: not sharded). The gradient of x is a partial
-    sum over this axis. The teacher gets no gradient.
+    `axis`: the axis that shards both vocabularies into equal contiguous parts (size 1: not sharded). The gradient of x is a
+    partial sum over this axis. The teacher gets no gradient.
     """
     if not torch.is_grad_enabled():
         x_TD, w_VD = x_TD.detach(), w_VD.detach()

@@ -131,7 +131,7 @@ class Pipeline(nn.Module):
     def backward(self, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None, divisor: int) -> Tensor:
         """Runs the forward and backward passes on a step's micro-batches, concatenated along the batch dimension.
 
-        Returns the sum of the losses divided by `divisor`, and computes its gradients; 0 on processes without the head.
+        Returns the sum of the losses divided by `divisor` (0 on processes without the head), and computes its gradients.
         """
         losses: list[Tensor] = []
         inputs = _by_keyword(tokens_BS, targets_BS, document_ids_BS)

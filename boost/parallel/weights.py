@@ -91,7 +91,7 @@ def shard(
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)  # sums gradients, as for unsharded replicas
         # A plain sum on every backend. gloo has no scaled sum. NCCL reads PREMUL_SUM's scale, which torch stores in four bytes,
-        # as a bf16 from two of them: a factor of 0.
+        # as a bf16 from two of them, which gives a factor of 0.
         unit.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(root, "next_logits")
     for parameter, (module, name) in owners.items():

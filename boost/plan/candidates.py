@@ -80,8 +80,8 @@ class Request:
     def variant(
         self, parallel: ParallelConfig, micro_batch: int, policy: RecomputeName = "none", every: int = 1
     ) -> Config:
-        """Returns a variant of the configuration, without validating it. All variants share the model object, which caches look up
-        fastest by identity."""
+        """Returns a variant of the configuration, without validating it. All variants share the model object, because caches look
+        it up fastest by identity."""
         key = micro_batch, policy, every
         if key not in self._trains:
             changes = {"micro_batch": micro_batch, "recompute": policy, "recompute_every": every}

@@ -44,7 +44,7 @@ KEYS = {
     "net": "network bandwidth per GPU in Gb/s (default 100)",
     "fp32": "fp32 peak in TFLOP/s (default tflops / 8)",
     "per_node": "GPUs per node (default 8)",
-    "site": "link of each site to the others in Gb/s, if the GPUs are at several sites",
+    "site": "each site's link to the others in Gb/s, if the GPUs are at several sites",
     "nodes_per_site": "nodes per site (default 1; only with site)",
 }
 """Keys in a datasheet line; the first three are required."""

@@ -184,7 +184,7 @@ def _against_data_parallelism(best: Plan, others: list[Alternative]) -> Iterator
                 "sharding over replicas (shard = full) makes the model fit" if sharded else "the model fits on one GPU"
             )
             yield (
-                f"Pure data parallelism beats TP here: {reason}, and the fastest with TP "
+                f"Pure data parallelism beats TP here: {reason}, and the fastest plan with TP "
                 f"({mesh(parallel)}, {parallel.layout}) takes {slower:.1%} longer ({tp.why}).{_caveat(slower)}"
             )
         return

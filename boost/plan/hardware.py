@@ -210,7 +210,7 @@ class Link(Section):
 
 
 class SiteLink(Link):
-    """The link of a site, such as a building or a cloud region, to other sites. All devices at the site share it."""
+    """The link from a site, such as a building or a cloud region, to other sites. All devices at the site share it."""
 
     name: str = "between sites"
     latency_us: Amount = 1000.0

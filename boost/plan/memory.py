@@ -87,7 +87,7 @@ def prev_latents_saved(config: Config, layer: int, on_gpu: bool = False) -> list
 
 
 # The order of passes on one pipeline rank, which determines how many micro-batches are in flight. These are the schedules of
-# torch.distributed.pipelining (torch 2.13) without sends and waits, which do not change the order on a rank. A test compares them.
+# torch.distributed.pipelining (torch 2.13) without sends and waits, which do not change the order on a rank. A test checks this.
 
 
 @dataclass(frozen=True)

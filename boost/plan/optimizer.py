@@ -172,7 +172,7 @@ class _LoroBucket:
         making, tall = self._whole_factors(2, 2)
         bases = sum(s.rows * min(s.rows, 2 * s.rank) + min(s.rows, 2 * s.rank) * 2 * s.rank for s in self.shapes)
         final = sum(s.rows * s.basis(self.tp) + s.basis(self.tp) * 2 * s.rank for s in self.shapes)
-        # Gathered triangles; for one factor at a time a copy, its QR and the product.
+        # Gathered triangles and, for one factor at a time, a copy, its QR and the product.
         triangles = sum(s.triangle(self.tp) for s in self.shapes) if self.tp > 1 else 0
         triangles += 3 * max(s.triangle(self.tp) for s in self.shapes) if self.tp > 1 else 0
         largest = max(s.elements for s in self.shapes)
@@ -193,7 +193,7 @@ class _LoroBucket:
         summed = sum(s.gram for s in self.shapes) * (self.tp > 1)
         if not isinstance(optim, MuonConfig):
             return max(making, tall + max(3 * summed, grams + largest))
-        # A Gram matrix that needs no sum is computed by the process that iterates on it, one at a time.
+        # Gram matrices that need no sum are computed one at a time, by the processes that iterate on them.
         iterating = max(3 * summed, summed + self.solved + max(7 * rank**2, self.received))
         return max(making, tall + max(iterating, (self.received or self.solved) + largest))
 

@@ -85,7 +85,7 @@ class DiagramRow:
 
 
 class Canvas:
-    """A page in pixels: boxes, lines and words."""
+    """A page of boxes, lines and text, in pixels."""
 
     def __init__(self, height: float, title: str, subtitle: str) -> None:
         self.figure = drawing.pyplot().figure(figsize=(WIDTH / 100, height / 100), facecolor=PAPER)
@@ -99,7 +99,7 @@ class Canvas:
         self, x: float, y: float, width: float, height: float, fill: str, edge: str = "none", *, radius: float = 0.0,
         alpha: float = 1.0, line: float = 1.0, hatch: str = "",
     ) -> None:  # fmt: skip
-        """A rectangle. `alpha` is the opacity of its fill; `hatch`: its color, if it is hatched."""
+        """A rectangle. `alpha`: opacity of the fill. `hatch`: color of the hatching; empty: none."""
         from matplotlib.colors import to_rgba
         from matplotlib.patches import FancyBboxPatch
 
@@ -114,7 +114,7 @@ class Canvas:
     def line(
         self, points: Sequence[tuple[float, float]], color: str, *, arrow: bool = False, alpha: float = 1.0
     ) -> None:
-        """A line through points, optionally with a tip at its end."""
+        """A line through points, optionally with an arrowhead at its end."""
         style = {"color": color, "alpha": alpha, "zorder": 1}  # same as boxes: later shapes are on top
         self.axes.plot(*zip(*points, strict=True), linewidth=1.1, solid_joinstyle="miter", **style)
         if arrow:
@@ -124,7 +124,7 @@ class Canvas:
         self, words: str, x: float, y: float, size: float = 12.0, color: str = INK, align: str = "left", *,
         bold: bool = False, room: float = 0.0,
     ) -> None:  # fmt: skip
-        """Words at a baseline, smaller if they would not fit in `room`. Assumes letters 0.56 em wide."""
+        """Text on a baseline, smaller if it would not fit in `room`. Assumes letters 0.56 em wide."""
         words = words.replace(" x ", " \u00d7 ").replace("$", r"\$")
         if room:
             size = min(size, room / ((0.62 if bold else 0.56) * len(words)))

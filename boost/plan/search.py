@@ -45,7 +45,7 @@ FEW_BLOCKS = 3
 
 TIE, TIE_SECONDS = 0.01, 1e-3
 """Plans whose times differ by less than this fraction, or by less than this many seconds, count as equally fast:
-launches and hooks, which no model includes, take that long."""
+launches and hooks, which predictions leave out, take that long."""
 
 Test = Callable[[Config], bool]
 Tick = Callable[[int, int], None]
@@ -377,8 +377,8 @@ def max_peak(config: Config, on_gpu: bool = False) -> tuple[PeakMemory, int]:
 
 
 def require_legal(search: Search) -> None:
-    """Raises a ConfigError that states the violated rule if no configuration is legal, or how the fixed mesh sizes do not match the
-    number of GPUs."""
+    """Raises a ConfigError if no configuration is legal. It states the violated rule, or that the fixed mesh sizes do not match
+    the number of GPUs."""
     if not search.empty:
         return
     request = search.request
@@ -411,7 +411,7 @@ MOST_COLUMNS = 6
 """Maximum number of GPU counts in a grid; the largest are kept."""
 
 BATCH_RATIO = 4
-"""Ratio of the global batch sizes in consecutive rows, by number of GPUs."""
+"""Ratio of the global batch sizes in consecutive rows of a grid."""
 
 
 @dataclass(frozen=True)
@@ -448,7 +448,7 @@ Grid = list[list[GridPlan]]
 
 
 def by_gpus(request: Request, tick: Tick | None = None) -> Grid:
-    """One row per global batch (times BATCH_RATIO), one column per power-of-two GPU count up to `request.gpus`."""
+    """One row per global batch size (powers of BATCH_RATIO), one column per power-of-two GPU count up to `request.gpus`."""
     base, fixed = request.base, request.fixed | {"parallel.pp", "train.global_batch"}
     counts = [gpus for gpus in powers_of_two(1 << (request.gpus.bit_length() - 1)) if gpus >= 2 or request.gpus < 2]
     counts = counts[-MOST_COLUMNS:]

@@ -24,8 +24,8 @@ _failing: set[str] = set()
 def best_effort(
     what: str, warn: Callable[[str], None] = log.warning, errors: type[Exception] = Exception
 ) -> Iterator[None]:
-    """Context manager: an error causes only a warning, `cannot {what}`, once until the write succeeds again. Code inside that
-    communicates may fail only with `errors` that occur on every process."""
+    """Context manager: an error only causes a warning, `cannot {what}`, which is not repeated until a write succeeds. Code inside
+    that communicates may fail only with `errors` that occur on every process."""
     try:
         yield
     except errors as error:

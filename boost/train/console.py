@@ -176,7 +176,7 @@ def step_line(metrics: StepMetrics, total_steps: int, eta: float) -> str:
 
 
 def evaluation_line(metrics: EvalMetrics, total_steps: int) -> str:
-    """`eval   120/1000  held-out loss 4.3210  perplexity 75.26  bits/byte 1.512  8.2k tokens`; for a mixture followed by
+    """`eval   120/1000  held-out loss 4.3210  perplexity 75.26  bits/byte 1.512  8.2k tokens`; for a mixture, followed by
     `  (c4 4.5012  code 3.9007)`."""
     sources = "  ".join(f"{name} {loss:.4f}" for name, loss in metrics.heldout_losses.items())
     return (

@@ -57,7 +57,7 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates on the whole split, or on about `max_tokens` spread evenly over it. All processes return the same result.
 
-    The stores of a mixture are evaluated one after another. They share `max_tokens` by weight, and each store gets at
+    The stores of a mixture are evaluated one after another. They split `max_tokens` by weight, but each store gets at
     least one sequence. `stopped` is called every few batches and must return the same value on all processes. Raises
     EvaluationStopped if it returns True, DataError if no evaluated token counts toward the loss. `by_document`: uses
     the first `seq_len` tokens in each document, as publications do (`DocumentBatches`).

@@ -30,7 +30,7 @@ WAIT_S = 120.0
 KINDS = {
     "kill": "the process kills itself with SIGKILL, as the out-of-memory killer would",
     "hang": "the process stops (SIGSTOP) and no longer responds",
-    "nan": "one gradient of the process becomes NaN",
+    "nan": "one of the process's gradients becomes NaN",
     "flip": "one exponent bit of one weight flips, on this process only",
     "disk-full": "the process fails with ENOSPC when it creates the next file or folder of a checkpoint",
     "slow": f"the process sleeps for {SLOW_S:g} s",

@@ -258,8 +258,8 @@ def prepare_inference(decoder: Decoder, batch: int) -> None:
             del module._parameters[name]
             setattr(module, name, PackedWeight(weight))
         elif name == "head" or name.startswith("B"):
-            # By columns, the product with one token adds O numbers at a time. A product by short rows, such as the r
-            # numbers in a row of B, reaches half of a CPU's memory bandwidth in fp32.
+            # Stored by columns, a weight's product with one token adds O numbers at a time. Stored by short rows, such as
+            # the r numbers in a row of B, it reaches half of a CPU's memory bandwidth in fp32.
             weight.data = weight.data.t().contiguous().t()
 
 

@@ -99,7 +99,7 @@ def now(device: torch.device) -> Moment:
 def seconds_between(first: Moment, second: Moment) -> float:
     """Seconds between two timestamps from the same device. Waits for the second one."""
     if isinstance(first, float) or isinstance(second, float):
-        assert isinstance(first, float) and isinstance(second, float), "timestamps are of the same device"
+        assert isinstance(first, float) and isinstance(second, float), "both timestamps must be from the same device"
         return second - first
     second.synchronize()
     return first.elapsed_time(second) / 1e3

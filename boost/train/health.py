@@ -6,8 +6,8 @@ A step is in trouble if
 - it has diverged: its cross-entropy (not the distillation loss, which may have any scale) is above DIVERGED x ln(vocabulary),
   where ln(vocabulary) is the cross-entropy of a uniform guess;
 - it is a spike: its loss is more than train.spike_sigma standard deviations above the mean of the last WINDOW healthy steps, or
-  half as many if its gradient norm is that far above its mean. This needs MIN_HEALTHY healthy steps. (In OLMo-core's
-  SkipStepOptimizer, with 6 deviations and 128 steps, a high gradient norm alone is a spike; early in a run, many norms are high.)
+  half as many if its gradient norm is that far above the norms' mean. This needs MIN_HEALTHY healthy steps. (In OLMo-core's
+  SkipStepOptimizer, with 6 deviations and 128 steps, a high gradient norm alone is enough; early in a run, many norms are high.)
 
 Trouble ends after RECOVERED consecutive healthy steps. Until then, checkpoints are marked with `Position.trouble` if the last
 step was not finite or has diverged, else with `Position.doubt`, because the weights may be fine. While the mark is `trouble`,

@@ -13,7 +13,7 @@ A hook is a class with one method per event. Subclass `Hook`, override what you 
 `on_bad_step` (only if the loss or gradient norm is not finite; no weight changed), `after_step`; at the end, it calls
 `on_train_end` and `teardown`. `Trainer.save` calls `before_save` and, once the checkpoint is complete, `after_save`:
 with train.async_save, that happens in a later step, before its `after_step`. `Trainer.evaluate` calls `on_evaluation`
-unless a signal ended it early, then `on_sample` for each prompt (train.sample_tokens). Both may be called from anywhere.
+unless a signal ended it early, then `on_sample` for each prompt (train.sample_tokens). Both methods may be called from anywhere.
 
 A rollback (train.on_spike) follows `after_step` and calls `on_rollback`.
 
@@ -30,9 +30,9 @@ same weights, optimizer state and position as on CPUs; only the gradients are al
 
 Optimizers that need the statistics on the host (`Optimizer.takes_tensors` is False) use the CPU order on GPUs, too.
 
-**Order of hooks.** For each event: the given hooks in their order, then the built-in `BadStepLimit`, `ReplicaCheck`,
-`HealthMonitor`, `PeriodicEvaluation`, `PeriodicCheckpoint`, `TextSamples`, `ProfileHook`. A given hook therefore sees a step before
-that step is evaluated and saved.
+**Order of hooks.** For each event: the hooks passed to the trainer, in order, then the built-in `BadStepLimit`, `ReplicaCheck`,
+`HealthMonitor`, `PeriodicEvaluation`, `PeriodicCheckpoint`, `TextSamples`, `ProfileHook`. Hooks passed to the trainer therefore see
+a step before it is evaluated and saved.
 
 **Processes.** Hooks run on every process; those with `main_only = True` run on the main process only. Hooks on all processes may
 call the collective methods `trainer.save` and `trainer.evaluate`, as long as all processes do so at the same event. If there are
@@ -218,7 +218,7 @@ class EvaluationEnd:
 
     metrics: EvalMetrics
     complete: bool
-    """Whether it covers the whole held-out split, not only a part."""
+    """Whether it covers the whole held-out split, not just a part."""
 
 
 @dataclass(frozen=True)

@@ -445,7 +445,7 @@ class Trainer:
         return replace(self.position, trouble=text if ruined else "", doubt="" if ruined else text)
 
     def _may_save(self, last: bool = False) -> bool:
-        """Waits for the save in flight. Returns whether a new save may start, that is, no hook on any process refuses it."""
+        """Waits for the save in flight. Returns whether a new one may start, that is, whether no hook on any process refuses it."""
         self._runner.require_all_processes("save", self.mesh.size)
         self._signals_to_reduce = True
         in_flight, begin = self._saver.in_flight, time.perf_counter()
@@ -546,7 +546,7 @@ class Trainer:
         # A signal takes precedence over a hook: it determines the exit code, which schedulers rely on.
         by_signal = StepFlags.SIGNAL in stopped
         name = self._signals.name or "a signal to another process"
-        reason = name if by_signal else self._stop_reason or "a hook of another process"
+        reason = name if by_signal else self._stop_reason or "a hook on another process"
         return TrainResult(self.position, None, latest, reason, by_signal, self._signals.requested)
 
     def notify(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -60,7 +60,7 @@ def check_replicas(
     fused_params: Sequence[FusedParam], mesh: Mesh, moments: Mapping[Tensor, Mapping[str, Tensor]] | None = None
 ) -> ReplicaReport:
     """Compares digests of this process's weights, and of its part of their `moments`, with the digests of all copies.
-    Collective: sends 4 int64 from each process.
+    Collective: each process sends 4 int64 numbers.
 
     Reads every weight about three times without copying or communicating it.
     """
@@ -126,7 +126,7 @@ def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Digest of the bits in these tensors, in order: an int64 scalar tensor, computed without leaving the device.
 
     sum_i w_i b_i modulo 2^64, with the elements' bit patterns b_i as integers and odd weights w_i by position. A change in one
-    element always changes the digest. Changes in several elements, and permutations, change it except in one in 2^64 cases.
+    element always changes the digest. Changes in several elements, and permutations, go undetected in 1 of 2^64 cases.
     """
     held = list(tensors)
     longest = min(_CHUNK, max((tensor.numel() for tensor in held), default=0))

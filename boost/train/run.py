@@ -233,7 +233,7 @@ def advise(trainer: Trainer) -> None:
 
 
 def start_advice(trainer: Trainer) -> Iterator[str]:
-    """Advice before the first step, from the configuration, the token stores and this machine."""
+    """Advice before the first step, based on the configuration, the token stores and this machine."""
     train, corpus = trainer.config.train, trainer.corpus
     for store, weight, samples in zip(corpus.stores, corpus.weights, trainer.batches.samples_of, strict=True):
         epochs = float(weight) * train.steps * train.global_batch / samples

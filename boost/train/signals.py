@@ -37,7 +37,7 @@ class StopRequest:
     KeyboardInterrupt.
 
     Pending signals are delivered as soon as the handlers are installed. The exit restores previous handlers and the signal mask;
-    after a SIGINT, it restores its handler when the 2 s are over. Enter it on the main thread, as Python requires for handlers.
+    after a SIGINT, it restores that handler when the 2 s are over. Enter it on the main thread, as Python requires for handlers.
     """
 
     announces: ClassVar[bool] = True

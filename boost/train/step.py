@@ -1,6 +1,6 @@
 """One optimizer step on this process, from top to bottom: `Stepper.passes` reads the batch, runs forward and backward passes over
-its micro-batches and reduces gradients; `Stepper.update` launches the statistics, clips and updates the weights; `Stepper.read`
-waits for the statistics.
+its micro-batches and reduces gradients; `Stepper.update` launches the statistics, clips the gradients and updates the weights;
+`Stepper.read` waits for the statistics.
 
 On a GPU, the first two only launch work. To keep the GPU busy, the trainer launches the passes of step n + 1 before it
 reads the statistics of step n (order of events: `boost.train.hooks`). The passes need the weights from step n, whose
@@ -129,7 +129,7 @@ def run_passes(
     """Runs forward and backward passes over this process's micro-batches in a step and accumulates gradients. A pipeline takes a
     single batch, with all micro-batches concatenated along dim 0, and no teacher.
 
-    Returns the fp64 sum of the losses divided by `divisor`; 0 on a process without the head. Gradients are divided by it too.
+    Returns the fp64 sum of the losses divided by `divisor`; 0 on a process without the head. Gradients are divided too.
     """
     isolate = config.data.isolate_documents
     if isinstance(model, Pipeline) and batches:
@@ -154,7 +154,7 @@ class Passes:
     """A step's launched forward and backward passes. `Stepper.update` finds the gradients in the reducer's buckets."""
 
     position: Position
-    """The position to which the weights that the passes use belong."""
+    """The position of the weights that the passes use."""
     versions: tuple[int, ...]
     """torch's version counters of these weights; every in-place change increments them."""
     lr: float

@@ -120,8 +120,8 @@ def test_a_machine_that_was_idle() -> None:
         (profile(node={"name": "loopback", "gb_s": 0.001, "latency_us": 20.0}), "loopback sends 0.001 GB/s"),
         (profile(host_us=float("nan")), "host_us = nan"),
         (profile(host_us=-3.0), "host_us = -3"),
-        (profile(speeds=SPEEDS | {"memory_gb_s": 0.0}), "memory bandwidth is 0 GB/s"),
-        (profile(speeds=SPEEDS | {"gemm": {"float32": {"tflops": 1e-6, "fraction": 0.9}}}), "float32 GEMMs reach"),
+        (profile(speeds=SPEEDS | {"memory_gb_s": 0.0}), "memory bandwidth is only 0 GB/s"),
+        (profile(speeds=SPEEDS | {"gemm": {"float32": {"tflops": 1e-6, "fraction": 0.9}}}), "float32 GEMMs reach only"),
         (profile(speeds=SPEEDS | {"kernels": {"sum float32": [[64.0, math.inf]]}}), "speeds.kernels.sum float32"),
     ],
 )

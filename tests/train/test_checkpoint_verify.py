@@ -131,7 +131,7 @@ def test_a_manifest_that_is_garbled_or_lacks_a_shard_or_the_state_is_damage(path
 
 
 STATES: dict[str, tuple[dict[str, Any], str]] = {
-    "another step": ({"step": 2, "next_sample": 4}, "says step 2, its folder 1"),
+    "another step": ({"step": 2, "next_sample": 4}, "step 2 in state.json, but 1 in its name"),
     "negative step": ({"step": -1}, "step: Input should be greater than or equal to 0"),
     "negative tokens": ({"tokens": -5}, "tokens: "),
     "no tokens": ({"tokens": 0}, "tokens = 0 is inconsistent with step = 1"),

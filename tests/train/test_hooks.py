@@ -128,13 +128,13 @@ def stop_on_one(config: Any) -> tuple[int, str | None, bool]:
 
 def test_a_stop_asked_for_on_one_process_stops_all_after_the_same_step(store: Path, tmp_path: Path) -> None:
     config = make_config(store, tmp_path, 2, train={"steps": 50})
-    assert run_distributed(2, stop_on_one, config) == [(3, "a hook of another process", False), (3, "the test", False)]
+    assert run_distributed(2, stop_on_one, config) == [(3, "a hook on another process", False), (3, "the test", False)]
 
 
 def test_a_stop_by_a_hook_exits_with_0_on_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     position = Position(3, 384)
-    assert run._exit_code(TrainResult(position, None, None, "a hook of another process")) == 0
+    assert run._exit_code(TrainResult(position, None, None, "a hook on another process")) == 0
     elsewhere = TrainResult(position, None, None, "a signal to another process", by_signal=True)
     assert run._exit_code(elsewhere) == run.STOPPED_ELSEWHERE
 

@@ -75,7 +75,7 @@ def sized_down(model: ModelConfig, parallel: dict[str, int]) -> dict[str, Any]:
 
 
 def config_of(model: ModelConfig, parallel: dict[str, Any], cell: Cell) -> Config:
-    """The configuration of a cell. Raises ConfigError if it is not legal."""
+    """The configuration of a cell. Raises ConfigError if it is invalid."""
     mesh = parallel | cell.sections.get("parallel", {})
     exact = cell.dtype == "float64"
     # Two chunks per process, each split in half across processes.

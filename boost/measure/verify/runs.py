@@ -1,5 +1,5 @@
-"""Full runs of `boost train` on a small model: one is repeated, one killed and resumed, one resumed on another mesh, one hangs, and
-one is stopped."""
+"""Full runs of `boost train` on a small model: one is repeated, one is killed and resumed, one is resumed on another mesh, one
+hangs, and one is stopped."""
 
 import json
 import os
@@ -65,8 +65,8 @@ def verify(report: Report, model: ModelConfig, processes: int, device: str) -> N
 
 @contextmanager
 def _exits_at_sigterm() -> Iterator[None]:
-    """By default, SIGTERM ends a process without running `finally` blocks, and the run that it started would continue, because
-    the run has a separate session."""
+    """Makes SIGTERM raise SystemExit. By default, it ends a process without running `finally` blocks, and the run that this
+    process started would continue, because it is in a separate session."""
     usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -130,7 +130,7 @@ class _Trial:
         first, other = self._metrics("first"), self._metrics("elsewhere")
         worst = max(abs(other[step][0] / first[step][0] - 1) for step in other if step > SAVE_EVERY)
         if worst > TOLERANCE:
-            raise RunError(f"losses differ by up to {worst:.1e}, more than rounding ({TOLERANCE:.0e})")
+            raise RunError(f"losses differ by up to {worst:.1e}, more than rounding explains ({TOLERANCE:.0e})")
         return Found("ok", f"a TP checkpoint resumed as FSDP over {self.processes}: losses within {worst:.0e}")
 
     def hangs(self) -> Found:
@@ -141,9 +141,9 @@ class _Trial:
         if code != 3 or f"(rank {rank}) is not responding" not in line:
             raise RunError(f"rank {rank} hung, but the run reported (exit code {code}): {line}")
         if seconds > limit + HANG_MARGIN_S:
-            late = f"rank {rank} reported after {seconds:.0f} s (timeout {limit} s)"
+            late = f"hang of rank {rank} reported after {seconds:.0f} s (timeout {limit} s)"
             return Found("note", late, "is this machine busy?")
-        return Found("ok", f"rank {rank} reported {seconds:.0f} s after the last step (timeout {limit} s)")
+        return Found("ok", f"hang of rank {rank} reported {seconds:.0f} s after the last step (timeout {limit} s)")
 
     def stopped(self) -> Found:
         metrics = self.folder / "stopped" / "metrics.jsonl"

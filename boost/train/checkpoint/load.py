@@ -153,7 +153,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     except BoostError as error:
         raise CheckpointError(f"'{path}/{STATE_FILE}' has an invalid configuration: {error}") from None
     if (named := step_of(path)) not in (None, state.step):
-        raise DamagedCheckpointError(f"'{path}' is damaged: {STATE_FILE} says step {state.step}, its folder {named}")
+        raise DamagedCheckpointError(f"'{path}' is damaged: step {state.step} in {STATE_FILE}, but {named} in its name")
     trained = state.step + state.skipped_steps
     if state.next_sample != trained * config.train.global_batch:
         raise DamagedCheckpointError(
@@ -189,7 +189,7 @@ def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimiz
     saved_by = checkpoint.config.optim.name
     if saved_by != optimizer.name:
         raise CheckpointError(
-            f"'{checkpoint.path}' holds optimizer state of optim.name = '{saved_by}', which '{optimizer.name}' cannot use; "
+            f"'{checkpoint.path}' holds optimizer state for optim.name = '{saved_by}', which '{optimizer.name}' cannot use; "
             f"resume with optim.name = '{saved_by}', or choose another run.dir"
         )
     run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)

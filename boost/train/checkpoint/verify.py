@@ -6,7 +6,7 @@
 4. The header of each tensor file matches the file (offsets, sizes, dtypes) and the model: names, global shapes, and shards that
    cover each tensor exactly once (`read_structure`).
 
-`verify_checkpoint` does all of this except 3, jointly on all processes. File names are checked before they are used as
+`verify_checkpoint` does all of this except step 3, jointly on all processes. File names are checked before they are used as
 paths, and nothing is unpickled.
 """
 
