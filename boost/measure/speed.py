@@ -116,7 +116,7 @@ class Stopwatch:
 def gemm_points(watch: Stopwatch, dtype: torch.dtype, largest: int, tokens: Sequence[int]) -> Iterator[Point]:
     """GEMMs for a linear, one forward and two backward, at widths up to `largest`."""
     device = watch.mesh.device
-    # Latents in a small model at TP 8 have width 32, where CPUs lose a quarter of their speed; GPUs pad to tiles of 64.
+    # Latents in a small model at TP 8 have width 32, at which CPUs lose a quarter of their speed; GPUs pad to tiles of 64.
     least = 32 if device.type == "cpu" else 64
     widths = [least * 2**i for i in range(int(math.log2(largest / least)) + 1)]
     for t in tokens:

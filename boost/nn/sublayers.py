@@ -165,7 +165,7 @@ class Sublayer(FusedModule):
         super().__init__()
         self.spec = as_spec(spec, sizes)
         self.model, self.layout = self.spec.model, self.spec.layout
-        """As `initialize` reads them."""
+        """`initialize` reads these attributes."""
         self.layer = layer
 
     def add_linears(self, shape: architecture.GroupSpec) -> SeparateLinears:

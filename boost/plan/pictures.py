@@ -468,7 +468,7 @@ def draw_grid(
     rows: Sequence[tuple[str, Sequence[tuple[str, str]]]],
     path: Path,
 ) -> None:
-    """Draws a grid. `corner`: heading of the row labels. `rows`: label and cells, each (words, kind); kinds differ in color, and ''
+    """Draws a grid. `corner`: heading of the row labels. `rows`: label and cells, each (text, kind); kinds differ in color, and ''
     leaves a cell uncolored."""
     left, top, line = 150.0, 128.0, 40.0
     width = (WIDTH - left - MARGIN) / len(columns)

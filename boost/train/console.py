@@ -21,7 +21,7 @@ MFU_MIN_WIDTH = 100
 
 
 class PlainConsole:
-    """Plain lines for a file or a pipe, for the first step, every `log_every`-th step, and the last step. A context manager."""
+    """Plain lines for a file or a pipe: the first step, every `log_every`-th step, and the last step. A context manager."""
 
     def __init__(self, total_steps: int, start_step: int, log_every: int, out: TextIO | None = None) -> None:
         self._total, self._every, self._out = total_steps, log_every, out

@@ -65,7 +65,7 @@ def verify_process(request: Request, out: Path) -> int:
             step.verify(verifier, request.own, hardware)
     except Unequal as where:
         with report.timed("", "remaining checks") as note:
-            note(Found("skipped", f"{where} failed on some processes only: further collectives may deadlock"))
+            note(Found("skipped", f"{where} failed on only some processes: further collectives may deadlock"))
     if mesh.is_main:
         report.write(out, facts)
         if request.whole:

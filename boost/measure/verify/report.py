@@ -114,7 +114,7 @@ class Report:
 
 
 class Unequal(Exception):
-    """A check failed on some processes only, so the processes may be at different collectives afterwards."""
+    """A check failed on only some processes, so the processes may be in different collectives afterwards."""
 
 
 class Verifier:
@@ -132,7 +132,7 @@ class Verifier:
     def check(self, name: str, action: Callable[[], T], judge: Callable[[list[T]], Found], advice: str = "") -> None:
         """Runs `action` on every process and passes the results, by rank, to `judge`. An exception counts as a failure.
 
-        Raises Unequal if it failed on some processes only.
+        Raises Unequal if it failed on only some processes.
         """
         with self.report.timed(self._section, name) as note:
             outcomes: list[tuple[str, Any]] = run_on_all(self.mesh, lambda: _outcome(action))
