@@ -377,8 +377,8 @@ def max_peak(config: Config, on_gpu: bool = False) -> tuple[PeakMemory, int]:
 
 
 def require_legal(search: Search) -> None:
-    """Raises a ConfigError if no configuration is legal. It states the violated rule, or that the fixed mesh sizes do not match
-    the number of GPUs."""
+    """Raises a ConfigError if no configuration is legal. The error states the violated rule, or that the fixed mesh sizes do not
+    match the number of GPUs."""
     if not search.empty:
         return
     request = search.request
