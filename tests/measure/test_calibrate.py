@@ -84,7 +84,7 @@ def test_the_planner_accepts_a_calibrated_profile_and_a_useless_one_is_refused(t
     assert [codes for codes, _ in found] == [[1, 0]] * 2
     assert not found[0][1], "written although it was refused"
     hardware = load_hardware(str(out))
-    assert any(source.startswith("warning: ") and "sends 0.001 GB/s" in source for source in hardware.sources)
+    assert any(source.startswith("warning: ") and "sends only 0.001 GB/s" in source for source in hardware.sources)
     assert (hardware.device, hardware.per_node, hardware.alone is not None) == ("cpu", 2, True)
     kinds = {"all-reduce float32", "all-gather float32", "reduce-scatter float32", "all-to-all float32"}
     assert set(hardware.node.measured) == kinds
@@ -117,7 +117,7 @@ def test_a_machine_that_was_idle() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        (profile(node={"name": "loopback", "gb_s": 0.001, "latency_us": 20.0}), "loopback sends 0.001 GB/s"),
+        (profile(node={"name": "loopback", "gb_s": 0.001, "latency_us": 20.0}), "loopback sends only 0.001 GB/s"),
         (profile(host_us=float("nan")), "host_us = nan"),
         (profile(host_us=-3.0), "host_us = -3"),
         (profile(speeds=SPEEDS | {"memory_gb_s": 0.0}), "memory bandwidth is only 0 GB/s"),
