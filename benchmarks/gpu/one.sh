@@ -12,7 +12,7 @@ if [ -z "$SMALL" ]; then
     model=(boost-1b) single=(--model.layers=8) rounds=9 quick=() steps=(--validate) own=()
     shares=(--dim 4096 --ffn 11008 --heads 32 --layers 4 --seq 4096 --micro-batches 1 4) kernels=()
 else
-    model=(demo --train.seq_len=64 --train.micro_batch=2 --train.global_batch=2 --model.layers=2) single=() rounds=7 quick=(--quick) steps=()
+    model=(demo --train.seq_len=64 --train.micro_batch=2 --train.global_batch=2 --model.layers=2) single=() rounds=7 quick=(--quick --force) steps=()
     own=("${model[@]}" --parallel.tp=1)
     shares=(--dim 128 --ffn 352 --heads 4 --layers 2 --seq 64 --micro-batches 1 4) kernels=(--tokens 256 --width 128)
 fi

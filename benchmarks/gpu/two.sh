@@ -13,7 +13,7 @@ mkdir -p "$OUT"
 if [ -z "$SMALL" ]; then
     rounds=9 quick=() compile=all short=(--train.steps=200 --train.compute_dtype=bfloat16) own=()
 else
-    rounds=7 quick=(--quick) compile=none short=(--train.steps=50 --train.seq_len=32 --model.layers=2)
+    rounds=7 quick=(--quick --force) compile=none short=(--train.steps=50 --train.seq_len=32 --model.layers=2)
     own=(demo --train.seq_len=64 --model.layers=2)
 fi
 on=(--run.device="$DEVICE")
