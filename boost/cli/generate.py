@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--prompt",
         action="append",
         metavar="TEXT",
-        help="text to continue; may be repeated (default: piped text, or else start a new document)",
+        help="text to continue; may be repeated (default: piped text, or else a new document)",
     )
     parser.add_argument(
         "--prompts",

@@ -84,8 +84,8 @@ def search_and_report(args: argparse.Namespace, request: Request, source: str, f
             config, way = nearest.config, way_out(search)
             raise ConfigError(
                 f"{args.model} ({config.model.family}) does not fit on {args.gpus} x {args.gpu} in any configuration: even the "
-                f"smallest ({mesh(config.parallel)}, {choices(config)}) needs {format_bytes(nearest.memory)} of "
-                f"{format_bytes(nearest.usable)}; "
+                f"smallest ({mesh(config.parallel)}, {choices(config)}) needs {format_bytes(nearest.memory)} "
+                f"(usable: {format_bytes(nearest.usable)}); "
                 + (f"it fits {way}" if way else "it does not fit on more GPUs either; use a smaller model")
             )
         remarks, best = list[str](), search.simplest(fastest)

@@ -51,7 +51,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--restart",
         action="store_true",
-        help="with --resume auto: start over at step 0 if the checkpoints of an earlier run are gone (otherwise an error)",
+        help="with --resume auto: start over at step 0 if the checkpoints of an earlier run are gone (by default, an error)",
     )
     parser.add_argument(
         "--start-from",

@@ -275,7 +275,7 @@ class DistillConfig(Section):
     """T: both models' logits are divided by it in the KL divergence."""
 
     hidden: NonNegative = 0.0
-    """Weight of another term per token: the mean squared difference between both models' inputs to the head (final hidden states
+    """Weight of another term per token: the mean squared difference between the two models' inputs to the head (final hidden states
     after the norm). Requires a teacher with the same model.dim."""
 
     def problems(self, config: "Config") -> Iterator[str]:

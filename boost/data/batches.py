@@ -262,7 +262,7 @@ class DocumentBatches:
     """Batches with one document per row, as in the published evaluations of low-rank pretraining: GaLore, LORO and CoLA take
     the first S tokens of each document in C4's validation split, padded to S, and ignore the padding.
 
-    Each row [S] holds the first S tokens of a document, the last of which is eos. Documents are in order, `batch` rows at a time.
+    Each row [S] holds the first S tokens of a document, the last replaced by eos. Documents are in order, `batch` rows at a time.
 
     Targets beyond a document or outside the loss mask are `IGNORED`; a document's first token is not a target. All DP ranks yield
     the same number of batches. `max_tokens` limits evaluation to the first documents that together reach this many

@@ -283,7 +283,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: no token store here; create it with: boost prepare INPUT --out {path}")
     if not path.exists():
         if (old := path.with_name(f"{path.name}.boost-old")).exists():
-            raise DataError(f"{path}: its replacement was interrupted; rerun 'boost prepare', or rename {old}")
+            raise DataError(f"{path}: its replacement was interrupted; rerun 'boost prepare', or rename {old} back")
         raise DataError(
             f"{path}: its preparation was interrupted; rerun the same 'boost prepare' or 'boost recipe' command to continue"
         )

@@ -196,7 +196,7 @@ class RecoverableGroup(dist.ProcessGroup):
         return self._backends.get("cuda")
 
     def abort(self) -> None:
-        """Aborts NCCL kernels. May not return until this process's other groups are aborted too. Thread-safe."""
+        """Aborts NCCL kernels. Might not return until this process's other groups are aborted too. Thread-safe."""
         if (nccl := self.nccl) is not None:
             with contextlib.suppress(RuntimeError):  # the kernels had already failed
                 nccl.abort()

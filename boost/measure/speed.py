@@ -78,7 +78,7 @@ def synchronize(device: torch.device) -> None:
 class Stopwatch:
     """Times calls while the other processes in the mesh do the same, or wait.
 
-    On CPUs, the probe normalizes seconds to the machine's fastest speed when the stopwatch was created. A GPU is not
+    On CPUs, the probe scales times to the machine's top speed when the stopwatch was created. A GPU is not
     shared, and its probe would measure launches and clocks that rise under load.
     """
 

@@ -26,7 +26,7 @@ class Teaching(NamedTuple):
     temperature: float
     """K."""
     hidden_weight: float = 0.0
-    """Weight of the mean squared difference between both models' inputs to the head."""
+    """Weight of the mean squared difference between the two models' inputs to the head."""
     cross_entropy: Tensor | None = None
     """Accumulates only the cross-entropy, summed over targets (nats, fp64 scalar): the loss may consist mostly of other terms."""
 

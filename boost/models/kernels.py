@@ -2,7 +2,7 @@
 
 A kernel is an element-wise function that can run as one kernel in one pass: it reads every input and writes every result once. It
 has no gradient: custom autograd functions call it in both passes. The backend is chosen once per process (`use`) from
-BACKENDS: "eager" runs the operations one by one, "inductor" compiles each function into one kernel with torch.compile. Inside
+BACKENDS: "eager" runs the operations one by one; "inductor" compiles each function into one kernel with torch.compile. Inside
 torch.compile, a kernel becomes part of the compiled graph.
 
 Legend: T tokens, D hidden width, R latent width of a group (all slots side by side), r of one slot, O local outputs of

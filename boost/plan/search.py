@@ -391,7 +391,7 @@ def require_legal(search: Search) -> None:
     free = set(AXES) - sizes.keys() - ({"parallel.cp"} if len(context_sizes(request, 1)) == 1 else set())
     if sizes and (request.gpus % made or (not free and made != request.gpus)):
         words = " x ".join(f"{key} = {size}" for key, size in sizes.items())
-        raise ConfigError(f"{words} = {made} processes, but --gpus = {request.gpus}; remove one of them")
+        raise ConfigError(f"{words} = {made} processes, but --gpus = {request.gpus}; change one of them")
     for parallel in structures(request):
         for micro_batch in (*micro_batches(request, parallel.dp), 1):
             for policy in policies(request, parallel):

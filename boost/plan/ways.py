@@ -47,7 +47,7 @@ def _changes(request: Request) -> Iterator[tuple[str, Request, str]]:
         yield "with --train.param_dtype bfloat16", replace(request, base=narrow), price
     tried, gpus = [request.gpus, 2 * request.gpus, 4 * request.gpus], 2 * request.gpus
     while not request.fixed & set(AXES) and gpus <= MOST_GPUS:
-        among = f"the fewest of {', '.join(map(str, tried))}, ..."
+        among = f"the first that fits of {', '.join(map(str, tried))}, ..."
         yield f"on {gpus} GPUs ({among})", replace(request, gpus=gpus), ""
         gpus *= 2
     length = train.seq_len // 2

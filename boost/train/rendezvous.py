@@ -36,10 +36,10 @@ _KEEP_SIZE = 1
 """Linux's FALLOC_FL_KEEP_SIZE."""
 
 _GOODBYE_S = 3.0
-"""Time for which rank 0 still answers late processes after a stop signal, in seconds."""
+"""How long rank 0 keeps answering late processes after a stop signal, in seconds."""
 
 _LATE_S = 20.0
-"""Time for which a process that received a stop signal still waits for rank 0 to start, so that rank 0 learns of it, in seconds."""
+"""How long a process that received a stop signal keeps waiting for rank 0 to start, so that rank 0 learns of it, in seconds."""
 
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 """Environment variables that hold a process's local rank on its machine: torchrun and our launcher, Slurm, Open MPI, MPICH."""
