@@ -1,10 +1,10 @@
-"""The comparison of calls, on made-up logs: needs no software GPU."""
+"""The environment of a launch, and the comparison of calls, on made-up logs: needs no software GPU."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.softgpu.run import differences
+from tests.softgpu.run import differences, environment
 
 SUM, GATHER, SEND, RECEIVE, END = (
     "all-reduce 8 7 -1",
@@ -34,3 +34,10 @@ def test_different_calls_are_found(tmp_path: Path, first: list[str], second: lis
             (tmp_path / f"calls.{100 + rank}").write_text("".join(f"a1 {rank} 2 {call}\n" for call in calls))
     found = differences(tmp_path)
     assert len(found) == bool(message) and all(message in text for text in found), found
+
+
+def test_a_launch_compiles_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although compiling sets the cache's folder in the environment of the process that starts the launch."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with environment(tmp_path) as (shared, variables):
+        assert all(shared in Path(variables[f"{name}_CACHE_DIR"]).parents for name in ("TORCHINDUCTOR", "TRITON"))
