@@ -36,16 +36,14 @@ def environment(home: Path, emulated: bool = True) -> Iterator[tuple[Path, dict[
     # In memory: communicators are files of hundreds of megabytes, of which little is written. Short: sockets are below it.
     shared = Path(tempfile.mkdtemp(prefix="softgpu-", dir="/dev/shm"))
     (shared / "tmp").mkdir()
-    cache = shared / "tmp" / "cache"
+    cache = shared / "tmp" / "cache"  # for each launch, although a process that has compiled exports its own
     changes = {
         "PATH": f"{home / 'venv/bin'}:{os.environ['PATH']}",
         "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests/softgpu/site'}",
         "LD_PRELOAD": str(home / "libcuda.so.1"),
         "TRITON_LIBCUDA_PATH": str(home),
         "TMPDIR": str(shared / "tmp"),
-        "TORCHINDUCTOR_CACHE_DIR": str(
-            cache
-        ),  # compiling sets these in its own process, from which they would be inherited
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "SOFTGPU_DIR": str(shared),
         "OMP_NUM_THREADS": "1",
