@@ -28,7 +28,7 @@ from boost.train.checkpoint import SavedCheckpoint
 from boost.train.evaluate import Evaluation
 from boost.train.faults import Fault
 from boost.train.launch import Supervise, can_fork, launch
-from boost.train.loop import Rollbacks, Trainer
+from boost.train.loop import Trainer
 from boost.train.metrics import read_metrics
 from boost.train.replicas import Mismatch, ReplicaReport
 from boost.train.run import train_process
@@ -245,21 +245,20 @@ def test_both_copies_of_a_piece_lost_end_the_run(store: Path, tmp_path: Path) ->
 
 def dies_rolling_back(marker: str, config: Config, *rest: Any) -> int:
     """Trains and requests a rollback in step 9, during which a process is killed once."""
-    read, go_back = Trainer._read, Rollbacks._return
+    judge, supersede = Trainer._judge, Trainer._supersede_later_checkpoints
 
-    def read_and_ask(self: Trainer, update: Any) -> Any:
-        stats = read(self, update)
+    def judge_and_ask(self: Trainer, stats: Any) -> None:
+        judge(self, stats)
         if self.position.step == 9 and not self.position.skipped:
             self.request_rollback("a test")
-        return stats
 
-    def go_back_once(self: Rollbacks, trainer: Trainer, reason: str) -> None:
-        go_back(self, trainer, reason)
-        if marker and trainer.mesh.dp.rank == 1 and not os.path.exists(marker):
+    def supersede_and_die(self: Trainer) -> None:
+        supersede(self)
+        if marker and self.rollbacks.count and self.mesh.dp.rank == 1 and not os.path.exists(marker):
             Path(marker).touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Trainer._read, Rollbacks._return = read_and_ask, go_back_once  # type: ignore[method-assign]
+    Trainer._judge, Trainer._supersede_later_checkpoints = judge_and_ask, supersede_and_die  # type: ignore[method-assign]
     return train_process(config, *rest)
 
 

@@ -151,6 +151,7 @@ ALL = [
     for name in FAMILIES
     for layout in layouts_of(boost.nn.Spec(**sizes(name)).model)
     for size, kv_heads in ((2, 8), (4, 2))
+    if (name, layout, size) != ("lax-tensor", "vanilla", 4)  # the gate has two rows
 ]
 CELLS = [pytest.param(*cell, marks=pytest.mark.nightly if number % 4 else ()) for number, cell in enumerate(ALL)]
 
