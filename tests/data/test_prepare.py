@@ -182,7 +182,7 @@ def test_a_single_document_is_cut_at_a_line(tmp_path):
     (train,), (heldout,) = (decoded(store.split(name), store) for name in ("train", "heldout"))
     assert train + heldout == "".join(lines) and heldout.startswith("line number ")
     assert 0.01 < len(heldout) / len(train) < 0.04
-    assert any("one document" in note for note in store.report["notes"])
+    assert any("a single document" in note for note in store.report["notes"])
 
 
 @settings(deadline=None, max_examples=50)

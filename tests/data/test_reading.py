@@ -180,7 +180,7 @@ def test_damage_to_a_partial_store_is_noticed(c4: Path) -> None:
     data[10] ^= 1
     file.write_bytes(data)
     with pytest.raises(
-        DataError, match=r"train\.tokens: damaged since it was written; .* run it again, from the start"
+        DataError, match=r"train\.tokens: damaged since it was written; .* start again from the beginning"
     ):
         prepare.prepare(options(c4))
     assert prepare.prepare(options(c4)).store

@@ -238,7 +238,7 @@ def test_accumulation_sums_partial_gradients_once() -> None:
         ({"layout": "btq"}, r"parallel\.layout = 'btq'.*did you mean 'btp'"),
         ({"family": "colla"}, r"model\.family = 'colla'.*did you mean 'cola'"),
         ({"recompute": "some"}, r"recompute = 'some' is not a policy; valid values: none"),
-        ({"dp": 2}, r"dp = 2 is not part of a module"),
+        ({"dp": 2}, r"dp = 2 does not apply to a module"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(wrong: dict[str, Any], said: str) -> None:

@@ -138,7 +138,7 @@ def test_moments_of_another_optimizer_are_refused(tmp_path: Path) -> None:
     save(tmp_path, config)
     other = config.model_copy(update={"optim": OptimConfig.model_validate({})})
     with pytest.raises(
-        CheckpointError, match=r"of optim.name = 'loro', which 'adamw' cannot use; resume with"
+        CheckpointError, match=r"for optim.name = 'loro', which 'adamw' cannot use; resume with"
     ) as error:
         load(tmp_path, other)
     assert "\n" not in str(error.value)
