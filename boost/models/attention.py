@@ -55,21 +55,20 @@ class SequenceShare:
 
     def to_sequences(self, x: Tensor, batch: int) -> Tensor:
         """Reorders rows from process order (one process after another) to sequence order. Copies unless the orders are equal."""
-        return _reordered(x, self._order(batch))
+        held, cp = len(self.halves_held), self.cp
+        places = [(i, half, place) for i, half in enumerate(self.halves_held) for place in range(cp)]
+        order = [(self._mirrored(p, half) * batch + b) * held + i for b in range(batch) for i, half, p in places]
+        return _reordered(x, order)
 
     def to_processes(self, x: Tensor, batch: int) -> Tensor:
-        """Inverse of `to_sequences`."""
-        order = self._order(batch)
-        return _reordered(x, sorted(range(len(order)), key=order.__getitem__))
+        """Inverse of `to_sequences`. Computed, because torch.compile cannot sort indices if `batch` is dynamic."""
+        held, cp = len(self.halves_held), self.cp
+        rows = [(b, i, half) for b in range(batch) for i, half in enumerate(self.halves_held)]
+        return _reordered(x, [(b * held + i) * cp + self._mirrored(r, half) for r in range(cp) for b, i, half in rows])
 
-    def _order(self, batch: int) -> list[int]:
-        """For each chunk of each sequence, its index in process order."""
-        places = []
-        for index, half in enumerate(self.halves_held):
-            ranks = range(self.cp) if half == 0 else range(self.cp - 1, -1, -1)
-            places += [(rank, index) for rank in ranks]
-        held = len(self.halves_held)
-        return [(rank * batch + b) * held + index for b in range(batch) for rank, index in places]
+    def _mirrored(self, rank: int, half: int) -> int:
+        """The process that holds chunk `rank` of a half, and the reverse: second halves are in reverse order."""
+        return rank if half == 0 else self.cp - 1 - rank
 
 
 def _reordered(x: Tensor, order: Sequence[int]) -> Tensor:

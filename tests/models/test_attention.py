@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from boost.config import load
-from boost.models.attention import rotary_frequencies
+from boost.models.attention import SequenceShare, rotary_frequencies
 
 
 @pytest.mark.parametrize("changes", [[], ["--model.rope_factor", "32"], ["--model.rope_low_freq", "2.5"]], ids=str)
@@ -34,3 +34,15 @@ def test_scaled_rotations_are_those_of_llama_3(preset: str, changes: list[str]) 
     slower = found / plain
     assert slower[0] == 1 and slower[-1] * model.rope_factor == pytest.approx(1.0)
     assert ((slower > 1.01 / model.rope_factor) & (slower < 0.99)).any()
+
+
+def test_a_compiled_exchange_accepts_any_batch() -> None:
+    """From its second value on, the batch is dynamic."""
+    share = SequenceShare(1, 2, True)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def there_and_back(x: torch.Tensor, batch: int) -> torch.Tensor:
+        return share.to_processes(share.to_sequences(x, batch), batch)
+
+    for batch in (1, 2, 3):
+        assert torch.equal(there_and_back(torch.arange(8 * batch), batch), torch.arange(8 * batch))
