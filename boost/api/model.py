@@ -133,7 +133,7 @@ class Model(nn.Module):
         if not ids:
             raise ConfigError("prompt is empty, and this model's start-of-document token is unknown; pass a token")
         if max(ids) >= self.decoder.model.vocab_size or min(ids) < 0:
-            raise ConfigError(f"prompt contains token {max(ids)}; valid: 0 to {self.decoder.model.vocab_size - 1}")
+            raise ConfigError(f"prompt has token {max(ids)}; valid values: 0 to {self.decoder.model.vocab_size - 1}")
         sampling = Sampling(temperature, top_k, top_p, seed)
         sampling.check()
         new = []

@@ -40,7 +40,7 @@ def test_the_budget_comes_first(c4: Path, capsys: Capture) -> None:
     assert code == 0
     for words in (
         "c4-60m: cola ", "384 (6 steps of 64), 200k held out; published run: 1.31B", f"{c4}; tokenizer train:300",
-        "for data/c4-384, ", " free", "perplexity 34.04",
+        "for data/c4-384, ", "B free", "perplexity 34.04",
     ):  # fmt: skip
         assert words in out, words
     assert not Path("data").exists() and not Path("runs").exists()
