@@ -1,5 +1,5 @@
 """Reproduces the paper's tables and figures and builds a report of all results. It is not installed; run it from a checkout.
 
 `python -m benchmarks` lists the experiments, which are in experiments/. The other files are standalone scripts: soak tests (soak,
-recovery), generation (decode) and tasks from held-out text (local_tasks).
+recovery) and tasks from held-out text (local_tasks).
 """

@@ -27,7 +27,9 @@ EXPERIMENTS = {
     "validation": "the performance model against steps measured on this machine",
     "record": "the performance model against training speeds published by others",
     "modeled": "the performance model against the paper",
-    "evaluation": "all of these for the report, several launches each, resumable",
+    "official": "training in the published code of CoLA and LORO, which you clone, against BOOST",
+    "versions": "speed of this checkout against another one, before and after a change",
+    "evaluation": "all experiments of the report, several launches each, resumable",
     "report": "all results as one page, benchmarks/report.html",
     "timeline": "a step recorded by train.profile: computation and communication of each process",
 }

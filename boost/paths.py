@@ -52,7 +52,7 @@ def _unsafe(name: object, nested: bool) -> str:
     if nested and "/" in name:
         return next((reason for part in name.split("/") if (reason := _unsafe(part, nested=False))), "")
     if name in ("", ".", ".."):
-        return f"{name!r} is not the name of a file"
+        return "it is empty, '.' or '..'"
     if "/" in name or "\\" in name:
         return "it contains a path separator"
     if "\0" in name:

@@ -85,9 +85,7 @@ class Part:
     words: str
     """Arguments, with the placeholders {device}, {work}, {results} and {out} (path of the result without suffix)."""
     minutes: float
-    """Estimate for one launch on two cores of an AMD EPYC, measured at 42f91c7 or, for `wire`, `steps`, `recompute`, `gemms`,
-    `grouping` and `perplexity`, at 53126ef, scaled up from one launch of each set of `wire` and two seeds of `perplexity`. A
-    measurement on this machine replaces it."""
+    """Estimate for one launch on two cores. A measurement on this machine replaces it."""
     launches: int = 1
     needs_hosts: bool = False
     """Whether it creates network namespaces."""

@@ -16,6 +16,7 @@ from benchmarks.experiments.contest import Call
 from benchmarks.experiments.plain import PlainStep, whole
 from boost.config import Config
 from boost.config.load import change, from_tree
+from boost.config.schema import Family
 from boost.convert.formats import config_json, entries
 from boost.convert.tensors import TensorWriter
 from boost.errors import StorageError
@@ -31,14 +32,16 @@ def peers(config: Config, mesh: Mesh) -> tuple[dict[str, Call], dict[str, str]]:
     A step trains on train.global_batch sequences in micro-batches and returns the mean loss before it and the gradient norm.
     Every process of the mesh must call this function and every step. Runs one step to check that it works.
     """
-    step, reason = _attempt(lambda: hugging_face(_dense(config), mesh), mesh)
+    step, reason = _attempt(lambda: hugging_face(of_family(config, "dense"), mesh), mesh)
     return ({HF: step}, {}) if step is not None else ({}, {HF: reason})
 
 
-def _dense(config: Config) -> Config:
-    """The dense model of the same shape, with default [parallel] (these libraries shard it themselves)."""
+def of_family(config: Config, family: Family) -> Config:
+    """The same shape in another family, on one process, without recomputation. Raises ConfigError."""
     tree = config.model_dump()
-    change(tree, {"model.family": "dense"})
+    change(tree, {"model.family": family})
+    if family != "dense" and tree["model"].get("rank") is None:
+        tree["model"].pop("rank", None)
     tree["parallel"] = {}
     tree["train"] |= {"recompute": "none", "recompute_every": 1}
     return from_tree(tree)

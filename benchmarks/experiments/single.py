@@ -10,18 +10,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
-from torch import Tensor
 
 from benchmarks.commands import LEAST_ROUNDS, add_config, add_rounds, require_least
 from benchmarks.experiments.contest import Call, take_turns
-from benchmarks.experiments.peers import peers
+from benchmarks.experiments.peers import of_family, peers
 from benchmarks.experiments.plain import plain_step
 from benchmarks.experiments.results import Facts, facts_of
 from benchmarks.experiments.sections import save
 from benchmarks.experiments.single_report import GEMM
 from boost.config import Config, load
 from boost.config.architecture import flops_per_token, parameter_count
-from boost.config.load import change, from_tree
 from boost.config.schema import Family
 from boost.measure.steps import Stepper
 from boost.parallel.mesh import Mesh
@@ -60,35 +58,11 @@ def sizes(name: str | None, overrides: Sequence[str]) -> dict[str, Config]:
     return found
 
 
-def of_family(config: Config, family: Family) -> Config:
-    """The same shape in another family, on one process, without recomputation. Raises ConfigError."""
-    tree = config.model_dump()
-    change(tree, {"model.family": family})
-    if family != "dense" and tree["model"].get("rank") is None:
-        tree["model"].pop("rank", None)
-    tree["parallel"] = {}
-    tree["train"] |= {"recompute": "none", "recompute_every": 1}
-    return from_tree(tree)
-
-
-def our_step(config: Config, mesh: Mesh) -> Call:
-    """Returns a call that runs a whole training step of our model and returns the gradient of the last weight."""
-    stepper = Stepper(config, mesh)
-
-    def step() -> list[Tensor]:
-        stepper.step()
-        gradient = stepper.fused_params[-1].tensor.grad
-        assert gradient is not None
-        return [gradient]
-
-    return step
-
-
 def _measure(name: str, config: Config, rounds: int) -> Facts:
     mesh = Mesh(choose_device(config.run.device))
     by_family = {family: of_family(config, family) for family in FAMILIES}
     train, width = config.train, GEMM_WIDTH[mesh.device.type]
-    calls: dict[str, Call] = {family: our_step(each, mesh) for family, each in by_family.items()}
+    calls: dict[str, Call] = {family: Stepper(each, mesh).step for family, each in by_family.items()}
     theirs, reasons = peers(by_family["dense"], mesh)
     calls |= theirs
     dtype = getattr(torch, train.compute_dtype)
@@ -99,7 +73,7 @@ def _measure(name: str, config: Config, rounds: int) -> Facts:
     theirs.clear()
     for family in PLAIN:
         pair: dict[str, Call] = {
-            "ours": our_step(by_family[family], mesh),
+            "ours": Stepper(by_family[family], mesh).step,
             "plain": plain_step(by_family[family], mesh.device),
         }
         contests[family] = asdict(take_turns(pair, mesh, rounds, words=f"{name}, {family}"))

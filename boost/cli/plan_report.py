@@ -115,7 +115,7 @@ def search_and_report(args: argparse.Namespace, request: Request, source: str, f
     if folder is not None and read_folder(folder).tied:
         more = best.config.model.vocab_size * best.config.model.dim
         remarks.append(
-            f"'{folder / 'config.json'}' ties the embedding and the head. The plan assumes two tensors, as after "
+            f"'{folder / 'config.json'}' ties the embedding and the head. The plan assumes two tensors, as made by "
             f"'boost import --untie', which adds {more:,} parameters."
         )
     if args.write is not None:

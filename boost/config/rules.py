@@ -167,7 +167,7 @@ def _sharding_problems(config: Config) -> Iterator[str]:
         holders = [name for name in layouts.layout_names() if layouts.layout_spec(name).has_whole_factors]
         yield (
             f"parallel.shard_outer = true shards factors that parallel.layout = {_either(holders)} replicates over TP; "
-            f"'{parallel.layout}' replicates none: set shard_outer = false, or use a layout that does"
+            f"'{parallel.layout}' does not: set shard_outer = false, or use a layout that replicates factors"
         )
 
 
@@ -340,7 +340,7 @@ def _train_problems(config: Config) -> Iterator[str]:
     if train.recompute == "low-rank-sharded" and parallel.layout not in gatherers:
         yield (
             f"train.recompute = 'low-rank-sharded' saves latents before parallel.layout = {_either(gatherers)} gathers them; "
-            f"'{parallel.layout}' gathers none: use 'low-rank', or a layout that does"
+            f"'{parallel.layout}' does not: use 'low-rank', or a layout that gathers latents"
         )
     if train.recompute_every > config.model.layers:
         yield (

@@ -38,7 +38,7 @@ CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else 
 cache of continuous batching, which attention implementations update; since then it is an ordinary cache."""
 
 LATENT_EPS = 1e-6
-"""Epsilon of the LayerNorm of latents."""
+"""Epsilon for the LayerNorm over latents."""
 
 
 class BoostConfig(PretrainedConfig):

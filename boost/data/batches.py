@@ -82,7 +82,8 @@ class Segment:
 
 
 class EqualWindows:
-    """Samples with one segment: windows of S consecutive inputs. A shorter last one is kept if `partial`, else dropped."""
+    """Samples with one segment: windows of S consecutive inputs. If the last window is shorter, it is kept if `partial`, else
+    dropped."""
 
     def __init__(self, n_tokens: int, seq_len: int, partial: bool) -> None:
         self._targets, self._seq_len = max(n_tokens - 1, 0), seq_len

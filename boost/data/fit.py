@@ -39,5 +39,5 @@ def check_vocabulary(config: Config, store: TokenStore) -> None:
         valid = -(-store.vocab_size // tp) * tp
         raise ConfigError(
             f"model.vocab_size = {config.model.vocab_size}, but the store '{store.path}' contains token ids up to "
-            f"{store.largest_token}; set it to the tokenizer's vocabulary size, {valid}"
+            f"{store.largest_token}; set model.vocab_size = {valid}, the tokenizer's vocabulary size"
         )

@@ -214,8 +214,8 @@ class TokenStore:
 
     @property
     def chat(self) -> dict[str, Any] | None:
-        """`{"template": ..., "tokenizer": {...}}` of a conversation store: the chat template, and the special tokens by their
-        role, such as eos_token."""
+        """`{"template": ..., "tokenizer": {...}}` of a conversation store: the chat template, and the special tokens by role
+        (such as eos_token)."""
         return self.meta.get("chat")
 
     @property

@@ -63,7 +63,7 @@ def verify(store: TokenStore, progress: Progress = iter) -> None:
     for file, digests in store.blocks.items():
         if len(digests) // (2 * DIGEST_BYTES) != -(-len(arrays[file]) // BLOCK_BYTES):
             raise damaged(
-                store.path, f"{file} has {len(arrays[file])} bytes, which does not match its digests in {STORE_FILE}"
+                store.path, f"the size of {file}, {len(arrays[file])} bytes, does not match its digests in {STORE_FILE}"
             )
     work = [(file, i) for file, array in arrays.items() for i in range(-(-len(array) // BLOCK_BYTES))]
     with ThreadPoolExecutor(_THREADS) as pool:  # reading and hashing both release the GIL

@@ -5,7 +5,7 @@ is renamed to `STORE.boost-old`. `STORE.boost-lock` is held throughout, so any `
 finds was left by a dead process.
 
 `TokenWriter.commit` makes the data written so far survive a kill: it syncs the files and returns their lengths. `save_progress`
-records these and the position in the input in `resume.json`; the next run truncates the files to these lengths and continues.
+writes these lengths and the input position to `resume.json`; the next run truncates the files to these lengths and continues.
 """
 
 import errno

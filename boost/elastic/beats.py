@@ -33,7 +33,8 @@ class MemberBeats:
 
     def status(self, member: Member) -> str:
         """DEAD if a newer incarnation of the replica sends heartbeats, because a launcher ends the old one first.
-        SILENT if one of its processes sent none for run.heartbeat_timeout_s while this one was watching. Else ''."""
+        SILENT if one of the member's processes sent no heartbeat for run.heartbeat_timeout_s while this process was watching.
+        Else ''."""
         with self._lock:
             if time.monotonic() - self._read_at > WATCH_S:
                 self._read()

@@ -25,7 +25,7 @@ POLL_S = 0.1
 RESTART_S = 0.5
 """Delay before a replica is restarted, in seconds. An error on all replicas ends the run within this time."""
 END_S = 30.0
-"""Time that a restarting replica has to exit once the run is complete, in seconds."""
+"""Time allowed for a restarting replica to exit once the run is complete, in seconds."""
 
 
 class Supervisor:

@@ -175,8 +175,8 @@ class LayoutSpec:
         return not self.mlp_token_local and self.placements["leave.B" if self.low_rank else "leave.W"].dim == 1
 
     def may_have_copy(self, role: str) -> bool:
-        """Whether weights of this role can have a working copy (train.working_copies): factors, dense weights and the head, unless
-        they are `scaled`, because a copy would round them twice. The embedding has none because a step casts only some of its
+        """Whether weights of this role can have a working copy (train.working_copies). Factors, dense weights and the head can,
+        unless they are `scaled`: a copy would round those twice. The embedding has none because a step casts only some of its
         rows; norms and latent gates are small."""
         return role.endswith((".A", ".B", ".W", "head")) and role not in self.scaled
 

@@ -325,7 +325,7 @@ def problems(profile: dict[str, Any], fit_errors: Sequence[tuple[str, float]], d
         if not error < FIT_ERROR:
             yield Problem(f"the GEMM fit has a mean error of {error:.0%} ({name})", not error < WORST_FIT_ERROR)
     if not drift < DRIFT:
-        yield Problem(f"the machine became {drift:.1f} times slower during calibration", not drift < WORST_DRIFT)
+        yield Problem(f"the machine slowed down by a factor of {drift:.1f} during calibration", not drift < WORST_DRIFT)
 
 
 def _numbers(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -158,7 +158,7 @@ def bases(tall: Mapping[str, Tensor], factors: Sequence[Factor], axis: Axis) -> 
 def retract_all(
     pairs: Sequence[tuple[Tensor, Tensor]], rate: float, decay: float, axis: Axis
 ) -> list[tuple[Tensor, Tensor]]:
-    """`retract` for every pair. Pairs are replicated over an axis and divided among its processes, with one collective over it."""
+    """`retract` for every pair. Pairs are replicated over an axis; the work is divided among its processes, with one collective."""
     sides = [(m_K2R.shape[0], n_K2R.shape[0], m_K2R.shape[1] // 2) for m_K2R, n_K2R in pairs]
 
     def solve(number: int) -> Tensor:

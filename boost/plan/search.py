@@ -1,8 +1,8 @@
 """Finds the fastest legal configuration that fits, in seconds.
 
 Time is cheaper to predict than memory, so the search visits candidates in order of step time and returns the first one that fits.
-Candidates that differ only in recomputation form one node. Nodes are ordered by the step time without recomputation, which is the
-fastest policy: first by a lower bound, then by the predicted time. If a node's policy with the lowest memory does not fit, no other
+Candidates that differ only in recomputation form one node. Nodes are ordered by the step time without recomputation (the fastest
+policy), first by a lower bound on it, then by its prediction. If a node's policy with the lowest memory does not fit, no other
 policy and no larger micro-batch with the same structure fits.
 """
 

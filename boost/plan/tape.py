@@ -1,8 +1,8 @@
 """Emulates eager autograd without data: the operations and allocations in a forward and a backward pass.
 
 A `ShapeTensor` (`boost.plan.shape_tensor`) has a shape and a dtype but no data. Like a real tensor, it lives as long as something
-references it: Python frames, saved tensors, gradients in flight. The real decoder runs on such tensors, so memory follows from the
-real code. `Tape.live` counts live bytes and `Tape.peak` is their maximum in a pass; `Tape.log` lists operations, and
+references it: Python frames, saved tensors, gradients in flight. The real decoder runs on such tensors, so the memory estimate
+comes from the real code. `Tape.live` counts live bytes and `Tape.peak` is their maximum in a pass; `Tape.log` lists operations, and
 `Tape.collectives` lists collectives by phase.
 
 As in torch, the backward pass runs the latest node first, frees its saved tensors afterwards, and accumulates gradients out of

@@ -76,7 +76,7 @@ def choose_device(device: str) -> torch.device:
     local = next((int(os.environ[name]) for name in LOCAL_RANKS if os.environ.get(name, "").isdecimal()), None)
     if local is None:
         raise ConfigError(
-            f"this process sees {visible} GPUs but no local rank to choose one; start with torchrun, set LOCAL_RANK, "
+            f"this process sees {visible} GPUs but has no local rank by which to choose one; start with torchrun, set LOCAL_RANK, "
             "or make only one GPU visible to each process (CUDA_VISIBLE_DEVICES)"
         )
     if local >= visible:

@@ -121,7 +121,7 @@ BAD = [
     (["--parallel.shard_outer", "true"], ["shard_outer = true", "shard = 'none'", "'full' or 'optimizer'"]),
     (
         ["--parallel.tp", "2", "--parallel.shard", "full", "--parallel.shard_outer", "true"],
-        ["shard_outer = true", "'btp-sp'", "'btp' replicates none"],
+        ["shard_outer = true", "'btp-sp'", "'btp' does not: set shard_outer"],
     ),
     (["--train.profile", "[5, 2]"], ["train.profile = [5, 2] must be", "nearest valid value: [2, 5]"]),
     (["--train.param_dtype", "bfloat16"], ["train.param_dtype = 'bfloat16'", "'float32'"]),

@@ -239,5 +239,5 @@ def test_a_nan_on_one_process_changes_no_weight_anywhere_and_ends_the_run(
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(store: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.vocab_size = 290, but .* tokenizer's vocabulary size, 300"):
+    with pytest.raises(ConfigError, match=r"model.vocab_size = 290, but .*; set model.vocab_size = 300, the tokenizer"):
         make_trainer(make_config(store, tmp_path, model={"vocab_size": 290}))

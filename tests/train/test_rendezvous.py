@@ -114,7 +114,7 @@ def test_a_process_takes_its_own_gpu_and_the_cpu_only_without_gpus(
     [
         (0, {}, "cuda", "torch sees no GPU"),
         (2, {"LOCAL_RANK": "2"}, "auto", "process 3 on a machine with 2 GPUs; start at most 2 processes"),
-        (2, {}, "auto", "sees 2 GPUs but no local rank to choose one.* set LOCAL_RANK"),
+        (2, {}, "auto", "sees 2 GPUs but has no local rank by which to choose one.* set LOCAL_RANK"),
     ],
 )
 def test_a_gpu_that_is_missing_is_named(

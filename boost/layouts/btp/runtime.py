@@ -3,8 +3,8 @@
 One pair of autograd nodes sums over processes in both passes: partial latents in the forward pass, their gradients in the backward
 pass. So all operations on latents receive partial gradients, and their parameters' gradients are reduced once per optimizer step.
 
-The statistic s = sum of x^2 over the whole width commutes with the linear map after the norm, A (gamma * x) / sqrt(s/d + eps), so
-its terms can be sent with the partial sums A x (`OnlineSum`).
+With the statistic s = sum of x^2 over the whole width, dividing by sqrt(s/d + eps) commutes with the linear map after the norm,
+A (gamma * x), so the terms of s can be sent with the partial sums A x (`OnlineSum`).
 
 Legend: p TP processes, T tokens, D = d/p hidden width on this process, R latent width of a group, s the statistic of RMSNorm.
 """

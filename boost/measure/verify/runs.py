@@ -27,7 +27,7 @@ HANG_MARGIN_S = 10.0
 """Seconds after this timeout within which the run must end."""
 
 STOP_S = 60.0
-"""Seconds within which a stopped run must save and exit, including startup."""
+"""Seconds after SIGTERM within which a run must save and exit."""
 
 LIMIT_S = 300.0
 """Timeout of one command in seconds; a slower command counts as hanging."""

@@ -266,7 +266,9 @@ def _read_header(path: Path, name: str) -> Iterator[tuple[str, StoredShard]]:
         if entry.dtype not in DTYPE_BYTES:
             raise damaged(f"dtype {entry.dtype!r} of {tensor}; known dtypes: {', '.join(DTYPE_BYTES)}")
         if begin != end or stop - begin != expected:
-            raise damaged(f"{tensor} of shape {entry.shape} does not fill bytes {begin} to {stop}; previous end: {end}")
+            raise damaged(
+                f"{tensor} of shape {entry.shape} does not fill bytes {begin} to {stop}; the previous tensor ends at {end}"
+            )
         end = stop
         offsets = [0] * len(entry.shape) if sharding is None else sharding.get(tensor, {}).get(OFFSETS)
         if offsets is None or len(offsets) != len(entry.shape):

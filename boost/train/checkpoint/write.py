@@ -5,7 +5,7 @@
 2. In `write_snapshot` (on a thread in a background save), each process writes, hashes and syncs its tensors in a temporary folder;
    the main process then adds state and tokenizer, and commits (commit.py).
 3. The main thread collects the result of a background save between two steps, after all processes have finished. At
-   most one save is in flight. The processes communicate about it over a separate process group.
+   most one save is in flight. The processes coordinate it over a separate process group.
 
 A background save runs in a thread rather than a process, because writing, syncing and hashing release the GIL, and a
 process would need the copy in shared memory.

@@ -1,15 +1,9 @@
-"""The single-process experiment: contenders do the same work, and goals follow from the numbers."""
-
-from pathlib import Path
+"""The single-process experiment: goals follow from the numbers."""
 
 import pytest
 
-from benchmarks.commands import LEAST_ROUNDS, main
-from benchmarks.experiments import results
-from benchmarks.experiments import single as bench
 from benchmarks.experiments.results import Facts
 from benchmarks.experiments.single_report import GEMM, ceiling, flop_ratio, goals, overhead, share
-from boost.config.architecture import flops_per_token
 from tests import toy
 
 FLOPS = {"dense": 400, "cola": 200, "svd": 200, "lax": 200}
@@ -54,19 +48,3 @@ def test_goals(numbers: tuple[str, str, float, float, float], met: tuple[bool | 
     found = goals({"sizes": [size(*numbers)]})
     assert tuple(goal.met for goal in found) == met
     assert found[2].found or "needs a GPU" in found[2].remark
-
-
-@pytest.mark.nightly
-def test_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    monkeypatch.setattr(bench, "GEMM_WIDTH", {"cpu": 64})
-    config = toy.toy_config("float32", run={"device": "cpu"})
-    monkeypatch.setattr(bench, "sizes", lambda *_: {"toy": config})
-    assert main(["single", "--rounds", str(LEAST_ROUNDS), "--out", str(tmp_path / "single")]) == 0
-    facts = results.read(tmp_path / "single.json", "single")
-    (found,) = facts["sizes"]
-    assert found["flops_per_token"]["dense"] == flops_per_token(bench.of_family(config, "dense").model, 16)
-    assert set(found["contests"]) == {"families", "dense", "cola", "svd"}
-    assert {"dense", "cola", "svd", "lax", "transformers LLaMA", GEMM} == set(found["contests"]["families"]["seconds"])
-    assert all(len(s) == LEAST_ROUNDS for turns in found["contests"].values() for s in turns["seconds"].values())
-    assert len(goals(facts)) == 3

@@ -4,14 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.experiments.timeline import (
-    Interval,
-    ProcessStep,
-    as_numbers,
-    from_numbers,
-    read_step,
-    rows,
-)
+from benchmarks.experiments.timeline import Interval, ProcessStep, as_numbers, from_numbers, read_step, rows
 
 
 def event(name: str, begin: float, end: float, category: str = "cpu_op") -> dict[str, Any]:
