@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
             if getattr(args, name) not in (None, False):
                 raise ConfigError(
                     f"--{name.replace('_', '-')} applies only to a search, but explaining CONFIG = '{args.config}' involves no "
-                    "search; remove one of them, or change the configuration with --section.key value"
+                    "search; remove the option or CONFIG, or change the configuration with --section.key value"
                 )
         from boost.cli.plan_report import explain
 

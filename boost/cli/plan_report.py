@@ -312,7 +312,7 @@ def print_report(report: PlanReport) -> None:
     for note in report.notes:
         out.print(Text(f"- {note}"))
     if args.write is not None:
-        print(printable(f"\n{args.write} written; not decided by the plan:", "\n"))
+        print(printable(f"\n{args.write} written; settings not decided by the plan:", "\n"))
         for line in undecided(report.best.config, asked_keys(args)):
             print_fact(out, "-", line, 2)
 

@@ -75,7 +75,7 @@ def context_notes(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]
     if parallel.cp == 1:
         return
     heads, kv_heads = local_heads(model, parallel)
-    held = f"each process holds 2 chunks of every sequence, of S / {2 * parallel.cp} tokens each"
+    held = f"each process holds 2 chunks of S / {2 * parallel.cp} tokens from every sequence"
     if crosses_as_heads(model, parallel):
         yield f"CP {parallel.cp}: {held}; for attention, heads are exchanged, {heads // parallel.cp} per process"
     else:

@@ -204,7 +204,7 @@ def _require_supported(content: dict[str, Any], where: str) -> None:
         raise ConfigError(f"head_dim = {width!r} in {where}: our decoder requires head_dim = {valid}")
     if quantization := content.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ConfigError(f"quantization_config ({method!r}) in {where}: import the unquantized weights instead")
+        raise ConfigError(f"quantization_config ({method!r}) in {where}: import unquantized weights")
 
 
 def _family_table(kind: str, content: dict[str, Any], where: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class Truncation:
     """How ranks are chosen: by `rank` or by `energy`."""
 
     rank: int | None = None
-    """Rank r for every linear, at most its smaller dimension (few key/value heads)."""
+    """Rank r for every linear, capped at its smaller dimension (which few key/value heads make small)."""
     energy: float | None = None
     """Fraction of each linear's squared singular values to keep."""
     multiple: int = 1

@@ -226,7 +226,7 @@ def _windows(split: Split, seq_len: int) -> EqualWindows | PackedWindows:
 
 class EvaluationBatches:
     """Windows from the split in order, `batch` rows at a time. Every token except the first is a target exactly once;
-    with a loss mask, every token in the mask is.
+    with a loss mask, only the tokens in the mask are targets.
 
     Targets beyond the end are `IGNORED`. All DP ranks yield the same number of batches, padded with rows without targets,
     because every rank must participate in the collectives. `max_tokens` limits evaluation to as many windows as fit, at least

@@ -87,7 +87,7 @@ class ChatTemplate:
         self._tokenizer = _load(folder)
         if not self._tokenizer.chat_template:
             raise DataError(
-                f"--tokenizer {folder} has no chat template; add a file chat_template.jinja, or use the tokenizer of a chat model"
+                f"--tokenizer {folder} has no chat template; add a chat_template.jinja file, or use a chat model's tokenizer"
             )
         self.template: str = self._tokenizer.get_chat_template()
         self.has_markers = _GENERATION.search(self.template) is not None
@@ -150,7 +150,7 @@ class ChatTemplate:
         if not all(counts):
             if len(edges) != len(counts):
                 raise Rejected(
-                    "some messages do not count, but the template's {% generation %} blocks do not match the messages"
+                    "some answers have weight 0, but the template has more or fewer {% generation %} blocks than answers"
                 )
             for (start, end), is_counted in zip(edges, counts, strict=True):
                 mask[start:end] &= is_counted

@@ -25,7 +25,7 @@ class Skip:
 
 @dataclass
 class FileReport:
-    """One input file (or one streamed dataset). `bytes` are UTF-8 bytes of the text read, `tokens` include eos."""
+    """One input file (or one streamed dataset). `bytes` counts UTF-8 bytes of the text read; `tokens` includes eos."""
 
     name: str
     documents: int = 0

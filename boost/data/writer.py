@@ -52,7 +52,7 @@ _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def sibling(store: Path, suffix: str) -> Path:
-    """`STORE.boost-tmp`, `-old` or `-lock`: reserved names, because leftovers are deleted."""
+    """`STORE.boost-tmp`, `-old` or `-lock`. These names are reserved, because anything left under them is deleted."""
     return store.with_name(f"{store.name}.boost-{suffix}")
 
 

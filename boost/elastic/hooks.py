@@ -17,7 +17,7 @@ from boost.train.worker import take_terminal
 log = logging.getLogger("boost")
 
 LOCK_S = 5.0
-"""Time that the previous main process has to release the run directory, in seconds. Its launcher ends it after it is excluded."""
+"""Seconds in which the previous main process must release the run directory. Once it is excluded, its launcher ends it."""
 
 TIMES = 3.0
 """A replica is slow if its micro-batches take this many times as long as the other replicas' median."""

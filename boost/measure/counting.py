@@ -1,4 +1,4 @@
-"""Records the collectives that run, at the dispatcher, for tests and inspection. The collective table lists the
+"""Records at the dispatcher, for tests and inspection, the collectives that run. The collective table lists the
 expected ones."""
 
 from collections.abc import Sequence

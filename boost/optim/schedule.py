@@ -36,8 +36,8 @@ def _constant(schedule: Constant, optim: OptimConfig, step: int, steps: int) -> 
 
 
 def _warmed_up(optim: OptimConfig, step: int, share: float) -> float:
-    """Linear warmup, which reaches lr at step warmup_steps - 1 so that no step has rate 0; after that, `share`
-    interpolates from min_lr_ratio * lr (0) to lr (1)."""
+    """Linear warmup, which reaches lr at step warmup_steps - 1 so that no step has rate 0; after that, the rate goes
+    from min_lr_ratio * lr (share 0) to lr (share 1)."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * share)

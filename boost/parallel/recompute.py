@@ -1,4 +1,4 @@
-"""Activation checkpointing: choosing which tensors a block saves in its forward pass or recomputes in the backward pass.
+"""Activation checkpointing: choosing which tensors a block saves in its forward pass and which it recomputes in its backward pass.
 
 A block is a chain of local parts between collectives. Under the low-rank policies, each part is a segment: its inputs
 (latents after a collective, or the residual stream) are saved, but its intermediates are not. No segment contains a collective, so

@@ -6,7 +6,7 @@ ZeRO-1 (`parallel.shard = "optimizer"`) and FSDP (`"full"`) shard the same way: 
 local tensor keeps and updates some of its rows and their moments. They differ in the lifetime of the gathered tensor:
 an optimizer step for ZeRO-1, one block's forward or backward pass for FSDP.
 
-Norms are not sharded, because they hold one in ten thousand weights, and gathering in bf16 would round the gains.
+Norms are not sharded, because they account for only one in ten thousand weights, and gathering in bf16 would round the gains.
 """
 
 import functools

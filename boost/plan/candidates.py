@@ -28,7 +28,7 @@ from boost.layouts import layout_spec, layouts_of, spec_of
 from boost.plan.hardware import Hardware
 
 SCHEDULES = {"1f1b": (1,), "interleaved-1f1b": (2, 3, 4, 6, 8, 12, 16)}
-"""Pipeline schedules, with the number of stages per process. Combinations with more stages than layers are skipped."""
+"""Pipeline schedules, with the candidate numbers of stages per process. Combinations with more stages than layers are skipped."""
 
 POLICIES: tuple[RecomputeName, ...] = (
     "none", "low-rank+attention-output", "low-rank", "low-rank-sharded", "full-block",

@@ -1,7 +1,7 @@
 """Shape-tensor rules for torch functions: the output, saved tensors and bytes moved, in the forward and the backward pass.
 
 A rule allocates its output with `make` and adds it to the graph with `record`; its backward function consists of rules too. `moves`
-counts elements read and written per output element, without broadcast operands.
+counts elements read and written per output element, excluding broadcast operands.
 """
 
 import functools

@@ -42,7 +42,7 @@ PARTS = {
     STRAGGLERS: ("waiting for the slowest node", "waiting for stragglers"),
     REST: ("batches, step stats", "elsewhere"),
 }
-"""Parts of the step time, with a description and a phrase: '12 ms more ...'."""
+"""Parts of the step time, each with a description and a phrase that completes '12 ms more ...'."""
 
 Seconds = defaultdict[str, float]
 """Seconds by name."""

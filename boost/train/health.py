@@ -72,7 +72,7 @@ class SpikeDetector:
             sigma = self._sigma / 2 if is_steep else self._sigma
             usual, limit = self._usual("loss", sigma)
             if metrics.loss > limit:
-                norm = f", at a gradient norm of {metrics.gradient_norm:.4g} ({usual_norm:.4g})" if is_steep else ""
+                norm = f", with gradient norm {metrics.gradient_norm:.4g} (mean {usual_norm:.4g})" if is_steep else ""
                 return "spike", (
                     f"loss {metrics.loss:.4g} is more than {sigma:g} standard deviations above the mean of the last "
                     f"{len(self._recent['loss'])} steps ({usual:.4g}; limit {limit:.4g}){norm}"

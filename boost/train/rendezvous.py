@@ -233,7 +233,7 @@ def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: float, 
     TORCHELASTIC_RESTART_COUNT does not distinguish starts: each node counts separately, and a node that restarts because
     of another node does not count that restart. So rank 0 generates the name and sends it to every process that asks,
     keyed by a new request ID. Requests from an earlier start are also answered, but no process reads those answers.
-    After every process has the name, rank 0 tells them either to continue or that one of them received a stop signal.
+    After every process has the name, rank 0 tells them to continue, or that one of them received a stop signal.
     """
     return (_answer if rank == 0 else _ask)(store, rank, size, timeout_s, stopped)
 

@@ -124,5 +124,5 @@ def test_what_a_template_cannot_format(tmp_path: Path, source: str, words: str) 
 
 
 def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no chat template; add a file chat_template.jinja"):
+    with pytest.raises(DataError, match="has no chat template; add a chat_template.jinja file"):
         ChatTemplate(chat_tokenizer(tmp_path, None))

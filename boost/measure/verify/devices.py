@@ -122,7 +122,7 @@ def reachable(processes: Sequence[Mapping[str, str]]) -> Found:
         return Found(
             "note",
             f"the host name of rank {loop[0]} resolves to {processes[loop[0]]['address']}, its own loopback",
-            "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface",
+            "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the name of the network interface to use",
         )
     words = f"{chosen} (GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME)" if chosen else "chosen by gloo and NCCL"
     numbers = {"interfaces": [dict(process) for process in processes]}

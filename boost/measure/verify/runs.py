@@ -131,7 +131,7 @@ class _Trial:
         worst = max(abs(other[step][0] / first[step][0] - 1) for step in other if step > SAVE_EVERY)
         if worst > TOLERANCE:
             raise RunError(f"losses differ by up to {worst:.1e}, more than rounding explains ({TOLERANCE:.0e})")
-        return Found("ok", f"a TP checkpoint resumed as FSDP over {self.processes}: losses within {worst:.0e}")
+        return Found("ok", f"a TP checkpoint resumed as FSDP over {self.processes}: losses differ by {worst:.0e}")
 
     def hangs(self) -> Found:
         rank = self.rank
