@@ -113,10 +113,10 @@ def _loro(config: Config, optim: LOROConfig) -> Published:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     package, model = importlib.import_module("loro_torch.lowrank_module"), config.model
-    shape = LlamaConfig(**_fields(config, "llama"))
-    module = LlamaForCausalLM(shape)
+    llama = LlamaConfig(**_fields(config, "llama"))
+    module = LlamaForCausalLM(llama)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        package.apply_lowrank_param(module, shape, "llama", "all", model.rank, model.rank, "xavier", verbose=False)
+        package.apply_lowrank_param(module, llama, "llama", "all", model.rank, model.rank, "xavier", verbose=False)
     names = {}
     for each in entries(model, "boost"):
         linear, _, factor = each.name.removesuffix(".weight").rpartition(".")
@@ -124,7 +124,7 @@ def _loro(config: Config, optim: LOROConfig) -> Published:
         names[each.parameters[0].name] = (theirs, factor == "A")
     _fill(module, names, config)
     optimizer = importlib.import_module("loro_torch.loro_optim").LOROAdamW(
-        package.get_lowrank_param(module, shape, -1),  # -1: scales the rate of factors by r / d
+        package.get_lowrank_param(module, llama, -1),  # -1: scales the rate of factors by r / d
         lr=optim.lr,
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
