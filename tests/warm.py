@@ -3,7 +3,6 @@
 import gc
 
 import torch._dynamo  # loaded by torch's first optimizer
-import torch._inductor.pattern_matcher  # loaded by the first compiled graph
 import torch.utils.tensorboard  # loaded by the first metrics
 
 import boost.cli.main
@@ -13,6 +12,9 @@ from tests import toy, trained
 from tests.distributed import end_with_parent
 
 __all__ = ["boost", "torch", "trained"]
+
+if not torch.backends.cuda.is_built():  # it asks for GPUs, and no process that is forked after that can use one
+    import torch._inductor.pattern_matcher
 
 end_with_parent()
 toy.toy_config()  # looks for plug-ins

@@ -6,7 +6,6 @@ realistic values instead of zeros or uninitialized memory.
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +17,11 @@ from boost.measure.steps import Prediction, prediction
 from boost.parallel import collectives
 from boost.parallel import mesh as meshes
 from boost.parallel.mesh import Mesh, mesh_of
-from boost.plan.hardware import Hardware
+from boost.plan.hardware import Hardware, Link
 from boost.plan.step_time import CONTEXT, REPLICAS, TENSOR, StepTime
-from boost.plan.timing import predict
+
+FREE = Link(name="none", latency_us=0.0, gb_s=1e12)
+"""A link on which nothing takes time."""
 
 
 @contextlib.contextmanager
@@ -44,10 +45,8 @@ def without_the_others(parallel: ParallelConfig, device: torch.device) -> Iterat
 
 def share_prediction(config: Config, hardware: Hardware) -> Prediction:
     """Predicts a step of an emulated rank, which waits for no collectives and does not share the device."""
-    alone = hardware.model_copy(update={"speeds": hardware.speeds_of(1)})
-    waits = exposed_collectives(predict(config, alone))
-    whole = prediction(config, alone)
-    return replace(whole, predicted_s=whole.predicted_s - waits)
+    free = {"speeds": hardware.speeds_of(1), "node": FREE, "network": FREE}
+    return prediction(config, hardware.model_copy(update=free))
 
 
 def exposed_collectives(step: StepTime) -> float:

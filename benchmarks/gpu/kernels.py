@@ -32,6 +32,8 @@ def arguments_of(tokens: int, width: int, dtype: torch.dtype, device: torch.devi
     heads = new(4, tokens // 4, 8, width // 8)
     angles = new(tokens // 4, 1, width // 8), new(tokens // 4, 1, width // 16)
     gains = new(width, of=wide)
+    logits, sums = new(tokens, 2 * width), new(tokens, of=wide)
+    targets, counted = torch.randint(0, 2 * width, (tokens,), device=device), new(tokens) < 1
     return {
         "activated": (rows[0], column, True),
         "activated_backward": (rows[0], rows[1], column, True),
@@ -42,6 +44,8 @@ def arguments_of(tokens: int, width: int, dtype: torch.dtype, device: torch.devi
         "row_product": (rows[0], rows[1], wide),
         "normed": (rows[0], gains, 1e-6),
         "normed_backward": (rows[0], rows[1], gains, column),
+        "token_logits": (logits, targets, counted),
+        "logit_gradient": (logits.clone(), sums, targets, counted, counted),
     }
 
 

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.experiments.shares import without_the_others
+from benchmarks.experiments.shares import share_prediction, without_the_others
 from boost.config import load
 from boost.config.architecture import flops_per_token
 from boost.layouts import layout_spec
 from boost.measure.steps import Stepper, synchronize
+from boost.plan.hardware import load_hardware
 from boost.train.hardware import peak_flops
 
 TP, WARM, ROUNDS = 4, 3, 7
@@ -51,6 +52,7 @@ def measured(args: argparse.Namespace, layout: str, micro_batch: int, device: to
         args.traces.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(str(args.traces / f"{layout}-{micro_batch}.json"))
     seconds = statistics.median(times)
+    predicted = share_prediction(config, load_hardware(args.hardware)) if args.hardware else None
     flops = flops_per_token(config.model, config.train.seq_len) * micro_batch * config.train.seq_len / TP
     peak = peak_flops(device, getattr(torch, config.train.compute_dtype))
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
@@ -62,6 +64,8 @@ def measured(args: argparse.Namespace, layout: str, micro_batch: int, device: to
         "median_s": seconds,
         "mfu": flops / seconds / peak,
         "peak_bytes": memory,
+        "predicted_s": predicted and predicted.predicted_s,
+        "predicted_peak": predicted and predicted.predicted_peak,
     }
 
 
@@ -73,6 +77,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--layouts", nargs="+", default=["btp", "btp-sp", "btp-cp", "vanilla", "megatron-sp"])
+    parser.add_argument("--hardware", metavar="PROFILE", help="hardware profile to predict each step with")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--traces", type=Path, required=True)
     args = parser.parse_args()

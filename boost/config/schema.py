@@ -24,14 +24,6 @@ CompiledPart = Literal["none", "kernels", "blocks"]
 CompileName = Literal["auto", "none", "kernels", "blocks"]
 
 
-def compiled_part(name: CompileName, device: str) -> CompiledPart:
-    """Resolves `name` for a device ("cpu", "cuda"). On CPUs, 'auto' is 'none': compiled kernels save 1% of a step and take 30 s to
-    compile."""
-    if name == "auto":
-        return "kernels" if device == "cuda" else "none"
-    return name
-
-
 class ParallelConfig(Tagged):
     """Parallelism. No option in this section changes the computed function."""
 
@@ -159,8 +151,8 @@ class TrainConfig(Section):
 
     compile: CompileName = "auto"
     """What torch.compile compiles. none: nothing. kernels: element-wise operations, each group fused into one kernel. blocks: each
-    block as one graph; takes about a minute at startup and cannot overlap communication between blocks. auto: kernels on GPUs,
-    none on CPUs. kernels and blocks need g++ on CPUs."""
+    block as one graph; takes about a minute at startup and cannot overlap communication between blocks. auto: on GPUs, blocks if tp
+    and cp are 1 and documents are not isolated, otherwise kernels; on CPUs, none. kernels and blocks need g++ on CPUs."""
 
     recompute: RecomputeName = "none"
     """Activation checkpointing: what each block recomputes in the backward pass. none: nothing. low-rank: everything except the
@@ -388,6 +380,16 @@ class Config(Section):
     def divides_moments(self) -> bool:
         """Whether replicas hold all weights but shard the optimizer state: ZeRO-1 with in-step recovery."""
         return self.parallel.sharded and self.run.recovery == "in-step"
+
+    def compiled_part(self, device: str) -> CompiledPart:
+        """Resolves train.compile for a device ("cpu", "cuda"). Measured: on an H200, a step of 1B takes 45 ms with compiled blocks
+        and 52 ms with compiled kernels. On CPUs, compiled kernels save 1% of a step and take 30 s to compile."""
+        if self.train.compile != "auto":
+            return self.train.compile
+        if device != "cuda":
+            return "none"
+        alone = self.parallel.tp == self.parallel.cp == 1 and not self.data.isolate_documents
+        return "blocks" if alone else "kernels"
 
     @property
     def has_working_copies(self) -> bool:

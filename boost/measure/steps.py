@@ -58,7 +58,7 @@ class Stepper:
 
     def _launch(self) -> tuple[Passes, Update]:
         # Another model in this process may have chosen other kernels.
-        choose_kernels(self.config.train.compile, self.mesh.device)
+        choose_kernels(self.config, self.mesh.device)
         passes = self._training.passes(Position(0, 0), self.config.optim.lr)
         return passes, self._training.update(passes, StepFlags.NONE)
 

@@ -31,7 +31,7 @@ def initialize(decoder: Decoder, seed: int, over: Callable[[list[FusedParam]], I
     Each whole parameter is drawn on the CPU in fp32 and then sharded. Values drawn per shard would depend on the mesh.
     """
     fused_of_all = list(fused_params(decoder))
-    with _spectral_ahead(decoder.model, fused_of_all, seed) as value:
+    with _drawn_ahead(decoder.model, fused_of_all, seed) as value:
         for fused in over(fused_of_all):
             for param_slice in fused.local_slices():
                 whole = value(param_slice.parameter)
@@ -74,41 +74,42 @@ def _drawn(parameter: Parameter, model: ModelConfig) -> tuple[str, tuple[int, in
 
 
 @contextlib.contextmanager
-def _spectral_ahead(
+def _drawn_ahead(
     model: ModelConfig, fused_params: Sequence[FusedParam], seed: int
 ) -> Iterator[Callable[[Parameter], Tensor]]:
-    """Yields `initial_value`, with linears factorized ahead of time, one per thread.
+    """Yields `initial_value`, with values drawn ahead of time, one parameter or spectral linear per thread.
 
-    A 7B model takes six core-hours. Each factorization is single-threaded, because the number of threads differs between meshes
-    and would change the last bits.
+    Spectral factors of a 7B model take six core-hours. Each factorization is single-threaded, because the number of threads differs
+    between meshes and would change the last bits.
     """
-    factors = [s.parameter for fused in fused_params for s in fused.local_slices() if _is_spectral(s.parameter, model)]
-    threads = torch.get_num_threads()
-    if not factors:
-        yield lambda parameter: initial_value(parameter, model, seed)
-        return
-    wanted = Counter(_drawn(factor, model) for factor in factors)
+
+    def source(parameter: Parameter) -> Parameter | tuple[str, tuple[int, int], int, float]:
+        return _drawn(parameter, model) if _is_spectral(parameter, model) else parameter
+
+    def values(key: Parameter | tuple[str, tuple[int, int], int, float]) -> dict[str, Tensor]:
+        return {"": initial_value(key, model, seed)} if isinstance(key, Parameter) else _spectral(*key, seed)
+
+    wanted = Counter(source(s.parameter) for fused in fused_params for s in fused.local_slices())
     order = iter(list(wanted))  # in order of first occurrence
     ahead: dict[Any, Future[dict[str, Tensor]]] = {}
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with ThreadPoolExecutor(threads) as pool:
 
         def begin(count: int) -> None:
             for key in itertools.islice(order, count):
-                ahead[key] = pool.submit(_spectral, *key, seed)
+                ahead[key] = pool.submit(values, key)
 
         def value(parameter: Parameter) -> Tensor:
-            if not _is_spectral(parameter, model):
-                return initial_value(parameter, model, seed)
-            key = _drawn(parameter, model)
+            key = source(parameter)
             while key not in ahead:
                 begin(1)
-            factor = ahead[key].result()[parameter.name.rpartition(".")[2]]
+            found = ahead[key].result()["" if key is parameter else parameter.name.rpartition(".")[2]]
             wanted[key] -= 1
             if not wanted[key]:
-                del ahead[key]  # limits the number of factorizations in memory
+                del ahead[key]  # limits the number of values in memory
                 begin(1)
-            return factor
+            return found
 
         begin(threads + _UNFINISHED)
         try:
@@ -118,7 +119,7 @@ def _spectral_ahead(
 
 
 _UNFINISHED = 2
-"""Extra linears to factorize ahead: the A factors of a group's linears (up to three) are requested before the B factors."""
+"""Extra values to draw ahead: the A factors of a group's linears (up to three) are requested before the B factors."""
 
 
 def _is_spectral(parameter: Parameter, model: ModelConfig) -> bool:

@@ -6,7 +6,7 @@ BACKENDS: "eager" runs the operations one by one; "inductor" compiles each funct
 torch.compile, a kernel becomes part of the compiled graph.
 
 Legend: T tokens, D hidden width, R latent width of a group (all slots side by side), r of one slot, O local outputs of
-a slot; B sequences, S tokens in each, H heads, E width of a head; V rows of a table of width D.
+a slot; B sequences, S tokens in each, H heads, E width of a head; V rows of a table of width D, or logits of a chunk of N tokens.
 """
 
 import functools
@@ -29,10 +29,12 @@ Backend = Callable[["Kernel", tuple[Any, ...]], Any]
 class Kernel:
     """A function of tensors and constants that can run as one kernel in one pass."""
 
-    def __init__(self, function: Callable[..., Any], reads: int = 1) -> None:
-        """`reads`: how many times it reads its inputs; one more if it returns a sum over rows in addition to a result per row."""
+    def __init__(self, function: Callable[..., Any], reads: int = 1, dynamic: bool | None = True) -> None:
+        """`reads`: how many times it reads its inputs; one more if it returns a sum over rows in addition to a result per row.
+        `dynamic`: True compiles it once for all sizes, because the latent width differs between groups in a block and the number of
+        tokens in evaluation; None for its first sizes, and only for others if they occur, which is faster if V or E is fixed."""
         functools.update_wrapper(self, function)
-        self.function, self.reads = function, reads
+        self.function, self.reads, self.dynamic = function, reads, dynamic
         self.traced = function
         """The function to put in a compiled graph. Compiled by torch 2.11, a custom autograd function silently loses its gradients
         (2.13 keeps them) if its result comes from an operation that returns its own operand: an in-place operation, or a `to`
@@ -77,9 +79,7 @@ def _inductor_if_it_works(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
 
 @functools.cache
 def _compiled(kernel: Kernel) -> Callable[..., Any]:
-    """Compiles one kernel for all sizes, because the latent width differs between groups in a block and the number of
-    tokens differs in evaluation."""
-    return torch.compile(kernel.function, fullgraph=True, dynamic=True)
+    return torch.compile(kernel.traced, fullgraph=True, dynamic=kernel.dynamic)
 
 
 BACKENDS: dict[str, Backend] = {
@@ -185,7 +185,7 @@ def gated_backward(dy_TO: Tensor, gate_TO: Tensor, up_TO: Tensor) -> tuple[Tenso
     return torch.ops.aten.silu_backward(dy_TO * up_TO, gate_TO), F.silu(gate_TO).mul_(dy_TO)
 
 
-@Kernel
+@functools.partial(Kernel, dynamic=None)
 def rotated(x_BSHE: Tensor, cos_S1E: Tensor, sin_S1e: Tensor, direction: int) -> Tensor:
     """Rotary embedding in the rotate-half form, which pairs the two halves of a head: e = E / 2. `direction`: 1, or -1 for its
     gradient, the rotation by the opposite angle."""
@@ -234,6 +234,36 @@ def normed_backward(dy_TD: Tensor, x_TD: Tensor, gamma_D: Tensor, c_T1: Tensor) 
     g_TD = dy_TD * gamma_D.to(dy_TD.dtype)  # gamma may be stored in a wider dtype
     mean_T1 = torch.linalg.vecdot(g_TD, normed_TD).unsqueeze(-1) / x_TD.shape[-1]
     return g_TD.addcmul_(normed_TD, mean_T1, value=-1).mul_(c_T1).to(x_TD.dtype), dgamma_D
+
+
+@functools.partial(Kernel, reads=2, dynamic=None)
+def token_logits(logits_NV: Tensor, local_N: Tensor, mine_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits of V columns -> (logsumexp of each row, logit in column `local` or 0 if not `mine`), [N] each, fp32 or wider."""
+    wide_NV = logits_NV.to(statistic_dtype(logits_NV.dtype))
+    return wide_NV.logsumexp(-1), wide_NV.gather(1, local_N.unsqueeze(-1)).squeeze(-1) * mine_N
+
+
+@functools.partial(Kernel, dynamic=None)
+def logit_gradient(
+    logits_NV: Tensor, logsumexp_N: Tensor, local_N: Tensor, mine_N: Tensor, counted_N: Tensor
+) -> Tensor:
+    """Gradient of the cross-entropy for the logits, in their dtype: softmax - onehot, or 0 if not `counted`. May overwrite the
+    logits."""
+    d_NV = logits_NV.to(logsumexp_N.dtype).sub_(logsumexp_N.unsqueeze(-1)).exp_()
+    d_NV.scatter_add_(1, local_N.unsqueeze(-1), -mine_N.to(d_NV.dtype).unsqueeze(-1))
+    return d_NV.mul_(counted_N.unsqueeze(-1)).to(logits_NV.dtype)
+
+
+def _logit_gradient_traced(
+    logits_NV: Tensor, logsumexp_N: Tensor, local_N: Tensor, mine_N: Tensor, counted_N: Tensor
+) -> Tensor:
+    columns_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
+    onehot_NV = (columns_V == local_N.unsqueeze(-1)) & mine_N.unsqueeze(-1)
+    softmax_NV = (logits_NV - logsumexp_N.unsqueeze(-1)).exp()
+    return ((softmax_NV - onehot_NV.to(softmax_NV.dtype)) * counted_N.unsqueeze(-1)).to(logits_NV.dtype)
+
+
+logit_gradient.traced = _logit_gradient_traced
 
 
 # Products. Other precisions and deferred weight gradients belong here. `to` costs as much as a small operation even if

@@ -12,7 +12,7 @@ from torch import Tensor
 from boost.config.architecture import IGNORED
 from boost.config.traffic import chunk_tokens
 from boost.models.interface import Teaching
-from boost.models.kernels import gemm, statistic_dtype
+from boost.models.kernels import gemm, logit_gradient, statistic_dtype, token_logits
 from boost.parallel.collectives import all_gather
 from boost.parallel.mesh import Axis
 
@@ -37,7 +37,7 @@ class _CrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=acc_dtype, device=x_TD.device)
         for rows in chunks(x_TD.shape[0], w_VD.shape[0]):
             x_ND, targets_N = x_TD[rows], targets_T[rows]
-            logits_NV = gemm(x_ND, w_VD.t()).to(acc_dtype)
+            logits_NV = gemm(x_ND, w_VD.t())
             local_N = (targets_N - first).clamp(0, w_VD.shape[0] - 1)
             mine_N = (targets_N >= first) & (targets_N < first + w_VD.shape[0])
             counted_N = targets_N != IGNORED
@@ -46,9 +46,7 @@ class _CrossEntropy(torch.autograd.Function):
             total = total + ((logsumexp_N - target_N) * counted_N).sum()
             if dx_TD is None or dw_VD is None:
                 continue
-            d_NV = logits_NV.sub_(logsumexp_N.unsqueeze(-1)).exp_()
-            d_NV.scatter_add_(1, local_N.unsqueeze(-1), -mine_N.to(acc_dtype).unsqueeze(-1))
-            d_NV = d_NV.mul_(counted_N.unsqueeze(-1)).to(x_TD.dtype)
+            d_NV = logit_gradient(logits_NV, logsumexp_N, local_N, mine_N, counted_N)
             torch.mm(d_NV, w_VD, out=dx_TD[rows])
             if dw_VD.dtype == x_TD.dtype:
                 dw_VD.addmm_(d_NV.t(), x_ND)
@@ -82,8 +80,7 @@ def cross_entropy(x_TD: Tensor, w_VD: Tensor, targets_T: Tensor, axis: Axis) -> 
 
 def _whole_vocabulary(logits_NV: Tensor, local_N: Tensor, mine_N: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """Returns (logsumexp over the whole vocabulary, logit of the target), [N] each, from the local columns."""
-    logsumexp_N = logits_NV.logsumexp(-1)
-    target_N = logits_NV.gather(1, local_N.unsqueeze(-1)).squeeze(-1) * mine_N
+    logsumexp_N, target_N = token_logits(logits_NV, local_N, mine_N)
     if axis.size == 1:
         return logsumexp_N, target_N
     both = all_gather(torch.stack((logsumexp_N, target_N)), axis).view(axis.size, 2, -1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from boost.config.attention import document_form
-from boost.config.schema import Config, compiled_part
+from boost.config.schema import Config
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE, bucket_lengths
 from boost.plan import replicas
@@ -429,7 +429,7 @@ class _StepMemory:
         length = train.seq_len // self.config.parallel.cp
         total = length * (8 + model.head_dim * size * 3 // 2) + 8 * train.micro_batch * length
         device = "cuda" if self.on_gpu else "cpu"
-        form = document_form(device, train.compute_dtype, compiled_part(train.compile, device) == "blocks")
+        form = document_form(device, train.compute_dtype, self.config.compiled_part(device) == "blocks")
         if self.config.data.isolate_documents and form == "mask":
             total += train.micro_batch * train.seq_len**2 * size
         return total

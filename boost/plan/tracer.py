@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from boost.config.schema import Config, compiled_part
+from boost.config.schema import Config
 from boost.config.traffic import chunk_tokens
 from boost.layouts import spec_of
 from boost.layouts.runtime import layout_for
@@ -49,7 +49,7 @@ class Tracer:
         self.gathered, self.copied = gathered, not gathered and config.has_working_copies
         self.dtype, self.stored = getattr(torch, train.compute_dtype), getattr(torch, train.param_dtype)
         self.device = torch.device("cuda" if on_gpu else "cpu")
-        part = compiled_part(train.compile, self.device.type)
+        part = config.compiled_part(self.device.type)
         self.backend = kernels.BACKENDS["eager"] if part == "none" else one_pass
         """Kernel backend: eager operations, or one operation per kernel."""
         self.parts = 2 if self.parallel.overlap == "halves" and p * self.parallel.cp > 1 else 1

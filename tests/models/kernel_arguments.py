@@ -25,6 +25,7 @@ def arguments(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     )
     cos, sin = angles(37, 16, dtype)
     gamma = numbers(24, dtype=c.dtype)
+    columns, mine, counted = torch.arange(37) % 24, torch.arange(37) % 3 > 0, torch.arange(37) % 5 > 0
     return {
         "activated": (u, c, True),
         "activated_backward": (u + 1, u, c, True),
@@ -35,4 +36,6 @@ def arguments(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
         "row_product": (u, u + 1, c.dtype),
         "normed": (u, gamma, 1e-6),
         "normed_backward": (u + 1, u, gamma, c),
+        "token_logits": (u, columns, mine),
+        "logit_gradient": (u.clone(), c[:, 0], columns, mine, counted),
     }

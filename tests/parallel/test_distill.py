@@ -43,7 +43,7 @@ def by_hand(s: Tensor, t: Tensor, x: Tensor, h: Tensor, targets: Tensor, teachin
 
 @pytest.mark.parametrize(("w", "k", "hidden"), [(1.0, 1.0, 0.0), (0.3, 2.0, 0.7), (0.0, 1.0, 0.5)])
 def test_chunks_are_the_whole(monkeypatch: pytest.MonkeyPatch, w: float, k: float, hidden: float) -> None:
-    monkeypatch.setattr(traffic, "CHUNK_ELEMENTS", 7 * 30)  # seven tokens per chunk
+    monkeypatch.setattr(traffic, "CHUNK_ELEMENTS", 8 * 30)  # eight tokens per chunk
     monkeypatch.setattr(traffic, "CHUNK_TOKENS", 1)
     generator = torch.Generator().manual_seed(0)
 

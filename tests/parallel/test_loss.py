@@ -26,7 +26,7 @@ class Products(TorchDispatchMode):
 
 @pytest.fixture
 def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    monkeypatch.setattr(traffic, "CHUNK_ELEMENTS", 7 * 30)  # seven tokens per chunk
+    monkeypatch.setattr(traffic, "CHUNK_ELEMENTS", 8 * 30)  # eight tokens per chunk
     monkeypatch.setattr(traffic, "CHUNK_TOKENS", 1)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(20, 8, dtype=torch.double, generator=generator).requires_grad_()

@@ -14,7 +14,7 @@ from boost.models import kernels
 from boost.models.block import TransformerBlock
 from boost.parallel.mesh import Mesh
 from boost.train import model
-from boost.train.model import choose_kernels, compile_blocks
+from boost.train.model import choose_kernels
 from tests import toy
 from tests.train.runs import make_config, make_trainer
 
@@ -46,10 +46,9 @@ def test_compiled_blocks_train_and_evaluate_alike(
 
 
 def test_no_compiler_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, _ = toy.toy_decoder(toy.toy_config())
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(ConfigError, match=r"train.compile = 'blocks' needs a C\+\+ compiler"):
-        compile_blocks(decoder)
+        choose_kernels(toy.toy_config(train={"compile": "blocks"}), toy.CPU)
 
 
 def test_kernels_are_compiled_where_asked_and_where_they_can_be(
@@ -59,16 +58,21 @@ def test_kernels_are_compiled_where_asked_and_where_they_can_be(
     monkeypatch.setattr(kernels, "use", chosen.append)
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     monkeypatch.setattr(model, "has_triton", lambda: True)
+
+    def of(name: str, **parallel: Any) -> Config:
+        return toy.toy_config(train={"compile": name}, parallel=parallel)
+
+    assert (of("auto").compiled_part("cuda"), of("auto", tp=2).compiled_part("cuda")) == ("blocks", "kernels")
     for name, device in (("auto", cpu), ("auto", gpu), ("none", gpu), ("kernels", gpu), ("blocks", gpu)):
-        choose_kernels(name, device)
-    assert chosen == ["eager", "inductor or eager", "eager", "inductor", "eager"]
+        choose_kernels(of(name), device)
+    assert chosen == ["eager", "inductor or eager", "eager", "inductor", "inductor"]
     monkeypatch.setattr(model, "has_triton", lambda: False)
     with pytest.raises(ConfigError, match="train.compile = 'kernels' needs Triton on device 'cuda'"):
-        choose_kernels("kernels", gpu)
+        choose_kernels(of("kernels"), gpu)
     with caplog.at_level("INFO", logger="boost"):
-        choose_kernels("auto", gpu)
+        choose_kernels(of("auto", tp=2), gpu)
     assert chosen[-1] == "eager"
-    assert "element-wise kernels are not compiled: train.compile = 'kernels' needs Triton" in caplog.text
+    assert "nothing is compiled: train.compile = 'kernels' needs Triton" in caplog.text
 
 
 def test_a_model_that_no_memory_holds_names_its_dimension_before_anything_is_allocated(
