@@ -115,7 +115,7 @@ class OneStep(Hook):
             self.seen = self.calls.stop()
 
 
-STEP = Footprint(calls=755, functions=157, files=29)
+STEP = Footprint(calls=760, functions=159, files=29)
 """One step of `boost train` on one process, with its hooks."""
 
 
@@ -140,7 +140,7 @@ def test_the_core_is_read_in_an_evening() -> None:
 
 
 CORE = ("models/", "layouts/", "parallel/", "train/step.py", "optim/adamw.py", "config/architecture.py")
-CORE_FILES, CORE_LINES = 35, 6475
+CORE_FILES, CORE_LINES = 35, 6500
 
 
 def test_the_core_is_small() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from boost.measure.speed import synchronize
 from boost.models import kernels
 from boost.models.kernels import KERNELS
+from boost.parallel.loss import logit_gradient, token_logits
 from boost.train.hardware import now, seconds_between
 
 ROUNDS, CALLS = 20, 50
@@ -44,8 +45,8 @@ def arguments_of(tokens: int, width: int, dtype: torch.dtype, device: torch.devi
         "row_product": (rows[0], rows[1], wide),
         "normed": (rows[0], gains, 1e-6),
         "normed_backward": (rows[0], rows[1], gains, column),
-        "token_logits": (logits, targets, counted),
-        "logit_gradient": (logits.clone(), sums, targets, counted, counted),
+        token_logits.name: (logits, targets, counted),
+        logit_gradient.name: (logits.clone(), sums, targets, counted, counted),
     }
 
 

@@ -6,10 +6,11 @@ BACKENDS: "eager" runs the operations one by one; "inductor" compiles each funct
 torch.compile, a kernel becomes part of the compiled graph.
 
 Legend: T tokens, D hidden width, R latent width of a group (all slots side by side), r of one slot, O local outputs of
-a slot; B sequences, S tokens in each, H heads, E width of a head; V rows of a table of width D, or logits of a chunk of N tokens.
+a slot; B sequences, S tokens in each, H heads, E width of a head; V rows of a table of width D.
 """
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -236,36 +237,6 @@ def normed_backward(dy_TD: Tensor, x_TD: Tensor, gamma_D: Tensor, c_T1: Tensor) 
     return g_TD.addcmul_(normed_TD, mean_T1, value=-1).mul_(c_T1).to(x_TD.dtype), dgamma_D
 
 
-@functools.partial(Kernel, reads=2, dynamic=None)
-def token_logits(logits_NV: Tensor, local_N: Tensor, mine_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits of V columns -> (logsumexp of each row, logit in column `local` or 0 if not `mine`), [N] each, fp32 or wider."""
-    wide_NV = logits_NV.to(statistic_dtype(logits_NV.dtype))
-    return wide_NV.logsumexp(-1), wide_NV.gather(1, local_N.unsqueeze(-1)).squeeze(-1) * mine_N
-
-
-@functools.partial(Kernel, dynamic=None)
-def logit_gradient(
-    logits_NV: Tensor, logsumexp_N: Tensor, local_N: Tensor, mine_N: Tensor, counted_N: Tensor
-) -> Tensor:
-    """Gradient of the cross-entropy for the logits, in their dtype: softmax - onehot, or 0 if not `counted`. May overwrite the
-    logits."""
-    d_NV = logits_NV.to(logsumexp_N.dtype).sub_(logsumexp_N.unsqueeze(-1)).exp_()
-    d_NV.scatter_add_(1, local_N.unsqueeze(-1), -mine_N.to(d_NV.dtype).unsqueeze(-1))
-    return d_NV.mul_(counted_N.unsqueeze(-1)).to(logits_NV.dtype)
-
-
-def _logit_gradient_traced(
-    logits_NV: Tensor, logsumexp_N: Tensor, local_N: Tensor, mine_N: Tensor, counted_N: Tensor
-) -> Tensor:
-    columns_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
-    onehot_NV = (columns_V == local_N.unsqueeze(-1)) & mine_N.unsqueeze(-1)
-    softmax_NV = (logits_NV - logsumexp_N.unsqueeze(-1)).exp()
-    return ((softmax_NV - onehot_NV.to(softmax_NV.dtype)) * counted_N.unsqueeze(-1)).to(logits_NV.dtype)
-
-
-logit_gradient.traced = _logit_gradient_traced
-
-
 # Products. Other precisions and deferred weight gradients belong here. `to` costs as much as a small operation even if
 # there is nothing to convert, so it is called conditionally.
 
@@ -344,7 +315,9 @@ class UpProject(torch.autograd.Function):
 def _slots(h_TR: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     if len(weights) == 1:
         return [h_TR]
-    return h_TR.split([b_Or.shape[1] for b_Or in weights], dim=-1)
+    # Not a split: if compiled, the backward pass would get its results instead of recomputing h.
+    ends = list(itertools.accumulate(b_Or.shape[1] for b_Or in weights))
+    return [h_TR[:, end - b_Or.shape[1] : end] for end, b_Or in zip(ends, weights, strict=True)]
 
 
 class _Lookup(torch.autograd.Function):

@@ -3,6 +3,7 @@
 Legend: T tokens, D hidden width (the student's), E the teacher's, V vocabulary rows on this process, N tokens in one chunk.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,9 +13,39 @@ from torch import Tensor
 from boost.config.architecture import IGNORED
 from boost.config.traffic import chunk_tokens
 from boost.models.interface import Teaching
-from boost.models.kernels import gemm, logit_gradient, statistic_dtype, token_logits
+from boost.models.kernels import Kernel, gemm, statistic_dtype
 from boost.parallel.collectives import all_gather
 from boost.parallel.mesh import Axis
+
+
+@functools.partial(Kernel, reads=2, dynamic=None)
+def token_logits(logits_NV: Tensor, local_N: Tensor, mine_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits of V columns -> (logsumexp of each row, logit in column `local` or 0 if not `mine`), [N] each, fp32 or wider."""
+    wide_NV = logits_NV.to(statistic_dtype(logits_NV.dtype))
+    return wide_NV.logsumexp(-1), wide_NV.gather(1, local_N.unsqueeze(-1)).squeeze(-1) * mine_N
+
+
+@functools.partial(Kernel, dynamic=None)
+def logit_gradient(
+    logits_NV: Tensor, logsumexp_N: Tensor, local_N: Tensor, mine_N: Tensor, counted_N: Tensor
+) -> Tensor:
+    """Gradient of the cross-entropy for the logits, in their dtype: softmax - onehot, or 0 if not `counted`. May overwrite the
+    logits."""
+    d_NV = logits_NV.to(logsumexp_N.dtype).sub_(logsumexp_N.unsqueeze(-1)).exp_()
+    d_NV.scatter_add_(1, local_N.unsqueeze(-1), -mine_N.to(d_NV.dtype).unsqueeze(-1))
+    return d_NV.mul_(counted_N.unsqueeze(-1)).to(logits_NV.dtype)
+
+
+def _logit_gradient_traced(
+    logits_NV: Tensor, logsumexp_N: Tensor, local_N: Tensor, mine_N: Tensor, counted_N: Tensor
+) -> Tensor:
+    columns_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
+    onehot_NV = (columns_V == local_N.unsqueeze(-1)) & mine_N.unsqueeze(-1)
+    softmax_NV = (logits_NV - logsumexp_N.unsqueeze(-1)).exp()
+    return ((softmax_NV - onehot_NV.to(softmax_NV.dtype)) * counted_N.unsqueeze(-1)).to(logits_NV.dtype)
+
+
+logit_gradient.traced = _logit_gradient_traced
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -52,6 +83,7 @@ class _CrossEntropy(torch.autograd.Function):
                 dw_VD.addmm_(d_NV.t(), x_ND)
             else:
                 dw_VD += gemm(d_NV.t(), x_ND)
+            del logits_NV, d_NV  # before the next chunk allocates its own
         ctx.save_for_backward(dx_TD, None if dw_VD is None else dw_VD.to(w_VD.dtype))
         return total
 
@@ -129,6 +161,7 @@ class _DistillLoss(torch.autograd.Function):
                 scale = 2 * teaching.hidden_weight / x_TD.shape[1] / axis.size
                 dx_TD[rows] += (difference_ND * (scale * counted_N)[:, None]).to(x_TD.dtype)
             dw_VD += gemm(d_NV.t(), x_ND)
+            del s_NV, t_NV, d_NV  # before the next chunk allocates its own
         ctx.save_for_backward(dx_TD, None if dw_VD is None else dw_VD.to(w_VD.dtype))
         return total
 

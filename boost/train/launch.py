@@ -230,6 +230,8 @@ def _forward_signals(spec: LaunchSpec, forks: bool) -> Iterator[_Signals]:
                     os.kill(process.pid, number)
 
     if not forks:
+        # Processes exit without cleaning up; the tracker does that for them, but would warn about it.
+        sys.warnoptions.append("ignore:resource_tracker")
         resource_tracker.ensure_running()  # otherwise the first spawn starts it and unblocks signals on this thread
     over = threading.Event()
     caught = caught_signals()

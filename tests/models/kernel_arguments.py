@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from boost.parallel.loss import logit_gradient, token_logits
+
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
@@ -36,6 +38,6 @@ def arguments(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
         "row_product": (u, u + 1, c.dtype),
         "normed": (u, gamma, 1e-6),
         "normed_backward": (u + 1, u, gamma, c),
-        "token_logits": (u, columns, mine),
-        "logit_gradient": (u.clone(), c[:, 0], columns, mine, counted),
+        token_logits.name: (u, columns, mine),
+        logit_gradient.name: (u.clone(), c[:, 0], columns, mine, counted),
     }

@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import pty
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -204,6 +206,21 @@ def test_rank_0_has_the_terminal_itself_and_a_code_that_is_not_0_comes_back(
             os.close(end)
     assert (tmp_path / "tty0").read_text() == "True True"
     assert (tmp_path / "tty1").read_text() == "False False"
+
+
+HELD: list[Any] = []
+
+
+def hold_a_semaphore() -> int:
+    HELD.append(multiprocessing.get_context("spawn").Lock())
+    return 0
+
+
+@pytest.mark.slow
+def test_what_a_spawned_process_leaves_behind_is_removed_without_a_warning() -> None:
+    program = f"from {__name__} import *; launch(hold_a_semaphore, (), 1, None)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # Failure

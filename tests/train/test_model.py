@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from boost.config import Config
 from boost.errors import ConfigError
 from boost.models import kernels
 from boost.models.block import TransformerBlock
+from boost.models.decoder import Decoder
 from boost.parallel.mesh import Mesh
 from boost.train import model
-from boost.train.model import choose_kernels
+from boost.train.model import choose_kernels, compile_blocks
 from tests import toy
 from tests.train.runs import make_config, make_trainer
 
@@ -43,6 +45,33 @@ def test_compiled_blocks_train_and_evaluate_alike(
     assert compiled == pytest.approx(losses, rel=1e-5)
     assert compiled_evaluation == pytest.approx(evaluation, rel=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2, "one with gradients, one without"
+
+
+@pytest.mark.parametrize("family", ["cola", "dense"])
+def test_compiled_blocks_keep_no_more_than_eager_ones(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the partitioner that GPUs use too."""
+    compile = functools.partialmethod(TransformerBlock.compile, backend="aot_eager_decomp_partition")
+    monkeypatch.setattr(TransformerBlock, "compile", compile)
+    config = toy.toy_config("float32", model={"family": family}, train={"seq_len": 128})
+    decoder, _ = toy.toy_decoder(config)
+    eager = kept_bytes(decoder, config)
+    compile_blocks(decoder)
+    assert kept_bytes(decoder, config) < eager
+
+
+def kept_bytes(decoder: Decoder, config: Config) -> int:
+    """Bytes that a forward pass saves for the backward pass, without weights."""
+    batch = [torch.zeros(config.train.micro_batch, config.train.seq_len, dtype=torch.long)] * 2
+    weights = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        decoder(*batch).backward()
+    return sum(size for place, size in kept.items() if place not in weights)
 
 
 def test_no_compiler_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,5 +265,5 @@ def _unpacked(summed: Tensor, tokens: int, axis: Axis) -> tuple[Tensor, Tensor]:
     """Summed payload -> (flat latents, statistic [T])."""
     slots = 1 if summed.dtype.itemsize >= 4 else axis.size * STATISTIC_TERMS
     latents = summed.numel() - slots * tokens
-    u, statistic = summed.split((latents, slots * tokens))
+    u, statistic = summed[:latents], summed[latents:]  # not a split: see `_slots` in boost.models.kernels
     return u, statistic if slots == 1 else statistic.view(slots, tokens).to(torch.float32).sum(0)

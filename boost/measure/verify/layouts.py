@@ -115,7 +115,9 @@ def rows(model: ModelConfig, processes: int, on_gpu: bool, compiled: str) -> Ite
         yield Row("pp: interleaved", {"pp": processes, "schedule": "interleaved-1f1b", "virtual": 2}, plain[:2])
     else:
         parallel = {"layout": layouts_of(model)[0]}
-        yield Row("one process", parallel, tuple(_cells(model, layouts_of(model)[0], parallel, on_gpu, True)))
+        yield Row(
+            "one process", parallel, tuple(_cells(model, layouts_of(model)[0], parallel, on_gpu, compiled != "none"))
+        )
 
 
 def _options(layout: str) -> Iterator[dict[str, Any]]:

@@ -105,7 +105,7 @@ def test_a_dozen_configurations_are_asked_for_on_cpus() -> None:
 
 SMALL = {
     "model": {"vocab_size": 512, "dim": 64, "ffn_dim": 128, "layers": 2, "rank": 16},
-    "train": {"seq_len": 128, "micro_batch": 2, "global_batch": 4},
+    "train": {"seq_len": 128, "micro_batch": 2, "global_batch": 4, "compile": "none"},
 }
 
 
