@@ -115,8 +115,8 @@ def _require_exclusive_gpu(device: torch.device, store: dist.Store, rank: int, s
         if other != rank and json.loads(store.get(f"gpu/{other}")) == gpu:
             first, second = sorted((rank, other))
             raise ConfigError(
-                f"ranks {first} and {second} see the same GPU, {torch.cuda.get_device_name(device)}; start one process per GPU, "
-                "or set run.device = 'cpu'"
+                f"ranks {first} and {second} see the same GPU, {torch.cuda.get_device_name(device)}; start one process per GPU "
+                "(with one GPU, set parallel.tp, pp, dp and cp to 1), or set run.device = 'cpu'"
             )
 
 
