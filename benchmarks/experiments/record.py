@@ -8,7 +8,7 @@ they were published. The same rules turn every source's rows into configurations
   in every second block, which recomputes as many GEMMs.
 - An unpublished micro-batch or degree of interleaving is set to the fastest one according to the performance model.
 - The software stack of the source determines what is compiled, the attention kernel, what overlaps, and how fast GEMMs are
-  (`stacks.toml`).
+  (`stacks.toml`). The loss is never fused (`separate_loss`).
 
 Some stacks have numbers fitted to a random half of the rows of some sources (`Stack.fitted_to`). The result leaves out whole
 sources in turn: a row is predicted as if its software were new, using nothing fitted to its own source, and its interval comes
@@ -36,6 +36,7 @@ from benchmarks.commands import add_out
 from benchmarks.experiments.published import MICRO_BATCHES, SEQUENCES, STEPS, TOKENS, Comparison, Way, configuration
 from benchmarks.experiments.results import Facts, facts_of
 from benchmarks.experiments.sections import goals, save
+from benchmarks.experiments.separate import separate_loss
 from boost.config.load import load
 from boost.config.schema import CompileName, Config, Section
 from boost.config.stages import Stage
@@ -262,7 +263,8 @@ def score(rows: Sequence[Row]) -> Iterator[Scored]:
             (paper.seconds(row.way, config) if row.way else predictor.predict(config).seconds, config)
             for config in configurations(row)
         )
-        return min(times, key=lambda pair: pair[0])
+        with separate_loss():
+            return min(times, key=lambda pair: pair[0])
 
     for row in rows:
         stack = stack_of(row)

@@ -10,10 +10,12 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
+from boost.config import traffic
 from boost.models import kernels
 from boost.models.kernels import Kernel
+from boost.parallel.loss import logit_gradient, token_logits
 from boost.plan.shape_tensor import make
-from boost.plan.tracer import one_pass
+from boost.plan.tracer import ONE_PASS, one_pass
 
 
 @contextmanager
@@ -21,6 +23,20 @@ def separate_operations() -> Iterator[None]:
     """Context manager in which the planner prices uncompiled kernels like those of published code."""
     with mock.patch.dict(kernels.BACKENDS, eager=_run):
         yield
+
+
+@contextmanager
+def separate_loss() -> Iterator[None]:
+    """Context manager in which the planner prices the loss as other software computes it: separate operations in chunks of 512
+    tokens. The fitted numbers of profiles and stacks assume this."""
+    chunks = mock.patch.multiple(traffic, CHUNK_ELEMENTS=1 << 23, CHUNK_TOKENS=512)
+    with chunks, mock.patch.dict(kernels.BACKENDS, {ONE_PASS: _run_loss}):
+        yield
+
+
+def _run_loss(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
+    is_loss = kernel in (token_logits, logit_gradient)
+    return kernel.function(*arguments) if is_loss else one_pass(kernel, arguments)
 
 
 def _run(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:

@@ -26,7 +26,7 @@ from boost.parallel.recompute import policies
 from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
 from boost.plan.shape_tensor import ShapeTensor, contiguous
 from boost.plan.tape import Flight, Operation, work_of
-from boost.plan.tracer import TracedLayout, Tracer
+from boost.plan.tracer import ONE_PASS, TracedLayout, Tracer
 from boost.plan.work import Counted
 
 
@@ -132,7 +132,8 @@ def _cached(config: Config, key: Any, on_gpu: bool, run: Callable[[Tracer], Trac
     whole = (
         config.model,
         config.parallel.sharded,
-        kernels.BACKENDS["eager"],  # experiments replace it
+        kernels.BACKENDS["eager"],  # experiments replace both
+        kernels.BACKENDS[ONE_PASS],
         *traced_values(config.parallel, "parallel"),
         *traced_values(config.train, "train"),
         key,

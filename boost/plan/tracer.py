@@ -50,7 +50,7 @@ class Tracer:
         self.dtype, self.stored = getattr(torch, train.compute_dtype), getattr(torch, train.param_dtype)
         self.device = torch.device("cuda" if on_gpu else "cpu")
         part = config.compiled_part(self.device.type)
-        self.backend = kernels.BACKENDS["eager"] if part == "none" else one_pass
+        self.backend = kernels.BACKENDS["eager" if part == "none" else ONE_PASS]
         """Kernel backend: eager operations, or one operation per kernel."""
         self.parts = 2 if self.parallel.overlap == "halves" and p * self.parallel.cp > 1 else 1
         """Number of interleaved parts in a micro-batch."""
@@ -169,6 +169,10 @@ def one_pass(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
     )
     tape.record_op(facts.kind, (numel,), dtype, moved / (numel * dtype.itemsize))
     return tuple(made) if facts.several else made[0]
+
+
+ONE_PASS = "one pass"
+kernels.BACKENDS[ONE_PASS] = one_pass
 
 
 class _Rules(TorchFunctionMode):
