@@ -151,8 +151,8 @@ class Spread(NamedTuple):
 
 
 SPREADS = {
-    "replicas": Spread(0.853, 1.114, 250),
-    "sharded": Spread(0.862, 1.371, 61),
+    "replicas": Spread(0.849, 1.108, 250),
+    "sharded": Spread(0.861, 1.371, 61),
     # Steps measured on the machine on which a profile was calibrated (benchmarks/results/validation.json).
     "calibrated": Spread(0.918, 1.148, 19),
     # GPUs without published steps (estimate).
