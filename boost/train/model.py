@@ -1,5 +1,6 @@
 """Builds the model for a configuration and a mesh on its device, for training, evaluation and generation."""
 
+import functools
 import logging
 import os
 import shutil
@@ -101,16 +102,28 @@ def choose_kernels(config: Config, device: torch.device) -> None:
 
 
 def _compiled_part(config: Config, device: torch.device) -> CompiledPart:
-    part = config.compiled_part(device.type)
-    if part != "none":
-        try:
+    part, automatic = config.compiled_part(device.type), config.train.compile == "auto"
+    try:
+        if part != "none":
             _require_compiler(part, device)
-        except ConfigError as error:
-            if config.train.compile != "auto":
-                raise
-            log.info("nothing is compiled: %s", error)
-            return "none"
+        if part == "blocks" and automatic and (reason := _compiler_error(device)):  # kernels are tried one by one
+            raise ConfigError(f"torch.compile fails on device '{device.type}': {reason}")
+    except ConfigError as error:
+        if not automatic:
+            raise
+        log.info("nothing is compiled: %s", error)
+        return "none"
     return part
+
+
+@functools.cache
+def _compiler_error(device: torch.device) -> str:
+    """Why one addition cannot be compiled, for example because Triton finds no C compiler or Python.h; otherwise ''."""
+    try:
+        torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))
+    except Exception as error:  # of Dynamo, inductor, Triton or a subprocess
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ""
 
 
 def _require_compiler(part: CompiledPart, device: torch.device) -> None:

@@ -87,6 +87,7 @@ def test_kernels_are_compiled_where_asked_and_where_they_can_be(
     monkeypatch.setattr(kernels, "use", chosen.append)
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     monkeypatch.setattr(model, "has_triton", lambda: True)
+    monkeypatch.setattr(model, "_compiler_error", lambda _: "")
 
     def of(name: str, **parallel: Any) -> Config:
         return toy.toy_config(train={"compile": name}, parallel=parallel)
@@ -102,6 +103,20 @@ def test_kernels_are_compiled_where_asked_and_where_they_can_be(
         choose_kernels(of("auto", tp=2), gpu)
     assert chosen[-1] == "eager"
     assert "nothing is compiled: train.compile = 'kernels' needs Triton" in caplog.text
+
+
+def test_a_compiler_that_fails_is_not_used_unless_requested(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This torch has no GPU, so that compiling for one fails."""
+    chosen: list[str] = []
+    monkeypatch.setattr(kernels, "use", chosen.append)
+    monkeypatch.setattr(model, "has_triton", lambda: True)
+    with caplog.at_level("INFO", logger="boost"):
+        choose_kernels(toy.toy_config(), torch.device("cuda"))
+    choose_kernels(toy.toy_config(train={"compile": "blocks"}), torch.device("cuda"))
+    assert chosen == ["eager", "inductor"]
+    assert "nothing is compiled: torch.compile fails on device 'cuda': " in caplog.text
 
 
 def test_a_model_that_no_memory_holds_names_its_dimension_before_anything_is_allocated(
