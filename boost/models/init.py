@@ -7,13 +7,11 @@ Legend: W [O, I] of rank up to min(O, I); B [O, r], A [r, I]; B A is the closest
 
 import contextlib
 import hashlib
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,22 +81,29 @@ def _drawn_ahead(
     between meshes and would change the last bits.
     """
 
-    def source(parameter: Parameter) -> Parameter | tuple[str, tuple[int, int], int, float]:
+    def source(parameter: Parameter) -> _Source:
         return _drawn(parameter, model) if _is_spectral(parameter, model) else parameter
 
-    def values(key: Parameter | tuple[str, tuple[int, int], int, float]) -> dict[str, Tensor]:
+    def values(key: _Source) -> dict[str, Tensor]:
         return {"": initial_value(key, model, seed)} if isinstance(key, Parameter) else _spectral(*key, seed)
+
+    def elements(key: _Source) -> int:
+        return math.prod(key.shape if isinstance(key, Parameter) else key[1])
 
     wanted = Counter(source(s.parameter) for fused in fused_params for s in fused.local_slices())
     order = iter(list(wanted))  # in order of first occurrence
-    ahead: dict[Any, Future[dict[str, Tensor]]] = {}
+    ahead: dict[_Source, Future[dict[str, Tensor]]] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with ThreadPoolExecutor(threads) as pool:
 
-        def begin(count: int) -> None:
-            for key in itertools.islice(order, count):
-                ahead[key] = pool.submit(values, key)
+        def begin(least: int) -> None:
+            """Begins the next `least` values, and more if there are few in memory."""
+            while least > 0 or (len(ahead) < threads + _UNFINISHED and sum(map(elements, ahead)) < _MOST_ELEMENTS):
+                key = next(order, None)
+                if key is None:
+                    return
+                ahead[key], least = pool.submit(values, key), least - 1
 
         def value(parameter: Parameter) -> Tensor:
             key = source(parameter)
@@ -107,19 +112,25 @@ def _drawn_ahead(
             found = ahead[key].result()["" if key is parameter else parameter.name.rpartition(".")[2]]
             wanted[key] -= 1
             if not wanted[key]:
-                del ahead[key]  # limits the number of values in memory
-                begin(1)
+                del ahead[key]
+                begin(0)
             return found
 
-        begin(threads + _UNFINISHED)
+        begin(0)
         try:
             yield value
         finally:
             torch.set_num_threads(threads)
 
 
+_Source = Parameter | tuple[str, tuple[int, int], int, float]
+"""What values are drawn for: a parameter, or a linear that is factorized."""
+
 _UNFINISHED = 2
 """Extra values to draw ahead: the A factors of a group's linears (up to three) are requested before the B factors."""
+
+_MOST_ELEMENTS = 1 << 29
+"""Elements in memory, 2 GiB in fp32, above which values are drawn one at a time."""
 
 
 def _is_spectral(parameter: Parameter, model: ModelConfig) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from boost.config import Config
 from boost.config.architecture import parameter_count, parameters
 from boost.config.load import load
+from boost.models import init
 from boost.models.init import initial_value
 from tests import toy
 
@@ -72,8 +73,13 @@ def test_spectral_factors_are_the_best_of_their_rank_for_the_dense_weights() -> 
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("grouping", [True, False])
-def test_spectral_factors_made_ahead_are_those_made_one_by_one(threads: int, grouping: bool) -> None:
-    config = toy.toy_config("float32", model={"factor_init": "spectral", "layers": 3}, parallel={"grouping": grouping})
+@pytest.mark.parametrize("factor_init", ["spectral", "cola"])
+@pytest.mark.parametrize("most", [1, 1 << 29])
+def test_values_drawn_ahead_are_those_drawn_one_by_one(
+    threads: int, grouping: bool, factor_init: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(init, "_MOST_ELEMENTS", most)
+    config = toy.toy_config("float32", model={"factor_init": factor_init, "layers": 3}, parallel={"grouping": grouping})
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
