@@ -32,8 +32,8 @@ class Kernel:
 
     def __init__(self, function: Callable[..., Any], reads: int = 1, dynamic: bool | None = True) -> None:
         """`reads`: how many times it reads its inputs; one more if it returns a sum over rows in addition to a result per row.
-        `dynamic`: True compiles it once for all sizes, because the latent width differs between groups in a block and the number of
-        tokens in evaluation; None for its first sizes, and only for others if they occur, which is faster if V or E is fixed."""
+        `dynamic`: True compiles it once for all latent widths and numbers of tokens; None for its first sizes, then for others if
+        they occur. None is faster, but not for sums: inductor would choose their kernels by timing, and runs would differ."""
         functools.update_wrapper(self, function)
         self.function, self.reads, self.dynamic = function, reads, dynamic
         self.traced = function
@@ -80,6 +80,7 @@ def _inductor_if_it_works(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
 
 @functools.cache
 def _compiled(kernel: Kernel) -> Callable[..., Any]:
+    torch._dynamo.config.recompile_limit = 32  # not 8: sizes of 1, and directions, are compiled apart
     return torch.compile(kernel.traced, fullgraph=True, dynamic=kernel.dynamic)
 
 

@@ -18,7 +18,7 @@ from boost.parallel.collectives import all_gather
 from boost.parallel.mesh import Axis
 
 
-@functools.partial(Kernel, reads=2, dynamic=None)
+@functools.partial(Kernel, reads=2)
 def token_logits(logits_NV: Tensor, local_N: Tensor, mine_N: Tensor) -> tuple[Tensor, Tensor]:
     """Logits of V columns -> (logsumexp of each row, logit in column `local` or 0 if not `mine`), [N] each, fp32 or wider."""
     wide_NV = logits_NV.to(statistic_dtype(logits_NV.dtype))
