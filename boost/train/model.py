@@ -79,7 +79,11 @@ def initialize_model(model: Model, seed: int, show: bool = False) -> None:
 
 def _compile_and_shard(root: nn.Module, decoder: Decoder, config: Config, mesh: Mesh) -> None:
     if _compiled_part(config, mesh.device) == "blocks":
-        compile_blocks(decoder)
+        reason = _compiler_error(mesh.device) if config.train.compile == "auto" else ""
+        if reason:
+            log.info("blocks are not compiled: torch.compile fails on device '%s': %s", mesh.device.type, reason)
+        else:
+            compile_blocks(decoder)
     if config.shards_weights:
         shard(root, decoder, config.parallel, mesh, getattr(torch, config.train.sum_dtype))
 
@@ -102,14 +106,12 @@ def choose_kernels(config: Config, device: torch.device) -> None:
 
 
 def _compiled_part(config: Config, device: torch.device) -> CompiledPart:
-    part, automatic = config.compiled_part(device.type), config.train.compile == "auto"
+    part = config.compiled_part(device.type)
     try:
         if part != "none":
             _require_compiler(part, device)
-        if part == "blocks" and automatic and (reason := _compiler_error(device)):  # kernels are tried one by one
-            raise ConfigError(f"torch.compile fails on device '{device.type}': {reason}")
     except ConfigError as error:
-        if not automatic:
+        if config.train.compile != "auto":
             raise
         log.info("nothing is compiled: %s", error)
         return "none"
@@ -118,7 +120,8 @@ def _compiled_part(config: Config, device: torch.device) -> CompiledPart:
 
 @functools.cache
 def _compiler_error(device: torch.device) -> str:
-    """Why one addition cannot be compiled, for example because Triton finds no C compiler or Python.h; otherwise ''."""
+    """Why one addition cannot be compiled, for example because Triton finds no C compiler or Python.h; otherwise ''. Kernels need
+    no such trial: each falls back if it fails."""
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))
     except Exception as error:  # of Dynamo, inductor, Triton or a subprocess

@@ -87,7 +87,6 @@ def test_kernels_are_compiled_where_asked_and_where_they_can_be(
     monkeypatch.setattr(kernels, "use", chosen.append)
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     monkeypatch.setattr(model, "has_triton", lambda: True)
-    monkeypatch.setattr(model, "_compiler_error", lambda _: "")
 
     def of(name: str, **parallel: Any) -> Config:
         return toy.toy_config(train={"compile": name}, parallel=parallel)
@@ -105,18 +104,24 @@ def test_kernels_are_compiled_where_asked_and_where_they_can_be(
     assert "nothing is compiled: train.compile = 'kernels' needs Triton" in caplog.text
 
 
-def test_a_compiler_that_fails_is_not_used_unless_requested(
+def test_a_compiler_that_fails_compiles_no_blocks_unless_requested(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """This torch has no GPU, so that compiling for one fails."""
-    chosen: list[str] = []
-    monkeypatch.setattr(kernels, "use", chosen.append)
-    monkeypatch.setattr(model, "has_triton", lambda: True)
+    def fail(_: Any) -> None:
+        raise RuntimeError("no Python.h\nand more")
+
+    compiled: list[Decoder] = []
+    monkeypatch.setattr(torch, "compile", fail)
+    monkeypatch.setattr(model, "compile_blocks", compiled.append)
+    monkeypatch.setattr(model, "_compiled_part", lambda *_: "blocks")
+    model._compiler_error.cache_clear()
     with caplog.at_level("INFO", logger="boost"):
-        choose_kernels(toy.toy_config(), torch.device("cuda"))
-    choose_kernels(toy.toy_config(train={"compile": "blocks"}), torch.device("cuda"))
-    assert chosen == ["eager", "inductor"]
-    assert "nothing is compiled: torch.compile fails on device 'cuda': " in caplog.text
+        toy.toy_model(toy.toy_config())
+    assert not compiled
+    assert caplog.messages == ["blocks are not compiled: torch.compile fails on device 'cpu': no Python.h"]
+    decoder, _ = toy.toy_model(toy.toy_config(train={"compile": "blocks"}))
+    assert compiled == [decoder]
+    model._compiler_error.cache_clear()
 
 
 def test_a_model_that_no_memory_holds_names_its_dimension_before_anything_is_allocated(
