@@ -1,29 +1,30 @@
 # `make train` and `make test` work from a fresh clone: both create the environment on first use.
 #
-#   make setup    .venv with the pinned dependencies (CPU build of torch without an NVIDIA GPU)
+#   make setup    create .venv with the pinned dependencies (the CPU build of torch if there is no NVIDIA GPU)
 #   make train    prepare the default corpus and train the demo under btp on 2 processes
-#   make test     the test suite, on every commit (about 11 minutes on two cores)
-#   make quick    quick tests during development: every layout once, no subprocesses (two and a half minutes)
-#   make nightly  tests that are too slow to run on every commit, then make versions
-#   make softgpu  install what the nightly tests of GPU code need on a machine without a GPU, in .softgpu/$TORCH (7 GB; once per version:
+#   make test     run the test suite, as on every commit (about 11 minutes on two cores)
+#   make quick    run quick tests during development: every layout once, no subprocesses (two and a half minutes)
+#   make nightly  run the tests that are too slow for every commit, then make versions
+#   make softgpu  install what the nightly GPU tests need on a machine without a GPU, in .softgpu/$TORCH (7 GB; once per version:
 #                 `TORCH=2.11.0 make softgpu`; CUDA_VENV=PATH uses an environment that has a CUDA build of torch)
-#   make versions the test suite on the oldest and on the newest supported torch, in build/venv-oldest and build/venv-newest
-#   make check    lint, format and types
-#   make docs     the documentation site, into build/site (strict: a broken link is an error)
-#   make curves   loss curves of all layouts in one figure, into benchmarks/results/ (five to ten minutes)
-#   make perplexity  loss, perplexity and accuracy of all layouts and families, five seeds each, into benchmarks/results/ (40 minutes;
-#                 resumes after an interruption)
-#   make recompute memory saved and time added by recomputation, into benchmarks/results/ (15 minutes)
-#   make validate the performance model against steps measured on this machine, into benchmarks/results/ (ten minutes; keep the machine idle)
-#   make bench    the paper's evaluation on this machine, and the report of all results, benchmarks/report.html (about 2.4 hours;
-#                 keep the machine idle; resumes after an interruption, and `python -m benchmarks evaluation --list` shows what is left)
+#   make versions run the test suite on the oldest and on the newest supported torch, in build/venv-oldest and build/venv-newest
+#   make check    check lint, format and types
+#   make docs     build the documentation site in build/site (strict: a broken link is an error)
+#   make curves   plot the loss curves of all layouts in one figure, in benchmarks/results/ (five to ten minutes)
+#   make perplexity  measure loss, perplexity and accuracy of all layouts and families, up to five seeds, in benchmarks/results/
+#                 (40 minutes; resumes after an interruption)
+#   make recompute measure the memory saved and the time added by recomputation, in benchmarks/results/ (15 minutes)
+#   make validate compare predicted and measured steps on this machine, in benchmarks/results/ (ten minutes; keep the machine idle)
+#   make bench    run the paper's evaluation on this machine, and build the report of all results, benchmarks/report.html
+#                 (about 2.9 hours; keep the machine idle; resumes after an interruption; `python -m benchmarks evaluation --list`
+#                 shows what is left)
 #   make report   rebuild the report from existing results
 
 PYTHON ?= python3
 SOFTGPU ?= .softgpu
 VENV ?= .venv
 # The newest version whose CPU build we can install: 2.2 GB, compared with 6.6 GB for the CUDA builds of 2.14 and 2.15.
-# `make nightly` runs the suite on the oldest and the newest supported version.
+# `make nightly` runs the suite on the oldest and the newest supported versions.
 TORCH ?= 2.13.0
 OLDEST ?= 2.11.0
 NEWEST ?= 2.15.0
@@ -60,15 +61,15 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) --constraint constraints.txt --editable '.[dev]'
 	@rm -f $(VENV)/.ready-* && touch $@
 
-# The demo runs on two processes. With one GPU each: make train DEVICE=cuda.
+# The demo runs on two processes. If each has a GPU, run `make train DEVICE=cuda`.
 DEVICE ?= cpu
 
 train: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/boost train demo --run.device $(DEVICE) --resume auto
 
-# Test files run in parallel. A worker starts up to eight processes, so on two cores a third one costs more time than it saves; on a
-# larger machine: make test WORKERS=8.
+# Test files run in parallel. A worker starts up to eight processes, so on two cores a third worker costs more time than it saves.
+# On a larger machine, use more workers: make test WORKERS=8.
 WORKERS ?= 2
 
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -97,7 +98,7 @@ test-oldest:
 test-newest:
 	$(MAKE) test VENV=build/venv-newest TORCH=$(NEWEST)
 
-# Removes each guard of docs/reliability.md in turn and runs the tests that must then fail.
+# Removes each guard in docs/reliability.md in turn, and runs the tests that must then fail.
 guards: setup
 	$(BIN)/python -m tests.guards
 
@@ -106,7 +107,7 @@ soak: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/python -m benchmarks.soak data/stdlib runs/soak
 
-# Kills processes of runs with in-step recovery, 50 times per run (40 minutes).
+# Kills processes in runs with in-step recovery, 50 times per run (40 minutes).
 recovery: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/python -m benchmarks.recovery data/stdlib runs/recovery
@@ -121,11 +122,11 @@ docs: setup
 	$(BIN)/python docs/stage.py build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# A small model is enough: the curves must coincide, and their values do not matter.
+# A small model is enough: the curves must coincide, but their values do not matter.
 CURVES := --model.dim 128 --model.ffn_dim 352 --model.rank 32 --model.layers 2 --train.seq_len 64
 
-# Large enough to time GEMMs rather than launches, with the same fraction of attention as 4,096 tokens on a GPU, and short steps
-# to limit machine noise. All layouts and policies take about 15 minutes.
+# The model is large enough to time GEMMs rather than launches, and its attention takes the same fraction as with 4,096 tokens on a
+# GPU. Its steps are short, to limit machine noise. All layouts and policies take about 15 minutes.
 RECOMPUTE := --batches 4 8 --rounds 41 --model.vocab_size 512 --model.dim 512 --model.ffn_dim 1376 --model.rank 128 \
 	--model.heads 8 --model.layers 2 --train.seq_len 256
 
@@ -133,7 +134,7 @@ curves: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/python -m benchmarks curves demo --tp 2 $(CURVES) --train.steps 200
 
-# Seven layouts of every low-rank family and three of dense, and one process: 180 runs in float32 and 108 in bfloat16.
+# Low-rank families run under seven layouts, dense under three, and each on one process: 180 runs in float32, 108 in bfloat16.
 PERPLEXITY := --families dense svd cola lax loro --seeds 0 1 2 3 4 --questions 200 --dtypes float32 bfloat16 --few-seeds 0 1 2
 
 perplexity: setup
@@ -147,7 +148,7 @@ validate: setup
 	$(BIN)/boost plan calibrate --device cpu --nproc 2 --out runs/local.toml
 	$(BIN)/python -m benchmarks validation --measure --hardware runs/local.toml
 
-# One experiment at a time, because concurrent runs would slow each other down.
+# Runs one experiment at a time, because concurrent runs would slow each other down.
 bench: setup
 	$(BIN)/python -m benchmarks evaluation
 

@@ -1,5 +1,5 @@
-"""Reproduces the paper's tables and figures and builds a report of all results. It is not installed; run it from a checkout.
+"""Reproduces the paper's tables and figures and reports all results. This package is not installed; run it from a checkout.
 
-`python -m benchmarks` lists the experiments, which are in experiments/. The other files are standalone scripts: soak tests (soak,
-recovery) and tasks from held-out text (local_tasks).
+`python -m benchmarks` lists the experiments, which are in experiments/. There are also standalone scripts: soak tests (soak,
+recovery), a builder of evaluation tasks (local_tasks), and GPU checks (gpu/).
 """

@@ -1,7 +1,7 @@
 """Command line of the benchmarks: `python -m benchmarks EXPERIMENT`.
 
-An experiment is a module of `benchmarks.experiments` with `arguments(parser)` and `run(args) -> exit code`. Its docstring is its
-help.
+An experiment is a module in `benchmarks.experiments` that defines `arguments(parser)` and `run(args) -> exit code`. The module's
+docstring is the experiment's help text.
 """
 
 import argparse
@@ -17,25 +17,25 @@ from boost.drawing import needs_matplotlib
 from boost.errors import ConfigError
 
 EXPERIMENTS = {
-    "steps": "optimizer step time under every layout and family, with width growing with TP",
+    "steps": "optimizer step time under every layout and family, at widths proportional to TP",
     "single": "one process: low-rank against dense, and BOOST against plain PyTorch modules",
     "wire": "time of steps and bare collectives over a rate-limited wire",
-    "ladder": "gain of each change from published vanilla to the fastest layout, from the result of 'wire'",
+    "ladder": "speed-up from each change between published vanilla and the fastest layout, computed from 'wire'",
     "recompute": "memory saved and time added by each recomputation policy, under every layout",
     "curves": "loss curves of all layouts in one figure",
     "perplexity": "loss curves, held-out perplexity and accuracy of all layouts and families, over several seeds",
     "validation": "the performance model against steps measured on this machine",
-    "record": "the performance model against training speeds published by others",
-    "modeled": "the performance model against the paper",
-    "official": "training in the published code of CoLA and LORO, which you clone, against BOOST",
-    "versions": "speed of this checkout against another one, before and after a change",
-    "evaluation": "all experiments of the report, several launches each, resumable",
+    "record": "the performance model against published training speeds",
+    "modeled": "the performance model against the paper's measurements",
+    "official": "BOOST against the published code of CoLA and LORO, which you clone first",
+    "versions": "speed of this checkout against that of another, for example before and after a change",
+    "evaluation": "all experiments in the report, some with several launches; resumable",
     "report": "all results as one page, benchmarks/report.html",
     "timeline": "a step recorded by train.profile: computation and communication of each process",
 }
 
 RESULTS, PAGE = Path("benchmarks/results"), Path("benchmarks/report.html")
-"""The project's results and report."""
+"""Folder of the project's results, and the page that reports them."""
 
 LEAST_ROUNDS = 7
 """Minimum number of timed rounds."""
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_config(parser: argparse.ArgumentParser, name: str, tp: bool = True, config: str = "demo") -> None:
-    """Adds CONFIG, --tp, --out and overrides."""
+    """Adds CONFIG, --tp (if `tp`) and --out, and accepts overrides."""
     parser.epilog = "--section.key VALUE changes a field of the configuration."
     parser.add_argument(
         "config", nargs="?", default=config, metavar="CONFIG", help=f"preset or TOML file (default {config})"
@@ -108,7 +108,7 @@ def tp_config(args: argparse.Namespace) -> Config:
 
 
 def run_processes(function: Callable[..., int], arguments: tuple[Any, ...], processes: int) -> int:
-    """Runs `function(*arguments)` on this process under torchrun, otherwise on new ones. Returns the exit code."""
+    """Runs `function(*arguments)`: under torchrun in this process, otherwise in new ones. Returns the exit code."""
     from boost.train.launch import launch, under_torchrun
 
     return function(*arguments) if under_torchrun() else launch(function, arguments, processes, log_dir=None)

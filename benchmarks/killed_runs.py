@@ -1,4 +1,4 @@
-"""Runs with in-step recovery whose processes are killed at random moments, on one machine or two hosts (`benchmarks.recovery`)."""
+"""Training runs with in-step recovery on one machine or two hosts, whose processes are killed at random (`benchmarks.recovery`)."""
 
 import argparse
 import contextlib
@@ -24,7 +24,7 @@ from boost.train.progress import progress
 
 BOOST = [sys.executable, "-m", "boost.cli.main"]
 PROCESSES = 4
-"""Per run."""
+"""Processes per run."""
 
 
 class Run:
@@ -36,7 +36,7 @@ class Run:
         shutil.rmtree(self.temporary, ignore_errors=True)
         self.temporary.mkdir(parents=True)
         self.spares_pairs = False
-        """Kill only one process at a time, and none before the optimizer moments are resharded."""
+        """Whether to kill only one process at a time, and none before the optimizer moments have been resharded."""
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             [*BOOST, *training(args, folder, words)],
@@ -79,20 +79,20 @@ class Run:
                 time.sleep(0.05)
 
     def has_resharded(self, replicas: int) -> bool:
-        """Whether the run changed to `replicas` replicas and then completed a step, which reshards the optimizer moments."""
+        """Whether the optimizer moments are sharded over `replicas` replicas: the first step after each change reshards them."""
         changes = lines(self.folder, "membership")
         if not changes:
             return True
         return changes[-1]["replicas"] == replicas and lines(self.folder, "step")[-1]["step"] > changes[-1]["step"]
 
     def workers(self) -> list[Beat]:
-        """The live processes that send heartbeats, once all are training."""
+        """The live processes that send heartbeats; empty until all of them are training."""
         launch = next(self.temporary.glob("boost-launch-*"), None)
         beats = read_beats(launch) if launch is not None else []
         return [beat for beat in beats if alive(beat.pid)] if all(beat.step for beat in beats) else []
 
     def victims(self, chance: random.Random, wants_outside: bool) -> list[Beat]:
-        """Processes to kill now; with `wants_outside`, one of a rejoining replica, if any. Empty if the kill would leave no
+        """Processes to kill now; with `wants_outside`, one that is rejoining, if there is one. Empty if the kill would leave no
         replica with weights."""
         launch = next(self.temporary.glob("boost-launch-*"), None)
         if launch is None or (latest := membership(launch)) is None:
@@ -111,7 +111,7 @@ class Run:
         inside = [member.incarnation for member in decision.members if member.incarnation in whole]
         outside = [name for name in beats if name not in inside and name not in gone]
         if self.spares_pairs and len(inside) < len(decision.members):
-            return []  # includes an earlier kill that the others have not noticed yet
+            return []  # also if the survivors have not noticed an earlier kill yet
         size = 2 if chance.random() < 0.2 and not self.spares_pairs else 1
         if outside and wants_outside:
             return [chance.choice(by_member[chance.choice(outside)])]
@@ -127,7 +127,7 @@ class Hosts:
     def __init__(self, args: argparse.Namespace, folder: Path, words: str, hosts: Sequence[Host]) -> None:
         self.args, self.folder, self.seconds = args, folder, 0.0
         self._losses: dict[int, int] = {}
-        """Killed replicas, and how many losses of each had been recorded by then."""
+        """Killed replicas, with the number of losses that the metrics had recorded for each when it was killed."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.began = time.monotonic()
         self.coordinator = subprocess.Popen(hosts[0].command(*BOOST, "coordinate"), stdout=subprocess.DEVNULL)
@@ -179,7 +179,7 @@ class Hosts:
                 time.sleep(0.1)
 
     def victims(self, chance: random.Random, wants_outside: bool) -> list[int]:
-        """Replicas to kill now; with `wants_outside`, one that is starting, if any. None if no replica with weights would remain.
+        """Replicas to kill now; with `wants_outside`, one that is starting, if any is. Empty if none with weights would remain.
         No launcher sees all processes, so a loss is noticed only when the replica falls silent or restarts; until then, the
         replica counts as a member."""
         if not (self.folder / "metrics.jsonl").exists() or not (steps := lines(self.folder, "step")):
@@ -199,7 +199,7 @@ class Hosts:
         if unnoticed & set(chosen) or not all(map(self.worker, chosen)):
             return []
         safe = {replica for replica, step in inside.items() if steps[-1]["step"] > step} - unnoticed - set(chosen)
-        # Silent members still vote: by design, a responding minority does not continue.
+        # Silent members keep their votes: by design, a minority of responding members does not continue.
         silent = unnoticed | (set(chosen) & set(inside))
         if not any(map(self.worker, safe)) or len(safe) < len(silent):
             return []
@@ -207,14 +207,14 @@ class Hosts:
         return chosen
 
     def finish(self) -> None:
-        """Waits for all torchruns to exit. Raises SystemExit if one failed."""
+        """Waits for all torchrun processes to exit. Raises SystemExit if one failed."""
         codes = [agent.wait() for agent in self.agents]
         self.seconds = time.monotonic() - self.began
         if any(codes):
-            raise SystemExit(f"recovery: torchruns exited with codes {codes}; see {self.folder.parent}/replica*.txt")
+            raise SystemExit(f"recovery: torchrun exited with codes {codes}; see {self.folder.parent}/replica*.txt")
 
     def end(self) -> None:
-        """Terminates torchruns and the coordinator."""
+        """Terminates the torchrun processes and the coordinator."""
         for process in (*self.agents, self.coordinator):
             process.terminate()
             process.wait()

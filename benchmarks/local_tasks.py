@@ -3,8 +3,8 @@
     python -m benchmarks.local_tasks STORE --out DIR
     boost eval RUN --tasks local_cloze,local_continuation,local_order --task-folder DIR
 
-    local_cloze          the next word, which the context contains (as in LAMBADA): log-likelihood, exact by greedy decoding
-    local_continuation   the true next words among three runs of words from elsewhere (as in HellaSwag); chance: 25%
+    local_cloze          the next word, which the context contains (as in LAMBADA): perplexity, and accuracy of greedy decoding
+    local_continuation   the true next words against three passages from elsewhere (as in HellaSwag); chance: 25%
     local_order          the true next words against the same words shuffled; chance: 50%
 
 A model trained on the store's training split has not seen this text. Questions depend only on the text and the seed, so the same
@@ -26,9 +26,9 @@ from boost.data.store import TokenStore
 from boost.errors import BoostError, DataError
 
 CONTEXT = 400
-"""Characters of context, to the nearest word."""
+"""Maximum number of characters of context, which starts at a word."""
 WORDS = 8
-"""Words of a continuation."""
+"""Words per continuation."""
 CHOICES = 4
 LEAST = 20
 """Minimum questions per task; with fewer, a score is meaningless."""
@@ -36,7 +36,7 @@ LEAST = 20
 GAP = re.compile(r"(?<=\S) (?=\S)")
 """A single space between words, at which a context may end."""
 WORD = re.compile(r"(?<=\S )[^\W\d_]{4,}\b")
-"""A word of letters after a single space, which a cloze may ask for."""
+"""A word of at least four letters after a single space; a cloze may ask for it."""
 
 Question = dict[str, Any]
 
@@ -47,12 +47,12 @@ class LocalTask:
 
     name: str
     make: "Callable[[Sequence[str], random.Random], Iterator[Question]]"
-    """(documents, random numbers) -> a stream of candidates, finite if the text runs out."""
+    """(documents, random numbers) -> a stream of candidate questions, which ends when the text runs out."""
     yaml: str
 
 
 def cloze(documents: Sequence[str], rng: random.Random) -> Iterator[Question]:
-    """A context and its next word, which the context contains."""
+    """Yields questions: a context and its next word, which the context contains."""
     places = [
         (number, match.start(), match.group())
         for number, text in enumerate(documents)
@@ -66,7 +66,7 @@ def cloze(documents: Sequence[str], rng: random.Random) -> Iterator[Question]:
 
 
 def continuation(documents: Sequence[str], rng: random.Random) -> Iterator[Question]:
-    """A context and its next words among wrong choices."""
+    """Yields questions: a context and its next words among wrong choices."""
     places = _places(documents, rng)
     for number, start in places:
         others = rng.sample(places, CHOICES - 1)
@@ -76,7 +76,7 @@ def continuation(documents: Sequence[str], rng: random.Random) -> Iterator[Quest
 
 
 def order(documents: Sequence[str], rng: random.Random) -> Iterator[Question]:
-    """A context and its next words, in order and shuffled."""
+    """Yields questions: a context and its next words, in order and shuffled."""
     for number, start in _places(documents, rng):
         true = _next_words(documents[number], start)
         words = true.split(" ")
@@ -93,14 +93,14 @@ def _places(documents: Sequence[str], rng: random.Random) -> list[tuple[int, int
 
 
 def _context(text: str, end: int) -> str:
-    """About CONTEXT characters before `end`, starting at a word."""
+    """At most CONTEXT characters before `end`, starting at a word."""
     start = max(end - CONTEXT, 0)
     cut = text[start:end]
     return cut if start == 0 else cut.partition(" ")[2] or cut
 
 
 def _next_words(text: str, start: int) -> str:
-    """The words after the space at `start`, with single spaces, because line breaks and indentation would give a choice away."""
+    """The words after the space at `start`, joined by single spaces: line breaks or indentation would give the answer away."""
     return " ".join(text[start : start + 40 * WORDS].split()[:WORDS])
 
 
@@ -163,8 +163,8 @@ def make_tasks(store: TokenStore, out: Path, questions: int, seed: int) -> dict[
         found[task.name] = [question for _, question in zip(range(questions), candidates, strict=False)]
         if len(found[task.name]) < min(LEAST, questions):
             raise DataError(
-                f"{store.path}: its held-out text has only {len(found[task.name])} questions for {task.name}; at least "
-                f"{LEAST} are needed: prepare a store with more held-out text (boost prepare --heldout)"
+                f"{store.path}: its held-out text yields only {len(found[task.name])} questions for {task.name}; at least "
+                f"{LEAST} are needed; prepare a store with more held-out text (boost prepare --heldout)"
             )
     out.mkdir(parents=True, exist_ok=True)
     for task in TASKS:

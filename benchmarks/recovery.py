@@ -1,14 +1,14 @@
 """Soak test of in-step recovery: kills processes at random. `python -m benchmarks.recovery STORE FOLDER [--kills 50]`.
 
 Trains a small model on four processes (dp 4, dp 2 x tp 2, and dp 4 with ZeRO-1; fp64 and fp32) with frequent evaluations and
-saves, and dp 4 across two network namespaces if the machine allows them. Sends SIGKILL to random processes at random times:
-sometimes to two at once (except with ZeRO-1, where they may hold both copies of a shard), sometimes to a replica that is
-rejoining. At least one replica with weights always survives. Then checks that every step appears exactly once, that losses and
-weights match an undisturbed run, and that no files are left over.
+saves; if the machine allows network namespaces, also with dp 4 across two of them. Sends SIGKILL to random processes at random
+times: sometimes to two at once (except with ZeRO-1, because the two may hold both copies of a shard), sometimes to a replica that
+is rejoining. At least one replica with weights always survives. Then checks that every step appears exactly once, that losses and
+weights match those of an undisturbed run, and that no lock files remain.
 
-Also measures useful tokens per second at several kill rates, with in-step recovery and with a restart from the latest checkpoint,
-and the step time with and without recovery when nothing fails (interleaved runs). Skipped parts keep their results in
-recovery.json. Writes recovery.json and docs/pictures/recovery.svg.
+Also measures useful tokens per process-second at several kill rates, with in-step recovery and with a restart from the latest
+checkpoint, and the step time with and without recovery when nothing fails (interleaved runs). Skipped parts keep their earlier
+results in recovery.json. Writes recovery.json and docs/pictures/recovery.svg.
 """
 
 import argparse
@@ -45,7 +45,7 @@ MODEL = (
 MODEL += "--model.rank 32 --train.seq_len 128 --train.global_batch 32 --train.micro_batch 1 --train.log_every 50"
 MESHES = {
     "dp 4": "--parallel.tp 1 --parallel.dp 4",
-    "dp 2 x tp 2": "--parallel.tp 2 --parallel.dp 2 --train.global_batch 64",  # longer: only one replica may be killed at a time
+    "dp 2 x tp 2": "--parallel.tp 2 --parallel.dp 2 --train.global_batch 64",  # longer steps: one replica is killed at a time
     "dp 4, ZeRO-1": "--parallel.tp 1 --parallel.dp 4 --parallel.shard optimizer",
 }
 DTYPES = {
@@ -72,10 +72,10 @@ def main() -> int:
         help="mean seconds between kills when measuring useful tokens (default 10 and 5)",
     )
     parser.add_argument(
-        "--turns", type=int, default=8, metavar="N", help="runs with and without recovery, each (default 8)"
+        "--turns", type=int, default=8, metavar="N", help="runs with recovery, and as many without (default 8)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed for kill times and victims (default 0)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only runs whose name contains TEXT")
+    parser.add_argument("--only", default="", metavar="TEXT", help="run only parts whose name contains TEXT")
     args = parser.parse_args()
     for mesh in MESHES:
         for dtype in DTYPES:
@@ -110,7 +110,7 @@ def put(part: str, name: str, found: dict[str, Any]) -> None:
 
 
 def soak(args: argparse.Namespace, name: str, mesh: str, dtype: str) -> dict[str, Any]:
-    """Trains the same run undisturbed and with kills. Raises SystemExit if a check fails."""
+    """Trains twice, undisturbed and with kills, and compares the runs. Raises SystemExit if a check fails."""
     folder = args.folder / name.replace(" ", "").replace(",", "-")
     shutil.rmtree(folder, ignore_errors=True)
     words = f"{MODEL} {MESHES[mesh]} {DTYPES[dtype]} --run.recovery in-step"
@@ -127,7 +127,7 @@ HOSTS = "two hosts, dp 4, fp64"
 
 
 def soak_hosts(args: argparse.Namespace) -> dict[str, Any]:
-    """The same soak on two hosts with two replicas each: `boost coordinate`, and one torchrun per replica, which restarts it."""
+    """Same as `soak`, on two hosts with two replicas each: `boost coordinate`, and one torchrun per replica, which restarts it."""
     folder = args.folder / "two-hosts"
     shutil.rmtree(folder, ignore_errors=True)
     words = f"{MODEL} {MESHES['dp 4']} {DTYPES['fp64']} --run.recovery in-step"
@@ -160,7 +160,7 @@ def overhead(args: argparse.Namespace) -> dict[str, Any]:
 
 
 RECOVERIES = {"in-step": "in-step recovery", "restart": "restart from the latest checkpoint"}
-"""run.recovery: label in the figure."""
+"""Labels in the figure by `run.recovery`."""
 
 
 def useful(args: argparse.Namespace, recovery: str, rate: float) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def useful(args: argparse.Namespace, recovery: str, rate: float) -> dict[str, An
     while not (run.over and run.process.returncode == 0):
         time.sleep(0.1)
         now = time.monotonic() - began
-        if run.process.poll():  # only with "restart": in-step recovery always keeps one replica
+        if run.process.poll():  # only with "restart": with in-step recovery, one replica always survives
             run.process.communicate()
             run = Run(args, folder / "run", words)
         if now >= next_kill and (beats := run.workers()):
@@ -264,7 +264,7 @@ def compare(
 
 
 def difference(one: Path, other: Path) -> float:
-    """Relative difference of the final weights in norm."""
+    """Norm of the difference of the final weights, relative to the norm of the weights."""
     squares, whole = 0.0, 0.0
     a, b = (WeightReader(open_checkpoint(complete_checkpoints(run / "checkpoints")[-1])) for run in (one, other))
     for name in a.names():

@@ -1,12 +1,12 @@
 """Soak test of restarts: kills and resumes one run many times. `python -m benchmarks.soak STORE FOLDER [--kills 200]`.
 
-Trains the demo on two processes, with frequent checkpoints and occasional evaluations. Each round sends SIGKILL (sometimes
-SIGTERM, which asks the run to save and stop) at a random time to one worker, to the launcher, or to all processes at once, and then
-resumes the run. Then checks that metrics.jsonl has every step exactly once, that all losses match an undisturbed run, that no
-lock, temporary folder or process remains, and that every checkpoint verifies. Writes soak.json.
+Trains the demo on two processes, with frequent checkpoints and occasional evaluations. Each round resumes the run and, at a random
+time, sends SIGKILL (sometimes SIGTERM, which asks the run to save and stop) to one worker, to the launcher, or to all processes at
+once. The last round trains to the end. Then checks that metrics.jsonl has every step exactly once, that all losses match those of
+an undisturbed run, that no lock or temporary folder remains, and that every checkpoint verifies. Writes soak.json.
 
-Goodput is the time spent on steps that counted, divided by wall-clock time, which includes startup, repeated steps, saves and
-evaluations.
+Goodput is the total time of the steps in metrics.jsonl divided by wall-clock time, which includes startup, repeated steps, saves
+and evaluations.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def one_round(args: argparse.Namespace, run: Path, chance: random.Random, after_
     begin = time.monotonic()
     out, err = process.communicate()
     ended_s = time.monotonic() - begin
-    for pid in workers:  # orphans of a killed launcher save or exit without help
+    for pid in workers:  # orphaned workers of a killed launcher save or exit on their own
         while Path(f"/proc/{pid}/cmdline").exists() and b"boost" in Path(f"/proc/{pid}/cmdline").read_bytes():
             time.sleep(0.05)
     if "Traceback" in out + err:
@@ -179,7 +179,7 @@ def report(args: argparse.Namespace, whole: Path, killed: Path, rounds: list[dic
     ]
     heldout = [each[-1]["heldout_loss"] for each in evaluations]
     if heldout[0] != heldout[1]:
-        raise SystemExit(f"soak: held-out loss {heldout[1]}, undisturbed {heldout[0]}")
+        raise SystemExit(f"soak: held-out loss is {heldout[1]}, and {heldout[0]} without kills")
     leftovers = [path.name for path in (killed / "checkpoints").iterdir() if not path.name.startswith("step-")]
     leftovers += [path.name for path in killed.glob("*.lock")]
     if leftovers:

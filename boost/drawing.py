@@ -1,4 +1,4 @@
-"""Wraps matplotlib, an optional extra: imports it only for drawing, and writes reproducible files in one style."""
+"""Wraps matplotlib, an optional dependency: imports it only for drawing, and writes reproducible files in one style."""
 
 import importlib.util
 from pathlib import Path
@@ -53,13 +53,13 @@ STYLE: dict[Any, Any] = {
 def needs_matplotlib() -> None:
     """Raises ConfigError if matplotlib is missing; call it before anything slow."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("pictures need matplotlib, which is not installed: pip install matplotlib")
+        raise ConfigError("drawing requires matplotlib, which is not installed; run: pip install matplotlib")
 
 
 def require_drawable(path: Path) -> None:
     """Raises ConfigError if no picture can be written to `path`; call it before anything slow."""
     if path.suffix not in SUFFIXES:
-        raise ConfigError(f"'{path}' is not a picture file name; use one that ends with {', '.join(SUFFIXES)}")
+        raise ConfigError(f"'{path}' is not a valid picture file name; use one that ends with {' or '.join(SUFFIXES)}")
     needs_matplotlib()
 
 

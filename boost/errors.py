@@ -49,7 +49,7 @@ class HangError(TrainingError):
 
 
 class ExcludedError(TrainingError):
-    """The other replicas continue without this process's replica, or none is left for it to join (run.recovery = "in-step")."""
+    """The other replicas continue without this process's replica, or no replica is left to join (run.recovery = "in-step")."""
 
 
 class StoppedError(BoostError):

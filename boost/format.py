@@ -1,6 +1,6 @@
 """Numbers as text: bytes, counts, rates, times and fractions, each in one format. Units are decimal: 1 MB = 10^6 bytes.
 
-If a fraction cannot be nan, f"{fraction:.0%}" gives the same text as `format_percent`.
+If a fraction cannot be nan, f"{fraction:.0%}" gives the same text as `format_percent(fraction, 0)`.
 """
 
 import math

@@ -41,7 +41,7 @@ def file_name(
     `nested`: the name may be a relative path with forward slashes.
     """
     if reason := _unsafe(name, nested):
-        raise error(f"'{file}': {field} = {brief(name)} is not a file name ({reason}); rename or remove it")
+        raise error(f"'{file}': {field} = {brief(name)} is not a valid file name ({reason}); rename or remove it")
     return str(name)
 
 
@@ -56,9 +56,9 @@ def _unsafe(name: object, nested: bool) -> str:
     if "/" in name or "\\" in name:
         return "it contains a path separator"
     if "\0" in name:
-        return "it contains a NUL"
+        return "it contains a NUL character"
     if re.match("[A-Za-z]:", name):
-        return "it begins with a drive"
+        return "it begins with a drive letter"
     try:
         return "" if len(os.fsencode(name)) <= _MAX_BYTES else f"it is longer than {_MAX_BYTES} bytes"
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""Draws the docs' pictures into docs/pictures: `python docs/draw.py`. The output is deterministic.
+"""Draws three of the pictures in docs/pictures: `python docs/draw.py`. The output is deterministic.
 
-Everything is derived: rows, shards and collectives from the layouts (`boost.plan.pictures`), bytes from the collective table and
-from the planner's trace of the decoder.
+Rows, shards and collectives are derived from the layouts (`boost.plan.pictures`), and bytes from the collective table and the
+planner's trace of the decoder.
 """
 
 import itertools
@@ -60,7 +60,7 @@ SIDE_BY_SIDE = (
 
 
 def layouts_picture() -> None:
-    """Four columns, one TP rank of each layout; attention, the gated product and the residual stream are aligned."""
+    """Draws one TP rank under four layouts, one per column; attention, gated product and residual stream are aligned."""
     inspections = [inspect(config_of(layout, family)) for _, layout, family in SIDE_BY_SIDE]
     columns = [segments(rescaled(list(block_rows(inspection)))) for inspection in inspections]
     heights = [max(sum(row_height(row) + 8 for row in part) for part in parts) for parts in zip(*columns, strict=True)]
@@ -94,7 +94,7 @@ def rescaled(rows: Sequence[DiagramRow], width: float = 50.0) -> list[DiagramRow
 
 
 def segments(rows: Sequence[DiagramRow]) -> list[list[DiagramRow]]:
-    """Rows from one aligned row to before the next: residual stream, attention, gated product."""
+    """Splits rows before each aligned row: residual stream, attention, gated product."""
     starts = [index for index, row in enumerate(rows) if row.residual or row.boxes]
     return [list(rows[start:stop]) for start, stop in itertools.pairwise([*starts, len(rows)])]
 
@@ -108,7 +108,7 @@ def row_height(row: DiagramRow) -> float:
 
 
 def column_part(canvas: Canvas, rows: Sequence[DiagramRow], x: float, y: float, height: float, color: str) -> None:
-    """Rows of one column between two aligned rows; unused space follows the first of them."""
+    """Draws the rows of one column between two aligned rows, with unused space spread evenly."""
     middle = x + COLUMN / 2
     spare = (height - sum(row_height(row) + 8 for row in rows)) / max(len(rows), 1)
     for row in rows:
@@ -148,7 +148,7 @@ def bytes_chart(canvas: Canvas, inspections: Sequence[Inspection], y: float) -> 
 
 
 def online_norm_picture() -> None:
-    """The same group of linears with both norms, from left to right, forward."""
+    """Draws the forward pass of one group of linears with each norm, from left to right."""
     canvas = Canvas(
         330,
         "RMSNorm of a hidden-sharded residual stream: sync and online",
@@ -175,14 +175,14 @@ def online_norm_picture() -> None:
 
 
 def forward_collectives(norm: str) -> int:
-    """Collectives of one block in the forward pass."""
+    """Number of collectives in the forward pass of one block."""
     inspection = inspect(config_of("btp", norm=norm))
     issued = inspection.of_micro_batch
     return sum(c.layer == inspection.layer and c.phase == "forward" for c in issued)
 
 
 def chain(canvas: Canvas, steps: Sequence[tuple[str, str, int]], y: float, color: str) -> None:
-    """Operations from left to right; a collective is dark and wider."""
+    """Draws operations from left to right; collectives are dark and wider."""
     left, gap = MARGIN + 104, 8.0
     total = sum(1.35 if collective else 1.0 for _, _, collective in steps)
     unit = min(104.0, (WIDTH - MARGIN - left - gap * (len(steps) - 1)) / total)
@@ -203,7 +203,7 @@ POLICIES = ("none", "low-rank", "low-rank+attention-output", "full-block")
 
 
 def recomputation_picture() -> None:
-    """Tensors of a block by policy, saved or recomputed in the backward pass, and the bytes saved."""
+    """Draws which tensors of a block each policy saves or recomputes, and the bytes saved."""
     saved = {policy: saved_tensors(policy) for policy in POLICIES}
     everything = [("residual stream", RESIDUAL), ("latents of q, k, v", LATENTS), ("q, k, v", WIDE), ("attention output", WIDE),
                   ("latents of o", LATENTS), ("residual stream, before the MLP", RESIDUAL), ("latents of gate, up", LATENTS),
@@ -239,19 +239,19 @@ def recomputation_picture() -> None:
 
 
 def recomputing(policy: str) -> Config:
-    """btp with a recomputation policy."""
+    """The btp configuration with a recomputation policy."""
     return config_of("btp").changed(train={"recompute": policy})
 
 
 def recommunicated(policy: str) -> int:
-    """Collectives of one block that the backward pass issues again."""
+    """Number of collectives of one block that the backward pass repeats."""
     inspection = inspect(recomputing(policy))
     issued = inspection.of_micro_batch
     return sum(c.layer == inspection.layer and c.phase == "recompute" for c in issued)
 
 
 def saved_tensors(policy: str) -> list[tuple[str, int]]:
-    """(category, bytes) of what the second block saves, excluding weights, in forward order."""
+    """(category, bytes) of each tensor that the second block saves, excluding weights, in forward order."""
     return [held for held in pass_of_block(recomputing(policy), 1).saved if held[0] in (RESIDUAL, LATENTS, WIDE)]
 
 
@@ -270,7 +270,7 @@ def present(saved: Sequence[tuple[str, int]]) -> list[bool]:
 
 
 def draw() -> None:
-    """Writes all pictures."""
+    """Writes the three pictures."""
     layouts_picture()
     online_norm_picture()
     recomputation_picture()

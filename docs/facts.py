@@ -7,11 +7,11 @@ cell:
 
 - In a Markdown result: `TABLE > ROW > COLUMN`. TABLE is the beginning of the text above the table and may be omitted. ROW is the
   first cell of the row; other cells may follow, joined by ` + `, and `weighted...` is a cell that begins with "weighted". COLUMN
-  is a heading (the first if several match) or its beginning.
+  is a heading (the first of several equal ones) or its beginning.
 - In a JSON result: the keys that lead to a number, joined by ` > `. A list of numbers stands for its median.
 
-A figure with an interval or a spread is the whole cell; otherwise, it is the cell's first number. `tests/test_docs.py` compares
-all of them. The table of goals in results.md comes from the report.
+A figure with an interval or a spread is the whole cell; otherwise, it is the cell's first number. `tests/test_docs.py` checks all
+figures. The table of goals in results.md comes from the report.
 """
 
 import html
@@ -49,7 +49,7 @@ def tables(text: str) -> Iterator[tuple[str, list[list[str]]]]:
 
 
 def cell(text: str, key: str) -> str:
-    """The cell of a Markdown result that `key` refers to. Raises KeyError unless exactly one value fits."""
+    """The cell of a Markdown result that `key` refers to. Raises KeyError unless it refers to exactly one value."""
     *table, row, column = key.split(" > ")
     found = set()
     for above, (headings, *rows) in tables(text):
@@ -107,7 +107,7 @@ def current(text: str, path: Path, key: str) -> str:
 
 
 def goals() -> str:
-    """The goals of the evaluation's report as a Markdown table."""
+    """The goals in the evaluation report, as a Markdown table."""
     report = REPORT.read_text(encoding="utf-8")
     body = report.partition('<table class="goals">')[2].partition("</table>")[0].partition("<tbody>")[2]
     lines = ["| metric | goal | result | |", "|---|---|---|---|"]
@@ -125,7 +125,7 @@ def goals() -> str:
 
 def plain(match: re.Match[str] | None) -> str:
     """The first group of a match in the report, as text."""
-    assert match, "the report's table of goals has another form"
+    assert match, "the report's table of goals has an unexpected format"
     return without_tags(match[1])
 
 

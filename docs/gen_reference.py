@@ -1,4 +1,4 @@
-"""Generates reference pages from the code when the site is built: configuration keys, commands, Python API.
+"""Generates reference pages from the code when the site is built: configuration keys, presets, commands, Python API.
 
 `stage.py` writes them to the site's sources.
 """
@@ -36,9 +36,9 @@ def configuration() -> str:
     lines = [
         "# Configuration keys",
         "",
-        "A configuration is a TOML file of these keys. `boost config --fields` prints this list, and every command that takes a "
-        "configuration takes each key as a flag: `--train.steps 500`. An unknown key or an invalid value is an error that names "
-        "the nearest valid one.",
+        "A configuration is a TOML file with these keys. `boost config --fields` prints this list, and every command that takes a "
+        "configuration accepts each key as a flag: `--train.steps 500`. An unknown key or an invalid value raises an error that "
+        "names the nearest valid one.",
     ]
     section = ""
     for key, info in fields():

@@ -1,4 +1,4 @@
-"""Stages the sources of the documentation site: `python docs/stage.py build/docs`; then `mkdocs build` (`make docs`).
+"""Stages the documentation site's sources: `python docs/stage.py build/docs`, then `mkdocs build` (`make docs` runs both).
 
 Pages in docs/ are also read on GitHub, so they link to files outside docs/ by relative paths. The site has a copy of each such
 file under `repo/`: Markdown and source code become pages; other files are copied unchanged. Reference pages are generated from the
@@ -57,8 +57,8 @@ def site_path(path: Path) -> str:
 
 
 def target_of(link: str, page: Path) -> Path | None:
-    """The repository file that a page's link refers to. None for other links and for missing files, which stay unchanged and are
-    reported by the builder."""
+    """The repository file that a page's link refers to. None for other links and for missing files; their links stay
+    unchanged, and the builder reports missing files."""
     if ":" in link or link.startswith("/"):
         return None
     path = (page.parent / link).resolve()

@@ -1,8 +1,8 @@
-"""Low-rank linears in a transformers model: swap, compare, and heal by a few steps of training.
+"""Low-rank linears in a transformers model: factorize the linears, compare losses, and heal the model with a few training steps.
 
     python examples/lowrank_transformers.py
 
-The model is a small LLaMA with random weights, because this example needs no download. With a trained one:
+To avoid a download, the example uses a small LLaMA with random weights. With a trained model:
 
     model = transformers.AutoModelForCausalLM.from_pretrained("path/to/model")
     boost.lowrank(model, rank=0.25, include=["*.mlp.*", "*.self_attn.*"], init="svd")

@@ -1,4 +1,4 @@
-"""A training loop of your own with BTP: a CoLA decoder over the TP ranks and replicas that torchrun starts.
+"""Your own training loop with BTP: a CoLA decoder over the TP ranks and replicas that torchrun starts.
 
 torchrun --nproc-per-node 2 examples/own_loop.py
 torchrun --nproc-per-node 4 examples/own_loop.py --dp 2
@@ -19,7 +19,7 @@ import boost
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", default="btp", help="how layers are sharded over TP ranks (default btp)")
-    parser.add_argument("--dp", type=int, default=1, help="replicas, sharded with FSDP2; the rest is TP (default 1)")
+    parser.add_argument("--dp", type=int, default=1, help="replicas, sharded with FSDP2, each a TP group (default 1)")
     parser.add_argument("--dim", type=int, default=128, help="width of the residual stream (default 128)")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default 60)")
     args = parser.parse_args()

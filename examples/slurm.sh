@@ -3,9 +3,9 @@
 #
 #   sbatch --nodes 2 --gpus-per-node 8 --time 12:00:00 examples/slurm.sh run.toml --parallel.tp 8 --parallel.dp 2
 #
-# All arguments after the script's name are passed to `boost train`. tp x pp x dp must equal nodes x GPUs per node, with TP
+# All arguments after the script's name are passed to `boost train`. tp x pp x dp x cp must equal nodes x GPUs per node, with TP
 # (preferably PP x TP) inside a node. run.dir and data.store must be on a file system that all nodes share. Two minutes before
-# the time limit the run saves and the job is requeued; it then resumes from that checkpoint.
+# the time limit, the run saves and the job is requeued; the run then resumes from that checkpoint.
 
 #SBATCH --job-name=boost
 #SBATCH --nodes=2
@@ -67,7 +67,7 @@ while true; do
     [[ -n $interrupted ]] || break
 done
 
-# A stopped run exits non-zero; one that finished anyway exits with 0.
+# A stopped run exits with a nonzero code; a run that finished anyway exits with 0.
 if [[ -n $requeue && $code -ne 0 ]]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

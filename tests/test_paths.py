@@ -24,12 +24,12 @@ def test_a_plain_name_is_returned(name: str) -> None:
 
 @pytest.mark.parametrize("name", UNSAFE)
 def test_others_are_refused_with_file_field_and_value(name: object) -> None:
-    with pytest.raises(CheckpointError, match=r"^'f\.json': field = .* is not a file name \(") as caught:
+    with pytest.raises(CheckpointError, match=r"^'f\.json': field = .* is not a valid file name \(") as caught:
         file_name(name, "f.json", "field", CheckpointError)
     assert "\n" not in str(caught.value)
     if name != "a/b":
         for nested in (name, f"tensors/{name}" if isinstance(name, str) else name):
-            with pytest.raises(DataError, match="is not a file name"):
+            with pytest.raises(DataError, match="is not a valid file name"):
                 file_name(nested, "f.json", "field", nested=True)
 
 
@@ -37,7 +37,7 @@ def test_the_recorded_id_of_a_tracker_is_a_name(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.trackers.write_text('{"wandb": "../../PWNED", "other": "a1"}')
     assert run.tracker_id("other", "b2") == "a1"
-    with pytest.raises(DataError, match=r"trackers\.json': wandb = '../../PWNED' is not a file name"):
+    with pytest.raises(DataError, match=r"trackers\.json': wandb = '../../PWNED' is not a valid file name"):
         run.tracker_id("wandb", "b2")
 
 

@@ -1,4 +1,4 @@
-"""Colors of figures: one per layout, each with a counterpart on a dark page, and labels at the ends of lines."""
+"""Figure colors, one per layout, each with a counterpart for dark pages, and labels at line ends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from boost.drawing import INK, LINE, MUTED, PAPER, SERIES
 
 @dataclass(frozen=True)
 class Tone:
-    """A color on a white page and its counterpart on a dark one."""
+    """A color for a white page and its counterpart for a dark one."""
 
     light: str
     dark: str
@@ -30,10 +30,10 @@ TONES = {
     "btp-sp": Tone("#006490", "#2696b5"),
     "btp-cp": Tone("#054603", "#acec22"),
 }
-"""Every color of a figure by name. Color-blind readers can tell layouts apart (tested); text in these colors is readable."""
+"""Every figure color by name. Color-blind readers can tell layouts apart (tested); text in these colors is readable."""
 
 PEER = "#868e98"
-"""For bars without an assigned color: other libraries, first steps, memory."""
+"""Color of bars without an assigned one: other libraries, and the first step of the ladder."""
 
 _NAMES = (
     *(("vanilla-published", words) for words in ("vanilla, published", "vanilla-published", "published vanilla")),
@@ -45,7 +45,7 @@ _NAMES = (
 
 
 def color_of(name: str, number: int = 0) -> str:
-    """The color of the layout named in a contender's name, otherwise entry `number` of SERIES."""
+    """The color of the layout that a contender's name contains, otherwise entry `number` of SERIES."""
     tone = next((tone for tone, words in _NAMES if words in name), None)
     return TONES[tone].light if tone else SERIES[number % len(SERIES)]
 

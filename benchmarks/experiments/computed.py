@@ -1,6 +1,6 @@
 """Performance goals that need no run: bytes from the collective table and the operator trace, and predictions.
 
-All use boost-7b in bf16 with 4,096-token sequences, as the goals specify.
+They use boost-7b in bf16 with 4,096-token sequences, as the goals specify; the norm's goal covers every published size.
 """
 
 import itertools
@@ -120,7 +120,7 @@ def step_bytes(layout: str, words: list[str] | None = None) -> int:
 
 
 def _norm_gains() -> Iterator[tuple[str, float]]:
-    """Gains at the paper's sizes, with compiled kernels."""
+    """Yields (case, gain of online over sync) at the paper's sizes, with compiled kernels."""
     for hardware in NORM_HARDWARE:
         predictor = Predictor(load_hardware(hardware))
         for row in STEPS:
@@ -167,11 +167,11 @@ SUMMED = {"btp": "cola", "btp-sp": "cola", "megatron-sp": "dense"}
 """Layouts, each with a family, whose gradient accumulation is predicted."""
 
 SUMMED_SEQUENCES = (1, 2, 4, 8)
-"""Sequences per micro-batch, of 32 in a step."""
+"""Sequences per micro-batch; a step has 32."""
 
 
 def accumulation() -> Iterator[Facts]:
-    """Fractions of a step spent adding gradients to those of earlier micro-batches, which adding inside the GEMM could save."""
+    """Yields the fractions of a step spent adding gradients to those of earlier micro-batches, which adding in GEMMs could save."""
     for profile, (layout, family) in itertools.product(NORM_HARDWARE, SUMMED.items()):
         hardware = load_hardware(profile)
         shares = []
@@ -187,7 +187,7 @@ def accumulation() -> Iterator[Facts]:
 def accumulation_table(facts: Facts) -> Table:
     """Table of `accumulation`."""
     return Table(
-        f"Gradient accumulation, part of a step (modeled): {WHERE.partition(',')[0]}, TP 4, 32 x 4,096 tokens, fp32 gradients.",
+        f"Gradient accumulation, fraction of a step, modeled: {WHERE.partition(',')[0]}, TP 4, 32 x 4,096 tokens, fp32 gradients.",
         ("GPU", "layout", *(f"{size} per micro-batch:" for size in SUMMED_SEQUENCES)),
         tuple(
             (each["gpu"].partition("-")[0].upper(), each["layout"], *(f"{share:.1%}" for share in each["shares"]))

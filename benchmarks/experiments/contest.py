@@ -4,8 +4,8 @@ A shared machine's speed varies and a hot GPU slows down, so timing contenders o
 every round times each contender once, starting with a different one each time. A ratio is the median over rounds of the ratio
 within each round.
 
-Rounds of one launch share processes, memory layout and kernel choices, so they agree better with each other than with other
-launches. Intervals therefore resample launches first, then the rounds within each.
+Rounds of one launch share processes, memory layout and kernel choices, so they agree better with each other than with rounds of
+other launches. Intervals therefore resample launches first, then the rounds within each.
 """
 
 import math
@@ -41,13 +41,13 @@ def t_interval(numbers: Sequence[float]) -> tuple[float, float, float]:
 
 
 WARM_UP = 2
-"""Untimed warm-up rounds by default, for kernel selection, buffers and caches. The last one sets the number of repetitions."""
+"""Default number of untimed rounds, for kernel selection, buffers and caches. The last one sets the number of repetitions."""
 
 RESAMPLES = 10_000
 """Number of bootstrap resamples."""
 
 LEAST_LAUNCHES = 3
-"""With fewer launches, the skewness of the interval (its acceleration) comes from rounds instead of launches."""
+"""With fewer launches, the acceleration of the BCa interval is estimated from rounds instead of launches."""
 
 Seconds = Sequence[float] | Sequence[Sequence[float]] | np.ndarray
 """Seconds of one contender: the rounds of one launch, or of several launches."""
@@ -106,9 +106,9 @@ def take_turns(
     """Times every contender once per round, on all processes of `mesh` at once.
 
     A sample starts when every process is ready and ends when the last process and its device have finished. A contender
-    shorter than `least_s` is repeated within its sample. `warm_up`: untimed rounds, at least 1; contenders that have run before
-    need no more. Raises MeasurementError if a contender computes only zeros or non-finite numbers or takes no measurable time, and
-    ValueError below LEAST_ROUNDS.
+    shorter than `least_s` is repeated within its sample. `warm_up`: untimed rounds, at least 1, which is enough for contenders that
+    have already run. Raises MeasurementError if a contender computes only zeros or non-finite numbers or takes no measurable time,
+    and ValueError if `rounds` is below LEAST_ROUNDS.
     """
     if rounds < LEAST_ROUNDS:
         raise ValueError(f"{rounds} rounds; a result needs at least {LEAST_ROUNDS}")
@@ -168,7 +168,7 @@ def pooled(seconds: Seconds) -> list[float]:
 def rounds_words(facts: Mapping[str, Any]) -> str:
     """Describes a result's number of rounds and launches."""
     count = facts.get("launches", 1)
-    return f"{facts['rounds']} interleaved rounds" + (f" of each of {count} launches" if count > 1 else "")
+    return f"{facts['rounds']} interleaved rounds" + (f" in each of {count} launches" if count > 1 else "")
 
 
 def spread(seconds: Seconds) -> Spread:
@@ -187,9 +187,9 @@ def bootstrap(statistic: Callable[..., np.ndarray], *samples: Seconds) -> Ratio:
     """Computes a statistic of contenders' seconds from the same rounds, and its confidence interval at CONFIDENCE.
 
     `statistic` takes one array [..., rounds of all launches] per contender and returns an array [...]. Launches are drawn with
-    replacement, then rounds within each draw, the same for all contenders. The interval is bias-corrected and accelerated (BCa,
-    Efron 1987). Draws are seeded, which makes reports reproducible. Raises ValueError if contenders have different numbers of
-    launches or rounds.
+    replacement, then rounds within each drawn launch; all contenders share the draws. The interval is bias-corrected and
+    accelerated (BCa, Efron 1987). Draws are seeded, which makes reports reproducible. Raises ValueError if contenders have
+    different numbers of launches or rounds.
     """
     arrays = [launches(sample) for sample in samples]
     if len({array.shape for array in arrays}) > 1:
@@ -205,7 +205,7 @@ def bootstrap(statistic: Callable[..., np.ndarray], *samples: Seconds) -> Ratio:
 
 
 def _draws(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """Places [RESAMPLES, launches x rounds] in the flattened seconds of one contender."""
+    """Drawn indices [RESAMPLES, launches x rounds] into the flattened seconds of one contender."""
     count, rounds = shape
     launch = rng.integers(0, count, (RESAMPLES, count, 1))
     return (launch * rounds + rng.integers(0, rounds, (RESAMPLES, count, rounds))).reshape(RESAMPLES, -1)
@@ -258,5 +258,5 @@ def in_words(found: Ratio) -> str:
 
 
 def verdict_words(found: Ratio) -> str:
-    """Formats a comparison with 1; an interval that contains 1 shows no difference."""
+    """Formats a ratio with its interval, and adds that no difference is shown if the interval contains 1."""
     return in_words(found) + (", no difference shown" if found.low <= 1 <= found.high else "")

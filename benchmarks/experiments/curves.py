@@ -1,7 +1,7 @@
 """Draws every layout's loss curve for the same model, seed and data; the curves must coincide.
 
-All layouts implement the same function and differ only in rounding. At every step, the relative difference of the loss must stay
-below 1e-8 in float64 and 1e-3 in float32. Exits with code 1 if a difference exceeds its limit.
+All layouts implement the same function and differ only in rounding. At every step, the relative difference from the single-process
+loss must stay below 1e-8 in float64 and 1e-3 in float32. Exits with code 1 if a difference exceeds its limit.
 """
 
 import argparse
@@ -35,7 +35,7 @@ ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24}
 """Unit roundoff by dtype; smaller differences are drawn at this value."""
 
 BIN = 5
-"""Number of steps per point of the figure, which shows their largest difference."""
+"""Number of steps per point of the figure; each point shows their largest difference."""
 
 
 @dataclass(frozen=True)
@@ -164,14 +164,14 @@ def section(facts: Facts) -> Section:
             f"{shape_words(facts['config'])}, TP {tp}: {train['steps']} steps with the same seed, data and data order. All layouts "
             "implement the same function and differ only in rounding.",
             Table(
-                "Measured: maximum relative difference of the training loss from one process, over all steps.",
+                "Measured: maximum relative difference of the training loss from that of one process, over all steps.",
                 ("family", "layout", *headings, "verdict"),
                 tuple(rows),
             ),
             Figure(
                 "curves",
-                "Loss of every layout (each curve thinner than the one below it) and its difference from one process, the "
-                f"largest of {BIN} steps; dashed: the limit.",
+                "Loss of every layout (each curve is thinner than the one below it), and its relative difference from that of one "
+                f"process, maximum over {BIN} steps; the dashed line is the limit.",
                 lambda path: draw(facts, path),
             ),
         ),

@@ -1,7 +1,7 @@
-"""Runs the whole evaluation from one commit: experiments one after another, with several launches each. Resumable.
+"""Runs the whole evaluation from one commit, one experiment after another, some with several launches. Resumable.
 
-Each launch is a separate process that writes its result to the work folder. The launches of a part are then merged into the result
-that the report reads. Experiments that resume on their own, or only compute, have a single launch.
+Each launch is a separate process. Launches of a part that has several, or that resumes from its own result, write to the work
+folder; the evaluation then writes the merged result that the report reads. Other parts write that result directly.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from boost.train.rundir import git_state, storage_errors
 def merged(results: Sequence[Facts]) -> Facts:
     """Merges the results of several launches: each list of seconds becomes a list of launches.
 
-    Raises MeasurementError if launches differ in experiment, machine, commit, configuration or contenders.
+    Raises MeasurementError if launches differ in experiment, machine, commit, configuration, rounds or contenders.
     """
     first = results[0]
     require_one_machine(results)
@@ -67,7 +67,7 @@ RECOMPUTE = (
     "demo --tp 2 --batches 4 8 --rounds 9 --model.vocab_size 512 --model.dim 512 --model.ffn_dim 1376 --model.rank 128 "
     "--model.heads 8 --model.layers 2 --train.seq_len 256"
 )
-"""Large enough to time GEMMs rather than launches, with the same fraction of attention as 4,096 tokens on a GPU."""
+"""The model is large enough to time GEMMs, not launches; attention takes the same fraction as with 4,096 tokens on a GPU."""
 
 FOUND = 1
 """Exit code of an experiment whose own check failed, for example because layouts differ. Its result reports the failure."""
@@ -78,7 +78,7 @@ SMALL = "--model.dim 128 --model.ffn_dim 352 --model.rank 32 --model.layers 2 --
 
 @dataclass(frozen=True)
 class Part:
-    """One experiment of the evaluation."""
+    """One part of the evaluation: an experiment or its preparation."""
 
     name: str
     module: tuple[str, ...]
@@ -109,20 +109,21 @@ class Place:
 
     @property
     def page(self) -> Path:
-        """The report: the project's page only for the project's results."""
+        """Path of the report: the project's page for the project's results, otherwise report.html next to the results."""
         return PAGE if self.results.resolve() == RESULTS.resolve() else self.results / "report.html"
 
 
 PARTS = (
-    Part("hardware", BOOST, "plan calibrate --device {device} --out {work}/hardware.toml", 1),
     Part("data", BOOST, "prepare --stdlib --out data/stdlib", 0.1),
-    Part("wire", BENCH, "wire --set all --out {out}", 77, needs_hosts=True, cpu_only=True),
+    Part("wire", BENCH, "wire --set all --out {out}", 100, needs_hosts=True, cpu_only=True),
     Part("ladder", BENCH, "ladder --wire {results}/wire.json --out {out}", 0.1, needs_hosts=True, cpu_only=True),
-    Part("steps", BENCH, "steps --hardware {work}/hardware.toml --rounds 7 --run.device {device} --out {out}", 6.3),
-    Part("single", BENCH, "single --rounds 15 --run.device {device} --out {out}", 4.2, 3),
-    Part("recompute", BENCH, f"recompute {RECOMPUTE} --run.device {{device}} --out {{out}}", 3.7, 2),
+    # Directly after the calibration, because the speed of a shared machine changes within hours.
+    Part("hardware", BOOST, "plan calibrate --device {device} --out {work}/hardware.toml", 1),
     Part("validation", BENCH, "validation --measure --hardware {work}/hardware.toml --out {out}", 3.4),
-    Part("curves", BENCH, f"curves demo --tp 2 {SMALL} --train.steps 200 --out {{out}}", 5.6),
+    Part("steps", BENCH, "steps --hardware {work}/hardware.toml --rounds 7 --run.device {device} --out {out}", 6.1),
+    Part("single", BENCH, "single --rounds 15 --run.device {device} --out {out}", 4.5, 3),
+    Part("recompute", BENCH, f"recompute {RECOMPUTE} --run.device {{device}} --out {{out}}", 4.3, 3),
+    Part("curves", BENCH, f"curves demo --tp 2 {SMALL} --train.steps 200 --out {{out}}", 6.7),
     # With two seeds in bfloat16, bounds on the differences are too wide to show anything.
     Part(
         "perplexity",
@@ -167,7 +168,7 @@ def evaluate(parts: Sequence[Part], place: Place, launches: int | None = None) -
 
 
 def listed(parts: Sequence[Part], place: Place, launches: int | None = None) -> str:
-    """Returns one line per part: finished launches and minutes to go."""
+    """Returns one line per part, with its finished launches and the remaining time."""
     lines = []
     for part in parts:
         count = _count(part, launches)
@@ -212,13 +213,13 @@ def _require_one_commit(work: Path, commit: str) -> None:
             path.write_text(commit)
         if (found := path.read_text()) != commit:
             raise ConfigError(
-                f"--work = '{work}' has launches of commit {found[:10]}, and this is {commit[:10]}; check out {found[:10]}, or "
+                f"--work = '{work}' has launches of commit {found[:10]}, but this is {commit[:10]}; check out {found[:10]}, or "
                 f"remove {work}"
             )
 
 
 def _out(place: Place, part: Part, number: int) -> Path:
-    """Result of one launch, without its suffix."""
+    """Path of one launch's result, without suffix."""
     return place.work / f"{part.name}-{number}" if part.in_work else place.results / part.name
 
 
@@ -236,7 +237,7 @@ def _launch(place: Place, part: Part, number: int) -> None:
 
 
 def _run(words: Sequence[str], log: Path) -> int:
-    """Runs a command, logging its tables; progress and errors appear on the terminal."""
+    """Runs a command. Its standard output goes to the log; progress and errors appear on the terminal."""
     with log.open("w", encoding="utf-8") as written:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -247,11 +248,11 @@ def _run(words: Sequence[str], log: Path) -> int:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="run only these parts (default: all)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="run.device (default cpu)")
-    words = "number of launches per timed part (default: set by the part)"
+    words = "number of launches of the parts that have several (default: set by the part)"
     parser.add_argument("--launches", type=int, metavar="N", help=words)
     words = "folder of finished launches (default runs/evaluation)"
     parser.add_argument("--work", type=Path, default=Path("runs/evaluation"), metavar="DIR", help=words)
-    words = "where results are written (default benchmarks/results); with another DIR, the page is DIR/report.html"
+    words = "folder for the results (default benchmarks/results); for any other DIR, the page is DIR/report.html"
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help=words)
     parser.add_argument("--list", action="store_true", help="list the parts and exit")
 

@@ -1,4 +1,4 @@
-"""The project's speed and memory goals in order: whether results meet them, and the rows of the report's table."""
+"""The project's speed and memory goals in order, whether results meet them, and the rows of the report's table of goals."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -80,7 +80,7 @@ INTERVAL = re.compile(r"(?P<value>\d[\d.]*) \((?P<low>[\d.]+) to (?P<high>[\d.]+
 """A ratio with its interval, as formatted by `contest.in_words`."""
 
 NO_DIFFERENCE = "no difference shown"
-"""Verdict of a comparison with 1 whose interval contains 1."""
+"""Verdict if a ratio that should be at least 1 has an interval that contains 1."""
 
 VERDICTS = ("met", "not met", NO_DIFFERENCE, "not measured")
 
@@ -119,7 +119,7 @@ def shows_no_difference(goal: Goal) -> bool:
 
 
 def verdict(goal: Goal) -> str:
-    """The verdict of one result. A missed goal of at least 1 whose result shows no difference has a separate verdict."""
+    """The verdict on one result. It is NO_DIFFERENCE if a goal of at least 1 is missed but the intervals contain 1."""
     if goal.met is None:
         return "not measured"
     if goal.met:

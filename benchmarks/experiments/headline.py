@@ -1,4 +1,4 @@
-"""The report's first screen: a figure, five numbers, and what is measured and modeled. Everything comes from results."""
+"""The report's first screen: a figure, five numbers, and what is measured and modeled. All of it comes from result files."""
 
 import re
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ LINES = (
     (BTP, "btp", (BTP,)),
     (BTP_SP, "btp-sp", (BTP_SP,)),
 )
-"""(name for its color, label, contenders) of every line. The fastest of a contender's overlap variants counts."""
+"""(name that sets the color, label, contenders) of every line. Only the fastest overlap variant is drawn."""
 
 FREE = 3.0
 """The unlimited wire is drawn at this multiple of the fastest rate."""
@@ -49,7 +49,7 @@ FREE = 3.0
 
 @dataclass(frozen=True)
 class Headline:
-    """A number of the first screen."""
+    """A number on the first screen."""
 
     value: str
     interval: str
@@ -88,7 +88,7 @@ def _ratio(results: Sequence[tuple[Facts, Sequence[Goal]]], name: str, words: st
 
 
 def _bytes(results: Sequence[tuple[Facts, Sequence[Goal]]]) -> Headline:
-    words, found = "bytes that btp-sp sends, of btp's", _goal(results, "btp-sp against btp, bytes")
+    words, found = "bytes sent by btp-sp, relative to btp", _goal(results, "btp-sp against btp, bytes")
     parts = re.match(r"[\d.]+", found[1].found) if found else None
     if found is None or parts is None:
         return Headline(NOT_MEASURED, "", words, "", "", "steps")
@@ -97,7 +97,7 @@ def _bytes(results: Sequence[tuple[Facts, Sequence[Goal]]]) -> Headline:
 
 
 def _losses(results: Sequence[tuple[Facts, Sequence[Goal]]]) -> Headline:
-    words = "difference of the training loss from one process"
+    words = "difference of the training loss from that of one process"
     for facts, _ in results:
         worst = facts.get("worst_relative_difference", {}) if facts["experiment"] == "curves" else {}
         by_family = worst.get("float32") or {}
@@ -111,7 +111,7 @@ def _losses(results: Sequence[tuple[Facts, Sequence[Goal]]]) -> Headline:
 
 
 def wire_of(results: Sequence[Facts]) -> Facts | None:
-    """The figure's result: the first over a wire that includes the published baseline."""
+    """The result that the figure shows: the first from the wire's main set that includes the published baseline."""
     for facts in results:
         whole = facts["experiment"] == "wire" and facts["set"] == "main"
         if whole and any(row["name"] == PUBLISHED for row in facts["groups"][0]["rows"]):
@@ -125,18 +125,19 @@ def measured_words(results: Sequence[Facts]) -> str:
     if facts is None:
         return NOT_MEASURED
     where = machine(facts["environment"])
-    gloo = ", gloo over a wire whose speed is limited" if facts["experiment"] == "wire" else ""
+    gloo = ", gloo over a rate-limited wire" if facts["experiment"] == "wire" else ""
     return f"whole training steps on {where}{gloo}: two processes, TP 2, fp32; ratios have 95% intervals"
 
 
 def modeled_words(results: Sequence[Facts]) -> str:
     """What the performance model supplies, and its error."""
-    words = "step times on GPUs and at the paper's sizes, by the performance model"
+    words = "step times on GPUs and at the paper's sizes, predicted by the performance model"
     for facts in results:
         if facts["experiment"] == "record":
             off = record.errors(facts["rows"]).mape
             words += (
-                f"; its mean error on {len(facts['rows'])} published runs of others, each source left out, is {off:.1%}"
+                f"; its mean absolute error on {len(facts['rows'])} published runs, leaving out each source in turn, "
+                f"is {off:.1%}"
             )
     return words
 

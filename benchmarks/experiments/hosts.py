@@ -1,6 +1,6 @@
-"""Emulates hosts with network namespaces: separate addresses and loopbacks, joined by a switch, each with its own send rate.
+"""Emulates hosts with network namespaces, which are joined by a switch. Each has its own addresses, loopback and send rate.
 
-Processes on one machine communicate through memory and copy with their own cores, so communication cannot overlap with
+Processes on one machine communicate by copying memory on their own cores, so communication cannot overlap with
 computation. A rate-limited link takes time without keeping a core busy. Needs root (or CAP_NET_ADMIN), `ip` and `tc` (iproute2).
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 BURST = "128kb"
-"""Burst size of the token bucket. A burst of 1 MB would make small messages free."""
+"""Burst size of the token bucket. A burst of 1 MB would exempt small messages from the limit."""
 
 BRIDGE = "switch"
 """Name of the bridge inside its namespace."""
@@ -39,7 +39,7 @@ class Host:
         return ["ip", "netns", "exec", self.name, *words]
 
     def limit(self, mbit: float | None) -> None:
-        """Limits its send rate to `mbit` Mbit/s (None: unlimited)."""
+        """Limits the host's send rate to `mbit` Mbit/s (None: unlimited)."""
         with contextlib.suppress(subprocess.CalledProcessError):  # no limit was set
             _run(*self.command("tc", "qdisc", "del", "dev", self.wire, "root"))
         if mbit is not None:

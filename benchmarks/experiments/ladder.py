@@ -1,4 +1,4 @@
-"""The ladder: from the published low-rank baseline to the fastest layout, one change at a time, on the share-matched and slow wire.
+"""The ladder: from the published low-rank baseline to the fastest layout, one change at a time, on share-matched and slow wires.
 
 Measures nothing: it reads the main set of the wire experiment, in which all steps of the ladder are interleaved.
 """
@@ -44,7 +44,7 @@ class LadderStep:
     """The contender to compare it with, or '' for the first one."""
     change: str
     branch: bool = False
-    """Whether the next step starts from an earlier one."""
+    """Whether the next step builds on an earlier one instead of this one."""
 
 
 BTP_HALVES, BTP_SP_HALVES, BTP_CP_HALVES = (name_of(form, "halves") for form in (BTP, BTP_SP, BTP_CP))
@@ -66,11 +66,11 @@ LADDER = (
     LadderStep(BTP_SP_HALVES, BTP_SP, "one half of a micro-batch computes while the other communicates"),
     LadderStep(COMPILED.name, BTP_SP_HALVES, "element-wise work in one kernel per function (torch.compile)"),
 )
-"""In table order. Each step changes one thing, except that `vanilla` to `btp` also ungroups."""
+"""Steps in table order. Each changes one thing, except the one from `vanilla` to `btp`, which also ungroups."""
 
 
 def measured_steps(names: Sequence[str]) -> list[LadderStep]:
-    """The measured steps. If its predecessor was not measured, a step is compared with the closest earlier one."""
+    """The measured steps. A step whose predecessor was not measured is compared with the closest earlier step that was."""
     by_name, found = {step.name: step for step in LADDER}, []
     for step in LADDER:
         if step.name not in names:
@@ -97,12 +97,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def facts_from(wire: Facts) -> Facts:
-    """The ladder's numbers, taken from the main set with its environment. Raises ConfigError if none of its steps were
+    """The ladder's numbers and environment, taken from the main set. Raises ConfigError if none of its steps were
     measured."""
     (group,) = groups_of(wire)
     steps = measured_steps(names_of(wire, group))
     if not steps:
-        raise ConfigError(f"the main set has no step of the ladder; use one with '{PUBLISHED}'")
+        raise ConfigError(f"the main set has no step of the ladder; use a result with '{PUBLISHED}'")
     marked = [each for each in MARKED if on_wire(wire, group, each)]
     return {
         "experiment": "ladder",
@@ -135,15 +135,16 @@ FASTER, SLOWER = SERIES[:2]
 def section(facts: Facts) -> Section:
     """A figure, and a table for each wire."""
     lead = (
-        f"Whole steps of the main set of the wire experiment ({facts['shape']}). Every step changes one thing, except that "
-        "`vanilla` to `btp` also ungroups. Steps are interleaved in the same launches; ratios pair the same rounds, and 95% "
-        "intervals resample launches, then rounds. Above 1, the step is faster than the one before."
+        f"Whole training steps from the main set of the wire experiment ({facts['shape']}). Each step of the ladder changes one "
+        "thing, except the one from `vanilla` to `btp`, which also ungroups. All are interleaved in the same launches; ratios pair "
+        "the same rounds, and 95% intervals resample launches, then rounds. Above 1, a step is faster than the one before."
     )
     measured = {step["name"] for step in facts["steps"]}
     missing = [step.name for step in LADDER if step.name not in measured]
     caption = (
-        "Step time from the published baseline on (measured): every bar starts at the step that it is compared with and ends at "
-        "its own median; whiskers are quartiles. Hatched steps are alternatives that the next step does not build on."
+        "Step time, starting from the published baseline (measured). Every bar starts at the median of the step that it is "
+        "compared with and ends at its own median; whiskers are quartiles. Hatched steps are alternatives on which the next step "
+        "does not build."
     )
     return Section(
         "The ladder: one change at a time",

@@ -86,10 +86,10 @@ def section(facts: Facts) -> Section:
     return Section(
         "The paper's evaluation, modeled on GPUs",
         (
-            "Predictions of the performance model; nothing here was measured. Runs are configured as in the paper: bf16 "
+            "These are predictions of the performance model; nothing was measured. Runs are configured as in the paper: bf16 "
             f"weights and activations, {TOKENS}-token sequences, no recomputation. The published form of a layout has the "
             "extra collectives of the paper's code; plain `vanilla` is the strong form with sharded heads and channels. At TP 1, "
-            "all layouts are the same.",
+            "all layouts are identical.",
             Figure("modeled-steps", _STEPS_CAPTION, partial(_draw_steps, facts)),
             *published_parts(facts["published"]),
             _strong_table(facts),
@@ -117,8 +117,8 @@ def _strong_table(facts: Facts) -> Table:
             gains = (f"{gain(strong['seconds'], over):.2f}" for over in AGAINST)
             rows.append((row["size"], f"{row['tp']} x {row['pp']}", *map(" / ".join, each.values()), *gains))
     return Table(
-        f"The paper's steps with the strongest form of each layout, modeled. Cells: {' / '.join(STRONG)}. Peak memory, and bytes "
-        "sent in a step, are those of the GPU that has the most. Gains are those of the faster of btp and btp-sp.",
+        f"The paper's steps with the strongest form of each layout, modeled. Cells: {' / '.join(STRONG)}. Peak memory and bytes "
+        "sent in a step are maxima over GPUs. Gains are for the faster of btp and btp-sp.",
         (
             "size",
             "TP x PP",

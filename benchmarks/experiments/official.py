@@ -7,9 +7,10 @@
 
 This executes the code in both folders; read it first. Writes benchmarks/official.json.
 
-First, both train in fp64, including what the published code converts to fp32 (RMSNorm, RoPE, LORO's exact steps), with the
-optimizer settings of the 60M recipes at a constant rate. The loss of every step and the final weights must agree; for LORO the
-products B A, because an SVD does not determine signs. Then interleaved rounds time CoLA's training step and LORO's updates.
+First, BOOST and the published code train in fp64, even where the published code converts to fp32 (RMSNorm, RoPE, LORO's exact
+steps), with the optimizer settings of the 60M recipes at a constant learning rate. The loss of every step and the final weights
+must agree; for LORO, the products B A instead of the factors, because an SVD does not determine signs. Then interleaved rounds
+time CoLA's training step and LORO's updates.
 """
 
 import argparse
@@ -59,7 +60,7 @@ RECIPES = {
     "CoLA": ("cola-60m", _SMALL, 1e-6),  # clip_grad_norm_ divides by norm + 1e-6
     "LORO": ("loro-60m", [*_SMALL, f"--optim.exact_every={EXACT_EVERY}", "--optim.schedule=constant"], 1e-10),
 }
-"""Preset, overrides and largest relative difference of losses and weights."""
+"""Preset, overrides and maximum relative difference of losses and weights."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Published:
     update: Callable[[int], Any]
     """Updates the weights in step n (0-based)."""
     names: dict[str, tuple[str, bool]]
-    """(name in the module, whether it is transposed there) by our name of each parameter."""
+    """(name in the module, whether it is transposed there) by our name for each parameter."""
 
     def weights(self) -> ByName:
         """The weights under our names, with our shapes."""
@@ -95,7 +96,7 @@ class Published:
 
 
 def published(config: Config) -> Published:
-    """CoLA's class with AdamW, or for optim.name = 'loro', transformers' LLaMA with LORO's linears and optimizer."""
+    """CoLA's class with AdamW or, if optim.name is 'loro', transformers' LLaMA with LORO's linears and optimizer."""
     return _loro(config, config.optim) if isinstance(config.optim, LOROConfig) else _cola(config)
 
 
@@ -124,7 +125,7 @@ def _loro(config: Config, optim: LOROConfig) -> Published:
         names[each.parameters[0].name] = (theirs, factor == "A")
     _fill(module, names, config)
     optimizer = importlib.import_module("loro_torch.loro_optim").LOROAdamW(
-        package.get_lowrank_param(module, llama, -1),  # -1: scales the rate of factors by r / d
+        package.get_lowrank_param(module, llama, -1),  # -1: scales the factors' learning rate by r / d
         lr=optim.lr,
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
@@ -134,7 +135,7 @@ def _loro(config: Config, optim: LOROConfig) -> Published:
         no_deprecation_warning=True,
     )
 
-    def update(number: int) -> None:  # as in its training script
+    def update(number: int) -> None:  # as in LORO's training script
         exact = optim.is_exact(number)
         optimizer.step(use_exact_loro=exact)
         if exact:
@@ -156,8 +157,8 @@ def _fill(module: nn.Module, names: Mapping[str, tuple[str, bool]], config: Conf
 
 
 def compare(config: Config) -> dict[str, float]:
-    """Trains both for STEPS steps. Returns the largest relative difference of their losses, and the norm of the difference of their
-    weights, relative to the norm of the weights."""
+    """Trains BOOST and the published code for STEPS steps. Returns the largest relative difference of their losses, and the norm of
+    the difference of their weights, relative to the norm of the weights."""
     ours = TrainedModel(config, Mesh(torch.device("cpu")), STEPS, config.train.seed)
     with _fp64():
         theirs = published(config)
@@ -220,7 +221,7 @@ def time_updates(config: Config, number: int, rounds: int, words: str) -> Facts:
         return [fused.tensor for fused in stepper.fused_params]
 
     def theirs() -> list[Tensor]:
-        for parameter, gradient in gradients:  # the published optimizer replaces gradients by directions
+        for parameter, gradient in gradients:  # the published optimizer replaces gradients with directions
             parameter.grad = gradient
         other.update(number)
         return [parameter for parameter, _ in gradients]
@@ -243,7 +244,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs all comparisons and writes the result. Raises ConfigError if the published code cannot be imported, and MeasurementError
-    if it computes something else."""
+    if its results differ from BOOST's."""
     require_least("--rounds", [args.rounds], LEAST_ROUNDS)
     git, commits = ("describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"), {}
     for name, folder, package in (("cola", args.cola, "cola"), ("loro", args.loro, "loro_torch")):
@@ -275,7 +276,7 @@ def run(args: argparse.Namespace) -> int:
         with _fp64():
             timed[name] = time_updates(loro.changed(train=wide), EXACT_EVERY - 1, args.rounds, name)
     for name, facts in timed.items():
-        print(f"{name}: {in_words(Ratio(**facts['speedup']))} times as fast as published", flush=True)
+        print(f"{name}: {in_words(Ratio(**facts['speedup']))} times as fast as the published code", flush=True)
     whole = {"environment": environment(load("demo", ["--parallel.tp=1"])), "published": commits}
     whole |= {"transformers": transformers.__version__, "rounds": args.rounds, "equal": equal, "timed": timed}
     args.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The commits that results come from, and results from different commits."""
+"""Describes which commits results come from, and finds results from stray commits."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -26,12 +26,12 @@ def in_words(results: Mapping[str, Facts]) -> str:
     words = _commits_in_words(of_evaluation or separate)
     if of_evaluation and separate:
         names = sorted({str(facts["experiment"]) for facts in separate.values()})
-        words += f"; {', '.join(names)} of {_commits_in_words(separate)}"
+        words += f"; {', '.join(names)} from {_commits_in_words(separate)}"
     return words
 
 
 def strays(results: Mapping[str, Facts]) -> list[str]:
-    """One line per result with uncommitted changes, or from a different commit than most others and not COMPUTED."""
+    """One line per result that has uncommitted changes or, unless it is COMPUTED, comes from another commit than most results."""
     of_evaluation = _split(results)[0]
     counted = Counter(commit for facts in of_evaluation.values() for commit, _ in commits(facts))
     most = max(counted, key=lambda commit: (commit != UNKNOWN, counted[commit], commit), default=UNKNOWN)
@@ -41,9 +41,9 @@ def strays(results: Mapping[str, Facts]) -> list[str]:
         others = {commit for commit, _ in found if commit == UNKNOWN or (name in of_evaluation and commit != most)}
         if others:
             words = ", ".join(sorted(commit[:10] for commit in others))
-            lines.append(f"{name}: of commit {words}, most others of {most[:10]}; rerun it on one commit")
+            lines.append(f"{name}: from commit {words}, most others from {most[:10]}; rerun it on one commit")
         elif changed := sorted({commit[:10] for commit, dirty in found if dirty}):
-            lines.append(f"{name}: of commit {', '.join(changed)} with uncommitted changes; commit them and rerun it")
+            lines.append(f"{name}: from commit {', '.join(changed)} with uncommitted changes; commit them and rerun it")
     return lines
 
 

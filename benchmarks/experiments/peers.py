@@ -1,4 +1,4 @@
-"""Another library: transformers' LLaMA with its own TP plan and our initial weights. Skipped with a reason if it cannot run."""
+"""A peer from another library: transformers' LLaMA with its own TP plan and our initial weights, or why it cannot run."""
 
 import json
 import shutil
@@ -69,7 +69,7 @@ def _attempt(build: Callable[[], PlainStep], mesh: Mesh) -> tuple[PlainStep | No
 def hugging_face(config: Config, mesh: Mesh) -> PlainStep:
     """transformers' LlamaForCausalLM with its own TP plan, forward pass and loss, and SDPA attention, for a dense configuration.
 
-    Loads it from a temporary folder that process 0 writes. Does not catch errors from transformers.
+    Loads the model from a temporary folder that process 0 writes. Does not catch errors from transformers.
     """
     transformers = _transformers(mesh)
     folder = _write_folder(config, mesh)
@@ -111,7 +111,7 @@ def _transformers(mesh: Mesh) -> Any:
 
 
 def _write_folder(config: Config, mesh: Mesh) -> Path:
-    """Writes our initial weights as a Hugging Face folder on process 0. Raises StorageError on all processes on failure."""
+    """Writes our initial weights as a Hugging Face folder on process 0. On failure, raises StorageError on all processes."""
     outcome = [("", "")]
     if mesh.is_main:
         folder = Path(tempfile.mkdtemp(prefix="boost-peer-"))

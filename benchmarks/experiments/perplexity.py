@@ -1,9 +1,9 @@
 """Convergence under every layout: loss curves, held-out perplexity and downstream accuracy of every family, over several seeds.
 
-All layouts implement the same function, so all should train the same model. Runs differ only in [parallel]; the experiment
-measures the effect of rounding over a whole run, paired by seed, relative to the effect of the seed. LORO, an optimizer for
-low-rank factors, counts as a family. Finished runs are kept in PATH.json, so the same command resumes, and you can add families,
-seeds and dtypes. Exits with code 1 unless layouts differ far less than seeds do.
+All layouts implement the same function, so all should train the same model. Runs of one family and seed differ only in [parallel];
+the experiment measures the effect of rounding over a whole run, paired by seed, relative to the effect of the seed. LORO, an
+optimizer for low-rank factors, counts as a family. Finished runs are kept in PATH.json, so the same command resumes the experiment,
+and you can add families, seeds and dtypes. Exits with code 1 unless layouts differ far less than seeds do.
 """
 
 import argparse
@@ -52,15 +52,15 @@ FAMILIES = {
     "svd": FamilyVariant("svd"),
     "cola": FamilyVariant("cola"),
     "lax": FamilyVariant("lax", {"over": "cola", "gate": "identity"}),
-    # As published (ICLR 2025): its epsilon, no decay, no clipping, a cosine that dips after each exact step.
+    # As published (ICLR 2025): its epsilon, no decay, no clipping, a cosine schedule that dips after each exact step.
     "loro": FamilyVariant(
         "svd", optim={"name": "loro", "eps": 1e-6, "weight_decay": 0.0, "clip": 0.0, "schedule": "cosine-restarts"}
     ),
 }
 
 LIMITS = {"float32": 0.1, "bfloat16": 0.5}
-"""Maximum bound of the perplexity difference from one process, over the standard deviation of seeds, by dtype. bfloat16's rounding
-is 65,536 times float32's: a run amplifies it to a visible fraction of the effect of a seed."""
+"""Maximum bound on the perplexity difference from one process, relative to the standard deviation over seeds, by dtype. bfloat16's
+rounding errors are 65,536 times float32's, and a run amplifies them to a visible fraction of the effect of a seed."""
 
 POINTS = 150
 """Maximum number of kept losses per run."""
@@ -80,7 +80,7 @@ class ConvergenceExperiment:
     few_seeds: tuple[int, ...]
     """Seeds for all dtypes except the first."""
     questions: int
-    """Questions per task from held-out text, used to score models of the first dtype; 0: none."""
+    """Questions per task from held-out text, used to score models trained in the first dtype; 0: none."""
 
     def seeds_of(self, dtype: str) -> tuple[int, ...]:
         """Seeds of the runs in a dtype."""
@@ -112,9 +112,9 @@ class ConvergenceRun:
     dtype: str
     seed: int
     losses: list[float]
-    """Loss of the steps `kept_steps`, nats per token."""
+    """Losses of the steps in `kept_steps`, in nats per token."""
     heldout_loss: float
-    """Loss on held-out text (`train.eval_tokens`) after the last step, nats per token."""
+    """Loss on held-out text (`train.eval_tokens`) after the last step, in nats per token."""
     perplexity: float
     scores: dict[str, float] | None
     """Accuracy by task; None: not requested."""
@@ -131,7 +131,7 @@ def layouts(family: str) -> list[LayoutVariant]:
 
 
 def kept_steps(steps: int) -> list[int]:
-    """At most POINTS evenly spaced steps from 1, including the last step."""
+    """At most POINTS evenly spaced steps, counted from 1 and including the last."""
     every = math.ceil(steps / POINTS)
     return list(range(steps, 0, -every))[::-1]
 
@@ -163,7 +163,7 @@ def configuration(config: Config, family: str, layout: LayoutVariant, dtype: str
 
 
 def tasks_of(config: Config, plan: ConvergenceExperiment) -> list[Task]:
-    """All runs, seed by seed. Raises ConfigError if a configuration is invalid."""
+    """All runs, dtype by dtype and seed by seed. Raises ConfigError if a configuration is invalid."""
     return [
         Task(family, layout.name, dtype, seed, configuration(config, family, layout, dtype, seed))
         for dtype in plan.dtypes
@@ -180,7 +180,7 @@ def start(config: Config, plan: ConvergenceExperiment, out: Path) -> Facts:
     """
     store = open_corpus(config).stores[0]
     settings = {
-        # Paths do not matter, because the content at these paths is compared. Every contender replaces family and seed.
+        # Paths do not matter: the content at these paths is compared. Every contender replaces family and seed.
         "config": config.model_dump(exclude={"run": True, "parallel": True, "data": {"store"}, "train": {"seed"}}),
         "tp": config.parallel.tp,
         "tokenizer": store.fingerprint,

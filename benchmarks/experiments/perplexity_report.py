@@ -19,7 +19,7 @@ SINGLE = "single"
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 STYLES = ("-", "--")
-"""Of the first dtype, and of the other."""
+"""Line styles of the first and the second dtype."""
 
 WINDOW = 10
 """Kept losses per moving average in the figure; single steps are too noisy to tell families apart."""
@@ -48,14 +48,14 @@ class LayoutResult:
     bound: float
     """Upper bound on the mean difference, with CONFIDENCE."""
     share: float
-    """`bound` over the standard deviation of `single` over seeds, in the first dtype."""
+    """`bound` divided by the standard deviation of `single` over seeds, in the first dtype."""
     limit: float
     accuracy: tuple[float, ...]
     """Mean accuracy on each task in percent; empty if not scored."""
     changed: float
-    """Questions answered differently from `single` with the same seed, mean over seeds."""
+    """Number of questions answered differently from `single` with the same seed (mean over seeds)."""
     questions: int
-    """Questions of all tasks."""
+    """Number of questions in all tasks."""
 
     @property
     def holds(self) -> bool:
@@ -64,7 +64,7 @@ class LayoutResult:
 
 
 def bound(differences: Sequence[float]) -> float:
-    """The end of the t interval of the mean difference that is farther from 0; with CONFIDENCE, the mean is closer."""
+    """Distance from 0 to the farther end of the mean difference's t interval; with CONFIDENCE, the mean is closer to 0."""
     _, low, high = t_interval(differences)
     return max(abs(low), abs(high))
 
@@ -128,11 +128,11 @@ def section(facts: Facts) -> Section:
     words = (
         f"{shape_words(facts['config'])}, TP {facts['config']['parallel']['tp']}: {train['steps']} steps with each of the seeds "
         f"{seeds}. All layouts of a family use the same initial weights, hyperparameters, tokens and data order; "
-        "`single` is one process. loro: svd, trained with LORO. The paper has no such table."
+        "`single` runs on one process, and `loro` is svd trained with LORO. The paper has no such table."
     )
     picture = (
-        "Top: training loss, moving average; the band spans all layouts and seeds of a family. Bottom: largest relative difference "
-        "of a step's loss from one process with the same seed, over all layouts and seeds."
+        "Top: moving average of the training loss; the band spans all layouts and seeds of a family. Bottom: relative difference "
+        "of a step's loss from that of one process with the same seed (maximum over all layouts and seeds)."
     )
     return Section(
         "Convergence under every layout",
@@ -159,27 +159,27 @@ def _summary(facts: Facts, found: Sequence[LayoutResult]) -> Table:
             shares = _percent(last.share), _percent(last.limit)
             cells.append((family, dtype, spread, worst, f"{last.bound:.1e}", last.layout, *shares, verdict))
     caption = (
-        "Measured: held-out perplexity of one process (mean ± standard deviation over seeds), and how far layouts are "
-        "from it, paired by seed: the largest difference of all runs, and the largest bound of all layouts. Bound: the mean "
-        f"difference over seeds is smaller, with {CONFIDENCE:.0%} confidence (t interval, the end farther from 0). It is judged "
-        f"relative to the standard deviation over seeds ({SHORT[facts['dtypes'][0]]})."
+        "Measured: held-out perplexity of one process (mean ± standard deviation over seeds), and how far the layouts are "
+        "from it, paired by seed: the largest difference over all runs, and the largest bound over all layouts. With "
+        f"{CONFIDENCE:.0%} confidence, the mean difference over seeds is below the bound (the end of the t interval farther from "
+        f"0). The verdict compares the bound with the standard deviation over seeds ({SHORT[facts['dtypes'][0]]})."
     )
     headings = ("family", "dtype", "perplexity, one process:", "largest difference:", "largest bound:", "of layout")
     return Table(caption, (*headings, "of seed spread:", "limit:", "verdict"), tuple(cells))
 
 
 def _columns(facts: Facts, found: Sequence[LayoutResult]) -> str:
-    """The paragraphs that introduce the family tables."""
+    """The paragraph that introduces the family tables."""
     first, questions = SHORT[facts["dtypes"][0]], max(row.questions for row in found)
     words = (
-        "Then one table per family. Mean ± standard deviation over seeds: training loss of the last step in nats per token, and "
-        f"held-out perplexity ({first}). Difference: of perplexity from `single` with the same seed, the largest, and in "
-        "parentheses the bound. Verdict: over all dtypes."
+        "Each of the next tables shows one family: the training loss of the last step in nats per token, and held-out perplexity "
+        f"({first}), both as mean ± standard deviation over seeds. The difference is the largest difference in perplexity from "
+        "`single` with the same seed, followed by the bound in parentheses. The verdict covers all dtypes."
     )
     if questions:
         words += (
-            f" Accuracy ({first}) on {facts['settings']['questions']} questions per task from held-out text, by "
-            f"lm-evaluation-harness, and how many of the {questions} answers differ from those of `single` (mean over seeds). "
+            f" Accuracy ({first}) on {facts['settings']['questions']} questions per task from held-out text is measured by "
+            f"lm-evaluation-harness; changed answers are those of the {questions} that differ from `single` (mean over seeds). "
             f"{EXPLAINED}"
         )
     return words
@@ -259,7 +259,7 @@ def _draw_losses(axis: Any, steps: Sequence[int], curves: Sequence[Sequence[floa
 
 
 def _apart(of_layout: dict[str, list[Facts]]) -> list[float]:
-    """Largest relative difference from one process by step, or float32's unit roundoff if all are equal."""
+    """Largest relative difference from one process by step, at least float32's unit roundoff."""
     alone = [run["losses"] for run in of_layout[SINGLE]]
     found = [
         [abs(a - b) / abs(b) for a, b in zip(run["losses"], other, strict=True)]

@@ -1,7 +1,7 @@
 """Dense and low-rank decoders in plain PyTorch modules for one process, without layout machinery.
 
-Linears with the same input share a GEMM, as in BOOST. Latent crossing is not implemented. Computes the same function as
-`boost.models` without using its code; tests check that they agree.
+Linears with the same input share a GEMM, as in BOOST. Latent crossing is not implemented. The decoders compute the same function
+as `boost.models` without using its layers; tests check that the two agree.
 
 Legend: B sequences, S tokens per sequence, D hidden width, R latent width, O output width, E head width, V vocabulary.
 """
@@ -261,7 +261,7 @@ def _by_kind(named: Iterator[tuple[str, nn.Parameter]]) -> tuple[Named, Named]:
 
 
 def _by_decay(kind: Named, config: Config) -> Iterator[tuple[list[nn.Parameter], float]]:
-    """Yields parameters with weight decay (matrices of the blocks, or all), then the others."""
+    """Yields parameters with weight decay (matrices of the blocks, or all), then those without."""
 
     def decays(name: str, weight: nn.Parameter) -> bool:
         return config.optim.decay_on == "all" or (weight.ndim == 2 and name.split(".")[-2] not in ENDS)

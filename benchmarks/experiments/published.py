@@ -2,18 +2,19 @@
 
 All rows are configured the same way, and no constant is fitted to a single row:
 
-- `full-rank`: the dense model under `megatron`, ungrouped, with five backward all-reduces as in the paper's code.
+- `full-rank`: the dense model under `megatron`, ungrouped, with five all-reduces in the backward pass as in the paper's code.
 - `vanilla`: `vanilla` in its published form (attention and gated product replicated on every process), ungrouped.
-- `BOOST`: `btp`, online norm, grouped. The paper's code sends RMSNorm's statistic in a separate all-reduce, so it issues the
-  collectives of our sync norm, and it needs two full-width all-reduces for the embedding. Both are added. None of them overlap.
-- 4 A100-80GB per node, bf16 weights and activations, sequences of 4096 tokens, four per step in micro-batches of one, 1F1B
-  with a pipeline (gpipe if there are fewer micro-batches than stages), no recomputation.
+- `BOOST`: `btp`, online norm, grouped. The paper's code sends RMSNorm's statistic in a separate all-reduce, as our sync norm does,
+  and needs two full-width all-reduces for the embedding. The prediction adds these collectives, none of which overlap.
+- All rows: 4 A100-80GB per node, bf16 weights and activations, four sequences of 4096 tokens per step in micro-batches of one, 1F1B
+  in pipelines (gpipe if there are fewer micro-batches than stages), no recomputation.
 
-The paper does not give its micro-batches: `steps` takes other sizes, and the report shows their effect. Two parts of the profile
-a100-80g come from the paper itself: GEMM speed (FLOPs utilization of its 7B) and NVLink speed (its communication times).
+The paper does not give its micro-batch sizes, so `steps` takes other sizes, and the report shows their effect. Two parts of the
+profile a100-80g come from the paper itself: GEMM speed (from the FLOPs utilization of its 7B) and NVLink speed (from its
+communication times).
 
 Recomputation, and CoLA's throughput on one GPU (arXiv 2502.10940), are predicted as `boost train` runs them, and again as the
-published code does.
+published code runs them.
 """
 
 import itertools
@@ -61,7 +62,7 @@ MICRO_BATCHES = (1, 2, 4)
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """Seconds of a training step of one size."""
+    """Published seconds per training step of one model size."""
 
     size: str
     tp: int
@@ -85,14 +86,14 @@ COMMUNICATION: dict[str, dict[Way, tuple[int, float]]] = {
     "7B": {"full-rank": (256, 1.99), "vanilla": (1328, 9.75), "BOOST": (224, 1.86)},
     "13B": {"full-rank": (320, 2.46), "vanilla": (1664, 12.09), "BOOST": (280, 2.28)},
 }
-"""(MB, ms) of all-reduces of one block, forward, TP 4, batch 4. MB here are 2^20 bytes of payload, without RMSNorm's statistic."""
+"""(MB, ms) of one block's forward all-reduces, TP 4, batch 4. Here, 1 MB is 2^20 bytes of payload, without RMSNorm's statistic."""
 
 GEMM_MS: dict[Way, tuple[float, float]] = {
     "full-rank": (0.566, 1.488),
     "vanilla": (0.358, 0.654),
     "BOOST": (0.303, 0.539),
 }
-"""7B, TP 4: (attention, MLP) ms. With the published utilization they match 4096 tokens, i.e. one sequence of batch 4."""
+"""7B, TP 4: (attention, MLP) ms. Given the published utilization, they match 4096 tokens, i.e. one sequence of a batch of 4."""
 
 UTILIZATION: dict[Way, tuple[float, float]] = {"vanilla": (0.61, 0.62), "BOOST": (0.72, 0.75)}
 """7B, TP 4, batch 4: (attention, MLP), fraction of peak FLOP/s."""
@@ -108,7 +109,7 @@ ONE_GPU: tuple[tuple[str, str, int, RecomputeName, float], ...] = (
 """CoLA's training throughput relative to the dense model: (name, size, sequences of 256 tokens, what it recomputes, ratio)."""
 
 NORM_MS = {1: (0.375, 0.145), 4: (0.542, 0.523)}
-"""Milliseconds of RMSNorm by batch: (sync, online). The paper does not say what it timed; `Comparison.norms` tries scopes."""
+"""Milliseconds of RMSNorm by batch: (sync, online). The paper does not say what it timed; `Comparison.norms` tries many."""
 
 NORM_SCOPES: tuple[dict[str, tuple[str, ...]], ...] = (
     {"compiled": (), "separate": ("separate",), "separate, each with its launch": ("separate", "launches")},
@@ -326,8 +327,8 @@ class Comparison:
     def _one_gpu(
         self, size: str, batch: int, family: Family, recompute: RecomputeName, separate: bool, unfused: bool
     ) -> float:
-        """Seconds of a step on one GPU, in bf16. `separate`: every linear and operation separately. `unfused`: attention without
-        fused kernels, which CoLA's training script disables: in fp32, with all scores in memory."""
+        """Seconds of a step on one GPU, in bf16. `separate`: every linear and operation runs separately. `unfused`: attention runs
+        in fp32 with all scores in memory, without fused kernels, which CoLA's training script disables."""
         sizes = [f"--train.{name}_batch={batch}" for name in ("micro", "global")]
         words = [
             f"--model.family={family}",
@@ -350,7 +351,7 @@ class Comparison:
         return seconds + config.model.layers * ((1 + (recompute != "none")) * forward + backward)
 
     def norms(self) -> list[NormScope]:
-        """RMSNorm of a 7B block alone in all NORM_SCOPES, starting with the closest to the paper's."""
+        """RMSNorm of a 7B block alone in every combination of NORM_SCOPES, starting with the closest to the paper's times."""
         scopes = []
         for parts in itertools.product(*(kind.items() for kind in NORM_SCOPES)):
             words, scope = zip(*parts, strict=True)
@@ -381,8 +382,8 @@ class Comparison:
         return seconds + self._only_published(config) if way == "BOOST" else seconds
 
     def _only_published(self, config: Config) -> float:
-        """Seconds per step of the extra collectives of the paper's code: every rank waits for its own in each micro-batch, and
-        the slowest once for those of the others."""
+        """Seconds per step of the extra collectives in the paper's code: those of the slowest rank in every micro-batch, and those
+        of every other rank once."""
         parallel, train = config.parallel, config.train
         if parallel.tp == 1:
             return 0.0
@@ -403,7 +404,7 @@ class Comparison:
             train.compute_dtype,
             config.parallel.tp,
         )
-        # Eager code copies a group's latents into the tensor that it sums, and their gradients into one tensor.
+        # Eager code copies a group's latents into the tensor that it all-reduces, and their gradients into one tensor.
         copies = [
             Work.of(STREAM, (each.elements,), each.dtype, 2.0)
             for each in _both_passes(config)

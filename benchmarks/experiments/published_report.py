@@ -1,4 +1,4 @@
-"""Report of the paper's measurements next to our predictions."""
+"""Reports the paper's measurements next to our predictions."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ PAPERS_HARDWARE = "a100-80g"
 
 
 def published_facts() -> Facts:
-    """The paper's numbers with predictions, and their sensitivity to the unpublished micro-batch."""
+    """The paper's numbers with predictions, and their sensitivity to the unpublished micro-batch size."""
     comparison = Comparison(load_hardware(PAPERS_HARDWARE))
     return {
         "compared": [_compared(each) for each in comparison.all()],
@@ -36,7 +36,7 @@ def _compared(each: Compared) -> Facts:
 
 
 def ratio_goal(facts: Facts) -> Goal:
-    """Every step-time ratio in the paper is predicted within its limit."""
+    """The goal that every step-time ratio in the paper is predicted within its limit."""
     judged = [each for each in facts["compared"] if each["unit"] == "x" and each["limit"] is not None]
     beyond = [f"{each['what']} {percent(each['off'])}" for each in judged if not each["holds"]]
     worst = max((each["off"] for each in judged), key=abs)
@@ -68,21 +68,22 @@ def published_parts(facts: Facts) -> list[str | Table]:
 
 
 NOTES = {
-    "7B by architecture": "The same runs with other families: `lax` over cola, identity gate. Seconds are shown, not checked.",
-    "communication volume": "Payload of the all-reduces of one block, forward, TP 4, batch 4, from the collective table, without "
-    "RMSNorm's statistic, as in the paper. Its MB are MiB.",
+    "7B by architecture": "The same runs with other families; `lax` is over cola, with identity gates. Seconds are not checked.",
+    "communication volume": "Payload of one block's all-reduces in the forward pass at TP 4, batch 4, from the collective table. "
+    "As in the paper, it excludes RMSNorm's statistic. The paper's MB are MiB.",
     "communication time": "The same all-reduces. Three NVLink constants of the profile were fitted to these nine times.",
-    "GEMM time": "One 7B block, forward, TP 4, batch 4, per sequence. `fraction` and `half` of the profile's GEMMs were fitted to "
-    "the utilization of attention. The MLP's times and utilization match four linears of d_ff 11008 in all columns, 4/3 of the "
-    "model's three. The reason is unknown, so both readings are shown, and the one with four is checked.",
+    "GEMM time": "Forward pass of one 7B block at TP 4, batch 4; times are per sequence. `fraction` and `half` of the profile's "
+    "GEMMs were fitted to the utilization of attention. The MLP's times and utilization match four linears of d_ff 11008 in all "
+    "columns, but the model has three. The reason is unknown, so both readings are shown, and the one with four is checked.",
     "GEMM utilization": "The same GEMMs, in percent of the device's peak.",
-    "memory saved per added time": "7B, TP 4: activations that recomputation saves over the time that it adds to a step. First as "
-    "`boost train` runs it, then with one thing changed: sync norm, which also saves what the norm returns, or the separate "
-    "operations of the paper's code, without the activations that only they save.",
-    "on one GPU": "Training throughput over that of the dense model, in bf16: 64 sequences of 256 tokens per step for the 1B, 16 "
-    "for the 7B. The figures are CoLA's (arXiv 2502.10940); we do not know its GPU. First as `boost train` runs both on an A100, "
-    "then with one thing changed, then with all that CoLA's code (github.com/alvin-zyl/CoLA) does: linears and element-wise "
-    "operations one by one, attention in fp32 without fused kernels, and in CoLA-M, blocks recomputed as a whole.",
+    "memory saved per added time": "7B, TP 4: activation memory that recomputation saves, divided by the time that it adds to a "
+    "step. The first row of each policy is as `boost train` runs it. The others change one thing: sync norm, which also saves what "
+    "the norm returns, or the separate operations of the paper's code, not counting the activations that only those save.",
+    "on one GPU": "Training throughput relative to the dense model, in bf16, with 64 sequences of 256 tokens per step for the 1B "
+    "and 16 for the 7B. The paper here is CoLA's (arXiv 2502.10940), whose GPU we do not know. The first row of each is as `boost "
+    "train` runs both models on an A100. The next ones change one thing each, and the last ones all that CoLA's code "
+    "(github.com/alvin-zyl/CoLA) does differently: linears and element-wise operations one by one, attention in fp32 without fused "
+    "kernels, and, in CoLA-M, recomputation of whole blocks.",
 }
 """Captions of the tables."""
 
@@ -122,10 +123,11 @@ def micro_batch_table(facts: Sequence[Facts]) -> Table:
             cells = (percent(one["off"]) for one in shown)
             rows.append((row.size, str(each["micro_batch"]), *cells, f"not {beyond}" if beyond else "met"))
     words = (
-        "By micro-batch, modeled. The paper does not give its micro-batches. Everywhere else in this report, they have one "
-        "sequence, and pipelines are predicted faster than measured. Verdict: whether ratios are within "
-        f"{published.CLOSE_RATIO:.0%} and seconds within {published.SECONDS_LIMIT:.0%}. None meets both for 3B and 13B, whose "
-        "published vanilla takes 1.24 and 1.17 times as long as full-rank; that of the 7B, with the same blocks, 1.55 times."
+        "By micro-batch size, modeled. The paper does not give its micro-batch sizes. Elsewhere in this report, a micro-batch "
+        "has one sequence, and the predicted pipelines are faster than the measured ones. The verdict is whether ratios are within "
+        f"{published.CLOSE_RATIO:.0%} and seconds within {published.SECONDS_LIMIT:.0%}. For 3B and 13B, no size meets both: their "
+        "published vanilla takes 1.24 and 1.17 times as long as full-rank, whereas that of the 7B, with the same blocks, takes "
+        "1.55 times as long."
     )
     names = (*(f"{name} s off:" for name in WAYS), "against full-rank off:", "against vanilla off:")
     return Table(words, ("size", "micro-batch:", *names, "verdict"), tuple(rows))
@@ -138,9 +140,9 @@ def _norm_table(scopes: Sequence[Facts]) -> Table:
         cells = (f"{ms:.3f}" for both in scope["ms"].values() for ms in both)
         rows.append((scope["words"], *cells, percent(scope["worst"])))
     words = (
-        "RMSNorm alone, ms, modeled: 7B, TP 4. The paper does not say what it timed. Scopes: kernels (compiled, where scaling is "
-        "part of the activation's kernel, or separate operations, without or with the time to launch each), one norm of a block or "
-        "both, passes, and communication (what the statistic adds, or the whole collectives)."
+        "RMSNorm alone, ms, modeled: 7B, TP 4. The paper does not say what it timed, so scopes vary in their kernels (compiled, "
+        "with scaling in the activation's kernel, or separate operations, with or without the time to launch each), norms of a "
+        "block (one or both), passes, and communication (what the statistic adds, or the whole collectives)."
     )
     headings = (f"batch {batch}, {form}:" for batch in published.NORM_MS for form in ("sync", "online"))
     return Table(words, ("scope", *headings, "worst error:"), tuple(rows))

@@ -59,12 +59,12 @@ class Timed:
     """Activation memory between forward and backward pass, measured."""
     predicted_bytes: int
     seconds: list[float]
-    """Forward and backward pass of a micro-batch, one per round."""
+    """Time of the forward and backward pass of a micro-batch, one per round."""
 
 
 @dataclass(frozen=True)
 class AddedTime:
-    """What one policy saves and adds, computed from a row of the result."""
+    """The memory that one policy saves and the time that it adds, computed from a row of the result."""
 
     layout: str
     batch: int
@@ -160,7 +160,7 @@ def _kept_bytes(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor]) 
 
     usual, copies = decoder.layout.loss, WorkingCopies(decoder, config, lambda _: None)
     with mock.patch.object(decoder.layout, "loss", loss), tracker, using(BACKENDS["eager"]), copies.in_use():
-        total = decoder(*batch)  # keeps what it saved
+        total = decoder(*batch)  # keeps its saved activations alive
         before = None
         while before != tracker.live:  # gloo's threads release sent tensors after a delay
             before = +tracker.live
@@ -202,7 +202,7 @@ def _pass(decoder: Decoder, policy: RecomputeName, batch: tuple[Tensor, Tensor])
 
 
 def added_times(rows: Iterable[Facts]) -> list[AddedTime]:
-    """What every policy saves and adds relative to policy none at the same layout and batch, in the order of `rows`."""
+    """The memory that each policy saves and the time it adds, relative to none at the same layout and batch, in `rows` order."""
     together: dict[tuple[str, int], list[Facts]] = {}
     for row in rows:
         together.setdefault((row["layout"], row["batch"]), []).append(row)
@@ -265,8 +265,8 @@ def section(facts: Facts) -> Section:
     words = (
         f"{model['layers']} blocks, d {model['dim']}, f {model['ffn_dim']}, r {model['rank']}, {train['seq_len']} tokens per "
         f"sequence, {train['compute_dtype']}, TP {config['parallel']['tp']}; low-rank and dense models have the same d and f. "
-        f"Forward and backward pass of a micro-batch: medians of {rounds_words(facts)}, with quartiles in "
-        "parentheses; ratios have 95% bootstrap intervals. Bytes are per process (MB = 10^6). Added time is relative "
+        f"Times are for the forward and backward pass of a micro-batch: medians of {rounds_words(facts)}, with quartiles in "
+        "parentheses; ratios have 95% bootstrap intervals. Bytes are per process (1 MB is 10^6 bytes). Added time is relative "
         "to policy `none` in the same round."
     )
     headings: tuple[str, ...] = (
@@ -283,7 +283,7 @@ def section(facts: Facts) -> Section:
     parts: list[str | Table | Figure] = [
         words,
         Table(
-            "Measured; activation bytes are counted, next to the memory model's prediction.",
+            "Measured times, and counted activation bytes next to the memory model's prediction.",
             (*headings, "x full-block:"),
             tuple(map(_cells, added_times(facts["rows"]))),
         ),
@@ -291,12 +291,14 @@ def section(facts: Facts) -> Section:
     beside = [_beside_paper(batch, rows) for batch, rows in _headline(facts).items() if batch in SAVED_PER_ADDED]
     if beside:
         caption = (
-            "Ours (measured, `low-rank` against `full-block`) next to the paper's 7B on A100s, whose baseline it calls vanilla. "
-            "Compare the ratios."
+            "Ours (measured, `low-rank` against `full-block`) next to the paper's 7B on A100s; the paper calls its baseline "
+            "vanilla. Only the ratios are comparable."
         )
         headings = ("batch:", "low-rank MB/ms:", "full-block MB/ms:", "ratio:", "paper, low-rank MB/ms:")
         parts.append(Table(caption, (*headings, "paper, vanilla MB/ms:", "paper, ratio:"), tuple(beside)))
-    caption = "Memory saved per added time by layout and policy, one panel per batch (measured); longer is better."
+    caption = (
+        "Memory saved per added time by layout and policy, one panel per batch (measured); longer bars are better."
+    )
     parts.append(Figure("recompute", caption, lambda path: draw(facts, path)))
     return Section("Memory saved per added time, by layout and recomputation policy", tuple(parts))
 
@@ -321,7 +323,7 @@ def goals(facts: Facts) -> list[Goal]:
     remark = ""
     if ratios and not met:
         short = ", ".join(str(batch) for batch, ratio in ratios.items() if ratio < GOAL)
-        remark = f"Below it at batch {short}. " if short else ""
+        remark = f"Below the goal at batch {short}. " if short else ""
         remark += "The paper reports 1.70 and 1.56."
     return [
         Goal(

@@ -1,21 +1,21 @@
-"""The public record: training speeds that others measured and published, each with a prediction.
+"""The public record: published training speeds, each with a prediction.
 
-`record.json` holds facts only: shape, mesh, batch, GPU and software of each run, its tokens per second or FLOP/s per GPU, and where
+`record.json` holds only facts: shape, mesh, batch, GPU and software of each run, its tokens per second or FLOP/s per GPU, and where
 they were published. The same rules turn every source's rows into configurations:
 
-- An ungated MLP of width 4 d has the parameters and FLOPs of a gated MLP of width 8/3 d, which we use instead.
+- An ungated MLP of width 4 d becomes a gated MLP of width 8/3 d, which has as many parameters and FLOPs.
 - Activation checkpointing of whole blocks is `full-block`. Selective checkpointing of single operations is modeled as `full-block`
   in every second block, which recomputes as many GEMMs.
-- An unpublished micro-batch or degree of interleaving is set to the fastest one according to the performance model.
+- An unpublished micro-batch size or degree of interleaving is set to the one that the performance model predicts to be fastest.
 - The software stack of the source determines what is compiled, the attention kernel, what overlaps, and how fast GEMMs are
   (`stacks.toml`). The loss is never fused (`separate_loss`).
 
 Some stacks have numbers fitted to a random half of the rows of some sources (`Stack.fitted_to`). The result leaves out whole
 sources in turn: a row is predicted as if its software were new, using nothing fitted to its own source, and its interval comes
-from all other sources. To score another planner, predict the seconds per step of each source from the others; its error is the
+from all other sources. To score another planner, predict each source's seconds per step from the other sources; its error is the
 mean of |predicted / measured - 1|.
 
-Exits with code 1 if a limit is missed: the error, the bias of a kind of GPU, or the fraction of rows within intervals.
+Exits with code 1 if the error, the bias for a kind of GPU, or the fraction of rows within their intervals misses its limit.
 """
 
 import argparse
@@ -85,7 +85,7 @@ class StackSpeeds(Speeds):
     """Speeds of a device under a software stack."""
 
     fusion: float = 1.0
-    """As in `Source`."""
+    """Same as `Source.fusion`."""
 
     def seconds(self, work: Work) -> float:
         if work.kernel not in (GEMM, ATTENTION, ATTENTION_BACKWARD) and work.phase != "step":
@@ -171,7 +171,7 @@ class Row(Section):
 
     @property
     def dp(self) -> int:
-        """Replicas."""
+        """Number of replicas."""
         return self.gpus // (self.tp * self.pp)
 
     @property
@@ -233,18 +233,18 @@ class Scored:
 
     row: Row
     predicted_s: float
-    """Excludes everything fitted to the row's own source (`Stack.fitted_to`)."""
+    """Predicted without anything fitted to the row's own source (`Stack.fitted_to`)."""
     predicted_gib: float | None
     """Predicted peak memory in GiB, if the row has a published one."""
 
 
 def stack_name(row: Row) -> str:
-    """Name of the software stack of a row."""
+    """Name of a row's software stack."""
     return row.stack or record().sources[row.source].stack
 
 
 def stack_of(row: Row) -> Stack:
-    """Software stack of a row."""
+    """A row's software stack."""
     return stacks()[stack_name(row)]
 
 
@@ -253,7 +253,7 @@ def score(rows: Sequence[Row]) -> Iterator[Scored]:
     machines: dict[tuple[Any, ...], tuple[StackPredictor, Comparison]] = {}
 
     def predicted(row: Row, stack: Stack) -> tuple[float, Config]:
-        """The fastest possible configuration of a row, with its seconds."""
+        """(seconds, configuration) of the fastest possible configuration of a row."""
         key = row.source, row.gpu, row.per_node, row.net_gbit, stack.title, bool(stack.gemm or stack.blocking)
         if key not in machines:
             hardware = hardware_of(row, stack)
@@ -275,7 +275,7 @@ def score(rows: Sequence[Row]) -> Iterator[Scored]:
 
 
 def hardware_of(row: Row, stack: Stack | None = None) -> Hardware:
-    """Hardware profile of a row's GPUs, at the speeds of `stack` (None: the row's)."""
+    """Hardware profile of a row's GPUs, with the speeds of `stack` (None: the row's)."""
     source, stack, hardware = record().sources[row.source], stack or stack_of(row), load_hardware(row.gpu)
     hardware = hardware.model_copy(update={"per_node": row.per_node or hardware.per_node})
     if row.net_gbit is not None:
@@ -295,7 +295,7 @@ def hardware_of(row: Row, stack: Stack | None = None) -> Hardware:
 
 
 def configurations(row: Row) -> Iterator[Config]:
-    """Yields the possible configurations of a row: one, or one per candidate if micro-batch or interleaving are unpublished."""
+    """Yields the possible configurations of a row: one, or one per candidate if its micro-batch or interleaving is unpublished."""
     if row.way is not None:
         published = next(step for step in STEPS if row.model == f"{step.size} {row.way}")
         yield from (configuration(row.way, published, micro_batch) for micro_batch in MICRO_BATCHES)
@@ -365,7 +365,7 @@ def errors(rows: Iterable[Facts]) -> Errors:
 
 def spreads(rows: Iterable[Facts]) -> dict[str, Spread]:
     """Measured over predicted seconds by kind of mesh: weighted deciles, in which every source counts equally. The package ships
-    those of all rows."""
+    the deciles of all rows."""
     by_kind: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         of_source = by_kind.setdefault(kind_of(row["tp"], row["pp"]), {}).setdefault(row["source"], [])
@@ -399,7 +399,7 @@ def intervals_of_others(rows: Sequence[Facts]) -> list[Spread]:
 
 
 def gpu_kind(row: Facts) -> str:
-    """The GPU of a row, ignoring memory and node, such as 'a100'."""
+    """A row's kind of GPU, such as 'a100', regardless of memory and node."""
     return str(row["gpu"]).partition("-")[0]
 
 
@@ -416,7 +416,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 1 if a limit is missed: the error, the bias of a kind of GPU, or the fraction of rows within intervals."""
+    """Returns 1 if the error, the bias for a kind of GPU, or the fraction of rows within their intervals misses its limit."""
     facts = compare(show=True)
     save(args.out, facts)
     return int(not all(goal.met for goal in goals(facts)))

@@ -15,7 +15,7 @@ rows inside the interval from all other sources."""
 
 
 SIZES = {"tokens per sequence": "seq", "GPUs": "gpus"}
-"""Groups that are ranges of a numeric field, and the field."""
+"""Groupings by ranges of a numeric field, and that field."""
 
 GROUPS: dict[str, Callable[[Facts], str]] = {
     "source": lambda row: str(row["source"]),
@@ -62,9 +62,9 @@ def goals(facts: Facts) -> list[Goal]:
 def section(facts: Facts) -> Section:
     """Builds the report: the table of errors by group, the figure, and every row."""
     lead = (
-        f"{len(facts['rows'])} training speeds published by others, predicted by the performance model of `boost plan`. Whole "
-        "sources are left out in turn: a prediction uses nothing that is fitted to the row's own source, and its interval comes "
-        "from all other sources. Nothing was run for this report."
+        f"Predictions by the performance model of `boost plan` are compared with {len(facts['rows'])} published training speeds. "
+        "Whole sources are left out in turn: a prediction uses nothing that is fitted to the row's own source, and its interval "
+        "comes from all other sources. Nothing was run for this report."
     )
     sources = tuple((name, each["title"], each["url"], each["note"]) for name, each in facts["sources"].items())
     run = ("source", "model", "GPU", "GPUs:", "TP x PP", "tokens:", "stack", "recomputed")

@@ -1,4 +1,4 @@
-"""Builds one page of all results: the goals, what was measured and where, what is modeled, then every experiment.
+"""Builds one page with all results: the goals, every experiment, and the machines and commits.
 
 The page is one self-contained file. It depends only on the results and has no timestamp, so the same results give the same bytes.
 Results of one experiment on several machines are listed one after another.
@@ -42,7 +42,7 @@ DASH, TIMES, MINUS = "\u2013", "\u00d7", "\u2212"
 """Typographic characters, escaped in source."""
 
 LONG_TEXT = 30
-"""Text columns with longer cells wrap."""
+"""Text columns with cells longer than this wrap."""
 
 FEW_COLUMNS = 6
 """Tables with at most this many columns show intervals next to their numbers, not below them."""
@@ -51,10 +51,11 @@ MOST_ROWS = 100
 """Tables with more rows are left out of the page, which links to their Markdown file."""
 
 FIRST_FIGURE = (
-    "Seconds per training step over wire speed (measured; medians and quartiles). Each layout in its faster form, with or without "
-    "overlap; published vanilla has none. Share-matched: communication has the share of a btp step that it has on A100s."
+    "Seconds per training step by wire speed (measured; medians and quartiles). Each layout is shown in its faster form, with or "
+    "without overlap; published vanilla has no overlap. On the share-matched wire, communication takes the same fraction of a btp "
+    "step as on A100s."
 )
-"""Caption of the figure of the first screen."""
+"""Caption of the figure on the first screen."""
 
 INTERVAL_CELL = re.compile(
     r"(?P<value>[^()]*\d[^()]*) \((?P<interval>[^()]*\d to [^()]*)\)(?P<unit>[ %x]*)(, (?P<remark>[a-z ]+))?"
@@ -118,7 +119,7 @@ def _place(result: Result) -> tuple[int, int]:
 
 
 def make(results: Sequence[Result], out: Path, png: bool = True) -> BenchReport:
-    """Builds the page for the path `out`. `png` also renders figures as PNG."""
+    """Builds the page for the path `out`. `png`: also renders figures as PNG."""
     pictures: dict[Path, bytes] = {}
     first = _first_screen(results, pictures, png)
     blocks: dict[str, list[dict[str, Any]]] = {}
@@ -181,7 +182,7 @@ def _by_name(results: Sequence[Result]) -> dict[str, Facts]:
 
 
 def prose(text: str) -> Markup:
-    """Escapes prose, with `code` markup and with typographic characters outside code."""
+    """Escapes prose; renders `code` markup and, outside code, typographic characters."""
     parts = text.split("`")
     if len(parts) % 2 == 0:  # unbalanced backtick
         parts = [text]
@@ -308,7 +309,7 @@ def _block(result: Result, drawn: dict[str, str], out: Path, prefix: str) -> dic
         "versions": ", ".join(versions),
         "commit": _commit(environment),
         "day": environment["started"][:10],
-        # Link from the page if the result is below its folder.
+        # The page links to the result only if it is below the page's folder.
         "raw": raw.as_posix() if ".." not in raw.parts else "",
         "kinds": [kind for kind in KINDS if kind in kinds],
         "parts": parts,
@@ -316,7 +317,7 @@ def _block(result: Result, drawn: dict[str, str], out: Path, prefix: str) -> dic
 
 
 def _part(part: str | Table | Figure, drawn: dict[str, str], prefix: str) -> dict[str, Any]:
-    """`prefix`: prefix of the IDs in a figure; unique on the page."""
+    """Template variables of one part. `prefix`: prefix of the IDs in a figure, unique on the page."""
     match part:
         case Table():
             return _table(part)
@@ -327,7 +328,7 @@ def _part(part: str | Table | Figure, drawn: dict[str, str], prefix: str) -> dic
 
 
 def _table(table: Table) -> dict[str, Any]:
-    """`class` of a column: t for text, p for the paper's numbers, l for long text."""
+    """Template variables of a table. `class` of a column: t for text, p for the paper's numbers, l for long text."""
     columns = []
     for number, heading in enumerate(table.headings):
         longest = max((len(row[number]) for row in table.rows), default=0)
@@ -453,7 +454,7 @@ def _attribute(key: str, value: str, prefix: str) -> str:
     if key == "id":
         return prefix + value
     if key.endswith("href") and not value.startswith("data:image/png;base64,"):
-        # Drop references outside this document: the page must not fetch anything.
+        # Drop references to anything outside this document: the page must not fetch anything.
         return f"#{prefix}{value[1:]}" if value.startswith("#") else "#"
     value = re.sub(r"url\(#([^)]*)\)", rf"url(#{prefix}\1)", value)
     if key in ("style", "fill", "stroke"):

@@ -1,8 +1,8 @@
 """Results of an experiment: its numbers as JSON with everything they depend on, and a section of prose, tables and figures.
 
-A result comes from one run on one machine. Numbers from two machines are shown side by side but never divided. A section is
-rendered as Markdown next to its results, and as part of the HTML report. Experiments that take hours keep results after every run,
-and the same command resumes them.
+A result comes from one run on one machine. Numbers from two machines may be shown side by side but are never divided. A section is
+rendered as Markdown next to its results, and as part of the HTML report. Experiments that take hours save their results after every
+run, and the same command resumes them.
 """
 
 import json
@@ -29,13 +29,13 @@ class Table:
 
     caption: str
     headings: tuple[str, ...]
-    """Column headings. A trailing colon marks a numeric column; `paper` marks the paper's numbers, which look different."""
+    """Column headings. A trailing colon marks a numeric column; `paper` marks the paper's numbers, which are styled differently."""
     rows: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure. `draw` writes a file in the matplotlib format of its suffix."""
+    """A figure. `draw` writes a file in the format that its suffix names."""
 
     name: str
     """File name without suffix: letters, digits and hyphens."""
@@ -92,7 +92,7 @@ def save_section(out: Path, facts: Facts, section: Section) -> None:
 
 
 def read(path: Path, experiment: str | None = None) -> Facts:
-    """Reads a result file. Raises ConfigError if it is invalid or belongs to another experiment than `experiment`."""
+    """Reads a result file. Raises ConfigError if it is invalid or belongs to an experiment other than `experiment`."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -174,11 +174,11 @@ def number(value: float) -> str:
 
 
 JSON = ".json"
-"""Suffix of results."""
+"""Suffix of result files."""
 
 
 def keep(out: Path, facts: Facts, suffix: str = JSON) -> None:
-    """Writes the results so far to `out` with this suffix, atomically. Raises StorageError."""
+    """Writes the results so far to `out` with `suffix`, atomically. Raises StorageError."""
     with storage_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         written = out.with_suffix(f"{suffix}.tmp")
@@ -187,7 +187,7 @@ def keep(out: Path, facts: Facts, suffix: str = JSON) -> None:
 
 
 def resumed(fresh: Facts, results: Mapping[str, Any], out: Path, suffix: str = JSON) -> Facts:
-    """Returns `fresh` with `results` (name: value without results) as kept in `out` with this suffix, or empty if there is no file.
+    """Returns `fresh` plus the values of `results` (name: default) kept in `out` with `suffix`, or the defaults without a file.
 
     `fresh["settings"]` determines what may be resumed. Raises ConfigError if the file has results with other settings or is not a
     result of a resumable experiment.
@@ -202,8 +202,8 @@ def resumed(fresh: Facts, results: Mapping[str, Any], out: Path, suffix: str = J
         raise ConfigError(f"--out = '{out}': {path} is not JSON; remove it or choose another --out") from None
     if not isinstance(kept, dict) or "settings" not in kept:
         raise ConfigError(
-            f"--out = '{out}': {path} has no settings, so it cannot be resumed (it is from an older version or other experiment); "
-            "remove it or choose another --out"
+            f"--out = '{out}': {path} has no settings, so it cannot be resumed (it is from an older version or another "
+            "experiment); remove it or choose another --out"
         )
     if (different := next(differences(kept["settings"], fresh["settings"]), None)) is not None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Scores of trained models on tasks made from held-out text, run through lm-evaluation-harness."""
+"""Scores trained models on tasks made from held-out text, with lm-evaluation-harness."""
 
 import contextlib
 import functools
@@ -20,10 +20,10 @@ from boost.models.decoder import Decoder
 from boost.train.loop import Trainer
 
 SCORES = {"local_cloze acc": "cloze, %", "local_continuation acc": "continuation, %", "local_order acc": "order, %"}
-"""Accuracies by "task metric", with their headings."""
+"""Headings of accuracies, by "task metric"."""
 EXPLAINED = (
-    "Cloze: the next word, which the context contains, by greedy decoding. Continuation: the next eight words among three runs of "
-    "words from elsewhere (chance: 25%). Order: the next eight words against the same words shuffled (chance: 50%)."
+    "Cloze asks for the next word, which the context contains, and scores greedy decoding. Continuation asks which of four "
+    "eight-word passages comes next (chance: 25%). Order asks which of two arrangements of the next words is true (chance: 50%)."
 )
 BATCH = 32
 """Requests per forward pass."""
@@ -53,13 +53,13 @@ class Scored:
     """Scores of one model."""
 
     accuracy: dict[str, float]
-    """Accuracy on each task, in [0, 1], by the names of SCORES."""
+    """Accuracy on each task, in [0, 1], by the names in SCORES."""
     answers: str
     """One digit per question, task by task: the choice, or for a cloze 1 if greedy decoding gives the word, otherwise 0."""
 
 
 def scored(trainer: Trainer, folder: Path) -> Scored | None:
-    """Scores the trainer's model on the tasks in `folder`. All TP ranks call this; all except a machine's first one get None."""
+    """Scores the trainer's model on the tasks in `folder`. All TP ranks call this; only the first on each machine gets scores."""
     from boost.train.harness import HarnessModel, rows_of, run_tasks
 
     store, model = open_corpus(trainer.config).stores[0], trainer.model
@@ -79,16 +79,16 @@ def scored(trainer: Trainer, folder: Path) -> Scored | None:
 
 
 def _answer(sample: dict[str, Any]) -> int:
-    """The most likely choice (the first of equal ones, as in the harness); for one continuation, whether it is greedy."""
+    """The likeliest choice (on ties the first, as in the harness); for a single continuation, whether greedy decoding yields it."""
     each = [score for score, _ in sample["filtered_resps"]]
     return each.index(max(each)) if len(each) > 1 else int(sample["filtered_resps"][0][1])
 
 
 @contextlib.contextmanager
 def _quick_harness(alone: bool) -> Iterator[None]:
-    """Works around the harness, which recompiles a task's templates for every question (here, once); runs a program that describes
-    the machine, a third of a small model's scoring time (here, not at all); and returns its result only on LOCAL_RANK 0, which a
-    single-process model (`alone`) does not need."""
+    """Context manager that makes the harness compile a task's templates once, not for every question, and skip the program that
+    describes the machine, which takes a third of a small model's scoring time. With `alone`, a single-process model gets its
+    result, although the harness returns it only on LOCAL_RANK 0."""
     import lm_eval.evaluator
     from lm_eval.utils import env
 

@@ -29,10 +29,10 @@ SETTLED = {
     "grouping": "linears with the same input, grouped against ungrouped",
     "norms": "RMSNorm across shards, sync against online",
     "fit": "longest sequence and largest batch that fit in 80 GB",
-    "families": "dense, svd, cola, lax, loro, DLR and Spectron for the same tokens and the same time, five seeds each",
+    "families": "dense, svd, cola, lax, loro, DLR and Spectron at equal tokens and at equal time, five seeds each",
     "healing": "dense models factorized and healed",
 }
-"""Experiments that no longer run: their results are committed, and each result names the commit that has the code."""
+"""Experiments that are no longer run. Their results are committed, and each result names the commit that has its code."""
 
 
 def section(facts: Facts) -> Section:

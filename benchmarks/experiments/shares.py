@@ -1,4 +1,4 @@
-"""Single-rank emulation of TP: the work of one TP process, with torch's fake process group replacing the others.
+"""Single-rank emulation of TP: the work of one TP process, with torch's fake process group replacing the other processes.
 
 Nothing is sent. Collectives return the process's own data (a gather repeats its shard, a reduction has one term), so that GEMMs see
 realistic values instead of zeros or uninitialized memory.
@@ -21,7 +21,7 @@ from boost.plan.hardware import Hardware, Link
 from boost.plan.step_time import CONTEXT, REPLICAS, TENSOR, StepTime
 
 FREE = Link(name="none", latency_us=0.0, gb_s=1e12)
-"""A link on which nothing takes time."""
+"""A link on which sending takes no time."""
 
 
 @contextlib.contextmanager
@@ -56,7 +56,7 @@ def exposed_collectives(step: StepTime) -> float:
 
 class _LocalCollectives:
     """Replaces torch's functional collectives: calls them, then fills their results with the process's own data. torch's fake
-    group also does this, but not in every version or in the same way."""
+    group also does this, but not in every version, and not always in the same way."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.ops._c10d_functional, name)

@@ -44,7 +44,7 @@ class TimingGroup:
     contenders: dict[str, Config]
     """Configurations by name, in table order."""
     share: bool = False
-    """Single-rank emulation on one process."""
+    """Whether to emulate a single rank on one process."""
     peers: bool = False
     """Whether to time other libraries too, if installed."""
 
@@ -64,7 +64,7 @@ def run_groups(
 ) -> tuple[list[Facts], list[str]]:
     """Returns (measurements of each group, skipped groups with reasons). `hardware` models the collectives of emulated ranks.
 
-    Under torchrun, runs only groups whose size is the world size. Raises MeasurementError (see `contest.take_turns`).
+    Under torchrun, skips shares and groups whose size is not the world size. Raises MeasurementError (see `contest.take_turns`).
     """
     configured = os.environ.get("OMP_NUM_THREADS")  # the same number of threads in every group
     threads = int(configured) if configured else max(available_cores() // max(group.processes for group in groups), 1)
@@ -117,7 +117,7 @@ def measure_group(group: TimingGroup, mesh: Mesh, rounds: int) -> Facts:
 
 
 def measure_steppers(group: TimingGroup, steppers: Mapping[str, Stepper], mesh: Mesh, rounds: int) -> Facts:
-    """Measures a group, given its models, each of which has taken a step, because one-time buffers must exist before memory is
+    """Measures a group, given its steppers. Each must have taken a step, because one-time buffers must exist before memory is
     measured. Sizes and bytes are maxima over processes; times end when all processes are done."""
     rows = {name: _row(name, stepper) for name, stepper in steppers.items()}
     calls: dict[str, Call] = {name: stepper.step for name, stepper in steppers.items()}
@@ -166,7 +166,7 @@ def _row(name: str, stepper: Stepper) -> Facts:
 
 
 def sent_in_blocks(config: Config, counted: Sequence[Collective], pp_rank: int = 0) -> int:
-    """Bytes sent by one process inside blocks, without embedding, head, gradients and step stats.
+    """Bytes sent by one process inside blocks, excluding embedding, head, gradients and step stats.
 
     Counted collectives have no names, so the bytes come from the configuration's collective table. Raises MeasurementError if
     table and counts differ.

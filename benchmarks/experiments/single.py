@@ -1,8 +1,8 @@
 """One process: do low-rank FLOP savings become time savings, and what does the layout machinery cost?
 
-Each comparison of whole training steps is one interleaved run: first the families and a large GEMM, the machine's ceiling;
-then, for each family, BOOST and the same model in plain PyTorch modules. Comparisons are separate because not all models fit
-on one GPU at once. CONFIG 'usual' means d 512 and d 1024 in fp32 on CPUs, or boost-1b in bf16 on a GPU.
+Each comparison of whole training steps is one interleaved run: first the families and a large GEMM, which sets the machine's
+ceiling; then, for each family except lax, BOOST and the same model in plain PyTorch modules. Comparisons are separate because not
+all models fit on one GPU at once. CONFIG 'usual' means d 512 and d 1024 in fp32 on CPUs, or boost-1b in bf16 on a GPU.
 """
 
 import argparse

@@ -21,7 +21,7 @@ def section(facts: Facts) -> Section:
         "One process: low-rank against dense, and ours against plain PyTorch modules",
         (
             f"Whole training steps: forward and backward pass, clipping, AdamW. Times are medians of {rounds_words(facts)}, "
-            "with quartiles in parentheses. Ratios are medians of the ratio within a round, with 95% bootstrap intervals. "
+            "with quartiles in parentheses. Ratios are medians of per-round ratios, with 95% bootstrap intervals. "
             "Times are measured; FLOPs per token (6 per weight plus attention, without the embedding) are computed by formula.",
             *(_families(size) for size in facts["sizes"]),
             _overhead(facts),
@@ -136,8 +136,8 @@ def _families(size: Facts) -> Table:
     product = spread(seconds[GEMM])
     gemm = size["gemm"]
     caption = (
-        f"{_where(size)}. The ceiling is a {gemm['width']} x {gemm['width']} x {gemm['width']} GEMM in {gemm['dtype']} in the same "
-        f"rounds, {gemm['flops'] / product.median / 1e12:.3g} TFLOP/s. Measured."
+        f"{_where(size)}. The ceiling is the speed of a {gemm['width']} x {gemm['width']} x {gemm['width']} GEMM in "
+        f"{gemm['dtype']} in the same rounds, {gemm['flops'] / product.median / 1e12:.3g} TFLOP/s. Measured."
     )
     headings = ("model", "parameters, M:", "MFLOP per token:", "step, ms:", "tokens/s:", "x dense:", "FLOP ratio:")
     return Table(caption, (*headings, "x dense / FLOP ratio:", "of ceiling:"), tuple(rows))

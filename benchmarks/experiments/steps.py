@@ -1,9 +1,8 @@
 """Measures end-to-end step time under every layout and family, with width proportional to TP (weak scaling).
 
 Reproduces the paper's step-time tables: whole optimizer steps, bytes sent and peak memory. All contenders of a table are
-interleaved in one run. TP sizes larger than the machine use single-rank emulation, with communication modeled by a hardware
-profile. The model's size depends on device and TP, so only CONFIG's optimizer is used, and --section.key applies to every
-contender.
+interleaved in one run. Larger TP sizes use single-rank emulation, with communication modeled from a hardware profile. The model's
+size depends on device and TP, so only CONFIG's optimizer is used, and --section.key applies to every contender.
 """
 
 import argparse
@@ -164,7 +163,7 @@ class _Builder:
 
 
 def size_flags(device: str, tp: int, dtype: DType, family: str, width: int = WIDTH) -> list[str]:
-    """Overrides for the model size at `tp`. On CPUs d = `width` x TP and f = 8/3 d, as in LLaMA."""
+    """Overrides for the model size at `tp`. On CPUs, d = `width` x TP and f = 8/3 d, as in LLaMA."""
     dim = width * tp
     size = (dim, 2, 16 * -(-8 * dim // 48), dim // 64)
     if device == "cuda":
@@ -179,7 +178,7 @@ def cut_flags(parallel: Mapping[str, Any], tp: int) -> list[str]:
 
 
 def _usual(device: str, dtype: DType) -> list[str]:
-    # A tiny learning rate, because thousands of steps on the same tokens must not change the numerics.
+    # The learning rate is tiny because thousands of steps on the same tokens must not change the numerics.
     return [f"--run.device={device}", f"--train.compute_dtype={dtype}", "--optim.lr=1e-6"]
 
 
@@ -187,7 +186,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, "steps", tp=False)
     words = "TP processes (default: one per GPU, 2 on CPUs); 1 skips sharded models"
     parser.add_argument("--tp", type=int, metavar="N", help=words)
-    words = "profile of this device type that models the collectives of emulated TP sizes (default: the GPU's; on CPUs none)"
+    words = "profile of this device type to model collectives of emulated TP sizes (default: the GPU's; none on CPUs)"
     parser.add_argument("--hardware", metavar="FILE|NAME", help=words)
     add_rounds(parser, 9)
 

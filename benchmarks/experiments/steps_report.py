@@ -33,12 +33,12 @@ def section(facts: Facts) -> Section:
     """All tables and figures."""
     intro = (
         "Whole optimizer steps (forward, backward, gradient reduction, clipping, AdamW) on random tokens. Contenders are "
-        f"timed in {rounds_words(facts)}. Times are medians with quartiles. Ratios are medians of the ratio "
-        "within a round, with 95% bootstrap intervals; above 1, the row's contender is faster. Bytes sent by one process are "
-        "counted at the dispatcher. Peak memory counts tensors, without allocator rounding. MB = 10^6 bytes. Models have fewer "
-        "blocks and proportionally smaller vocabularies than the paper's. The paper's steps have 16,384 tokens; with fewer, "
-        "once-per-step communication weighs more (under btp-sp, the gradient all-reduce of the outer factors, which is the "
-        "difference between the two byte columns)."
+        f"timed in {rounds_words(facts)}. Times are medians with quartiles. Ratios are medians of per-round ratios, with 95% "
+        "bootstrap intervals; above 1, the row's contender is faster. Bytes sent by one process are counted at the dispatcher. "
+        "Peak memory counts tensors, without allocator rounding. 1 MB is 10^6 bytes. Models have fewer blocks and proportionally "
+        "smaller vocabularies than the paper's. The paper's steps have 16,384 tokens; with fewer, communication that happens once "
+        "per step weighs more. Under btp-sp, this is the gradient all-reduce of the outer factors, the difference between the two "
+        "byte columns."
     )
     left_out = [f"Not measured: {'; '.join(facts['left_out'])}."] if facts["left_out"] else []
     figures = (
@@ -121,7 +121,7 @@ def _group_table(group: Facts) -> Table:
     headings = ["contender", "parameters, M:", *shared, f"step ms{', total' if shared else ', measured'}:", "tokens/s:"]
     headings += [f"against {base}:" for base in bases]
     headings += ["sent MB, counted:", "sent in blocks:", "peak MB, measured:"]
-    priced = f" Collective times modeled with {group['priced_by']}." if group["share"] else ""
+    priced = f" Collective times are modeled with {group['priced_by']}." if group["share"] else ""
     skipped = "".join(f" {name} was skipped: {why}." for name, why in group["skipped"].items())
     caption = f"{group['name']}: {shape_of(group)}, on {group['device']}.{priced}{skipped}"
     return Table(caption, tuple(headings), tuple(_cells(group, row, bases) for row in group["rows"]))

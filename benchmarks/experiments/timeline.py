@@ -3,9 +3,8 @@
     boost train demo --train.steps 20 --train.profile '[10, 12]'
     python -m benchmarks timeline runs/demo --step 11
 
-The traces themselves open in ui.perfetto.dev.
-On CPUs a collective is in flight from its start to the end of its wait, as recorded by `boost.parallel.collectives`; on GPUs, while
-its kernel runs.
+The traces themselves open in ui.perfetto.dev. On CPUs, a collective is in flight from its start to the end of its wait, as recorded
+by `boost.parallel.collectives`; on GPUs, it is in flight while its kernel runs.
 """
 
 import argparse
@@ -198,7 +197,7 @@ def from_numbers(numbers: Mapping[str, Any]) -> ProcessStep:
 
 
 def record(step: Callable[[], object], mesh: Mesh) -> ProcessStep:
-    """Records one step of this process; recording slows it down. All processes must call it together."""
+    """Records one step of this process; recording slows it down. All processes must call this function together."""
     step()
     with tempfile.TemporaryDirectory(prefix="boost-timeline-") as folder:
         path = Path(folder, "rank0.json")
@@ -232,7 +231,7 @@ def draw(number: int, steps: Sequence[ProcessStep], path: Path) -> None:
 
 
 def draw_on(axis: Any, steps: Sequence[ProcessStep]) -> None:
-    """Draws two rows per process: computation, and collectives in flight. Time 0 is the start of the first process's step."""
+    """Draws two rows per process: computation, and collectives in flight. Time 0 is the earliest start of a process's step."""
     begin = min(each.step.begin for each in steps)
     for place, each in enumerate(steps):
         for name, intervals, low, height in (

@@ -114,7 +114,7 @@ class Verdict:
 
 
 def verdicts(facts: Facts) -> Iterator[Verdict]:
-    """Seconds within 10%, memory within 5%, bytes exact; on CPUs, for at least 12 configurations."""
+    """Yields verdicts: seconds within 10%, memory within 5%, bytes exact; on CPUs, for at least 12 configurations."""
     for name in (MACHINE, GPU):
         rows = facts[name]["rows"] if facts[name] else []
         least = CONFIGURATIONS if name == MACHINE else 1
@@ -180,7 +180,7 @@ def measure(hardware: Hardware) -> list[MeasuredStep]:
 
 
 def fitting(work: Sequence[tuple[str, Config]], hardware: Hardware) -> Iterator[tuple[str, Config]]:
-    """Yields configurations that fit together, because each runs while the training states of all others are in memory."""
+    """Yields configurations that fit in memory together: each runs while the training states of all others are in memory."""
     states, peaks = zip(*(_memory(config, hardware) for _, config in work), strict=True)
     usable = hardware.usable_bytes
     kept: list[int] = []
@@ -190,7 +190,7 @@ def fitting(work: Sequence[tuple[str, Config]], hardware: Hardware) -> Iterator[
             kept.append(i)
         else:
             needs = format_bytes(held + peaks[i])
-            print(f"{work[i][0]}: skipped, {needs} do not fit in {format_bytes(usable)}", flush=True)
+            print(f"{work[i][0]}: skipped: {needs} does not fit in {format_bytes(usable)}", flush=True)
     yield from (work[i] for i in sorted(kept))
 
 
@@ -209,7 +209,7 @@ def _measure_into(work: Sequence[tuple[str, Config]], hardware: Hardware, share:
 
 
 def measure_process(work: Sequence[tuple[str, Config]], hardware: Hardware, rounds: int = ROUNDS) -> list[MeasuredStep]:
-    """Measures configurations with the same number of processes, on one of them. Returns rows on the main process, otherwise []."""
+    """Measures, in this process, configurations with the same number of processes. Returns rows on the main process, else []."""
     first = work[0][1]
     _set_threads(hardware)
     mesh = open_mesh(ParallelConfig(layout="single", dp=first.parallel.world_size), first.run.device)
@@ -298,7 +298,7 @@ def case(name: str, device: str) -> Config:
 
 
 def _groups(device: str) -> list[tuple[int, bool, list[str]]]:
-    """Groups the configurations that are measured in one run: (number of processes, whether they are shares, names)."""
+    """Groups configurations that are measured in the same run: (number of processes, whether they are shares, names)."""
     groups: dict[tuple[int, bool, int], list[str]] = {}
     for name in cases(device):
         parallel, share = case(name, device).parallel, name.startswith("share")

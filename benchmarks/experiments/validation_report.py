@@ -23,7 +23,7 @@ def section(facts: Facts) -> Section:
     """The verdicts, a figure, and the steps of each device type."""
     rows = tuple(map(verdict_words, verdicts(facts)))
     headings = ("section", "what", "predictions:", "worst:", "limit:", "verdict")
-    parts: list[str | Table | Figure] = [Table("All verdicts, with the worst prediction of each.", headings, rows)]
+    parts: list[str | Table | Figure] = [Table("All verdicts, with the worst prediction for each.", headings, rows)]
     measured = [name for name in (MACHINE, GPU) if facts[name]]
     if measured:
         caption = "Predicted over measured seconds (modeled over measured); the band is +-10%."
@@ -94,7 +94,7 @@ def measured_parts(section: Facts) -> list[str | Table]:
 
 
 def draw(facts: Facts, path: Path) -> None:
-    """Plots predicted over measured seconds by device type, by number of processes."""
+    """Plots predicted over measured seconds: one panel per device type, one marker per number of processes."""
     panels = [(TITLES[name], facts[name]["rows"]) for name in (MACHINE, GPU) if facts[name]]
     size = (4.2 * len(panels), 3.8)
     figure, axes = drawing.pyplot().subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")

@@ -4,7 +4,7 @@
     python -m benchmarks versions ../before --store data/stdlib
 
 For each configuration, every round runs `boost train` for STEPS steps in both checkouts, in alternating order. A run's time is the
-median of its steps after WARM_UP. Losses must agree to a relative 1e-4. Writes benchmarks/versions.json.
+median over its steps after the first WARM_UP. Losses must agree within a relative 1e-4. Writes benchmarks/versions.json.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises MeasurementError if a run fails, losses differ, or both checkouts are of one commit."""
+    """Raises MeasurementError if a run fails, losses differ, or both checkouts are at the same commit."""
     require_least("--rounds", [args.rounds], LEAST_ROUNDS)
     both, configs, commits = {"now": ROOT, "before": args.other}, {}, {}
     for name, words in CONFIGS.items():
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
                 seconds[version].append(taken)
             pairs = zip(losses["now"], losses["before"], strict=True)
             if commits["now"] == commits["before"] or not all(abs(a - b) <= 1e-4 * b for a, b in pairs):
-                raise MeasurementError(f"{name}: one commit, or different losses: {commits}, {losses}")
+                raise MeasurementError(f"{name}: both checkouts have one commit, or losses differ: {commits}, {losses}")
         speedup = ratio(seconds["before"], seconds["now"])
         configs[name] = {"seconds": seconds, "speedup": asdict(speedup)}
         print(f"{name}: {in_words(speedup)} times as fast as before", flush=True)

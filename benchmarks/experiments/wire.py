@@ -1,10 +1,10 @@
 """Times whole steps of every layout over a rate-limited wire. Network namespaces act as hosts with one process each.
 
 On one machine, gloo communicates by copying memory on the compute cores, which is cheap and impossible to hide. Over a
-rate-limited wire, communication takes time in proportion to its bytes. Two rates of each group are derived from its run without a
+rate-limited wire, communication takes time proportional to its bytes. Two rates per group are derived from its run without a
 limit: on the *share-matched* wire, communication takes the same fraction of a btp step as in the paper's 7B row on A100s; on the
-*slow* wire, half of the step. Every finished launch is kept, so the same command at the same commit resumes. Needs root and
-iproute2; the main set takes 51 minutes, all sets 77. Keep the machine idle.
+*slow* wire, it takes half of the step. Every finished launch is saved, so the same command at the same commit resumes. Needs root
+and iproute2; the main set takes 65 minutes, all sets 100. Keep the machine idle.
 
   main      TP 2, d 1024, cola: every layout, with and without overlap; bare collectives; timelines
   meshes    TP 2 x PP 2, TP 2 x DP 2, DP 2
@@ -48,7 +48,7 @@ PARTIAL = ".partial"
 """Suffix of the file with a set's finished launches."""
 
 PORT = 29400
-"""Always free in a new namespace."""
+"""Rendezvous port, always free in a new namespace."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def wire(plan: WireSet, source: str, overrides: Sequence[str], rates: Sequence[f
 
 
 def schedule(plan: WireSet, rates: Sequence[float]) -> Iterator[WireLaunch]:
-    """All launches in order: first those without a limit, which determine the rates, then the wires, interleaved launch by launch,
-    so that a change in the machine's speed affects all wires equally. `rates` have one launch each."""
+    """All launches in order. Each group starts without a limit, which determines its rates; wires are then interleaved launch by
+    launch, so that a change in the machine's speed affects all of them equally. `rates` have one launch each."""
     for number in range(max(plan.launches, plan.free_launches)):
         for group in plan.groups:
             if number < plan.free_launches:
@@ -170,7 +170,7 @@ def _words(launch: WireLaunch) -> str:
 
 
 def _to_go(every: Sequence[WireLaunch], facts: Facts) -> str:
-    """Remaining time, if launches take as long as others of the same group on the same wire, or else as all so far."""
+    """Remaining time if launches take as long as earlier ones of the same group and wire, or else as the average of all so far."""
     taken = {(each["group"], each["wire"], each["launch"]): each["wall_s"] for each in facts["groups"]}
     remaining = 0.0
     for key in {each.key for each in every} - taken.keys() if taken else ():
@@ -187,8 +187,8 @@ def measure(
     rounds: int,
     draws: bool = False,
 ) -> Facts:
-    """Runs one launch with one process per host: all contenders interleaved, bare collectives if the group requests them, and
-    recorded steps on marked wires. `draws`: also keep timelines on the slow wire. Raises MeasurementError."""
+    """Runs one launch with one process per host: all contenders interleaved, and bare collectives if the group requests them.
+    `draws`: also records timelines on the slow wire. Raises MeasurementError."""
     for host in found:
         host.limit(mbit)
     group = launch.group
@@ -258,11 +258,12 @@ def collective_calls(mesh: Mesh) -> dict[str, Any]:
 def arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, "wire", tp=False)
     parser.add_argument("--set", choices=(*SETS, "all"), default="main", help="what to measure (default main)")
-    words = "additional rates of the main set, Mbit/s (default 1000)"
+    words = "additional rates of the main set, in Mbit/s (default 1000)"
     parser.add_argument("--rates", type=float, nargs="*", default=[1000.0], metavar="MBIT", help=words)
     words = "launches per marked rate (default 5 in the main set, 3 in many, 2 in the others)"
     parser.add_argument("--launches", type=int, metavar="N", help=words)
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds per launch, at least 7 (default 15 and 7)")
+    words = "rounds per launch, at least 7 (default 15 in the main set, 7 in the others)"
+    parser.add_argument("--rounds", type=int, metavar="N", help=words)
     parser.add_argument("--restart", action="store_true", help="first discard the set's launches and results")
 
 

@@ -1,10 +1,11 @@
 """The sets that `python -m benchmarks wire` measures, as data.
 
-Steps are short (0.2 to 0.8 s without a limit), because all sets together must fit into 77 minutes on two cores: two blocks, few
-tokens, and a small vocabulary, so that the head stays a small fraction of a step. Comparing layouts requires the right ratio of
-communication to computation in a block, from which the wire's rates are derived. With few tokens, the gradient sums of replicated
-weights (`btp-sp`, `btp-cp`, `ulysses`), once per step, weigh more than in the paper's steps; the set of many tokens shows the
-opposite case. Even fewer tokens favor the baselines, because the activations that they replicate fit into caches.
+Steps are short (0.2 to 0.8 s without a limit), because all sets together must fit into 100 minutes on two cores. Models therefore
+have at most two blocks, batches have few tokens, and a small vocabulary keeps the head a small fraction of a step. Comparing
+layouts requires the right ratio of communication to computation in a block, so the wire's rates are derived from that ratio. With
+few tokens, the gradient sums of replicated weights (`btp-sp`, `btp-cp`, `ulysses`), once per step, weigh more than in the paper's
+steps; the set of many tokens shows the opposite case. Even fewer tokens would favor the baselines, because the activations that
+they replicate would fit into caches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from boost.measure.steps import flags, shape
 ULYSSES, BTP_CP = "ulysses", "btp-cp"
 BTP_SYNC, BTP_UNGROUPED = "btp, sync", "btp, sync, ungrouped"
 DENSE, LOW_RANK = "dense", "low-rank"
-"""Without TP, all layouts of a model are the same."""
+"""Contenders without TP, for which all layouts of a model are the same."""
 
 FORMS: dict[str, Mapping[str, Any]] = {
     **PARALLEL,
@@ -79,10 +80,10 @@ class WireGroup:
     """Vocabulary, sequence length, micro-batch and global batch."""
     contenders: tuple[WireContender, ...]
     mesh: Mapping[str, int] = field(default_factory=lambda: {"tp": 2})
-    """Sizes of tp, pp and dp; others are 1."""
+    """Sizes of tp, pp and dp; sizes that are left out are 1."""
     family: str = "cola"
     reference: str = BTP
-    """The contender whose step determines the rates, and with which others are compared."""
+    """The contender whose step determines the rates, and with which the others are compared."""
     recorded: tuple[WireContender, ...] = ()
     """Contenders with a timeline of one step on the slow wire."""
     collectives: bool = False
@@ -135,13 +136,13 @@ FEW = (
     WireContender(BTP),
     WireContender(BTP_SP, "halves"),
 )
-"""The baselines and the best low-rank layouts, each in the form that is faster on the marked wires. `btp` without overlap marks the
+"""The baselines and the best low-rank layouts, each in the form that is faster on the marked wires. `btp` without overlap sets the
 rates."""
 
 _SMALL: dict[str, Any] = {"size": (512, 2, 1376, 8)}
 _SHORT: dict[str, Any] = {"batch": {"vocab_size": 512, "seq_len": 512, "micro_batch": 2, "global_batch": 2}}
 
-# A step takes 0.7 s for the dense model and 0.4 s for btp, without a limit. 13 launches on two cores take 51 minutes, half of them
+# A step takes 0.8 s for the dense model and 0.5 s for btp, without a limit. 13 launches on two cores take 65 minutes, half of that
 # on the slow wire.
 MAIN = WireSet(
     "main",
@@ -166,7 +167,7 @@ MAIN = WireSet(
     free_launches=2,
 )
 
-# Four processes share two cores, so a step takes twice as long as its process computes. 7 minutes.
+# Four processes share two cores, so a step takes twice as long as each process computes. The set takes 7 minutes.
 MESHES = WireSet(
     "meshes",
     (
@@ -197,7 +198,7 @@ MESHES = WireSet(
     rounds=7,
 )
 
-# d 1024 is in the main set. 6 minutes.
+# d 1024 is in the main set. This set takes 6 minutes.
 SIZES = WireSet(
     "sizes",
     (
@@ -213,7 +214,7 @@ SIZES = WireSet(
     rounds=7,
 )
 
-# cola at d 512 is in the set of sizes. 5 minutes.
+# cola at d 512 is in the set of sizes. This set takes 5 minutes.
 FAMILIES = WireSet(
     "families",
     tuple(WireGroup(family, **_SMALL, **_SHORT, contenders=FEW, family=family) for family in ("svd", "lax")),
@@ -222,7 +223,7 @@ FAMILIES = WireSet(
 )
 
 # Matches 131k tokens per step at d 4096, relative to d, so that gradient sums of replicated weights are a small fraction of
-# communication here, too. 9 minutes.
+# communication here, too. The set takes 9 minutes.
 MANY = WireSet(
     "many",
     (

@@ -52,15 +52,15 @@ def main(folder: Path) -> None:
 
 
 def first_losses(steppers: Mapping[str, Stepper]) -> dict[str, float]:
-    """Loss of the first step by contender. Raises MeasurementError if two layouts of the same model differ, because times of
-    different functions cannot be compared."""
+    """Loss of the first step by contender. Raises MeasurementError if two layouts of the same model have different losses, because
+    times of different functions cannot be compared."""
     found: dict[str, float] = {}
     of_model: dict[str, float] = {}
     for name, stepper in steppers.items():
         mesh, computed = stepper.mesh, stepper.step()
         own = computed[0].double() if mesh.pp.rank == mesh.pp.size - 1 else torch.zeros((), dtype=torch.double)
         if mesh.size > 1:
-            dist.all_reduce(own)  # the replicas' parts, identical on all TP ranks
+            dist.all_reduce(own)  # sums the replicas' parts, which are identical on all TP ranks
         found[name] = float(own) / mesh.tp.size
         same = of_model.setdefault(stepper.config.model.model_dump_json(), found[name])
         if abs(found[name] - same) > TOLERANCE * abs(same):

@@ -1,7 +1,7 @@
 """Report of the wire experiment: step times by wire, hidden communication, bare collectives, timelines, and the goals.
 
-The main set and the set of many tokens have one group and all of these; the others show how ratios depend on mesh, size and
-family.
+Sets with several groups show only step times, and how ratios depend on mesh, size and family. Bare collectives and timelines are in
+the main set.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,7 +115,7 @@ def _crossing_goal(facts: Facts, group: str, wire: str, least: float) -> Goal:
 
 
 def _hidden_goal(facts: Facts, group: str) -> Goal:
-    """What overlap hides for every layout measured with and without it, on the wires to which the goal applies."""
+    """The fraction of communication that overlap hides in layouts measured with and without it, on wires that the goal covers."""
     found, elsewhere, (low, high) = list[tuple[str, Ratio]](), list[str](), COMMUNICATION
     for form in _with_both(facts, group):
         on = [(f"{form} at {mbit:g} Mbit/s", wire) for wire, mbit in wires(facts, group).items() if mbit]
@@ -164,10 +164,10 @@ def section(facts: Facts) -> Section:
     """Step times; for sets of one group, also hidden communication, bare collectives and timelines."""
     groups, name = groups_of(facts), facts["set"]
     lead = (
-        "Emulated hosts (network namespaces) with one process each, on the cores of one machine. Whole steps: medians and "
-        f"quartiles over {facts['rounds']} interleaved rounds of each launch. Ratios pair steps of the same round; 95% intervals "
-        "resample launches, then rounds. On the share-matched wire, communication takes 17% of a btp step without overlap, as in "
-        "the paper's 7B row; on the slow wire, half."
+        "Each emulated host (a network namespace) runs one process, on the cores of one machine. Times of whole steps are medians "
+        f"and quartiles over {facts['rounds']} interleaved rounds of each launch. Ratios pair steps of the same round; 95% "
+        "intervals resample launches, then rounds. On the share-matched wire, communication takes 17% of a btp step without "
+        "overlap, as in the paper's 7B row; on the slow wire, it takes half."
     )
     parts: list[str | Table | Figure] = [lead]
     parts += [_step_table(facts, group) for group in groups]
@@ -217,8 +217,8 @@ def _hidden_table(facts: Facts, group: str) -> Table:
             found = in_words(hidden(facts, group, wire, form)) if added >= LEAST_ADDED else "-"
             cells.append((_title(wire, mbit), form, f"{max(added, 0):.0%}", found))
     caption = (
-        "How much of a step without overlap the wire adds (without a limit communication takes time too), and the fraction of what "
-        f"it adds that overlap hides (measured). Less than {LEAST_ADDED:.0%} of a step is within noise."
+        "Added: the fraction of a step without overlap that the wire adds (without a limit, communication takes time too). Hidden: "
+        f"the fraction of the added time that overlap hides (measured). Less than {LEAST_ADDED:.0%} of a step is within noise."
     )
     return Table(caption, ("wire", "layout", "added:", "hidden:"), tuple(cells))
 
@@ -302,7 +302,7 @@ _GAINS_CAPTION = "Speed-up of the best low-rank layout over the baselines (measu
 
 
 def gains(facts: Facts) -> Iterator[tuple[str, str, str, str, Ratio]]:
-    """(group, marked wire, best low-rank layout, baseline, speed-up of the former) of a result."""
+    """Yields (group, marked wire, best low-rank layout, baseline, speed-up of the layout over the baseline) of a result."""
     for group in groups_of(facts):
         names = names_of(facts, group)
         for wire in (each for each in MARKED if on_wire(facts, group, each)):

@@ -1,4 +1,4 @@
-"""Times every element-wise kernel of the model in isolation, eager and compiled, in seconds and GB/s of the bytes it must move."""
+"""Times every element-wise kernel of the model in isolation, eager and compiled: seconds, and GB/s for the bytes it must move."""
 
 import argparse
 import json
@@ -60,7 +60,7 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
     for _ in range(ROUNDS):
         synchronize(device)
         if device.type == "cuda":
-            torch.cuda._sleep(HEAD_START)  # the host launches ahead while the GPU waits
+            torch.cuda._sleep(HEAD_START)  # the host enqueues calls while the GPU waits
         begun = now(device)
         for _ in range(calls):
             call()

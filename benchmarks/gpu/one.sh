@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Checks and benchmarks for one GPU: about 45 minutes on an H100. Resumable: rerun it to continue.
 #
-#   benchmarks/gpu/one.sh                     run from the repository root, with boost installed in $PYTHON
+#   benchmarks/gpu/one.sh                     run from the repository root, with boost installed for $PYTHON
 #   DEVICE=cpu benchmarks/gpu/one.sh          dry run with small models
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 . benchmarks/gpu/pieces.sh
 
 if [ -z "$SMALL" ]; then
-    # Four models and their optimizers are in memory at once, so each has a third of the blocks of 1B.
+    # Four models and their optimizers are in memory at once, so each has a third of the 1B model's blocks.
     model=(boost-1b) single=(--model.layers=8) rounds=9 quick=() steps=(--validate) own=()
     shares=(--dim 4096 --ffn 11008 --heads 32 --layers 4 --seq 4096 --micro-batches 1 4) kernels=()
 else

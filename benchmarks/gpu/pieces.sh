@@ -1,9 +1,9 @@
-# Sourced by one.sh and two.sh: pieces of at most ten minutes. Each writes its result immediately; finished pieces are skipped.
+# For one.sh and two.sh, which run pieces of at most ten minutes. Each writes its result immediately; finished ones are skipped.
 #
 #   OUT=folder DEVICE=cuda|cpu SMALL=1 PYTHON=python BOOST=boost
 #
-# SMALL=1 is a dry run: the same commands on small models, so that only the hardware is new once a GPU is available. DEVICE=cpu implies
-# it; with DEVICE=cuda it is for a software GPU (docs/verify.md).
+# SMALL=1 is a dry run: it runs the same commands on small models, so that everything but the hardware is tested before a GPU is
+# available. DEVICE=cpu implies SMALL=1; with DEVICE=cuda, SMALL=1 is for a software GPU (docs/verify.md).
 
 OUT=${OUT:-benchmarks/gpu/results}
 DEVICE=${DEVICE:-cuda}

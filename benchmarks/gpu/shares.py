@@ -1,4 +1,4 @@
-"""Times one TP process of four alone: seconds and MFU of a step of 7B-shaped blocks, with a profiler trace.
+"""Times one of four TP processes in isolation: seconds and MFU of a step of 7B-shaped blocks, with a profiler trace.
 
 Nothing is sent (`benchmarks.experiments.shares`), so this times the work between collectives, eager or compiled.
 """
@@ -26,7 +26,7 @@ STEPS = 4
 
 
 def measured(args: argparse.Namespace, layout: str, micro_batch: int, device: torch.device) -> dict[str, Any]:
-    """One layout and micro-batch."""
+    """Measures one layout at one micro-batch size."""
     family = "cola" if layout_spec(layout).low_rank else "dense"
     sizes = {"dim": args.dim, "ffn_dim": args.ffn, "heads": args.heads, "layers": args.layers, "family": family}
     words = [f"--model.{name}={value}" for name, value in sizes.items()]

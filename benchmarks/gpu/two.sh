@@ -19,7 +19,7 @@ fi
 on=(--run.device="$DEVICE")
 
 piece 01-links $BOOST verify --nproc "$NPROC" --only machines collectives links --out "$OUT/links.json" "${on[@]}" --parallel.tp="$NPROC"
-# One layout at a time, because compiling all of them exceeds a piece's time limit, and finished pieces are not repeated.
+# Verify one layout at a time: compiling all of them exceeds a piece's time limit, and finished pieces are not repeated.
 for family in cola lax dense; do
     for layout in $($PYTHON -c "from boost.config import load; from boost.layouts import layouts_of
 print(*layouts_of(load(None, ['--model.family=$family']).model), 'dp', 'cp', 'pp')"); do
@@ -34,7 +34,8 @@ if [ -z "$SMALL" ]; then
     piece 06-steps $PYTHON -m benchmarks steps --tp "$NPROC" --hardware "$OUT/profile.toml" --rounds "$rounds" --out "$OUT/steps"
 fi
 
-# Runs that the checks above do not cover: documents in halves, a replica that is killed and rejoins, and three axes at once.
+# Runs that the checks above do not cover: isolated documents with overlapped halves, a replica that is killed and rejoins, and
+# three kinds of parallelism at once.
 piece 07-data $BOOST prepare --stdlib --heldout 0.001 --out "$OUT/store"
 run() { # NAME FLAG...: a run of the demo, resumed if it was interrupted
     local name=$1

@@ -1,1 +1,1 @@
-"""What `import boost` offers in addition to `boost.nn`: models by name, training by configuration, low-rank swaps, sharding."""
+"""The Python API beyond `boost.nn`: models, training, sharding, and the replacement of linears with low-rank factors."""

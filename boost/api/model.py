@@ -38,7 +38,7 @@ class Model(nn.Module):
         print(model.generate("def main():"))
         loss = model(tokens, targets)
 
-    `decoder` is the `boost.nn.Decoder`, an ordinary module; `config` is the configuration of its run or preset.
+    `decoder` is the `boost.nn.Decoder`, an ordinary module; `config` is the configuration of the model's run or preset.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Model(nn.Module):
         """Loads a run directory (its newest checkpoint), a checkpoint, or a Hugging Face folder (LLaMA, CoLA, our exports).
 
         `untie`: load a tied embedding and head as two tensors. `options`: arguments of `boost.nn.Spec`, such as mesh and layout,
-        which determine the shards that each process keeps; dtype defaults to the dtype of the weights. Raises BoostError.
+        which determine each process's shards. dtype defaults to that of the weights; float16 becomes float32. Raises BoostError.
         """
         path = Path(path)
         if not path.is_dir():
@@ -120,7 +120,7 @@ class Model(nn.Module):
         seed: int = 0,
         on_token: Callable[[int], None] | None = None,
     ) -> Any:
-        """Continues a prompt. Returns a string for a string, and a list of ids for token ids. temperature = 0 is greedy.
+        """Continues a prompt. Returns text for a text prompt, and token ids for token ids. temperature = 0 means greedy decoding.
 
         `on_token` is called with each token as it is generated. Collective under TP. Raises ConfigError.
         """
@@ -131,9 +131,11 @@ class Model(nn.Module):
         ids = self.tokenizer.encode(prompt, add_special_tokens=False).ids if is_text else list(prompt)
         ids = ([bos] if is_text and bos is not None else []) + ids or ([eos] if eos is not None else [])
         if not ids:
-            raise ConfigError("prompt is empty, and this model's start-of-document token is unknown; pass a token")
+            raise ConfigError("prompt is empty, and this model's start-of-document token is unknown; pass some tokens")
         if max(ids) >= self.decoder.model.vocab_size or min(ids) < 0:
-            raise ConfigError(f"prompt has token {max(ids)}; valid values: 0 to {self.decoder.model.vocab_size - 1}")
+            raise ConfigError(
+                f"prompt has token ids from {min(ids)} to {max(ids)}, but only 0 to {self.decoder.model.vocab_size - 1} are valid"
+            )
         sampling = Sampling(temperature, top_k, top_p, seed)
         sampling.check()
         new = []
@@ -169,7 +171,7 @@ class Model(nn.Module):
         return path
 
     def export(self, path: str | Path, *, dtype: str | None = None, merge: bool = True) -> Path:
-        """Writes a Hugging Face folder, like `boost export`. `dtype`: dtype of the weights; `merge`: for svd, merge B A.
+        """Writes a Hugging Face folder, like `boost export`. `dtype`: dtype of the weights; `merge`: for svd, write W = B A.
 
         Collective under TP; rank 0 writes. Raises ConfigError if the folder exists, or StorageError.
         """

@@ -27,17 +27,17 @@ def parallelize(
     is unchanged. For data parallelism, use torch's DDP or FSDP2 (`fully_shard`) over another dimension of the mesh.
 
     Args:
-        model: a `Decoder`, `Block`, `LowRankAttention` or `LowRankMLP` of `boost.nn` on one process.
+        model: an unsharded `Decoder`, `Block`, `LowRankAttention` or `LowRankMLP` of `boost.nn`.
         mesh: the TP ranks, as in `boost.nn.Spec`.
         layout: name of a layout, such as btp or btp-sp (default: the family's usual layout).
-        options: norm, grouping and overlap of the layout, and recompute.
+        options: the layout's options (norm, grouping, overlap), and recompute.
 
     Raises ConfigError if the layout cannot shard these sizes over the mesh.
     """
     if not isinstance(model, Decoder | Block | LowRankAttention | LowRankMLP):
         raise ConfigError(
-            f"model is a {type(model).__name__}; only boost.nn modules can be sharded: build your blocks from them, or use "
-            "boost.nn.functional"
+            f"model is a {type(model).__name__}; only boost.nn's Decoder, Block, LowRankAttention and LowRankMLP can be sharded: "
+            "build your model from them, or use boost.nn.functional"
         )
     spec = model.spec
     if spec.tp.size > 1:

@@ -25,7 +25,7 @@ SAVED = "boost_lowrank"
 """Key in config.json: {"ranks": {module: rank}, "activation": "none"}."""
 
 Rank = int | float
-"""A number, or a fraction of each linear's smaller width."""
+"""An integer rank, or a fraction of each linear's smaller width."""
 
 
 def lowrank(
@@ -67,16 +67,19 @@ def lowrank(
         if value is not None and r * (rows + columns) < rows * columns:
             chosen.append((name, linear, r))
     if not chosen:
-        why = "no linear matches these names"
+        why = "no replaceable linear matches these patterns"
         if linears:
-            why = "its factors would not be smaller; use a lower rank"
+            why = "no factors would be smaller than the linear that they replace; use a lower rank"
+            if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in linears for pattern in by_pattern):
+                why = f"no pattern in rank matches a linear, such as {linears[0][0]!r}"
         elif any(_matches(name, included) for name in ranks_of(module)):
-            why = "its linears are already factorized"
-        raise ConfigError(f"rank = {rank}, include = {included}: nothing to replace in {type(module).__name__}: {why}")
+            why = "the matching linears are already factorized"
+        place = type(module).__name__
+        raise ConfigError(f"rank = {rank}, include = {included}: nothing to replace in {place}, because {why}")
     for name, linear, r in progress(chosen, "factorizing", enabled=init == "svd"):
         _replace(module, name, linear, r, init, activation)
     after = sum(parameter.numel() for parameter in module.parameters())
-    log.info("factorized %d linears: %s -> %s parameters", len(chosen), format_count(before), format_count(after))
+    log.info("linears factorized: %d; parameters: %s -> %s", len(chosen), format_count(before), format_count(after))
     _record(module, activation)
     return module
 
@@ -113,19 +116,19 @@ def load_lowrank(path: str | Path, **options: Any) -> Any:
     saved = getattr(config, SAVED, None)
     if not isinstance(saved, dict) or not isinstance(saved.get("ranks"), dict):
         raise ConfigError(
-            f"'{path}' has no {SAVED} in its config.json; save a model after boost.lowrank, or use from_pretrained"
+            f"'{path}': its config.json has no valid {SAVED} entry; save a model after boost.lowrank, or use from_pretrained"
         )
     (name,) = (config.architectures or [""])[:1]
     base: Any = getattr(transformers, name, None)
     if not (isinstance(base, type) and issubclass(base, transformers.PreTrainedModel)):
-        raise ConfigError(f"'{path}': its class {name!r} is not a transformers model")
+        raise ConfigError(f"'{path}': the architecture {name!r} in its config.json is not a transformers model")
 
     def build(model: Any, config: Any, *rest: Any, **more: Any) -> None:
         base.__init__(model, config, *rest, **more)  # type: ignore[misc]
         linears = dict(model.named_modules())
         for place, rank in saved["ranks"].items():
             if place not in linears:
-                raise ConfigError(f"'{path}': {SAVED} names {place!r}, which {name} does not have")
+                raise ConfigError(f"'{path}': {SAVED} names module {place!r}, which {name} does not have")
             _check_rank(rank)
             _replace(model, place, linears[place], rank, "random", saved.get("activation", "none"))
 
@@ -137,7 +140,7 @@ def load_lowrank(path: str | Path, **options: Any) -> Any:
 
 def _check_rank(rank: Any) -> None:
     if isinstance(rank, bool) or not isinstance(rank, int | float):
-        raise ConfigError(f"rank = {rank!r} is not a number; use one such as 64, or a fraction of each width (0.25)")
+        raise ConfigError(f"rank = {rank!r} is not a number; use a rank such as 64, or a fraction of each width (0.25)")
     if isinstance(rank, float) and not 0 < rank <= 1:
         raise ConfigError(
             f"rank = {rank} is not a fraction of a linear's width; nearest valid value: {min(max(rank, 0.01), 1.0)}"
@@ -170,8 +173,8 @@ def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) 
         if owners[id(linear.weight)] > 1:
             if name in include:
                 raise ConfigError(
-                    f"include = '{name}' shares its weight with another module, and factors would untie them: leave it out, or "
-                    "give it a separate weight (for a tied head, tie_word_embeddings = false)"
+                    f"include = '{name}': this linear shares its weight with another module, and factorizing it would untie the "
+                    "two; leave it out, or give it a separate weight (for a tied head, tie_word_embeddings = false)"
                 )
         elif linear is not output or name in include:
             yield name, linear

@@ -55,7 +55,7 @@ class Trainer:
         started = int(os.environ.get("WORLD_SIZE", "1")) if under_torchrun() else 1
         if size != started:
             raise ConfigError(
-                f"parallel: this mesh has {size} processes, but {started} were started; run this script with "
+                f"parallel: the mesh size ({size}) differs from the number of processes ({started}); run this script with "
                 f"torchrun --nproc-per-node {size}"
             )
         check_before_start(config, resume, self._start_from)

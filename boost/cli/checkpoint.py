@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "checkpoint",
         help="list and verify checkpoints",
         description="Lists and verifies the checkpoints of a run.\n\n"
-        "  list     step, date, size, state and held-out loss of each checkpoint\n"
+        "  list     shows step, date, size, state and held-out loss of each checkpoint\n"
         "  verify   checks every byte against the saved digests; exit code 1 if anything is damaged",
         epilog="examples:\n"
         "  boost checkpoint list runs/demo\n"
@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, explanation in (
-        ("list", "step, date, size, state and held-out loss of each checkpoint"),
+        ("list", "show step, date, size, state and held-out loss of each checkpoint"),
         ("verify", "check every byte against the saved digests"),
     ):
         summary = f"{explanation[0].upper()}{explanation[1:]}."
@@ -137,7 +137,7 @@ def checkpoint_folders(path: Path) -> list[Path]:
             steps = [child for child in folder.iterdir() if child.is_dir() and step_of(child) is not None]
             if steps:
                 return sorted(steps, key=lambda child: (step_of(child) or 0, child.name))
-    what = "no checkpoint in" if path.exists() else "no such folder:"
+    what = "there is no checkpoint in" if path.exists() else "there is no folder at"
     raise CheckpointError(f"{what} '{path}'; pass a run directory or a step-... folder")
 
 

@@ -31,9 +31,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     add_checkpoint_arguments(parser)
     parser.add_argument(
-        "--store", metavar="PATH", help="token store (default: the one used for training, or the mixture)"
+        "--store", metavar="PATH", help="token store to evaluate (default: the store or mixture used for training)"
     )
-    parser.add_argument("--split", choices=("heldout", "train"), default="heldout", help="default: heldout")
+    parser.add_argument("--split", choices=("heldout", "train"), default="heldout", help="split (default: heldout)")
     parser.add_argument(
         "--batch", type=int, default=0, metavar="N", help="sequences per batch (default: train.micro_batch)"
     )
@@ -85,7 +85,7 @@ def _check_task_flags(args: argparse.Namespace) -> None:
     if args.task_folder is not None and not args.task_folder.is_dir():
         raise ConfigError(f"--task-folder = '{args.task_folder}' is not a folder; pass one with task YAML files")
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("--tasks needs lm-evaluation-harness; install it with: pip install lm_eval")
+        raise ConfigError("--tasks requires lm-evaluation-harness, which is not installed; run: pip install lm_eval")
 
 
 def evaluate_process(args: argparse.Namespace) -> int:
@@ -143,7 +143,7 @@ def _evaluate_tasks(args: argparse.Namespace, opened: "OpenModel") -> None:
     bos, eos = checkpoint.data.get("bos"), checkpoint.data["eos"]
     if bos is None and eos is None:
         raise ConfigError(
-            f"'{checkpoint.path}' has no start-of-document token, which --tasks requires; import it with one"
+            f"'{checkpoint.path}' has no bos or eos token, but --tasks requires one; import the model with a tokenizer that has one"
         )
     tokenizer = load_tokenizer(checkpoint.tokenizer)
     batch = args.batch or config.train.micro_batch

@@ -7,16 +7,16 @@ from typing import Any
 from boost.train.rundir import require_checkpoint_folder
 
 FILE_BYTES = 5 * 10**9
-"""Maximum size of a weight file; one at a time is held in memory."""
+"""Maximum size of a weight file. Only one file at a time is held in memory."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "export",
         help="write a checkpoint as a Hugging Face folder",
-        description="Writes weights, configuration, tokenizer and a model card that transformers loads with\n"
-        "AutoModelForCausalLM.from_pretrained. dense, and svd with merged factors, become a stock LlamaForCausalLM.\n"
-        "cola uses the official CoLA format, and all others use our own format; both include a modeling file\n"
+        description="Writes a folder that transformers loads with AutoModelForCausalLM.from_pretrained: weights, configuration,\n"
+        "tokenizer and a model card. dense, and svd with merged factors, become a stock LlamaForCausalLM. cola uses the\n"
+        "official CoLA format, and all other models use our own format; both include a modeling file\n"
         "(trust_remote_code=True).",
         epilog="examples:\n"
         "  boost export runs/demo --out exported/demo\n"
@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="run directory (its latest checkpoint; RUN@best: its best one) or step-... folder",
+        help="run directory (latest checkpoint), RUN@best (best checkpoint), or step-... folder",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="output folder; must be empty or not exist")
     parser.add_argument(

@@ -72,7 +72,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="texts per prompt; sample i uses the seed SEED + i (default 1)",
+        help="texts per prompt (default 1); sample i uses the seed SEED + i",
     )
     parser.add_argument(
         "--max-tokens", type=int, default=200, metavar="N", help="maximum number of new tokens (default 200)"
@@ -91,11 +91,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="P",
         help="nucleus sampling: sample from the most likely tokens with total probability P (default 0.95)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed (default 0); the same seed gives the same text")
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print one line of JSON per text: prompt (or messages), text, tokens; with --samples, also sample",
+        help="print one line of JSON per text, with the keys prompt (or messages), text, tokens and, with --samples, sample",
     )
     return parser
 
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     args.dialog = args.chat and not (args.prompt or args.prompts or _is_piped())
     if args.dialog and (args.tp != 1 or args.json or args.samples > 1 or not sys.stdin.isatty()):
         raise ConfigError(
-            "--chat without --prompt is interactive: it requires a terminal, one process (--tp 1), and no --json or --samples"
+            "--chat without --prompt is interactive: it requires a terminal and one process (--tp 1), without --json or --samples"
         )
     args.given = [] if args.dialog else _read_prompts(args)
     return run_on_mesh(generate_process, args)
@@ -143,7 +143,7 @@ def _is_piped() -> bool:
 
 
 def _prompts_of_file(name: str, chat: bool) -> list[Prompt]:
-    """Reads one prompt per non-blank line. In a .jsonl file, the prompt is the key "prompt", or with `chat` "messages"."""
+    """Reads one prompt per non-blank line. In a .jsonl file, the prompt is the value of "prompt" or, with `chat`, of "messages"."""
     try:
         text = _decoded(Path(name).read_bytes(), f"--prompts = '{name}'")
     except (OSError, ValueError) as error:
@@ -177,7 +177,7 @@ def _decoded(data: bytes, field: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{field} is not valid UTF-8 (byte {error.start}); convert it") from None
+        raise ConfigError(f"{field} is not valid UTF-8 (invalid byte at offset {error.start}); convert it") from None
 
 
 def generate_process(args: argparse.Namespace) -> int:
@@ -216,8 +216,8 @@ class Generation:
         self._render = load_template_of(checkpoint)
         if self._render is None:
             raise ConfigError(
-                f"--chat: '{checkpoint.path}' has no chat template: none was imported, and there is no chat_template.jinja; add "
-                "one, or remove --chat"
+                f"'{checkpoint.path}' has no chat template, which --chat requires: none was imported, and the folder contains no "
+                "chat_template.jinja; add one, or remove --chat"
             )
         # Templates write special tokens as text. As in transformers, those in messages are then encoded as special tokens too.
         self._tokenizer.encode_special_tokens = False

@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--out", required=True, metavar="CHECKPOINT", help="output folder; must be empty or not exist")
     parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json or its folder (default: the one in DIR)")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), help="dtype of the weights (default: as stored; factors: float32)"
+        "--dtype", choices=("bfloat16", "float32"), help="dtype of weights (default: as stored; float32 for factors)"
     )
     parser.add_argument(
         "--untie",
@@ -59,14 +59,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--calibrate",
         metavar="STORE",
-        help="with --budget: token store whose training split shows what the model must keep; ranks depend on how much "
-        "the loss would rise without each direction",
+        help="with --budget: token store whose training split is used for calibration; ranks depend on how much the loss would "
+        "rise if each direction were dropped",
     )
     parser.add_argument(
         "--calibrate-tokens",
         type=int,
         metavar="N",
-        help="with --calibrate: calibration tokens, spread evenly over the split (default 262144)",
+        help="with --calibrate: number of calibration tokens, spread evenly over the split (default 262144)",
     )
     parser.add_argument(
         "--multiple",
@@ -86,15 +86,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     if (args.budget is None) != (args.calibrate is None):
-        raise ConfigError("--budget FRACTION and --calibrate STORE require each other; add the other, or use --energy")
+        raise ConfigError("--budget FRACTION and --calibrate STORE require each other; pass both, or use --energy")
     if args.calibrate_tokens is not None and args.calibrate is None:
         raise ConfigError("--calibrate-tokens requires --calibrate STORE; add it, or remove --calibrate-tokens")
     if args.multiple is not None and args.energy is None and args.budget is None:
         raise ConfigError(
-            "--multiple rounds the ranks that --energy or --budget chooses; add one of them, or remove --multiple"
+            "--multiple has no effect without --energy or --budget; add one of them, or remove --multiple"
         )
     if not Path(args.source).is_dir():
-        raise ConfigError(f"no folder at '{args.source}'; pass a Hugging Face folder with safetensors weights")
+        raise ConfigError(f"there is no folder at '{args.source}'; pass a Hugging Face folder with safetensors weights")
 
     from boost.cli.inference import dump
     from boost.config.architecture import parameter_count
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
 def _print_report(report: dict[str, Any]) -> None:
     """Prints one row per slot, summarized over the blocks."""
     calibrated = "calibration" in report
-    title = f"truncated SVD{', weighted by calibration text; cost: nats per token' * calibrated}; all blocks together"
+    title = f"truncated SVD{' weighted by calibration text (cost in nats per token)' * calibrated}, all blocks together"
     rows = []
     shapes = {row["name"].split(".", 2)[2]: f"{row['d_out']} x {row['d_in']}" for row in report["linears"]}
     for row in report["slots"]:
@@ -157,13 +157,13 @@ def _print_report(report: dict[str, Any]) -> None:
     if calibrated:
         asked = f"--budget allows {report['asked']['budget']:.1%} and counts only linears"
         print(
-            f"linears: {of['factors']:,} of {of['linears']:,} parameters ({of['factors'] / of['linears']:.1%}; {asked})"
+            f"linears: {of['factors']:,} parameters instead of {of['linears']:,} ({of['factors'] / of['linears']:.1%}; {asked})"
         )
-    head = f", including {of['untied']:,} for the head, which shared the embedding's tensor" if of["untied"] else ""
+    head = f"; untying the head from the embedding added {of['untied']:,}" if of["untied"] else ""
     print(
         f"whole model: {of['after']:,} parameters instead of {of['before']:,} ({of['after'] / of['before']:.1%}){head}"
     )
     if calibrated:
         losses = report["heldout"]
-        print(f"held-out loss: {losses['dense']:.4f} dense, {losses['factorized']:.4f} factorized, nats per token")
+        print(f"held-out loss: dense {losses['dense']:.4f}, factorized {losses['factorized']:.4f} nats per token")
     print()

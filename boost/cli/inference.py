@@ -26,10 +26,12 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="run directory (its latest checkpoint; RUN@best: its best one) or step-... folder",
+        help="run directory (latest checkpoint), RUN@best (best checkpoint), or step-... folder",
     )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="TP size; starts N local processes (default 1)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if available")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: a GPU if available)"
+    )
 
 
 def inference_config(saved: Config, tp: int, device: str, batch: int = 0) -> Config:

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.pp_rank < pp:
         nearest = min(max(args.pp_rank, 0), pp - 1)
         raise ConfigError(
-            f"--pp-rank = {args.pp_rank} is not one of the {pp} pipeline ranks; nearest valid value: {nearest}"
+            f"--pp-rank = {args.pp_rank} is out of range for parallel.pp = {pp}; nearest valid value: {nearest}"
         )
 
     if args.svg is not None:
@@ -161,8 +161,8 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
         + (f", r {model.rank}" if model.rank else ""),
         "parameters": f"{format_count(inspection.parameters)}; per process: {format_count(inspection.parameters_per_process)}",
         "layout": ", ".join(mesh),
-        "tokens": f"T = {train.micro_batch} x {train.seq_len}{f' / CP {parallel.cp}' * (parallel.cp > 1)} = {inspection.tokens} "
-        f"per micro-batch, {batches} per step",
+        "tokens": f"{inspection.tokens} per micro-batch (T = {train.micro_batch} x {train.seq_len}"
+        f"{f' / CP {parallel.cp}' * (parallel.cp > 1)}), {batches} per step",
         "residual": f"{_shape(inspection.residual)}  {_RESIDUAL[inspection.spec.residual]}",
         "activations": f"{_shape(inspection.heads)} heads, {_shape(inspection.channels)} channels",
     }
@@ -251,7 +251,9 @@ def print_memory(config: Config, predicted: "Memory", peak: "PeakMemory") -> Non
             )
     table.add_row("total", *(format_bytes(sum(side.values())) for side in sides), style="bold")
     print_table(console, table)
-    console.print(f"Predicted peak during: {peak.during}. Columns to the left of the peak: memory between the passes.")
+    console.print(
+        f"The peak is predicted to occur in this phase: {peak.during}. The column 'predicted' shows memory between the passes."
+    )
 
 
 def _shape(shape: tuple[int, ...]) -> str:

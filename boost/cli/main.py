@@ -56,8 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
         usage="boost COMMAND ...",
         description="Train low-rank LLMs (SVD, CoLA, LaX) on many GPUs.",
         epilog="Quick start:\n"
-        "  boost prepare --stdlib     a corpus from the Python standard library\n"
-        "  boost train demo           a few million parameters, minutes on a CPU\n"
+        "  boost prepare --stdlib     prepare a corpus from the Python standard library\n"
+        "  boost train demo           train a few million parameters in minutes on a CPU\n"
         "'boost COMMAND --help' shows the options of a command, with examples.",
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=18),
     )

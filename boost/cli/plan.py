@@ -26,11 +26,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         usage="boost plan --model M --gpus N --gpu PROFILE [--global-batch B] [--seq L] [--explain] [--write run.toml]\n"
         "       boost plan CONFIG --gpu PROFILE [--section.key value ...]      explain one configuration",
         description="Searches all valid configurations of a model on N GPUs for the fastest one that fits in memory, and\n"
-        "explains why the others lose. Plans for 'boost train': other frameworks differ in time, memory and valid choices.\n"
-        "Makes predictions only; starts no processes and takes seconds.",
+        "explains why it is better than the alternatives. Plans for 'boost train': other frameworks differ in time, memory and\n"
+        "valid choices. Makes predictions only; starts no processes and takes seconds.",
         epilog="examples:\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --global-batch 1M-tokens --seq 4096\n"
-        "  boost plan --model 7b --gpus 16 --gpu a100-80g --parallel.tp 4 --explain           explain the best with TP 4\n"
+        "  boost plan --model 7b --gpus 16 --gpu a100-80g --parallel.tp 4 --explain           explain the best plan with TP 4\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --write run.toml                    then: boost train run.toml\n"
         "  boost plan run.toml --gpu a100-80g                                                 explain your configuration\n"
         "  boost plan --model 7b --gpus 8 --gpu h100-80g --seq 4096 --by-gpus                 where each layout is fastest\n\n"
@@ -57,7 +57,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="fraction of usable memory to leave free for fragmentation and prediction error (default 0.08)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--explain", action="store_true", help="break down time and memory of the best plan")
+    parser.add_argument("--explain", action="store_true", help="break down the time and memory of the best plan")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the grid of --by-gpus (.svg, .png or .pdf)")
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write the best plan as a configuration for 'boost train'"
@@ -66,7 +66,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--by-gpus",
         action="store_true",
-        help="find the fastest layout by tokens per step and number of GPUs up to --gpus",
+        help="find the fastest layout for several batch sizes (tokens per step) and numbers of GPUs, up to --gpus",
     )
     parser.set_defaults(takes_overrides=True)
     return parser
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.write} already exists; add --force to overwrite it")
     if args.svg is not None:
         if not args.by_gpus:
-            raise ConfigError("--svg draws the grid of --by-gpus; add --by-gpus")
+            raise ConfigError("--svg draws the grid of --by-gpus, so it requires that option; add --by-gpus")
         require_drawable(args.svg)
     if args.config is not None:
         for name in ("model", "gpus", "seq", "global_batch", "write", "by_gpus"):
@@ -168,7 +168,7 @@ def request_of(args: argparse.Namespace, hardware: "Hardware") -> "Request":
 
 
 def global_batch(words: str, seq_len: int, gpus: int) -> int:
-    """Parses '256' (sequences) or '1M-tokens', '500k' (tokens, rounded by at most SLACK until the sequences divide evenly)."""
+    """Parses '256' (sequences) or '1M-tokens', '500k' (tokens, rounded by at most SLACK so that the sequences divide evenly)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)(-tokens|-sequences)?", words.replace(",", "").replace("_", ""))
     if not match:
         raise ConfigError(

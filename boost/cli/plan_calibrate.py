@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="D",
         help="compute dtypes (default: float32, and bfloat16 on GPUs)",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: auto)")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller shapes: a rough profile in seconds")
     parser.add_argument(
         "--force", action="store_true", help="write the profile even if the fit is too poor to be useful"

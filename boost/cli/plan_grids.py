@@ -23,13 +23,12 @@ def slower_than(row: list[GridPlan], cell: GridPlan) -> int | None:
 
 
 def print_grid(args: argparse.Namespace, request: Request) -> int:
-    """Searches and prints the grid, and draws it for --svg. Raises ConfigError if nothing fits."""
+    """Searches for the best plans in the grid and prints it; with --svg, also draws it. Raises ConfigError if nothing fits."""
     with searching("configurations") as tick:
         rows = by_gpus(request, tick)
+    pp = request.base.parallel.pp
     if not any(cell.plan for row in rows for cell in row):
-        raise ConfigError(
-            f"{args.model} does not fit on {args.gpus} x {args.gpu} without a pipeline; add --parallel.pp"
-        )
+        raise ConfigError(f"{args.model} does not fit on {args.gpus} x {args.gpu} with parallel.pp = {pp}; increase it")
     columns = [f"{cell.gpus} GPUs" for cell in rows[0]]
     if args.json:
         answers = [
@@ -59,7 +58,7 @@ def print_grid(args: argparse.Namespace, request: Request) -> int:
                 cells.append(words)
             table.add_row(*map(Text, (f"{row[0].tokens:,}", *cells)))
         print_table(out, table)
-        out.print(Text("\nWithout a pipeline. Differences below 5% are within the prediction error."))
+        out.print(Text(f"\nAll plans have parallel.pp = {pp}. Differences below 5% are within the prediction error."))
     if args.svg is not None:
         drawn = [(f"{row[0].tokens:,}", [(cell.label or cell.why_none, cell.kind) for cell in row]) for row in rows]
         title = f"Layout by tokens per step and number of GPUs: {args.model}, {request.base.model.title}"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-SOFTWARE = "boost train: kernels compiled, torch's own attention"
+SOFTWARE = "boost train with compiled kernels and torch's attention"
 """The software whose speed is predicted."""
 
 EVALUATIONS = 20
@@ -92,24 +92,24 @@ def search_and_report(args: argparse.Namespace, request: Request, source: str, f
         if best is not fastest:
             faster, config = 1 - fastest.time.seconds / best.time.seconds, fastest.config
             remarks.append(
-                f"A tie: {mesh(config.parallel)} ({choices(config)}) takes {faster:.1%} less time. Among plans within {TIE:.0%} or "
-                f"{format_seconds(TIE_SECONDS)}, the planner picks the simplest."
+                f"A near-tie: {mesh(config.parallel)} ({choices(config)}) takes {faster:.1%} less time, but among plans within "
+                f"{TIE:.0%} or {format_seconds(TIE_SECONDS)} of the fastest, the planner picks the simplest."
             )
         others = alternatives(search, best, tick)
         if (fewer := fewer_gpus(search, best, [other.plan for other in others])) is not None:
             few = fewer[1]
-            used = f"{few.time.devices} of the {best.time.devices} GPUs"
+            used = f"Using only {few.time.devices} of the {best.time.devices} GPUs"
             ways = [
                 f"{format_seconds(p.time.seconds)} ({mesh(p.config.parallel)}; {choices(p.config)})"
                 for p in (few, best)
             ]
             if few.time.seconds < best.time.seconds:
-                remarks.append(f"{used} are faster than all of them: {ways[0]} per step instead of {ways[1]}.")
+                remarks.append(f"{used} is faster than using all of them: {ways[0]} per step instead of {ways[1]}.")
                 search, best = fewer
                 request, others = search.request, alternatives(search, best, tick)
             else:
                 longer = few.time.seconds / best.time.seconds - 1
-                remarks.append(f"{used} take only {longer:.1%} longer than all of them: {ways[0]} per step.")
+                remarks.append(f"{used} takes just {longer:.1%} longer than using all of them: {ways[0]} per step.")
         dense = _dense(search)
     remarks += notes(search, best, others, dense)
     if folder is not None and read_folder(folder).tied:
@@ -287,7 +287,7 @@ def print_report(report: PlanReport) -> None:
         "hardware": f"{args.gpus} x {report.request.hardware.title}",
     }
     train = report.best.config.train
-    batch = f"{train.global_batch:,} sequences of {train.seq_len:,} = {train.global_batch * train.seq_len:,} tokens per step"
+    batch = f"{train.global_batch:,} sequences of {train.seq_len:,} tokens ({train.global_batch * train.seq_len:,} tokens) per step"
     if args.global_batch is None:
         batch += ", the default for this model; change it with --global-batch, such as 1M-tokens"
     elif args.global_batch != str(train.global_batch):
@@ -295,8 +295,8 @@ def print_report(report: PlanReport) -> None:
     facts["batch"] = batch
     for key, value in facts.items():
         print_fact(out, key, value)
-    effort = f"{report.search.considered:,} configurations in {report.seconds:.1f} s"
-    out.print(Text(f"\nfastest configuration that fits (of {effort})", style="bold"))
+    effort = f"{report.search.considered:,} configurations searched in {report.seconds:.1f} s"
+    out.print(Text(f"\nfastest configuration that fits ({effort})", style="bold"))
     print_plan(out, report.best, args, report.request.hardware)
     if "train.steps" in asked_keys(args):
         seconds = train.steps * report.best.time.seconds
@@ -346,8 +346,8 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: H
     facts = {
         "mesh": mesh(parallel),
         "choices": choices(plan.config),
-        "step": f"{format_seconds(time.seconds)} ({likely}), as {SOFTWARE}",
-        "speed": f"{format_rate(time.tokens_per_second)}, MFU {time.mfu:.1%} ({time.mfu_of_all_scores:.1%} with masked scores)",
+        "step": f"{format_seconds(time.seconds)} ({likely}), for {SOFTWARE}",
+        "speed": f"{format_rate(time.tokens_per_second)}, MFU {time.mfu:.1%} ({time.mfu_of_all_scores:.1%} counting masked scores)",
         "memory": f"{format_bytes(plan.memory)} of {format_bytes(plan.usable)} usable per GPU ({room}{process}; "
         f"{plan.margin:.0%} left free); fits with a probability of {chance}",
     }
@@ -402,8 +402,8 @@ def undecided(config: Config, asked: frozenset[str]) -> Iterator[str]:
         whole = train.steps * tokens
         enough = -(-TOKENS_PER_PARAMETER * parameters // tokens)
         yield (
-            f"train.steps = {train.steps:,} is {format_count(whole)} tokens, {whole / parameters:,.3g} per parameter; "
-            f"{TOKENS_PER_PARAMETER} per parameter take {enough:,} steps"
+            f"train.steps = {train.steps:,} means {format_count(whole)} tokens, {whole / parameters:,.3g} per parameter; "
+            f"{TOKENS_PER_PARAMETER} tokens per parameter take {enough:,} steps"
         )
     if not asked & {"data.store", "data.mixture"}:
         yield (
@@ -507,9 +507,7 @@ def _print_products(out: "Console", plan: Plan, hardware: Hardware, rank: int) -
     print_table(out, table)
     rest = listed[len(shown) :]
     if rest:
-        out.print(
-            f"and {len(rest)} smaller shapes: {format_seconds(sum(total.seconds for total in rest))}", style="dim"
-        )
+        out.print(f"other shapes ({len(rest)}): {format_seconds(sum(total.seconds for total in rest))}", style="dim")
     out.print(
         "Attention shapes: sequences x heads x key/value heads x tokens x head dimension (x key tokens, if different).",
         style="dim",

@@ -30,7 +30,7 @@ examples:
 
 Without --out, the store is data/stdlib or data/NAME, where NAME comes from the first input. Running the same command
 again does nothing if the input is unchanged. An interrupted run leaves no store; an existing store is kept until the new
-one is complete. After a kill, a broken connection or a full disk, the same command continues (it commits every 30 s).
+one is complete. After a crash, a broken connection or a full disk, run the same command to continue (it saves every 30 s).
 
 The suffix determines the format: .jsonl .ndjson (one JSON object per line), .json (the same, or one array), .csv .tsv,
 .parquet, .arrow, and save_to_disk folders; anything else is text, one document per file. .gz .zst .bz2 .xz are
@@ -71,7 +71,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--from-tokens",
         metavar="PATH",
-        help="read token ids written by another tool; --tokenizer names their tokenizer",
+        help="read token ids written by another tool; --tokenizer names the tokenizer that produced them",
     )
     parser.add_argument(
         "--token-dtype",
@@ -97,12 +97,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "(default: %(default)s)",
     )
     parser.add_argument(
-        "--eos", metavar="TOKEN", help="end-of-document token (default: the first usual name found, such as </s>)"
+        "--eos",
+        metavar="TOKEN",
+        help="end-of-document token (default: the tokenizer's eos_token, or else the first common one found, such as </s>)",
     )
     parser.add_argument(
         "--text-field",
         metavar="FIELD",
-        help="field or column with the text (default: 'text', 'content', or the only one with strings)",
+        help="field or column with the text (default: 'text', else 'content', else the only one that holds strings)",
     )
     parser.add_argument(
         "--heldout",
@@ -128,9 +130,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--max-tokens", type=int, metavar="N", help="stop after the document that reaches N training tokens"
     )
     parser.add_argument(
-        "--max-heldout-tokens", type=int, metavar="N", help="stop holding out documents once they have N tokens"
+        "--max-heldout-tokens", type=int, metavar="N", help="stop holding out documents once N tokens are held out"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a store that was made from different input")
+    parser.add_argument("--overwrite", action="store_true", help="replace a store made from different input or options")
     parser.add_argument("--json", action="store_true", help="print the report as JSON and show no progress")
     return parser
 
@@ -203,7 +205,7 @@ def print_report(result: "PrepareResult") -> None:
     print_rows(("split", *numbers), rows, right=numbers, piped_width=200, title="\nstore")
     for note in report["notes"]:
         print(printable(f"note: {note}"))
-    state = "is up to date; nothing to do" if result.up_to_date else f"written in {result.seconds:.1f} s"
+    state = "is up to date (nothing to do)" if result.up_to_date else f"written in {result.seconds:.1f} s"
     eos = f"eos {report['eos']['token']} (id {report['eos']['id']})"
     print(printable(f"\n{report['store']} {state}: vocab_size {report['vocab_size']}, {eos}", "\n"))
 

@@ -30,12 +30,12 @@ COLUMN = 14
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "recipe",
-        help="prepare, train, evaluate and compare a published run",
+        help="reproduce a published run, from its data to its perplexity",
         usage="boost recipe [RECIPE] [--data PATH] [--steps N] [--yes] [--dry-run]\n"
         "                    [--section.key value ...]",
-        description="Runs a published recipe from start to finish: prepares its data, trains its preset, evaluates, and\n"
-        "compares with the published perplexity. Prints the budget first. Interrupt it at any time; the same command\n"
-        "continues. Without RECIPE, lists the recipes.",
+        description="Runs a published recipe from start to finish: prepares its data, trains its preset, evaluates the model\n"
+        "and compares its perplexity with the published one. Prints the budget first. Interrupt it at any time; run\n"
+        "the same command to continue. Without RECIPE, lists the recipes.",
         epilog="examples:\n"
         "  boost recipe                                     the list: preset, data, tokens, published perplexity\n"
         "  boost recipe c4-60m --dry-run                    the budget: tokens and disk\n"
@@ -47,16 +47,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--data",
         metavar="PATH",
-        help="folder with the dataset's files, instead of the Hugging Face Hub; each file name must contain its split, such "
-        "as c4-train.00000-of-01024.json.gz and c4-validation.00000-of-00008.json.gz",
+        help="folder with the dataset's files, instead of the Hugging Face Hub; each file name must contain the name of its "
+        "split, as in c4-train.00000-of-01024.json.gz and c4-validation.00000-of-00008.json.gz",
     )
     parser.add_argument(
         "--tokenizer",
         metavar="TOKENIZER",
-        help="tokenizer, as for 'boost prepare': a local copy of the recipe's, or another one (then set --model.vocab_size)",
+        help="tokenizer, as in 'boost prepare': a copy of the recipe's tokenizer, or another one (then set --model.vocab_size)",
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="train for N steps; warm-up and intervals shrink in proportion"
+        "--steps", type=int, metavar="N", help="train for N steps; warmup and intervals shrink in proportion"
     )
     parser.add_argument("--yes", action="store_true", help="do not ask before starting")
     parser.add_argument("--dry-run", action="store_true", help="print the budget and stop")
@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--steps = {args.steps} is too small; smallest valid value: 1")
     if "RANK" in os.environ:
         raise ConfigError(
-            "boost recipe runs on one machine and starts its processes itself; for torchrun, write its configuration with "
-            f"'boost config {args.recipe}', and use 'boost prepare' and 'boost train'"
+            "boost recipe does not support torchrun, because it runs on one machine and starts its own processes; write the "
+            f"configuration with 'boost config {args.recipe}', and use 'boost prepare' and 'boost train'"
         )
     recipe = find_recipe(args.recipe)
     config = recipe.config(args.overrides, args.steps)
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.yes and not Path(config.run.dir, "config.toml").exists():
         if not sys.stdin.isatty():
             raise ConfigError(
-                "stdin is not a terminal, so nobody can confirm the budget; add --yes to start, or --dry-run"
+                "stdin is not a terminal, so nobody can confirm the budget; add --yes to start, or --dry-run to only print it"
             )
         try:
             answer = input("Start? [y/N] ")
@@ -126,12 +126,12 @@ def _prepare_options(args: argparse.Namespace, recipe: Recipe, config: Config) -
 def _files(folder: Path, split: str) -> tuple[str, ...]:
     """The files whose names contain the split, in order; or the split's folder, if any. Raises ConfigError if there are none."""
     if not folder.is_dir():
-        raise ConfigError(f"--data {folder}: no such folder; pass the folder with the dataset's files")
+        raise ConfigError(f"--data = '{folder}' is not a folder; pass the folder with the dataset's files")
     if (folder / split).is_dir():
         return (str(folder / split),)
     files = sorted(str(path) for path in folder.iterdir() if split in path.name and path.is_file())
     if not files:
-        raise ConfigError(f"--data {folder}: no file with '{split}' in its name, and no folder '{split}'")
+        raise ConfigError(f"--data = '{folder}' contains no file with '{split}' in its name, and no folder '{split}'")
     return tuple(files)
 
 
@@ -191,9 +191,9 @@ def _run_stages(recipe: Recipe, config: Config, options: "PrepareOptions") -> in
         if code:
             return code
     else:
-        print(f"{config.run.dir} is finished; nothing to do")
+        print(f"the run in {config.run.dir} is finished; nothing to do")
     if final_evaluation(config) is None:
-        print("\nnot finished; the same command continues")
+        print("\nthe run is not finished; run the same command to continue")
         return 0
     print("\n3/3 compare", flush=True)
     compare(recipe, config)

@@ -19,7 +19,7 @@ LEAST_LAST_COLUMN = 20
 
 
 def result_console(piped_width: int) -> "Console":
-    """Returns a console as wide as the terminal. For a pipe, it has `piped_width` columns, because 80 would wrap long rows."""
+    """Returns a console as wide as the terminal. For a pipe, it has `piped_width` columns: rich's 80 would wrap long rows."""
     from rich.console import Console
 
     return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=piped_width)

@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         usage="boost train [CONFIG] [--resume auto|PATH] [--restart] [--start-from CHECKPOINT]\n"
         "                   [--distill-from CHECKPOINT] [--section.key value ...]",
         description="Trains a model. CONFIG is a TOML file or a preset name; flags after it override its keys.\n"
-        "Without torchrun, it starts tp x pp x dp local processes.",
+        "Without torchrun, starts tp x pp x dp x cp local processes.",
         epilog="examples:\n"
         "  boost train demo                                      a few million parameters, btp on 2 processes\n"
         "  boost train demo --parallel.tp 1 --run.dir runs/one   the same model on one process\n"
@@ -51,14 +51,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--restart",
         action="store_true",
-        help="with --resume auto: start over at step 0 if the checkpoints of an earlier run are gone (by default, an error)",
+        help="with --resume auto: start over at step 0 if the checkpoints of an earlier run are gone (an error by default)",
     )
     parser.add_argument(
         "--start-from",
         metavar="CHECKPOINT|RUN",
         help="start at step 0 with the weights of a checkpoint, a run or an imported model, and a fresh optimizer; [model] "
-        "comes from the checkpoint; if CONFIG has one too, it must be the same; defaults: train.seq_len of the checkpoint, "
-        "optim.lr 3e-4 (1e-4 if latents have an activation)",
+        "comes from the checkpoint (a [model] in CONFIG must be the same); train.seq_len defaults to the checkpoint's, and "
+        "optim.lr to 3e-4 (1e-4 if latents have an activation)",
     )
     parser.add_argument(
         "--distill-from",

@@ -22,10 +22,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  machines     devices, drivers, versions, network interfaces\n"
         "  collectives  every collective function, forward and backward, against plain arithmetic\n"
         "  links        latency and bandwidth of every collective, against the hardware profile\n"
-        "  layouts      losses, gradients and updates of every layout against one process; collectives against the table\n"
-        "  step         time, memory and bytes sent of a training step, against the prediction\n"
+        "  layouts      losses, gradients and updates of every layout against one process; collectives against 'boost inspect'\n"
+        "  step         time, memory and bytes sent in a training step, against the prediction\n"
         "  runs         full runs of boost train: repeated, killed, on another mesh, hanging, stopped (on one machine)\n"
-        "With CONFIG, also checks its mesh and options on a small model, and times its own step.\n"
+        "With CONFIG, also checks its mesh and options on a small model, and times a step of CONFIG itself.\n"
         "Prints one line per check and writes a JSON report. Exits with 0 if no check failed, otherwise with 3.",
         epilog="examples:\n"
         "  boost verify                              one process per GPU, or two on CPUs\n"
@@ -56,7 +56,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--compile",
         choices=("all", "first", "none"),
-        help="layouts to also check with torch.compile (default: all on GPUs; on CPUs the first, which takes a minute)",
+        help="layouts to also check with torch.compile (default: all on GPUs; on CPUs, the first, which takes a minute)",
     )
     parser.add_argument("--gpu", metavar="PROFILE", help="hardware profile to compare with (default: the GPU's)")
     parser.add_argument(
@@ -118,7 +118,7 @@ def _processes(asked: int | None, own: Config | None, gpus: int, started: int | 
     if number < 1:
         raise ConfigError(f"--nproc = {number} is too small; smallest valid value: 1")
     if own and number != usual:
-        raise ConfigError(f"--nproc = {number} must equal the mesh of CONFIG; valid value: {usual}")
+        raise ConfigError(f"--nproc = {number} must equal the size of CONFIG's mesh; valid value: {usual}")
     if gpus and started is None and number > gpus:
-        raise ConfigError(f"--nproc = {number}: this machine has {gpus} GPUs; largest valid value: {gpus}")
+        raise ConfigError(f"--nproc = {number} exceeds the number of GPUs on this machine; largest valid value: {gpus}")
     return number

@@ -1,7 +1,7 @@
 """The parameters of a model as data: names and global (unsharded) shapes.
 
-A block is four groups of linears, each with one shared input: two project from the residual stream (qkv; gate_up), two project
-back to it (o; down). Checkpoints, initialization, layouts and cost models all refer to parameters by these names, never to fused
+A block has four groups of linears that share an input: two project from the residual stream (qkv; gate_up), and two project back
+to it (o; down). Checkpoints, initialization, layouts and cost models all refer to parameters by these names, never to fused
 tensors.
 """
 
@@ -46,7 +46,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Linears that share one input. side: 'enter' projects from the residual stream to heads or channels, 'leave' projects back."""
+    """Linears that share one input. side: 'enter' projects from the residual stream to heads or channels; 'leave' projects back."""
 
     name: str
     side: str
@@ -193,7 +193,7 @@ def parameter_count(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig, seq_len: int) -> int:
     """FLOPs per token for the forward and backward passes, as counted for model FLOPs utilization (MFU).
 
-    6 per weight in every linear and in the head (2 forward, 4 backward; the embedding is a lookup), plus attention: the causal
+    6 per weight in every linear and in the head (2 forward, 4 backward; the embedding is a lookup), plus attention over the causal
     half of the scores. Recomputation is not counted.
     """
     return sum(block_flops_per_token(model, seq_len, n) for n in range(model.layers)) + 6 * head(model).size
@@ -201,8 +201,8 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
 def block_flops_per_token(model: ModelConfig, seq_len: int, layer: int) -> int:
     """FLOPs per token in one block. Attention takes 6 * dim * seq_len for its two products over the causal half of the scores:
-    2 products * 2 FLOPs * dim * seq_len / 2 forward, twice that backward. A tensor gate multiplies the b columns (length a) and the
-    a rows (length b) of each latent."""
+    2 products * 2 FLOPs * dim * seq_len / 2 forward, twice that backward. A tensor gate multiplies each latent, as an a x b matrix,
+    by an a x a and a b x b matrix."""
     multiplied = 0
     for group in groups(model, layer):
         for factor in "AB" if model.low_rank else "W":

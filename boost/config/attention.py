@@ -5,9 +5,9 @@ A sequence of S tokens is split into 2 cp chunks; CP rank i holds the i-th chunk
 causal mask, this balances attention over the ranks. The front chunks of all ranks form the first half of the sequence.
 Attention communicates whichever is smaller:
 
-- heads: an all-to-all of q, k and v gives each rank all tokens for some heads, and a second one returns attention's output.
+- heads: an all-to-all of q, k and v gives each rank all tokens for some heads; a second all-to-all returns the attention output.
   Memory grows only with the number of local tokens. cp must divide the heads; if there are fewer key/value heads than
-  ranks, each is sent to every rank that needs it.
+  ranks, each of these heads is sent to every rank that needs it.
 - keys: k and v are all-gathered, and queries stay local.
 
 Legend: n local tokens in a micro-batch; H query heads and K key/value heads per TP rank; E head dimension.
@@ -57,8 +57,8 @@ def crosses_as_heads(model: ModelConfig, parallel: ParallelConfig) -> bool:
 
 
 def context_comms(model: ModelConfig, parallel: ParallelConfig) -> Iterator[PlannedComm]:
-    """The collectives in one block over the cp axis, in forward order. Widths are elements per local token: sent to all other ranks
-    in total (heads), or gathered (keys)."""
+    """The collectives in one block over the cp axis, in forward order. Widths are elements per local token that are sent to all
+    other ranks together (heads) or gathered (keys)."""
     if parallel.cp == 1:
         return
     heads, kv_heads = local_heads(model, parallel)
@@ -77,7 +77,8 @@ def context_notes(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]
     heads, kv_heads = local_heads(model, parallel)
     held = f"each process holds 2 chunks of S / {2 * parallel.cp} tokens from every sequence"
     if crosses_as_heads(model, parallel):
-        yield f"CP {parallel.cp}: {held}; for attention, heads are exchanged, {heads // parallel.cp} per process"
+        count = heads // parallel.cp
+        yield f"CP {parallel.cp}: {held}; for attention, heads are exchanged, so that each process has {count} of them"
     else:
         what = "1 key/value head is" if kv_heads == 1 else f"{kv_heads} key/value heads are"
         yield f"CP {parallel.cp}: {held}; for attention, {what} gathered"

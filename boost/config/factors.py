@@ -37,12 +37,12 @@ class FactorShape:
         return min(self.rows * (processes if self.sharded == "rows" else 1), 2 * self.rank)
 
     def triangle(self, processes: int) -> int:
-        """Elements in an all-gather of the R factors of the QR of [n, 2 r]; 0 if n is not sharded."""
+        """Elements in an all-gather of the R factors from QR decompositions of [n, 2 r]; 0 if n is not sharded."""
         return processes * min(self.rows, 2 * self.rank) * 2 * self.rank if self.sharded == "rows" else 0
 
     @property
     def gram(self) -> int:
-        """Elements of the Gram matrix to all-reduce; 0 if n is not sharded."""
+        """Elements in the Gram matrix to all-reduce; 0 if n is not sharded."""
         return self.rank**2 if self.sharded == "rows" else 0
 
 
@@ -70,12 +70,12 @@ def rate_scale(parameter: Parameter, dim: int) -> float:
 
 
 def work_dtype(optim: OptimConfig, param_dtype: str) -> str:
-    """Dtype for computing with whole factors and communicating them: fp64 for LORO's exact step, at least fp32 for others."""
+    """Dtype for computing with whole factors and communicating them: fp64 for LORO's exact step, otherwise at least fp32."""
     return "float64" if param_dtype == "float64" else optim.factor_dtype
 
 
 def factor_buckets(units: Sequence[Sequence[FactorShape]], optim: OptimConfig, itemsize: int) -> list[int]:
-    """Number of consecutive `units` (factors of linears that share an input) per bucket. A bucket shares its collectives."""
+    """Number of consecutive `units` (factors of linears that share an input) per bucket. Factors in a bucket share collectives."""
     sizes = [itemsize * optim.factor_copies * sum(f.elements for f in unit) for unit in units]
     return bucket_lengths(sizes, optim.factor_bucket * BUCKET_BYTES)
 

@@ -46,7 +46,7 @@ class ModelConfig(Tagged):
     """Parameterization of the seven linears in a block; the embedding and head stay dense."""
 
     vocab_size: Count = 32000
-    """V, rows of the embedding and of the head; at least the tokenizer's size, and divisible by parallel.tp."""
+    """V, number of rows in the embedding and in the head. Must be at least the tokenizer's size and divisible by parallel.tp."""
 
     dim: Width = 512
     """d, width of the residual stream."""
@@ -58,13 +58,13 @@ class ModelConfig(Tagged):
     """Number of decoder blocks."""
 
     heads: Width = 8
-    """Attention heads; head_dim = dim / heads must be even (rotary embeddings use pairs)."""
+    """Number of attention heads; head_dim = dim / heads must be even (rotary embeddings use pairs)."""
 
     kv_heads: Width
-    """Key/value heads (GQA); divides heads. Default: heads."""
+    """Number of key/value heads (GQA); must divide heads. Default: heads."""
 
     mlp_silu: bool = True
-    """True: SwiGLU, silu on the gate; False: CoLA's down(gate(x) * up(x)), used for 350M parameters and up."""
+    """True: SwiGLU, silu on the gate. False: down(gate(x) * up(x)), as in CoLA's models of 350M parameters and more."""
 
     norm_eps: Positive = 1e-6
     """epsilon of RMSNorm, added to the mean square."""
@@ -73,7 +73,7 @@ class ModelConfig(Tagged):
     """Base of the rotary position embeddings."""
 
     rope_factor: Positive = 1.0
-    """Factor by which low rotary frequencies are divided to extend the context, as in Llama 3.1 (8). 1 disables scaling."""
+    """Factor by which low rotary frequencies are divided to extend the context; 8 in Llama 3.1. 1 disables scaling."""
 
     rope_low_freq: Positive = 1.0
     """With `rope_factor`: frequencies of at most this many turns per `rope_original_len` tokens are divided by the full factor.
@@ -86,11 +86,11 @@ class ModelConfig(Tagged):
     """With `rope_factor`: context length before the extension, in tokens."""
 
     init_std: Positive = 0.02
-    """Standard deviation of the initial embedding, head and dense linears. For low-rank factors see `factor_init`."""
+    """Standard deviation of the initial embedding, head and dense linears. For low-rank factors, see `factor_init`."""
 
     @classmethod
     def derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """By default, there are as many key/value heads as heads."""
+        """By default, there are as many key/value heads as attention heads."""
         return {"kv_heads": values.get("heads", cls.model_fields["heads"].default)}
 
     @classmethod
@@ -102,12 +102,12 @@ class ModelConfig(Tagged):
     def dropped(
         cls, former: type["ModelConfig"], new: type["ModelConfig"], table: Mapping[str, Any], changes: Mapping[str, Any]
     ) -> set[str]:
-        """The fields in both families' recipes; none if the recipe stays the same, as from CoLA to LaX over CoLA."""
+        """The fields in either family's recipe; none if the recipe stays the same, as from CoLA to LaX over CoLA."""
         same = former.kind(table) is new.kind(changes)
         return set() if same else {*former.recipe, *new.recipe}
 
     def advice(self) -> Iterator[str]:
-        """Advice to print before a run of this model, one sentence each."""
+        """Yields advice to print before a run of this model, one sentence at a time."""
         yield from ()
 
     @property
@@ -163,15 +163,15 @@ class LowRankConfig(ModelConfig):
     """r, bottleneck rank of every low-rank linear. Default: dim / 4."""
 
     ranks: Annotated[dict[str, Width], BeforeValidator(_by_linear)] = Field(default={})
-    """Per-linear overrides of `rank`, as a table: attn, mlp, kv (attn.k and attn.v), one linear (attn.q), or one linear in one
-    block (layers.3.attn.q); the most specific name wins. CoLA's separate ranks are ranks.attn and ranks.mlp."""
+    """Overrides of `rank`, as a table. Its keys are attn, mlp, kv (attn.k and attn.v), one linear (attn.q), or one linear in one
+    block (layers.3.attn.q); the most specific key wins. CoLA's separate ranks are ranks.attn and ranks.mlp."""
 
     latent_act: Literal["silu", "none"]
     """Activation of the latent, act in y = B act(A x). Default: silu for cola, none otherwise."""
 
     factor_init: Literal["cola", "xavier", "spectral"]
-    """Initialization of the factors. cola: normal with std (rank)^(-1/4) (d_in + d_out)^(-1/4); xavier: per factor; spectral: the
-    truncated SVD of the dense linear's initial weight. Default: cola for cola, xavier for svd."""
+    """Initialization of the factors. cola: normal with std (rank)^(-1/4) (d_in + d_out)^(-1/4). xavier: Xavier normal. spectral:
+    the truncated SVD of the dense linear's initial weight. Default: cola for cola, xavier for svd."""
 
     @classmethod
     def derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,21 +181,21 @@ class LowRankConfig(ModelConfig):
         return super().derived(values) | {"rank": rank, **LowRankConfig.recipe, **cls.kind(values).recipe}
 
     def advice(self) -> Iterator[str]:
-        """Names key/value projections (with few heads) whose two factors are larger than one dense matrix."""
+        """Names key/value projections whose factors are larger than a dense matrix, as with few key/value heads."""
         width = self.kv_heads * self.head_dim
         for slot in ("attn.k", "attn.v"):
             rank = max(self.rank_of(layer, slot) or 0 for layer in range(self.layers if self.ranks else 1))
             if rank * (self.dim + width) > self.dim * width:
                 yield (
-                    f"{slot} ({self.dim} x {width}) has more parameters as factors of rank {rank} than as one matrix: "
-                    f"--model.ranks.{slot} {max(width // 4, 1)} would set its rank to a quarter of its width (ranks.kv sets both)"
+                    f"{slot} ({self.dim} x {width}) has more parameters as factors of rank {rank} than as one matrix; to set its "
+                    f"rank to a quarter of its width, add --model.ranks.{slot} {max(width // 4, 1)} (ranks.kv: attn.k and attn.v)"
                 )
 
     def problems(self, config: WholeConfig) -> Iterator[str]:
         """Ranks larger than their linears, and ranks for unknown linears."""
-        narrow = min(self.dim, self.ffn_dim)
+        narrow, bound = min((self.dim, "model.dim"), (self.ffn_dim, "model.ffn_dim"))
         if self.rank > narrow:
-            yield f"model.rank = {self.rank} is larger than the linears it factors; largest valid value: {narrow}"
+            yield f"model.rank = {self.rank} exceeds {bound} = {narrow}; largest valid value: {narrow}"
         numbers = {str(number) for number in range(self.layers)} if self.ranks else set()
         for name, rank in self.ranks.items():
             _, layer, slot = (*name.split(".", 2), "", "")[:3] if name.startswith("layers.") else ("", "", name)
@@ -207,9 +207,9 @@ class LowRankConfig(ModelConfig):
                 )
                 continue
             # Not checked against the width of few key/value heads: a rank larger than that is wasteful but valid.
-            most = self.dim if slot.startswith("attn") else narrow
+            most, field = (self.dim, "model.dim") if slot.startswith("attn") else (narrow, bound)
             if rank > most:
-                yield f"model.ranks.{name} = {rank} is larger than the linears it factors; largest valid value: {most}"
+                yield f"model.ranks.{name} = {rank} exceeds {field} = {most}; largest valid value: {most}"
 
 
 class SVDConfig(LowRankConfig):
@@ -226,7 +226,7 @@ class CoLAConfig(LowRankConfig):
 
 
 class LaXConfig(LowRankConfig):
-    """svd or cola whose latents also feed the next block through a gate (LaX)."""
+    """svd or cola linears whose latents also feed the next block through a gate (LaX)."""
 
     has_latent_gates: ClassVar[bool] = True
     family: Literal["lax"] = "lax"
@@ -235,8 +235,8 @@ class LaXConfig(LowRankConfig):
     """Family of the low-rank linears."""
 
     gate: Literal["identity", "tensor", "dense"] = "identity"
-    """Gate applied to the latents of the previous block. identity: none; tensor: two small matrices, a x a and b x b with a b =
-    rank and a as close to b as possible; dense: a rank x rank linear."""
+    """Gate applied to the previous block's latents. identity: keeps them unchanged. tensor: two small matrices, a x a and b x b,
+    with a b = rank and a as close to b as possible. dense: a rank x rank linear."""
 
     @classmethod
     def kind(cls, values: Mapping[str, Any]) -> Any:
@@ -253,8 +253,8 @@ class LaXConfig(LowRankConfig):
         for name in self.ranks:
             if name.startswith("layers."):
                 yield (
-                    f"model.ranks.{name}: with model.family = 'lax', a linear's latents feed the same linear of the next "
-                    f"block, so its rank must be the same in all blocks; use ranks.{name.partition('.')[2].partition('.')[2]}"
+                    f"model.ranks.{name} sets the rank in one block, but with model.family = 'lax', it must be the same in all "
+                    f"blocks, because latents feed the next block; use ranks.{name.partition('.')[2].partition('.')[2]}"
                 )
         yield from super().problems(config)
 
@@ -263,7 +263,7 @@ AnyFamily = TypeVar("AnyFamily", bound=type[ModelConfig])
 
 
 def register_family(family: AnyFamily) -> AnyFamily:
-    """Registers a family with configurations, `boost.nn` and the planner. Usable as a class decorator.
+    """Registers a family for use in configurations, `boost.nn` and the planner. Usable as a class decorator.
 
     A family is a subclass of `ModelConfig` (or `LowRankConfig`, `SVDConfig`, ...) whose field `family` is a `Literal` of its name:
 

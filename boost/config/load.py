@@ -53,10 +53,10 @@ def load(source: str | None, overrides: Sequence[str] = (), model: ModelConfig |
 
 
 def for_weights(config: Config, source: Config) -> Config:
-    """Adapts `config` to a run that starts from a checkpoint (configuration: `source`), because defaults suit only new weights.
+    """Adapts `config` to a run that starts from a checkpoint with configuration `source`, because defaults suit only new weights.
 
-    Unless set, the peak learning rate is a tenth of the default, or a thirtieth if latents have an activation
-    (docs/negative-results.md). The sequence length is the checkpoint's. Raises ConfigError.
+    Unless set, the sequence length is the checkpoint's, and the peak learning rate is a tenth of the default, or a thirtieth if
+    latents have an activation (docs/negative-results.md). Raises ConfigError.
     """
     tree = config.model_dump(exclude_none=True)
     if "lr" not in config.optim.model_fields_set:
@@ -109,7 +109,7 @@ REMOVED = {
     "train.early_stopping_threshold": "2026-11-26; use train.keep_best, or a hook that calls trainer.request_stop",
     "data.recheck_every": "2026-11-26; data.verify = true verifies the whole store before the first step",
 }
-"""When keys and names were removed. Keys set to 0 or false, which had no effect, or to `FORMER_DEFAULTS` are ignored."""
+"""When keys and names were removed. Removed keys are ignored if set to 0 or false, which had no effect, or to a former default."""
 FORMER_DEFAULTS = {"data.recheck_every": 100}
 """Defaults of removed keys that were on by default: every configuration saved earlier contains them."""
 
@@ -133,7 +133,7 @@ def validated(tree: dict[str, Any]) -> Config:
             texts = value if isinstance(value, list | tuple | dict) else (value,)
             if any(isinstance(text, str) and re.search("[\ud800-\udfff]", text) for text in texts):
                 raise ConfigError(
-                    f"{section}.{key} = {brief(value)} has bytes that are not UTF-8 text; write it as UTF-8"
+                    f"{section}.{key} = {brief(value)} contains bytes that are not valid UTF-8; encode it as UTF-8"
                 )
 
     def as_float(value: Any) -> Any:
@@ -170,7 +170,7 @@ def read_source(source: str) -> dict[str, Any]:
     advice = (
         f"did you mean '{names[0]}'?"
         if names
-        else "'boost config' lists the presets, and prints one as a starting point"
+        else "'boost config' lists the presets, and 'boost config PRESET' prints one as a starting point"
     )
     raise ConfigError(f"no configuration file and no preset named '{brief_text(source)}'; {advice}")
 
@@ -186,10 +186,10 @@ def fields() -> Iterator[tuple[str, FieldInfo]]:
 
 
 def type_name(info: FieldInfo) -> str:
-    """A field's type in words: 'integer', 'number', 'true or false', 'text', 'list of integers', or its choices."""
+    """A field's type in words, such as 'integer', 'true or false' or 'list of integers', or its choices."""
     annotation = info.annotation
     if get_origin(annotation) is tuple:
-        return _INTEGERS
+        return _TEXTS if get_args(annotation)[0] is str else _INTEGERS
     if get_origin(annotation) is dict:
         value = get_args(annotation)[1]
         return _NUMBERS if get_args(value)[0] is float else _TABLE
@@ -201,11 +201,12 @@ def type_name(info: FieldInfo) -> str:
 
 
 _INTEGERS = "list of integers"
+_TEXTS = "list of texts"
 _TABLE = "table of integers"
 _NUMBERS = "table of numbers"
 _MIXTURE_EXAMPLE = '{ "data/c4" = 0.7, "data/code" = 0.3 }'
 _TYPE_NAMES: dict[Any, str] = {bool: "true or false", int: "integer", float: "number", str: "text"}
-_PARSED = (_INTEGERS, _TABLE, _NUMBERS, "true or false", "integer", "number")
+_PARSED = (_INTEGERS, _TEXTS, _TABLE, _NUMBERS, "true or false", "integer", "number")
 """Types whose command-line values are TOML. Values of other types are plain text, or one of several choices."""
 
 
@@ -247,7 +248,7 @@ def _explain(error: ValidationError) -> str:
             return f"unknown key '{key}'; {_suggest(key, known, 'key')}"
         return f"unknown section '{key}'; {_suggest(key, Config.model_fields, 'section')}"
     if key in Config.model_fields:
-        return f"{key} = {shown} is not a section; write its keys under [{key}]"
+        return f"{key} = {shown}: {key} is a section; write its keys under [{key}]"
     match detail["type"]:
         case "misplaced":
             return detail["msg"]
@@ -266,20 +267,28 @@ def _explain(error: ValidationError) -> str:
         case "string_too_short":
             return f"{key} is empty; set it to a path"
         case "string_pattern_mismatch":
-            return f"{key} = {shown} contains NUL, which is not allowed in a path; use another path"
+            return f"{key} = {shown} contains a NUL character, which is not allowed in a path; use another path"
         case "less_than_equal":
             return f"{key} = {shown} is too large; largest valid value: {context['le']}"
     if key.startswith(f"{MIXTURE}."):
-        return f"{key} = {shown} is not of type number; write {MIXTURE} = {_MIXTURE_EXAMPLE}"
+        return f"{key} = {shown} must be a finite number, as in {MIXTURE} = {_MIXTURE_EXAMPLE}"
     if key.startswith(f"{RANKS}."):
-        return f"{key} = {shown} is not of type integer; write {key} = integer"
+        return f"{key} = {shown} must be an integer, such as 128"
+    subject = f"{key} = {shown}"
     if key not in known:  # an item of a list
-        key, shown = key.rpartition(".")[0], f"an item {shown}"
-    examples: dict[str, Any] = {_INTEGERS: [9, 7], _TABLE: "{ attn = 128, mlp = 256 }", _NUMBERS: _MIXTURE_EXAMPLE}
-    default = examples.get(type_name(known[key]), known[key].default)
-    literal = str(default).lower() if isinstance(default, bool) else repr(default)
-    example = "" if known[key].is_required() or default is None else f", such as {literal}"
-    return f"{key} = {shown} is not of type {type_name(known[key])}; write {key} = {type_name(known[key])}{example}"
+        key = key.rpartition(".")[0]
+        subject = f"{key} contains an item {shown}, but"
+    kind = type_name(known[key])
+    examples: dict[str, Any] = {
+        _INTEGERS: [9, 7],
+        _TEXTS: ["Once upon a time"],
+        _TABLE: "{ attn = 128, mlp = 256 }",
+        _NUMBERS: _MIXTURE_EXAMPLE,
+    }
+    default = examples.get(kind, known[key].default)
+    no_example = known[key].is_required() or default is None or isinstance(default, bool)
+    nouns = {"integer": "an integer", "number": "a finite number", "text": "text", "true or false": "true or false"}
+    return f"{subject} must be {nouns.get(kind, f'a {kind}')}" + ("" if no_example else f", such as {default!r}")
 
 
 def _suggest(word: str, choices: Any, what: str, prefix: str = "") -> str:
@@ -292,4 +301,4 @@ def _suggest(word: str, choices: Any, what: str, prefix: str = "") -> str:
     near = near or difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     if near:
         return f"did you mean '{prefix}{near[0]}'?"
-    return f"valid {what}s: {', '.join(names)}" if len(names) <= 20 else "'boost config --fields' lists them"
+    return f"valid {what}s: {', '.join(names)}" if len(names) <= 20 else f"'boost config --fields' lists all {what}s"

@@ -1,6 +1,6 @@
 """Learning-rate schedules and optimizers: common fields, and one class for each, with its own fields and rules.
 
-`boost.optim.schedule` computes each schedule's rate as a function of the step. Each optimizer names the function that builds it.
+`boost.optim.schedule` computes each schedule's rate from the step. Each optimizer class names the function that builds it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,7 +46,7 @@ class Constant(LRSchedule):
         if self.decay_steps and warmup + self.decay_steps > steps:
             yield (
                 f"optim.decay_steps = {self.decay_steps} and optim.warmup_steps = {warmup} do not fit within "
-                f"train.steps = {steps}; largest valid value: {max(steps - warmup, 0)}"
+                f"train.steps = {steps}; largest valid value of optim.decay_steps: {max(steps - warmup, 0)}"
             )
 
 
@@ -56,7 +56,7 @@ class CosineRestarts(LRSchedule):
     schedule: Literal["cosine-restarts"] = "cosine-restarts"
 
     restart_warmup_steps: Natural = 5
-    """Steps of warmup from 0 back to the cosine after every exact step. Default: the published value."""
+    """Steps of warmup from 0 back up to the cosine after every exact step. Default: the published value."""
 
     restart_delay: Natural = 0
     """Steps by which the cosine and its restarts are delayed. Must be a multiple of exact_every."""
@@ -72,26 +72,26 @@ class CosineRestarts(LRSchedule):
         if not self.suits(type(optim)):
             yield (
                 "optim.schedule = 'cosine-restarts' requires optim.name = 'loro', because it restarts when LORO clears moments; "
-                "use that, or optim.schedule = 'cosine'"
+                "use optim.name = 'loro', or optim.schedule = 'cosine'"
             )
             return
         period = optim.exact_every
         if self.restart_warmup_steps > period:
             yield (
-                f"optim.restart_warmup_steps = {self.restart_warmup_steps} is longer than the optim.exact_every = {period} "
-                f"steps between restarts; largest valid value: {period}"
+                f"optim.restart_warmup_steps = {self.restart_warmup_steps} exceeds the number of steps between restarts, "
+                f"optim.exact_every = {period}; largest valid value: {period}"
             )
         most = max(steps - warmup, 0) // period * period
         if self.restart_delay % period:
             best = min(max((2 * self.restart_delay + period) // (2 * period), 1) * period, most)
             yield (
-                f"optim.restart_delay = {self.restart_delay} must be a multiple of optim.exact_every = {period}, so that the rate "
-                f"only drops when moments are cleared; nearest valid value: {best}"
+                f"optim.restart_delay = {self.restart_delay} must be a multiple of optim.exact_every = {period}, so that the "
+                f"learning rate drops only when moments are cleared; nearest valid value: {best}"
             )
         if self.restart_delay > most:
             yield (
-                f"optim.restart_delay = {self.restart_delay} moves the peak of the cosine past the end of train.steps = {steps} "
-                f"with optim.warmup_steps = {warmup}; largest valid value: {most}"
+                f"optim.restart_delay = {self.restart_delay} and optim.warmup_steps = {warmup} move the peak of the cosine past "
+                f"train.steps = {steps}; largest valid value of optim.restart_delay: {most}"
             )
         if warmup >= steps:
             yield (
@@ -123,10 +123,10 @@ class OptimConfig(Tagged):
     """Number of factor-shaped tensors in the workspace for a step on gathered factors."""
 
     factor_dtype: ClassVar[str] = "float32"
-    """Minimum dtype for its math on gathered factors."""
+    """Minimum dtype for computations on gathered factors."""
 
     factor_bucket: ClassVar[int] = 1
-    """Size of a bucket of gathered factors, in gradient buckets."""
+    """Size of a bucket of gathered factors, as a multiple of BUCKET_BYTES."""
 
     name: str = "adamw"
     """Optimizer."""
@@ -154,13 +154,13 @@ class OptimConfig(Tagged):
     """Maximum global gradient norm; 0 disables clipping (the norm is still logged)."""
 
     warmup_steps: Natural = 0
-    """Steps of linear warmup from 0 (cosine-restarts: from min_lr_ratio) to lr."""
+    """Steps of linear warmup from 0 (cosine-restarts: from min_lr_ratio * lr) to lr."""
 
     min_lr_ratio: Fraction = 0.1
     """Final learning rate as a fraction of lr."""
 
     lr_schedule: SerializeAsAny[LRSchedule] = Field(default_factory=LRSchedule)
-    """Learning-rate schedule. In a file, it is the key `schedule` and the keys of that schedule."""
+    """Learning-rate schedule. In a file, its keys are `schedule` and the fields of the selected schedule."""
 
     @classmethod
     def switch(cls, table: dict[str, Any], changes: Mapping[str, Any]) -> None:
@@ -174,7 +174,7 @@ class OptimConfig(Tagged):
         """Requires low-rank factors if the optimizer is for them; checks the schedule."""
         if self.for_factors and not config.model.low_rank:
             yield (
-                f"optim.name = '{self.name}' is for low-rank factors; model.family = '{config.model.family}' has none; use "
+                f"optim.name = '{self.name}' is for low-rank factors, but model.family = '{config.model.family}' has none; use "
                 "optim.name = 'adamw' or model.family = 'svd'"
             )
         yield from self.lr_schedule.problems(config)
@@ -188,7 +188,7 @@ class AdamWConfig(OptimConfig):
 
 
 class LOROConfig(OptimConfig):
-    """AdamW with Riemannian steps for the factors on the low-rank manifold (ICLR 2025), for model.family = svd."""
+    """AdamW, with Riemannian steps on the low-rank manifold for the factors (ICLR 2025), for model.family = svd."""
 
     builder: ClassVar[str] = "boost.optim.loro:Loro"
     for_factors: ClassVar[bool] = True
@@ -211,8 +211,8 @@ class LOROConfig(OptimConfig):
         if model.has_latent_gates or model.latent_act != "none":
             what = f"model.latent_act = '{model.latent_act}'" if not model.has_latent_gates else "model.family = 'lax'"
             yield (
-                f"optim.name = 'loro' changes the basis of latents, and {what} is not invariant to that; use "
-                "model.family = 'svd'"
+                f"optim.name = 'loro' changes the basis of the latents, to which {what} is not invariant; use "
+                "model.family = 'svd' with model.latent_act = 'none'"
             )
 
 

@@ -50,7 +50,7 @@ class Recipe:
     def config(self, overrides: Sequence[str] = (), steps: int | None = None) -> Config:
         """The configuration for the run: the preset with its own run directory and token store, then `overrides`.
 
-        `steps` shortens the run; warm-up and intervals shrink in proportion. Raises ConfigError.
+        `steps` shortens the run; warmup and intervals shrink in proportion. Raises ConfigError.
         """
         tree = read_source(self.preset)
         given = dict(parse_overrides(overrides))
@@ -68,7 +68,7 @@ class Recipe:
 
 
 def _shortened(tree: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Changes that shorten a run to `steps`: warm-up, evaluations and saves keep their share of it."""
+    """Changes that shorten a run to `steps`: warmup, evaluations and saves keep their share of it."""
     train, optim = tree["train"], tree["optim"]
     share = steps / train["steps"]
     changes = {"train.steps": steps, "optim.warmup_steps": int(optim.get("warmup_steps", 0) * share)}
@@ -106,7 +106,7 @@ def find_recipe(name: str) -> Recipe:
 
 
 def prepare_command(config: Config, store: str | None = None) -> str:
-    """The command that creates a token store for a configuration (None: the first), for an error message."""
+    """The command that creates the token store `store` (None: the configuration's first), for an error message."""
     weights = config.data.sources
     first = next(iter(weights))
     store = store or first

@@ -57,14 +57,14 @@ def _model_problems(config: Config) -> Iterator[str]:
         )
     if model.dim % 2:
         best = nearest(model.dim, model.dim + 2 * model.heads, lambda d: d % (2 * model.heads) == 0)
-        yield f"model.dim = {model.dim} must be even, because rotary embedding rotates pairs; nearest valid value: {best}"
+        yield f"model.dim = {model.dim} must be even, because rotary embeddings pair dimensions; nearest valid value: {best}"
     if model.dim % model.heads:
         best = _nearest_heads(config)
         yield f"model.heads = {model.heads} must divide model.dim = {model.dim}; nearest valid value: {best}"
     if model.head_dim % 2:
         best = _nearest_heads(config)
         yield (
-            f"model.heads = {model.heads} gives an odd head_dim of {model.head_dim}, but rotary embedding rotates pairs; "
+            f"model.heads = {model.heads} gives an odd head_dim of {model.head_dim}, but rotary embeddings pair dimensions; "
             f"nearest valid value: {best}"
         )
     if model.rope_low_freq >= model.rope_high_freq:
@@ -118,7 +118,7 @@ def _parallel_problems(config: Config) -> Iterator[str]:
         has = "none" if model.low_rank else "dense linears only"
         families = "'dense'" if model.low_rank else "'svd', 'cola' or 'lax'"
         yield (
-            f"parallel.layout = '{spec.name}' shards {what}; model.family = '{model.family}' has {has}: use "
+            f"parallel.layout = '{spec.name}' shards {what}, but model.family = '{model.family}' has {has}; use "
             f"{_either(layouts.layouts_of(model))}, or model.family = {families}"
         )
     yield from _indivisible(config)
@@ -166,8 +166,8 @@ def _sharding_problems(config: Config) -> Iterator[str]:
     if parallel.shard_outer and parallel.tp > 1 and not layouts.spec_of(parallel).has_whole_factors:
         holders = [name for name in layouts.layout_names() if layouts.layout_spec(name).has_whole_factors]
         yield (
-            f"parallel.shard_outer = true shards factors that parallel.layout = {_either(holders)} replicates over TP; "
-            f"'{parallel.layout}' does not: set shard_outer = false, or use a layout that replicates factors"
+            f"parallel.shard_outer = true shards factors that are replicated over TP, but parallel.layout = '{parallel.layout}' "
+            f"replicates none; set shard_outer = false, or use parallel.layout = {_either(holders)}"
         )
 
 
@@ -191,7 +191,7 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
         if layers // parallel.virtual < 2:
             way_out = f"model.layers: {parallel.stages}"
         yield (
-            f"parallel.pp x virtual = {parallel.pp} x {parallel.virtual} stages exceed model.layers = {layers}; "
+            f"parallel.pp x virtual = {parallel.pp} x {parallel.virtual} gives more stages than model.layers = {layers}; "
             f"nearest valid value of {way_out}"
         )
     split = list(parallel.split)
@@ -202,8 +202,8 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
         )
     if config.shards_weights and parallel.virtual > 3:
         yield (
-            f"parallel.virtual = {parallel.virtual}: torch's schedules keep the gathered weights of at most three stages and "
-            f"re-gather all others; largest valid value with parallel.shard = '{parallel.shard}': 3"
+            f"parallel.virtual = {parallel.virtual} is too large with parallel.shard = '{parallel.shard}', because torch's "
+            "schedules keep the gathered weights of at most three stages and re-gather all others; largest valid value: 3"
         )
     yield from _micro_batch_problems(config)
 
@@ -235,7 +235,7 @@ def _recovery_problems(config: Config) -> Iterator[str]:
 
 
 def _micro_batch_problems(config: Config) -> Iterator[str]:
-    """Numbers of micro-batches that the schedules of torch.distributed.pipelining support."""
+    """Numbers of micro-batches that the schedules of torch.distributed.pipelining do not support."""
     parallel, train = config.parallel, config.train
     chunk = parallel.dp * train.micro_batch
     count = train.global_batch // chunk
@@ -245,13 +245,13 @@ def _micro_batch_problems(config: Config) -> Iterator[str]:
 
     if parallel.schedule != "gpipe" and not legal(count):
         best = nearest(count, max(2 * count, parallel.pp), legal)
-        how = f"at least parallel.pp = {parallel.pp}"
+        how = f"n >= parallel.pp = {parallel.pp}"
         if parallel.schedule != "1f1b":
-            how += f", and a number n of micro-batches that is divisible by n // {parallel.pp}"
+            how += f", and n divisible by n // {parallel.pp}"
         yield (
-            f"train.global_batch = {train.global_batch} gives {count} micro-batches of {train.micro_batch} for each of "
-            f"{parallel.dp} replicas, but parallel.schedule = '{parallel.schedule}' needs {how}; nearest valid value: "
-            f"{best * chunk}"
+            f"train.global_batch = {train.global_batch} with parallel.dp = {parallel.dp} and train.micro_batch = "
+            f"{train.micro_batch} gives n = {count} micro-batch{'es' * (count > 1)} per replica, but parallel.schedule = "
+            f"'{parallel.schedule}' requires {how}; nearest valid value: {best * chunk}"
         )
 
 
@@ -282,8 +282,8 @@ def _indivisible(config: Config) -> Iterator[str]:
     if not _shares(model.kv_heads, parts):
         best = nearest(model.kv_heads, model.heads, lambda k: model.heads % k == 0 and _shares(k, parts))
         yield (
-            f"model.kv_heads = {model.kv_heads} and parallel.tp = {tp}: one must divide the other; "
-            f"nearest valid value of model.kv_heads: {best}"
+            f"model.kv_heads = {model.kv_heads} must be a divisor or a multiple of parallel.tp = {tp}; "
+            f"nearest valid value: {best}"
         )
     if shards_tokens and tokens % tp:
         cp, chunks = parallel.cp, 2 * parallel.cp if parallel.cp > 1 else 1
@@ -292,11 +292,11 @@ def _indivisible(config: Config) -> Iterator[str]:
             2 * max(train.seq_len, tp * cp),
             lambda s: s % chunks == 0 and train.micro_batch * s // cp % tp == 0,
         )
-        shared = f" / parallel.cp = {cp}" if cp > 1 else ""
+        shared = f" and CP rank (parallel.cp = {cp})" if cp > 1 else ""
         yield (
-            f"train.micro_batch x train.seq_len = {train.micro_batch} x {train.seq_len}{shared} = {tokens} tokens, which "
-            f"parallel.layout = '{spec.name}' shards, must be divisible by parallel.tp = {tp}; "
-            f"nearest valid value of train.seq_len: {best}"
+            f"train.seq_len = {train.seq_len} with train.micro_batch = {train.micro_batch} gives {tokens} tokens per micro-batch"
+            f"{shared}, which parallel.layout = '{spec.name}' cannot shard evenly over parallel.tp = {tp} processes; "
+            f"nearest valid value: {best}"
         )
 
 
@@ -308,13 +308,13 @@ def _shares(kv_heads: int, processes: int) -> bool:
 def _train_problems(config: Config) -> Iterator[str]:
     train, parallel, data = config.train, config.parallel, config.data
     if data.mixture and data.store != type(data).model_fields["store"].default:
-        yield f"data.store = '{data.store}' and data.mixture are both set; remove one, or add '{data.store}' to data.mixture"
+        yield f"data.store = '{data.store}' and data.mixture are both set; remove one, or move '{data.store}' into data.mixture"
     chunk = parallel.dp * train.micro_batch
     if train.global_batch % chunk:
         best = max(chunk, (2 * train.global_batch + chunk) // (2 * chunk) * chunk)
         yield (
-            f"train.global_batch = {train.global_batch} must be divisible by parallel.dp x train.micro_batch = "
-            f"{parallel.dp} x {train.micro_batch} = {chunk}; nearest valid value: {best}"
+            f"train.global_batch = {train.global_batch} must be divisible by {chunk}, the product of parallel.dp = {parallel.dp} "
+            f"and train.micro_batch = {train.micro_batch}; nearest valid value: {best}"
         )
     if train.profile and (len(train.profile) != 2 or train.profile[0] > train.profile[1]):
         first, last = min(train.profile), max(train.profile)
@@ -334,13 +334,13 @@ def _train_problems(config: Config) -> Iterator[str]:
     gatherers = [name for name in layouts.layout_names() if layouts.layout_spec(name).gathers_latents]
     if train.recompute.startswith("low-rank") and not config.model.low_rank:
         yield (
-            f"train.recompute = '{train.recompute}' saves the latents of low-rank bottlenecks; model.family = 'dense' has "
-            "none: use 'full-block' or 'none', or model.family = 'svd' or 'cola'"
+            f"train.recompute = '{train.recompute}' saves the latents of low-rank bottlenecks, but model.family = 'dense' has "
+            "none; use 'full-block' or 'none', or model.family = 'svd' or 'cola'"
         )
     if train.recompute == "low-rank-sharded" and parallel.layout not in gatherers:
         yield (
-            f"train.recompute = 'low-rank-sharded' saves latents before parallel.layout = {_either(gatherers)} gathers them; "
-            f"'{parallel.layout}' does not: use 'low-rank', or a layout that gathers latents"
+            "train.recompute = 'low-rank-sharded' saves latents before they are gathered, but parallel.layout = "
+            f"'{parallel.layout}' does not gather latents; use 'low-rank', or parallel.layout = {_either(gatherers)}"
         )
     if train.recompute_every > config.model.layers:
         yield (
@@ -351,7 +351,7 @@ def _train_problems(config: Config) -> Iterator[str]:
     if train.reduce_dtype == "bfloat16" and gathers_once and not config.divides_moments:
         yield (
             "train.reduce_dtype = 'bfloat16' with weights that are gathered once per step (parallel.shard = "
-            f"'{parallel.shard}'{', parallel.pp > 1' * (parallel.shard == 'full')}) would accumulate micro-batches in bf16 too; "
+            f"'{parallel.shard}'{', parallel.pp > 1' * (parallel.shard == 'full')}) would accumulate gradients in bf16 too; "
             "set train.reduce_dtype = 'param_dtype', or parallel.shard = 'none'"
         )
     widths = {"bfloat16": 16, "float32": 32, "float64": 64}

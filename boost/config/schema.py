@@ -40,15 +40,15 @@ class ParallelConfig(Tagged):
     """Tensor-parallel size: number of TP ranks that shard each layer. TP is the innermost mesh axis; keep it within one node."""
 
     pp: Width = 1
-    """Pipeline-parallel size: number of PP ranks. Each holds consecutive blocks and sends the residual stream to the next stage."""
+    """Pipeline-parallel size: number of PP ranks. Each stage of consecutive blocks sends the residual stream to the next stage."""
 
     dp: Width = 1
     """Data-parallel size: number of replicas that split the global batch."""
 
     cp: Width = 1
     """Context-parallel size: number of processes that split each sequence, two chunks per process. Use it for sequences that
-    do not fit in one process. Attention communicates either heads or keys and values, whichever is smaller. Gradient reduction and
-    parallel.shard span dp x cp."""
+    do not fit in one process's memory. Attention communicates either heads or keys and values, whichever is smaller. Gradient
+    reduction and parallel.shard span dp x cp processes."""
 
     shard: Literal["none", "optimizer", "full"] = "none"
     """What is sharded over replicas. none: nothing; gradients are all-reduced. optimizer: ZeRO-1; each replica updates its rows of
@@ -60,8 +60,8 @@ class ParallelConfig(Tagged):
     Requires shard = "optimizer" or "full"."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved-1f1b"] = "1f1b"
-    """Pipeline schedule. gpipe: all forward passes, then all backward passes. 1f1b: alternates forward and backward passes; less
-    activation memory. interleaved-1f1b: several stages per PP rank; smaller bubble, more messages."""
+    """Pipeline schedule. gpipe: all forward passes, then all backward passes. 1f1b: alternates forward and backward passes, which
+    takes less activation memory. interleaved-1f1b: several stages per PP rank, for a smaller bubble but more messages."""
 
     virtual: Width = 1
     """Virtual stages per PP rank: rank i holds stages i, i + pp, i + 2 pp, ... Default: 2 for interleaved-1f1b, else 1."""
@@ -76,7 +76,7 @@ class ParallelConfig(Tagged):
     collectives of the other are in flight."""
 
     grouping: bool = True
-    """True: linears with the same input (q,k,v; gate,up) share one GEMM and one collective. False: each has its own."""
+    """True: linears with the same input (q,k,v; gate,up) share one GEMM and one collective. False: each linear has its own."""
 
     @classmethod
     def derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,10 +135,10 @@ class TrainConfig(Section):
     """Dtype of activations and GEMMs. Weights are cast to it; gradients accumulate in param_dtype."""
 
     working_copies: bool = True
-    """True: cast weights to compute_dtype once per step, keep the copies during forward and backward passes, and accumulate their
-    gradients in param_dtype in one pass. False: cast a weight each time it is used. Both give the same bits, except for weights
-    that one pass uses twice (parallel.overlap). No effect if the dtypes are equal, or if weights are sharded (they are cast
-    before the all-gather)."""
+    """True: cast weights to compute_dtype once per step, use these copies in all forward and backward passes, and accumulate their
+    gradients over micro-batches in param_dtype. False: cast a weight each time it is used. Both give bitwise identical results,
+    except for weights that are used twice per micro-batch (parallel.overlap). No effect if the dtypes are equal, or if weights are
+    sharded (they are cast before the all-gather)."""
 
     reduce_dtype: Literal["param_dtype", "bfloat16"] = "param_dtype"
     """Dtype of the gradient reduction over processes at the end of each step (over replicas; over TP for factors that btp-sp
@@ -151,14 +151,14 @@ class TrainConfig(Section):
 
     compile: CompileName = "auto"
     """What torch.compile compiles. none: nothing. kernels: element-wise operations, each group fused into one kernel. blocks: each
-    block as one graph; takes about a minute at startup and cannot overlap communication between blocks. auto: on GPUs, blocks if tp
-    and cp are 1 and documents are not isolated, otherwise kernels; on CPUs, none. kernels and blocks need g++ on CPUs."""
+    block as one graph; this takes about a minute at startup, and collectives cannot overlap with the next block. auto: on GPUs,
+    blocks if tp and cp are 1 and documents are not isolated, otherwise kernels; on CPUs, none. On CPUs, compiling needs g++."""
 
     recompute: RecomputeName = "none"
     """Activation checkpointing: what each block recomputes in the backward pass. none: nothing. low-rank: everything except the
-    latents after its collectives, so no collective is repeated. low-rank+attention-output: like low-rank, but also saves the
-    attention output, so the attention kernel is not repeated. low-rank-sharded: btp-sp only; like low-rank, but saves latents
-    before the all-gather and repeats it. full-block: everything, including collectives."""
+    latents, which are saved after their collectives, so no collective is repeated. low-rank+attention-output: like low-rank, but
+    also saves the attention output, so the attention kernel is not repeated. low-rank-sharded: btp-sp only; like low-rank, but
+    saves latents before the all-gather and repeats the all-gather. full-block: everything, including collectives."""
 
     recompute_every: Count = 1
     """Recompute every n-th block. 1: all blocks; 2: half of them."""
@@ -184,8 +184,8 @@ class TrainConfig(Section):
     """Minutes between checkpoints, in addition to save_every. 0: no checkpoints by wall clock."""
 
     async_save: bool = True
-    """True: copy each checkpoint to host memory (pinned on GPUs) and write it in the background, so that training stalls only for
-    the copy. Needs host memory for one copy of each process's shard of weights and optimizer state, and no GPU memory.
+    """True: copy each checkpoint to host memory (pinned for GPUs) and write it in the background, so that training stalls only for
+    the copy. This takes host memory for one copy of each process's shard of weights and optimizer state, but no GPU memory.
     False: training waits until the checkpoint is written. The last checkpoint of a run is always written before exit."""
 
     keep: Count = 3
@@ -193,24 +193,24 @@ class TrainConfig(Section):
     healthy by a later step is always kept."""
 
     keep_every: Natural = 0
-    """Never delete checkpoints whose step is a multiple of this number. 0: none."""
+    """Never delete checkpoints whose step is a multiple of this number. 0: disabled."""
 
     keep_best: bool = False
     """True: also save a checkpoint whenever a periodic evaluation reaches the lowest held-out loss so far, and keep it.
     Commands that take a checkpoint accept it as RUN@best, such as runs/demo@best."""
 
     spike_sigma: NonNegative = 6.0
-    """A loss more than this many standard deviations above the mean over the last 128 healthy steps is a spike; half as many if the
-    gradient norm is that far above its own mean. A spike triggers a warning, and checkpoints are marked as unproven until it is
-    over. 0: no spike detection. A loss above 1.5 ln(vocab_size) counts as diverged."""
+    """A loss more than this many standard deviations above the mean over the last 128 healthy steps is a spike. Half as many are
+    enough if the gradient norm is more than this many above its own mean. A spike triggers a warning, and checkpoints are marked as
+    unproven until it is over. 0: no spike detection. A loss above 1.5 ln(vocab_size) counts as diverged."""
 
     on_spike: Literal["warn", "rollback"] = "warn"
     """What to do on a spike or divergence. warn: continue. rollback: return to the newest checkpoint from before it and skip the
     data since then; the run fails if three rollbacks do not get past it."""
 
     check_replicas_every: Natural = 100
-    """Steps between checks that weights are finite and bitwise identical on all replicas. Also checked before the first step and
-    before each checkpoint. A check reads the weights three times and exchanges 32 bytes per process. 0: never."""
+    """Steps between checks that weights are finite and that weights and moments are bitwise identical on all replicas. Checks also
+    run before the first step and each checkpoint. Each reads the weights three times and sends 32 bytes per process. 0: none."""
 
     profile: Annotated[tuple[Count, ...], Field(strict=False)] = ()
     """First and last step to profile, such as [10, 13]. Each process writes its timeline to run.dir/profile/rank<R>.json; open it
@@ -236,12 +236,12 @@ class DataConfig(Section):
     """Token store written by 'boost prepare'. Not used with data.mixture."""
 
     mixture: dict[Place, Positive] = Field(default={})
-    """Several token stores and their weights, such as { "data/c4" = 0.7, "data/code" = 0.3 }: fractions of the training sequences,
-    after dividing by their sum. All stores need the same tokenizer. The held-out loss is the weighted mean of the stores'
-    losses. Empty: data.store alone."""
+    """Several token stores and their weights, such as { "data/c4" = 0.7, "data/code" = 0.3 }. Divided by their sum, the weights are
+    the stores' shares of the training sequences. All stores need the same tokenizer. The held-out loss is the weighted mean of the
+    stores' losses. Empty: data.store alone."""
 
     isolate_documents: bool = False
-    """True: tokens attend only to earlier tokens in the same document. False: to all earlier tokens in the sequence."""
+    """True: tokens attend only to earlier tokens in the same document. False: they attend to all earlier tokens in the sequence."""
 
     verify: bool = True
     """True: verify the checksums of the whole store before the first step, at 1 to 2 GB/s per core on up to 8 cores. The result is
@@ -257,8 +257,8 @@ class DistillConfig(Section):
     """Distillation: the model also learns from the predictions of a frozen teacher on the same tokens."""
 
     teacher: Annotated[str, Home] = ""
-    """Checkpoint of the teacher: a run directory (its latest checkpoint; RUN@best: its best one) or a checkpoint folder. It needs
-    the same tokenizer and model.vocab_size, and may be of any family. --distill-from sets it. Empty: no distillation."""
+    """Checkpoint of the teacher: a run directory (its latest checkpoint; RUN@best: its best one) or a checkpoint folder. The
+    teacher needs the same tokenizer and model.vocab_size; its family may differ. --distill-from sets it. Empty: no distillation."""
 
     weight: Fraction = 0.5
     """w in the loss per token, (1 - w) cross-entropy + w T^2 KL(teacher || model). 0: the text only; 1: the teacher only."""
@@ -267,8 +267,8 @@ class DistillConfig(Section):
     """T: both models' logits are divided by it in the KL divergence."""
 
     hidden: NonNegative = 0.0
-    """Weight of another term per token: the mean squared difference between the two models' inputs to the head (final hidden states
-    after the norm). Requires a teacher with the same model.dim."""
+    """Weight of a second loss per token: the mean squared difference between the two models' inputs to the head (final hidden
+    states after the norm). Requires a teacher with the same model.dim."""
 
     def problems(self, config: "Config") -> Iterator[str]:
         """Rules of this section that the configuration violates, one line each."""
@@ -276,8 +276,8 @@ class DistillConfig(Section):
             for name in type(self).model_fields:
                 if (value := getattr(self, name)) != type(self).model_fields[name].default:
                     yield (
-                        f"distill.{name} = {value} has no effect without distill.teacher; set it to a checkpoint (--distill-from), "
-                        f"or remove distill.{name}"
+                        f"distill.{name} = {value} has no effect without distill.teacher; set distill.teacher to a checkpoint "
+                        f"(--distill-from), or remove distill.{name}"
                     )
             return
         if config.parallel.pp > 1:
@@ -286,8 +286,8 @@ class DistillConfig(Section):
             )
         if config.run.recovery != "restart":
             yield (
-                f"distill.teacher does not support run.recovery = '{config.run.recovery}': a replica that rejoins would load the "
-                "teacher while the others train; set run.recovery = 'restart'"
+                f"distill.teacher does not support run.recovery = '{config.run.recovery}', because a replica that rejoins would "
+                "load the teacher while the other replicas train; set run.recovery = 'restart'"
             )
         if self.weight == 0 and self.hidden == 0:
             yield (
@@ -297,7 +297,7 @@ class DistillConfig(Section):
 
 
 class RunConfig(Section):
-    """Run directory, device and experiment trackers."""
+    """Run directory, device, timeouts, recovery and experiment trackers."""
 
     dir: Place = "runs/demo"
     """Run directory. Holds the resolved configuration, metrics, logs and checkpoints."""
@@ -306,12 +306,12 @@ class RunConfig(Section):
     """Device to train on. auto: one GPU per process if any GPU is visible, otherwise the CPU."""
 
     fallback_dir: Annotated[str, Home] = ""
-    """Fallback folder for the last checkpoint of a run if run.dir is not writable. Must be shared by all nodes. Several runs can
-    use the same folder: checkpoints go under the absolute path of run.dir. '--resume auto' also looks there. Empty: none."""
+    """Fallback folder for a run's last checkpoint if run.dir is not writable. All nodes must share it. Several runs can use one
+    folder: each writes to a subfolder with the absolute path of its run.dir. '--resume auto' also looks there. Empty: none."""
 
     save_retry_minutes: NonNegative = 30.0
-    """Minutes to retry the last save of a run if writing fails, for example on a full disk. Each failed attempt logs a warning.
-    After that, or immediately if a signal stopped the run, the save goes to fallback_dir if set. 0: no retries."""
+    """Minutes to keep retrying the last save of a run if writing fails, for example on a full disk. Each failed attempt logs a
+    warning. After this time, or immediately if a signal stopped the run, the save goes to fallback_dir if set. 0: no retries."""
 
     timeout_s: Count = 600
     """Timeout of each collective in a training step, in seconds. A hang ends the run; the error names the process that did not
@@ -324,23 +324,23 @@ class RunConfig(Section):
     """Timeout in seconds during an evaluation."""
 
     save_timeout_s: Count = 1800
-    """How long, in seconds, processes wait during a save for those that are writing."""
+    """Timeout in seconds for processes that wait for others to write a checkpoint."""
 
     recovery: Literal["restart", "in-step"] = "restart"
-    """What to do when a process dies. restart: the run ends; '--resume auto' resumes from the latest checkpoint. in-step: drop the
-    replica of that process (pp x cp x tp processes); the others finish the same step on the same global batch, and the replica
-    rejoins once its processes are restarted ('boost train' does that on one machine; see docs/recovery.md). in-step requires
+    """What to do when a process dies. restart: the run ends; '--resume auto' resumes from the latest checkpoint. in-step: drop that
+    process's replica (pp x cp x tp processes); the other replicas finish the same step on the same global batch. The lost replica
+    rejoins once its processes are restarted ('boost train' restarts them on one machine; see docs/recovery.md). in-step requires
     parallel.dp > 1 and does not support parallel.shard = "full"."""
 
     replica_restarts: Natural = 100
-    """In-step recovery on one machine: maximum restarts of each replica by the launcher. 0: never restart."""
+    """In-step recovery on one machine: how many times the launcher restarts each replica at most. 0: never."""
 
     heartbeat_timeout_s: Count = 10
     """In-step recovery: seconds without a heartbeat after which a process that others wait for counts as lost."""
 
     slow_steps: Natural = 20
-    """In-step recovery: report a replica as slow after this many consecutive steps in which it takes 3 times as long as the
-    others. 0: never."""
+    """In-step recovery: report a replica as slow after this many consecutive steps in which its micro-batches take 3 times as long
+    as the median of the other replicas. 0: never."""
 
     exclude_slow: bool = False
     """In-step recovery: drop and restart a replica that is reported as slow."""
@@ -349,7 +349,7 @@ class RunConfig(Section):
     """Peak TFLOP/s of one device in compute_dtype, for MFU. 0: look up the GPU in a built-in table; on CPUs, MFU is unknown."""
 
     wandb: bool = False
-    """Also log to Weights & Biases (requires the package wandb and a W&B login). A resumed run continues the same W&B run."""
+    """Also log to Weights & Biases (requires the wandb package and a W&B login). A resumed run continues the same W&B run."""
 
     project: str = "boost"
     """Project name for W&B."""
@@ -367,7 +367,7 @@ class Config(Section):
     run: RunConfig = RunConfig()
 
     def changed(self, **sections: Mapping[str, Any]) -> "Config":
-        """A copy with other values in some sections, such as `changed(train={"steps": 5})`. Checks neither values nor rules."""
+        """A copy with new values in some sections, such as `changed(train={"steps": 5})`. Checks neither values nor rules."""
         updated = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
         return self.model_copy(update=updated)
 
@@ -382,8 +382,8 @@ class Config(Section):
         return self.parallel.sharded and self.run.recovery == "in-step"
 
     def compiled_part(self, device: str) -> CompiledPart:
-        """Resolves train.compile for a device ("cpu", "cuda"). Measured: on an H200, a step of 1B takes 45 ms with compiled blocks
-        and 52 ms with compiled kernels. On CPUs, compiled kernels save 1% of a step and take 30 s to compile."""
+        """Resolves train.compile for a device ("cpu", "cuda"). Measured: on an H200, a step of a 1B model takes 45 ms with compiled
+        blocks and 52 ms with compiled kernels. On CPUs, compiled kernels save 1% of a step and take 30 s to compile."""
         if self.train.compile != "auto":
             return self.train.compile
         if device != "cuda":

@@ -24,7 +24,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Home = AfterValidator(os.path.expanduser)
-"""A path that starts with ~ is in the home folder, as in a shell."""
+"""Expands a leading ~ in a path to the home folder, as a shell does."""
 Place = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$"), Home]
 
 
@@ -76,7 +76,7 @@ def load_plugins() -> None:
 
 
 WholeConfig = Any
-"""The whole configuration (`boost.config.schema.Config`), which each table's rules read; Any, as that module imports this one."""
+"""The whole configuration (`boost.config.schema.Config`), which rules read. It is Any because that module imports this one."""
 
 
 class Tagged(Section):
@@ -84,7 +84,7 @@ class Tagged(Section):
 
     A direct subclass is a root: it has the tag and the fields common to all choices. A subclass of the root whose tag is a
     `Literal` of one value is a choice, with its own fields; validating with the root returns an instance of the choice. A field
-    of a tagged type is a part: its keys are flat in this section too, and readable as its attributes (`optim.schedule` is
+    of a tagged type is a part: its keys are flat in this section too, and readable as the section's attributes (`optim.schedule` is
     `optim.lr_schedule.schedule`).
     """
 
@@ -163,7 +163,7 @@ class Tagged(Section):
 
     @classmethod
     def switch(cls, table: dict[str, Any], changes: Mapping[str, Any]) -> None:
-        """Prepares a table for `changes`: if they select another choice, removes the fields of the previous one from the table."""
+        """Prepares a table for `changes`. If they select a new choice, removes the fields that it lacks and those in `dropped`."""
         for root in (cls, *cls.parts.values()):
             tag = root.tag()
             former, new = root.find(table.get(tag, root.model_fields[tag].default)), root.find(changes.get(tag))
@@ -178,7 +178,7 @@ class Tagged(Section):
     def dropped(
         cls, former: type[Self], new: type[Self], table: Mapping[str, Any], changes: Mapping[str, Any]
     ) -> set[str]:
-        """Fields of both choices whose values in the table are defaults of the previous one, so they are removed too."""
+        """Fields of both choices that are removed too, because their values in the table are the previous choice's defaults."""
         return set()
 
     @classmethod
@@ -194,12 +194,13 @@ class Tagged(Section):
             tag = cls.model_fields[cls.tag()]
             if tag.default is not PydanticUndefined and tag.default not in get_args(tag.annotation):
                 raise TypeError(
-                    f"{cls.__qualname__}.{cls.tag()} = {tag.default!r} is not one of its values, {tag.annotation}"
+                    f"{cls.__qualname__}.{cls.tag()} = {tag.default!r} is not one of the values in its annotation, {tag.annotation}"
                 )
             for value in get_args(tag.annotation):
                 if other := cls.choices.get(value):
                     raise TypeError(
-                        f"{cls.key} = '{value}' is already {other.__qualname__}; {cls.__qualname__} needs another value"
+                        f"{cls.key} = '{value}' is already registered to {other.__qualname__}; "
+                        f"{cls.__qualname__} needs a different value"
                     )
                 cls.choices[value] = cls
 
@@ -219,8 +220,8 @@ class Tagged(Section):
             return super().__getattr__(name)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Like pydantic's, without validation unless `update` changes the tag or a key of a part: those may select other
-        classes, so the copy is validated."""
+        """Like pydantic's, but validates the copy if `update` changes the tag or a key of a part, because these may select other
+        classes."""
         own = getattr(self, self.tag())
         if not update or (update.get(self.tag(), own) == own and update.keys() <= type(self).model_fields.keys()):
             return super().model_copy(update=update, deep=deep)
@@ -247,7 +248,7 @@ class Tagged(Section):
 
 
 def _own(cls: type[Tagged], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of one choice from a flat table, with its parts nested. Raises ValidationError for keys of other choices."""
+    """This choice's fields from a flat table, with those of its parts nested. Raises ValidationError for keys of other choices."""
     own = dict(values)
     for part, root in cls.parts.items():
         if part in own and not isinstance(own[part], root):

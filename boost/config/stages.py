@@ -44,7 +44,7 @@ def whole(model: ModelConfig) -> Stage:
 
 
 def stages(config: Config) -> tuple[Stage, ...]:
-    """All stages of the model, in forward order, split as in parallel.split or balanced."""
+    """All stages of the model, in forward order, split as `parallel.split` specifies, or balanced by cost."""
     parallel = config.parallel
     return _stages(config.model, config.train, parallel.stages, tuple(parallel.split))
 
@@ -93,7 +93,7 @@ def costs(model: ModelConfig, train: TrainConfig) -> Costs:
 
     policies = train.recompute_by_layer(model.layers)
     blocks = tuple(cost_of(first_alike(model, layer), policy) for layer, policy in enumerate(policies))
-    # T rows: copied in the forward pass; read and added in the backward pass. Gradient of the table: zeroed, then accumulated.
+    # Forward copies T rows; backward reads and adds them. The gradient of the table is zeroed, then accumulated.
     traffic = (2 + 3) * tokens * model.dim + (1 + 3) * model.vocab_size * model.dim
     embedding = FLOPS_PER_BYTE * ITEMSIZE[train.param_dtype] * traffic
     return Costs(embedding, blocks, 6.0 * tokens * model.vocab_size * model.dim)

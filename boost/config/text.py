@@ -19,11 +19,12 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     if encoding := foreign_encoding(data):
-        raise ConfigError(f"{path} is {encoding} text; save it as UTF-8 (a configuration is a TOML file)")
+        raise ConfigError(f"{path} is {encoding} text; save it as UTF-8, which TOML requires")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); a configuration is a TOML file") from None
+        offset = f"invalid byte at offset {error.start}"
+        raise ConfigError(f"{path} is not UTF-8 text ({offset}); a configuration must be a TOML file") from None
     try:
         return tomllib.loads(text)
     except RecursionError:

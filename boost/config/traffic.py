@@ -17,12 +17,11 @@ CHUNK_ELEMENTS = 1 << 26
 """Local logits per chunk of the loss: 128 MiB in bf16, 256 MiB in fp32."""
 
 CHUNK_TOKENS = 2048
-"""Minimum number of tokens per chunk, for any vocabulary. A chunk of N tokens takes 6 N FLOPs per element of the head's
-gradient, and adds to that element (10 bytes or more). With 512 tokens, an H200 spends as long on the sum as on the GEMMs."""
+"""Minimum number of tokens per chunk, for any vocabulary. A chunk of N tokens takes 6 N FLOPs per element of the head's gradient,
+and adding its gradient moves 10 bytes or more per element. With 512 tokens, an H200 spends as long on the sum as on the GEMMs."""
 
 BUCKET_BYTES = 25 * 2**20
-"""Minimum size of a gradient bucket, except the last one. Limits the number of launches; buckets are copied one at
-a time."""
+"""Minimum size of every gradient bucket except the last. Limits the number of launches; buckets are copied one at a time."""
 
 BUCKETS = 8
 """If gradients fill fewer than this many buckets of BUCKET_BYTES, they are divided into about this many smaller ones, so that all
@@ -46,7 +45,7 @@ class Collective:
     dtype: str
     processes: int
     place: str = ""
-    """What it is for: embed | qkv | o | gate_up | down | head | loss | pipeline | weights | gradients | optimizer | step stats."""
+    """Purpose: embed | qkv | o | gate_up | down | head | loss | pipeline | weights | gradients | optimizer | step stats."""
     layer: int | None = None
     """Index of the block, for the four groups and for weights that are gathered with the block."""
     axis: str = "tp"

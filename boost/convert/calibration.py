@@ -27,7 +27,7 @@ from boost.parallel.mesh import Mesh
 from boost.train.progress import progress
 
 BATCH_TOKENS = 4096
-"""Tokens per forward pass: enough for large GEMMs, but little memory."""
+"""Tokens per forward pass: enough for large GEMMs, but few enough to limit memory use."""
 
 Observer = Callable[[LinearGroup, Tensor, Sequence[Tensor]], None]
 """Called with a group of linears, its input [T, I] and its outputs, one [T, O] per slot (none if low-rank)."""
@@ -42,7 +42,7 @@ class Batch:
 
 
 class ObservedLayout(Single):
-    """A whole model on one process. Calls `observers` with the input to every group and, for dense linears, its outputs."""
+    """A whole model in one process. Calls `observers` with the input of every group and, for dense linears, its outputs."""
 
     def __init__(self, model: ModelConfig, device: torch.device) -> None:
         parallel = ParallelConfig(layout="single")
@@ -72,14 +72,14 @@ class ObservedLayout(Single):
 
 @dataclass
 class GroupMoments:
-    """Moments of one group of linears, fp64: means over tokens of s x x^T, and per slot of g g^T."""
+    """fp64 moments of one group of linears: means over tokens of s x x^T, and of g g^T for each slot."""
 
     inputs: Tensor
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    """By slot, such as attn.q. g is the gradient of the summed loss over a batch with respect to one token's output."""
+    """Keyed by slot, such as attn.q; g is the gradient of a batch's summed loss with respect to one token's output."""
     importance: list[Tensor] = field(default_factory=list)
-    """s, one [T] fp32 per batch: |g|^2 summed over all slots, relative to its mean over tokens. Errors at tokens with large inputs
-    and small gradients, such as the first in a sequence in many trained models, hardly matter."""
+    """s, one [T] fp32 tensor per batch: |g|^2 summed over all slots, relative to its mean over tokens. Errors at tokens with large
+    inputs and small gradients hardly matter; in many trained models, the first token of a sequence is such a token."""
 
 
 def observers_of(decoder: Decoder) -> list[Observer]:
@@ -95,7 +95,7 @@ def group_name(layer: int, name: str) -> str:
 
 
 def read_batches(store: TokenStore, tokens: int, seq_len: int, device: torch.device) -> list[Batch]:
-    """About `tokens` tokens from the training split, in windows spread evenly over it, in batches of `BATCH_TOKENS`."""
+    """Reads about `tokens` tokens of the training split, in evenly spaced windows, into batches of about `BATCH_TOKENS` tokens."""
     split = store.split("train")
     rows = max(BATCH_TOKENS // seq_len, 1)
     windows = EvaluationBatches(split, seq_len, rows, max_tokens=tokens)
@@ -103,10 +103,10 @@ def read_batches(store: TokenStore, tokens: int, seq_len: int, device: torch.dev
 
 
 def collect(decoder: Decoder, batches: Sequence[Batch], seed: int = 0) -> dict[str, GroupMoments]:
-    """Moments for every group, by `group_name`, from one forward and backward pass over the batches.
+    """Returns the moments of every group, keyed by `group_name`, from one pass over the batches.
 
-    Gradients are taken for targets sampled from the model itself (seed `seed`), not for the text's. Their second moment is
-    therefore the Fisher matrix, the curvature of the divergence from this model, even if the model has not converged.
+    Uses gradients for targets that are sampled from the model itself (with `seed`), not for the text's own targets. Their second
+    moment is therefore the Fisher matrix: the curvature of the divergence from this model, even if the model has not converged.
     """
     device, names, moments = decoder.device, dict[LinearGroup, str](), dict[str, GroupMoments]()
     for layer, block in enumerate(block for block in decoder.blocks if isinstance(block, TransformerBlock)):
@@ -119,7 +119,7 @@ def collect(decoder: Decoder, batches: Sequence[Batch], seed: int = 0) -> dict[s
     generator = torch.Generator(device).manual_seed(seed)
 
     def observe(group: LinearGroup, x_TI: Tensor, outputs: Sequence[Tensor]) -> None:
-        if x_TI.requires_grad:  # not in the pass that samples targets
+        if x_TI.requires_grad:  # false in the pass that samples targets
             _watch_gradients(moments[names[group]], x_TI.detach(), group, outputs)
 
     trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
@@ -170,8 +170,8 @@ def weigh(x_TN: Tensor, s_T: Tensor) -> Tensor:
 
 
 def add_moment(into_NN: Tensor, x_TN: Tensor, y_TN: Tensor | None = None) -> None:
-    """Adds x^T y (None: x^T x) of one batch to an fp64 sum. Sums over the tokens in one batch are in the inputs' dtype, at least
-    fp32: their rounding is far below `boost.convert.spectrum.DAMPING`, and fp64 products would take most of the time."""
+    """Adds x^T y of one batch (x^T x if `y_TN` is None) to an fp64 sum. Sums over one batch's tokens in the inputs' dtype, but
+    at least fp32: the rounding error is far below `boost.convert.spectrum.DAMPING`, and fp64 would take most of the time."""
     dtype = statistic_dtype(x_TN.dtype)
     x_TN = x_TN.to(dtype)
     into_NN += x_TN.T @ (x_TN if y_TN is None else y_TN.to(dtype))
@@ -187,7 +187,7 @@ def _sampled(decoder: Decoder, batch: Batch, generator: torch.Generator) -> Tens
 
 
 def moment_bytes(model: ModelConfig) -> int:
-    """Memory for all moments."""
+    """Returns the memory for all moments, in bytes."""
     widths = [
         width for group in groups(model, 0) for width in (group.slots[0].d_in, *(slot.d_out for slot in group.slots))
     ]
@@ -199,7 +199,7 @@ def moment_bytes(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class InputMoments:
-    """Moments of the inputs of a group, [I, I] fp64; divided by the total number of tokens, so that moments of parts add up."""
+    """Moments of a group's inputs, [I, I] fp64, divided by the total number of tokens so that moments of subsets add up."""
 
     low: Tensor
     """E[s x' x'^T]."""
@@ -226,7 +226,7 @@ class Twins:
             self._streams = [(flow.x, flow.x) for flow in flows]
 
     def moments(self, index: int, importance: Sequence[Tensor]) -> list[InputMoments]:
-        """Moments of group `index` of the current block, over each half of the tokens in every batch.
+        """Returns the moments of group `index` in the current block, separately for the first and second halves of every batch.
 
         `importance`: s for every token, one [T] per batch.
         """
@@ -253,7 +253,7 @@ class Twins:
         return [block for block in blocks if isinstance(block, TransformerBlock)]
 
     def _inputs(self, index: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(x, x') of a group, batch by batch."""
+        """Yields (x, x') of a group, one batch at a time."""
         groups = [block.groups[index] for block in self._blocks()]
 
         def observe(group: LinearGroup, x_TI: Tensor, _: Sequence[Tensor]) -> None:
@@ -271,7 +271,7 @@ class Twins:
 
     @torch.no_grad()
     def _run(self, number: int) -> tuple[Tensor, Tensor]:
-        """Both streams for a batch after the current block, or the inputs that observers find in it."""
+        """Returns both streams of a batch after the current block, or the inputs that an observer finds in the block."""
         rows, length = self._batches[number].tokens.shape
         streams = []
         for model, block, x in zip(self._models, self._blocks(), self._streams[number], strict=True):

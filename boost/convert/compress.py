@@ -1,6 +1,6 @@
 """Factorizes a dense model so that its function on calibration text changes little.
 
-1. Computes second moments of the inputs and output gradients of every linear in one forward and backward pass over the text
+1. Computes second moments of the inputs and output gradients of every linear in one pass over the text
    (`boost.convert.calibration`).
 2. Chooses the ranks of all linears under one budget, by how much each direction affects the loss (`allot`).
 3. Truncates the SVD of each linear, block by block (`Twins`), in the norm of these moments. Uses the inputs that the preceding
@@ -116,7 +116,7 @@ def linear_parameters(dense: ModelConfig) -> int:
 
 
 class CompressedWeights:
-    """Weights for the low-rank model, in the form that the importer reads."""
+    """Weights of the low-rank model, in the form that the importer reads."""
 
     def __init__(self, dense: Weights, compression: Compression, tokenizer: str | None) -> None:
         """Calibrates, chooses ranks and factorizes. `tokenizer`: fingerprint of the tokenizer, if known. Raises BoostError."""
@@ -141,7 +141,7 @@ class CompressedWeights:
 
 
 def dense_decoder(weights: Weights, device: torch.device) -> Decoder:
-    """The model to factorize on one process, in fp32 or wider. Raises ConfigError if a weight is not finite."""
+    """Returns the model to factorize, in one process and in fp32 or wider. Raises ConfigError if a weight is not finite."""
     dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
     decoder = new_decoder(weights.model, dtype, device)
     with torch.no_grad():
@@ -158,7 +158,7 @@ def dense_decoder(weights: Weights, device: torch.device) -> Decoder:
 def compress(
     decoder: Decoder, store: TokenStore, compression: Compression, seq_len: int
 ) -> tuple[Decoder, dict[str, Any]]:
-    """Factorizes a decoder with an `ObservedLayout` without changing it. Returns the factors and a report. Raises BoostError."""
+    """Factorizes a decoder with an `ObservedLayout` without changing it. Returns the factorized decoder and a report."""
     dense = decoder.model
     batches = read_batches(store, compression.tokens, seq_len, decoder.device)
     moments, weights = collect(decoder, batches), dense_weights(decoder)
@@ -177,7 +177,7 @@ def compress(
             for slot in group.slots:
                 name = f"layers.{layer}.{slot.name}"
                 values = weighted_values(weights[name], outputs[name], inputs[group_name(layer, group.name)])
-                even = max(slot.d_in * slot.d_out // (slot.d_in + slot.d_out), 1)  # above this rank, factors exceed W
+                even = max(slot.d_in * slot.d_out // (slot.d_in + slot.d_out), 1)  # above this rank, A and B outsize W
                 candidates[name] = Candidate(values.square()[:even] / 2, slot.d_in + slot.d_out)
     ranks = allot(candidates, compression.room(dense), compression.multiple)
     default = max(set(ranks.values()), key=list(ranks.values()).count)
@@ -215,10 +215,11 @@ class Candidate:
 
 
 def allot(candidates: Mapping[str, Candidate], budget: int, multiple: int = 1) -> dict[str, int]:
-    """Returns the ranks (multiples of `multiple`, or full for narrower linears) that gain the most within `budget` parameters.
+    """Returns the ranks that reduce the loss the most within `budget` parameters. They are multiples of `multiple`, or a linear's
+    largest useful rank if that is smaller.
 
     Greedy by gain per parameter, which is optimal up to the last step because gains descend. Each linear gets at least one
-    step. If the best next step does not fit, cheaper ones may.
+    step. If the best next step does not fit, cheaper steps still may.
     """
     ranks: dict[str, int] = {}
     queue: list[tuple[float, str, int]] = []
@@ -253,7 +254,7 @@ def _fill(
     importance: Mapping[str, Sequence[Tensor]],
     ranks: Mapping[str, int],
 ) -> list[FactoredLinear]:
-    """Fills the factorized model and returns what was done to every linear, in forward order."""
+    """Fills in the factorized weights and returns the result for every linear, in forward order."""
     dense = twins.dense
     weights, slices = dense_weights(dense), slices_by_name(twins.low)
     for name, tensor in slices_by_name(dense).items():
@@ -282,12 +283,12 @@ def _fill(
 
 
 def corrected(w_OI: Tensor, halves: Sequence[InputMoments], output: MomentRoot) -> tuple[Tensor, float]:
-    """Returns a weight whose outputs for the factorized model's inputs x' approximate W x, and the share of the correction in it.
+    """Returns a weight whose outputs for the factorized model's inputs x' approximate W x, and the share of its correction to W.
 
-    W E[x x'^T] E[x' x'^T]^-1 is closest on the calibration text, but most of what it adds to W may be noise, which builds up over
-    the blocks. So only a share of it is added: in the norm of the outputs' gradients, the share with which a correction
-    fitted on one half of the text comes closest on the other half, and vice versa. A correction fitted on the whole text has
-    half the noise of one fitted on half of it, so a share of a for the half becomes 2 a / (1 + a) for the whole.
+    W E[x x'^T] E[x' x'^T]^-1 fits the calibration text best, but most of its difference from W may be noise, which accumulates over
+    the blocks. So only a share of this difference, the correction, is added. It is the share with which a correction fitted on one
+    half of the text comes closest on the other half, in the norm of the outputs' gradients, and vice versa. A correction fitted on
+    the whole text has half the noise of one fitted on half of it, so a share a for the half becomes 2 a / (1 + a) for the whole.
     """
 
     def correction(of: InputMoments) -> Tensor:

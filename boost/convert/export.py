@@ -1,4 +1,4 @@
-"""Exports a checkpoint as a Hugging Face folder. Streams: memory holds at most one output file and one linear."""
+"""Exports a checkpoint as a Hugging Face folder. Streams the weights: memory holds at most one output file and one linear."""
 
 import json
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class Exported:
 def export(
     checkpoint: Checkpoint, out: Path, dtype: str | None, merge: bool, file_bytes: int, official: bool = True
 ) -> Exported:
-    """Writes `out`, which must be empty or not exist. `dtype`: None keeps the stored one. `merge`, `official`: see `form_of`.
+    """Writes `out`, which must be empty or not exist. `dtype`: None keeps the stored dtype. `merge`, `official`: see `form_of`.
 
     Writes to a temporary folder and renames it once complete.
     Raises ConfigError, CheckpointError, StorageError.
@@ -49,7 +49,7 @@ def export(
     target = getattr(torch, dtype) if dtype else None
     with writing_weights(out, "--out") as temporary:
         writer = TensorWriter(temporary, "model", file_bytes)
-        # Tied in the source, and still equal: not trained since, because boost trains them separately.
+        # The embedding and head were tied in the source. Equal still means untrained, because boost trains them separately.
         can_tie = form in ("llama", "merged") and bool((checkpoint.data.get(HUB) or {}).get(TIED))
         tied = can_tie and torch.equal(reader.read("embed"), reader.read("head"))
         stored_entries = [e for e in entries(model, form) if not (tied and e.parameters[0].name == "head")]
@@ -78,7 +78,7 @@ def export(
 def require_free(out: Path, flag: str) -> None:
     """Raises ConfigError if the output folder exists and is not empty."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"{flag} = '{out}' exists and is not an empty folder; choose another, or remove it")
+        raise ConfigError(f"{flag} = '{out}' exists and is not an empty folder; choose another path, or remove it")
 
 
 def _texts(
@@ -90,7 +90,7 @@ def _texts(
     weight_map: dict[str, str],
     folder: str,
 ) -> Iterator[tuple[str, str]]:
-    """Yields (name, content) for the other files in the folder."""
+    """Yields (name, content) for all files in the folder except the weights."""
     model, data = checkpoint.config.model, checkpoint.data
     hub, eos, start = data.get(HUB) or {}, data.get("eos"), data.get("bos")
     # Our documents have no bos: each begins after the eos of the previous one.
@@ -116,14 +116,14 @@ def _texts(
 
 _WHAT = {
     "llama": "A LLaMA decoder with dense linears, in the format of `LlamaForCausalLM` from transformers.",
-    "merged": "Trained with low-rank factors; each pair is merged into W = B A, in the format of `LlamaForCausalLM`.",
-    "cola": "CoLA, y = B silu(A x). Tensor names and shapes match the official `ColaForCausalLM`, which can load these weights.",
+    "merged": "A LLaMA decoder trained with low-rank factors, each pair merged into W = B A, in the format of `LlamaForCausalLM`.",
+    "cola": "A CoLA decoder, y = B silu(A x). The official `ColaForCausalLM` can load it, because tensor names and shapes match.",
     "boost": "A low-rank decoder, y = B act(A x), with its modeling file next to the weights.",
 }
 
 
 def _card(checkpoint: Checkpoint, form: Form, folder: str) -> str:
-    """The model card, README.md: what the model is, and how to load it from the folder of this name. Sizes are in config.json."""
+    """Returns the model card, README.md, which describes the model and shows how to load it from `folder`."""
     trust = ", trust_remote_code=True" if form in ("cola", "boost") else ""
     return f"""---
 library_name: transformers
@@ -134,7 +134,7 @@ pipeline_tag: text-generation
 
 {_WHAT[form]}
 
-{checkpoint.config.model.title}; trained for {checkpoint.position.step:,} steps, {checkpoint.position.tokens:,} tokens.
+Family: {checkpoint.config.model.title}. Training: {checkpoint.position.step:,} steps, {checkpoint.position.tokens:,} tokens.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -52,7 +52,7 @@ _KINDS: dict[Form, dict[str, str]] = {
     "cola": {"A": "cola_a", "B": "cola_b"},
     "boost": {"A": "A.weight", "B": "B.weight"},
 }
-"""Names of tensors: those outside the blocks, norms, a linear's module, and its factors by form."""
+"""Names of tensors: those outside the blocks, norms, each linear's module and, by form, the linear's weight or factors."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Folder:
     model: ModelConfig
     form: Form
     tied: bool
-    """Whether the head shares its weight with the embedding and is not stored."""
+    """Whether config.json ties the head's weight to the embedding's."""
     context: int
     """Maximum sequence length in tokens; 2048 if the folder does not specify one."""
     eos: int | None
@@ -75,7 +75,7 @@ def config_json(
     """Returns the content of `config.json` for a folder of this form.
 
     rope_theta and torch_dtype are written as in transformers 4; transformers 5 and the official CoLA class read both. There is no
-    pad token, because LLaMA's embedding would not train its row.
+    pad token, because LLaMA's embedding would leave its row untrained.
     """
     own = form in _CLASSES
     prefix = _CLASSES.get(form, "Llama")
@@ -116,7 +116,7 @@ def config_json(
 
 def read_folder(path: Path) -> Folder:
     """Reads the configuration of a folder. Raises ConfigError, naming the field, if our decoder does not implement the model."""
-    content = read_json(path / "config.json", "a Hugging Face folder has a config.json")
+    content = read_json(path / "config.json", "fix it, or save the model again")
     if not content:
         raise ConfigError(f"'{path}' has no config.json; pass a Hugging Face folder with safetensors weights")
     kind = content.get("model_type")
@@ -130,7 +130,7 @@ def read_folder(path: Path) -> Folder:
     context = content.get("max_position_embeddings")
     context = 2048 if context is None else context
     if not isinstance(context, int) or isinstance(context, bool) or context < 1:
-        raise ConfigError(f"max_position_embeddings = {context!r} in {where} is not a length; valid values: 1, 2, ...")
+        raise ConfigError(f"max_position_embeddings = {context!r} in {where} must be a positive integer")
     try:
         table = _model_table(content, where) | _family_table(kind, content, where)
         model = from_tree({"model": table, "parallel": {"layout": "single"}}).model
@@ -139,11 +139,11 @@ def read_folder(path: Path) -> Folder:
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
     except BoostError as error:
-        raise ConfigError(f"{where} is not a model that boost can train: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{where} describes a model boost cannot train: {' '.join(str(error).split())}") from None
     generation = read_json(path / "generation_config.json", "fix or remove it")
 
     def token(name: str) -> int | None:
-        """From a list, takes the first: chat models list end-of-turn tokens too."""
+        """Takes the first token of a list, because chat models also list end-of-turn tokens."""
         for value in (content.get(name), generation.get(name)):
             first = value[0] if isinstance(value, list) and value else value
             if isinstance(first, int) and not isinstance(first, bool):
@@ -155,7 +155,7 @@ def read_folder(path: Path) -> Folder:
 
 
 def read_json(path: Path, advice: str) -> dict[str, Any]:
-    """Reads a JSON object; empty if there is no file. Raises ConfigError if it cannot be read or is not an object."""
+    """Reads a JSON object; {} if the file does not exist. Raises ConfigError if the file cannot be read or is not an object."""
     try:
         content = json.loads(read_text(path))
     except FileNotFoundError:
@@ -180,8 +180,8 @@ def _model_table(content: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _rope(content: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """(type, parameters) of RoPE. transformers 5 stores both in rope_parameters; 4 stores rope_theta, and rope_scaling if it
-    scales. If a folder has both, transformers 5 reads only rope_scaling, even for rope_theta."""
+    """(type, parameters) of RoPE. transformers 5 stores both in rope_parameters; transformers 4 stores rope_theta, and also
+    rope_scaling if RoPE is scaled. If a folder has both fields, transformers 5 reads only rope_scaling, even for rope_theta."""
     new, old = content.get("rope_parameters"), content.get("rope_scaling")
     rope = old or new or {}
     rope = dict(rope) if isinstance(rope, dict) else {"rope_type": str(rope)}
@@ -194,17 +194,17 @@ def _require_supported(content: dict[str, Any], where: str) -> None:
     """Raises ConfigError for LLaMA features that our decoder does not have."""
     kind, _ = _rope(content)
     if kind not in ("default", "llama3"):
-        raise ConfigError(f"rope_type = {kind!r} in {where}: our decoder supports 'default' and 'llama3'")
+        raise ConfigError(f"rope_type = {kind!r} in {where} is not supported; valid values: 'default' and 'llama3'")
     for field in ("attention_bias", "mlp_bias"):
         if content.get(field):
-            raise ConfigError(f"{field} = true in {where}: our decoder's linears have no bias; valid value: false")
+            raise ConfigError(f"{field} = true in {where} is not supported (linears have no bias); valid value: false")
     width, heads = content.get("head_dim"), content.get("num_attention_heads")
     if width and isinstance(heads, int) and (not isinstance(width, int) or width * heads != content.get("hidden_size")):
-        valid = f"hidden_size / num_attention_heads = {content.get('hidden_size')!r} / {heads}"
-        raise ConfigError(f"head_dim = {width!r} in {where}: our decoder requires head_dim = {valid}")
+        valid = f"{content.get('hidden_size')!r} / {heads} (hidden_size / num_attention_heads)"
+        raise ConfigError(f"head_dim = {width!r} in {where} is not supported; valid value: {valid}")
     if quantization := content.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ConfigError(f"quantization_config ({method!r}) in {where}: import unquantized weights")
+        raise ConfigError(f"quantization_config ({method!r}) in {where} is not supported; import unquantized weights")
 
 
 def _family_table(kind: str, content: dict[str, Any], where: str) -> dict[str, Any]:
@@ -214,14 +214,14 @@ def _family_table(kind: str, content: dict[str, Any], where: str) -> dict[str, A
         table = {field: content[field] for field in _OWN} | {
             field: content[field] for field in _ROPE if field in content
         }
-        # "none" in folders for families that have no such field
+        # Folders store "none" for these fields if the family does not have them.
         return {field: value for field, value in table.items() if field not in ("over", "gate") or value != "none"}
     if kind == "llama":
         if act not in ("silu", "swish", "linear"):
-            raise ConfigError(f"hidden_act = {act!r} in {where}: our MLP supports 'silu' and 'linear'")
+            raise ConfigError(f"hidden_act = {act!r} in {where} is not supported; valid values: 'silu' and 'linear'")
         return {"family": "dense", "mlp_silu": act != "linear"}
     if act and act not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act = {act!r} in {where}: boost supports CoLA with 'silu' only")
+        raise ConfigError(f"hidden_act = {act!r} in {where} is not supported for CoLA; valid value: 'silu'")
     # The official classes default only_lr_act to true. They read lr_act_type, but apply hidden_act.
     rank = content.get("rank") or content["hidden_size"] // 4
     return {"family": "cola", "rank": rank, "mlp_silu": not content.get("only_lr_act", True)}
@@ -239,11 +239,12 @@ class Entry:
 
 
 def form_of(model: ModelConfig, merge: bool, official: bool = True) -> Form:
-    """Returns the form in which a model is exported. `merge`: merge the factors of linears without an activation into one matrix;
-    `official`: prefer the official CoLA format over our own if it supports the model.
+    """Returns the form in which a model is exported. `merge`: merge the two factors of each linear into one matrix if there is no
+    activation between them; `official`: prefer the official CoLA format over our own if it supports the model.
 
-    The official CoLA class supports one rank, silu in every bottleneck, RoPE without scaling, and no grouped-query attention: it
-    computes the width of all heads as hidden_size / num_attention_heads. Other models use our modeling file.
+    The official CoLA class supports only one rank, silu in every bottleneck, and RoPE without scaling. It does not support
+    grouped-query attention, because it computes the width of all heads as hidden_size / num_attention_heads. All other models use
+    our modeling file.
     """
     if model.family == "dense":
         return "llama"

@@ -44,10 +44,10 @@ class FolderWeights:
         self.model, self.context, self.eos = folder.model, folder.context, folder.eos
         self.start, self.starts_as_tokenizer = None if folder.bos == folder.eos else folder.bos, True
         self._tensors = TensorFolder(path)
-        if folder.model.layers > len(self._tensors.shapes):  # before iterating over that many layers
+        if folder.model.layers > len(self._tensors.shapes):  # checked before iterating over that many layers
             raise ConfigError(
-                f"num_hidden_layers = {folder.model.layers} in '{path}/config.json' needs more tensors than the "
-                f"{len(self._tensors.shapes)} in its weights; check that config.json belongs to them"
+                f"num_hidden_layers = {folder.model.layers} in '{path}/config.json' requires more tensors than the "
+                f"{len(self._tensors.shapes)} in the folder's weights; check that config.json belongs to these weights"
             )
         # config.json alone does not determine the form: transformers and peft may save CoLA's factors under its module names.
         form = "boost" if "model.layers.0.self_attn.q_proj.A.weight" in self._tensors.shapes else folder.form
@@ -60,14 +60,14 @@ class FolderWeights:
             embedding = self._tensors.read(embed)
             self._tied = torch.equal(embedding, self._tensors.read(head).to(embedding.dtype))
         self.tied = folder.model.vocab_size * folder.model.dim if self._tied else 0
-        """Parameters of a head that shares one tensor with the embedding; once read, they are two tensors."""
+        """Parameters in a head that shares its tensor with the embedding, else 0. Importing makes the head a separate tensor."""
         names = {entry.name for entry in self._entries.values()}
         self.dtype = self._tensors.dtype(name for name in self._tensors.shapes if name in names)
         self.tokenizer = path if (path / "tokenizer.json").is_file() else None
         self.hub = {BOS: folder.bos, TIED: self._tied, **read_generation_settings(path)}
 
     def require_untied(self, untie: bool, option: str) -> None:
-        """Raises ConfigError if embedding and head are tied (no layout trains that), unless the caller chose to `untie` them."""
+        """Raises ConfigError if the embedding and head are tied (no layout can train tied weights), unless `untie` is set."""
         if self.tied and not untie:
             raise ConfigError(
                 f"the embedding and the head in '{self._tensors.path}' are tied, which boost cannot train; add {option} to import "
@@ -88,7 +88,7 @@ class CheckpointWeights:
         self.model = checkpoint.config.model
         self.context = checkpoint.context
         self.eos, self.start = checkpoint.data.get("eos"), checkpoint.data.get("bos")
-        self.starts_as_tokenizer = False  # a run from scratch has learned no such token, even if its tokenizer adds one
+        self.starts_as_tokenizer = False  # a run from scratch has learned no start token even if its tokenizer adds one
         self.tokenizer = checkpoint.tokenizer if checkpoint.tokenizer.is_file() else None
         self.hub = checkpoint.data.get(HUB) or {}
         self._reader = WeightReader(checkpoint)
@@ -108,9 +108,9 @@ class Imported:
     bytes: int
     tokenizer: bool
     untied: int
-    """Parameters added if the source's embedding and head are one tensor."""
+    """Parameters added by untying the embedding and head; 0 if the source has a tensor for each of them."""
     report: dict[str, Any] | None
-    """Report on the factorization; None without one."""
+    """Report on the factorization; None if the weights were not factorized."""
 
 
 def import_weights(
@@ -122,9 +122,10 @@ def import_weights(
     file_bytes: int,
     untie: bool = False,
 ) -> Imported:
-    """Writes the checkpoint `out`, which must be empty or not exist. `how`: how to factorize dense weights; None: not at all.
+    """Writes the checkpoint `out`, which must be empty or not exist. `how`: how to factorize dense weights, if not None.
 
-    `dtype`: None keeps the stored dtype, or the widest of several (float16 becomes float32, factors are float32 or wider).
+    `dtype`: None keeps the stored dtype, or one that represents all stored dtypes exactly. However, float16 becomes float32, and
+    factors are float32 or wider.
     `tokenizer`: a tokenizer.json or its folder, instead of the one next to the weights. `untie`: import a tied embedding
     and head as two tensors. Writes to a temporary folder and renames it once complete. Raises BoostError.
     """
@@ -143,7 +144,7 @@ def import_weights(
     stored = weights.dtype
     if stored not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ConfigError(
-            f"the weights are {dtype_name(stored)}; import the original weights in a floating-point dtype"
+            f"the weights have unsupported dtype {dtype_name(stored)}; import the original weights in a floating-point dtype"
         )
     # Runs do not support float16, and factors are meant to be trained.
     wide = torch.float32 if stored == torch.float16 or (how is not None and stored == torch.bfloat16) else stored
@@ -178,7 +179,7 @@ def import_weights(
 def open_weights(source: Path, how: Truncation | Compression | None) -> Weights:
     """Opens the weights of a Hugging Face folder or of a boost checkpoint. Raises BoostError."""
     if not source.is_dir():
-        raise ConfigError(f"no folder at '{source}'; pass a Hugging Face folder with safetensors weights")
+        raise ConfigError(f"there is no folder at '{source}'; pass a Hugging Face folder with safetensors weights")
     names = ("state.json", "manifest.json", "checkpoints", "config.toml")
     is_ours = any((source / name).exists() for name in names) or any(source.glob("step-*"))
     if (source / "config.json").is_file() or not is_ours:
@@ -193,7 +194,7 @@ def open_weights(source: Path, how: Truncation | Compression | None) -> Weights:
     if how is not None and weights.model.family != "dense":
         raise ConfigError(
             f"--rank, --energy and --budget factorize dense weights, but '{source}' has model.family = "
-            f"'{weights.model.family}'; remove the flag"
+            f"'{weights.model.family}'; remove these flags"
         )
     return weights
 

@@ -1,8 +1,8 @@
 """BOOST's low-rank decoders for Hugging Face transformers: every linear in a LLaMA block is y = B act(A x).
 
-One file for three families. svd: no activation; cola: silu; lax: a block's latents are combined with those of the same linears
-in the previous block, u = LayerNorm(A x + G(previous h)), where the gate G is the identity, two small matrices, or a linear
-(arXiv 2502.10940, 2505.21732). Requires only torch and transformers:
+One file supports three families: svd (no activation), cola (silu) and lax. In lax, a block's latents are combined with those of
+the same linears in the previous block: u = LayerNorm(A x + G(previous h)), where the gate G is the identity, two small matrices or
+a linear (arXiv 2502.10940, 2505.21732). Requires only torch and transformers:
 
     AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)
 
@@ -34,8 +34,8 @@ else:
     CONVERTS = True
 
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""The cache's name in this version of transformers, which renamed `past_key_values` in 5.24. Before that, `cache` was the paged
-cache of continuous batching, which attention implementations update; since then it is an ordinary cache."""
+"""The cache argument's name in the installed transformers: `cache` since 5.24, `past_key_values` before. Before 5.24, `cache` was
+the paged cache of continuous batching, which attention implementations update; now it is an ordinary cache."""
 
 LATENT_EPS = 1e-6
 """Epsilon for the LayerNorm over latents."""
@@ -52,7 +52,7 @@ class BoostConfig(PretrainedConfig):
     model_type = "boost"
     keys_to_ignore_at_inference = [CACHE]  # noqa: RUF012 (transformers reads a plain list)
     # Tensor parallelism by transformers: heads and MLP channels are sharded, latents are replicated. A block's only collectives are
-    # two all-reduces of r numbers per token, after A of o and A of down. Act and latent gates see complete latents.
+    # two all-reduces of r numbers per token, after A of o and A of down. Activations and latent gates see complete latents.
     base_model_tp_plan: ClassVar[Any] = {
         **{f"layers.*.self_attn.{name}_proj.B": "colwise" for name in "qkv"},
         "layers.*.self_attn.o_proj.A": "rowwise",
@@ -144,8 +144,8 @@ class BoostBottleneck(nn.Module):
     """y = B act(A x): A and B are `nn.Linear` with weights [r, I] and [O, r], so that peft can adapt them.
 
     Files in the official CoLA format store the transposes cola_a [I, r] and cola_b [r, O]. transformers 5 converts them when
-    loading and saving; under transformers 4 they are the parameters. With latent gates, every block except the first adds the gated
-    latents h of the same linear in the previous block.
+    loading and saving; with transformers 4, the parameters are the transposes. With latent gates, every block except the first adds
+    the gated latents h of the same linear in the previous block.
     """
 
     def __init__(self, config: BoostConfig, layer: int, slot: str, d_in: int, d_out: int) -> None:
@@ -192,7 +192,7 @@ class BoostBottleneck(nn.Module):
 def eager_attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scaling: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T scaling + mask) v in plain operations, for attn_implementation="eager": [B, S, H, E] and its weights."""
+    """softmax(q k^T scaling + mask) v in plain operations, for attn_implementation="eager": returns [B, S, H, E] and weights."""
     k, v = (x.repeat_interleave(module.num_key_value_groups, dim=1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * scaling
     if attention_mask is not None:
@@ -207,8 +207,8 @@ def rotate(x_BHSE: Tensor, cos_BSE: Tensor, sin_BSE: Tensor) -> Tensor:
     return x_BHSE * cos_BSE[:, None] + torch.cat((-second, first), dim=-1) * sin_BSE[:, None]
 
 
-# The name must not end in Attention: if the source of such a class lacks a call that only transformers 5 has, transformers 5 does
-# not allow choosing the attention implementation.
+# The class name must not end in Attention: transformers 5 searches the source of such classes for a call that only version 5 has,
+# and if it is missing, does not allow choosing the attention implementation.
 class BoostHeads(nn.Module):
     """Causal attention with RoPE, using the attention implementation selected in transformers."""
 
@@ -234,7 +234,7 @@ class BoostHeads(nn.Module):
         past_key_values: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-        """Returns the residual update [B, S, D], latents of q, k, v, o, and attention weights if the implementation has them.
+        """Returns the residual update [B, S, D], latents of q, k, v, o, and attention weights if the implementation returns them.
 
         The paged cache of continuous batching reads the tokens' page positions from `kwargs`.
         """
@@ -438,8 +438,8 @@ class BoostForCausalLM(BoostPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Logits [B, S, V], for only the last `logits_to_keep` tokens if not 0; with `labels` [B, S] also the mean next-token
-        cross-entropy (labels of -100 are ignored)."""
+        """Returns logits [B, S, V], only for the last `logits_to_keep` tokens if not 0. With `labels` [B, S], also returns the mean
+        next-token cross-entropy (ignoring labels of -100)."""
         loss_kwargs = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
         hidden = self.model(
             input_ids=input_ids,
@@ -472,7 +472,7 @@ class ColaForCausalLM(BoostForCausalLM):
     _tp_plan = None
 
 
-# `transformers serve` looks up the class that config.json names among transformers' own, even with --trust-remote-code.
+# `transformers serve` looks up the class that config.json names among transformers' own classes, even with --trust-remote-code.
 if (_server := sys.modules.get("transformers.cli.serving.model_manager")) is not None:
     for _class in (BoostForCausalLM, ColaForCausalLM):
         setattr(_server.transformers, _class.__name__, _class)

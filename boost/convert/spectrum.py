@@ -1,10 +1,10 @@
 """Truncated SVD of every linear in a dense model, to start a low-rank model from trained weights.
 
-W is replaced by its best rank-r approximation B A (`boost.models.init.factorize`), in the Frobenius norm or in one weighted by
-second moments; the error of each linear is reported.
+W is replaced by its best rank-r approximation B A (`boost.models.init.factorize`), in the Frobenius norm or a norm weighted by
+second moments. The report gives the error of each linear.
 
-Legend: W [O, I], B [O, r], A [r, I]; C = E[x x^T] [I, I] second moment of the inputs, G = E[g g^T] [O, O] of the outputs'
-gradients.
+Legend: W [O, I], B [O, r], A [r, I]; C = E[x x^T] [I, I] second moment of the inputs, G = E[g g^T] [O, O] second moment of the
+output gradients.
 """
 
 import statistics
@@ -26,11 +26,11 @@ class Truncation:
     """How ranks are chosen: by `rank` or by `energy`."""
 
     rank: int | None = None
-    """Rank r for every linear, capped at its smaller dimension (which few key/value heads make small)."""
+    """Rank r for every linear, capped at its smaller dimension (small for k and v if there are few key/value heads)."""
     energy: float | None = None
     """Fraction of each linear's squared singular values to keep."""
     multiple: int = 1
-    """With energy: ranks are rounded up to a multiple of this."""
+    """With `energy`, ranks are rounded up to a multiple of this number."""
     device: str = "cpu"
     """Device on which the SVDs are computed."""
 
@@ -60,9 +60,9 @@ class FactoredLinear:
     error: float
     """||W - B A|| / ||W||, Frobenius."""
     cost: float | None = None
-    """Expected rise in the loss from this linear alone, in nats per token; None without calibration."""
+    """Expected rise in the loss from factorizing this linear alone, in nats per token; None without calibration."""
     correction: float | None = None
-    """Share of the correction toward the dense model's outputs (`boost.convert.compress.corrected`); None without calibration."""
+    """Share of the correction that is applied to W (`boost.convert.compress.corrected`); None without calibration."""
 
 
 class Factorizer:
@@ -74,7 +74,7 @@ class Factorizer:
         self.linears: list[FactoredLinear] = []
 
     def factor(self, parameter: Parameter, w_OI: Tensor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, tensor) of the factors A and B of a dense weight, in `dtype`, on the CPU."""
+        """Yields (name, tensor) for the factors A and B of a dense weight, in `dtype`, on the CPU."""
         truncation, name = self._truncation, parameter.name.removesuffix(".W")
         if not bool(torch.isfinite(w_OI).all()):
             raise ConfigError(f"{name} contains non-finite values, so it has no SVD; fix the weights")
@@ -87,7 +87,7 @@ class Factorizer:
         yield f"{name}.B", factors.b_OR.to("cpu", dtype)
 
     def model(self) -> dict[str, Any]:
-        """Returns the [model] section of the result, once all linears are factorized; `ranks` lists the exceptions from `rank`."""
+        """Returns the result's [model] section once all linears are factorized; `ranks` lists the exceptions to `rank`."""
         ranks = {linear.name: linear.rank for linear in self.linears}
         default = self._truncation.rank or min(max(ranks.values()), self._dense.dim, self._dense.ffn_dim)
         return low_rank_table(self._dense, default, ranks)
@@ -100,8 +100,8 @@ class Factorizer:
 
 
 def low_rank_table(dense: ModelConfig, rank: int, ranks: Mapping[str, int]) -> dict[str, Any]:
-    """The [model] section for an svd model with a dense model's shape. `ranks`: rank of every linear; those that differ from `rank`
-    are listed, by block or, if all blocks have the same, by slot."""
+    """Returns the [model] section of an svd model with a dense model's shape. `ranks`: rank of every linear; those that differ from
+    `rank` are listed by slot if all blocks have the same rank, else by linear."""
     exceptions: dict[str, int] = {}
     for slot in SLOTS:
         of_slot = {name: other for name, other in ranks.items() if name.endswith(f".{slot}") and other != rank}
@@ -132,7 +132,7 @@ def slot_rows(linears: list[FactoredLinear]) -> list[dict[str, Any]]:
     return rows
 
 
-# In a norm that is weighted by second moments.
+# Truncation in a norm that is weighted by second moments.
 
 DAMPING = 1e-6
 """Fraction of a second moment's mean eigenvalue that is added to its diagonal, to make it invertible even without data."""
@@ -166,16 +166,16 @@ def solve_right(m_ON: Tensor, moment_NN: Tensor) -> Tensor:
 
 
 def weighted_values(w_OI: Tensor, outputs: MomentRoot, inputs: MomentRoot) -> Tensor:
-    """Singular values of R_G^T W R_C in descending order. The squares that a rank discards sum to E[(g^T (W - B A) x)^2] if g and
-    x are independent: twice the expected rise in the loss, to second order."""
+    """Singular values of R_G^T W R_C in descending order. If g and x are independent, the squares of the values that a rank
+    discards sum to E[(g^T (W - B A) x)^2], which is twice the expected rise in the loss, to second order."""
     return factorize(outputs.root.T @ w_OI.double() @ inputs.root, rank=1).values
 
 
 def factorize_weighted(w_OI: Tensor, rank: int, outputs: MomentRoot, inputs: MomentRoot) -> Factorization:
-    """The B A of rank r that minimizes tr(G (W - B A) C (W - B A)^T), balanced as in `factorize`. `values` come from
+    """Returns the B A of rank r that minimizes tr(G (W - B A) C (W - B A)^T), balanced as in `factorize`, and the values of
     `weighted_values`.
 
-    With G = 1, it is SVD-LLM's truncation (arXiv 2403.07378); with C and G, that for a Kronecker-factored Fisher matrix.
+    With G = 1, this is SVD-LLM's truncation (arXiv 2403.07378); with both moments, it uses a Kronecker-factored Fisher matrix.
     """
     weighted = factorize(outputs.root.T @ w_OI.double() @ inputs.root, rank)
     a_RI, b_OR = balanced(weighted.a_RI @ inputs.inverse, outputs.inverse.T @ weighted.b_OR)
@@ -183,7 +183,7 @@ def factorize_weighted(w_OI: Tensor, rank: int, outputs: MomentRoot, inputs: Mom
 
 
 def balanced(a_RI: Tensor, b_OR: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (A, B) with the same product and equal, diagonal Gram matrices A A^T = B^T B, so that training starts evenly."""
+    """Returns (A, B) with the same product and equal, diagonal Gram matrices A A^T = B^T B, so that both start at one scale."""
     q_OR, left_RR = torch.linalg.qr(b_OR)
     q_IR, right_RR = torch.linalg.qr(a_RI.T)
     u_RR, s_R, v_RR = torch.linalg.svd(left_RR @ right_RR.T)

@@ -22,7 +22,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class Weights(Protocol):
-    """Weights to import, one parameter at a time."""
+    """Weights to import, read one parameter at a time."""
 
     model: ModelConfig
     context: int
@@ -30,22 +30,22 @@ class Weights(Protocol):
     start: int | None
     """Token that a prompt starts with."""
     starts_as_tokenizer: bool
-    """Whether `start` is only a guess because there is no tokenizer; a tokenizer's behavior takes precedence."""
+    """Whether a tokenizer determines the start token; `start` then applies only if there is no tokenizer."""
     tokenizer: Path | None
     hub: dict[str, Any]
     """Settings of the original Hugging Face folder (`boost.convert.vocabulary`)."""
     dtype: torch.dtype
-    """The widest dtype of the weights."""
+    """The narrowest dtype that represents all weights exactly."""
 
     def read(self, parameter: Parameter) -> Tensor:
         """Returns the full parameter, on the CPU."""
 
 
 class TensorFolder:
-    """The tensors in a Hugging Face folder: one safetensors file, or several with an index."""
+    """The tensors in a Hugging Face folder: one or more safetensors files, with or without an index."""
 
     def __init__(self, path: Path) -> None:
-        """Reads headers only, no tensors. Raises CheckpointError, naming the file."""
+        """Reads only the headers. Raises CheckpointError, naming the file."""
         self.path = path
         self._file_of: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -60,19 +60,19 @@ class TensorFolder:
                         self._dtypes[name] = str(header.get_dtype())
             except (SafetensorError, OSError) as error:
                 line = " ".join(str(error).split())
-                raise CheckpointError(f"'{file}' is damaged or not a safetensors file: {line}") from None
+                raise CheckpointError(f"'{file}' is damaged or is not a safetensors file: {line}") from None
 
     def _files(self) -> list[Path]:
         index = read_json(self.path / INDEX, "fix it, or save the model again")
         if index:
             weight_map = index.get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
-                raise CheckpointError(f"'{self.path / INDEX}' has no weight_map; fix it, or save the model again")
+                raise CheckpointError(f"'{self.path / INDEX}' has no valid weight_map; fix it, or save the model again")
             names = {file_name(name, self.path / INDEX, "weight_map", CheckpointError) for name in weight_map.values()}
             present = {file.name for file in self.path.iterdir() if file.is_file()}
             for name in sorted(names):
                 if name not in present:
-                    raise CheckpointError(f"'{self.path / INDEX}' names {name!r}, which is missing; download it")
+                    raise CheckpointError(f"'{self.path / INDEX}' lists the missing file {name!r}; download it")
             return [self.path / name for name in sorted(names)]
         # Some folders contain a second copy of the weights under another name.
         single = self.path / "model.safetensors"
@@ -93,19 +93,20 @@ class TensorFolder:
         expected = {entry.name: entry.shape for entry in wanted}
         if missing := [name for name in expected if name not in self.shapes and name not in optional]:
             raise CheckpointError(
-                f"'{self.path}' has no tensor {missing[0]!r}{_more(missing)}; check that config.json belongs to these weights"
+                f"'{self.path}' has no tensor {missing[0]!r}{_more(missing, 'missing')}; check that config.json belongs to "
+                "these weights"
             )
         unexpected = [name for name in self.shapes if name not in expected and not name.endswith("rotary_emb.inv_freq")]
         if unexpected:
             raise CheckpointError(
-                f"'{self.path}' has an unexpected tensor {min(unexpected)!r}{_more(unexpected)}; check that config.json "
-                "belongs to these weights"
+                f"'{self.path}' has an unexpected tensor {min(unexpected)!r}{_more(unexpected, 'unexpected')}; check that "
+                "config.json belongs to these weights"
             )
         for name, shape in expected.items():
             if (stored := self.shapes.get(name, shape)) != shape:
                 raise CheckpointError(
-                    f"'{self.path}': tensor '{name}' is {list(stored)}, but config.json implies {list(shape)}; check that it "
-                    "belongs to these weights"
+                    f"'{self.path}': tensor '{name}' has shape {list(stored)}, but config.json implies {list(shape)}; "
+                    "check that config.json belongs to these weights"
                 )
 
     def dtype(self, names: Iterable[str]) -> torch.dtype:
@@ -113,24 +114,24 @@ class TensorFolder:
         example = {self._dtypes[name]: name for name in names}
         if unsupported := [dtype for dtype in example if dtype not in _FLOATS]:
             raise CheckpointError(
-                f"'{self.path}': tensor {example[unsupported[0]]!r} has dtype {unsupported[0]}; import the original weights "
-                f"({', '.join(_FLOATS)})"
+                f"'{self.path}': tensor {example[unsupported[0]]!r} has dtype {unsupported[0]}, which is not supported; import "
+                f"the original weights (supported: {', '.join(_FLOATS)})"
             )
         return functools.reduce(torch.promote_types, (_FLOATS[dtype] for dtype in example))
 
     def read(self, name: str) -> Tensor:
-        """Reads one tensor to the CPU. Opens the file each time, because pages that stay mapped would count as memory."""
+        """Reads one tensor into CPU memory. Opens the file each time, because mapped pages would count toward memory use."""
         with safe_open(self._file_of[name], framework="pt") as opened:
             return opened.get_tensor(name)
 
 
-def _more(names: list[str]) -> str:
-    return f" ({len(names)} in total)" if len(names) > 1 else ""
+def _more(names: list[str], what: str) -> str:
+    return f" ({len(names)} are {what})" if len(names) > 1 else ""
 
 
 class TensorWriter:
-    """Writes tensors in the order of `add` to files of at most `limit` bytes (or one tensor). Holds one file in memory at a
-    time. After `close` the files are `{stem}.safetensors` or `{stem}-00001-of-00003.safetensors`, ..."""
+    """Writes tensors, in the order of the `add` calls, to files of at most `limit` bytes (or of one larger tensor). Holds one file
+    in memory at a time. After `close`, the files are named `{stem}.safetensors` or `{stem}-00001-of-00003.safetensors`, ..."""
 
     def __init__(self, folder: Path, stem: str, limit: int) -> None:
         folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Tokenizers in Hugging Face folders, their chat templates and generation settings. Import keeps them; export restores them."""
+"""Tokenizers, chat templates and generation settings of Hugging Face folders. Import keeps them; export restores them."""
 
 import json
 import shutil
@@ -26,13 +26,13 @@ _TOKENIZER_KEYS = (
     "truncation_side",
     "split_special_tokens",
 )
-"""Fields of tokenizer_config.json to keep. The others name files or classes, or repeat what tokenizer.json contains."""
+"""Fields of tokenizer_config.json to keep. The other fields name files or classes, or repeat what tokenizer.json contains."""
 BOS = "bos_token_id"
-"""Key among a folder's settings: its bos token, which starts a prompt only if the tokenizer also prepends it."""
+"""Settings key for a folder's bos token, which starts a prompt only if the tokenizer also prepends it."""
 TIED = "tied"
-"""Key among a folder's settings: whether its embedding and head are one tensor."""
+"""Settings key for whether a folder's embedding and head are one tensor."""
 _ORIGINAL_KEY = "boost_post_processor"
-"""Key in tokenizer_config.json for the original post_processor of an exported tokenizer.json; the fingerprint includes it."""
+"""Key in tokenizer_config.json for an exported tokenizer's original post_processor, which its fingerprint includes."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Vocabulary:
     eos: int | None
     """Id of the end-of-document token, if known."""
     start: int | None
-    """Id of the token that the tokenizer puts in front of every text, regardless of the bos_token that its folder names."""
+    """Id of the token that the tokenizer prepends to every text, regardless of the bos_token that its folder names."""
     hub: dict[str, Any] = field(default_factory=dict)
-    """Other settings of the folder, each only if it has them: `tokenizer` (special tokens), `chat_templates`."""
+    """Other settings, if the folder has them: `tokenizer` (special tokens), `chat_templates`."""
 
 
 def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
@@ -93,10 +93,10 @@ def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
 def tokenizer_files(
     text: str, eos: int | None, bos: int | None, start: int | None, context: int, hub: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """Returns `tokenizer.json` and `tokenizer_config.json`, so that transformers encodes a prompt as `boost generate` does.
+    """Returns the contents of `tokenizer.json` and `tokenizer_config.json`, with which transformers encodes a prompt as
+    `boost generate` does. `merged_tokenizer_config` says how text that matches a special token is encoded.
 
-    `text`: the tokenizer of a checkpoint; `start`: the token that generation prepends to a prompt. Nothing else is added, and
-    text that matches a special token is encoded as ordinary text, as in training. `hub`: settings of the imported folder.
+    `text`: a checkpoint's tokenizer.json; `start`: the only token that generation adds to a prompt; `hub`: the folder's settings.
     """
     tokenizer = parse_tokenizer(text)
     content = json.loads(text)
@@ -109,12 +109,12 @@ def tokenizer_files(
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,
     }
-    # Padding is masked, so any token works as pad; eos is the usual choice without a pad token.
+    # Padding is masked, so any token can serve as pad; eos is the usual choice for a tokenizer without a pad token.
     for token_name, token in (("bos_token", bos), ("eos_token", eos), ("pad_token", eos)):
         special = tokenizer.id_to_token(token) if token is not None else None
         ours |= {token_name: special} if special is not None else {}
     config = merged_tokenizer_config(ours, hub)
-    config[_ORIGINAL_KEY] = original  # even if unchanged: transformers replaces an empty one when it saves
+    config[_ORIGINAL_KEY] = original  # even if unchanged: transformers replaces an empty post_processor on saving
     return text if exported == original else json.dumps(content, indent=2, ensure_ascii=False), config
 
 
@@ -137,7 +137,7 @@ def _post_processor(original: dict[str, Any] | None, name: str | None, start: in
 
 
 def read_generation_settings(folder: Path) -> dict[str, Any]:
-    """Returns {"generation": ...}; empty if the folder has none. Raises ConfigError if the file is damaged."""
+    """Returns {"generation": ...}, or {} if the folder has no such settings. Raises ConfigError if the file is damaged."""
     generation = read_json(folder / "generation_config.json", "fix or remove it")
     generation = {key: value for key, value in generation.items() if key != "transformers_version"}
     eos = read_json(folder / "config.json", "fix it").get("eos_token_id")
@@ -159,7 +159,7 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
             raise TypeError
     except (KeyError, TypeError, ValueError):
         raise DataError(
-            f"chat_template in '{folder}/tokenizer_config.json' is not a template; fix or remove it"
+            f"chat_template in '{folder}/tokenizer_config.json' is not a valid template; fix or remove it"
         ) from None
     for name in templates:
         file_name(name, folder / "tokenizer_config.json", "name of a chat_template")
@@ -175,7 +175,7 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def template_files(checkpoint: Checkpoint) -> dict[str, str]:
-    """Returns file name -> content for the chat templates, as transformers 5 saves them. Raises DataError for an unsafe name."""
+    """Returns the chat templates, keyed by the file names that transformers 5 uses. Raises DataError for an unsafe name."""
     files, templates = {}, (checkpoint.data.get(HUB) or {}).get("chat_templates", {})
     for name, text in templates.items():
         name = file_name(name, checkpoint.path / STATE_FILE, f"{HUB}.chat_templates")
@@ -189,7 +189,7 @@ def merged_tokenizer_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[s
     Text that matches a special token is encoded as ordinary text, as in training. Models with a chat template are the exception,
     because templates write special tokens as text.
     """
-    # Filtered again: auto_map in an untrusted state.json would run foreign code.
+    # Filtered again, because an auto_map in an untrusted state.json would run foreign code.
     kept = {key: value for key, value in hub.get("tokenizer", {}).items() if key in _TOKENIZER_KEYS}
     split = kept.pop("split_special_tokens", False)
     merged = {**ours, **kept}
@@ -214,7 +214,7 @@ def load_template_of(checkpoint: Checkpoint) -> Callable[[list[Message]], str] |
 
 
 def merged_generation_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[str, Any]:
-    """Returns the folder's `generation_config.json`, with ours as defaults. The run's own eos always ends generation."""
+    """Returns the folder's `generation_config.json`, with our values as defaults. The run's own eos always ends generation."""
     merged = {**ours, **hub.get("generation", {})}
     eos, ends = ours.get("eos_token_id"), merged.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
@@ -224,7 +224,7 @@ def merged_generation_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[
 
 
 def end_tokens(data: Mapping[str, Any]) -> list[int]:
-    """Ids of the tokens that end a text: the eos of a checkpoint's `data`, and those of the folder that it was imported from."""
+    """Ids of the tokens that end a text: the eos tokens of a checkpoint's `data` and of the folder it was imported from."""
     ours = {} if data.get("eos") is None else {"eos_token_id": data["eos"]}
     ends = merged_generation_config(ours, data.get(HUB) or {}).get("eos_token_id")
     return ends if isinstance(ends, list) else [] if ends is None else [ends]

@@ -74,16 +74,15 @@ def shuffled_order(n_samples: int, seed: int) -> Any:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive tokens in a split: n inputs from `start`, and the target that follows each of them. It takes n + 1
-    positions in a sequence: its last target is also an input, which has no target. The last segment in a sample takes n."""
+    """Consecutive tokens in a split: n inputs from `start`, and the target that follows each of them. A segment takes n + 1
+    positions in a sequence, because its last target is also an input, one without a target. The last in a sample takes only n."""
 
     start: int
     n_inputs: int
 
 
 class EqualWindows:
-    """Samples with one segment: windows of S consecutive inputs. If the last window is shorter, it is kept if `partial`, else
-    dropped."""
+    """Samples with one segment: windows of S consecutive inputs. A shorter last window is kept only if `partial`."""
 
     def __init__(self, n_tokens: int, seq_len: int, partial: bool) -> None:
         self._targets, self._seq_len = max(n_tokens - 1, 0), seq_len
@@ -171,9 +170,9 @@ class Batches:
 
     def __init__(self, split: AnySplit, seq_len: int, global_batch: int, seed: int) -> None:
         if seq_len < 1 or global_batch < 1:
-            raise ConfigError(f"train.seq_len {seq_len} and the global batch {global_batch} must be at least 1")
+            raise ConfigError(f"train.seq_len = {seq_len}, global batch = {global_batch}: both must be at least 1")
         if not 0 <= seed < 1 << 32:
-            raise ConfigError(f"seed {seed} must be from 0 to {(1 << 32) - 1}")
+            raise ConfigError(f"seed = {seed} must be between 0 and {(1 << 32) - 1}")
         self.split, self.seq_len, self.global_batch, self.seed = split, seq_len, global_batch, seed
         self.splits = [split] if isinstance(split, Split) else list(split.parts)
         self._windows = [_windows(part, seq_len) for part in self.splits]
@@ -194,8 +193,8 @@ class Batches:
         return np.array([self._first[source] + self._orders[source][count] for source, count in drawn], dtype=np.int64)
 
     def numbered(self, step: int, numbers: Iterable[int], micro_batch: int) -> Iterator[Batch]:
-        """Micro-batches for a step, by their indices in the global batch, 0 to G / B - 1. DP ranks take contiguous
-        shares of them, so the samples in a step depend neither on the number of ranks nor on the micro-batch size."""
+        """Yields the micro-batches of a step with these `numbers` (0 to G / B - 1). DP ranks take contiguous shares of the numbers,
+        so the samples in a step depend neither on the number of ranks nor on the micro-batch size."""
         indices = self.sample_indices(step)
         for number in numbers:
             chosen = indices[number * micro_batch : (number + 1) * micro_batch]
@@ -212,13 +211,13 @@ def _windows(split: Split, seq_len: int) -> EqualWindows | PackedWindows:
     windows = windows_of(split, seq_len, partial=False)
     if not len(windows):
         raise DataError(
-            f"{split.path}: split {split.name!r} has {split.n_tokens} tokens, fewer than one sequence of "
+            f"{split.path}: split {split.name!r} has {split.n_tokens} tokens, but one sequence needs at least "
             f"{seq_len} + 1; set train.seq_len to {max(split.n_tokens - 1, 1)} or less, or prepare more text"
         )
     if len(windows) > MAX_SAMPLES:
         smallest = -(-split.n_tokens // MAX_SAMPLES)
         raise DataError(
-            f"{split.path}: {len(windows)} sequences of {seq_len} are more than {MAX_SAMPLES}; "
+            f"{split.path}: {len(windows)} sequences of {seq_len} tokens exceed the limit of {MAX_SAMPLES}; "
             f"set train.seq_len to {smallest} or more"
         )
     return windows
@@ -238,7 +237,7 @@ class EvaluationBatches:
     ) -> None:
         if split.n_tokens < 2:
             raise DataError(
-                f"{split.path}: split {split.name!r} has {split.n_tokens} tokens, too few to predict one; add text"
+                f"{split.path}: split {split.name!r} has too few tokens ({split.n_tokens}): evaluation needs at least 2; add text"
             )
         self._split, self._seq_len, self._batch, self._dp_rank, self._dp = split, seq_len, batch, dp_rank, dp
         self._windows = windows_of(split, seq_len, partial=True)

@@ -23,7 +23,7 @@ def block_digest(data: bytes | bytearray | memoryview) -> str:
 
 
 class BlockDigests:
-    """Computes the digests of a file's blocks while it is written."""
+    """Computes the digests of a file's blocks while the file is written."""
 
     def __init__(self) -> None:
         self._done: list[str] = []
@@ -94,7 +94,7 @@ class FileArray:
                 raise DataError(f"{self.path} can no longer be read: {error.strerror}; restore the file") from None
             if not part:
                 raise DataError(
-                    f"{self.path} is shorter than when it was opened (no byte {start + length - left}); restore it"
+                    f"{self.path} is shorter than when it was opened (byte {start + length - left} is missing); restore it"
                 )
             parts.append(part)
             left -= len(part)

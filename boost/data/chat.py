@@ -63,7 +63,7 @@ class Rejected(Exception):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A formatted conversation: token `ids` [n], and `mask` [n], True for those that count toward the loss."""
+    """A formatted conversation: token `ids` [n], and `mask` [n], True for tokens that count toward the loss."""
 
     ids: npt.NDArray[np.int64]
     mask: npt.NDArray[np.bool_]
@@ -71,19 +71,18 @@ class Encoded:
 
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""Marker for the assistant's part in a template."""
+"""Matches the marker at the start of the assistant's part in a template."""
 
 
 class ChatTemplate:
-    """Formats conversations for training so that only the assistant's words count toward the loss.
+    """Formats conversations for training so that only the assistant's text counts toward the loss.
 
-    {% generation %} markers in a template delimit these words. Without markers, they are the text that each assistant message
-    adds to the prompt before it: the conversation up to and including the message, minus the prompt from which the message would
-    be generated.
+    {% generation %} markers in a template delimit this text. Without markers, it is what each assistant message adds to the prompt
+    before it: the conversation up to and including the message, minus the prompt from which the message would be generated.
     """
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: see `load_chat_template`. Raises ConfigError or DataError, including if the folder has no template."""
+        """`folder`: see `load_chat_template`. Raises ConfigError; raises DataError also if the folder has no template."""
         self._tokenizer = _load(folder)
         if not self._tokenizer.chat_template:
             raise DataError(
@@ -102,7 +101,7 @@ class ChatTemplate:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Special tokens by their role, such as eos_token, which the template may use."""
+        """The special tokens that the template may use, by role (such as eos_token)."""
         return {
             role: str(token) for role, token in self._tokenizer.special_tokens_map.items() if isinstance(token, str)
         }
@@ -111,14 +110,14 @@ class ChatTemplate:
         """Describes the parts of a conversation that the template does not use."""
         for name in fields:
             if name not in self._names or name in self._reserved:
-                yield f"the chat template does not use {name!r}"
+                yield f"with {name!r}, which the chat template does not use"
         for name in {name: None for message in messages for name in message}:
             if name not in self._names and name != "weight":
-                yield f"the chat template does not use a message's {name!r}"
+                yield f"with {name!r} in a message, which the chat template does not use"
 
     def encode(self, messages: Sequence[dict[str, Any]], fields: Mapping[str, Any] | None = None) -> list[Encoded]:
-        """The conversation as one document; or, if the template formats a message differently once others follow it (as
-        templates that drop earlier reasoning do), as one document per assistant message, in which only that message counts.
+        """Returns the conversation as one document. If the template formats a message differently once other messages follow it
+        (for example, drops its reasoning), returns one document per assistant message, in which only that message counts.
 
         A message with `weight` 0 does not count. `fields`: additional template variables, such as `tools`. Raises Rejected.
         """
@@ -131,11 +130,11 @@ class ChatTemplate:
             else:
                 documents = self._by_prefixes(messages, counts, variables)
         except _template_errors() as error:
-            raise Rejected(f"the chat template rejects the conversation: {error}".splitlines()[0]) from None
+            raise Rejected(f"rejected by the chat template: {error}".splitlines()[0]) from None
         for document in documents:
-            document.mask[:1] = False  # nothing precedes it
+            document.mask[:1] = False  # nothing precedes the first token
             if not document.mask.any():
-                raise Rejected("no token counts toward the loss")
+                raise Rejected("without a token that counts toward the loss")
         return documents
 
     def _by_markers(
@@ -150,7 +149,7 @@ class ChatTemplate:
         if not all(counts):
             if len(edges) != len(counts):
                 raise Rejected(
-                    "some answers have weight 0, but the template has more or fewer {% generation %} blocks than answers"
+                    "with answers of weight 0, but without exactly one {% generation %} block of the template per answer"
                 )
             for (start, end), is_counted in zip(edges, counts, strict=True):
                 mask[start:end] &= is_counted
@@ -189,7 +188,7 @@ class ChatTemplate:
             header = self._render(other, variables, prompt=True).removeprefix(self._render(other, variables))
             if header and header in answered:
                 return answered.index(header) + len(header)
-        raise Rejected("the chat template's prompt is not a prefix of the formatted conversation")
+        raise Rejected("with a chat-template prompt that is not a prefix of the formatted conversation")
 
     def _render(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any], prompt: bool = False) -> str:
         return str(

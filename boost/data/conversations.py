@@ -5,9 +5,9 @@
     {"instruction": "...", "input": "...", "output": "..."}                                          Alpaca; `input` is optional
     {"prompt": "...", "completion": "..."}                                                           also with lists of messages
 
-one per line, in a JSON array, or per row of a Parquet file. Text may be compressed. The template also receives a record's
-`system`, `tools` (or `functions`), `documents` and `chat_template_kwargs`, and all other fields of a message. A message
-whose `weight`, `train` or `loss` is 0 does not count toward the loss. The report names the fields that have no effect.
+A file contains one record per line, a JSON array of records, or one record per Parquet row; JSON may be compressed. The template
+also receives a record's `system`, `tools` (or `functions`), `documents` and `chat_template_kwargs`, and all other fields of its
+messages. A message whose `weight`, `train` or `loss` is 0 does not count toward the loss. The report names unused fields.
 """
 
 import json
@@ -62,11 +62,11 @@ class Conversation(NamedTuple):
 def conversation_of(record: Any) -> Conversation:
     """The conversation in a record. Raises Malformed."""
     if not isinstance(record, dict):
-        raise Malformed(f"a record is {_kind(record)}, not an object")
+        raise Malformed(f"not an object, but {_kind(record)}")
     record = {key: value for key, value in record.items() if value is not None}
     _refuse(record)
     if record.get("label") is False:
-        raise Malformed("label is false: an example of a bad answer")
+        raise Malformed("with label = false, which marks a bad answer")
     form, messages = _by_form(record)
     system = record.get("system")
     if isinstance(system, str) and system and not (messages and messages[0]["role"] == "system"):
@@ -74,9 +74,9 @@ def conversation_of(record: Any) -> Conversation:
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()  # nothing is learned from unanswered messages
     if not messages:
-        raise Malformed("no assistant message")
+        raise Malformed("without an assistant message")
     if all(message.get("weight") == 0 for message in messages if message["role"] == "assistant"):
-        raise Malformed("no assistant message that counts toward the loss")
+        raise Malformed("without an assistant message that counts toward the loss")
     template = _template_fields(record)
     used = {*form, "system", "label", "tools", "functions", "documents", "chat_template_kwargs"}
     return Conversation(messages, template, [key for key in record if key not in used])
@@ -98,7 +98,7 @@ def _by_form(record: dict[str, Any]) -> tuple[tuple[str, ...], list[dict[str, An
             asked = f"{asked}\n\n{more}"
         history = record.get("history") or []  # earlier exchanges, as LLaMA-Factory reads them
         if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-            raise Malformed("'history' is not a list of questions and answers")
+            raise Malformed("with a 'history' that is not a list of question-answer pairs")
         earlier = [_exchange(_text(question, "history"), _text(answer, "history")) for question, answer in history]
         messages = [*chain(*earlier), *_exchange(asked, _text(record["output"], "output"))]
         return ("instruction", "input", "output", "history"), messages
@@ -111,14 +111,14 @@ def _by_form(record: dict[str, Any]) -> tuple[tuple[str, ...], list[dict[str, An
         else:
             messages = _exchange(_text(prompt, "prompt"), _text(completion, "completion"))
         return ("prompt", "completion"), messages
-    raise Malformed("no messages, conversations, instruction and output, or prompt and completion")
+    raise Malformed("without 'messages', 'conversations', 'instruction' and 'output', or 'prompt' and 'completion'")
 
 
 def _template_fields(record: dict[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     more = record.get("chat_template_kwargs") or {}
     if not isinstance(more, dict):
-        raise Malformed(f"'chat_template_kwargs' is {_kind(more)}, not an object")
+        raise Malformed(f"with {_kind(more)} as 'chat_template_kwargs', not an object")
     for name, value in (
         ("tools", record.get("tools") or record.get("functions")),
         ("documents", record.get("documents")),
@@ -127,9 +127,9 @@ def _template_fields(record: dict[str, Any]) -> dict[str, Any]:
             try:
                 value = json.loads(value)
             except (ValueError, RecursionError):
-                raise Malformed(f"{name!r} is text that is not JSON") from None
+                raise Malformed(f"with text as {name!r} that is not JSON") from None
         if value and not isinstance(value, list):
-            raise Malformed(f"{name!r} is {_kind(value)}, not a list")
+            raise Malformed(f"with {_kind(value)} as {name!r}, not a list")
         fields |= {name: value} if value else {}
     return {**more, **fields}
 
@@ -137,28 +137,28 @@ def _template_fields(record: dict[str, Any]) -> dict[str, Any]:
 def _refuse(fields: dict[str, Any]) -> None:
     for name in _REFUSED:
         if fields.get(name):
-            raise Malformed(f"{name!r} is not supported")
+            raise Malformed(f"with {name!r}, which is not supported")
 
 
 def _exchange(asked: str, answered: str) -> list[dict[str, Any]]:
     if not answered.strip():
-        raise Malformed("an empty answer")
+        raise Malformed("with an empty answer")
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
 
 
 def _message(message: Any, role: str, content: str) -> dict[str, Any]:
-    """A message with the keys `role` and `content`; others, such as tool_calls, are kept for the template."""
+    """Returns a message with the keys `role` and `content`. Other keys, such as tool_calls, are kept for the template."""
     if not isinstance(message, dict) or not isinstance(message.get(role), str):
-        raise Malformed(f"a message without {role!r}")
+        raise Malformed(f"with a message without {role!r}")
     if message[role] not in _ROLES:
-        raise Malformed(f"unknown role {message[role][:40]!r}")
+        raise Malformed(f"with unknown role {message[role][:40]!r}")
     _refuse(message)
     others = {
         key: value for key, value in message.items() if key not in (role, content, *_COUNTS) and value is not None
     }
     for key in _COUNTS:
         if (counts := message.get(key)) not in (None, 0, 1):
-            raise Malformed(f"a message's {key!r} is {counts!r:.20}; only 0 and 1 are supported")
+            raise Malformed(f"with {key!r} = {counts!r:.20} in a message, but only 0 and 1 are supported")
     if any(message.get(key) == 0 for key in _COUNTS):
         others["weight"] = 0
     text = message.get(content)
@@ -168,11 +168,11 @@ def _message(message: Any, role: str, content: str) -> dict[str, Any]:
 
 
 def _text(value: Any, field: str) -> str:
-    """Returns text as it is, and joins the texts in a list of parts as in the OpenAI API."""
+    """Returns text unchanged; joins the texts in a list of parts, as in the OpenAI API."""
     if isinstance(value, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
         return "".join(part["text"] for part in value)
     if not isinstance(value, str):
-        raise Malformed(f"{field!r} is {_kind(value)}, not text")
+        raise Malformed(f"with {_kind(value)} as {field!r}, not text")
     return value
 
 
@@ -191,12 +191,12 @@ def document_of(record: Any, key: str, where: str, entry: FileReport) -> Documen
         entry.skip(str(problem) if isinstance(problem, Malformed) else SURROGATE, where)
         return None
     for name in unused:
-        entry.note(f"the field {name[:40]!r} has no effect", where)
+        entry.note(f"with the field {name[:40]!r}, which has no effect", where)
     return Document(key, text, entry)
 
 
 def read_conversations(path: Path, key: str, entry: FileReport, report: PrepareReport) -> Iterator[Document]:
-    """The conversations in one file, in order. Records skipped ones in the report. Raises `Unreadable`."""
+    """Yields the conversations in one file, in order, and reports skipped records. Raises `Unreadable`."""
     name = path.name.lower()
     if name.endswith(JSON_SUFFIXES):
         for number, where, record in json_records(path, entry, report):
@@ -210,4 +210,4 @@ def read_conversations(path: Path, key: str, entry: FileReport, report: PrepareR
                     yield document
         report.consumed += path.stat().st_size
     else:
-        raise Unreadable("not a conversation file", fix="--chat reads .jsonl, .json (also compressed) and .parquet")
+        raise Unreadable("not a conversation file", fix="pass .jsonl, .json (also compressed) or .parquet files")

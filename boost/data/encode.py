@@ -10,9 +10,9 @@ from boost.data.writer import TokenWriter
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Texts are encoded in pieces of at most this many characters: an encoding takes about 100 bytes per character ...
+# Maximum number of characters in a piece of text that is encoded: an encoding takes about 100 bytes per character.
 PIECE_CHARS = 1 << 16
-# ... and in batches of about this many characters, which the tokenizer distributes over the CPU cores.
+# Approximate number of characters in a batch of pieces, which the tokenizer distributes over the CPU cores.
 BATCH_CHARS = 1 << 20
 _CLEAN_LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 
@@ -68,7 +68,7 @@ class Encoder:
             left -= len(piece)
             self._batch.append((entry, split, piece, left == 0))
             self._chars += len(piece)
-            # A document that fills a batch also ends it, so that the queue is empty regularly even with long documents.
+            # A document that filled a batch is also flushed at its end, so that the queue is regularly empty.
             if self._chars >= BATCH_CHARS or (flushed and left == 0):
                 self.flush()
                 self._on_batch(left)

@@ -2,11 +2,11 @@
 
 - Megatron-LM (`IndexedDataset`): PREFIX.bin holds the ids. PREFIX.idx is little-endian: `MMIDIDX\\0\\0`, version 1 (uint64), a
   code for the id type (uint8), the numbers of sequences and of document indices (2 uint64), the length of each sequence (int32)
-  and its byte offset (int64), and the document indices (int64): document i is sequences indices[i] to indices[i + 1] - 1.
-- nanoGPT: ids without a header, uint16. A folder has train.bin and, for held-out data, val.bin.
+  and its byte offset (int64), and the document indices (int64): document i consists of sequences indices[i] to indices[i + 1] - 1.
+- nanoGPT: uint16 ids without a header. A folder has train.bin and, for held-out data, val.bin.
 
-The ids are copied, not linked, because a store has document offsets and ends each document with eos. Its digests would also no
-longer match if another tool rewrote the files.
+The ids are copied, not linked, because a store has document offsets and ends each document with eos. The store's digests would
+also no longer match if another tool rewrote linked files.
 """
 
 import json
@@ -38,7 +38,7 @@ _SAMPLE = 4096
 _BLOCK = 1 << 20
 """Number of ids to read at a time."""
 _DECODED_IDS = 1 << 16
-"""A document whose bytes are counted by decoding is decoded this many ids at a time."""
+"""Number of ids to decode at a time when a document's bytes are counted by decoding."""
 _MEGATRON_MAGIC = b"MMIDIDX\0\0"
 _MEGATRON_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
@@ -51,7 +51,7 @@ class TokenFile:
     path: Path
     dtype: np.dtype[Any]
     split: str | None = None
-    """The split that it is for; None if the hash of each document decides."""
+    """The split of all documents in the file; None: the hash of each document decides."""
     index: Path | None = None
     ends: npt.NDArray[np.int64] | None = None
 
@@ -60,7 +60,7 @@ class TokenFile:
         return [self.path] if self.index is None else [self.path, self.index]
 
     def pieces(self, eos: int) -> Iterator[tuple[npt.NDArray[Any], bool]]:
-        """Consecutive ids in one document, not validated, and whether the document ends with them."""
+        """Yields consecutive ids of one document, not validated, and whether the document ends with them."""
         ids, start = FileArray(self.path, self.dtype), 0
         for end in map(int, _ends_at_eos(ids, eos) if self.ends is None else self.ends):
             for at in range(start, max(end, start + 1), _BLOCK):  # one empty piece for an empty document
@@ -69,7 +69,7 @@ class TokenFile:
 
 
 def _ends_at_eos(ids: FileArray, eos: int) -> list[int]:
-    """The number of ids up to and including every eos; whatever follows the last one is a document too."""
+    """The number of ids up to and including every eos. Ids after the last eos also form a document."""
     ends: list[int] = []
     for at in range(0, len(ids), _BLOCK):
         ends += (np.flatnonzero(ids[at : at + _BLOCK] == eos) + at + 1).tolist()
@@ -79,12 +79,12 @@ def _ends_at_eos(ids: FileArray, eos: int) -> list[int]:
 def open_token_files(path: Path, dtype: str, split: str | None = None) -> list[TokenFile]:
     """The token files at a path, checked as far as possible without reading the ids. Raises `DataError`.
 
-    `dtype`: `uint16` or `uint32`, for a .bin without an index. `split`: the split that they are for; None: a nanoGPT folder has
-    both, and the documents in other files are split.
+    `dtype`: `uint16` or `uint32`, for a .bin without an index. `split`: the split of all documents; None: train.bin and val.bin in
+    a nanoGPT folder are the two splits, and all other documents are assigned by hash.
     """
     if path.is_dir():
         if not (path / "train.bin").is_file():
-            raise DataError(f"--from-tokens {path} contains no train.bin; pass a .bin or .idx file in it")
+            raise DataError(f"--from-tokens {path}: the folder contains no train.bin; pass a .bin or .idx file in it")
         if split is None and (path / "val.bin").is_file():
             return [_open_raw(path / "train.bin", dtype, "train"), _open_raw(path / "val.bin", dtype, "heldout")]
         return [_open_raw(path / "train.bin", dtype, split)]
@@ -94,7 +94,9 @@ def open_token_files(path: Path, dtype: str, split: str | None = None) -> list[T
         return [_open_megatron(_existing(index), split)]
     if not is_tokens:
         _existing(path)
-        raise DataError(f"--from-tokens {path}: expected a Megatron-LM .bin or .idx, or a nanoGPT .bin or folder")
+        raise DataError(
+            f"--from-tokens {path}: not token ids; pass a Megatron-LM .bin or .idx file, or a nanoGPT .bin file or folder"
+        )
     return [_open_raw(_existing(path), dtype, split)]
 
 
@@ -112,12 +114,12 @@ def _open_raw(path: Path, dtype: str, split: str | None) -> TokenFile:
         )
     sample = np.fromfile(path, kind, _SAMPLE)
     if dtype == "uint16" and len(sample) >= 64 and not sample[1::2].any() and sample[::2].any():
-        raise DataError(f"{path}: every second id is 0, as if its ids were uint32; pass --token-dtype uint32")
+        raise DataError(f"{path}: every second id is 0, as if the ids were uint32; pass --token-dtype uint32")
     return TokenFile(path, kind, split)
 
 
 def _open_megatron(index: Path, split: str | None) -> TokenFile:
-    """PREFIX.bin and PREFIX.idx. Raises `DataError` if the two do not match."""
+    """Opens PREFIX.bin and PREFIX.idx. Raises `DataError` if the two do not match."""
     path = _existing(index.with_suffix(".bin"))
     with index.open("rb") as file:
         head = file.read(_MEGATRON_HEADER.size)
@@ -125,15 +127,15 @@ def _open_megatron(index: Path, split: str | None) -> TokenFile:
             raise DataError(f"{index}: not a Megatron-LM index (invalid header)")
         _, version, code, n_sequences, n_indices = _MEGATRON_HEADER.unpack(head)
         if version != 1:
-            raise DataError(f"{index}: Megatron-LM index version {version}; only version 1 is supported")
+            raise DataError(f"{index}: Megatron-LM index version {version} is not supported; valid version: 1")
         if code not in _MEGATRON_TYPES:
             known = [*_MEGATRON_TYPES]
-            raise DataError(f"{index}: code {code} for the id type; expected an integer type: {known}")
+            raise DataError(f"{index}: id type code {code} is not supported; valid codes (integer types): {known}")
         dtype = np.dtype(_MEGATRON_TYPES[code])
         expected, size = 12 * n_sequences + 8 * n_indices, index.stat().st_size - len(head)
         if size not in (expected, expected + n_sequences):  # a multimodal dataset has one more byte per sequence
             raise DataError(
-                f"{index}: {size} bytes after the header instead of {expected} for {n_sequences} sequences; copy the file again"
+                f"{index}: {size} bytes follow the header instead of {expected} for {n_sequences} sequences; copy the file again"
             )
         lengths = np.fromfile(file, "<i4", n_sequences).astype(np.int64)
         offsets = np.fromfile(file, "<i8", n_sequences)
@@ -189,15 +191,15 @@ class TokenInput:
                 require_unchanged(path, about.st_size, about.st_mtime_ns)
             if file.ends is None and vocab_size > np.iinfo(file.dtype).max + 1:
                 raise DataError(
-                    f"{file.path}: --token-dtype {self._dtype} cannot hold the ids of a vocabulary of {vocab_size}; pass "
-                    "--token-dtype uint32, or pass the tokenizer that produced the ids with --tokenizer"
+                    f"{file.path}: --token-dtype {self._dtype} cannot hold the ids of a vocabulary of {vocab_size} tokens; "
+                    "pass --token-dtype uint32, or pass the tokenizer that produced the ids with --tokenizer"
                 )
             for ids, end in file.pieces(eos):
                 if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
                     at = int(np.argmax((ids < 0) | (ids >= vocab_size)))
                     raise DataError(
-                        f"{file.path}: id {ids[at]} (number {read + at} of the file) is outside the tokenizer's vocabulary of "
-                        f"{vocab_size}; pass the tokenizer that produced the ids with --tokenizer, or check --token-dtype"
+                        f"{file.path}: id {ids[at]} (at index {read + at} in the file) is outside the tokenizer's vocabulary of "
+                        f"{vocab_size} tokens; pass the tokenizer that produced the ids with --tokenizer, or check --token-dtype"
                     )
                 read, consumed = read + len(ids), consumed + ids.nbytes
                 progress.update(min(consumed, self.size), documents)
@@ -211,7 +213,7 @@ class TokenInput:
                 if length:
                     documents += 1
                 else:
-                    entry.skip("empty document", f"document {number}")
+                    entry.skip("empty", f"document {number}")
                 number, length = number + 1, 0
             for path, about in before.items():
                 require_unchanged(path, about.st_size, about.st_mtime_ns)
@@ -230,7 +232,7 @@ def build_from_tokens(
         parts = tokens.parts(eos[1], size, scanned, progress)
         rule = choose_split((part.key for part in parts if part.end), options.heldout)
         if rule is None:
-            raise DataError(f"there are no ids: {scanned.skipped_in_words()}; pass files that contain token ids")
+            raise DataError(f"the input contains no token ids: {scanned.skipped_in_words()}; pass files that do")
         if rule.single:
             raise DataError(
                 f"--from-tokens {tokens.name} contains only one document, so none can be held out; pass held-out ids with "
@@ -249,17 +251,17 @@ def build_from_tokens(
         for name, sizes in writer.sizes.items():
             if not sizes["documents"]:
                 raise DataError(
-                    f"--from-tokens {tokens.name}: no ids for the {name} split; {report.skipped_in_words()}"
+                    f"--from-tokens {tokens.name}: the {name} split contains no token ids: {report.skipped_in_words()}"
                 )
         meta = store_meta(tokenizer, eos, fingerprint, options, report)
         writer.finish(tokenizer.to_str(), meta, report.details())
 
 
 def byte_counter(tokenizer: "Tokenizer") -> Callable[[npt.NDArray[Any]], int]:
-    """Returns a function that counts the UTF-8 bytes in the text of ids, without special tokens: a store records the
-    count for bits per byte.
+    """Returns a function that counts the UTF-8 bytes in the text of ids, without special tokens. A store records this count for
+    computing bits per byte.
 
-    Byte-level tokenizers use a table, which is exact. Others decode the ids in pieces, which can be off by a byte or two per piece.
+    Uses an exact table for byte-level tokenizers. For others, decodes the ids in pieces, which can be off by a byte or two each.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 

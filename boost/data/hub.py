@@ -1,6 +1,6 @@
 """Datasets from the Hugging Face Hub, streamed without a copy on disk. Never executes dataset code.
 
-`datasets` retries failed reads. If it gives up, running the command again continues after the last row.
+`datasets` retries failed reads. If it gives up, running the command again continues after the last committed row.
 """
 
 import logging
@@ -29,7 +29,7 @@ class HubSource:
     """One split of `NAME` or `NAME:CONFIG`, streamed by `datasets`. Keys are row numbers.
 
     `revision`: a branch, tag or commit of the dataset's repository (None: its main branch). It is resolved to a commit before the
-    first row; that commit is in the report, and a stream that continues later reads the same commit.
+    first row is read; that commit is in the report, and a stream that continues later reads the same commit.
     """
 
     size: int | None = None
@@ -103,7 +103,7 @@ class HubSource:
                 line = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
                 fix = "check the name, --hf-split, --hf-revision and the network"
                 if self._row or state is not None:
-                    line, fix = f"{line} (after row {self._row})", "run it again when the network is back"
+                    line, fix = f"{line} (after row {self._row})", "run the command again when the network is back"
                 raise StreamError(f"--hf {self.dataset}: {type(error).__name__}: {line}; {fix}") from error
 
     def fingerprint(self) -> list[Any]:
@@ -111,8 +111,8 @@ class HubSource:
 
 
 def commit_of(dataset: str, revision: str | None) -> str | None:
-    """The commit that a dataset's branch, tag or commit names (None: its main branch); None if the Hub must not be
-    contacted (HF_HUB_OFFLINE). Raises the Hub client's errors."""
+    """The commit that `revision` of a dataset names (None: its main branch); None if the Hub must not be contacted
+    (HF_HUB_OFFLINE). Raises the Hub client's errors."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -124,7 +124,7 @@ def commit_of(dataset: str, revision: str | None) -> str | None:
 
 @contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Silences the hub client's five log lines per retry. The error after the last retry is still raised."""
+    """Silences the Hub client's five log lines per retry. The error after the last retry is still raised."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -28,8 +28,8 @@ class Proportions:
     deviate by the square root of the number of items; `grain.MapDataset.mix` rounds the weights and drifts away from them.
 
     With 2 sources, each source's count is within 1/2 item of its share after any number of items, and so within 1 item in any
-    window; with 3, these bounds are 1 and 2 items. With more, the deviation stays below 1.7 items: the weights on the way to the
-    root grow at least like Fibonacci numbers, and half the sum of (weight of the leaf / weight of the node) bounds it.
+    window; with 3, these bounds are 1 and 2 items. With more sources, the deviation stays below 1.7 items: it is at most half the
+    sum of (leaf weight / node weight) over the path to the root, where node weights grow at least like Fibonacci numbers.
     """
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
@@ -89,8 +89,8 @@ AnySplit = Split | MixedSplit
 
 @dataclass(frozen=True)
 class Corpus:
-    """The token stores for a run and their weights, which add up to 1. The heaviest store is first, whatever the order
-    in the configuration, because the order of the data depends on this order."""
+    """The token stores for a run and their weights, which add up to 1. The stores are ordered by weight, heaviest first, not as in
+    the configuration, because the order of the data depends on the order of the stores."""
 
     stores: tuple[TokenStore, ...]
     weights: tuple[Fraction, ...]
@@ -113,7 +113,7 @@ class Corpus:
             other.require_tokenizer(first.fingerprint, f"'{first.path}' in data.mixture")
             if other.eos != first.eos:
                 raise DataError(
-                    f"{other.path}: its documents end with token {other.eos}, but those in '{first.path}' with {first.eos}; "
+                    f"{other.path}: its documents end with token {other.eos}, but those in '{first.path}' end with {first.eos}; "
                     "prepare it with the same --eos"
                 )
         return corpus

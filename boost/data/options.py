@@ -11,7 +11,7 @@ class PrepareOptions:
     out: Path
     """Folder for the token store."""
     inputs: tuple[str, ...] = ()
-    """Text, JSONL or Parquet files, or folders of them."""
+    """Text, JSON, CSV, Parquet or Arrow files, or folders of such files."""
     stdlib: bool = False
     """Read the Python standard library on this machine."""
     hf: str | None = None
@@ -27,7 +27,7 @@ class PrepareOptions:
     tokenizer: str = "train:4096"
     """`train:SIZE`, a tokenizer.json or its folder, or a tokenizer's name on the Hugging Face Hub."""
     eos: str | None = None
-    """End-of-document token; None: found by its usual names, such as </s>."""
+    """End-of-document token; None: the tokenizer's configured token, or a usual one such as </s>."""
     text_field: str | None = None
     """Field or column with the text; None: `text`, `content`, or the only one that holds strings."""
     heldout: float = 0.02
@@ -52,10 +52,10 @@ class Progress:
     """Progress callbacks of `prepare`; this base class does nothing."""
 
     def phase(self, name: str, total: int | None) -> None:
-        """A phase begins. `total`: input bytes that it will read; None if unknown."""
+        """Called when a phase begins. `total`: input bytes that it will read; None if unknown."""
 
     def update(self, consumed: int, documents: int) -> None:
-        """Input bytes and documents processed so far in this phase."""
+        """Called with the numbers of input bytes and documents processed so far in this phase."""
 
     def close(self) -> None:
-        """The last phase is done, or an error occurred."""
+        """Called after the last phase, or after an error."""

@@ -1,4 +1,4 @@
-"""The implementation of `boost prepare`: sources -> tokenizer -> token store, once per input.
+"""The implementation of `boost prepare`: sources -> tokenizer -> token store.
 
 `reading.py` reads the sources, `split.py` decides which documents are held out, `encode.py` turns text into tokens, `writer.py`
 publishes a store atomically. A run that was killed continues from its last commit; its store is byte-for-byte identical
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PrepareOptions", "PrepareResult", "Progress", "input_fingerprint", "prepare"]
 
-# The merges in a vocabulary converge long before this much text is read. More would only cost time and memory.
+# The merges in a vocabulary converge long before this much text is read. More text would only cost time and memory.
 TRAINING_CHARS = 1 << 30
 
 COMMIT_S = 30.0
@@ -108,8 +108,8 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Prepar
 
 
 def _open_sources(options: PrepareOptions) -> tuple[list[Source], list[Source]]:
-    """The sources of text or conversations, and those for the held-out split, which has none if it is a fraction of the
-    documents. Raises `DataError`."""
+    """Returns the sources of text or conversations, and the sources of the held-out split (none if the held-out split is a fraction
+    of the documents). Raises `DataError`."""
     sources: list[Source] = []
     heldout: list[Source] = []
     seen = SeenInputs()
@@ -119,7 +119,7 @@ def _open_sources(options: PrepareOptions) -> tuple[list[Source], list[Source]]:
         problem = "conflicts with --heldout-from; use one of them" if options.heldout_from else "needs --hf"
         raise DataError(f"--heldout-split {options.heldout_split} {problem}")
     elif options.heldout_split == options.hf_split:
-        raise DataError(f"--heldout-split {options.heldout_split} is also the training text; choose another split")
+        raise DataError(f"--heldout-split {options.heldout_split} is also the training split; choose another split")
     else:
         heldout.append(HubSource(options.hf, options.heldout_split, options.text_field or "text", options.hf_revision))
     if options.stdlib:
@@ -138,7 +138,7 @@ def _open_sources(options: PrepareOptions) -> tuple[list[Source], list[Source]]:
 
 
 def _progress_of(options: PrepareOptions, fingerprint: str) -> dict[str, Any] | None:
-    """What an interrupted run of the same command has committed. Raises `DataError` if the command was a different one."""
+    """What an interrupted run of the same command has committed. Raises `DataError` if the interrupted command was different."""
     saved = read_progress(options.out)
     if saved is None or saved["fingerprint"] == fingerprint:
         return saved
@@ -208,7 +208,7 @@ def _is_current(options: PrepareOptions, fingerprint: str) -> bool:
         return False
     if not (out / STORE_FILE).is_file():
         # Never replaced, not even with --overwrite: it may be a user's folder of texts.
-        raise DataError(f"{out} exists and is not a token store; choose another --out")
+        raise DataError(f"{out} exists but is not a token store; choose another --out")
     try:
         if read_meta(out)["input_fingerprint"] == fingerprint:
             TokenStore.open(out)
@@ -227,7 +227,7 @@ def _is_current(options: PrepareOptions, fingerprint: str) -> bool:
 def _build(
     options: PrepareOptions, reading: Reading, fingerprint: str, folder: Path, saved: dict[str, Any] | None
 ) -> None:
-    """Reads the sources and fills the folder of a new store, or continues at `saved`."""
+    """Reads the sources and fills the folder of a new store, or continues from `saved`."""
     if saved is None:
         rule, tokenizer, eos = _begin(options, reading)
     else:
@@ -286,11 +286,15 @@ def _notes(options: PrepareOptions, rule: SplitRule, encoder: Encoder, reading: 
     notes = []
     requested = parse_training(options.tokenizer)
     if requested is not None and size < requested:
-        notes.append(f"the train split has too few repeated sequences for {requested} tokens; the tokenizer has {size}")
+        notes.append(
+            f"the train split has too few repeated sequences for a vocabulary of {requested} tokens; the tokenizer has {size}"
+        )
     if rule.single:
-        notes.append("the corpus is a single document, so its end is held out, split at a line break if possible")
+        notes.append(
+            "the corpus is a single document, so its last part is held out, starting after a line break if possible"
+        )
     if encoder.unknown:
-        notes.append(f"{encoder.unknown} tokens are the unknown token: the tokenizer cannot represent all of the text")
+        notes.append(f"count of the unknown token: {encoder.unknown}; the tokenizer cannot represent all of the text")
     if reading.taken == options.max_documents:
         notes.append(f"only the first {reading.taken} documents were read (--max-documents)")
     if encoder.is_full("train"):
@@ -301,8 +305,8 @@ def _notes(options: PrepareOptions, rule: SplitRule, encoder: Encoder, reading: 
 
 
 def _train_pieces(reading: Reading, rule: SplitRule) -> Iterator[str]:
-    """The train split's text in pieces, for training a tokenizer: held-out text must not affect the vocabulary. At most
-    `TRAINING_CHARS` characters."""
+    """Yields the train split's text in pieces, at most `TRAINING_CHARS` characters in total, for training a tokenizer. Held-out
+    text must not affect the vocabulary."""
     limit = TRAINING_CHARS
     for document in reading.documents("training the tokenizer"):
         for name, text in rule.parts(document):
@@ -331,8 +335,8 @@ class MaskedWriter(TokenWriter):
             self._open[f"{name}.targets"] = self._create(f"{name}.targets")
 
     def append_conversation(self, split: str, document: Encoded, text_of: Callable[[Any], str]) -> None:
-        """Appends one document. The end-of-document token counts if it belongs to the conversation and counts there, or if the
-        token before it counts. `text_of` returns the text of tokens, whose bytes are counted."""
+        """Appends one document. An end-of-document token in the conversation keeps its mask; an added one counts if the token
+        before it counts. `text_of` returns the text of tokens, whose bytes are counted."""
         ids, mask = document.ids, np.append(document.mask, document.mask[-1:])
         ends = np.flatnonzero(ids == self.eos)
         # The store adds the end-of-document token, so the template's is removed, with any white space after it.
@@ -389,12 +393,12 @@ def build_chat(options: PrepareOptions, reading: Reading, fingerprint: str, fold
         report.notes.append(f"{counted:,} of {total:,} tokens count toward the loss, per the chat template's {how}")
         if template.straddling:
             report.notes.append(
-                f"{template.straddling:,} answers begin within a token: the template should end its prompt with a separate token"
+                f"answers that begin within a token: {template.straddling:,}; end the template's prompt with a separate token"
             )
         if template.endless:
             report.notes.append(
-                f"{template.endless:,} answers end before a special token that does not count, so the model does not learn to "
-                "stop: include it in the {% generation %} block"
+                f"answers before a special token that does not count toward the loss: {template.endless:,}; for the model to learn "
+                "to stop, include this token in the {% generation %} block"
             )
         if reading.taken == options.max_documents:
             report.notes.append(f"only the first {reading.taken} conversations were read (--max-documents)")

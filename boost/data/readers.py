@@ -26,11 +26,11 @@ from boost.errors import DataError
 from boost.format import format_bytes, format_count
 
 # Longer text is split into several documents, all of which are kept. A document of 1M characters is longer than any context
-# window, so training does not notice the boundaries.
+# window, so the added boundaries barely affect training.
 MAX_DOCUMENT_CHARS = 16_000_000
 PART_CHARS = 1_000_000
 MAX_RECORD_BYTES = 1 << 26
-"""Limit for a JSON line or CSV row, which is parsed as a whole. Longer ones are skipped."""
+"""Limit for a JSON line or CSV row, which is parsed as a whole. Longer lines are skipped; a longer row ends its file."""
 MAX_JSON_BYTES = 1 << 30
 """Limit for a JSON array, which is also parsed as a whole."""
 CHUNK = 1 << 20
@@ -53,7 +53,8 @@ class Unreadable(Exception):
     """Why a file cannot be read, where in the file, and how to fix it."""
 
     def __init__(self, reason: str, where: str = "", fix: str = "remove it from the inputs") -> None:
-        super().__init__(f"{reason} at {where}; {fix}" if where else f"{reason}; {fix}")
+        joint = " at " if where.startswith(("byte ", "line ")) else ": "
+        super().__init__(f"{reason}{joint}{where}; {fix}" if where else f"{reason}; {fix}")
         self.reason, self.where = reason, where
         self.documents = 1
         """Number of documents that are skipped with the file, if known."""
@@ -67,7 +68,7 @@ class Document:
     text: str
     entry: FileReport
     split: str | None = None
-    """The split that its source is for; None: `boost.data.split` decides."""
+    """The split to which its source belongs; None: `boost.data.split` decides."""
 
 
 def read_file(
@@ -99,7 +100,7 @@ def read_file(
 def accept(text: Any, key: str, where: str, entry: FileReport) -> Document | None:
     """Returns a document for the text, or returns None and records the reason in the report."""
     if not isinstance(text, str):
-        entry.skip("text field is not a string", f"{where}: {type(text).__name__}".removeprefix(": "))
+        entry.skip("with a text field that is not a string", f"{where}: {type(text).__name__}".removeprefix(": "))
         return None
     if not text or text.isspace():
         entry.skip("empty", where)
@@ -146,7 +147,7 @@ def split_long(pieces: Iterable[str]) -> Iterator[str]:
                     end = at + len(mark)
                     break
             else:
-                # Not between the halves of a CRLF or, in malformed text, of a surrogate pair.
+                # Do not split a CRLF or, in malformed text, a surrogate pair.
                 end = len(window) - (len(window) > 1 and (window[-1] == "\r" or "\ud800" <= window[-1] <= "\udbff"))
             yield buffer[start : start + end]
             start += end
@@ -158,7 +159,7 @@ def split_long(pieces: Iterable[str]) -> Iterator[str]:
 def find_text_column(wanted: str | None, columns: dict[str, bool], entry: FileReport) -> str:
     """The column with the text: `wanted`; else `text` or `content`; else the only one that holds strings.
 
-    `columns`: by name, whether the column holds strings. Raises `Unreadable`, naming the columns, if none or several match.
+    `columns`: whether each column holds strings, by name. Raises `Unreadable`, naming the columns, if none or several match.
     """
     strings = [name for name, is_string in columns.items() if is_string]
     names = ", ".join(list(columns)[:20]) or "no columns"
@@ -173,14 +174,14 @@ def find_text_column(wanted: str | None, columns: dict[str, bool], entry: FileRe
         raise Unreadable(f"no text column found among {names}", fix="choose one with --text-field")
     chosen = (usual or strings)[0]
     if chosen != "text":
-        entry.note(f"without column 'text': text read from {chosen!r}")
+        entry.note(f"read from column {chosen!r}, because the file has no 'text' column of strings")
     return chosen
 
 
 @contextmanager
 def counting(documents: Callable[[], int]) -> Iterator[None]:
-    """Context manager for choosing a file's text column: without one, all of its `documents` count as skipped. A file
-    that is also damaged counts as one document."""
+    """Context manager for choosing a file's text column. If there is no such column, all of the file's `documents` count as
+    skipped. A file that is also damaged counts as one document."""
     try:
         yield
     except Unreadable as problem:
@@ -215,7 +216,7 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
                     opened = counted
             file = io.BufferedReader(opened, CHUNK)
             if encoding := _foreign_codec(file.peek(200)[:200]):
-                entry.note(f"{encoding.upper()[:6]} text, converted to UTF-8")
+                entry.note(f"encoded in {encoding.upper()[:6]}, converted to UTF-8")
                 file = io.BufferedReader(_Transcoder(file, encoding), CHUNK)
             yield file
     except (EOFError, zlib.error, lzma.LZMAError) as error:
@@ -246,7 +247,7 @@ class _Counted(io.RawIOBase):
 
 
 class _Transcoder(io.RawIOBase):
-    """A file in another encoding as UTF-8 bytes, without a byte order mark."""
+    """A file in another encoding, read as UTF-8 bytes without a byte order mark."""
 
     def __init__(self, file: IO[bytes], encoding: str) -> None:
         self._file, self._encoding = file, encoding
@@ -279,7 +280,7 @@ def _foreign_codec(head: bytes) -> str | None:
         return None
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
         return encoding.lower()
-    # Without a byte order mark, an array of small integers looks the same, except that it holds control characters.
+    # Without a byte order mark, an array of small integers looks like UTF-16, except that it contains control characters.
     codec = "utf-16-le" if head[1] == 0 else "utf-16-be"
     sample = head[: len(head) // 2 * 2].decode(codec, "replace")
     return codec if all(c.isprintable() or c.isspace() for c in sample) else None
@@ -327,7 +328,7 @@ def json_records(path: Path, entry: FileReport, report: PrepareReport) -> Iterat
             if len(line) > MAX_RECORD_BYTES and not line.endswith(b"\n"):
                 while not line.endswith(b"\n") and (line := file.readline(CHUNK)):
                     pass
-                entry.skip(f"a line longer than {format_bytes(MAX_RECORD_BYTES)}", where)
+                entry.skip(f"longer than {format_bytes(MAX_RECORD_BYTES)}", where)
             elif not line.strip():
                 entry.skip("blank line", where)
             else:
@@ -338,13 +339,13 @@ def json_records(path: Path, entry: FileReport, report: PrepareReport) -> Iterat
                 except (ValueError, RecursionError) as error:
                     # The decoder's own message says "line 1", which would be misleading here.
                     position = isinstance(error, json.JSONDecodeError) and f"{error.msg}, column {error.colno}"
-                    entry.skip("not a line of JSON", f"{where}: {position or error}")
+                    entry.skip("not valid JSON", f"{where}: {position or error}")
                 else:
                     yield number, where, value
 
 
 def _whole_json(file: IO[bytes]) -> list[Any]:
-    """The elements in a JSON array, or one value. Raises `Unreadable`."""
+    """Returns the elements of a JSON array, or a list with one value. Raises `Unreadable`."""
     data = file.read(MAX_JSON_BYTES + 1)
     if len(data) > MAX_JSON_BYTES:
         reason = f"JSON longer than {format_bytes(MAX_JSON_BYTES)}"
@@ -363,7 +364,7 @@ def _whole_json(file: IO[bytes]) -> list[Any]:
 def _read_json(
     path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
 ) -> Iterator[Document]:
-    field = text_field  # records without a given field are skipped one by one
+    field = text_field  # if given, records without it are skipped one by one
     if field is None:
         fields: dict[str, bool] = {}
         with suppress(Unreadable):  # a damaged file is read up to the damage
@@ -377,7 +378,7 @@ def _read_json(
             yield from _accept_pieces([record[field]], f"{key}:{number}", where, entry)
         else:
             what = ", ".join(list(record)[:8]) if isinstance(record, dict) else type(record).__name__
-            entry.skip(f"no field {field!r}", f"{where} has {what}")
+            entry.skip(f"without the field {field!r}", f"{where} has {what}")
 
 
 # ---- Tables: a document per row, read by pyarrow
@@ -390,7 +391,7 @@ def _read_csv(
     pyarrow, csv = (require(module, "CSV files") for module in ("pyarrow", "pyarrow.csv"))
 
     def record_bad_row(bad: Any) -> str:
-        entry.skip("not a row of CSV", f"{bad.actual_columns} columns instead of {bad.expected_columns}")
+        entry.skip("with a wrong number of columns", f"{bad.actual_columns} columns instead of {bad.expected_columns}")
         return "skip"
 
     def parse(on_bad_row: Any) -> Any:
@@ -417,7 +418,7 @@ def _read_csv(
         with counting(count):
             columns = {name: is_text[name] or name == text_field for name in is_text}
             column = find_text_column(text_field, columns, entry)
-        # As bytes, so that one row that is not UTF-8 does not end the file.
+        # Read as bytes, so that one row that is not UTF-8 does not end the file.
         convert = csv.ConvertOptions(include_columns=[column], column_types={column: pyarrow.binary()})
         with (
             open_utf8(path, entry, report) as file,
@@ -490,7 +491,7 @@ def _string_column(schema: Any, text_field: str | None, entry: FileReport) -> st
 
 
 def _rows(values: Iterable[Any], start: int, key: str, entry: FileReport, first_row: int = 0) -> Iterator[Document]:
-    """Documents in a column of strings or bytes. `start`: rows before it; `first_row`: the number of the file's first row."""
+    """Documents in a column of strings or bytes. `start`: number of rows before it; `first_row`: number of the file's first row."""
     for row, value in enumerate(values, start + first_row):
         try:
             text = value.as_py()

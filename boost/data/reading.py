@@ -1,7 +1,7 @@
 """Reads the sources of a store any number of times, and continues where an interrupted run stopped.
 
-A position is a list of marks, one per source that has been started. A stream continues at its own position. Files must have the
-same sizes and times; they are read again from the start of their source up to the mark, which is fast compared with tokenizing.
+A position is a list of marks, one per source that has been started. A stream continues at its own position. Files must have
+unchanged sizes and times; they are reread from the start of their source up to the mark, which is fast compared with tokenizing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ class _Begun:
 
 
 class Reading:
-    """The documents from all sources: those for the held-out split first, then at most `limit` others."""
+    """The documents from all sources: those for the held-out split first, then at most `limit` documents from the other sources."""
 
     def __init__(
         self, sources: Sequence[Source], heldout: Sequence[Source], limit: int | None, progress: Progress
@@ -46,8 +46,8 @@ class Reading:
     def documents(
         self, phase: str, is_full: Callable[[str], bool] = lambda split: False, saved: Sequence[dict[str, Any]] = ()
     ) -> Iterator[Document]:
-        """One pass, with a fresh report. `is_full(split)`: the split needs no more documents. `saved`: continues at this
-        `position`."""
+        """Makes one pass, with a new report. `is_full(split)`: whether the split needs no more documents. `saved`: the `position`
+        to continue from."""
         self.report = PrepareReport()
         self._progress.phase(phase, self._total)
         self.taken, self._begun = 0, []
@@ -70,7 +70,7 @@ class Reading:
     def _read(
         self, source: Source, split: str, mark: dict[str, Any] | None, finished: bool, is_over: Callable[[str], bool]
     ) -> Iterator[Document]:
-        """The documents from one source after its mark; none if the mark is its end (`finished`)."""
+        """The documents from one source after its mark; none if the mark is at its end (`finished`)."""
         self._begun.append(begun := _Begun(source, len(self.report.sources)))
         again = 0 if mark is None else int(mark["documents"])
         documents: Iterator[Document]
@@ -98,7 +98,7 @@ class Reading:
             raise DataError(f"{source.name} has fewer documents than before the interruption; {AGAIN}")
 
     def position(self) -> list[dict[str, Any]]:
-        """The position of this pass, as JSON values. All documents so far must have been written: it counts their tokens."""
+        """The position of this pass, as JSON values. Includes token counts, so all documents so far must have been written."""
         return [
             {
                 "documents": begun.documents,

@@ -1,4 +1,4 @@
-"""Report of `boost prepare`: what it read, changed or skipped, and why, for each file, each source and in total."""
+"""Report of `boost prepare`: what it read, changed or skipped, and why, for each file, for each source and in total."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -33,7 +33,7 @@ class FileReport:
     tokens: int = 0
     skipped: dict[str, Skip] = field(default_factory=dict)
     notes: dict[str, Skip] = field(default_factory=dict)
-    """Text that was read in a different form from the file's."""
+    """Notes on text that was not read exactly as stored, such as normalized line breaks."""
 
     def __post_init__(self) -> None:
         self.name = printable(self.name)
@@ -48,11 +48,11 @@ class FileReport:
         self.skipped.setdefault(printable(reason), Skip()).add(printable(where), documents)
 
     def note(self, what: str, where: str = "") -> None:
-        """Counts one document or file that was read in another form, such as with other line breaks."""
+        """Counts one document or file to which the note `what` applies, such as normalized line breaks."""
         self.notes.setdefault(printable(what), Skip()).add(printable(where))
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Inverse of `asdict`: sets the numbers."""
+        """Inverse of `asdict`: restores the counts, skips and notes."""
         self.documents, self.bytes, self.tokens = (int(saved[key]) for key in ("documents", "bytes", "tokens"))
         for what in ("skipped", "notes"):
             reasons = {reason: Skip(skip["count"], list(skip["examples"])) for reason, skip in saved[what].items()}
@@ -75,7 +75,7 @@ class SourceReport:
         return self.files[-1]
 
     def restore(self, saved: list[dict[str, Any]]) -> None:
-        """Sets the numbers for all files (`FileReport.restore`), and adds entries for files that have none yet."""
+        """Restores the entries of all files (`FileReport.restore`), adding entries for files that have none yet."""
         for missing in saved[len(self.files) :]:
             self.file(missing["name"])
         for entry, numbers in zip(self.files, saved, strict=True):
@@ -94,7 +94,7 @@ class SourceReport:
 
 @dataclass
 class PrepareReport:
-    """One pass over the sources. `consumed` counts input bytes read so far, for a progress bar."""
+    """Report on one pass over the sources. `consumed` counts input bytes read so far, for a progress bar."""
 
     sources: list[SourceReport] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

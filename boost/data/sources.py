@@ -1,9 +1,9 @@
 """Inputs of `boost prepare`: files and folders, the standard library, a Hugging Face dataset.
 
-A source lists its files when it is created, so a missing file is found before any work. It can be read more than once:
+A source lists its files when it is created, so a missing file is found before any work is done. It can be read more than once:
 `documents(report)` yields its documents in a fixed order and records what it read and skipped in the report. `fingerprint()`
-identifies it without reading it, as JSON values: names, sizes and modification times of files. `size` is its size on
-disk in bytes, or None for a stream.
+identifies a source without reading it, as JSON values (for files: names, sizes and modification times). `size` is its size on disk
+in bytes, or None for a stream.
 """
 
 import os
@@ -22,12 +22,12 @@ from boost.data.store import STORE_FILE
 from boost.data.writer import is_leftover
 from boost.errors import DataError
 
-# `datasets` writes these files with save_to_disk: one in a folder of splits, the others in each split's folder of shards.
+# `datasets` writes these files in save_to_disk: the first to the folder of all splits, the others to the folder of each split.
 DATASET_DICT = "dataset_dict.json"
 DATASET_METADATA = {"dataset_info.json", "state.json"}
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "lib-dynload", "_bundled", "__pycache__"}
 STDLIB_SKIPPED |= {"test", "tests", "idlelib", "idle_test"}
-"""Folders to skip: third-party packages are not in the standard library; tests and bundled tools would be half of the text."""
+"""Folders to skip: third-party packages are not part of the standard library; tests and bundled tools would be half of the text."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SeenInputs:
     keys: set[str] = field(default_factory=set)
 
 
-AGAIN = "nothing was written; run it again when nothing else is writing to the input"
+AGAIN = "nothing was written; run the command again when nothing else is writing to the input"
 
 
 def require_unchanged(path: Path, size: int, mtime_ns: int) -> None:
@@ -100,10 +100,10 @@ class FilesSource:
                 if "train" not in folders:
                     splits = ", ".join(sorted(folders)) or "none"
                     raise DataError(
-                        f"{folder}: a saved dataset without a train split; pass the folder of a split: {splits}"
+                        f"{folder}: this saved dataset has no train split; pass the folder of one of its splits: {splits}"
                     )
                 for name in sorted({*folders} - {"train"}):
-                    self._skip(os.path.join(folder, name), "a split other than train; to read it, pass its folder")
+                    self._skip(os.path.join(folder, name), "not the train split; to read it, pass its folder")
                 folders[:] = ["train"]
             metadata = DATASET_METADATA if set(names) >= DATASET_METADATA else {DATASET_DICT} & set(names)
             for name in sorted(metadata):

@@ -1,7 +1,7 @@
 """Train/heldout split: which documents are held out.
 
 The hash of a document's key assigns it to `train` or `heldout`, independently of the order and of the other documents.
-A text file is one document (so the split is by file); in JSONL and Parquet a line or row is a document.
+A text file is one document (so the split is by file); in JSON and tabular files, each line, element or row is a document.
 A corpus with a single document is split by position instead, and its last part is held out.
 """
 
@@ -23,7 +23,7 @@ class SplitRule:
     single: bool = False
 
     def parts(self, document: Document) -> list[tuple[str, str]]:
-        """(split name, text) of the document; two parts if it is the whole corpus. A source may choose its documents' split.
+        """Returns (split name, text) pairs: two if the document is the whole corpus, else one. Keeps a split set by the source.
 
         Raises `DataError` if the whole corpus is too short to split.
         """
@@ -51,7 +51,7 @@ def key_hash(key: str) -> float:
 
 def choose_split(keys: Iterable[str], heldout: float) -> SplitRule | None:
     """Reads document keys until both splits have one. If a split stays empty, the document closest to the threshold is moved to
-    it. None if there are no documents."""
+    it. Returns None if there are no documents."""
     splits: set[str] = set()
     lowest, highest, count = (2.0, ""), (-1.0, ""), 0
     for key in keys:
@@ -68,7 +68,7 @@ def choose_split(keys: Iterable[str], heldout: float) -> SplitRule | None:
 
 
 def split_position(text: str, heldout: float) -> int:
-    """Where to split a text of at least 2 characters into two non-empty parts, near 1 - heldout.
+    """Where to split a text of at least 2 characters into two non-empty parts, near the fraction 1 - heldout.
 
     Prefers a position after a newline, then after other whitespace, within half of the held-out length.
     """

@@ -43,7 +43,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class Spans:
-    """Spans of a split's tokens that count toward the loss (a loss mask). They take 16 bytes per answer on disk.
+    """Spans of a split's tokens that count toward the loss (a loss mask). Each span takes 16 bytes on disk.
 
     `boundaries` int64 [2 n], increasing: span i has tokens boundaries[2 i] to boundaries[2 i + 1] - 1."""
 
@@ -95,7 +95,7 @@ class Split:
     n_targets: int | None = None
     """Number of tokens that count toward the loss, with a loss mask."""
     n_target_bytes: int | None = None
-    """UTF-8 length of their text."""
+    """UTF-8 length of the text of these tokens."""
 
     @property
     def n_tokens(self) -> int:
@@ -113,13 +113,14 @@ class Split:
         return self.n_target_bytes / self.n_targets
 
     def window(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """Tokens [length] from `start`, copied to int64. Raises IndexError if they are out of range, `DataError` if the
+        """Tokens [length] from `start`, converted to int64. Raises IndexError if they are out of range, `DataError` if the
         file was truncated or contains an invalid token id (which on a GPU would only fail a device assertion)."""
         self._check(start, length)
         tokens = np.asarray(self.tokens[start : start + length], dtype=np.int64)
         limit = self.vocab_size - 1 if self.largest_token is None else self.largest_token
         if (largest := tokens.max(initial=0)) > limit:
-            raise damaged(self.path, f"{self.name}.tokens contains token id {largest} near {start}, above {limit}")
+            what = f"{self.name}.tokens contains token id {largest} near position {start}, above the maximum of {limit}"
+            raise damaged(self.path, what)
         return tokens
 
     def document_ids(self, start: int, length: int) -> npt.NDArray[np.int32]:
@@ -132,7 +133,8 @@ class Split:
 
     def _check(self, start: int, length: int) -> None:
         if start < 0 or length < 0 or start + length > self.n_tokens:
-            raise IndexError(f"tokens {start}..{start + length} of split {self.name!r}, which has {self.n_tokens}")
+            end = start + length
+            raise IndexError(f"positions {start} to {end}: split {self.name!r} has only {self.n_tokens} tokens")
 
     def token_counts(self) -> npt.NDArray[np.int64]:
         """Frequencies of the tokens that count toward the loss, int64 [vocab_size]; reads the whole split in chunks."""
@@ -283,7 +285,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: no token store here; create it with: boost prepare INPUT --out {path}")
     if not path.exists():
         if (old := path.with_name(f"{path.name}.boost-old")).exists():
-            raise DataError(f"{path}: its replacement was interrupted; rerun 'boost prepare', or rename {old} back")
+            raise DataError(f"{path}: its replacement was interrupted; rerun 'boost prepare' or rename {old} to {path}")
         raise DataError(
             f"{path}: its preparation was interrupted; rerun the same 'boost prepare' or 'boost recipe' command to continue"
         )
@@ -298,7 +300,8 @@ def read_meta(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, f"{STORE_FILE} is damaged ({type(error).__name__}: {error})") from error
     if meta["format"] != FORMAT:
-        raise damaged(path, f"has format {meta['format']} ({STORE_FILE}), but this version of boost reads {FORMAT}")
+        what = f"the store has format {meta['format']} ({STORE_FILE}), but this version of boost reads format {FORMAT}"
+        raise damaged(path, what)
     return dict(meta)
 
 
@@ -319,13 +322,13 @@ def _check_shape(meta: Any) -> None:
     kinds = ("tokens", "documents", "targets") if masked else ("tokens", "documents")
     files = {REPORT_FILE, TOKENIZER_FILE, *(f"{name}.{kind}" for name in SPLITS for kind in kinds)}
     if meta["blocks"].keys() != files or any(len(d) % (2 * DIGEST_BYTES) for d in meta["blocks"].values()):
-        raise ValueError("the block digests do not match the files")
+        raise ValueError("the block digests are malformed or do not cover exactly the store's files")
     if with_digest(meta)["digest"] != meta["digest"]:
         raise ValueError("the digest does not match the content")
 
 
 def with_digest(meta: dict[str, Any]) -> dict[str, Any]:
-    """Adds a digest of the content of `store.json` to it."""
+    """Returns the content of `store.json` or `resume.json` with its digest added."""
     content = {key: value for key, value in meta.items() if key != "digest"}
     return {**content, "digest": block_digest(json.dumps(content, sort_keys=True).encode())}
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-"""Token for a single byte, in tokenizers with byte fallback."""
+"""Matches the token of a single byte in tokenizers with byte fallback."""
 END_OF_TEXT = "<|endoftext|>"
 # All 256 bytes and the end-of-document token: the smallest lossless byte-level vocabulary.
 MIN_VOCAB = 257
@@ -26,17 +26,19 @@ EOS_GUESSES = (
 
 
 def parse_training(spec: str) -> int | None:
-    """The vocabulary size of `train:SIZE`, or None if the spec names an existing tokenizer. Raises `DataError`."""
+    """The vocabulary size in `train:SIZE`, or None if the spec names an existing tokenizer. Raises `DataError`."""
     if not spec.startswith("train:"):
         return None
     size = spec.removeprefix("train:")
     if not size.isdecimal() or not MIN_VOCAB <= int(size) <= 1 << 24:
-        raise DataError(f"--tokenizer {spec}: the size must be an integer of at least {MIN_VOCAB}, such as train:4096")
+        raise DataError(
+            f"--tokenizer {spec}: the size must be an integer from {MIN_VOCAB} to {1 << 24}, such as train:4096"
+        )
     return int(size)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, eos: str = END_OF_TEXT) -> "Tokenizer":
-    """Trains a byte-level BPE: `eos` has id 0, all 256 bytes follow, then merges that occur at least twice.
+    """Trains a byte-level BPE tokenizer: `eos` has id 0, all 256 bytes follow, then merges that occur at least twice.
 
     The same texts in the same order give the same tokenizer. It has `vocab_size` entries, or fewer if the texts yield fewer
     merges (see `vocabulary_size`). It can encode every byte sequence.
@@ -93,7 +95,7 @@ def load_tokenizer(spec: str | Path) -> "Tokenizer":
 
 
 def parse_tokenizer(text: str) -> "Tokenizer":
-    """Parses the text of a `tokenizer.json`; configures the tokenizer like `load_tokenizer`."""
+    """Parses the text of a `tokenizer.json` and configures the tokenizer as `load_tokenizer` does."""
     from tokenizers import Tokenizer
 
     return _as_plain_encoder(Tokenizer.from_str(text))
@@ -108,9 +110,9 @@ def _as_plain_encoder(tokenizer: "Tokenizer") -> "Tokenizer":
 
 
 class TextStream:
-    """The text of tokens that continue a prompt, piece by piece.
+    """Decodes tokens that continue a prompt, piece by piece.
 
-    The text of a token depends on the tokens before it: many tokenizers decode the first token in a text without its space, and the
+    The text of a token depends on the tokens before it: many tokenizers drop the leading space of a text's first token, and the
     bytes of one character may span several tokens. Together, the pieces are the text that the new tokens add to the decoded prompt.
     """
 
@@ -152,8 +154,8 @@ def vocabulary_size(tokenizer: "Tokenizer") -> int:
 
 
 def find_eos(tokenizer: "Tokenizer", eos: str | None = None, spec: str | Path | None = None) -> tuple[str, int]:
-    """The end-of-document token and its id: `eos` if given, else as configured next to the tokenizer.json of `spec` (see
-    `load_tokenizer`), else a usual name. Raises `DataError`."""
+    """The end-of-document token and its id: `eos` if given, else the token configured next to the tokenizer.json of `spec` (see
+    `load_tokenizer`), else the first of `EOS_GUESSES` that the tokenizer has. Raises `DataError`."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if eos is not None:
         if eos not in vocabulary:
@@ -166,7 +168,7 @@ def find_eos(tokenizer: "Tokenizer", eos: str | None = None, spec: str | Path | 
 
 
 def _configured_eos(spec: str | Path | None) -> str:
-    """The eos_token of the `tokenizer_config.json` next to the tokenizer, locally or on the Hub; empty if there is none."""
+    """The eos_token in the `tokenizer_config.json` next to the tokenizer, locally or on the Hub; "" if there is none."""
     path = Path(spec or os.devnull)
     file = (path if path.is_dir() else path.parent) / "tokenizer_config.json"
     try:
@@ -186,7 +188,7 @@ def _configured_eos(spec: str | Path | None) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: "Tokenizer | str") -> str:
-    """sha256 (hex) of the tokenizer's JSON with sorted keys and no spaces; also accepts the text of its file."""
+    """sha256 (hex) of a tokenizer's JSON with sorted keys and no spaces, from the tokenizer or the text of its file."""
     text = tokenizer if isinstance(tokenizer, str) else tokenizer.to_str()
     canonical = json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,8 +1,8 @@
 """Verifies that the files in a token store are what `boost prepare` wrote.
 
-The whole store is read once per machine. The result is cached in `$XDG_CACHE_HOME/boost/verified` (`~/.cache/boost/verified`;
-the temporary folder if that is not writable), one small file per store and host. It is valid as long as the size, modification
-time and inode of every file stay the same. On each machine, one process verifies and the others wait.
+The whole store is read once per machine. The result is cached in `$XDG_CACHE_HOME/boost/verified` (default:
+`~/.cache/boost/verified`; if not writable, the temporary folder), in one small file per store and host. A result is valid as long
+as the size, modification time and inode of every file stay the same. On each machine, one process verifies and the others wait.
 """
 
 import contextlib
@@ -100,8 +100,8 @@ def _identities(store: TokenStore) -> dict[str, list[int]]:
 
 
 def _record_of(store: TokenStore) -> Path:
-    """Where this host caches the result. The name includes the host, because machines often share home directories but not
-    disks."""
+    """The file in which this host caches the result. Its name depends on the host, because machines often share home directories
+    but not disks."""
     key = block_digest(f"{socket.gethostname()}\0{store.path.resolve()}".encode("utf-8", "surrogateescape"))
     return _cache_folder() / f"{key}.json"
 
@@ -115,4 +115,4 @@ def _cache_folder() -> Path:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
                 return folder
-    return folder  # in this case, nothing is cached
+    return folder  # no folder is writable, so nothing is cached

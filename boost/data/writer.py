@@ -1,8 +1,8 @@
 """Writes a token store atomically: a reader sees the old store, the complete new one, or none.
 
-A store is written to `STORE.boost-tmp` next to its final path and read back there. The last step is a rename, after any older store
-is renamed to `STORE.boost-old`. `STORE.boost-lock` is held throughout, so any `.boost-tmp` or `.boost-old` that the lock holder
-finds was left by a dead process.
+A store is written to `STORE.boost-tmp` next to its final path and read back there. Then any older store is renamed to
+`STORE.boost-old`, and the new store gets its final name. `STORE.boost-lock` is held throughout, so any `.boost-tmp` or `.boost-old`
+that the lock holder finds was left by a dead process.
 
 `TokenWriter.commit` makes the data written so far survive a kill: it syncs the files and returns their lengths. `save_progress`
 writes these lengths and the input position to `resume.json`; the next run truncates the files to these lengths and continues.
@@ -86,8 +86,8 @@ def locked(store: Path) -> Iterator[None]:
 
 
 def _recover(store: Path) -> None:
-    """Removes an incomplete store that has no commit. Restores the old store if its replacement is damaged, or was interrupted
-    between two renames."""
+    """Removes an incomplete store that has no commit. Restores the old store if its replacement is damaged, or if the replacement
+    was interrupted between its two renames."""
     old, temporary = sibling(store, "old"), sibling(store, "tmp")
     if read_progress(store) is None:
         remove(temporary)
@@ -116,10 +116,10 @@ def _opens(store: Path) -> bool:
 @contextmanager
 def new_store(store: Path) -> Iterator[Path]:
     """Yields a folder that becomes `store` on success, replacing an older one. The caller must hold `locked`. The folder is empty,
-    or holds what an interrupted run has committed.
+    or contains the files that an interrupted run committed.
 
-    The store is read back before it is published. On any error, an existing store is unchanged. The folder is removed, unless it
-    has a commit and the error is not about the data, so that the next run can continue.
+    The store is read back before it is published. On any error, an existing store is unchanged. The folder is then removed, unless
+    it has a commit from which the next run can continue and the error is not about the data.
     Raises `StorageError` if the disk is full, and `DataError` if the data read back does not match.
     """
     folder = sibling(store, "tmp")
@@ -134,7 +134,7 @@ def new_store(store: Path) -> Iterator[Path]:
         except DataError as error:
             why = str(error).removeprefix(f"{folder}: ").partition(";")[0]
             raise DataError(
-                f"{store}: the new store failed verification ({why}); nothing was changed; check the disk and run it again"
+                f"{store}: the new store failed verification ({why}); nothing was changed; check the disk and run the command again"
             ) from None
         _publish(folder, store)
         (store / RESUME_FILE).unlink(missing_ok=True)
@@ -164,7 +164,7 @@ def save_progress(folder: Path, progress: dict[str, Any]) -> None:
 
 
 def read_progress(store: Path) -> dict[str, Any] | None:
-    """The last commit of an unfinished store; None if there is none, or it is damaged."""
+    """The last commit of an unfinished store; None if there is none or it is damaged."""
     try:
         progress: dict[str, Any] = json.loads(read_text(sibling(store, "tmp") / RESUME_FILE))
         return progress if with_digest(progress)["digest"] == progress["digest"] else None
@@ -206,7 +206,7 @@ def _sync_one(path: Path) -> None:
 def store_meta(
     tokenizer: "Tokenizer", eos: tuple[str, int], fingerprint: str, options: PrepareOptions, report: PrepareReport
 ) -> dict[str, Any]:
-    """The content of store.json that every store has. `eos`: (token, id); `fingerprint`: the input's."""
+    """The fields of store.json that every store has. `eos`: (token, id); `fingerprint`: `input_fingerprint` of the input."""
     return {
         "format": FORMAT,
         "vocab_size": vocabulary_size(tokenizer),
@@ -232,7 +232,7 @@ class TokenWriter:
         for name in SPLITS:
             for kind in ("tokens", "documents"):
                 file = f"{name}.{kind}"
-                self._blocks[file] = BlockDigests()  # so that their order in store.json is always the same
+                self._blocks[file] = BlockDigests()  # fixes the order of the files in store.json
                 if committed is not None:
                     self._reopen(file, committed)
                 else:
@@ -262,7 +262,7 @@ class TokenWriter:
                 self._digests[split].update(data)
         if left or self._blocks[name].so_far() != committed["blocks"][name]:
             raise DataError(
-                f"{self.folder / name}: damaged since it was written; check the disk and start again from the beginning"
+                f"{self.folder / name}: the file was damaged after writing; check the disk and start again from the beginning"
             )
         file.truncate(size)
 

@@ -19,7 +19,7 @@ WATCH_S = 0.25
 WAITS_S = 2.0
 """Time for which a process waits in a collective before it checks whether the other replicas respond, in seconds."""
 LOOKS_S = 0.5
-"""Interval between checks, in seconds."""
+"""Interval between the checks of `StoreGuard`, in seconds."""
 
 
 class MemberBeats:
@@ -63,15 +63,16 @@ class MemberBeats:
 
 
 class StoreGuard:
-    """Ends a process that is waiting for others while the run's store does not respond.
+    """Ends a process that is waiting for other processes while the run's store does not respond.
 
-    Such a process is in a network partition that must not continue training. A request to a store behind a broken link may block
-    for 15 minutes, so the process cannot rely on an error. A thread that never accesses the store checks instead.
+    Such a process cannot tell whether the other replicas continue, so it must not continue training. A request to a store behind a
+    broken link may block for 15 minutes, so the process cannot rely on the request to fail. Instead, a thread that never accesses
+    the store performs the check.
     """
 
     def __init__(self, where: str, patience_s: float, waits_since: Callable[[], float | None]) -> None:
         """`where`: the store's address, for messages. `patience_s`: how long the store may stay silent, in seconds. `waits_since`:
-        returns the time at which the main thread started waiting for others, None if it is not waiting."""
+        returns the time at which the main thread started waiting for others, or None if it is not waiting."""
         self._where, self._patience_s, self._waits_since = where, patience_s, waits_since
         self._answered = time.monotonic()
         threading.Thread(target=self._watch, name="boost-store-guard", daemon=True).start()
@@ -87,7 +88,7 @@ class StoreGuard:
             since = self._waits_since()
         text = (
             f"the run's store at {self._where} has not responded for {self._patience_s:g} s: this replica cannot tell whether the "
-            "others continue, so it stops"
+            "other replicas continue, so it stops"
         )
         log.error(text)
         print(f"boost: error: {text}", file=sys.stderr, flush=True)

@@ -24,17 +24,17 @@ POLL_S = 0.1
 """Interval at which a waiting process checks whether its membership has ended, in seconds."""
 
 CONNECT_S = 20
-"""Timeout for connecting the processes of a new membership, in seconds. All of them have reported that they are ready."""
+"""Timeout for connecting the processes of a new membership, in seconds. By then, all of them have reported that they are ready."""
 
 ABORT_FIRST_S = 0.5
-"""Head start for the first group's abort, in seconds. An abort takes effect at once but may not return until the others start."""
+"""Head start for the first group's abort, in seconds. An abort takes effect at once but may not return until all others start."""
 ABORT_S = 20.0
 """Time for which a process waits for all aborts to finish, in seconds."""
 
 _CPU = torch.device("cpu")
 
 _abandoned: list["RecoverableGroup"] = []
-"""Groups whose collectives may still run in gloo threads. Destroying such a group would wait for them."""
+"""Groups whose collectives may still run in gloo threads. Destroying such a group would wait for these threads."""
 _abandoned_lock = threading.Lock()
 
 
@@ -66,7 +66,7 @@ class Membership:
         """Ends this membership, locally and on the other processes. Returns the error to raise."""
         if not self.over.is_set():
             self._start_aborts()
-            with contextlib.suppress(OSError, RuntimeError):  # unreachable store: the others detect it on their own
+            with contextlib.suppress(OSError, RuntimeError):  # if the store is unreachable, the others detect the loss
                 self._end_membership(reason)
             self.end()
         return PeersLostError(reason)
@@ -101,7 +101,7 @@ class Membership:
 
 
 class _Guarded(Work):
-    """A collective in flight. A wait for it ends when its membership ends.
+    """A collective in flight. Waiting for it ends when its membership ends.
 
     It refers to c10d's object only through its group, so an abandoned group can be disconnected while this object is still in use.
     """
@@ -247,8 +247,8 @@ class RecoverableGroup(dist.ProcessGroup):
             del waiting[thread]
 
     def _start(self, what: str, tensors: Sequence[Tensor], opts: Any, start: Callable[[Any], Any]) -> Work:
-        """Starts a collective, unless the membership has ended. Never raises: a failing hook would stop a backward pass that is
-        worth finishing."""
+        """Starts a collective, unless the membership has ended. Never raises, because an error in a gradient hook would stop a
+        backward pass that is worth finishing."""
         self._started += 1
         number = self._started
         opts.asyncOp = True  # otherwise NCCL returns no work to wait for

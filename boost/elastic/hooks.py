@@ -17,7 +17,7 @@ from boost.train.worker import take_terminal
 log = logging.getLogger("boost")
 
 LOCK_S = 5.0
-"""Seconds in which the previous main process must release the run directory. Once it is excluded, its launcher ends it."""
+"""Time for the previous main process to release the run directory, in seconds. Once it is excluded, its launcher terminates it."""
 
 TIMES = 3.0
 """A replica is slow if its micro-batches take this many times as long as the other replicas' median."""
@@ -74,7 +74,7 @@ class TakeOver(Hook):
                 return
             except (ConfigError, StorageError) as error:  # the previous main process is hung but has not been ended yet
                 if isinstance(error, StorageError) or time.monotonic() > deadline:
-                    log.warning("%s; training continues without the lock", error)
+                    log.warning("%s; training continues without the lock on the run directory", error)
                     return
                 time.sleep(0.2)
 
@@ -114,7 +114,7 @@ class SlowReplicas(Hook):
             if event.metrics.step - since < self._steps or member in self._reported:
                 continue
             self._reported.add(member)
-            text = f"{slow[member]:.1f} times as long as the others for {event.metrics.step - since} steps"
+            text = f"{slow[member]:.1f} times as long as the other replicas for {event.metrics.step - since} steps"
             action = "it will be excluded and restarted" if self._exclude else "check the load on its machine"
             trainer.warn(f"replica {member.replica} has taken {text}; {action}")
             if self._exclude:

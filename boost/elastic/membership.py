@@ -8,8 +8,8 @@ decision per number, so a run cannot split into two histories.
 Survivors need a majority of the votes. Every member of the previous membership has one vote, unless it is known to be
 dead. The store breaks ties. If one replica of two dies, the other one continues. If a network partition splits the
 replicas in half, the half that reaches the store continues and the other half stops. A minority that reaches the store
-while the majority is silent also stops. If members consider each other silent, the first one to report it wins, because
-a member on the list of silent members cannot add others to it.
+while the majority is silent also stops. If members consider each other silent, the first one to report this wins, because
+a member on the list of silent members cannot add other members to it.
 """
 
 import json
@@ -27,7 +27,7 @@ from boost.parallel.mesh import share
 DEAD, SILENT, SLOW = "dead", "silent", "slow"
 """Why a member was lost: its processes died, stopped responding, or slowed the others down (`run.exclude_slow`)."""
 STATUS_TEXT = {DEAD: "was restarted", SILENT: "does not answer"}
-"""How messages describe a lost member, from its heartbeats."""
+"""How messages describe a member that its heartbeats show to be lost."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
 """Polling interval of the store, in seconds: initial value, and the limit of its backoff."""
@@ -63,13 +63,13 @@ class Decision:
 
     number: int
     members: tuple[Member, ...]
-    """Oldest first. The main process belongs to the first one while that one is alive."""
+    """Oldest first. The main process belongs to the first member as long as that member is alive."""
     operation: int = 0
     """The operation at which all processes resume."""
     result: Any = None
     """Result of the previous operation, for processes that did not receive it."""
     held: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Micro-batches in the step that all processes of a member hold, by incarnation."""
+    """Micro-batches of the step whose gradients all processes of a member hold, by incarnation."""
     joined: tuple[str, ...] = ()
     """Incarnations that receive weights and moments from the others."""
     lost: Mapping[str, str] = field(default_factory=dict)
@@ -191,7 +191,8 @@ class Coordinator:
             if missing := sorted(set(range(self._replicas)) - {founder.replica for founder in founders}):
                 if time.monotonic() > deadline:
                     raise TrainingError(
-                        f"replica {missing[0]} of {self._replicas} did not start within run.startup_timeout_s = {timeout_s:g}"
+                        f"replica {missing[0]} of {self._replicas} did not start within run.startup_timeout_s = {timeout_s:g}; "
+                        "start it, or check why it exited"
                     )
                 time.sleep(next(pauses))
                 continue
@@ -249,7 +250,7 @@ class Coordinator:
             for other in self.lost_among(missing | {member}):
                 self.end_membership(decision.number, f"replica {other.replica} is lost")
             if self.is_over(decision.number):
-                raise PeersLostError(f"membership {decision.number} ended before it began")
+                raise PeersLostError(f"membership {decision.number} ended before all of its processes were ready")
             time.sleep(next(pauses))
 
     def _decide(self, decision: Decision) -> None:
@@ -278,7 +279,8 @@ class Coordinator:
         survivors = len(with_state)
         voters = sum(not why.startswith(DEAD) for why in lost.values()) + survivors
         if not survivors:
-            refused = f"no replica with weights is left (there were {len(before.members)}); resume with --resume auto"
+            count = len(before.members)
+            refused = f"no replica with weights is left (replicas before the loss: {count}); resume with --resume auto"
             return Decision(number, (), refused=refused, lost=lost)
         if 2 * survivors < voters:
             refused = (
@@ -290,7 +292,7 @@ class Coordinator:
         newest = max(all_reports, key=lambda report: report.operation)
         admits = all(report.admits for report in all_reports)
         joining, seen = self._waiting(before.seen, set(with_state), proposer) if admits else ([], before.seen)
-        # Count only what all processes of a member hold, for the operation at which all resume.
+        # Count only micro-batches that all processes of a member hold for the operation at which all resume.
         held = {
             member.incarnation: sorted(
                 set.intersection(*(set(r.held if r.operation == newest.operation else ()) for r in own))
@@ -322,7 +324,7 @@ def _pauses() -> Iterator[float]:
 def deal(count: int, held: Sequence[Sequence[int]]) -> list[list[int]]:
     """Deals out the micro-batches of a step, 0 to `count` - 1, that no member holds.
 
-    `held`: micro-batches per member. Each missing micro-batch goes to the member with the fewest. If none are held,
+    `held`: micro-batches per member. Each missing micro-batch goes to the member with the fewest. If no micro-batches are held,
     members get contiguous shares in order.
     """
     missing = sorted(set(range(count)).difference(*held))

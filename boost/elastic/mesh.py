@@ -1,8 +1,8 @@
 """The mesh for a run with in-step recovery. Groups inside a replica persist; groups across replicas are rebuilt for
 each membership.
 
-A replica is pp x cp x tp processes. Layouts and pipelines hold its groups, which last as long as the replica. Torch's
-default group is the replica's. Legend: n replicas in a membership, in order.
+A replica consists of pp x cp x tp processes. Layouts and pipelines use its groups, which last as long as the replica. torch's
+default group contains the processes of this replica. Legend: n replicas in a membership, in order.
 """
 
 import datetime
@@ -51,7 +51,7 @@ def replica_of_rank(parallel: ParallelConfig, rank: int) -> tuple[int, int]:
 def open_replica(
     parallel: ParallelConfig, device: torch.device, store: dist.Store, process: int, timeout_s: float
 ) -> Replica:
-    """Joins this process's replica; its processes share `store`. Blocks until all of them have joined."""
+    """Joins this process's replica, whose processes share `store`. Blocks until all of them have joined."""
     size = replica_size(parallel)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -71,11 +71,11 @@ class ElasticMesh(Mesh):
     """A mesh whose replicas change during the run."""
 
     background: Axis = field(default_factory=Axis)
-    """All processes, for a background thread."""
+    """Axis of all processes, for a background thread."""
     members: tuple[str, ...] = ()
     """Names of the replicas along dp."""
     run: Callable[[Callable[[], Any]], Any] | None = None
-    """Runs an operation and repeats it if a replica is lost meanwhile (`Recovery.run`); None: runs it once."""
+    """Runs an operation and repeats it if a replica is lost meanwhile (`Recovery.run`); None: operations run once."""
 
     def together(self, operation: Callable[[], T]) -> T:
         """Runs an operation on all processes; if a replica is lost meanwhile, runs it again."""
@@ -90,7 +90,7 @@ class ElasticMesh(Mesh):
 
     @property
     def update_axis(self) -> Axis:
-        """The processes of one replica, because others can be lost in the middle of an update."""
+        """The tensor-parallel processes of this replica, because other replicas can be lost in the middle of an update."""
         return self.tp
 
 
@@ -115,7 +115,7 @@ def join_members(
             rank, size, RecoverableGroup(name, store, rank, size, replica.device, membership), point_to_point=False
         )
 
-    # `everyone` comes first because it is aborted first (`Membership.end`): on GPUs, no statistics from aborted sums get through.
+    # `everyone` comes first because it is aborted first (`Membership.end`): on GPUs, this blocks statistics of aborted sums.
     rank, size = ((pp.rank * n + d) * cp.size + cp.rank) * tp.size + tp.rank, n * replica.size
     everyone = across("all", rank, size)
     background = across("saves", rank, size)

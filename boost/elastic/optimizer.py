@@ -1,6 +1,6 @@
 """Handles optimizer state when replicas are lost and rejoin (docs/recovery.md).
 
-`WholeTransfer` sends a joining replica any optimizer's whole state. `DividedAdamW` is AdamW with moments sharded over
+`WholeTransfer` sends the whole state of any optimizer to a joining replica. `DividedAdamW` is AdamW with moments sharded over
 the replicas (ZeRO-1).
 
 Every replica has all weights and, after the all-reduce, all gradients. Moments are split along the rows of each stored
@@ -48,20 +48,19 @@ class WholeTransfer:
         self._optimizer.updates = info["updates"]
 
     def transfer(self, mesh: ElasticMesh, donor: int, takes: bool) -> None:
-        """Sends state from replica `donor` to those where `takes` is true; `commit_transfer` puts it into effect. Collective."""
+        """Sends the state from replica `donor` to the other replicas where `takes` is true. Collective."""
         for tensor in self._optimizer.state_tensors():
             dist.broadcast(tensor if takes else torch.empty_like(tensor), group=mesh.dp.group, group_src=donor)
 
     def digests(self, device: torch.device) -> list[Tensor]:
-        """Digests of the state after `transfer`: the same number on each replica, or 0."""
+        """Digests of the state after `transfer`, which must be equal on all replicas; 0s are ignored."""
         return [digest(self._optimizer.state_tensors(), device)]
 
     def commit_transfer(self) -> None:
-        """Commits an exchange between replicas after it is complete on all processes. Nothing is pending here, because
-        state is received in place."""
+        """Commits a transfer once it is complete on all processes. Does nothing here, because state is received in place."""
 
     def discard_transfer(self) -> None:
-        """Discards an exchange between replicas that was interrupted before any process completed it."""
+        """Discards a transfer that was interrupted before any process completed it."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Division:
     names: tuple[str, ...] = ()
 
     def holders(self, piece: int) -> tuple[str, ...]:
-        """The two replicas that hold a piece. Half of the others lie between them, so they rarely share a machine."""
+        """The two replicas that hold a piece. The two are half the list apart, so they rarely share a machine."""
         count = len(self.names)
         second = (piece + max(count // 2, 1)) % count
         return tuple(self.names[index] for index in dict.fromkeys((piece, second)))
@@ -112,7 +111,7 @@ class DividedAdamW(Optimizer):
         self._buckets = [list(islice(rest, length)) for length in lengths]
         self._updates = 0
         self._pending: tuple[Division, Pieces] | None = None
-        """A division that is complete on this process but may not be on all others."""
+        """A division and its pieces, complete on this process but perhaps not yet on all others."""
         division = Division(mesh.members)
         self._adopt(division, self._zeros(division))
 
@@ -132,7 +131,7 @@ class DividedAdamW(Optimizer):
         }
 
     def _adopt(self, division: Division, pieces: Pieces) -> None:
-        """Assigns pieces to this process. For torch's AdamW, their rows are separate parameters: views of the stored tensors."""
+        """Assigns pieces to this process. To torch's AdamW, the rows are parameters: views of stored tensors."""
         self.division, self._pieces = division, pieces
         self._rows: list[tuple[nn.Parameter, Tensor, range]] = []
         groups: dict[float, list[nn.Parameter]] = {}
@@ -217,7 +216,7 @@ class DividedAdamW(Optimizer):
 
     @torch.no_grad()
     def transfer(self, mesh: ElasticMesh, donor: int, takes: bool) -> None:
-        """Shards the moments over the current replicas, including joining ones; `commit_transfer` puts it into effect."""
+        """Shards the moments over the current replicas, including joining ones; `commit_transfer` adopts the result."""
         self.discard_transfer()
         self._reshard_moments()
 

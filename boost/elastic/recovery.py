@@ -47,10 +47,10 @@ log = logging.getLogger("boost")
 INCARNATION = "BOOST_INCARNATION"
 """Environment variable set by the single-machine launcher: name of this incarnation of the replica."""
 REPLICA, COORDINATOR = "BOOST_REPLICA", "BOOST_COORDINATOR"
-"""Environment variables of a replica that torchrun or a similar launcher starts: its number; host:port of `boost coordinate`."""
+"""Environment variables of a replica under torchrun or a similar launcher: its number, and host:port of `boost coordinate`."""
 
 PATIENCE = 2
-"""A remote store may be silent for this multiple of run.heartbeat_timeout_s while this process waits for others."""
+"""A remote store may be silent for this multiple of run.heartbeat_timeout_s while this process waits for other processes."""
 EXCLUDED_GRACE_S = 5.0
 """Time that a process has to exit on its own once the others continue without it, in seconds."""
 
@@ -65,7 +65,7 @@ class RecoverableRun(Training, Protocol):
     reducer: Any
     """Sums gradients; `rejoin(mesh)` makes it sum over the replicas of a new membership."""
     rollbacks: Any
-    """The run's rollbacks so far, as an object of plain values."""
+    """The run's rollbacks so far, as an object whose attributes are plain values."""
     hooks: list[Hook]
 
     def adopt(self, event: MembershipChange) -> None:
@@ -88,7 +88,7 @@ class Recovery:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             # A failed communicator must not end the process: the process aborts it, and the next membership creates a new one.
-            # torchrun asks for the opposite, so this overwrites any earlier value.
+            # torchrun sets the opposite, so this overwrites any earlier value.
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
             os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(run.timeout_s))  # torch's default: 30 minutes
         number, process, store, self._store, incarnation = _start(parallel, run.startup_timeout_s, stopped)
@@ -284,7 +284,7 @@ class Recovery:
     def enter(self, trainer: "RecoverableRun") -> None:
         """Waits until the others admit this replica, then receives weights, moments and position from one of them.
 
-        Raises ExcludedError on failure, so that the replica is restarted; StoppedError if the run ends first, or on a
+        Raises ExcludedError on failure, so that the replica is restarted, and StoppedError if the run ends first, or on a
         stop signal to a process in this replica.
         """
         if self.replica.size > 1:
@@ -300,7 +300,7 @@ class Recovery:
                 raise StoppedError("the end of the run")
             self._require_not_stopped()
             if why := self._coordinator.lost_reason(self.member.incarnation):
-                raise ExcludedError(f"the others did not admit this replica ({why})")
+                raise ExcludedError(f"the other replicas did not admit this replica ({why})")
             # Under torchrun, if no member is left, only heartbeats show that members were lost.
             lost = [self._coordinator.lost_reason(m.incarnation) or self._beats.status(m) for m in decision.members]
             if decision.refused or all(lost):
@@ -346,7 +346,7 @@ class Recovery:
         if newcomer is not None:
             while not self._store.check([key]):
                 if self.membership.over.is_set():
-                    raise PeersLostError("the membership ended before the position arrived")
+                    raise PeersLostError("the membership ended before this replica received the training position")
                 time.sleep(0.01)
             take_state(newcomer, json.loads(self._store.get(key)))
         weights, takes = [fused.tensor.detach() for fused in trainer.fused_params], newcomer is not None
@@ -359,15 +359,15 @@ class Recovery:
         dist.all_gather(digests, mine, group=dp.group)
         if any(len(set(copies) - {0}) > 1 for copies in zip(*(own.tolist() for own in digests), strict=True)):
             raise TrainingError(
-                f"replica {self.member.replica} differs from the others after the state was transferred: memory or the network "
-                "failed; resume with --resume auto"
+                f"replica {self.member.replica} differs from the other replicas after the state was transferred: memory or the "
+                "network failed; resume with --resume auto"
             )
         self.mesh.barrier()
 
     # Background checks.
 
     def _watch(self) -> None:
-        """Thread that detects the end of the membership while the main thread computes or waits."""
+        """Detects the end of the membership, in a separate thread, while the main thread computes or waits."""
         store = self._store if launch_dir() else getattr(self._store, "clone", lambda: self._store)()
         coordinator = Coordinator(store, self.slots, 1, self._beats.status)
         excluded_at: float | None = None
@@ -406,8 +406,8 @@ class Recovery:
         return excluded_at
 
     def failed(self, error: BaseException) -> None:
-        """Tells the others that this process has failed, so they need not wait to detect it. A lost connection is only
-        a symptom and is not reported: the launcher knows which process in the replica ended first."""
+        """Tells the others that this process has failed, so that they need not wait to detect the failure. Under the single-machine
+        launcher, a lost connection is not reported: it is only a symptom, and the launcher knows which process ended first."""
         symptom = launch_dir() and (is_lost_connection(error) or is_lost_connection(error.__cause__))
         if not isinstance(error, ExcludedError) and not symptom:
             try:
@@ -440,13 +440,13 @@ def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int,
     number, (host, _, port) = os.environ.get(REPLICA, ""), os.environ.get(COORDINATOR, "").partition(":")
     if not number.isdecimal() or not port.isdecimal():
         raise ConfigError(
-            f"run.recovery = 'in-step' under torchrun needs {REPLICA} (now {number!r}) and {COORDINATOR}=host:port of "
-            "'boost coordinate'; start one torchrun per replica (docs/recovery.md)"
+            f"run.recovery = 'in-step' under torchrun needs the environment variables {REPLICA} = replica number (now {number!r}) "
+            f"and {COORDINATOR} = host:port of 'boost coordinate'; start one torchrun per replica (docs/recovery.md)"
         )
     own, process, size = meet(timeout_s, stopped)
     if size != replica_size(parallel):
         raise ConfigError(
-            f"{size} processes were started for replica {number}, but parallel.pp x cp x tp = {replica_size(parallel)}"
+            f"replica {number} was started with {size} processes, but needs {replica_size(parallel)} (parallel.pp x cp x tp)"
         )
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
@@ -528,4 +528,6 @@ def decode(value: Any) -> Any:
         return {key: decode(each) for key, each in value["dict"].items()}
     if "kind" in value:
         return _KINDS[value["kind"]](**{name: decode(each) for name, each in value["fields"].items()})
-    raise TrainingError(f"a replica was lost while exchanging {value['unknown']}; resume with --resume auto")
+    raise TrainingError(
+        f"a replica was lost during the exchange of a result of type {value['unknown']}; resume with --resume auto"
+    )

@@ -41,7 +41,7 @@ class ElasticSession(Session):
         return ElasticTrainer(self.config, self.recovery, run, hooks)
 
     def start(self, trainer: Training, candidates: list[Path], start_from: str | None) -> None:
-        """Loads the initial state; a restarted replica receives it from the others."""
+        """Loads the initial state; a restarted replica receives the current state from the others."""
         elastic = cast(ElasticTrainer, trainer)
         if self.recovery.is_restart:
             self.recovery.enter(elastic)

@@ -23,7 +23,7 @@ log = logging.getLogger("boost")
 
 POLL_S = 0.1
 RESTART_S = 0.5
-"""Delay before a replica is restarted, in seconds. An error on all replicas ends the run within this time."""
+"""Delay before a replica is restarted, in seconds. If all replicas fail within this time, the run ends instead."""
 END_S = 30.0
 """Time allowed for a restarting replica to exit once the run is complete, in seconds."""
 
@@ -32,7 +32,7 @@ class Supervisor:
     """Watches the processes of all replicas in a run until the run is complete or no replica can continue."""
 
     def __init__(self, replicas: Sequence[Sequence[int]], restarts: int) -> None:
-        """`replicas`: global ranks of each replica. `restarts`: maximum number per replica."""
+        """`replicas`: global ranks of each replica. `restarts`: maximum number of restarts per replica."""
         self._replicas, self._restarts = replicas, restarts
         self._starts = [0] * len(replicas)
         self._due: dict[int, float] = {}
@@ -55,8 +55,8 @@ class Supervisor:
         received: Sequence[int],
         aborted: Callable[[], bool],
     ) -> dict[int, int]:
-        """Starts every process. If one fails, ends its replica and restarts it while another replica runs
-        (`boost.train.launch.Supervise`).
+        """Starts every process. If one fails, ends its replica, and restarts the replica as long as another one is running
+        (implements `boost.train.launch.Supervise`).
 
         Returns an empty dict if the run is complete, or the exit codes of the failed processes, by rank, if no replica could
         continue. The caller ends the remaining processes.

@@ -1,6 +1,6 @@
 """The trainer for a run with in-step recovery: it keeps training while replicas are lost and rejoin (docs/recovery.md).
 
-Gradient sums can be discarded and repeated, so a step keeps its global batch: the survivors compute the lost
+Gradient sums can be discarded and recomputed. A step therefore keeps its global batch: the survivors compute the lost
 micro-batches. If replicas change during a save, the save is abandoned, and the remaining replicas repeat it.
 """
 
@@ -49,7 +49,7 @@ class ElasticReducer(GradientReducer):
     """A `GradientReducer` that keeps this process's own gradients next to their sums until the next step begins."""
 
     def queue(self, parameters: Sequence[nn.Parameter], axis: Axis, dtype: torch.dtype | None) -> BucketQueue:
-        """The buckets of `parameters`. Even an axis with one process has buckets, because others may join."""
+        """The buckets of `parameters`. Even an axis with one process has buckets, because replicas may join."""
         return BucketQueue(parameters, axis, dtype, _KeptBucket)
 
     def rejoin(self, mesh: Mesh) -> None:
@@ -65,7 +65,7 @@ class ElasticReducer(GradientReducer):
                 cast(_KeptBucket, bucket).own = []
 
     def restore_local(self) -> None:
-        """Discards sums, in flight or complete. Gradients are this process's own again, ready for accumulation. Until the next
+        """Discards sums, in flight or complete, and restores this process's own gradients for further accumulation. Until the next
         step, only `finish` sums them."""
         for queue in self._queues:
             queue.active, queue.next_bucket = False, 0
@@ -105,7 +105,7 @@ class _KeptBucket(GradBucket):
 class RecoverableStepper(Stepper):
     """A `Stepper` whose gradient reduction and statistics form one operation of a `Recovery`.
 
-    Local gradients are kept next to their sums until the operation is complete, which takes memory for another copy."""
+    Local gradients are kept next to their sums until the next step begins, which takes memory for a second copy."""
 
     reducer: ElasticReducer
 
@@ -245,7 +245,7 @@ class ElasticTrainer(Trainer):
         super()._between_steps(stats)
         if StepFlags.JOIN in stats.flags and not self.at_end:
             self.recovery.admit()
-            self._signals_to_reduce = True  # as on rejoined replicas
+            self._signals_to_reduce = True  # must match rejoined replicas, which start with True
 
     def abandon_save(self) -> None:
         """Abandons the save in flight, if any, because the replicas change."""

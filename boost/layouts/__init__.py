@@ -1,7 +1,7 @@
 """The layouts: ways to shard a decoder over TP ranks, one folder each. `spec.py` describes a layout without torch, and the
 configuration and the planner import only that file; `runtime.py` implements the layout.
 
-This file is the registry of layouts. `register_layout` adds one. An installed package calls it in a module listed under
+This file is the layout registry. An installed package adds a layout by calling `register_layout` in a module listed under
 the entry-point group `boost.plugins`. `LayoutSpec.config` is the class that `parallel.layout` then selects.
 """
 
@@ -23,15 +23,15 @@ _single = SingleSpec()
 def register_layout(spec: LayoutSpec) -> LayoutSpec:
     """Registers a layout for the configuration, the planner and the runtime. Raises ValueError if the name is taken."""
     if spec.name in _specs:
-        raise ValueError(f"a layout named '{spec.name}' is already registered by {type(_specs[spec.name]).__name__}")
+        raise ValueError(f"layout name '{spec.name}' is already registered to {type(_specs[spec.name]).__name__}")
     _specs[spec.name] = spec
-    ParallelConfig.choices.pop(spec.name, None)  # messages and tables list layouts in the order of this registry
+    ParallelConfig.choices.pop(spec.name, None)  # messages and tables list layouts in registry order
     ParallelConfig.choices[spec.name] = spec.config
     return spec
 
 
 def layout_names() -> tuple[str, ...]:
-    """Names of all layouts: first the built-in ones, starting with each family's default, then those of other packages."""
+    """Names of all layouts: the built-in ones, with each family's default before its alternatives, then those of plugins."""
     load_plugins()
     return tuple(_specs)
 
@@ -46,7 +46,7 @@ def layout_spec(name: str) -> LayoutSpec:
 
 
 def spec_of(parallel: ParallelConfig) -> LayoutSpec:
-    """The layout in effect: `single` with tp = 1, else parallel.layout."""
+    """The layout in effect: `single` if tp = 1, otherwise `parallel.layout`."""
     return _single if parallel.tp == 1 else layout_spec(parallel.layout)
 
 
@@ -61,7 +61,7 @@ def placement_of(role: str, model: ModelConfig, parallel: ParallelConfig) -> Pla
 
 
 def num_shards(parallel: ParallelConfig) -> int:
-    """Number of shards of heads and channels under the layout in effect."""
+    """Number of shards into which the layout in effect divides heads and channels."""
     return spec_of(parallel).num_shards(parallel)
 
 

@@ -1,7 +1,7 @@
-"""Code that all layout runtimes share: attributes, and the embedding, norm, head and loss for each kind of residual
-stream. `layout_for` builds the configured one.
+"""Code that layout runtimes share: attributes and the loss, and the embedding, norm and head for replicated and token-sharded
+residual streams. `layout_for` builds the configured layout.
 
-Legend: p TP processes, T tokens, N of those tokens; D hidden width, V vocabulary rows on this process.
+Legend: p TP processes, T tokens, N selected tokens; D hidden width, V vocabulary rows on this process.
 """
 
 import functools
@@ -36,7 +36,7 @@ from boost.parallel.mesh import Axis, Mesh
 
 
 def layout_for(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> Layout:
-    """Builds the configured layout for this process. With one TP process every layout becomes `single`."""
+    """Builds the configured layout for this process. With one TP process, every layout becomes `single`."""
     spec = spec_of(parallel)
     module, _, name = spec.runtime.partition(":")
     layout: Layout = getattr(importlib.import_module(module), name)(spec, model, parallel, mesh)
@@ -45,10 +45,10 @@ def layout_for(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> Layo
 
 class ContextAxis:
     """Attention over the context-parallel (CP) axis: exchanges heads, or gathers keys and values
-    (`boost.config.attention`). There is one collective in and, if heads are exchanged, one out.
+    (`boost.config.attention`). One collective precedes attention and, if heads are exchanged, another follows it.
 
     Legend: n local tokens in a micro-batch, N = cp n tokens on all CP ranks; H query and K key/value heads on one TP rank, E
-    width of a head.
+    head width.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class ContextAxis:
     def enter(self, flow: Flow, qkv: Sequence[Tensor], share: SequenceShare, batch: int) -> Iterator[None]:
         """Redistributes q, k, v before attention: [n, H E], [n, K E], [n, K E] -> (q, k, v).
 
-        If heads are exchanged: [N, H E / cp] and twice [N, K E / cp], for whole sequences. If keys and values are
-        gathered: q unchanged, and all keys and values, [N, K E] each.
+        If heads are exchanged, the results are [N, H E / cp] and twice [N, K E / cp], for whole sequences. If keys and values
+        are gathered, the results are the unchanged q and all keys and values, [N, K E] each.
         """
         q, *keys_values = qkv
         if self.as_heads:
@@ -94,16 +94,16 @@ class ContextAxis:
 
 
 class BaseLayout:
-    """Attributes and defaults for every layout. The constructor derives settings from configuration and mesh."""
+    """Attributes and defaults for every layout. The constructor derives settings from the configuration and the mesh."""
 
     lag = 0
-    """Steps by which the second half trails the first. 0 if one half has enough compute between any two collectives in the
-    other."""
+    """Steps by which the second half trails the first. 0 if each half has enough compute between any two of its collectives
+    to hide one of the other half's."""
 
     def __init__(
         self, spec: LayoutSpec, model: ModelConfig, parallel: ParallelConfig, mesh: Mesh, is_inference: bool = False
     ) -> None:
-        """`is_inference`: accepts any number of tokens and computes no gradients."""
+        """`is_inference`: the layout accepts any number of tokens and computes no gradients."""
         self.spec, self.model, self.parallel, self.mesh = spec, model, parallel, mesh
         self.axis = mesh.tp
         self.rank, self.size = self.axis.rank, self.axis.size
@@ -162,7 +162,7 @@ class BaseLayout:
         return distill_loss(normed_TD, weight, targets_T, teaching, self.axis)
 
     def all_logits(self, normed_TD: Tensor, head: Tensor) -> Tensor:
-        """The collectives of `loss`, and an all-gather of T V/p logits. The backward pass adds no collective."""
+        """One all-gather of this process's T V logits. Its backward pass has no collective."""
         logits_TV = linear(normed_TD, head)
         if self.size == 1:
             return logits_TV
@@ -218,7 +218,7 @@ class TokenSharded(Replicated):
         return (tokens, rank) if self.is_inference else super().latent_shape(rank, tokens)
 
     def embed(self, flow: Flow, table: Tensor, dtype: torch.dtype) -> Iterator[None]:
-        """Each process looks up its own columns for all tokens. One all-to-all of T D/p in each pass."""
+        """Each process looks up its own columns for all tokens. One all-to-all of T D/p elements in each pass."""
         if self.is_inference:
             yield from super().embed(flow, table, dtype)
             return

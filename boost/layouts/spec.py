@@ -1,7 +1,7 @@
 """The specification of a layout, without torch: its families, placements, collectives and constraints.
 
 Configuration rules, the planner, `boost inspect` and the runtime all read this description. A layout is a subclass of
-`LayoutSpec` in its own folder, next to the runtime class that its `runtime` names (`boost.layouts.runtime`).
+`LayoutSpec` in its own folder, next to the runtime class that its `runtime` attribute names (`boost.layouts.runtime`).
 
 Legend: T tokens in one micro-batch; p TP ranks. A dim is a tensor dim of a parameter's global shape; shards are equal and
 contiguous. A width is the number of elements per token in a whole payload.
@@ -25,7 +25,7 @@ class Placement:
     """Tensor dim along which each rank holds an equal, contiguous shard; None: replicated."""
 
     partial: bool = False
-    """True for a replicated parameter whose local gradient is a partial sum: it is reduced over TP ranks once per optimizer step.
+    """True for a replicated parameter whose local gradient is a partial sum, reduced over TP ranks once per optimizer step.
     False: the local gradient is complete."""
 
 
@@ -96,15 +96,15 @@ _USUAL = {"q": "enter", "o": "leave"}
 """Roles whose placement defaults to that of another role."""
 
 _ENDS = {"embed": Placement(1), "head": Placement(0)}
-"""Placements shared by all layouts: hidden columns of the embedding, vocabulary rows of the head."""
+"""Placements shared by all layouts: the embedding is sharded along the hidden dim, the head along the vocabulary."""
 
 
 class LayoutSpec:
-    """One way to shard a decoder over TP ranks, as data."""
+    """Declarative description of one way to shard a decoder over TP ranks."""
 
     config: ClassVar[type[ParallelConfig]]
-    """The class that `parallel.layout` selects: name, one-phrase description, options, and `problems` beyond those that
-    follow from the placements."""
+    """The class that `parallel.layout` selects. Defines the name, a one-phrase description, the options, and any `problems`
+    beyond those that follow from the placements."""
     runtime: ClassVar[str]
     """`module:Class` of the implementation; imported when a model is built."""
     low_rank: ClassVar[bool | None]
@@ -118,7 +118,7 @@ class LayoutSpec:
     head_comms: ClassVar[tuple[Comm, ...]] = ()
     """Collectives of width d before the head."""
     searched: ClassVar[Mapping[str, Sequence[Any]]] = {}
-    """Options of this layout that the planner searches, with their candidate values. The planner leaves all others unchanged."""
+    """Options of this layout that the planner searches, with their candidate values. The planner leaves other options unchanged."""
     scaled: ClassVar[frozenset[str]] = frozenset()
     """Roles of weights that the runtime scales before casting them."""
     gathers_latents: ClassVar[bool] = False
@@ -126,11 +126,11 @@ class LayoutSpec:
     mlp_token_local: ClassVar[bool] = False
     """Whether the MLP runs on the local tokens of the residual stream, with all channels and replicated weights."""
     single_process: ClassVar[bool] = False
-    """Whether this layout is in effect with tp = 1."""
+    """Whether this is the layout in effect if tp = 1."""
 
     @property
     def name(self) -> str:
-        """Value of `parallel.layout`."""
+        """The value of `parallel.layout` that selects this layout."""
         name: str = self.config.model_fields["layout"].default
         return name
 
@@ -171,13 +171,13 @@ class LayoutSpec:
 
     @property
     def ends_with_comm(self) -> bool:
-        """Whether a block ends with a collective, so that the backward pass needs nothing after it."""
+        """Whether a block ends with a collective, whose result the backward pass does not need."""
         return not self.mlp_token_local and self.placements["leave.B" if self.low_rank else "leave.W"].dim == 1
 
     def may_have_copy(self, role: str) -> bool:
-        """Whether weights of this role can have a working copy (train.working_copies). Factors, dense weights and the head can,
-        unless they are `scaled`: a copy would round those twice. The embedding has none because a step casts only some of its
-        rows; norms and latent gates are small."""
+        """Whether weights with this role can have a working copy (train.working_copies). Factors, dense weights and the head can,
+        except `scaled` weights, which a copy would round twice. The embedding has no copy because a step casts only some of its
+        rows; norms and latent gates are too small to need one."""
         return role.endswith((".A", ".B", ".W", "head")) and role not in self.scaled
 
     def residual_shape(self, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[int, int]:
@@ -231,7 +231,7 @@ class LayoutSpec:
         return "of whole rows, local"
 
     def variant(self, parallel: ParallelConfig) -> list[str]:
-        """Non-default options of the layout, in words, for titles."""
+        """Phrases for titles that describe the layout's options."""
         return []
 
     def rank_fields(self, model: ModelConfig) -> dict[str, int]:
@@ -249,10 +249,10 @@ class LayoutSpec:
     def backward(
         self, comms: Sequence[PlannedComm], policy: str, to_the_end: bool = False
     ) -> Iterator[tuple[str, PlannedComm]]:
-        """(phase, collective) for one block in backward order, including collectives that are recomputed.
+        """Yields (phase, collective) for one block in backward order, including collectives that are recomputed.
 
-        With policy "full-block", the block is recomputed when the backward pass first needs one of its tensors, up to
-        the last tensor that it needs. A collective at the very end of the block is repeated only if `to_the_end`.
+        With policy "full-block", the block is recomputed when the backward pass first needs one of its tensors, and only up to
+        the last tensor needed. A collective at the very end of the block is repeated only if `to_the_end` is true.
         """
         rest = list(comms)
         if policy == "full-block":

@@ -59,7 +59,7 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
     """Runs the calibration on one process and returns the exit code.
 
     The main process writes the profile. A useless profile is rejected, with exit code 1 on all processes, unless
-    `force` is true. Raises StorageError.
+    `force` is true. Raises StorageError if the profile cannot be written.
     """
     mesh = open_mesh(ParallelConfig(layout="single", dp=world_size()), device)
     watch = Stopwatch(mesh, samples=3 if quick else 7)
@@ -92,7 +92,7 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
             print(f"{'error' if problem.serious else 'warning'}: {problem.words}", file=sys.stderr)
         if refused:
             print(
-                f"{out} not written: keep the machine idle and calibrate again, or use --force to write it anyway",
+                f"{out} was not written; keep the machine idle and calibrate again, or use --force to write it anyway",
                 file=sys.stderr,
             )
         else:
@@ -113,7 +113,7 @@ def _gemms(points: Sequence[Point], dtype: str) -> list[Point]:
 def profile_of(
     mesh: Mesh, points: dict[str, list[Point]], probes: dict[str, float], links: Sequence[Point]
 ) -> dict[str, Any]:
-    """Returns the profile in its file format, without host_us. `probes`: shortest time of the probe in seconds, by sweep."""
+    """Returns the profile in its file format, with host_us = 0. `probes`: shortest time of the probe in seconds, by sweep."""
     cuda, count = mesh.device.type == "cuda", torch.get_num_threads()
     device = torch.cuda.get_device_name(mesh.device) if cuda else cpu_model()
     threads = "" if cuda else f" of {count} {'thread' if count == 1 else 'threads'}"

@@ -1,5 +1,5 @@
-"""Records at the dispatcher, for tests and inspection, the collectives that run. The collective table lists the
-expected ones."""
+"""Records the collectives that run, at the dispatcher, for tests and inspection. The collective table lists the expected
+collectives."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,11 +23,11 @@ KINDS = {
 """Kind of each functional collective in torch and in `boost.parallel.collectives`."""
 
 _PLAIN = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
-"""Kind of each collective that fully_shard issues; they are not functional."""
+"""Kind of each non-functional collective that fully_shard issues."""
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Records every collective and send issued while it is active, in forward and backward. Set `phase` to label them.
+    """Records every collective and send issued while it is active, in both passes. Set `phase` to label later records.
 
     Collectives on the groups named in `step_groups` belong to the optimizer step, even if they run during a backward pass.
     """

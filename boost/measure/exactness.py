@@ -1,6 +1,6 @@
 """Compares training on any mesh with training on one process: losses, gradients, weights and collectives.
 
-`boost verify` and tests use it. Data is synthetic: rows have different numbers of targets, and documents are a few tokens long.
+`boost verify` and tests use this module. Data is synthetic: rows differ in their numbers of targets, and documents are short.
 """
 
 import contextlib
@@ -101,7 +101,7 @@ class TrainedModel:
         return stats.loss, stats.gradient_norm
 
     def collectives(self) -> list[Collective]:
-        """Runs one more step and returns its collectives before the update. Without PP, each one has its phase set."""
+        """Runs one more step and returns the collectives issued before the update. Their phases are set only without PP."""
         groups = [axis.name for axis in (self.mesh.replicas, self.mesh.dp_cp) if axis.size > 1]
         counter = CollectiveCounter(step_groups=groups)
 
@@ -175,7 +175,7 @@ def matches_table(config: Config, counted: list[Collective], pp_rank: int = 0) -
     """Whether a step issued the collectives in the table.
 
     Collectives for micro-batches must be in order, except with overlapped halves. Gradient reductions may be in any order. With PP
-    or sharded weights, all may be in any order, because the schedule or torch determines it.
+    or sharded weights, all collectives may be in any order, because the schedule or torch determines the order.
     """
     table = step_collectives(config, pp_rank)
     if config.parallel.pp > 1 or config.shards_weights:
@@ -201,7 +201,7 @@ def weights(model: Model) -> ByName:
 
 
 def local_parts(model: Model, whole: ByName) -> ByName:
-    """Expected local shards of unsharded tensors."""
+    """This process's shards of unsharded tensors."""
     return {
         part.parameter.name: local_slice(part.parameter, model.layout, whole[part.parameter.name]).narrow(
             0, part.offset, part.rows
@@ -226,7 +226,7 @@ def worst_error(actual: ByName, expected: ByName) -> float:
 
 
 def mean_error(actual: ByName, expected: ByName) -> float:
-    """Norm of all differences relative to the norm of the expected values, for low precision, where single elements mean little."""
+    """Norm of all differences relative to that of the expected values, because in low precision, single elements mean little."""
     squares = [
         ((actual[k].double() - expected[k].double()).square().sum(), expected[k].double().square().sum())
         for k in expected

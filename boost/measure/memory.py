@@ -34,7 +34,7 @@ class MemoryTracker(TorchDispatchMode):
         """Bytes by category at the peak."""
         self._known: dict[int, _LiveStorage] = {}
         self._total = self._largest = 0
-        self._lock = threading.RLock()  # gloo threads may release the tensors in a collective
+        self._lock = threading.RLock()  # gloo threads may release a collective's tensors
 
     def watch(self, tensor: Tensor, category: str, role: str = "") -> None:
         """Counts a tensor, existing or new, in a category."""

@@ -89,7 +89,7 @@ def is_run(folder: Path) -> bool:
 def read_run(path: Path) -> RunRecord:
     """Reads a run directory. Raises DataError if it is not one."""
     if not is_run(path):
-        raise DataError(f"'{path}' is not a run directory: it has no config.toml next to a checkpoints folder")
+        raise DataError(f"'{path}' is not a run directory: it lacks a config.toml file or a checkpoints folder")
     run, damaged = RunDirectory(path), list[int]()
     lines, updated = [], None
     with contextlib.suppress(FileNotFoundError):
@@ -107,7 +107,7 @@ def read_run(path: Path) -> RunRecord:
     names = ((re.fullmatch(r"config(?:\.(\d+))?\.toml", file.name), file) for file in path.glob("config*.toml"))
     _, file = max(
         (int(name[1] or 1), file) for name, file in names if name
-    )  # from the last start, with every field resolved
+    )  # the configuration of the last start, with every field resolved
     try:
         train = tomllib.loads(file.read_text(encoding="utf-8", errors="replace")).get("train", {})
     except tomllib.TOMLDecodeError:

@@ -78,8 +78,8 @@ def synchronize(device: torch.device) -> None:
 class Stopwatch:
     """Times calls while the other processes in the mesh do the same, or wait.
 
-    On CPUs, the probe scales times to the machine's top speed when the stopwatch was created. A GPU is not
-    shared, and its probe would measure launches and clocks that rise under load.
+    On CPUs, times are scaled with the probe to the machine's top speed when the stopwatch was created. GPU times are not scaled:
+    a GPU is not shared, and its probe would measure launches and clocks that rise under load.
     """
 
     def __init__(self, mesh: Mesh, samples: int = SAMPLES) -> None:
@@ -223,7 +223,7 @@ def collective_points(
 
 
 def any_process(mesh: Mesh, said: bool) -> bool:
-    """Whether `said` is true on any process. A collective call."""
+    """Whether `said` is true on any process. Collective: all processes must call this function."""
     if mesh.size == 1:
         return said
     return bool(sent.all_reduce(torch.tensor(float(said), device=mesh.device), _world(mesh)) > 0)

@@ -30,7 +30,7 @@ from boost.train.step import Passes, Update, run_passes
 from boost.train.step import Stepper as TrainingStepper
 
 SMALL, SIZE_1B = (512, 4, 1376, 8), (2048, 6, 5472, 32)
-"""(d, blocks, f, heads) for models whose steps take about a second on a CPU core and on a GPU."""
+"""(d, blocks, f, heads) for models whose steps take about a second: SMALL on a CPU core, SIZE_1B on a GPU."""
 
 
 class Stepper:
@@ -63,7 +63,7 @@ class Stepper:
         return passes, self._training.update(passes, StepFlags.NONE)
 
     def seconds(self, steps: int = 1) -> float:
-        """Seconds for one step, from a common start until all processes are done. For several steps, their mean: as in
+        """Seconds for one step, from a common start until all processes are done. Several steps are averaged: as in
         training, the host launches each step before it reads the previous step's statistics."""
         self._all_here()
         begun, previous = time.perf_counter(), None

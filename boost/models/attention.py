@@ -1,6 +1,6 @@
 """Causal attention with rotary embeddings over the local heads, and key/value caches for generation.
 
-Legend: B sequences, S tokens in each, T = B * S, H query heads and K key/value heads on this process, E width of a head; cp
+Legend: B sequences, S tokens in each, T = B * S, H query heads and K key/value heads on this process, E head width; cp
 processes on the context axis, c tokens in a chunk; C cached tokens in the longest sequence.
 """
 
@@ -61,13 +61,13 @@ class SequenceShare:
         return _reordered(x, order)
 
     def to_processes(self, x: Tensor, batch: int) -> Tensor:
-        """Inverse of `to_sequences`. Computed, because torch.compile cannot sort indices if `batch` is dynamic."""
+        """Inverse of `to_sequences`. Its order is computed directly: torch.compile cannot sort indices if `batch` is dynamic."""
         held, cp = len(self.halves_held), self.cp
         rows = [(b, i, half) for b in range(batch) for i, half in enumerate(self.halves_held)]
         return _reordered(x, [(b * held + i) * cp + self._mirrored(r, half) for r in range(cp) for b, i, half in rows])
 
     def _mirrored(self, rank: int, half: int) -> int:
-        """The process that holds chunk `rank` of a half, and the reverse: second halves are in reverse order."""
+        """The process that holds chunk `rank` of a half, and vice versa: second halves are assigned in reverse order."""
         return rank if half == 0 else self.cp - 1 - rank
 
 
@@ -112,7 +112,7 @@ class PromptRows:
         return torch.cat([torch.arange(length, device=device) for length in self.lengths])
 
     def document_ids(self) -> Tensor:
-        """The number of the prompt to which each packed token belongs, [1, T], on the host."""
+        """Index of the prompt to which each packed token belongs, [1, T], on the host."""
         return torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))[None]
 
     def last_tokens(self, device: torch.device) -> Tensor:
@@ -202,9 +202,9 @@ class Context:
     is_first_half: bool = False
     """Whether these are the first half of the tokens in a sequence, whose keys and values the second half needs."""
     attends_to_first_half: bool = False
-    """Whether these are the second half."""
+    """Whether these are the second half of the tokens in a sequence."""
     share: SequenceShare | None = None
-    """This process's share of each sequence, to which the angles belong. None: the whole sequence."""
+    """This process's share of each sequence, for whose positions the angles are computed. None: the whole sequence."""
 
     def halves(self) -> "list[Context]":
         """Contexts for the two halves: half of the sequences each, or half of the tokens in a single sequence."""

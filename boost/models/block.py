@@ -177,8 +177,8 @@ def flows_of(streams: Sequence[Stream], contexts: Sequence[Context]) -> list[Flo
 
 
 def interleave(runs: Sequence[Iterable[None]], lag: int = 0) -> None:
-    """Runs generators in turn, each until its next collective is in flight: start(a), start(b), wait(a) and more, wait(b) and more.
-    Each generator trails the previous one by `lag` such steps.
+    """Runs generators in turn, each until its next collective is in flight: a starts one, b starts one, a waits and continues, b
+    waits and continues. Each generator trails the previous one by `lag` such steps.
 
     Autograd runs nodes in the reverse order of their creation, so the backward pass is interleaved too.
     """

@@ -1,4 +1,4 @@
-"""The decoder for all layouts; the math is LLaMA's. The layout decides how it is distributed over processes.
+"""The decoder for all layouts; the math is LLaMA's. The layout determines how the decoder is distributed over processes.
 
 Legend: B sequences, S tokens in each, T = B * S; x is the residual stream in the layout's shape.
 """
@@ -91,7 +91,7 @@ class Decoder(FusedModule):
 
     @torch.no_grad()
     def head_inputs(self, tokens_BS: Tensor, document_ids_BS: Tensor | None = None) -> Tensor:
-        """The final norm for all tokens, [T, d], replicated over TP, for a single-stage model. Arguments as in `forward`."""
+        """Output of the final norm, [T, d], replicated over TP, for a single-stage model. Arguments as in `forward`."""
         _, streams = self._run_parts(tokens_BS, document_ids_BS, ())
         flows = [Flow(stream.x) for stream in streams]
         interleave([self.layout.head_input(flow, self.final_norm) for flow in flows])
@@ -162,18 +162,18 @@ class Decoder(FusedModule):
         return tuple(KVCache(empty(), empty()) for _ in self.blocks)
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
-        """Bytes of `make_caches`."""
+        """Bytes that `make_caches` allocates."""
         return 2 * len(self.blocks) * math.prod(self._cache_shape(batch, capacity)) * self.compute_dtype.itemsize
 
     def _cache_shape(self, batch: int, capacity: int) -> tuple[int, int, int, int]:
         return batch, local_kv_heads(self.model.kv_heads, self.layout), capacity, self.model.head_dim
 
     def received_shapes(self, layout: Layout, tokens: int) -> list[tuple[int, int]]:
-        """Shapes that the previous stage sends for `tokens` tokens: the residual stream and the latents passed between blocks."""
+        """Shapes of the tensors received from the previous stage for `tokens` tokens: the residual stream and latents."""
         return self._boundary(layout, tokens, [group for group in self._groups_of(0) if group.latent_gate is not None])
 
     def sent_shapes(self, layout: Layout, tokens: int) -> list[tuple[int, int]]:
-        """Shapes that this stage sends to the next one."""
+        """Shapes of the tensors that this stage sends to the next one."""
         return self._boundary(layout, tokens, [group for group in self._groups_of(-1) if group.feeds_next])
 
     def _groups_of(self, index: int) -> tuple[LinearGroup, ...]:

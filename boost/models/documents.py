@@ -1,7 +1,7 @@
 """Attention within documents that skips the scores between documents.
 
-Legend: B sequences, S tokens in each, T = B * S, N documents, H query heads and K key/value heads on this process, E width of a
-head.
+Legend: B sequences, S tokens in each, T = B * S, N documents, H query heads and K key/value heads on this process, E head
+width.
 """
 
 import functools
@@ -55,7 +55,7 @@ class Documents:
         return self._like(lengths, before)
 
     def _like(self, lengths: Lengths, before: tuple[int, ...]) -> "Documents":
-        """Builds new documents of the same kind, which must not be a mask."""
+        """Builds new documents in the same form, which must not be "mask"."""
         before = before if any(before) else ()
         if self.starts_N is None:
             return Documents(self.form, lengths, before=before)
@@ -124,10 +124,10 @@ def causal(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
 
 
 def last_queries(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
-    """`causal` for fewer queries than keys on GPUs: FlashAttention assigns such queries to the last tokens.
+    """`causal` on GPUs with fewer queries than keys: FlashAttention assigns the queries to the last tokens.
 
-    Calls the kernel itself. torch's API for it, `causal_lower_right`, is a subclass of Tensor. It can be created neither in
-    compiled code nor under a dispatch mode, such as selective recomputation's, and it allocates host memory for tokens x keys.
+    Calls the kernel directly, because torch's API for it, `causal_lower_right`, creates a Tensor subclass, which is impossible in
+    compiled code and under a dispatch mode (such as selective recomputation's). It also allocates host memory for tokens x keys.
     """
     # The kernel's conditions, written so that compiled code accepts them. ROCm's kernel assigns the queries to the first tokens.
     width, supported = q_BHSE.shape[3], torch.cuda.get_device_capability(q_BHSE.device) >= (8, 0)
@@ -200,7 +200,7 @@ def _mask(document_ids_BS: Tensor, dtype: torch.dtype) -> Tensor:
     length = document_ids_BS.shape[1]
     same = document_ids_BS[:, None, :, None] == document_ids_BS[:, None, None, :]
     allowed = same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril()
-    # Use the activations' dtype: with a boolean mask, every block would create and save a converted one.
+    # Use the activations' dtype: every block would convert a boolean mask and save the result.
     return torch.zeros(allowed.shape, dtype=dtype, device=same.device).masked_fill_(~allowed, -math.inf)
 
 

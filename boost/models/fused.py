@@ -89,7 +89,7 @@ class FusedParam:
 
     @property
     def tensor(self) -> nn.Parameter:
-        """The tensor that this process owns and its optimizer updates: the whole parameter, or its shard."""
+        """The tensor that this process owns and that its optimizer updates: the whole parameter, or its shard."""
         return self.shard.tensor if self.shard else self.parameter
 
     def local_slices(self) -> Iterator[ParamSlice]:

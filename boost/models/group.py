@@ -1,4 +1,4 @@
-"""The data that flows through the blocks, and groups of linears: weights that share one input, dense or low-rank.
+"""The data that flows through the blocks, and groups of dense or low-rank linears that share one input.
 
 Legend: T tokens; I input width, O output width and R latent width of a group, all local to this process.
 """
@@ -102,13 +102,13 @@ class LinearGroup:
     `inner` comes before the bottleneck (A x), `outer` after it (B act(u)). A dense group has no bottleneck:
     its W is `outer` if the group projects in, and `inner` if it projects out; the other method does nothing.
 
-    Families differ only in their data: whether there is a bottleneck, and its activation.
+    Families differ only in whether they have a bottleneck and in its activation and latent gates.
     """
 
     A: Tensor
     """Factors A of all slots, [R, I]."""
     latent_gate: LatentGate | None
-    """Combines these latents with those of the previous block."""
+    """Combines this group's latents with those of the previous block."""
 
     def describe(self, model: ModelConfig, shape: architecture.GroupSpec, layer: int, layout: Sharding) -> None:
         """Sets the attributes that follow from the configuration."""
@@ -129,12 +129,12 @@ class LinearGroup:
         """Chooses the recomputation policy for later backward passes and sets the attributes that depend on it. Call it last."""
         self.policy = policy
         self.is_hand_written = policy.block is call
-        """Whether hand-written autograd nodes own weights. They do not if a whole block is recomputed, because
+        """Whether hand-written autograd nodes use weights. They do not if a whole block is recomputed, because
         recomputation stops before the last GEMM only if that GEMM is a separate node."""
         is_private = self.latent_gate is None and not self.feeds_next
         self.saves_latents_only = self.low_rank and self.is_hand_written and is_private
-        """Whether act and B are one autograd node that saves only the latents, which then neither come from the previous block
-        nor pass to the next one."""
+        """Whether act and B are one autograd node that saves only the latents. This requires latents that neither depend on the
+        previous block's latents nor pass to the next block."""
         self.taken = 0 if self.latent_gate is None else 1 if self.is_one_tensor else len(self.shape.slots)
         """Number of tensors of the previous block's latents that this group uses."""
 
@@ -168,8 +168,8 @@ class LinearGroup:
     ) -> tuple[list[Tensor], Latents]:
         """Latents u -> (B act(c u), one [T, O] per slot; latents for the next block).
 
-        `prev`: the previous block's latents. `scale_T1`: c, the inverse RMS; None: 1. `start_grad_sum`: starts the sum of the
-        latents' gradient, if they are all that is saved (`UpProject`).
+        `prev`: the previous block's latents. `scale_T1`: c, the inverse RMS; None: 1. `start_grad_sum`: starts summing the
+        latents' gradient, if only the latents are saved (`UpProject`).
         """
         if not self.low_rank:
             return self.dense(latents) if self.shape.side == "enter" else list(latents), ()
@@ -206,7 +206,7 @@ class LinearGroup:
         return self.act(latents)
 
     def activate_segment(self, latents: Sequence[Tensor], prev: Latents) -> tuple[list[Tensor], Latents]:
-        """`activate` as a separate segment if a gate makes that worthwhile."""
+        """`activate`, as a separate segment if there is a latent gate."""
         if self.latent_gate is None:
             return self.act(latents)
         made: tuple[list[Tensor], Latents] = self.policy.local(self.activate, latents, prev)
@@ -218,7 +218,7 @@ class LinearGroup:
         return h, tuple(h) if self.feeds_next else ()
 
     def project(self, h: Sequence[Tensor]) -> list[Tensor]:
-        """B h of activated latents: one [T, O] per slot."""
+        """B h for activated latents h: one [T, O] per slot."""
         if len(h) == 1 and len(self.shape.slots) > 1:
             h = h[0].split(list(self.ranks_here), dim=-1)
         return [linear(h_Tr, b_Or) for h_Tr, b_Or in zip(h, self.weights(), strict=True)]
@@ -230,7 +230,7 @@ class LinearGroup:
         return self.project(h)
 
     def dense(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """W x of a dense group, one [T, O] per slot: in one GEMM or one per slot, from one x or one per slot."""
+        """W x for a dense group, one [T, O] per slot. `inputs`: one x for all slots, or one per slot."""
         if not self.is_one_tensor:
             x_TI = inputs if len(inputs) > 1 else [inputs[0]] * len(self.shape.slots)
             return [linear(x, w_OI) for x, w_OI in zip(x_TI, self.weights(), strict=True)]
@@ -247,8 +247,8 @@ class FusedLinearGroup(LinearGroup, FusedModule):
     """The linears of one group in one block, stored in fused parameters.
 
     All slots' A factors are one fused parameter [sum of ranks, I], so they share one GEMM and one collective without
-    a copy. The B factors have one tensor per slot. Dense weights are one tensor [sum of outputs, I], or two if key and
-    value are placed differently than query.
+    a copy. Each slot's B factor is a separate tensor. Dense weights are one tensor [sum of outputs, I], or two if key and
+    value are placed differently from query.
     """
 
     def __init__(self, model: ModelConfig, shape: architecture.GroupSpec, layer: int, layout: Sharding) -> None:

@@ -1,5 +1,5 @@
-"""Initial weights, which depend only on (seed, parameter name), so they are bitwise identical on every mesh and under every layout;
-and the factors of a matrix by truncated SVD.
+"""Initial weights, and factors of a matrix by truncated SVD. Initial weights depend only on (seed, parameter name), so they are
+bitwise identical on every mesh and under every layout.
 
 Legend: W [O, I] of rank up to min(O, I); B [O, r], A [r, I]; B A is the closest matrix of rank r to W in the Frobenius norm
 (Eckart-Young).
@@ -75,10 +75,10 @@ def _drawn(parameter: Parameter, model: ModelConfig) -> tuple[str, tuple[int, in
 def _drawn_ahead(
     model: ModelConfig, fused_params: Sequence[FusedParam], seed: int
 ) -> Iterator[Callable[[Parameter], Tensor]]:
-    """Yields `initial_value`, with values drawn ahead of time, one parameter or spectral linear per thread.
+    """Yields a function that returns initial values, which threads draw ahead of time, one parameter or spectral linear each.
 
-    Spectral factors of a 7B model take six core-hours. Each factorization is single-threaded, because the number of threads differs
-    between meshes and would change the last bits.
+    The spectral factors of a 7B model take six core-hours. Each factorization is single-threaded, because the number of threads
+    differs between meshes and would change the last bits.
     """
 
     def source(parameter: Parameter) -> _Source:
@@ -98,7 +98,7 @@ def _drawn_ahead(
     with ThreadPoolExecutor(threads) as pool:
 
         def begin(least: int) -> None:
-            """Begins the next `least` values, and more if there are few in memory."""
+            """Starts drawing values for the next `least` sources, and for more if few values are in memory."""
             while least > 0 or (len(ahead) < threads + _UNFINISHED and sum(map(elements, ahead)) < _MOST_ELEMENTS):
                 key = next(order, None)
                 if key is None:
@@ -124,13 +124,13 @@ def _drawn_ahead(
 
 
 _Source = Parameter | tuple[str, tuple[int, int], int, float]
-"""What values are drawn for: a parameter, or a linear that is factorized."""
+"""Source of initial values: a parameter, or a linear to factorize."""
 
 _UNFINISHED = 2
 """Extra values to draw ahead: the A factors of a group's linears (up to three) are requested before the B factors."""
 
 _MOST_ELEMENTS = 1 << 29
-"""Elements in memory, 2 GiB in fp32, above which values are drawn one at a time."""
+"""Number of elements in memory (2 GiB in fp32) above which values are drawn only when needed."""
 
 
 def _is_spectral(parameter: Parameter, model: ModelConfig) -> bool:
@@ -185,12 +185,12 @@ def factorize(w_OI: Tensor, rank: int | None = None, energy: float | None = None
     multiple of `multiple` and at most min(O, I). Signs are chosen so that the largest entry of each column of U is positive,
     which makes the result independent of the library.
     """
-    assert (rank is None) != (energy is None), "give either rank or energy"
+    assert (rank is None) != (energy is None), "pass exactly one of rank and energy"
     is_wide = w_OI.shape[0] <= w_OI.shape[1]
     w_MN = (w_OI if is_wide else w_OI.T).double()
     # Finding the eigenvectors of the smaller Gram matrix takes half as long as an SVD. Squaring loses only directions
-    # whose singular values are below 1e-8 times the largest. The product of the factors is a projection of W, which is
-    # as exact as the eigenvectors are orthogonal.
+    # whose singular values are below 1e-8 times the largest. The product of the factors is a projection of W, whose error
+    # depends only on how far the eigenvectors are from orthogonal.
     q_MM = torch.linalg.eigh(w_MN @ w_MN.T).eigenvectors
     projected_MN = q_MM.T @ w_MN
     s, order = projected_MN.norm(dim=1).sort(descending=True, stable=True)

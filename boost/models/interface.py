@@ -24,14 +24,14 @@ class Teaching(NamedTuple):
     weight: float
     """w in (1 - w) cross-entropy + w K^2 KL(teacher || model)."""
     temperature: float
-    """K."""
+    """K in the formula for `weight`."""
     hidden_weight: float = 0.0
     """Weight of the mean squared difference between the two models' inputs to the head."""
     cross_entropy: Tensor | None = None
     """Accumulates only the cross-entropy, summed over targets (nats, fp64 scalar): the loss may consist mostly of other terms."""
 
     def split(self, sizes: Sequence[int]) -> "list[Teaching]":
-        """The parts for consecutive tokens."""
+        """Splits the tokens into consecutive parts of these sizes."""
         return [self._replace(hidden_TE=part) for part in self.hidden_TE.split(list(sizes))]
 
 
@@ -40,11 +40,11 @@ NOTHING_IN_FLIGHT: tuple[None, ...] = ()
 
 
 class Layout(Sharding, Protocol):
-    """One way to shard the decoder over TP ranks: `spec` describes placement and communication; this implements both.
+    """One way to shard the decoder over TP ranks: `spec` describes placement and communication; this class implements both.
 
     Operations that communicate return an iterable (usually a generator) that pauses while a collective is in flight. They
-    store their results in the flow. `project_in` and `project_out` do not communicate, except that latents saved sharded are
-    gathered in `project_in`.
+    store their results in the flow. In the forward pass, `project_in` and `project_out` do not communicate, except that
+    `project_in` gathers latents that were saved sharded.
 
     T is the number of tokens in the micro-batch. `project_in` returns all T tokens and 1/num_shards of the heads or channels (or,
     for an MLP that stays token-sharded, T/p tokens and all channels). With a context axis, T is the number of local tokens, and
@@ -86,7 +86,7 @@ class Layout(Sharding, Protocol):
         """The rest of the group, and its update of x."""
 
     def head_input(self, flow: Flow, gamma: Tensor) -> Iterable[None]:
-        """Turns x into the final norm for all T tokens, [T, d], replicated on every process. Each process then uses its
+        """Turns x into the final norm's output for all T tokens, [T, d], replicated on every process. Each process then uses its
         rows of the head, so gradients of the result are partial, and the backward pass sums them."""
 
     def loss(self, normed_TD: Tensor, head: Tensor, targets_T: Tensor, teaching: Teaching | None = None) -> Tensor:

@@ -1,12 +1,12 @@
 """The model's hand-written functions: every GEMM, element-wise kernels, and the autograd functions that use them.
 
-A kernel is an element-wise function that can run as one kernel in one pass: it reads every input and writes every result once. It
-has no gradient: custom autograd functions call it in both passes. The backend is chosen once per process (`use`) from
-BACKENDS: "eager" runs the operations one by one; "inductor" compiles each function into one kernel with torch.compile. Inside
-torch.compile, a kernel becomes part of the compiled graph.
+A `Kernel` is an element-wise or row-wise function that can run as one device kernel, which writes every result once. It has no
+gradient: custom autograd functions call it in both passes. The backend is chosen once per process (`use`) from BACKENDS: "eager"
+runs the operations one by one; "inductor" compiles each function into one device kernel with torch.compile. Inside
+torch.compile, a `Kernel` becomes part of the compiled graph.
 
 Legend: T tokens, D hidden width, R latent width of a group (all slots side by side), r of one slot, O local outputs of
-a slot; B sequences, S tokens in each, H heads, E width of a head; V rows of a table of width D.
+a slot; B sequences, S tokens in each, H heads, E head width; V rows of a table of width D.
 """
 
 import functools
@@ -31,15 +31,15 @@ class Kernel:
     """A function of tensors and constants that can run as one kernel in one pass."""
 
     def __init__(self, function: Callable[..., Any], reads: int = 1, dynamic: bool | None = True) -> None:
-        """`reads`: how many times it reads its inputs; one more if it returns a sum over rows in addition to a result per row.
-        `dynamic`: True compiles it once for all latent widths and numbers of tokens; None for its first sizes, then for others if
-        they occur. None is faster, but not for sums: inductor would choose their kernels by timing, and runs would differ."""
+        """`reads`: how many times the kernel reads its inputs; a sum over rows in addition to a result per row takes one more.
+        `dynamic`: True compiles once for all latent widths and numbers of tokens. None compiles for the first sizes, and again if
+        others occur. It is faster, but unsuitable for sums: inductor would choose their kernels by timing, so runs would differ."""
         functools.update_wrapper(self, function)
         self.function, self.reads, self.dynamic = function, reads, dynamic
         self.traced = function
-        """The function to put in a compiled graph. Compiled by torch 2.11, a custom autograd function silently loses its gradients
-        (2.13 keeps them) if its result comes from an operation that returns its own operand: an in-place operation, or a `to`
-        that changes nothing. Such a function needs another form here; the compiler saves the memory anyway."""
+        """The function to put in a compiled graph. In code compiled by torch 2.11 (not 2.13), a custom autograd function silently
+        loses its gradients if its result comes from an operation that returns its own operand: an in-place operation, or a `to`
+        that changes nothing. Such a kernel needs another form here, which takes no more memory once compiled."""
         self.name = function.__name__
         KERNELS[self.name] = self
 
@@ -80,7 +80,7 @@ def _inductor_if_it_works(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
 
 @functools.cache
 def _compiled(kernel: Kernel) -> Callable[..., Any]:
-    torch._dynamo.config.recompile_limit = 32  # not 8: sizes of 1, and directions, are compiled apart
+    torch._dynamo.config.recompile_limit = 32  # default 8: sizes of 1 and each direction are compiled separately
     return torch.compile(kernel.traced, fullgraph=True, dynamic=kernel.dynamic)
 
 
@@ -103,7 +103,7 @@ def use(name: str) -> None:
 
 @contextmanager
 def using(backend: Backend) -> Iterator[None]:
-    """Context manager: kernels run on a given backend."""
+    """Context manager in which kernels run on the given backend."""
     global _backend
     usual, _backend = _backend, backend
     try:
@@ -238,7 +238,7 @@ def normed_backward(dy_TD: Tensor, x_TD: Tensor, gamma_D: Tensor, c_T1: Tensor) 
     return g_TD.addcmul_(normed_TD, mean_T1, value=-1).mul_(c_T1).to(x_TD.dtype), dgamma_D
 
 
-# Products. Other precisions and deferred weight gradients belong here. `to` costs as much as a small operation even if
+# Products. Code for other precisions or deferred weight gradients belongs here. `to` costs as much as a small operation even if
 # there is nothing to convert, so it is called conditionally.
 
 StartCollective = Callable[[Tensor], Tensor]
@@ -253,8 +253,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gemm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a b, [m, k] x [k, n], for hand-written forward and backward passes; both have the same dtype. `out`: the output
-    tensor, which may consist of columns in a wider one."""
+    """a b, [m, k] x [k, n], for hand-written forward and backward passes; a and b have the same dtype. `out`: the output
+    tensor, which may be a view of some columns of a wider tensor."""
     return a @ b if out is None else torch.mm(a, b, out=out)
 
 
@@ -278,7 +278,7 @@ class UpProject(torch.autograd.Function):
 
     Ranks add up to R; act is SiLU or the identity; c is multiplied in before rounding. Saves u and c. The backward pass
     recomputes c u, h and the casts of B, which is element-wise work. c is a constant here: the node that sums u over processes
-    computes its gradient from u and du (`boost.layouts.btp.runtime`). `start_grad_sum` starts the sum of du, which stays in
+    computes c's gradient from u and du (`boost.layouts.btp.runtime`). `start_grad_sum` starts the sum of du, which stays in
     flight while the weight gradients are computed; only the node that produced u may consume that gradient, after waiting for it.
     """
 
@@ -316,7 +316,7 @@ class UpProject(torch.autograd.Function):
 def _slots(h_TR: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     if len(weights) == 1:
         return [h_TR]
-    # Not a split: if compiled, the backward pass would get its results instead of recomputing h.
+    # Not a split: compiled code would save a split's results for the backward pass instead of recomputing h.
     ends = list(itertools.accumulate(b_Or.shape[1] for b_Or in weights))
     return [h_TR[:, end - b_Or.shape[1] : end] for end, b_Or in zip(ends, weights, strict=True)]
 
@@ -325,7 +325,7 @@ class _Lookup(torch.autograd.Function):
     """forward: tokens [T], table [V, D] -> rows [T, D]; wgrad: dtable [V, D] = sum of dy over the tokens of each row,
     accumulated in fp32 and rounded once. No collective.
 
-    If accumulated in bf16, the gradient of a token that occurs a thousand times stops growing after a few hundred occurrences.
+    If accumulated in bf16, the gradient for a token that occurs a thousand times would stop growing after a few hundred.
     """
 
     @staticmethod
@@ -349,7 +349,7 @@ def lookup(tokens_T: Tensor, table_VD: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.to(dtype)
 
 
-# Element-wise functions and norms. Each saves only its inputs and runs as one kernel in each pass.
+# Element-wise functions and norms. Each runs as one kernel in each pass and saves at most its inputs and one statistic per row.
 
 
 class _GatedProduct(torch.autograd.Function):
@@ -459,7 +459,7 @@ class _SumOfSquares(torch.autograd.Function):
 
 def rms_norm(x_TD: Tensor, gamma_D: Tensor, eps: float) -> Tensor:
     """Differentiable RMSNorm of whole rows, in x's dtype."""
-    if not torch.is_grad_enabled():  # a node costs more than the norm for one token
+    if not torch.is_grad_enabled():  # for one token, an autograd node costs more than the norm
         y_TD: Tensor = normed(x_TD, gamma_D, eps)[0]
         return y_TD
     return RMSNorm.apply(x_TD, gamma_D, eps)

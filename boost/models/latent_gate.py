@@ -24,10 +24,10 @@ EPS = 1e-6
 
 
 class LatentGate(FusedModule):
-    """Combines one group's latents with the previous block's, with a gate and a LayerNorm per slot.
+    """Combines one group's latents with the previous block's, using a gate and a LayerNorm per slot.
 
     Latents are one tensor for the whole group, or one per slot. A layout that shards latents calls `gated_sum`, `norm_stats`
-    and `apply_norm` with its collectives in between; `forward` runs all of them on whole latents.
+    and `apply_norm` with its collectives in between; `forward` does the same work for whole latents.
     """
 
     norm_weight: Tensor
@@ -37,7 +37,7 @@ class LatentGate(FusedModule):
         super().__init__()
         self.gate = model.gate
         self.mixes = model.mixes
-        """Whether the gate mixes latents and therefore needs whole ones."""
+        """Whether the gate mixes the elements of a latent and therefore needs whole latents."""
         self.whole_ranks = shape.ranks
         self._names = [slot.name.partition(".")[2] for slot in shape.slots]
         stored = architecture.latent_gate_parameters(model, shape, prefix)
@@ -58,7 +58,7 @@ class LatentGate(FusedModule):
         return [u + (g[0] if len(g) == 1 else torch.cat(g, dim=-1)) for u, g in zip(latents, beside, strict=True)]
 
     def norm_stats(self, mixed: Tensor, slots: range) -> Tensor:
-        """Sums over this process's shard of each latent and of its squares, [T, 2 slots], fp64."""
+        """Sums of the elements in this process's shard of each latent, and of their squares, [T, 2 slots], fp64."""
         return _NormStats.apply(mixed, tuple(self.ranks[slot] for slot in slots))
 
     def apply_norm(self, mixed: Tensor, norm_stats: Tensor, slots: range) -> Tensor:

@@ -31,8 +31,8 @@ class Decoder(decoder.Decoder):
         logits = model(tokens)                    # [B, S, V]
         model(tokens, targets).backward()         # mean cross-entropy, nats per token
 
-    Under a layout (`mesh`), all TP ranks call it with the same tokens; logits and losses are whole and equal on all of them, and
-    gradients are complete after `backward`. Weights depend only on (seed, parameter name), so every mesh has the same ones.
+    Under a layout (`mesh`), all TP ranks call the module with the same tokens; logits and losses are whole and equal on all ranks,
+    and gradients are complete after `backward`. Weights depend only on (seed, parameter name), so they are equal on every mesh.
     """
 
     embedding: Weight
@@ -41,7 +41,8 @@ class Decoder(decoder.Decoder):
     lm_head: Weight
 
     def __init__(self, spec: Spec | None = None, *, initialized: bool = True, **sizes: Any) -> None:
-        """Built from a `Spec`, or from its arguments. `initialized` = False leaves the weights to be loaded. Raises ConfigError."""
+        """Built from a `Spec`, or from its arguments. With `initialized` = False, weights are left uninitialized, to be loaded.
+        Raises ConfigError if the arguments are invalid."""
         FusedModule.__init__(self)
         self.spec = spec = as_spec(spec, sizes)
         self.model, self.layout, self.compute_dtype = spec.model, spec.layout, spec.compute_dtype
@@ -84,7 +85,7 @@ class Decoder(decoder.Decoder):
 
         Args:
             tokens: [B, S] int64.
-            targets: [B, S] int64, the token that follows each; -100 where there is no loss. None: returns logits.
+            targets: [B, S] int64, the token that follows each token; -100 excludes a position from the loss. None: returns logits.
             document_ids: [B, S] int; a token attends only to earlier tokens in its own document.
             reduction: "mean" over targets, or "sum". Micro-batches with unequal numbers of targets need the sum: divide each loss
                 by the number of targets, `(targets != -100).sum()`, over all micro-batches and replicas in the step.
@@ -114,8 +115,8 @@ class Decoder(decoder.Decoder):
         count, size = tokens_BS.numel(), self.spec.tp.size
         if self.layout.spec.residual == "tokens" and count % size:
             raise ConfigError(
-                f"tokens = {' x '.join(map(str, tokens_BS.shape))}: layout {self.spec.parallel.layout} shards {count} tokens over "
-                f"{size} TP ranks; nearest valid number: {max(round(count / size), 1) * size}"
+                f"tokens = {' x '.join(map(str, tokens_BS.shape))}: layout {self.spec.parallel.layout} cannot shard {count} tokens "
+                f"evenly over {size} TP ranks; nearest valid number of tokens: {max(round(count / size), 1) * size}"
             )
         return super()._parts(tokens_BS, document_ids_BS, received, halves)
 
@@ -126,8 +127,8 @@ class Decoder(decoder.Decoder):
 
     @torch.no_grad()
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) for every parameter, unsharded, by its name in a checkpoint. Collective under TP and FSDP2: all ranks
-        must iterate."""
+        """Yields (name in a checkpoint, unsharded tensor) for every parameter. Collective under TP and FSDP2: all ranks must
+        iterate."""
         for fused in fused_params(self):
             (only,) = fused.slices
             yield only.parameter.name, whole_weight(fused.parameter.detach())

@@ -1,6 +1,6 @@
-"""BTP (arXiv 2512.12131) as functions, for your own model. They are differentiable and compute the same result as one process.
+"""BTP (arXiv 2512.12131) as differentiable functions, for your own model. They compute the same results as a single process.
 
-A residual stream is sharded along its width: each of p TP ranks holds [..., dim / p]. A sublayer is
+A residual stream is sharded along its width: each of p TP ranks holds [..., dim / p]. A sublayer is:
 
     z = norm_down_proj(x, norm_weight, [A_q, A_k, A_v], mesh=mesh)     one all-reduce of 3 r + 1 numbers per token
     q, k, v = (up_proj(u, B) for u, B in zip(z, [B_q, B_k, B_v]))      local: this process's heads or channels
@@ -35,7 +35,7 @@ TP = DeviceMesh | dist.ProcessGroup | None
 def norm_down_proj(
     x: Tensor, norm_weight: Tensor, down_weights: Sequence[Tensor], *, eps: float = 1e-6, mesh: TP = None
 ) -> list[Tensor]:
-    """A_k RMSNorm(x) for several projections of one input: online RMSNorm, one GEMM, one all-reduce in each direction.
+    """A_k RMSNorm(x) for several projections of one input: online RMSNorm, one GEMM, one all-reduce in each pass.
 
     Args:
         x: [..., D], this process's columns.
@@ -63,8 +63,8 @@ def norm_down_proj(
 
 
 def down_proj(x: Tensor, down_weight: Tensor, *, mesh: TP = None) -> Tensor:
-    """A x of heads or channels: [..., in / p], [r, in / p] -> latents [..., r], complete on all TP ranks. One all-reduce in each
-    direction."""
+    """A x for heads or channels x: [..., in / p], [r, in / p] -> latents [..., r], complete on all TP ranks. One all-reduce in each
+    pass."""
     axis = tp_axis(mesh)
     with autocast_resolved(x.device, x.dtype) as dtype:
         u = linear(x.to(dtype), own_shard(down_weight))
@@ -74,7 +74,7 @@ def down_proj(x: Tensor, down_weight: Tensor, *, mesh: TP = None) -> Tensor:
 def up_proj(latents: Tensor, up_weight: Tensor, *, activation: str = "none") -> Tensor:
     """B act(z): latents [..., r], B [O, r] -> [..., O]; activation is "none" or "silu". No communication.
 
-    Raises ConfigError for another activation.
+    Raises ConfigError for any other activation.
     """
     if activation not in ("none", "silu"):
         raise ConfigError(f"activation = '{activation}' is unknown; valid values: none, silu")

@@ -1,4 +1,4 @@
-"""`LowRankLinear`: a linear as two factors, for use in any model."""
+"""`LowRankLinear`: a linear layer made of two factors, for use in any model."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ class LowRankLinear(nn.Module):
     2502.10940).
 
     `A` and `B` are plain `nn.Linear` modules, so tools that look for linears (LoRA, quantization) find the factors. Inside
-    a sharded `boost.nn` module they hold this process's shards.
+    a sharded `boost.nn` module, they hold this process's shards.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LowRankLinear(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Normal factors with standard deviation rank^(-1/4) (in + out)^(-1/4) each, as in CoLA's published code; the bias is 0."""
+        """Draws normal factors with standard deviation rank^(-1/4) (in + out)^(-1/4), as in CoLA's code, and zeroes the bias."""
         std = self.rank**-0.25 * (self.in_features + self.out_features) ** -0.25
         for factor in (self.A, self.B):
             factor.weight.normal_(std=std)
@@ -93,11 +93,11 @@ class LowRankLinear(nn.Module):
     def from_linear(
         cls, linear: nn.Linear, rank: int, *, init: str = "svd", activation: str = "none"
     ) -> "LowRankLinear":
-        """Factorizes a dense linear, on its device and in its dtype; keeps the bias.
+        """Factorizes a dense linear, with factors on its device and in its dtype; keeps the bias.
 
         `init`: "svd" is the truncated SVD (Eckart-Young), with the singular values split evenly between the factors; "random" draws
-        new ones. With an activation, "svd" approximates the dense linear only where the activation is nearly linear.
-        Raises ConfigError.
+        new factors. With an activation, "svd" approximates the dense linear only where the activation is nearly linear.
+        Raises ConfigError if an argument is invalid.
         """
         if init not in ("svd", "random"):
             raise ConfigError(f"init = '{init}' is unknown; valid values: svd, random")

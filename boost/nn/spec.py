@@ -50,17 +50,17 @@ class Spec:
         """
         Args:
             family: how linears are parameterized: svd, cola, lax, dense, or one that you registered.
-            layout: how they are sharded over TP (default: the family's default, such as btp). It has no effect without TP.
-            mesh: the TP ranks: a one-dimensional DeviceMesh, or one with a dimension "tp", or a process group. None: one process.
+            layout: how linears are sharded over TP (default: the family's default, such as btp). It has no effect without TP.
+            mesh: the TP ranks, as a one-dimensional DeviceMesh, one with a dimension "tp", or a process group. None: one process.
             recompute: activation checkpointing policy for every block, as in `train.recompute`.
             device: device of the weights (default: the mesh's, or torch's default).
             dtype: dtype of the weights (default: torch's default).
             compute_dtype: dtype for activations and GEMMs (default: dtype).
-            seed: seed for the initial weights, which depend only on it and each parameter's name, so every mesh has the same ones.
+            seed: seed for the initial weights, which depend only on it and the parameter's name, and are equal on every mesh.
             fields: sizes (dim, heads, kv_heads, ffn_dim, rank, layers, vocab_size, ...) and other fields of [model], and options of
                 the layout (norm, grouping, overlap). ffn_dim defaults to 8/3 dim, rank to dim / 4.
 
-        Raises ConfigError: one line with the field, its value, and the nearest valid value.
+        Raises ConfigError if a field is invalid, with one line that states the field, its value and the nearest valid value.
         """
         self.tp = tp_axis(mesh)
         self.tp_mesh: DeviceMesh | None = None
@@ -90,7 +90,7 @@ class Spec:
 
     @contextmanager
     def allocation(self) -> Iterator[None]:
-        """Parameters made in this block have the specified dtype and device."""
+        """Context manager in which parameters are created with the spec's dtype and device."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
@@ -114,9 +114,9 @@ class Spec:
 
 @contextmanager
 def autocast_resolved(device: torch.device, dtype: torch.dtype) -> Iterator[torch.dtype]:
-    """Yields the dtype in which activations are computed: `dtype`, or under `torch.autocast` the dtype of autocast.
+    """Yields the dtype in which activations are computed: `dtype` or, under `torch.autocast`, autocast's dtype.
 
-    Autocast is disabled inside, because it does not apply to the hand-written nodes, which choose their own dtypes.
+    Autocast is disabled in this context, because it does not apply to the hand-written nodes, which choose their own dtypes.
     """
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
@@ -132,7 +132,9 @@ def tp_axis(mesh: DeviceMesh | dist.ProcessGroup | None) -> Axis:
         if mesh.ndim > 1:
             names = mesh.mesh_dim_names or ()
             if "tp" not in names:
-                raise ConfigError(f"mesh has dimensions {names}; name the TP dimension 'tp', or pass only that one")
+                raise ConfigError(
+                    f"mesh has dimensions {names}, but none is named 'tp'; name the TP dimension 'tp', or pass only that one"
+                )
             mesh = mesh["tp"]
         mesh = mesh.get_group()
     size = dist.get_world_size(mesh)

@@ -1,4 +1,4 @@
-"""`LowRankAttention`, `LowRankMLP`, and `Block`: the sublayers in a decoder as modules, under any layout.
+"""`LowRankAttention`, `LowRankMLP`, and `Block`: a decoder's sublayers and blocks as modules, under any layout.
 
 The mathematics is the same as in `boost.models`, but the linears in a group are separate modules.
 
@@ -29,8 +29,8 @@ from boost.parallel.recompute import POLICIES
 
 
 class Gate(LatentGate):
-    """A latent gate with one tensor per parameter. Sharded along dim 0, one tensor for several parameters would be a DTensor with
-    reordered rows."""
+    """A latent gate with one tensor per parameter. If one tensor held several parameters sharded along dim 0, it would be a
+    DTensor with reordered rows."""
 
     def add_fused_param(self, attribute: str, parameters: Sequence[Parameter], layout: Sharding) -> None:
         if attribute.startswith("norm_"):
@@ -50,7 +50,7 @@ class Gate(LatentGate):
 class SeparateLinears(LinearGroup):
     """A `LinearGroup` that looks up its weights in separate modules at each use, because an adapter may have replaced a factor.
 
-    In training, grouped factors A are concatenated for their GEMM, a copy of 3 r d numbers for qkv; fused parameters need no copy.
+    In training, grouped factors A are concatenated for their GEMM, a copy of 3 r d numbers for qkv. Fused parameters need no copy.
     """
 
     def __init__(self, owner: nn.Module, spec: Spec, layer: int, shape: architecture.GroupSpec) -> None:
@@ -61,7 +61,7 @@ class SeparateLinears(LinearGroup):
 
     @property
     def linears(self) -> list[nn.Module]:
-        """One per slot."""
+        """The linears, one per slot."""
         return [self._owner.get_submodule(name) for name in self._names]
 
     @property
@@ -93,7 +93,7 @@ class SeparateLinears(LinearGroup):
         weights = [_weight(module) for module in self.outer_modules]
         return [w if own is None else w.narrow(0, *own) for w, own in zip(weights, self.own_heads, strict=True)]
 
-    # With adapters, modules are called. If all are plain linears, grouped and hand-written kernels are used.
+    # With adapters, modules are called. If all modules are plain linears, grouped and hand-written kernels are used instead.
 
     @property
     def saves_latents_only(self) -> bool:
@@ -108,7 +108,7 @@ class SeparateLinears(LinearGroup):
             return super().inner(x_TI)
         if self.is_plain:
             if self.is_one_tensor and not torch.is_grad_enabled():
-                # During generation, concatenating A for each token would take longer than its product.
+                # During generation, concatenating the A factors for each token would take longer than multiplying by them.
                 return [gemms([(x_TI, _weight(module).to(x_TI.dtype).t()) for module in self.inner_modules])]
             return super().inner(x_TI)
         latents = [module(x_TI) for module in self.inner_modules]
@@ -130,13 +130,13 @@ class SeparateLinears(LinearGroup):
 def _weight(module: nn.Module) -> Tensor:
     if type(module) is not nn.Linear:
         raise RuntimeError(
-            f"a factor is a {type(module).__name__}, and layouts over several TP ranks need plain weights; merge adapters first"
+            f"a factor is a {type(module).__name__}, but layouts over several TP ranks need an nn.Linear; merge adapters first"
         )
     return local_weight(module)
 
 
 def child_name(slot: architecture.Slot) -> str:
-    """q_proj for attn.q."""
+    """Name of a slot's child module, such as q_proj for attn.q."""
     return f"{slot.name.partition('.')[2]}_proj"
 
 
@@ -145,8 +145,8 @@ def _parameters(shape: architecture.GroupSpec, prefix: str, factor: str, slot: a
 
 
 class Weight(nn.Module):
-    """The weight of an RMSNorm, [D], which layouts apply with the projection that follows it; or the weight of the
-    embedding or the head: all V rows, or this process's."""
+    """The weight of an RMSNorm, [D], which layouts apply together with the projection that follows it, or the weight of the
+    embedding or the head: all V rows, or only this process's rows."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Sublayer(FusedModule):
         self.layer = layer
 
     def add_linears(self, shape: architecture.GroupSpec) -> SeparateLinears:
-        """Adds the linears in a group as q_proj, k_proj, ..., uninitialized, and its latent gate."""
+        """Adds a group's uninitialized linears, as q_proj, k_proj, ..., and its latent gate."""
         prefix = f"layers.{self.layer}"
         for slot in shape.slots:
             name = child_name(slot)
@@ -203,7 +203,7 @@ class Sublayer(FusedModule):
 def as_spec(spec: Spec | None, sizes: dict[str, Any]) -> Spec:
     """`spec`, or one made from sizes. Raises ConfigError if both are given."""
     if spec is not None and sizes:
-        raise ConfigError(f"{next(iter(sizes))} is part of a Spec; pass either spec or sizes")
+        raise ConfigError(f"{next(iter(sizes))} cannot be combined with spec; pass either spec or sizes")
     return spec if spec is not None else Spec(**sizes)
 
 
@@ -216,7 +216,8 @@ def add_weight(module: FusedModule, spec: Spec, attribute: str, parameter: Param
 def run_alone(
     spec: Spec, x: Tensor, batch: int | None, run: Callable[[Layout, Flow, Context], Iterable[None]]
 ) -> Tensor:
-    """The residual stream after `run` has updated it. Raises ConfigError for a family that passes latents between blocks."""
+    """The residual stream after `run` has updated it. Raises ConfigError for a family that passes latents between blocks, or if
+    `batch` does not divide the number of tokens."""
     if spec.model.has_latent_gates and spec.model.layers > 1:
         raise ConfigError(
             f"family = '{spec.model.family}' passes latents from block to block; run the blocks through boost.nn.Decoder"
@@ -236,21 +237,21 @@ def run_alone(
 
 
 def finish(module: "Sublayer | Block", alone: bool) -> None:
-    """Initializes and shards the weights of a module that is not part of a larger one."""
+    """Initializes and shards the weights of a module if it is not part of a larger one (`alone`)."""
     if alone:
         initialize(module, module.spec.seed)  # type: ignore[arg-type]
         shard_weights(module, module.spec)
 
 
 class LowRankAttention(Sublayer):
-    """x + o(attention(q, k, v)), where q, k, v = projections of RMSNorm(x): grouped-query attention with rotary positions.
+    """x + o(attention(q, k, v)), where q, k, v are projections of RMSNorm(x): grouped-query attention with rotary embeddings.
 
     `q_proj`, `k_proj`, `v_proj` and `o_proj` are `LowRankLinear` modules (`nn.Linear` with family = "dense"). The norm
     and the residual update belong to the sublayer, because layouts merge them with the projections' collectives.
     """
 
     def __init__(self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, **sizes: Any) -> None:
-        """Built from a `Spec`, or from sizes: LowRankAttention(dim=512, heads=8, rank=128). Raises ConfigError."""
+        """Built from a `Spec` or sizes: LowRankAttention(dim=512, heads=8, rank=128). Raises ConfigError if they are invalid."""
         Sublayer.__init__(self, spec, layer, sizes)
         qkv, o, _, _ = architecture.groups(self.model, layer)
         with self.spec.allocation():
@@ -273,13 +274,13 @@ class LowRankAttention(Sublayer):
 
 
 class LowRankMLP(Sublayer):
-    """x + down(silu(gate) * up), where gate, up = projections of RMSNorm(x).
+    """x + down(silu(gate) * up), where gate and up are projections of RMSNorm(x).
 
     `gate_proj`, `up_proj` and `down_proj` are `LowRankLinear` modules (`nn.Linear` with family = "dense").
     """
 
     def __init__(self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, **sizes: Any) -> None:
-        """Built from a `Spec`, or from sizes: LowRankMLP(dim=512, ffn_dim=1376, rank=128). Raises ConfigError."""
+        """Built from a `Spec` or sizes: LowRankMLP(dim=512, ffn_dim=1376, rank=128). Raises ConfigError if they are invalid."""
         Sublayer.__init__(self, spec, layer, sizes)
         _, _, gate_up, down = architecture.groups(self.model, layer)
         with self.spec.allocation():
@@ -301,7 +302,7 @@ class Block(TransformerBlock):
     """A decoder block: `attn`, then `mlp`."""
 
     def __init__(self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, **sizes: Any) -> None:
-        """Built from a `Spec`, or from sizes: Block(dim=512, heads=8, rank=128). Raises ConfigError."""
+        """Built from a `Spec` or sizes: Block(dim=512, heads=8, rank=128). Raises ConfigError if they are invalid."""
         FusedModule.__init__(self)
         self.spec = as_spec(spec, sizes)
         self.model, self.layout = self.spec.model, self.spec.layout
@@ -313,7 +314,7 @@ class Block(TransformerBlock):
 
     @property
     def groups(self) -> tuple[LinearGroup, LinearGroup, LinearGroup, LinearGroup]:
-        """In forward order."""
+        """The groups of linears, in forward order."""
         return self.attn.qkv, self.attn.o, self.mlp.gate_up, self.mlp.down
 
     def run(self, layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
@@ -324,7 +325,7 @@ class Block(TransformerBlock):
     def forward(self, x: Any, *rest: Any, batch: int | None = None) -> Any:
         """[B, S, D] -> [B, S, D]: the residual stream after the block, as in `LowRankAttention.forward`.
 
-        A decoder calls it with the arguments of `TransformerBlock.forward`, through `__call__`, so that FSDP's hooks run.
+        A decoder calls the block with the arguments of `TransformerBlock.forward`, through `__call__`, so that FSDP's hooks run.
         """
         if rest:
             return super().forward(x, *rest)

@@ -1,4 +1,4 @@
-"""Module weights over several TP ranks: code that reads parameters sees DTensors; the mathematics uses local shards.
+"""Module weights over several TP ranks: code that reads parameters sees DTensors, while the computation uses local shards.
 
 `clip_grad_norm_`, optimizers, FSDP2 and DCP must know which shard of a weight a TP rank holds. With plain tensors, their results
 would be silently wrong: each rank would clip by the norm of its own shards and save only those.
@@ -33,8 +33,8 @@ class _OwnGradient(torch.autograd.Function):
 
 
 class GradientSums:
-    """Sums the gradients of replicated weights over TP ranks if each rank computes a part: norms and outer factors under
-    btp-sp, the final norm under btp, and so on."""
+    """Sums the gradients of replicated weights over TP ranks if each rank computes a part, such as for norms and outer factors
+    under btp-sp or the final norm under btp."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis, self.is_deferred = axis, False
@@ -73,7 +73,7 @@ def no_sync(module: nn.Module, sums: GradientSums | None) -> Iterator[None]:
 
 
 def shard_weights(module: nn.Module, spec: Spec) -> GradientSums | None:
-    """Turns a module's weights, each a shard, into DTensors over TP. Returns its gradient sums; None with one rank."""
+    """Turns a module's weights, each a shard, into DTensors over TP. Returns the `GradientSums` they use; None with one rank."""
     if spec.tp_mesh is None:
         return None
     sums = GradientSums(spec.tp)
@@ -90,7 +90,7 @@ def shard_weights(module: nn.Module, spec: Spec) -> GradientSums | None:
 
 
 def local_weight(module: nn.Module, name: str = "weight") -> Tensor:
-    """The weight that the mathematics uses: this TP rank's shard, differentiable with respect to the parameter.
+    """The weight that the computation uses: this TP rank's shard, differentiable with respect to the parameter.
 
     Raises ConfigError if the parameter is no longer the DTensor that `shard_weights` created.
     """
@@ -99,7 +99,7 @@ def local_weight(module: nn.Module, name: str = "weight") -> Tensor:
         return weight
     if not isinstance(weight, DTensor) or name not in module._parameters:
         raise ConfigError(
-            f"{name} of a {type(module).__name__} is not a DTensor parameter; over TP ranks, use fully_shard(model, "
+            f"{name} of a {type(module).__name__} is not a DTensor parameter; with tensor parallelism, use fully_shard(model, "
             "mesh=mesh['dp']) for data parallelism (DistributedDataParallel rejects DTensors), and pass DTensors to "
             "functional_call"
         )
@@ -108,7 +108,7 @@ def local_weight(module: nn.Module, name: str = "weight") -> Tensor:
 
 
 def own_shard(weight: Tensor) -> Tensor:
-    """This rank's differentiable shard of a weight whose gradient is complete on each rank; a plain tensor unchanged."""
+    """This rank's differentiable shard of a weight whose gradient is complete on each rank. Returns a plain tensor unchanged."""
     if not isinstance(weight, DTensor):
         return weight
     on_mesh: Any = weight

@@ -50,7 +50,7 @@ def zeros(param: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def fresh_state(param: Tensor, moments: dict[str, Tensor]) -> dict[str, Tensor]:
-    """torch's state of a parameter: step count and moments."""
+    """torch's state for a parameter: step count and moments."""
     return {"step": torch.zeros((), dtype=torch.float32, device=param.device), **moments}
 
 
@@ -119,7 +119,7 @@ class Optimizer:
         return [{tensor: (0, values) for tensor, values in self.moments.items()}]
 
     def state_tensors(self) -> Iterator[Tensor]:
-        """All persistent state."""
+        """All tensors that persist between steps."""
         for moments in self.moments.values():
             yield from moments.values()
         for state in self.adamw.state.values():

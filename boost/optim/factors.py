@@ -89,8 +89,8 @@ class FactorBuckets:
     def tall(self, bucket: Sequence[FactorUnit], value: Callable[[FusedParam], Tensor]) -> dict[str, Tensor]:
         """Gathers every factor in a bucket: [local rows, columns, K] of each stored tensor -> [N, R, K] by factor name.
 
-        Issues at most one all-gather over each of: the replicas that shard weights, the replicas and TP ranks that
-        shard outer factors, and the TP ranks that shard the rank. No all-gather if each process already holds what it needs.
+        Issues at most three all-gathers: over the replicas that shard weights, over the replicas and TP ranks that shard outer
+        factors, and over the TP ranks that shard the rank. Omits those that no factor in the bucket needs.
         """
         stored = [fused for unit in bucket for fused in unit.fused_params]
         whole = _gather_rows(stored, [value(fused).to(self.dtype) for fused in stored], self.mesh)
@@ -109,7 +109,7 @@ class FactorBuckets:
         return tall
 
     def summed_grams(self, tall: Mapping[str, Tensor], bucket: Sequence[FactorUnit]) -> dict[str, Tensor]:
-        """T^T T [R, R] of the tall factors T [N, R] in a bucket whose rows are sharded over TP, by name: one all-reduce."""
+        """T^T T [R, R], by name, for those tall factors T [N, R] in a bucket whose rows are sharded over TP. One all-reduce."""
         summed = [f for unit in bucket for f in unit.factors if f.shape.gram and self.mesh.tp.size > 1]
         if not summed:
             return {}

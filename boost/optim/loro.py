@@ -8,7 +8,7 @@ Where the paper leaves a detail open, the implementation follows the published c
 
 Weight decay, which the published runs do not use, multiplies the factors by 1 - rate * weight_decay before either kind of step.
 
-The exact step is the best rank-r approximation of W - rate * T, where two directions define the tangent vector T.
+The exact step replaces W with the best rank-r approximation of W - rate * T; the factors' directions define the tangent vector T.
 
 With W = M N^T (M = B, N = A^T), directions dM, dN and pseudo-inverses M+, N+, the published algorithm (ICLR 2025, equation 10
 and its code) takes the best rank-r approximation of
@@ -21,7 +21,7 @@ most 2r rows, and the new factors are Q and P times small matrices. The publishe
 of the components orthogonal to them; one QR of [M dM] contains both. If M or N is rank-deficient, its pseudo-inverse replaces
 the inverse.
 
-All computation is in fp64. Legend: N local rows of the wide side, K columns of a basis (2r or fewer), R rank.
+Exact steps are computed in fp64. Legend: N local rows of the wide side, K columns of a basis (2r or fewer), R rank.
 """
 
 import math
@@ -77,9 +77,9 @@ class Loro(Optimizer):
         first, second = (1 - beta ** (self.updates + 1) for beta in (optim.beta1, optim.beta2))
         for group in self.adamw.param_groups:
             decaying, scale = group["place"]
-            moved = scale < 0 or not exact  # before an exact step, only the factors' moments are updated
+            moved = scale < 0 or not exact  # in an exact step, AdamW updates only the factors' moments, not the factors
             group["lr"] = rate * abs(scale) if moved else 0.0
-            # Decay uses the unscaled rate, but torch multiplies it by the group's rate.
+            # Decay uses the unscaled rate, but torch multiplies weight_decay by the group's rate.
             group["weight_decay"] = optim.weight_decay / abs(scale) if decaying else 0.0
             group["eps"] = optim.eps / math.sqrt(second)
         for view, fused, param_slice in self._slices:
@@ -97,7 +97,7 @@ class Loro(Optimizer):
             self.updates = 0
 
     def _exact(self, rate: float, decay: float) -> None:
-        """Moves every pair along the directions that the moments give."""
+        """Moves every pair along the directions that its moments define."""
 
         def with_direction(fused: FusedParam) -> Tensor:
             """A stored tensor and its direction m / (sqrt(v) + eps), stacked, in fp64."""
@@ -117,7 +117,7 @@ class Loro(Optimizer):
 
 
 def _scales(fused: FusedParam, dim: int) -> Iterator[tuple[float, ParamSlice | None]]:
-    """(r / d, its slice) for the factors in a stored tensor; slice None: the whole tensor; scale -1: no factors, so the
+    """Yields (scale r / d, slice) for the factors in a stored tensor. Slice None: the whole tensor. Scale -1: no factors, so the
     full rate applies."""
     if not is_factor(fused.slices[0].parameter.role):
         yield -1.0, None
@@ -158,7 +158,7 @@ def bases(tall: Mapping[str, Tensor], factors: Sequence[Factor], axis: Axis) -> 
 def retract_all(
     pairs: Sequence[tuple[Tensor, Tensor]], rate: float, decay: float, axis: Axis
 ) -> list[tuple[Tensor, Tensor]]:
-    """`retract` for every pair. Pairs are replicated over an axis; the work is divided among its processes, with one collective."""
+    """`retract` for every pair. Pairs are replicated over `axis`; its processes divide the work, with one collective."""
     sides = [(m_K2R.shape[0], n_K2R.shape[0], m_K2R.shape[1] // 2) for m_K2R, n_K2R in pairs]
 
     def solve(number: int) -> Tensor:

@@ -1,11 +1,11 @@
 """Muon for the factors (momentum orthogonalized by Newton-Schulz iterations) and AdamW for all other parameters.
 
 The update is the same as torch.optim.Muon's, with its coefficients, but applied to each WHOLE factor, not to a shard or the stack
-in which the A factors for one input are stored. torch's own class would treat either as one matrix, and it iterates in bf16, whose
-rounding errors depend on the sharding.
+in which the A factors for one input are stored. torch's own class would treat either as one matrix, and it iterates in bf16, so its
+rounding errors would depend on the sharding.
 
-An iterate of X is X times a polynomial in X^T X. So the iteration can run on that Gram matrix [r, r], all-reduced once over the
-processes that shard X, and all work on tall matrices is local: X_k = X P_k. The iterations are divided among all processes that
+An iterate of X is X times a polynomial in X^T X. The iteration can therefore run on this Gram matrix [r, r], all-reduced once over
+the processes that shard X, and all work on tall matrices is local: X_k = X P_k. The iterations are divided among all processes that
 hold the factors (`solve_all`). Sums and iterations are in fp32 (fp64 for fp64 weights). Unlike an inverse root, a
 polynomial amplifies rounding errors in the Gram matrix's small eigenvalues by no more than the eigenvalues themselves (see
 docs/negative-results.md).
@@ -99,7 +99,7 @@ class Muon(Optimizer):
 
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
-    """Context manager: fp32 products use fp32, even if the process allows TF32 on GPUs (as some container images do).
+    """Context manager in which fp32 products use fp32, even if the process allows TF32 on GPUs (as some container images do).
 
     An iteration on a Gram matrix amplifies rounding errors; TF32's errors would make steps several times too long
     (docs/negative-results.md).

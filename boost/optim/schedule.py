@@ -18,7 +18,7 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
 def scheduled_rate(schedule: LRSchedule, optim: OptimConfig, step: int, steps: int) -> float:
     """Learning rate under one schedule. Each schedule registers a function."""
     raise NotImplementedError(
-        f"no learning rate for {type(schedule).__name__}; register one with scheduled_rate.register"
+        f"{type(schedule).__name__} defines no learning rate; register a function with scheduled_rate.register"
     )
 
 
@@ -36,8 +36,8 @@ def _constant(schedule: Constant, optim: OptimConfig, step: int, steps: int) -> 
 
 
 def _warmed_up(optim: OptimConfig, step: int, share: float) -> float:
-    """Linear warmup, which reaches lr at step warmup_steps - 1 so that no step has rate 0; after that, the rate goes
-    from min_lr_ratio * lr (share 0) to lr (share 1)."""
+    """Linear warmup, which reaches lr at step warmup_steps - 1, so no step has rate 0. After that, the rate is between
+    min_lr_ratio * lr (share 0) and lr (share 1)."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * share)
@@ -47,7 +47,7 @@ def _warmed_up(optim: OptimConfig, step: int, share: float) -> float:
 def _with_restarts(schedule: CosineRestarts, optim: OptimConfig, step: int, steps: int) -> float:
     """LORO's published schedule: an envelope that drops to RESTART_FLOOR after every restart.
 
-    During warmup the envelope rises linearly from min_lr_ratio to the cosine's value at the end of the warmup. The cosine peaks
+    During warmup, the envelope rises linearly from min_lr_ratio to the cosine's value at the end of the warmup. The cosine peaks
     at warmup_steps + restart_delay. After a restart, the rate rises linearly over restart_warmup_steps to the envelope's value
     at the step of the restart. As in the published runs, restarts after warmup come restart_delay steps later: they
     and the cosine are then computed from step - restart_delay.

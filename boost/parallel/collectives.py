@@ -1,12 +1,11 @@
 """Every collective in a forward or backward pass, as a differentiable function. Only this file names torch's collective ops.
 
-They use functional collectives, because in-place ones silently give wrong gradients under selective checkpointing. Their names
-in `torch.ops._c10d_functional` have been stable since torch 2.3, and torch.compile traces them. The second part of this
-file has their equivalents for CPUs.
+They use functional collectives, because in-place collectives silently give wrong gradients under selective checkpointing. The op
+names in `torch.ops._c10d_functional` have been stable since torch 2.3, and torch.compile traces the ops. The second part of this
+file implements equivalent ops for CPUs.
 
-Legend: p processes in the group, n rows on this process, D width. Bytes are those that one process sends: 2N(p-1)/p for an
-all-reduce of N bytes; N(p-1)/p for an all-gather or reduce-scatter of N bytes (gathered size) and for an all-to-all of N bytes
-(local size).
+Legend: p processes in the group, n rows on this process, D width. One process sends 2N(p-1)/p bytes for an all-reduce of N bytes,
+and N(p-1)/p bytes for an all-gather or reduce-scatter of N bytes (gathered size) or an all-to-all of N bytes (local size).
 
 | collective | forward | backward | used for |
 |---|---|---|---|
@@ -48,8 +47,8 @@ from boost.parallel.mesh import Axis
 _ops = torch.ops._c10d_functional
 
 
-# Non-differentiable: start a collective without waiting for it. Compiled code reuses buffers that no kernel reads anymore, even
-# while a collective is in flight, so in compiled code our own collectives wait inside their op.
+# Non-differentiable: start a collective without waiting for it. Compiled code reuses a buffer that no later kernel reads, even
+# while a collective is in flight, so in compiled code this file's own collectives wait inside their op.
 
 
 def begin_all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -78,7 +77,7 @@ def _start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """[p * n, ...], the j-th n rows for process j -> [p * n, ...], the j-th n rows from process j."""
+    """[p * n, ...], the j-th block of n rows for process j -> [p * n, ...], the j-th block from process j."""
     x = x.contiguous()
     if x.device.type in RECEIVES_FIRST:
         return torch.ops.boost.all_to_all(x, axis.size, torch.compiler.is_compiling(), axis.name)
@@ -87,7 +86,7 @@ def _start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 
 RECEIVES_FIRST = {"cpu"}
-"""Device types that use this file's collectives. On CPUs, gloo's collectives send before they receive."""
+"""Device types that use this file's own collectives. On CPUs, gloo's collectives send before they receive."""
 
 
 wait: Callable[[Tensor], Tensor] = _ops.wait_tensor
@@ -118,7 +117,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """[p * n, ...], the j-th n rows for process j -> [p * n, ...], the j-th n rows from process j. One all-to-all."""
+    """[p * n, ...], the j-th block of n rows for process j -> [p * n, ...], the j-th block from process j. One all-to-all."""
     return wait(_start_all_to_all(x, axis))
 
 
@@ -134,10 +133,10 @@ def finish_all_reduce(x: Tensor) -> None:
 
 # For CPUs: collectives built from point-to-point messages, with every receive posted before the sends.
 #
-# gloo sends a pair's payloads and "ready to receive" notices over one first-in-first-out connection. Its all-gather,
+# gloo sends two processes' payloads and "ready to receive" notices over one first-in-first-out connection. Its all-gather,
 # reduce-scatter and all-to-all post the send first, so the notice waits behind the payload and the two directions take
-# turns. Posting receives first lets the directions overlap (docs/design.md). Each collective is one op of `torch.ops.boost` for
-# counters and torch.compile. It returns while messages are in flight; `wait_tensor` completes it, as it does torch's ops.
+# turns. Posting receives first lets the directions overlap (docs/design.md). Each collective is one op in `torch.ops.boost`, which
+# counters and torch.compile can see. It returns while messages are in flight; `wait_tensor` completes it, as for torch's ops.
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ class _Exchange(Work):
         sent: Sequence[Tensor] | Tensor,
         finish: Callable[[int], object],
     ) -> None:
-        """Posts a receive for every other process, then a send; the tensors are contiguous and indexed by rank.
+        """Posts a receive from every other process, then a send to each. `received` and `sent` hold contiguous tensors by rank.
         `finish` turns received messages into the result, given this process's rank."""
         super().__init__()
         group = dist.distributed_c10d._resolve_process_group(cast(Any, name))
@@ -199,7 +198,7 @@ class _Exchange(Work):
 
 
 def _recorded(what: str, latest: LastExchange) -> contextlib.AbstractContextManager[object]:
-    """A profiler range (train.profile) that identifies the message."""
+    """A profiler range (train.profile) that identifies the exchange."""
     return torch.profiler.record_function(
         f"{what} {latest.operation} #{latest.sequence} of {latest.group}, {latest.bytes} bytes"
     )
@@ -235,7 +234,7 @@ def _all_gather(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor
 @torch.library.custom_op("boost::reduce_scatter", mutates_args=())
 def _reduce_scatter(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
     """[p n, ...] -> [n, ...], this process's rows of the sum. Rows go directly to the process that sums them, so a bf16 sum is
-    rounded once."""
+    rounded only once."""
     mine = x.view(processes, x.shape[0] // processes, *x.shape[1:])
     received, result = torch.empty_like(mine), torch.empty_like(mine[0])
 
@@ -253,7 +252,7 @@ def _reduce_scatter(x: Tensor, processes: int, blocking: bool, group: str) -> Te
 
 @torch.library.custom_op("boost::all_to_all", mutates_args=())
 def _all_to_all(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
-    """[p n, ...], the j-th n rows for process j -> [p n, ...], the j-th n rows from process j."""
+    """[p n, ...], the j-th block of n rows for process j -> [p n, ...], the j-th block from process j."""
     shape = (processes, x.shape[0] // processes, *x.shape[1:])
     result = torch.empty_like(x)
     sent, received = x.view(shape), result.view(shape)
@@ -332,7 +331,7 @@ class _Start(torch.autograd.Function):
 
 class _Wait(torch.autograd.Function):
     """forward: waits; dgrad: starts the backward collective for the tensor that `_Start` sent. The result is a view of
-    the in-flight one."""
+    the in-flight tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, started: Tensor, comm: Comm, axis: Axis, backward_started: bool) -> Tensor:
@@ -353,9 +352,9 @@ class InFlight(NamedTuple):
 
 
 def start(comm: Comm, x: Tensor, axis: Axis, backward_started: bool = False) -> InFlight:
-    """Starts a differentiable collective from the table; wait for it later, in both passes.
+    """Starts a differentiable collective from the table. Both passes wait for it later.
 
-    `backward_started`: the consumer of the result starts the backward collective and passes on the gradient in flight.
+    `backward_started`: the consumer of the result starts the backward collective and passes back the in-flight gradient.
     """
     sent, started = _Start.apply(x, comm, axis)
     return InFlight(lambda: _Wait.apply(sent, started, comm, axis, backward_started))
@@ -387,7 +386,7 @@ def gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 def features_to_rows(parts: Sequence[Tensor], axis: Axis) -> Tensor:
-    """[n, p w] per part -> [p n, sum of w]: the j-th n rows hold the features of process j, all parts side by side. Copies."""
+    """[n, p w] per part -> [p n, sum of w]: the j-th block of n rows holds process j's features, parts side by side. Copies."""
     rows = parts[0].shape[0]
     shares = [x.reshape(rows, axis.size, -1).transpose(0, 1) for x in parts]
     joined = shares[0] if len(shares) == 1 else torch.cat(shares, dim=-1)

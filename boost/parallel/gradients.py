@@ -28,7 +28,7 @@ class StepFlags(enum.Flag):
     SIGNAL = enum.auto()
     """A stop signal was received: save and stop."""
     STOP = enum.auto()
-    """A hook requested to save and stop."""
+    """A hook requested that the run save and stop."""
     SAVE = enum.auto()
     """A hook requested a checkpoint after this step."""
     JOIN = enum.auto()
@@ -46,9 +46,9 @@ class StepStats:
     flags: StepFlags = StepFlags.NONE
     """Flags that any process raised."""
     scale: float = 1.0
-    """Factor still to be applied to the gradients: the backward pass divides by all positions, not just those with a target."""
+    """Factor still to be applied to the gradients, because the backward pass also counts positions without a target."""
     cross_entropy: float | None = None
-    """Mean cross-entropy of a distillation, in nats per token; None: `loss`."""
+    """Mean cross-entropy of a distillation, in nats per token. None: `loss` is the cross-entropy."""
     targets: int = 1
     """Number of targets in the global batch. If there are none, loss and gradient norm are 0."""
 
@@ -64,7 +64,7 @@ class StepStats:
 
 
 class GradientReducer:
-    """Sums partial gradients over TP and DP, and complete ones over DP, once per optimizer step, in buckets.
+    """Sums partial gradients over TP and DP, and complete gradients over DP, once per optimizer step, in buckets.
 
     Each bucket's all-reduce starts during the backward pass as soon as its last gradient is ready:
 
@@ -216,7 +216,7 @@ class BucketQueue:
         self.active, self.next_bucket = False, 0
 
     def mark_gradient_ready(self, index: int) -> None:
-        """Counts one micro-batch for a parameter of bucket `index` and launches every bucket that is complete."""
+        """Counts one micro-batch for a parameter in bucket `index` and launches the buckets before the first incomplete one."""
         self.buckets[index].pending -= 1
         ready = self.next_bucket
         while ready < len(self.buckets) and self.buckets[ready].pending == 0:
@@ -293,9 +293,9 @@ def launch_step_stats(
     numbers. Does not wait for the result.
 
     `loss`: the sum over this replica's targets divided by `tokens`; equal on its TP ranks, 0 on pipeline ranks without the
-    head. Gradients are those of this quotient. `targets`: this replica's positions that have a target. `tokens`: all
-    positions of the global batch. The replicas' `targets` add up to it unless some positions have no target.
-    `cross_entropy`: like `loss`, a fifth number to reduce.
+    head. The gradients are also those of this quotient. `targets`: number of this replica's positions with a target.
+    `tokens`: number of positions in the global batch. The replicas' `targets` add up to `tokens` unless some positions have
+    no target. `cross_entropy`: defined like `loss`; reduced as a fifth number.
     """
     squares = loss.new_zeros((), dtype=torch.double)
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
@@ -313,7 +313,7 @@ def launch_step_stats(
         dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
         squares += torch.stack(torch._foreach_norm(gradients, 2, dtype)).double().square().sum() / copies
     counted = targets if mesh.tp.rank == mesh.pp.rank == 0 else 0
-    # Fill it on the device: copying a number from the host would wait for all launched work.
+    # Fill these tensors on the device: copying a number from the host would wait for all launched work.
     local = [loss.new_full((), x, dtype=torch.double) for x in (counted, _encode(flags))]
     text = () if cross_entropy is None else (cross_entropy / mesh.tp.size,)
     sums = torch.stack((loss.double() / mesh.tp.size, squares, *local, *text))

@@ -29,8 +29,8 @@ def token_logits(logits_NV: Tensor, local_N: Tensor, mine_N: Tensor) -> tuple[Te
 def logit_gradient(
     logits_NV: Tensor, logsumexp_N: Tensor, local_N: Tensor, mine_N: Tensor, counted_N: Tensor
 ) -> Tensor:
-    """Gradient of the cross-entropy for the logits, in their dtype: softmax - onehot, or 0 if not `counted`. May overwrite the
-    logits."""
+    """Gradient of the cross-entropy with respect to the logits, in their dtype: softmax - onehot, or 0 if not `counted`. May
+    overwrite the logits."""
     d_NV = logits_NV.to(logsumexp_N.dtype).sub_(logsumexp_N.unsqueeze(-1)).exp_()
     d_NV.scatter_add_(1, local_N.unsqueeze(-1), -mine_N.to(d_NV.dtype).unsqueeze(-1))
     return d_NV.mul_(counted_N.unsqueeze(-1)).to(logits_NV.dtype)
@@ -55,7 +55,7 @@ class _CrossEntropy(torch.autograd.Function):
     wgrad: dW = (softmax - onehot)^T x [V, D].
 
     The forward pass computes the gradients chunk by chunk, so logits are neither saved nor computed twice. The backward pass
-    only multiplies them by the gradient of the (scalar) loss.
+    only multiplies these gradients by the gradient of the (scalar) loss.
     """
 
     @staticmethod

@@ -25,7 +25,7 @@ class Axis:
     point_to_point: bool = True
     """Whether the processes in `group` can send messages to each other (`boost.parallel.collectives`)."""
     name: str = field(init=False)
-    """torch's name of the group; empty without one."""
+    """torch's name for the group; empty if there is no group."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.group.group_name if self.group is not None else "")
@@ -47,7 +47,7 @@ class Mesh:
 
     device: torch.device
     axes: Mapping[str, Axis] = field(default_factory=dict)
-    """By name, outermost first. A missing axis has one process. With cp, there is also dp_cp, which has its own group for the
+    """Axes by name, outermost first. A missing axis has one process. With cp, there is also dp_cp, which has its own group for the
     same reason as `replicas`."""
     replicas: Axis = ALONE
     """dp x cp x tp: every process that holds a copy of an unsharded weight. It has its own group, so that gradient sums in
@@ -94,8 +94,8 @@ class Mesh:
 
     @property
     def dp_cp(self) -> Axis:
-        """dp x cp: processes with the same weights but different tokens. Gradients are summed and weights are sharded over
-        it."""
+        """dp x cp: processes with the same weights but different tokens. Gradients are summed and weights sharded over this
+        axis."""
         return self.axes.get("dp_cp", self.dp)
 
     @property
@@ -163,8 +163,8 @@ def _backend(device: torch.device) -> str | None:
 
 
 def _own_group(groups: list[list[int]], name: str, timeout_s: int, backend: str | None) -> Axis:
-    """Creates these groups of ranks, all on every process, as torch requires. Returns this process's position in its
-    group."""
+    """Creates these groups of ranks; torch requires every process to create all of them. Returns this process's position in
+    its group."""
     place = Axis()
     for ranks in groups:
         timeout = datetime.timedelta(seconds=timeout_s)
@@ -189,8 +189,8 @@ def set_group_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def temporary_groups() -> Iterator[None]:
-    """Destroys process groups created inside, unless an exception leaves processes in different collectives. If they
-    were kept, each NCCL group's communicator would use most of a GB of GPU memory. All processes must take part."""
+    """Context manager that destroys process groups created in it, unless an exception leaves processes in different collectives.
+    If kept, each NCCL group's communicator would use most of a GB of GPU memory. All processes must take part."""
     before = set(dist.distributed_c10d._world.pg_map)
     yield
     for group in list(dist.distributed_c10d._world.pg_map):

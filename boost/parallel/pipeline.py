@@ -1,8 +1,8 @@
 """The pipeline stages on one process, run by the schedules of torch.distributed.pipelining.
 
 Stages exchange the residual stream in the layout's local shape (a shard of it under btp and btp-sp) and the latents passed
-between blocks. Training follows a schedule. Evaluation and generation, with no backward pass and different shapes, send from
-stage to stage.
+between blocks. Training follows a schedule. Evaluation and generation have no backward pass and other shapes, so each stage sends
+its results directly to the next.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +41,7 @@ class StageModule(nn.Module):
     def next_logits(
         self, tokens_BS: Tensor, caches: tuple[KVCache, ...], rows: CacheRows | None, *received: Tensor
     ) -> Any:
-        """Same as the decoder's."""
+        """Same as `Decoder.next_logits`."""
         return self.decoder.next_logits(tokens_BS, caches, received, rows)
 
 
@@ -97,7 +97,7 @@ class Pipeline(nn.Module):
         stages: list[Any] = []
         for module, decoder in zip(self.stage_modules, self.decoders, strict=True):
             stage = decoder.stage
-            # Meta tensors declare the shapes in advance. Since torch 2.13, stages also exchange shapes in the first step, pickled.
+            # Meta tensors declare the shapes in advance. Since torch 2.13, stages also exchange pickled shapes in the first step.
             arriving, leaving = (
                 tuple(torch.empty(s, dtype=decoder.compute_dtype, device="meta").requires_grad_() for s in shapes)
                 for shapes in (
@@ -189,11 +189,11 @@ class Pipeline(nn.Module):
         return tuple(cache for decoder in self.decoders for cache in decoder.make_caches(batch, capacity))
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
-        """Bytes of `make_caches`."""
+        """Bytes that `make_caches` allocates."""
         return sum(decoder.cache_bytes(batch, capacity) for decoder in self.decoders)
 
     def _receive(self, decoder: Decoder, layout: Layout, tokens: int) -> Iterator[Tensor]:
-        """Receives from the previous stage."""
+        """Receives the tensors that the previous stage sends."""
         if decoder.stage.has_embedding:
             return
         for shape in decoder.received_shapes(layout, tokens):
@@ -202,7 +202,7 @@ class Pipeline(nn.Module):
             yield x
 
     def _send(self, tensors: Sequence[Tensor], decoder: Decoder) -> None:
-        """Sends to the next stage without waiting for it to receive."""
+        """Sends tensors to the next stage without waiting for it to receive them."""
         for work in self._sending:
             work.wait()
         peer = (decoder.stage.index + 1) % self.axis.size

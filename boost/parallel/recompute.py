@@ -67,7 +67,7 @@ def _save_attention(_context: Any, operator: Any, *_arguments: Any, **_keywords:
 def _checkpoint(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
     if not torch.is_grad_enabled():
         return function(*arguments)
-    # No random numbers are drawn, and shapes depend only on shapes, so checking either would waste time.
+    # No random numbers are drawn, and shapes do not depend on values, so saving RNG state or checking shapes would waste time.
     return checkpoint(
         function, *arguments, use_reentrant=False, preserve_rng_state=False, determinism_check="none", **keywords
     )

@@ -1,10 +1,9 @@
 """Tensors that replace a module's weights during passes: working copies in the dtype of the activations, or weights
 gathered from the shards of data-parallel replicas.
 
-Sharding is torch's fully_shard on top of the layout's local tensors.
-ZeRO-1 (`parallel.shard = "optimizer"`) and FSDP (`"full"`) shard the same way: each of the dp processes that hold the same
-local tensor keeps and updates some of its rows and their moments. They differ in the lifetime of the gathered tensor:
-an optimizer step for ZeRO-1, one block's forward or backward pass for FSDP.
+Sharding applies torch's fully_shard to the layout's local tensors. ZeRO-1 (`parallel.shard = "optimizer"`) and FSDP (`"full"`)
+shard the same way: each of the dp processes that hold the same local tensor keeps and updates some of its rows and their moments.
+They differ in the lifetime of the gathered tensor: an optimizer step for ZeRO-1, one block's forward or backward pass for FSDP.
 
 Norms are not sharded, because they account for only one in ten thousand weights, and gathering in bf16 would round the gains.
 """
@@ -34,7 +33,7 @@ SHARDS_OVER_SEVERAL_MESHES = hasattr(_fsdp_common, "ShardPlacementResult")
 
 
 COMPILES_REPEATED_COLLECTIVES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""Whether compiled blocks repeat a recomputed collective. torch 2.11 silently saves its result instead."""
+"""Whether compiled blocks repeat a recomputed collective. torch 2.11 silently saves the collective's result instead."""
 
 
 def require_torch(config: Config) -> None:
@@ -58,7 +57,7 @@ def shard(
     """Shards the weights of a decoder, or of one stage, over its replicas, one unit per block.
 
     `root`: the module whose forward pass runs the decoder or stage: either the decoder or its pipeline wrapper.
-    All-gathers use the activations' dtype, gradient sums use `dtype` (None: the weights' dtype).
+    All-gathers use the activations' dtype, and gradient sums use `dtype` (None: the weights' dtype).
     """
     params = list(fused_params(decoder))
     norms = {s.parameter for s in params if s.parameter.ndim == 1}
@@ -90,8 +89,8 @@ def shard(
         )
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)  # sums gradients, as for unsharded replicas
-        # A plain sum on every backend. gloo has no scaled sum. NCCL reads PREMUL_SUM's scale, which torch stores in four bytes,
-        # as a bf16 from two of them, which gives a factor of 0.
+        # A plain sum on every backend. gloo has no scaled sum. For bf16, NCCL reads PREMUL_SUM's scale from only two of the four
+        # bytes in which torch stores it, which gives a factor of 0.
         unit.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(root, "next_logits")
     for parameter, (module, name) in owners.items():
@@ -103,7 +102,7 @@ def shard(
             over, size, rank = "replicas", size * mesh.tp.size, rank * mesh.tp.size + mesh.tp.rank
         sharded = getattr(module, name)
         assert isinstance(sharded, DTensor) and isinstance(module, FusedModule)
-        rows = -(-sharded.shape[0] // size)  # split as torch.chunk does: the last processes may have fewer
+        rows = -(-sharded.shape[0] // size)  # split as torch.chunk does: the last processes may have fewer rows
         first, local = min(rank * rows, sharded.shape[0]), sharded.to_local().detach()
         assert local.shape[0] == min(rows, sharded.shape[0] - first)
         module.shards[name] = ParamShard(nn.Parameter(local), first, over)
@@ -124,7 +123,7 @@ def last_backward(module: nn.Module, last: bool, parallel: ParallelConfig) -> No
 def forget_gathered(module: nn.Module) -> None:
     """Reshards weights that forward passes without a backward pass (such as an evaluation) left gathered.
 
-    Call this on every process after weights have changed. Otherwise the next forward pass would use the old weights.
+    Call this on every process after weights have changed. Otherwise, the next forward pass would use the old weights.
     """
     for unit in module.modules():
         if isinstance(unit, FSDPModule):

@@ -1,17 +1,17 @@
-"""Enumerates every legal way to train a model on N GPUs: meshes, layouts, sharding, schedules, micro-batches, recomputation.
+"""Enumerates the legal ways to train a model on N GPUs: meshes, layouts, sharding, schedules, micro-batches, recomputation.
 
-TP stays within a node, as in every published run that we compare with (docs/results.md): the cost of TP across nodes
-has never been validated against measurements. Set --parallel.tp for a larger size.
+TP stays within a node, as in every published run that we compare with (docs/results.md), because the cost of TP across nodes
+has never been validated against measurements. To use a larger TP size, set --parallel.tp.
 
-A configuration is legal if it passes the rules of `boost train` (`boost.config.rules`). Choices that are never better than another
-one are skipped:
+A configuration is legal if it passes the rules of `boost train` (`boost.config.rules`). Choices that are never better than an
+alternative are skipped:
 
-- `gpipe`: 1F1B with more micro-batches in flight.
-- Ungrouped linears: the same work in more and smaller operations.
-- Layouts that send more than another layout (`LayoutSpec.superseded_by`).
+- `gpipe`: like 1F1B, but with more micro-batches in flight.
+- Ungrouped linears: the same work in more, smaller operations.
+- Layouts that do the same work as another layout and never send less (`LayoutSpec.superseded_by`).
 - Casting weights at each use (`train.working_copies` off): never faster.
 
-Tests check this, including at realistic model sizes. A choice that the user fixed is always kept.
+Tests check these claims, including at realistic model sizes. A choice that the user fixed is always kept.
 """
 
 import functools
@@ -36,14 +36,14 @@ POLICIES: tuple[RecomputeName, ...] = (
 """Recomputation policies, from the most to the fewest saved activations."""
 
 EVERY = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
-"""Values of train.recompute_every: recompute every block, every second one, and so on. Leaving out the values in
-between costs less than 1% of the step time."""
+"""Candidate values of train.recompute_every: 1 recomputes every block, 2 every second one, and so on. Omitting the values
+between these costs less than 1% of the step time."""
 
 LONG_SEQUENCE = 16_384
 """Sequence length in tokens at or above which CP is always tried."""
 
 LEAST_SHARE = 1024
-"""Minimum number of tokens in a sequence per CP rank."""
+"""Minimum number of tokens of each sequence on a CP rank."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Request:
         return self.base.model_copy(update={"parallel": parallel, "train": self._trains[key]})
 
     def under(self, layout: str) -> ParallelConfig | None:
-        """Returns [parallel] for a layout with the fixed options; None if the layout lacks one of them."""
+        """Returns the [parallel] section for a layout, with the fixed options; None if the layout lacks one of them."""
         if layout not in self._by_layout:
             base = self.base.parallel
             of_layout = base.model_copy(update={"layout": layout})
@@ -133,10 +133,10 @@ def structures(request: Request) -> Iterator[ParallelConfig]:
 
 
 def context_sizes(request: Request, others: int) -> Sequence[int]:
-    """CP sizes to try when a replica has `others` processes without CP: powers of two.
+    """CP sizes to try if a replica without CP has `others` processes: powers of two.
 
-    CP is tried only for long sequences (LONG_SEQUENCE), or if there are fewer sequences than processes. Otherwise DP
-    does the same work with less communication.
+    CP is tried only for long sequences (LONG_SEQUENCE), or if the global batch has fewer sequences than there would be replicas
+    without CP. Otherwise DP does the same work with less communication.
     """
     train = request.base.train
     few = train.global_batch < request.gpus // others
@@ -166,7 +166,7 @@ def _structures_of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[Para
         has_outer = mesh.tp > 1 and layout_spec(layout).has_whole_factors
         shards: list[tuple[str, bool]] = []
         for outer in request.choices("parallel.shard_outer", (False, True) if has_outer else (False,)):
-            # A single replica can only shard outer factors.
+            # With a single replica, only outer factors can be sharded.
             whole = ["none"] * (not outer) + ["optimizer", "full"] * (mesh.dp_cp > 1 or outer)
             shards += [(shard, outer) for shard in request.choices("parallel.shard", whole)]
         for shard, outer in shards:

@@ -34,7 +34,7 @@ CATEGORIES = {
     LOGITS: "gradients of the head and of its input",
     BUFFERS: "activations received and sent, and their gradients",
     GATHERED: "all-gathered weights of sharded units in use",
-    WORK: "temporaries at the peak, in addition to what is saved",
+    WORK: "temporaries at the peak, in addition to saved tensors",
 }
 """Every category and its description."""
 
@@ -50,11 +50,12 @@ _MOVES = frozenset(f"add clone contiguous _to_copy to copy_ cat detach {_SENT}".
 
 
 def category_of(operation: str, roles: Sequence[str], categories: Sequence[str]) -> tuple[str, str]:
-    """Returns (category, role) of an operation's output. Inputs are weights with `roles` and tensors with `categories`.
+    """Returns (category, role) of an operation's output. The inputs are weights with `roles` and tensors with `categories`.
 
-    A factor A gives latents. A factor B or a weight W gives wide activations in an input projection, and the residual stream in
-    an output projection. The embedding gives the residual stream. Other operations keep the category of their inputs,
-    or the widest if there are several. Only tensors computed from weights alone have a role.
+    A factor A produces latents. A factor B or a weight W produces wide activations in an input projection, and the residual
+    stream in an output projection. The embedding produces the residual stream. Any other operation keeps the category of its
+    inputs (wide activations take precedence over latents, and latents over the residual stream), except that operations outside
+    _MOVES turn a residual stream into wide activations. Only tensors computed from weights alone have a role.
     """
     if roles and not categories and operation != "embedding":
         return COPIES, next((role for role in roles if "norm" not in role), roles[0])

@@ -32,12 +32,12 @@ def micro_batch_collectives(
 ) -> list[Collective]:
     """Collectives for one micro-batch of `tokens` tokens on one TP process, in order of issue.
 
-    `recompute`: the policy for each block (empty: none); re-communication has phase 'recompute'. `stage`: the pipeline stage
-    (None: the whole model).
+    `recompute`: the policy for each block (empty: none); the collectives that recomputation repeats have phase 'recompute'.
+    `stage`: the pipeline stage (None: the whole model).
     """
     stage, spec = stage or whole(model), spec_of(parallel)
     embed, *blocks, head = _places(model, parallel, compute_dtype, stage)
-    # Parts of a micro-batch that communicate separately: they interleave at run time, and are sequential here.
+    # Parts of a micro-batch communicate separately. They interleave at run time but are listed one after another here.
     parts = [tokens] if parallel.overlap == "none" else [tokens // 2] * 2
     if parallel.tp * parallel.cp == 1:
         parts = []
@@ -46,7 +46,7 @@ def micro_batch_collectives(
         for place in (embed, *blocks, head):
             result += _issued("forward", place, part, compute_dtype, parallel)
         if stage.has_head and parallel.tp > 1:
-            # Under every layout, one all-gather of (logsumexp, target logit) per chunk of tokens.
+            # Every layout issues one all-gather of (logsumexp, target logit) per chunk of tokens.
             step, dtype = chunk_tokens(model.vocab_size // parallel.tp), statistic_dtype(compute_dtype)
             shapes = [(parallel.tp, 2, min(step, part - start)) for start in range(0, part, step)]
             result += [Collective("forward", "all-gather", shape, dtype, parallel.tp, "loss") for shape in shapes]
@@ -67,9 +67,9 @@ def micro_batch_collectives(
 def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     """Collectives in a full optimizer step on one process of the first replica: micro-batches, gradient reduction and step stats.
 
-    For LORO this is a regular step; `boost.plan.optimizer` lists what an exact step adds. Gradient reductions (phase 'step')
-    overlap the last backward pass at run time, but are listed after it. Micro-batches are listed one after another,
-    regardless of the pipeline schedule.
+    For LORO this is a regular step; `boost.plan.optimizer` lists the collectives that an exact step adds. Gradient reductions
+    (phase 'step') overlap the last backward pass at run time, but are listed after it. Micro-batches are listed one after
+    another, regardless of the pipeline schedule.
     """
     if config.divides_moments:
         exchanged = exchange_collectives(with_whole_weights(config), stages_of(config, pp_rank))
@@ -99,8 +99,8 @@ def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
 def stage_sends(
     phase: str, model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str, stage: Stage
 ) -> Iterator[Collective]:
-    """The sends from a stage in one pass of a micro-batch, forward to the next stage or backward to the previous one: its shard
-    of the residual stream and of the latents for the next block, or of their gradients."""
+    """Sends from a stage in one pass of a micro-batch: this process's shards of the residual stream and of the latents for the
+    next block (forward, to the next stage), or of their gradients (backward, to the previous stage)."""
     if stage.has_head if phase == "forward" else stage.has_embedding:
         return
     layer, spec = stage.numbers[-1] if phase == "forward" else stage.numbers[0] - 1, spec_of(parallel)
@@ -113,7 +113,7 @@ def stage_sends(
 
 
 def _places(model: ModelConfig, parallel: ParallelConfig, dtype: str, stage: Stage) -> Iterator[list[PlannedComm]]:
-    """Yields the collectives for the embedding, each block, and the head; empty if another stage holds the embedding or head."""
+    """Yields lists of collectives for the embedding, each block, and the head; the list is empty for an end on another stage."""
     spec = spec_of(parallel)
     yield [PlannedComm(comm, model.dim, place="embed") for comm in spec.embed_comms if stage.has_embedding]
     for layer in stage.numbers:

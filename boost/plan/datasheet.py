@@ -1,6 +1,6 @@
 """Builds a hardware profile from a datasheet line: `tflops=165,mem=24,bw=1008,link=pcie4`.
 
-Everything that the line does not list is scaled from measured GPUs and marked as an estimate.
+Values that the line does not list are copied or scaled from measured GPUs, and marked as estimates.
 """
 
 import copy
@@ -15,8 +15,8 @@ LINKS = {
     "pcie3": 11.0, "pcie4": 22.0, "pcie5": 44.0,
     "nvlink2": 130.0, "nvlink3": 230.0, "nvlink4": 363.0, "nvlink5": 673.0,
 }  # fmt: skip
-"""GB/s that a process sends in large collectives. PCIe: about 0.7 of the one-way x16 bandwidth (estimate). NVLink with a switch: as
-in the profiles."""
+"""GB/s that a process sends in large collectives: for PCIe, about 0.7 of the one-way x16 bandwidth (an estimate); for NVLink with a
+switch, about as in the profiles."""
 
 RAMP_MB = {"pcie": 4.0, "nvlink": 40.0}
 """Message size in MB at which a link reaches two thirds of its bandwidth."""
@@ -26,25 +26,25 @@ GEMM_SHARE, MEMORY_SHARE = 0.62, 0.85
 element-wise operations reach."""
 
 ATTENTION_SHARES = ((64, 0.37, 0.34), (128, 0.50, 0.42))
-"""(head dimension, forward, backward): fraction of peak that fused attention reaches, between the A100's and the H100's."""
+"""(head dimension, forward, backward): fractions of peak that fused attention reaches, between those of the A100 and the H100."""
 
 PORT_SHARE = 0.9
 """Fraction of a network port's bandwidth that large collectives reach (nccl-tests: 320 to 390 of 400 GB/s per node)."""
 
 GIB = 1.0625
-"""Memory that CUDA reports, relative to the GB in a card's name, which are nearly GiB (a card with "80 GB" has 85.0 GB)."""
+"""GB that CUDA reports per GB in a card's name, which is nearly a GiB (CUDA reports 85.0 GB for an "80 GB" card)."""
 
-_HELP = 'as in --gpu "tflops=165,mem=24,bw=1008,link=pcie4"'
+_HELP = 'example: --gpu "tflops=165,mem=24,bw=1008,link=pcie4"'
 
 KEYS = {
     "tflops": "dense bf16 peak in TFLOP/s",
     "mem": "memory in GB",
     "bw": "memory bandwidth in GB/s",
-    "link": f"{', '.join(LINKS)}, or GB/s (default pcie4)",
+    "link": f"{', '.join(LINKS)}, or a bandwidth in GB/s (default pcie4)",
     "net": "network bandwidth per GPU in Gb/s (default 100)",
     "fp32": "fp32 peak in TFLOP/s (default tflops / 8)",
     "per_node": "GPUs per node (default 8)",
-    "site": "each site's link to the others in Gb/s, if the GPUs are at several sites",
+    "site": "each site's bandwidth to other sites in Gb/s, if the GPUs are at several sites",
     "nodes_per_site": "nodes per site (default 1; only with site)",
 }
 """Keys in a datasheet line; the first three are required."""
@@ -57,7 +57,7 @@ def tree_of(line: str, base: dict[str, Any]) -> dict[str, Any]:
         key, equals, value = (word.strip() for word in part.partition("="))
         if key not in KEYS or not equals or not value:
             raise ConfigError(
-                f"--gpu = '{line}': '{part}' is not one of {', '.join(f'{key}=' for key in KEYS)}; {_HELP}"
+                f"--gpu = '{line}': '{part}' must be KEY=VALUE with one of the keys {', '.join(KEYS)}; {_HELP}"
             )
         said[key] = value
     missing = [key for key in ("tflops", "mem", "bw") if key not in said]
@@ -79,7 +79,7 @@ def tree_of(line: str, base: dict[str, Any]) -> dict[str, Any]:
         title=f"datasheet: {tflops:g} TFLOP/s in bf16, {memory:g} GB at {bandwidth:g} GB/s, {said.get('link', 'pcie4')} (estimate)",
         architecture="datasheet", has_runs=False, per_node=int(per_node), memory_gb=memory * GIB, reserve_gb=0.055 * memory * GIB,
         communicator_gb=0.01 * memory * GIB,
-        sources=[f"--gpu: {line}", "Everything else: scaled from measured GPUs (estimates)"],
+        sources=[f"--gpu: {line}", "All other values: copied or scaled from measured GPUs (estimates)"],
         provenance={"": "estimate"} | dict.fromkeys(("memory_gb", "speeds.memory_gb_s"), "datasheet"),
     )  # fmt: skip
     speeds = tree["speeds"]
@@ -110,12 +110,12 @@ def _number(line: str, said: dict[str, str], key: str, otherwise: float | None =
 
 
 def _link(line: str, word: str) -> tuple[float, str]:
-    """Parses a link: (GB/s, key of RAMP_MB)."""
+    """Parses a link into (GB/s, key of RAMP_MB)."""
     if word.lower() in LINKS:
         return LINKS[word.lower()], word.lower().rstrip("0123456789")
     speed = _positive(word)
     if speed is None:
-        raise ConfigError(f"--gpu = '{line}': link = {word} is not {KEYS['link']}")
+        raise ConfigError(f"--gpu = '{line}': link = {word} must be {KEYS['link']}")
     return speed, "nvlink" if speed > LINKS["pcie5"] else "pcie"
 
 

@@ -1,4 +1,4 @@
-"""Explains why the best configuration wins: compares it with the best one of every other kind, and breaks one configuration down.
+"""Explains why the best configuration wins over the best one of every other kind, and breaks a configuration down.
 
 Comparisons name the parts of the step time that differ, or the memory shortfall. A breakdown lists the GEMMs and
 attention calls on one pipeline rank in a step, with their times.
@@ -22,13 +22,13 @@ from boost.plan.timing import block_work, ends_work, step_work
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted, Work
 
 MOST = 0.8
-"""Lists the largest differences until they cover this fraction of the total."""
+"""The largest differences (at most three) are listed until they cover this fraction of the total."""
 
 CLOSE = 0.05
 """Time differences below this fraction are within the prediction error (docs/results.md)."""
 
 LIMIT = 0.05
-"""Waiting for the host is reported above this fraction of a step."""
+"""Waiting for the host is reported if it takes more than this fraction of a step."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def why(best: Plan, other: Plan) -> str:
 
 
 def time_difference(best: StepTime, other: StepTime) -> str:
-    """Names the parts in which `other` spends more time than `best`: '310 ms more in TP collectives, ...'."""
+    """Names the parts in which `other` spends more time than `best`, and a large saving if any: '310 ms more in GEMMs; ...'."""
     delta = {part: other.parts.get(part, 0.0) - best.parts.get(part, 0.0) for part in PARTS}
     more = sorted(((seconds, part) for part, seconds in delta.items() if seconds > 0), reverse=True)
     less = sorted((seconds, part) for part, seconds in delta.items() if seconds < 0)
@@ -127,7 +127,7 @@ def mesh(parallel: ParallelConfig) -> str:
 
 
 def choices(config: Config) -> str:
-    """Formats the other choices: 'btp-sp, overlapped halves, shard = full, 1f1b, micro-batch 2, low-rank'."""
+    """Formats the choices other than the mesh: 'btp-sp, overlapped halves, shard = full, 1f1b, micro-batch 2, low-rank'."""
     parallel, train = config.parallel, config.train
     words: list[str] = [parallel.layout] if parallel.tp > 1 else []
     words += ["sync norm"] * (parallel.norm == "sync" and parallel.tp > 1)
@@ -154,7 +154,7 @@ def notes(search: Search, best: Plan, others: list[Alternative], dense: Plan | N
         else:
             yield (
                 f"{name} takes {format_seconds(dense.time.seconds)} per step at best ({mesh(dense.config.parallel)}, "
-                f"{choices(dense.config)}): {dense.time.seconds / best.time.seconds:.2f} x the low-rank model."
+                f"{choices(dense.config)}): {dense.time.seconds / best.time.seconds:.2f} x the step time of the low-rank model."
             )
     if problem := search.why_no_tp():
         yield f"No TP: {problem}."
@@ -196,7 +196,7 @@ def _against_data_parallelism(best: Plan, others: list[Alternative]) -> Iterator
 
 
 def _caveat(slower: float) -> str:
-    return " That is within the prediction error: run both for a few steps." if slower < CLOSE else ""
+    return " The difference is within the prediction error: run both plans for a few steps." if slower < CLOSE else ""
 
 
 @dataclass(frozen=True)

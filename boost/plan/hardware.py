@@ -1,4 +1,4 @@
-"""Hardware profiles: achievable speeds of a device and its links, as data files with sources; and the cost of a collective.
+"""Hardware profiles (data files with the achievable speeds of a device and its links, and their sources), and collective costs.
 
 Speeds are achieved speeds, not datasheet peaks: the peak times the fraction that large operations reach, or points measured on the
 machine.
@@ -84,7 +84,7 @@ class GemmSpeed(Section):
     fraction: Positive
     """Fraction of peak that GEMMs with large dimensions reach."""
     half: Triple = (0.0, 0.0, 0.0)
-    """Sizes of m, n and k at which that dimension halves the speed (partial tiles, prologue and epilogue)."""
+    """(m, n, k) sizes, each of which halves the speed on its own (partial tiles, prologue and epilogue)."""
 
     def flops_per_s(self, m: int, n: int, k: int) -> float:
         """Achieved FLOP/s of [m, k] x [k, n]."""
@@ -159,13 +159,13 @@ _T = TypeVar("_T")
 def _of_dtype(table: dict[str, _T], dtype: str) -> _T:
     if dtype not in table:
         raise ConfigError(
-            f"train.compute_dtype = '{dtype}' has no speed in this hardware profile, which has {', '.join(table)}"
+            f"train.compute_dtype = '{dtype}': this hardware profile has speeds only for {', '.join(table)}"
         )
     return table[dtype]
 
 
 class Link(Section):
-    """An interconnect. Time for a collective: latency + latency of additional hops + bytes sent by one process / bandwidth."""
+    """An interconnect. A collective takes latency + latency of additional hops + bytes sent by one process / bandwidth."""
 
     name: str
     """Name, such as NVLink, PCIe, InfiniBand or loopback."""
@@ -178,31 +178,31 @@ class Link(Section):
     half_mb: Amount = 0.0
     """Message size in MB at which bandwidth reaches two thirds of its peak; small messages get half of the peak."""
     all_reduce: Annotated[tuple[Point, ...], Field(strict=False)] = ()
-    """(processes, GB/s) for all-reduces over at least that many processes, if the switch reduces (NVLink SHARP)."""
+    """(processes, GB/s) for all-reduces over at least that many processes, if the switch performs the reduction (NVLink SHARP)."""
     measured: dict[str, Points] = Field(default_factory=dict)
     """Measured (payload bytes, microseconds) points for collectives over `processes` processes, by kind or 'kind dtype'."""
     processes: int = 2
     """Group size in the measured collectives."""
     known: bool = True
-    """False if the profile was calibrated with one process: its link speeds are placeholders in that case."""
+    """False if the profile was calibrated with one process, so that its link speeds are placeholders."""
 
     def seconds(self, kind: str, dtype: str, payload: int, sent: int, processes: int, share: float = 1.0) -> float:
         """Seconds for one collective with `payload` bytes, in which each of `processes` processes sends `sent` bytes.
 
-        `share`: number of links that the traffic is spread over.
+        `share`: number of links that a group's traffic is spread over; a fraction if groups share a link.
 
         Raises ConfigError if the profile has no link speeds.
         """
         if not self.known:
             raise ConfigError(
                 f"--gpu: this profile was calibrated with one process and has no link speed for {processes} processes; "
-                "calibrate with --nproc 2 or more, or fill in its [node] and [network]"
+                "calibrate with --nproc 2 or more, or fill in its [node] and [network] tables"
             )
         for name in (f"{kind} {dtype}", kind):
             if name in self.measured:
                 of_two = seconds_at(self.measured[name], payload)
                 return of_two * _rounds(kind, processes) / _rounds(kind, self.processes) / share
-        # If the switch reduces, the entry with the largest group size that is reached applies.
+        # If the switch performs the reduction, the entry with the largest group size up to `processes` applies.
         reached = [gb_s for least, gb_s in self.all_reduce if kind == "all-reduce" and processes >= least]
         half, on_link = self.half_mb * 1e6, sent / share
         ramp = half * on_link / (on_link + half) if on_link else 0.0
@@ -215,7 +215,7 @@ class SiteLink(Link):
     name: str = "between sites"
     latency_us: Amount = 1000.0
     gb_s: Positive
-    """GB/s that all devices at a site together send to other sites: 1.1 for 10 Gbit/s."""
+    """GB/s that all devices at a site together send to other sites, such as 1.1 over a 10 Gbit/s link."""
     nodes: Annotated[int, Field(ge=1)] = 1
     """Nodes per site."""
 
@@ -267,7 +267,7 @@ class Hardware(Section):
     sources: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Sources of the numbers."""
     provenance: dict[str, Origin] = Field(default_factory=dict)
-    """Origin of each number by dotted field or table; the key '' covers all others (`boost.plan.hardware`)."""
+    """Origin of each number by dotted field or table; the key '' covers all others (`origin`)."""
 
     @property
     def is_gpu(self) -> bool:
@@ -276,12 +276,12 @@ class Hardware(Section):
 
     @property
     def per_site(self) -> int | None:
-        """Devices per site; None if all are in one."""
+        """Devices per site; None if there is only one site."""
         return None if self.site is None else self.per_node * self.site.nodes
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes available to tensors on one device, with the three communicators that a small mesh needs."""
+        """Bytes available to tensors on one device in a mesh with at most three communicators."""
         return int((self.memory_gb - self.reserve_gb) * _GIGA)
 
     def usable_in(self, parallel: ParallelConfig) -> int:
@@ -299,8 +299,8 @@ class Hardware(Section):
 
 
 def communicators(parallel: ParallelConfig) -> int:
-    """Largest number of NCCL communicators that a process in this mesh opens: one per group in `parallel.mesh.mesh_of`, one for
-    all processes, and one per pipeline neighbor, over which stages exchange metadata."""
+    """Largest number of NCCL communicators that a process in this mesh opens: one per group in `boost.parallel.mesh.mesh_of`, one
+    for all processes, and one per pipeline neighbor, over which stages exchange metadata."""
     axes = sum(size > 1 for size in parallel.axes.values())
     replicas = parallel.dp * parallel.cp * parallel.tp > 1
     return (parallel.world_size > 1) + axes + (parallel.cp > 1) + replicas + min(parallel.pp - 1, 2)
@@ -330,7 +330,7 @@ def load_hardware(name: str) -> Hardware:
     """Loads a profile by name or its first word ('h100'), from a `.toml` file, or from a datasheet line ('tflops=165,mem=24,...',
     `boost.plan.datasheet`). Raises ConfigError if it does not exist or is invalid."""
     tree = _raw(BASE if "=" in name else name)
-    # `gpu` names the entry of boost/config/gpus.toml that supplies missing peaks.
+    # `gpu` names the entry in boost/config/gpus.toml that supplies missing peaks.
     peak = find_peak(str(tree.pop("gpu", "")))
     for dtype, speed in tree.get("speeds", {}).get("gemm", {}).items():
         tflops = None if peak is None else peak.of_dtype(dtype)
@@ -345,9 +345,9 @@ def load_hardware(name: str) -> Hardware:
 
 
 def _raw(name: str) -> dict[str, Any]:
-    """Reads the raw tables in a profile. `like` names a built-in profile to inherit from."""
+    """Reads the raw tables of a profile, whose `like` key names a built-in profile to inherit from."""
     own, word = name.endswith(".toml"), name.lower()
-    if word not in names():  # an abbreviation: the shortest, then the first, of the profiles that begin with this word
+    if word not in names():  # an abbreviation: the first of the shortest names that begin with this word
         word = min((profile for profile in names() if profile.startswith(f"{word}-")), key=len, default=word)
     path = Path(name) if own else PROFILES / f"{word}.toml"
     if not path.is_file():
@@ -356,22 +356,22 @@ def _raw(name: str) -> dict[str, Any]:
         close = difflib.get_close_matches(name.lower(), names(), n=1, cutoff=0.3)
         hint = f"did you mean '{close[0]}'? " if close else ""
         raise ConfigError(
-            f"--gpu = '{name}' is not a hardware profile; {hint}profiles: {', '.join(names())}; "
-            "'boost plan calibrate' profiles this machine; or use a datasheet: --gpu \"tflops=165,mem=24,bw=1008,link=pcie4\""
+            f"--gpu = '{name}' is not a hardware profile; {hint}valid profiles: {', '.join(names())}; "
+            "run 'boost plan calibrate' on this machine, or use a datasheet: --gpu \"tflops=165,mem=24,bw=1008,link=pcie4\""
         )
     try:
         tree = read_toml(path)
     except ConfigError as error:
         raise ConfigError(f"--gpu = '{name}': {error}") from None
     if own:
-        # Every number in a user's file without its own [provenance] is 'yours'.
+        # Every number in a user's file is 'yours', unless the file has its own [provenance].
         yours: dict[str, Origin] = dict.fromkeys(_leaves(tree), "yours") if "like" in tree else {"": "yours"}
         tree["provenance"] = tree.get("provenance") or yours
     if "like" not in tree:
         return tree
     like = str(tree.pop("like"))
     if like not in names():
-        raise ConfigError(f"--gpu = '{name}': like = '{like}' is not a profile; profiles: {', '.join(names())}")
+        raise ConfigError(f"--gpu = '{name}': like = '{like}' must be a built-in profile: {', '.join(names())}")
     below = _raw(like)
     if not own:
         below.pop("has_runs", None)
@@ -446,7 +446,7 @@ def _span(axis: str, tp: int, cp: int, dp_cp: int, pp: int, per_node: int) -> Sp
     here = min(size, max(per_node // stride, 1))
     if axis == "pp" and world > per_node:
         here = 1  # some neighbors are on different nodes, and the rest wait for them
-    # A group that is not aligned with nodes may span two of them, such as TP 3 on nodes of 4.
+    # A group that is not aligned with nodes, such as TP 3 on nodes of 4, may span two of them.
     if axis != "pp" and here == size and per_node % (size * stride) and world > per_node:
         here = max(size // 2, 1)
     return Span(size, here)
@@ -461,11 +461,11 @@ def link_of(axis: str, parallel: ParallelConfig, hardware: Hardware) -> Link:
 
 def collective_seconds(collective: Collective, parallel: ParallelConfig, hardware: Hardware) -> float:
     """Seconds for one collective while all groups along its axis run it concurrently. Rings cross all links at the same
-    time, so the slowest one determines the time."""
+    time, so the slowest link determines the time."""
     sent = collective.kind, collective.dtype, collective.elements * ITEMSIZE[collective.dtype], collective.sent_bytes
     site, per_site, between_sites = hardware.site, hardware.per_site, 0.0
     if site and per_site and not (where := span(collective.axis, parallel, per_site)).inside:
-        # Each group sends as much over the link as one of its processes. A pipeline sends only between consecutive stages.
+        # Over the link, each group sends as much as one of its processes does. A pipeline sends only between consecutive stages.
         sending = (
             min(parallel.tp * parallel.dp_cp, per_site) if collective.kind == "send" else per_site / where.per_node
         )
@@ -478,8 +478,8 @@ def collective_seconds(collective: Collective, parallel: ParallelConfig, hardwar
     if not where.inside:
         share = min(share, hardware.node.gb_s / hardware.network.gb_s)
     seconds = link.seconds(*sent, collective.processes, max(share, 1.0))
-    # A link's own latency covers one node or two nodes. Over more nodes, gathers and scatters are rings: one hop per additional
-    # process (NCCL, `src/graph/tuning.cc`). All-reduces are trees over nodes: two hops per doubling.
+    # A link's own latency covers one node or two nodes. Over more nodes, gathers and scatters run in rings, with one hop per
+    # additional process (NCCL, `src/graph/tuning.cc`), and all-reduces in trees over nodes, with two hops per doubling.
     nodes = -(-where.processes // where.per_node)
     if nodes > 2 and collective.kind == "all-reduce":
         seconds += 2 * math.log2(nodes / 2) * hardware.network.hop_us * 1e-6

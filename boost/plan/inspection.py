@@ -1,4 +1,4 @@
-"""Inspects how a configuration is sharded: every weight, the residual stream, and every collective in an optimizer step.
+"""Inspects how a configuration shards every weight and the residual stream, and lists every collective in an optimizer step.
 
 Legend: T tokens per micro-batch in a TP group, p TP processes; d hidden size, f MLP width.
 """
@@ -43,7 +43,7 @@ class CollectiveRow:
     """Collectives in a step that differ only in block and micro-batch."""
 
     collective: Collective
-    """One of them, without its block."""
+    """One of these collectives, without its block."""
     count: int
 
     @property
@@ -54,7 +54,7 @@ class CollectiveRow:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What one process in a TP group stores and sends. Shapes are (rows, columns); bytes are those sent."""
+    """What one process in a TP group stores and sends. Shapes are (rows, columns); byte counts are bytes sent."""
 
     config: Config
     pp_rank: int
@@ -80,7 +80,7 @@ class Inspection:
 
     @property
     def spec(self) -> LayoutSpec:
-        """Spec of the layout in effect; with one process, every layout is `single`."""
+        """Spec of the layout in effect; with one TP process, every layout is `single`."""
         return spec_of(self.config.parallel)
 
     @property
@@ -130,13 +130,13 @@ class Inspection:
 
     @property
     def layer(self) -> int:
-        """Index of the block that represents all others: the last one of this process's first stage. (With latent
+        """Index of the block that represents all others: the last one in this process's first stage. (With latent
         gates, the first block in the model differs from the others.)"""
         return self.stages[0].numbers[-1]
 
     @property
     def has_latent_gate(self) -> bool:
-        """Whether that block gates its latents with those from the previous block."""
+        """Whether block `layer` gates its latents with those from the previous block."""
         return architecture.has_latent_gate(self.config.model, self.layer)
 
     @property
@@ -174,7 +174,7 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
 
 
 def _aggregated(collectives: Sequence[Collective], times: int = 1) -> list[CollectiveRow]:
-    """Collectives that differ only in their block, counted `times` times each."""
+    """Aggregates collectives that differ only in their block; each counts `times` times."""
     counts = Counter(replace(collective, layer=None) for collective in collectives)
     return [CollectiveRow(collective, count * times) for collective, count in counts.items()]
 

@@ -33,7 +33,7 @@ class Memory:
 
     @property
     def by_category(self) -> dict[str, int]:
-        """Bytes of STATES and SAVED, and of the attention masks that CPUs save."""
+        """Bytes of STATES and SAVED, and of attention masks that are saved on CPUs."""
         return {**self.states, **dict.fromkeys(SAVED, 0), **self.saved}
 
     @property
@@ -113,14 +113,14 @@ def actions(config: Config, pp_rank: int) -> list[Action]:
     if parallel.schedule == "gpipe":
         return [Action(kind, 0, n) for kind in ("forward", "backward") for n in range(count)]
     if parallel.schedule == "1f1b":
-        # Warm-up forward passes, then backward and forward passes alternate.
+        # Forward passes warm up the pipeline; then backward and forward passes alternate.
         ahead = min(count, parallel.pp - pp_rank)
         order = [Action("forward", 0, n) for n in range(ahead)]
         for n in range(count):
             order.append(Action("backward", 0, n))
             order += [Action("forward", 0, n + ahead)] * (n + ahead < count)
         return order
-    # Interleaved 1F1B (arXiv 2104.04473) runs rounds of micro-batches through one stage, then through the next.
+    # Interleaved 1F1B (arXiv 2104.04473) runs a round of micro-batches through one stage, then through the next.
     held, a_round = parallel.virtual, count // max(1, count // parallel.pp)
     total = held * count
     ahead = min((held - 1) * a_round + 2 * (parallel.pp - 1 - pp_rank), total)
@@ -168,7 +168,7 @@ def peak(config: Config, pp_rank: int = 0, on_gpu: bool = False, enough: float =
     `on_gpu`: as in `boost.plan.trace.trace_block`. `enough`: stops at the first snapshot with more than this many bytes, and
     returns that snapshot instead of the peak.
 
-    Agrees with `boost.measure.memory` within a few percent; for LORO's exact step and for Muon, within the size of a
+    Agrees with `boost.measure.memory` within a few percent; for LORO's exact step and for Muon, to within the size of a
     bucket. With LORO, every step counts as an exact step.
     """
     highest = _StepMemory(replicas.with_whole_weights(config), pp_rank, on_gpu).peak_memory(enough)
@@ -230,9 +230,9 @@ class _Storage:
         self.buckets = self._bucket_copies(config)
 
     def _bucket_copies(self, config: Config) -> dict[int | None, int]:
-        """Bytes of the flat copy of a gradient bucket, by the block whose backward pass fills it; None: at the end of the step.
+        """Bytes of the flat copies of gradient buckets, by the block whose backward pass fills them; None: filled at the end.
 
-        A bucket with one tensor is not copied. Copies in another dtype all stay allocated until they have been reduced.
+        A bucket with one tensor is copied only into another dtype. Copies in another dtype stay allocated until all are reduced.
         """
         parallel, ratio = config.parallel, ITEMSIZE[config.train.sum_dtype] / self.size
         kept = 0
@@ -346,7 +346,7 @@ class _StepMemory:
             held[BUFFERS] += sent * self._sent_bytes(self.stages[i])
             if self.holds_sends and not self.stages[i].has_embedding:
                 held[BUFFERS] += self.backward_done[i] * self.blocks[self.stages[i].first_layer].traced.input_bytes
-        # Receive buffers for each micro-batch and stage boundary: activations, and gradients of sent activations.
+        # Each micro-batch has receive buffers at each stage boundary: for activations, and for gradients of sent activations.
         for stage in self.stages if self.has_pipeline else ():
             received = 0 if stage.has_embedding else self.blocks[stage.numbers[0]].traced.input_bytes
             held[BUFFERS] += self.micro_batches * (received + self._sent_bytes(stage))
@@ -368,7 +368,7 @@ class _StepMemory:
         gathered = self.shards.forward(stage, self.in_flight, self.backward_done)
         for place, n in enumerate(stage.numbers):
             block = self.blocks[n]
-            received = place == 0 and self.has_pipeline and not stage.has_embedding  # it is in a receive buffer
+            received = place == 0 and self.has_pipeline and not stage.has_embedding  # the input is in a receive buffer
             arriving = 0 if received else block.traced.input_bytes
             yield _Snapshot(FORWARD, +saved, {WORK: arriving + block.traced.forward}, gathered(n))
             saved += self._block_saved(stage, n)
@@ -419,11 +419,11 @@ class _StepMemory:
         return saved
 
     def _sent_bytes(self, stage: Stage) -> int:
-        """Output from a stage, held until its gradient arrives."""
+        """Bytes of a stage's output, which is held until its gradient arrives."""
         return 0 if stage.has_head or not self.has_pipeline else self.blocks[stage.numbers[-1]].traced.output_bytes
 
     def _context(self) -> int:
-        """Token ids, positions, rotary angles, and the document mask if attention needs one."""
+        """Bytes of token ids, positions, rotary angles, and the document mask if attention needs one."""
         model, train = self.config.model, self.config.train
         size = ITEMSIZE[train.compute_dtype]
         length = train.seq_len // self.config.parallel.cp

@@ -72,8 +72,8 @@ def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
 
 
 def iterations(config: Config, stages: Sequence[Stage]) -> Counter[FactorShape]:
-    """Factors whose Gram matrices Muon iterates on in a step, on the critical path: for each bucket, those of the
-    process with the most work."""
+    """Counts the factors on whose Gram matrices Muon iterates in a step, along the critical path: in each bucket, those of
+    the process with the most work."""
     result: Counter[FactorShape] = Counter()
     for bucket in _buckets(config, stages):
         shapes, deal = [shape for unit in bucket for shape in unit.shapes], _deal(config, bucket)
@@ -112,7 +112,7 @@ def state_bytes(config: Config, stored: Sequence[StoredTensor], stages: Sequence
         held -= sum(tensor.shard(parallel) for tensor in factors) * itemsize
         counted -= len(factors)
     if isinstance(optim, LOROConfig):
-        # Slices of fused tensors with different learning rates are updated separately.
+        # Slices of a fused tensor that have different learning rates are updated separately.
         for layer in (layer for stage in stages for layer in stage.numbers):
             for group in groups(config.model, layer):
                 scales = {rate_scale(a, config.model.dim) for a in group.parameters("", "A")}
@@ -158,7 +158,7 @@ class _LoroBucket:
         self.rank_sharded = self.tp > 1 and any(shape.sharded == "rank" for shape in self.shapes)
 
     def _whole_factors(self, copies: int, held: int) -> tuple[int, int]:
-        """(peak while gathering, live afterwards) in elements, for `copies` unsharded copies; `held`: live copies of each shard."""
+        """(peak while gathering, live afterwards) elements for `copies` copies of whole factors; `held`: live copies of a shard."""
         stored, local, whole = held * self.shard, copies * self.local, copies * self.whole
         most = live = stored
         if self.shared:  # send buffer, receive buffer, assembled factors
@@ -168,11 +168,11 @@ class _LoroBucket:
         return most, live
 
     def exact(self) -> int:
-        """LORO's exact step: factors and directions concatenated, their bases, the small problems."""
+        """Elements in LORO's exact step: concatenated factors and directions, their bases, and the small problems."""
         making, tall = self._whole_factors(2, 2)
         bases = sum(s.rows * min(s.rows, 2 * s.rank) + min(s.rows, 2 * s.rank) * 2 * s.rank for s in self.shapes)
         final = sum(s.rows * s.basis(self.tp) + s.basis(self.tp) * 2 * s.rank for s in self.shapes)
-        # Gathered triangles and, for one factor at a time, a copy, its QR and the product.
+        # The gathered triangles and, for one factor at a time, a copy, the copy's QR, and the product.
         triangles = sum(s.triangle(self.tp) for s in self.shapes) if self.tp > 1 else 0
         triangles += 3 * max(s.triangle(self.tp) for s in self.shapes) if self.tp > 1 else 0
         largest = max(s.elements for s in self.shapes)
@@ -183,7 +183,7 @@ class _LoroBucket:
         return max(making + 4 * self.largest, finding, moving)
 
     def grams(self, config: Config) -> int:
-        """Muon: unsharded factors, Gram matrices, and temporaries for one factor."""
+        """Elements in a Muon step: unsharded factors, Gram matrices, and temporaries for one factor."""
         optim = config.optim
         same = work_dtype(optim, config.train.param_dtype) == config.train.param_dtype
         views = same and not (isinstance(optim, MuonConfig) and optim.muon_nesterov)

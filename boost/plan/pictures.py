@@ -99,7 +99,7 @@ class Canvas:
         self, x: float, y: float, width: float, height: float, fill: str, edge: str = "none", *, radius: float = 0.0,
         alpha: float = 1.0, line: float = 1.0, hatch: str = "",
     ) -> None:  # fmt: skip
-        """A rectangle. `alpha`: opacity of the fill. `hatch`: color of the hatching; empty: none."""
+        """Draws a rectangle. `alpha`: opacity of the fill. `hatch`: color of the hatching; empty: none."""
         from matplotlib.colors import to_rgba
         from matplotlib.patches import FancyBboxPatch
 
@@ -114,8 +114,8 @@ class Canvas:
     def line(
         self, points: Sequence[tuple[float, float]], color: str, *, arrow: bool = False, alpha: float = 1.0
     ) -> None:
-        """A line through points, optionally with an arrowhead at its end."""
-        style = {"color": color, "alpha": alpha, "zorder": 1}  # same as boxes: later shapes are on top
+        """Draws a line through points, optionally with an arrowhead at its end."""
+        style = {"color": color, "alpha": alpha, "zorder": 1}  # as for boxes, so that later shapes are on top
         self.axes.plot(*zip(*points, strict=True), linewidth=1.1, solid_joinstyle="miter", **style)
         if arrow:
             self.axes.plot(*points[-1], marker="<", markersize=5, markeredgewidth=0, **style)
@@ -124,7 +124,7 @@ class Canvas:
         self, words: str, x: float, y: float, size: float = 12.0, color: str = INK, align: str = "left", *,
         bold: bool = False, room: float = 0.0,
     ) -> None:  # fmt: skip
-        """Text on a baseline, smaller if it would not fit in `room`. Assumes letters 0.56 em wide."""
+        """Draws text on a baseline, in a smaller size if it would not fit in `room`. Assumes letters 0.56 em wide."""
         words = words.replace(" x ", " \u00d7 ").replace("$", r"\$")
         if room:
             size = min(size, room / ((0.62 if bold else 0.56) * len(words)))
@@ -132,7 +132,7 @@ class Canvas:
         self.axes.text(x, y, words, fontsize=0.72 * size, color=color, ha=align, va="baseline", fontweight=weight)
 
     def tensor(self, piece: DiagramTensor, x: float, y: float, color: str, rank: int, parts: int) -> None:
-        """The whole tensor as an outline, with shard `rank` of `parts` filled, and hatched if its gradient is a partial sum."""
+        """Draws the outline of the whole tensor, and fills shard `rank` of `parts`, hatched if its gradient is a partial sum."""
         self.box(x, y, piece.width, piece.height, PAPER)
         at, size = [x, y], [piece.width, piece.height]
         if piece.axis:
@@ -145,14 +145,14 @@ class Canvas:
         self.box(x, y, piece.width, piece.height, "none", color)
 
     def tensors(self, row: DiagramRow, middle: float, y: float, color: str, rank: int, parts: int) -> None:
-        """The tensors in a row, centered at `middle`."""
+        """Draws the tensors in a row, centered at `middle`."""
         left = middle - row.size[0] / 2
         for piece in row.pieces:
             self.tensor(piece, middle - piece.width / 2 if row.stacked else left, y, color, rank, parts)
             y, left = (y + piece.height + PIECE_GAP, left) if row.stacked else (y, left + piece.width + PIECE_GAP)
 
     def collective(self, side: int, words: str, x: float, y: float, width: float) -> None:
-        """A collective: dark for forward (side 0), light for backward (1)."""
+        """Draws a collective: dark for forward (side 0), light for backward (1)."""
         fill, ink = (FORWARD, BACKWARD)[side]
         self.box(x, y, width, BAR, fill, radius=5)
         self.text(words, x + width / 2, y + 15, 12, ink, "center", room=width - 12)
@@ -166,7 +166,7 @@ class Canvas:
 
 
 def draw_block(inspection: Inspection, name: str, path: Path) -> None:
-    """Draws one block: the shard of every tensor on each TP process, and the collectives between them. `name`: the model's name."""
+    """Draws one block: each TP process's shard of every tensor, and the collectives between processes. `name`: the model's name."""
     config = inspection.config
     model, processes = config.model, config.parallel.tp
     label = name if len(name) <= 30 else f"{name[:29]}…"
@@ -250,7 +250,7 @@ def panel_width(processes: int) -> float:
 def _paths(
     canvas: Canvas, middle: float, width: float, color: str, rows: Sequence[DiagramRow], tops: Sequence[float]
 ) -> None:
-    """Lines for a process from row to row, and the residual stream around each half of the block."""
+    """Draws lines for a process from row to row, and the residual stream around each half of the block."""
     sizes = [row.height if row.bars else row.size[1] for row in rows]
     ends = [
         (y + (row.height - size) / 2, y + (row.height + size) / 2)
@@ -355,8 +355,8 @@ def _group(inspection: Inspection, group: GroupSpec) -> Iterator[DiagramRow]:
         details.append(f"{act}LayerNorm(u + {gate})")
     latents = DiagramRow(title, tuple(details), pieces)
     yield _weights(inspection, group, "A")
-    # A factor sharded along its input gives partial sums, so the latents follow the collective. Gating latents that are sharded
-    # along the rank needs separate collectives.
+    # A factor sharded along its input produces partial sums, so the latents follow the collective. Gating latents that are sharded
+    # along the rank needs separate collectives, which the latents follow too.
     latents_last = placement_a.dim == 1 or (inspection.has_latent_gate and axis == "x")
     yield from [*bars["between"], latents] if latents_last else [latents, *bars["between"]]
     yield _weights(inspection, group, "B")
@@ -386,7 +386,7 @@ def _weights(inspection: Inspection, group: GroupSpec, factor: str) -> DiagramRo
 
 
 def _bars(inspection: Inspection, group: GroupSpec) -> dict[str, list[DiagramRow]]:
-    """Collectives for a group by position: before the norm, at its input, between the factors, at its output.
+    """Collectives for a group by position: for the norm, at the group's input, between the factors, at its output.
 
     Labels look like 'all-reduce T x (3r + statistic) · 152 MB', with the bytes sent by one process.
     """
@@ -434,7 +434,7 @@ def _is_statistic(inspection: Inspection, group: GroupSpec, width: int) -> bool:
 
 
 def _symbol(inspection: Inspection, group: GroupSpec, width: int) -> str:
-    """Expresses a width as a multiple of r, d or f, plus the statistic of online RMSNorm if included."""
+    """Expresses a width as a multiple of r, d or f, plus the statistic of online RMSNorm if the width includes it."""
     config = inspection.config
     model, parallel = config.model, config.parallel
     units = {"d": model.dim, "f": model.ffn_dim}
@@ -468,8 +468,8 @@ def draw_grid(
     rows: Sequence[tuple[str, Sequence[tuple[str, str]]]],
     path: Path,
 ) -> None:
-    """Draws a grid. `corner`: heading of the row labels. `rows`: label and cells, each (text, kind); kinds differ in color, and ''
-    leaves a cell uncolored."""
+    """Draws a grid. `corner`: heading of the row labels. `rows`: the label and cells of each row; a cell is (text, kind). Each kind
+    has its own color; '' leaves a cell uncolored."""
     left, top, line = 150.0, 128.0, 40.0
     width = (WIDTH - left - MARGIN) / len(columns)
     canvas = Canvas(top + len(rows) * line + MARGIN, title, subtitle)

@@ -1,4 +1,4 @@
-"""What one process stores, how rows are sharded over replicas, and what that costs: collectives between replicas, and memory.
+"""Stored tensors on one process, and what sharding their rows over replicas costs: collectives between replicas, and memory.
 
 With `parallel.shard`, each replica stores an equal number of consecutive rows of every matrix; if rows do not divide evenly, the
 last replicas store fewer. All numbers are for the first replica, which stores the most.
@@ -29,9 +29,9 @@ class StoredTensor(NamedTuple):
     vector: bool
     placement: Placement
     unit: int | None
-    """Block (FSDP unit) that it is gathered with; None: its stage's unit for embedding and head."""
+    """Block (FSDP unit) that it is gathered with; None: the unit of its stage's embedding and head."""
     may_have_copy: bool
-    """Whether forward and backward use a working copy of it, if working copies are on (`LayoutSpec.may_have_copy`)."""
+    """Whether passes use a working copy of it if working copies are on (`LayoutSpec.may_have_copy`)."""
 
     @property
     def elements(self) -> int:
@@ -65,7 +65,7 @@ def stored_tensor(
 
 
 def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | None = None) -> Sequence[StoredTensor]:
-    """Every stored tensor on one process, in forward order. Cached by the fields that affect the result."""
+    """Every stored tensor on one process, in forward order. Caches results by the fields that affect them."""
     of_tp = (getattr(parallel, field) for field in type(parallel).model_fields if field not in _NOT_OF_TP)
     key = model, type(parallel), *of_tp, stage
     if key not in _known:
@@ -115,7 +115,7 @@ def _block_tensors(model: ModelConfig, parallel: ParallelConfig, layer: int) -> 
 
 
 def with_whole_weights(config: Config) -> Config:
-    """The configuration with parallel.shard = "none" if replicas divide only the moments (`boost.optim.divided`)."""
+    """The configuration with parallel.shard = "none" if replicas divide only the moments (in-step recovery)."""
     return config.changed(parallel={"shard": "none"}) if config.divides_moments else config
 
 
@@ -170,8 +170,8 @@ def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
     """All-gathers of sharded weights and reduce-scatters of their gradients: one per block, and one for embedding and head.
 
     - ZeRO-1 gathers and scatters once per step.
-    - FSDP gathers a block before its forward pass and its backward pass, and scatters after the latter, in phases 'forward' and
-      'backward' of each micro-batch.
+    - FSDP gathers a block before its forward pass and its backward pass, and scatters its gradients after the latter, in phases
+      'forward' and 'backward' of each micro-batch.
     - FSDP in a pipeline, where passes for several micro-batches alternate, reshards a block gathered for a backward pass only after
       the next forward pass, and scatters once per step. That makes one gather per micro-batch plus one, under any schedule, all in
       phase 'step'. (This is true for up to three stages per process; with more, torch's schedules reshard more often.)
@@ -227,8 +227,8 @@ class Shards:
     """Memory that ZeRO and FSDP need in addition to shards: gathered weights, and gradients before they are reduced.
 
     The runtime is torch's fully_shard (`boost.parallel.weights`). A unit is a block, or the embedding and head in a stage. Weights
-    are gathered into one flat tensor, which lives until the next unit is gathered, and copied out of it. Gradients are copied into
-    one flat tensor for the reduce-scatter.
+    are gathered into one flat tensor, which lives until the next unit is gathered, and are then copied out of it. Gradients are
+    copied into one flat tensor for the reduce-scatter.
     """
 
     def __init__(self, config: Config, stages: Sequence[Stage], stored: Mapping[int, Sequence[StoredTensor]]) -> None:
@@ -284,7 +284,7 @@ class Shards:
         return held
 
     def backward(self, stage: Stage, last: bool) -> BytesByUnit:
-        """Bytes held during a backward pass; `last`: the last one of the step. END: after the embedding's backward pass."""
+        """Bytes held during a backward pass. `last`: whether it is the step's last. END: after the embedding's backward pass."""
         scatters = not self.has_pipeline and (self.full or last)
 
         def held(unit: int | str | None) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Shape-tensor rules for torch functions: the output, saved tensors and bytes moved, in the forward and the backward pass.
 
-A rule allocates its output with `make` and adds it to the graph with `record`; its backward function consists of rules too. `moves`
+A rule allocates its output with `make` and adds it to the graph with `record`; its backward function calls rules too. `moves`
 counts elements read and written per output element, excluding broadcast operands.
 """
 
@@ -21,7 +21,7 @@ from boost.plan.shape_tensor import RULES, NoRuleError, Shape, ShapeTensor, cont
 # Element-wise operations.
 
 
-# torch.broadcast_shapes first imports symbolic shapes, which takes half a second.
+# The first call of torch.broadcast_shapes imports symbolic shapes, which takes half a second.
 _broadcast_shapes = functools.lru_cache(maxsize=8192)(np.broadcast_shapes)
 
 
@@ -48,7 +48,7 @@ def _moved(operands: Sequence[ShapeTensor], numel: int, dtype: torch.dtype) -> f
 def _made(operation: str, operands: Sequence[ShapeTensor], kernel: str = work.STREAM) -> ShapeTensor:
     shape, dtype = _broadcast_shapes(*(x.shape for x in operands)), _promoted(operands)
     moves = _moved(operands, math.prod(shape), dtype)
-    # The first operand that has this shape determines the order of its dimensions.
+    # The first operand that has this shape determines the dimension order of the result.
     like = next((x for x in operands if x.shape == shape), None)
     strides = contiguous(shape) if like is None or like.is_contiguous() else _dense(shape, like.strides)
     return make(operands[0], shape, operation, moves, dtype=dtype, inputs=operands, kernel=kernel, strides=strides)
@@ -56,7 +56,7 @@ def _made(operation: str, operands: Sequence[ShapeTensor], kernel: str = work.ST
 
 @rule("elementwise")
 def elementwise(operation: str, *operands: Any) -> ShapeTensor:
-    """Element-wise operation on one or more tensors. Outside autograd only."""
+    """Element-wise operation on one or more tensors. Works only outside autograd."""
     _require_no_graph(operation, operands)
     return _made(operation, [x for x in operands if isinstance(x, ShapeTensor)])
 
@@ -116,7 +116,7 @@ def add(x: ShapeTensor, y: Any) -> ShapeTensor:
 
 @rule("mul", torch.mul)
 def mul(x: ShapeTensor, y: Any, out: ShapeTensor | None = None) -> ShapeTensor:
-    """x * y; saves each operand that the other's gradient needs."""
+    """x * y; saves each operand that the other operand's gradient needs."""
     if out is not None:
         _require_no_graph("mul", (x, y))
         out.tape.record_op(work.STREAM, (out.numel_,), out.dtype, _moved([x, y], out.numel_, out.dtype))
@@ -251,7 +251,7 @@ def cat(parts: Sequence[ShapeTensor], dim: int = 0) -> ShapeTensor:
 def pad(x: ShapeTensor, sizes: Sequence[int], mode: str = "constant", value: float | None = None) -> ShapeTensor:
     """Pads x; the gradient is a copy of the unpadded part."""
     shape = list(x.shape)
-    for dim, added in enumerate(zip(sizes[::2], sizes[1::2], strict=True), start=1):  # the last dimension is first
+    for dim, added in enumerate(zip(sizes[::2], sizes[1::2], strict=True), start=1):  # last dimension first
         shape[-dim] += sum(added)
     like = x.without_storage()
     return record(lambda: make(x, tuple(shape), "pad", 2.0), [x], lambda g, s: [make(like, like.shape, "pad", 2.0)])
@@ -259,7 +259,7 @@ def pad(x: ShapeTensor, sizes: Sequence[int], mode: str = "constant", value: flo
 
 @rule(torch.stack)
 def stack(parts: Sequence[ShapeTensor], dim: int = 0) -> ShapeTensor:
-    """Stacks tensors. Outside autograd only."""
+    """Stacks tensors. Works only outside autograd."""
     _require_no_graph("stack", parts)
     dim %= parts[0].ndim + 1
     shape = (*parts[0].shape[:dim], len(parts), *parts[0].shape[dim:])
@@ -278,7 +278,7 @@ def repeat_interleave(x: ShapeTensor, times: int, dim: int) -> ShapeTensor:
 
 @rule(torch.diagonal)
 def diagonal(x: ShapeTensor, _: int, first: int, second: int) -> ShapeTensor:
-    """View of a diagonal of two equal dimensions, which becomes the last dimension. Outside autograd only."""
+    """View of a diagonal of two equal dimensions, which becomes the last dimension. Works only outside autograd."""
     kept = [dim for dim in range(x.ndim) if dim not in (first, second)]
     strides = (*(x.strides[dim] for dim in kept), x.strides[first] + x.strides[second])
     return x.as_view((*(x.shape[dim] for dim in kept), x.shape[first]), strides)
@@ -286,13 +286,13 @@ def diagonal(x: ShapeTensor, _: int, first: int, second: int) -> ShapeTensor:
 
 @rule(torch.empty_like)
 def empty_like(x: ShapeTensor, **_: Any) -> ShapeTensor:
-    """Allocates only."""
+    """Allocates memory without writing to it."""
     return make(x, x.shape, "empty")
 
 
 @rule(torch.zeros_like)
 def zeros_like(x: ShapeTensor, dtype: torch.dtype | None = None) -> ShapeTensor:
-    """Allocates, and writes each element once."""
+    """Allocates memory, and writes each element once."""
     return make(x, x.shape, "zeros", 1.0, dtype=dtype)
 
 
@@ -302,7 +302,7 @@ def zeros_like(x: ShapeTensor, dtype: torch.dtype | None = None) -> ShapeTensor:
 def _product(
     a: ShapeTensor, b: ShapeTensor, shape: Shape, operation: str, inputs: Sequence[ShapeTensor]
 ) -> ShapeTensor:
-    """[m, k] x [k, n], leading dimensions folded."""
+    """[m, k] x [k, n], with leading dimensions folded."""
     m, k, n = math.prod(a.shape[:-1]), a.shape[-1], b.shape[-1]
     a.tape.record_op(work.GEMM, (1, m, n, k), a.dtype)
     return make(a, shape, operation, inputs=inputs)
@@ -336,7 +336,7 @@ def mm(a: ShapeTensor, b: ShapeTensor, out: ShapeTensor | None = None) -> ShapeT
         _require_no_graph("mm", (a, b))
         a.tape.record_op(work.GEMM, (1, a.shape[0], b.shape[1], a.shape[1]), a.dtype)
         if out.storage is not None and out.storage.category:
-            # `out` may be uninitialized memory: it takes the category of the result.
+            # `out` may be uninitialized memory, so it takes the category of the result.
             out.storage.category, out.storage.role = origin(out.tape, "mm", [a, b])
             out.tape.alive[id(out.storage)] = out.storage.category, out.storage.bytes
         return out
@@ -415,7 +415,7 @@ def attention(
     batch, heads, length, width = q.shape
     shape: tuple[int, ...] = batch, heads, k.shape[1], length, width
     if k.shape[2] != length:
-        assert attn_mask is not None, "fewer queries than keys need a mask"
+        assert attn_mask is not None, "a mask is required if there are fewer queries than keys"
         shape = *shape, k.shape[2]
     tape, acc_dtype = q.tape, torch.promote_types(q.dtype, torch.float32)
 
@@ -472,7 +472,7 @@ def zeros(
     return make(like, shape, "zeros", 1.0)
 
 
-# The collectives in boost.parallel.collectives, and its variants for CPU processes.
+# The collectives in boost.parallel.collectives, and their variants for CPU processes.
 
 
 _ops = torch.ops._c10d_functional
@@ -495,21 +495,21 @@ def all_reduce(x: ShapeTensor, _: Any, group: str) -> ShapeTensor:
 
 @rule(_ops.all_gather_into_tensor, torch.ops.boost.all_gather)
 def all_gather(x: ShapeTensor, processes: int, *others: Any) -> ShapeTensor:
-    """[n, ...] -> [p n, ...]. The group comes last."""
+    """[n, ...] -> [p n, ...]. The group is the last argument."""
     gathered = (x.shape[0] * processes, *x.shape[1:])
     return _issue(ALL_GATHER, gathered, gathered, x, others[-1])
 
 
 @rule(_ops.reduce_scatter_tensor, torch.ops.boost.reduce_scatter)
 def reduce_scatter(x: ShapeTensor, *others: Any) -> ShapeTensor:
-    """[p n, ...] -> [n, ...]. The group comes last."""
+    """[p n, ...] -> [n, ...]. The group is the last argument."""
     processes = int(others[-1].rpartition(" ")[2])
     return _issue(REDUCE_SCATTER, x.shape, (x.shape[0] // processes, *x.shape[1:]), x, others[-1])
 
 
 @rule(_ops.all_to_all_single, torch.ops.boost.all_to_all)
 def all_to_all(x: ShapeTensor, *others: Any) -> ShapeTensor:
-    """[...] -> [...]; sends rows to every process and receives rows from every process. The group comes last."""
+    """[...] -> [...]; sends rows to every process and receives rows from every process. The group is the last argument."""
     return _issue(ALL_TO_ALL, x.shape, x.shape, x, others[-1])
 
 

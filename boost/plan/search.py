@@ -1,9 +1,9 @@
-"""Finds the fastest legal configuration that fits, in seconds.
+"""Finds, within seconds, the fastest legal configuration that fits in memory.
 
 Time is cheaper to predict than memory, so the search visits candidates in order of step time and returns the first one that fits.
 Candidates that differ only in recomputation form one node. Nodes are ordered by the step time without recomputation (the fastest
-policy), first by a lower bound on it, then by its prediction. If a node's policy with the lowest memory does not fit, no other
-policy and no larger micro-batch with the same structure fits.
+policy), first by a lower bound on that time, then by its prediction. If a node's policy with the lowest memory does not fit, no
+other policy and no larger micro-batch with the same structure fits.
 """
 
 import bisect
@@ -41,11 +41,11 @@ AXES = ("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp")
 """Keys of the mesh sizes; their product is the number of processes."""
 
 FEW_BLOCKS = 3
-"""With fewer blocks per stage, full recomputation may need more memory than saving activations."""
+"""With fewer blocks than this per stage, full recomputation may need more memory than saving activations."""
 
 TIE, TIE_SECONDS = 0.01, 1e-3
-"""Plans whose times differ by less than this fraction, or by less than this many seconds, count as equally fast:
-launches and hooks, which predictions leave out, take that long."""
+"""Plans whose times differ by less than this fraction, or by less than this many seconds, count as equally fast, because launches
+and hooks, which predictions leave out, take that long."""
 
 Test = Callable[[Config], bool]
 Tick = Callable[[int, int], None]
@@ -99,8 +99,8 @@ class _SearchNode:
     exact: bool = False
     """Whether `bound` is the predicted time rather than a lower bound."""
     children: list[tuple[float, list[Config]]] | None = None
-    """For each recomputation policy, its candidates from the most to the fewest recomputed blocks, with the step time of the last
-    one, which is the fastest; None until the node is visited, empty if even the smallest does not fit."""
+    """For each recomputation policy: its candidates from the most to the fewest recomputed blocks, and the step time of the last
+    one, the fastest. None until the node is visited; empty if even the candidate with the lowest memory does not fit."""
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.predictor: Predictor = self.known.predictor if self.known else Predictor(self.request.hardware)
-        # Memory for the smallest mesh: an upper bound that rules out hopeless candidates.
+        # Usable memory in a small mesh: an upper bound for every mesh, which rules out hopeless candidates.
         self.usable = int(self.request.hardware.usable_bytes * (1 - self.request.margin))
         self._limits: dict[tuple[Any, ...], tuple[int, float]] = {}
         """(largest micro-batch that may fit, smallest one that does not), by traced values in [parallel]."""
@@ -169,7 +169,7 @@ class Search:
                 if self.fits(first[-1]):
                     return self.plan(first[-1])
                 if len(first) > 1 and self.fits(first[0]):
-                    # Memory grows from the first to the last: bisects for the last one that fits, which is usually the first.
+                    # Memory grows from the first to the last candidate. Bisect for the last that fits, which is usually the first.
                     fitting = 1
                     if self.fits(first[1]):
                         fitting = bisect.bisect_left(first, True, 2, len(first) - 1, key=lambda c: not self.fits(c))
@@ -193,8 +193,8 @@ class Search:
         return None
 
     def simplest(self, best: Plan) -> Plan:
-        """Returns the simplest plan that fits and ties with `best`, the fastest one: fewer axes, then less sharding, then no
-        overlap, then fewer stages per process."""
+        """Returns the simplest plan that fits and ties with `best`, the fastest one. Prefers fewer axes, then less sharding, then
+        no overlap, then fewer stages per process."""
         limit, worst = tie_limit(best.time.seconds), _complexity(best.config.parallel)
         near = {_complexity(node.config.parallel) for node in self._nodes if node.bound <= limit}
         for level in sorted(level for level in near if level < worst):
@@ -204,7 +204,7 @@ class Search:
         return best
 
     def smallest(self, test: Test = any_config, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
-        """Returns the candidate with the lowest peak memory that passes the test, or None. Estimates one candidate per mesh."""
+        """Returns the candidate with the lowest peak memory that passes the test, or None. Predicts one candidate per mesh."""
         thrifty: dict[Any, Config] = {}
         for node in self._nodes:
             parallel = node.config.parallel
@@ -237,7 +237,7 @@ class Search:
         return key not in self._oom_states and self._peaks[key][0].total <= usable
 
     def peak_memory(self, config: Config) -> tuple[PeakMemory, int]:
-        """(peak memory, pipeline rank) of the rank that needs the most."""
+        """(peak memory, pipeline rank) for the rank that needs the most memory."""
         key = (config.parallel, config.train)
         if key not in self._peaks:
             self._peaks[key] = max_peak(config, self.predictor.on_gpu)
@@ -256,7 +256,7 @@ class Search:
             if known and not self._may_fit(parallel, micro_batch):
                 return  # the smallest micro-batch stays in the list, so that its shortfall can be reported
             choices = list(policies(self.request, parallel))
-            # How many blocks are recomputed does not change what is legal.
+            # The number of recomputed blocks does not affect whether a candidate is legal.
             one_each = (next(alike) for _, alike in itertools.groupby(choices, operator.itemgetter(0)))
             config = next(
                 (c for policy in one_each if legal(c := self.request.variant(parallel, micro_batch, *policy))), None
@@ -278,7 +278,7 @@ class Search:
         return [chain for chain in chains.values() if legal(chain[0])]
 
     def _out_of_memory(self, node: _SearchNode, smallest: Config) -> bool:
-        """Whether no variant of a node fits: tests the smallest structure for the mesh first, then the node's own."""
+        """Whether no variant of a node fits. Tests the smallest structure for the mesh first, then that of the node."""
         parallel, micro_batch = node.config.parallel, node.config.train.micro_batch
         if self.request.base.model.layers < FEW_BLOCKS * parallel.stages:
             return False  # recomputing a block may take more memory than saving its activations
@@ -315,7 +315,7 @@ class Search:
 
     def _floor(self, parallel: ParallelConfig, micro_batch: int) -> int:
         """Lower bound on the bytes that some rank needs in addition to training state: for the loss, or for one block."""
-        if parallel.overlap != "none" and micro_batch > 1:  # two halves use at least as much memory as one
+        if parallel.overlap != "none" and micro_batch > 1:  # two halves use at least as much memory as one half
             parallel, micro_batch = parallel.model_copy(update={"overlap": "none"}), micro_batch // 2
         config, on_gpu = self._one_tp_group(parallel, micro_batch), self.predictor.on_gpu
         loss = trace_loss(config, on_gpu)
@@ -357,7 +357,7 @@ def _schedule_rank(parallel: ParallelConfig) -> tuple[Any, ...]:
 def peak_ranks(config: Config) -> list[int]:
     """Returns the pipeline ranks that may have the highest peak memory.
 
-    Among ranks with the same number of blocks under each policy, the first has the most micro-batches in flight.
+    Among ranks with the same ends and the same number of blocks under each policy, the first has the most micro-batches in flight.
     """
     policies_of, pp = config.train.recompute_by_layer(config.model.layers), config.parallel.pp
     all_stages, ranks = stages(config), dict[Any, int]()
@@ -370,7 +370,7 @@ def peak_ranks(config: Config) -> list[int]:
 
 
 def max_peak(config: Config, on_gpu: bool = False) -> tuple[PeakMemory, int]:
-    """(peak memory, pipeline rank) of the rank that needs the most."""
+    """(peak memory, pipeline rank) for the rank that needs the most memory."""
     return max(
         ((peak(config, rank, on_gpu), rank) for rank in peak_ranks(config)), key=lambda rank_peak: rank_peak[0].total
     )
@@ -390,14 +390,14 @@ def require_legal(search: Search) -> None:
     made = math.prod(sizes.values())
     free = set(AXES) - sizes.keys() - ({"parallel.cp"} if len(context_sizes(request, 1)) == 1 else set())
     if sizes and (request.gpus % made or (not free and made != request.gpus)):
-        words = " x ".join(f"{key} = {size}" for key, size in sizes.items())
-        raise ConfigError(f"{words} = {made} processes, but --gpus = {request.gpus}; change one of them")
+        words, must = ", ".join(f"{key} = {size}" for key, size in sizes.items()), "divide" if free else "equal"
+        raise ConfigError(f"{words}: their product, {made}, must {must} --gpus = {request.gpus}; change one of them")
     for parallel in structures(request):
         for micro_batch in (*micro_batches(request, parallel.dp), 1):
             for policy in policies(request, parallel):
                 rules.check(request.variant(parallel, micro_batch, *policy))
     raise ConfigError(
-        f"no mesh of {request.gpus} GPUs is valid for model.layers = {request.base.model.layers} with these choices; remove some"
+        f"no mesh of {request.gpus} GPUs is valid for model.layers = {request.base.model.layers} with these options; remove some"
     )
 
 
@@ -444,7 +444,7 @@ class GridPlan:
 
 
 Grid = list[list[GridPlan]]
-"""Rows by tokens per step."""
+"""One row per number of tokens per step."""
 
 
 def by_gpus(request: Request, tick: Tick | None = None) -> Grid:

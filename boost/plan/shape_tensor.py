@@ -39,7 +39,7 @@ class ShapeTensor:
         node: GraphNode | None = None,
         index: int = 0,
     ) -> None:
-        """`storage` None: the memory is owned elsewhere."""
+        """If `storage` is None, the memory is owned elsewhere."""
         self.tape, self.storage, self.shape, self.strides = tape, storage, shape, strides
         self.dtype, self.device, self.node, self.index = dtype, device, node, index
         self.numel_ = math.prod(shape)
@@ -53,7 +53,7 @@ class ShapeTensor:
         return answer(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        """Looks up a method that is not defined here in the rules, by name."""
+        """Looks up a missing method in RULES by name."""
         if name not in RULES:
             raise NoRuleError(f"no rule for the tensor method '{name}'; add one to boost.plan.rules")
         return functools.partial(RULES[name], self)
@@ -115,7 +115,7 @@ class ShapeTensor:
     # Autograd graph.
 
     def without_graph(self) -> "ShapeTensor":
-        """Returns the same memory without a graph node, for saving."""
+        """Returns a tensor with the same memory but no graph node, so that it can be saved."""
         return ShapeTensor(self.tape, self.storage, self.shape, self.strides, self.dtype, self.device)
 
     def without_storage(self) -> "ShapeTensor":
@@ -378,8 +378,8 @@ def record(
 ) -> ShapeTensor:
     """Returns the output of `make_it`, and records it if autograd is on.
 
-    As in torch, inputs (`saved`) are saved before it runs, so that recomputation can stop early; outputs (`saves_result`) are saved
-    after.
+    As in torch, inputs (`saved`) are saved before `make_it` runs, so that recomputation can stop early; outputs (`saves_result`)
+    are saved afterwards.
     """
     if not records(*inputs):
         return make_it()

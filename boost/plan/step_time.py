@@ -1,8 +1,8 @@
-"""Step time by part, for one micro-batch on one pipeline rank and for a whole step; and how uncertain a prediction is.
+"""Step time by part, for one micro-batch on one pipeline rank and for a whole step, and the uncertainty of predictions.
 
 The spread of measured over predicted seconds comes from the published speeds that docs/results.md lists, and from steps measured
 on a machine with a calibrated profile. `python -m benchmarks record` recomputes it, and counts how many rows from each
-publication lie inside the spread of all others.
+publication lie inside the spread of all other rows.
 """
 
 import math
@@ -81,8 +81,8 @@ class PassTime:
     def room(self, overlap: float, shared: bool) -> tuple[float, float]:
         """(forward, backward) seconds in which DP collectives can hide: the fraction `overlap` of the device's compute time.
 
-        If TP or CP collectives use the same link (`shared`), the time in which those hide is subtracted: collectives on one
-        link do not overlap.
+        If TP or CP collectives use the same link (`shared`), the time in which those hide is subtracted, because collectives on one
+        link do not overlap each other.
         """
         hidden = self.hidden if shared else (0.0, 0.0)
         forward = overlap * (self.forward - self.waits[0]) - hidden[0]
@@ -111,9 +111,9 @@ class StepTime:
     peak_flops: float
     """Peak FLOP/s of one device."""
     hidden: float
-    """Seconds of DP and TP collectives overlapped with computation."""
+    """Seconds of DP, TP and CP collectives that overlap with computation."""
     masked_flops: float = 0.0
-    """FLOPs for the masked half of the attention scores, which are not computed, but which some definitions of MFU count."""
+    """FLOPs for the masked half of the attention scores. That half is not computed, but some definitions of MFU count it."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -135,8 +135,8 @@ SHARE = 0.8
 """Fraction of measured steps that lie inside an interval."""
 
 MEMORY_ERROR = 0.05
-"""Standard deviation of log(measured / predicted peak memory), an estimate. Tensor bytes are exact (`python -m benchmarks
-validation`); allocator fragmentation and NCCL buffers are not."""
+"""Estimated standard deviation of log(measured / predicted peak memory). Tensor bytes are nearly exact (`python -m benchmarks
+validation`); allocator fragmentation and NCCL buffers are not modeled."""
 
 
 class Spread(NamedTuple):
@@ -154,7 +154,7 @@ SPREADS = {
     "replicas": Spread(0.849, 1.108, 250),
     "sharded": Spread(0.861, 1.371, 61),
     # Steps measured on the machine on which a profile was calibrated (benchmarks/results/validation.json).
-    "calibrated": Spread(0.918, 1.148, 19),
+    "calibrated": Spread(0.982, 1.234, 19),
     # GPUs without published steps (estimate).
     "unmeasured": Spread(0.75, 1.5, 0),
 }

@@ -3,7 +3,7 @@
 A `ShapeTensor` (`boost.plan.shape_tensor`) has a shape and a dtype but no data. Like a real tensor, it lives as long as something
 references it: Python frames, saved tensors, gradients in flight. The real decoder runs on such tensors, so the memory estimate
 comes from the real code. `Tape.live` counts live bytes and `Tape.peak` is their maximum in a pass; `Tape.log` lists operations, and
-`Tape.collectives` lists collectives by phase.
+`Tape.collectives` lists collectives with their phases.
 
 As in torch, the backward pass runs the latest node first, frees its saved tensors afterwards, and accumulates gradients out of
 place. It recomputes a checkpointed function when its first saved tensor is needed, and stops at the last saved tensor.
@@ -22,7 +22,7 @@ from boost.config.traffic import STATISTIC_TERMS, Collective
 from boost.plan.work import Counted, Work
 
 ShapeTensor = Any
-"""A `boost.plan.shape_tensor.ShapeTensor`, which builds on this file."""
+"""A `boost.plan.shape_tensor.ShapeTensor`, whose module imports this one."""
 
 Backward = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 """(gradients of the outputs, saved tensors) -> gradients of the inputs."""
@@ -66,7 +66,7 @@ def work_of(log: Iterable[Operation]) -> Counted:
 
 
 class ShapeStorage:
-    """The memory of a tensor. Counted as live until it is garbage-collected."""
+    """The memory of a tensor, which counts as live until it is garbage-collected."""
 
     __slots__ = ("__weakref__", "bytes", "category", "role", "tape")
 
@@ -139,7 +139,7 @@ class Tape:
         self.first_peak = 0
         """`peak` for a first micro-batch, whose weight gradients stay allocated."""
         self.alive: dict[int, tuple[str, int]] = {}
-        """(category, bytes) for the memory of each live tensor in a forward pass, by the id of the memory."""
+        """(category, bytes) of each live storage in a forward pass, by the id of the storage."""
         self.place = ""
         """`Work.place` of the operations that follow, and of their gradients."""
         self.scope = ""
@@ -157,7 +157,7 @@ class Tape:
         self.flights: list[Flight] = []
         """Starts of collectives and waits for them, in order."""
         self._in_flight: dict[int, int] = {}
-        """Indices of collectives, by the id of the memory of their results."""
+        """Indices of collectives, by the ids of their results' storages."""
         self._number = itertools.count()
         self._frame: CheckpointFrame | None = None
         self._recomputing = False
@@ -174,7 +174,7 @@ class Tape:
         self.new_gradients = 0
 
     def peaks_above(self, held: int) -> tuple[int, int]:
-        """Peaks in this pass in addition to `held`: for a later and for a first micro-batch."""
+        """Peaks in this pass, in bytes above `held`: for a later micro-batch, and for the first one."""
         return self.peak - held, self.first_peak - held
 
     def record_op(self, kernel: str, shape: tuple[int, ...], dtype: torch.dtype, moves: float = 0.0) -> None:
@@ -223,7 +223,7 @@ class Tape:
         self, function: Callable[..., Any], /, *arguments: Any, selective: bool = False, to_the_end: bool = False
     ) -> Any:
         """Calls a function, and saves only its arguments and, if `selective`, attention outputs. `to_the_end`: recomputation
-        runs to the end, even if nothing needs it."""
+        runs to the end, even if nothing needs the last results."""
         assert self._frame is None, "nested checkpointed functions"
         self._frame = CheckpointFrame(function, arguments, selective, to_the_end, self.place)
         try:
@@ -276,7 +276,7 @@ class Tape:
                 with torch.enable_grad():
                     frame.function(*frame.arguments)
             except _StopRecompute as enough:
-                enough.__traceback__ = None  # its frames keep tensors alive
+                enough.__traceback__ = None  # its frames would keep tensors alive
             finally:
                 self._frame, self._recomputing, self.phase = None, False, "backward"
         return [frame.recomputed.pop(number) for number in node.saved]

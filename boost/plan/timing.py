@@ -1,8 +1,8 @@
 """Predicts the time of an optimizer step on given hardware, by part.
 
-The time for a micro-batch is the time for its operations, each from a shape-dependent roofline, plus the time they spend
-waiting for TP collectives. The trace gives the start and the wait of each collective, with other work in between under
-parallel.overlap. A step adds the pipeline bubble, the exposed part of DP collectives, and the optimizer.
+The time for a micro-batch is the time for its operations, each from a shape-dependent roofline, plus the time spent waiting
+for TP and CP collectives. The trace gives the start and the wait of each collective; with parallel.overlap, other work runs in
+between. A step adds the pipeline bubble, the exposed part of DP collectives, and the optimizer.
 """
 
 import functools
@@ -62,7 +62,7 @@ def as_stored(config: Config) -> Config:
 
 
 def kinds_of_blocks(model: ModelConfig, layers: Iterable[int]) -> Counter[int]:
-    """Counts the blocks of each kind; keys are the first block of each kind."""
+    """Counts the blocks of each kind; the keys are the first block of each kind."""
     return Counter(first_alike(model, layer) for layer in layers)
 
 
@@ -92,7 +92,7 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
             # In each micro-batch: copies out of two gather buffers and into one reduce-scatter buffer.
             total[of_step(STREAM, elements, dtype, 4 * narrow + 1 + narrow, "weights")] += count * accumulated
         elif has_copy:
-            # The weight is cast (or gathered) once, and so is the first gradient; the others are accumulated in one pass each.
+            # The weight is cast (or gathered) once. The first gradient is cast; each later one is accumulated in a single pass.
             total[of_step(STREAM, elements, dtype, 1 + narrow, "weights")] += 2 * count
         added = 2 + narrow if has_copy and not gathers_each else 3
         total[of_step(STREAM, elements, dtype, added, "weights")] += count * (accumulated - 1)
@@ -108,8 +108,8 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
 
 
 def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
-    """Muon orthogonalizes the momentum of every factor through its r x r Gram matrix (`optim.muon`), in fp32 or higher
-    precision. Replicas divide the iterations, and the Gram matrices that need no sum over TP."""
+    """Muon orthogonalizes the momentum of every factor through its r x r Gram matrix (`boost.optim.muon`), in fp32 or higher
+    precision. Processes with the same weights divide the iterations, and the Gram matrices that need no sum over TP."""
     model, parallel, optim = config.model, config.parallel, config.optim
     assert isinstance(optim, MuonConfig)
     dtype, total = work_dtype(optim, config.train.param_dtype), Counter[Work]()
@@ -128,17 +128,17 @@ def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
     for shape, count in iterations(config, stages).items():
         n, r = shape.rows, shape.rank
         add(gemm(r, r, n, dtype), count * (not _is_summed(shape, parallel)))
-        # Each iteration computes g g, p q and, except in the last one, q g q.
+        # Each iteration computes g g, p q and, except in the last iteration, q g q.
         add(gemm(r, r, r, dtype), count * (4 * optim.muon_steps - 2))
     return total
 
 
 def _is_summed(shape: FactorShape, parallel: ParallelConfig) -> bool:
-    """Whether its Gram matrix is a sum over TP processes."""
+    """Whether the Gram matrix of this factor is a sum over TP processes."""
     return shape.gram > 0 and parallel.tp > 1
 
 
-# Their time.
+# Operation and step times.
 
 
 def predict(config: Config, hardware: Hardware) -> StepTime:
@@ -166,11 +166,11 @@ class Predictor:
         busiest = max(range(parallel.pp), key=lambda rank: passes[rank].total)
         worst = passes[busiest]
         parts = defaultdict(float, {name: count * value for name, value in worst.parts.items()})
-        # gpipe and 1F1B: the time of the other ranks in the first and last micro-batch (arXiv 1811.06965, 2006.09503).
-        # v stages per rank shorten it by a factor of v (arXiv 2104.04473).
+        # With gpipe and 1F1B, the bubble is the time of the other ranks in the first and last micro-batch (arXiv 1811.06965,
+        # 2006.09503). With v stages per rank, it is shorter by a factor of v (arXiv 2104.04473).
         parts[step_time.BUBBLE] = (sum(one.total for one in passes) - worst.total) / parallel.virtual
         if hardware.alone is not None and 1 < parallel.pp == parallel.world_size <= hardware.per_node:
-            # A stage is faster while the others wait: CPU cores share bandwidth and clocks.
+            # A stage is faster while the others wait, because CPU cores share bandwidth and clocks.
             large, dtype = (4096, 4096, 4096), train.compute_dtype
             together, alone = (of.gemm_speed(dtype).flops_per_s(*large) for of in (hardware.speeds, hardware.alone))
             parts[step_time.BUBBLE] *= min(together / alone, 1.0)
@@ -210,8 +210,8 @@ class Predictor:
     def lower_bound(self, config: Config) -> float:
         """A cheap lower bound on `predict` without recomputation.
 
-        Leaves out DP collectives and the optimizer, and assumes equal pipeline stages. With overlapped halves it also leaves out TP
-        collectives, since two halves take at least as long to compute as one whole micro-batch.
+        With a pipeline, leaves out DP collectives and the optimizer, and assumes equal stages. With overlapped halves, leaves out
+        TP and CP collectives, because computing two halves takes at least as long as computing one whole micro-batch.
         """
         parallel, train = config.parallel, config.train
         hides, slower = parallel.overlap != "none", 1 + self._straggling(parallel)
@@ -236,7 +236,7 @@ class Predictor:
         return (count - 1 / parallel.virtual) * total / parallel.pp + total / parallel.virtual
 
     def _blocks_and_ends(self, config: Config) -> PassTime:
-        """The whole model without recomputation, as if no stage waited for another."""
+        """Times for one micro-batch through the whole model, without recomputation, as if no stage waited for another."""
         result = PassTime()
         for layer, count in kinds_of_blocks(config.model, range(config.model.layers)).items():
             result.add(self._per_micro_batch(config, (layer, "none"), self._block, config, layer, "none"), count)
@@ -249,7 +249,7 @@ class Predictor:
         return self.hardware.speeds_of(min(config.parallel.world_size, self.hardware.per_node))
 
     def _pass(self, config: Config, held: Sequence[Stage]) -> PassTime:
-        """One micro-batch through all stages of one pipeline rank."""
+        """Times for one micro-batch through all stages of one pipeline rank."""
         policies, result = config.train.recompute_by_layer(config.model.layers), PassTime()
         for stage in held:
             kinds = Counter((first_alike(config.model, layer), policies[layer]) for layer in stage.numbers)
@@ -295,7 +295,7 @@ class Predictor:
     def _pass_time(self, config: Config, runs: Sequence[PassOps]) -> PassTime:
         """Time for operations in sequence, and for waiting for collectives."""
         log = [operation for run in runs for operation in run.log]
-        # Device seconds for these operations and for all others so far, multiplied by how often each runs.
+        # Cached device seconds for each operation, multiplied by how often the operation runs.
         speeds = self._speeds(config)
         priced = self._seconds[speeds]
         for operation in log:
@@ -332,7 +332,7 @@ class Predictor:
         return self._links[key]
 
     def _sums(self, config: Config, collectives: Iterable[Collective]) -> Seconds:
-        """Seconds for collectives by axis and phase; re-communication counts as backward."""
+        """Seconds for collectives by axis and phase; those that recomputation repeats count as backward."""
         result: Seconds = defaultdict(float)
         for collective in collectives:
             result[_name(collective)] += self._sent(config, collective)
@@ -371,7 +371,7 @@ class Predictor:
         # FSDP in a pipeline gathers for each micro-batch, but all its gathers have phase 'step'.
         gathered = count if parallel.shard == "full" and parallel.pp > 1 else 0
         sums: Seconds = self._per_step(config, ("replicas", held, gathered), self._replica_sums, config, held)
-        # Gradient reductions overlap the last backward pass; gathers for the whole step overlap all passes.
+        # Gradient reductions overlap one backward pass; ZeRO-1's gathers, one forward pass. FSDP in a pipeline overlaps all passes.
         cover = room[1] if parallel.shard == "none" else sum(room)
         if parallel.shard == "full" and parallel.pp > 1:
             cover = sum(room) * count
@@ -409,7 +409,7 @@ class Predictor:
         return sum(times * speeds.seconds(operation) for operation, times in work.items()), work.total(), sent
 
     def _per_micro_batch(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Caches `function` per micro-batch: configurations with the same model, TP, layout and micro-batch share the result."""
+        """Caches `function` for one micro-batch. Configurations with equal model, TP, layout and micro-batch share the result."""
         p, train, per_node = config.parallel, config.train, self.hardware.per_node
         # How groups are spread over nodes, and how many processes run on each node.
         places: tuple[Any, ...] = *(span(axis, p, per_node) for axis in ("tp", "cp", "pp")), min(p.world_size, per_node)
@@ -436,5 +436,5 @@ _flops_per_token = functools.lru_cache(64)(flops_per_token)
 
 
 def _name(sent: Collective) -> str:
-    """Key '<axis> <pass>' for a collective; re-communication belongs to the backward pass."""
+    """Key '<axis> <pass>' for a collective; recomputation belongs to the backward pass."""
     return f"{sent.axis} {'forward' if sent.phase == 'forward' else 'backward'}"

@@ -84,13 +84,13 @@ IGNORED_FIELDS = {
         "check_replicas_every", "log_every", "profile",
     ),
 }  # fmt: skip
-"""Fields that do not affect a micro-batch on one TP group; traces are cached without them."""
+"""Fields that do not affect a micro-batch on one TP group; the cache key of a trace leaves them out."""
 
 
 def trace_block(config: Config, layer: int, policy: RecomputeName, on_gpu: bool = False) -> TracedPass:
     """Returns the trace of block `layer` under a recomputation policy.
 
-    `on_gpu`: the device fuses each chain of element-wise operations into one kernel by default (train.compile).
+    `on_gpu`: whether the device is a GPU. If so, chains of element-wise operations are fused by default (train.compile).
 
     Raises NoRuleError if the model uses an operation without a rule.
     """
@@ -105,7 +105,7 @@ def pass_of_block(config: Config, layer: int, on_gpu: bool = False) -> TracedPas
 
 
 def alike(model: ModelConfig, layer: int) -> int:
-    """Returns the block to trace instead of block `layer`. With latent gates, the last block differs: no block uses its latents."""
+    """Returns the block to trace for block `layer`. With latent gates, the last block differs: no later block uses its latents."""
     return layer if model.has_latent_gates and layer + 1 == model.layers else first_alike(model, layer)
 
 
@@ -180,7 +180,7 @@ def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[int, li
         tracer, layer, lambda: TransformerBlock(tracer.model, layer, tracer.layout, NO_RECOMPUTE, 0)
     )
     but_attention = functools.partial(tape.checkpoint, selective=True)
-    of_block = functools.partial(tape.checkpoint, to_the_end=tracer.layout.halves)  # it communicates
+    of_block = functools.partial(tape.checkpoint, to_the_end=tracer.layout.halves)  # blocks communicate
     block.recompute(policies(tape.checkpoint, but_attention, of_block)[policy])
     layout: Any = TracedLayout(tracer.layout, tape)
     # Rotary angles, whose memory is counted elsewhere.

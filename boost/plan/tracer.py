@@ -31,7 +31,7 @@ from boost.plan.work import REDUCE, SILU, SILU_BACKWARD, STREAM
 
 @dataclass(frozen=True)
 class _Group:
-    """Stands in for a process group. Its name holds the axis and size, for the rules of collectives."""
+    """Stands in for a process group. Its name holds the axis and the size, which the rules for collectives read."""
 
     group_name: str
 
@@ -107,7 +107,7 @@ class Tracer:
             loss.chunks, documents.last_queries = usual
 
     def _chunks(self, tokens: int, vocabulary: int) -> Iterator[slice]:
-        """`loss.chunks`: runs one of several identical chunks, and counts it once for each."""
+        """Replaces `loss.chunks`: runs only one of several identical chunks, and counts it once for each of them."""
         step = chunk_tokens(vocabulary)
         whole, rest = divmod(tokens, step)
         for start, times in ((0, whole), (whole * step, int(rest > 0))):
@@ -118,7 +118,7 @@ class Tracer:
 
 
 def _last_queries(q_BHSE: Any, k_BKSE: Any, v_BKSE: Any) -> Any:
-    """`documents.last_queries`, whose kernel needs no mask: this mask only shows that there are fewer queries than keys."""
+    """Replaces `documents.last_queries`, whose kernel needs no mask. The mask here only marks that keys outnumber queries."""
     grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
     return F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, attn_mask=torch.empty(0), enable_gqa=grouped)
 
@@ -140,8 +140,8 @@ _MAX_FACTS = 10_000
 
 
 def one_pass(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
-    """Runs a kernel as one operation. It reads its arguments (once, unless the kernel specifies otherwise), writes its results
-    once, and allocates nothing else. It is as fast as the slowest kind of operation in it."""
+    """Runs a kernel as one operation, which reads its arguments (once, unless the kernel specifies otherwise), writes its results
+    once, and allocates nothing else. The operation is as fast as the slowest kind of operation in the kernel."""
     inputs = [x for x in arguments if isinstance(x, ShapeTensor)]
     tape = inputs[0].tape
     sizes = (x.shape + x.strides + (x.dtype,) if isinstance(x, ShapeTensor) else x for x in arguments)
@@ -217,7 +217,7 @@ def _autograd_functions(base: type[torch.autograd.Function]) -> Iterator[type[to
 
 
 def _apply(cls: Any, *inputs: Any) -> Any:
-    """The `apply` of autograd functions: runs forward without autograd, then adds one node with the saved tensors."""
+    """Replaces `apply` of autograd functions: runs forward without autograd, then adds one node with the saved tensors."""
     sized = [x for x in inputs if isinstance(x, ShapeTensor)]
     if not sized:
         usual: Any = vars(torch.autograd.Function)["apply"]

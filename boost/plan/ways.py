@@ -1,4 +1,4 @@
-"""Alternatives to a poor plan: changes to make if nothing fits, and fewer GPUs if they are as fast."""
+"""Alternatives to a poor plan: changes to make if nothing fits, and fewer GPUs if those are as fast."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ MOST_GPUS = 1024
 
 
 def way_out(search: Search) -> str:
-    """The first change that makes a model fit, and its cost; '' if there is none."""
+    """The first change that makes the model fit, and its cost; '' if there is none."""
     for words, request, price in _changes(search.request):
         if any_fits(request):
             plan = Search(request, known=search).fastest()
@@ -32,7 +32,7 @@ def way_out(search: Search) -> str:
 
 
 def _changes(request: Request) -> Iterator[tuple[str, Request, str]]:
-    """Yields (in words, changed request, cost in addition to time), in the order in which a user would try them.
+    """Yields (description, changed request, cost in addition to time), in the order in which a user would try them.
 
     Smaller micro-batches, sharding and recomputation are part of every search, unless the user fixed them.
     """
@@ -47,7 +47,7 @@ def _changes(request: Request) -> Iterator[tuple[str, Request, str]]:
         yield "with --train.param_dtype bfloat16", replace(request, base=narrow), price
     tried, gpus = [request.gpus, 2 * request.gpus, 4 * request.gpus], 2 * request.gpus
     while not request.fixed & set(AXES) and gpus <= MOST_GPUS:
-        among = f"the first that fits of {', '.join(map(str, tried))}, ..."
+        among = f"the first of {', '.join(map(str, tried))}, ... that fits"
         yield f"on {gpus} GPUs ({among})", replace(request, gpus=gpus), ""
         gpus *= 2
     length = train.seq_len // 2
@@ -60,8 +60,8 @@ def _changes(request: Request) -> Iterator[tuple[str, Request, str]]:
 def any_fits(request: Request) -> bool:
     """Whether any configuration fits at micro-batch 1, or at the micro-batch that the user fixed.
 
-    Only memory matters here, so for each mesh only 1F1B without overlap is tried: halves need an even micro-batch, and use about as
-    much memory.
+    Only memory matters here, so for each mesh only 1F1B without overlap is tried: two halves need an even micro-batch, and use
+    about as much memory.
     """
     if "parallel.overlap" not in request.fixed:
         base = request.base.changed(parallel={"overlap": "none"})
@@ -85,21 +85,21 @@ NEARLY = 0.02
 """Fewer GPUs count as equally fast if they take at most this fraction longer."""
 
 LARGER_GEMMS = 0.9
-"""Lower bound on the computation on fewer GPUs, relative to a plan on all: below 1, because GEMMs may be larger."""
+"""Lower bound on the computation on fewer GPUs, relative to a plan on all GPUs; below 1, because larger GEMMs may be faster."""
 
 MAX_TRIES = 2
 """Maximum number of GPU counts to search."""
 
 EVEN_SHARE = 0.75
-"""Minimum fraction of the GPUs for counts over which the batch divides better."""
+"""Counts over which the batch divides better are tried only if they are at least this fraction of the GPUs."""
 
 
 def fewer_gpus(search: Search, best: Plan, plans: Sequence[Plan] = ()) -> tuple[Search, Plan] | None:
-    """Returns the search on fewer GPUs that has the fastest plan, and this plan, if it is faster than `best` or takes
-    at most NEARLY longer; None if there is none.
+    """Returns the search on fewer GPUs with the fastest plan, and this plan, if it takes at most NEARLY longer than `best`; None if
+    there is none.
 
-    A GPU count is searched only if it can be that fast, that is, if the least computation among `best` and `plans`, divided
-    evenly over the GPUs, takes little enough time.
+    A GPU count is searched only if it can be that fast: the least computation among `best` and `plans`, divided evenly over the
+    GPUs, must not take longer.
     """
     request, limit = search.request, (1 + NEARLY) * best.time.seconds
     computing = (GEMMS, ATTENTION_TIME, OTHER)

@@ -1,6 +1,6 @@
 """Operations in the performance model: a GEMM with its shape, attention, or bytes moved.
 
-Bytes count each tensor that an operation reads or writes once.
+Each tensor that an operation reads or writes counts once toward its bytes.
 """
 
 import math
@@ -49,7 +49,7 @@ class Work:
     def of(
         cls, kernel: str, shape: tuple[int, ...], dtype: str, moves: float = 0.0, place: str = "", phase: str = ""
     ) -> "Work":
-        """Builds an operation. `moves`: elements read and written per output element, unless the shape implies it."""
+        """Builds an operation. `moves`: elements read and written per output element; ignored for GEMMs and attention."""
         flops, numbers = 0, moves * math.prod(shape)
         if kernel == GEMM:
             batch, m, n, k = shape

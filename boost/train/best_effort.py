@@ -1,8 +1,8 @@
 """Informational writes: metrics, heartbeats, reports, terminal output. If one fails because a disk is full or a terminal
 is closed, the run continues and saves checkpoints as usual.
 
-Every write outside a checkpoint happens in such a context, except before the first step. The
-log handler (`boost.train.rundir`) covers the log.
+Every write outside a checkpoint happens in a `best_effort` context, except before the first step. The log has its own
+handler (`boost.train.rundir`).
 """
 
 import contextlib
@@ -24,8 +24,8 @@ _failing: set[str] = set()
 def best_effort(
     what: str, warn: Callable[[str], None] = log.warning, errors: type[Exception] = Exception
 ) -> Iterator[None]:
-    """Context manager: an error only causes a warning, `cannot {what}`, which is not repeated until a write succeeds. Code inside
-    that communicates may fail only with `errors` that occur on every process."""
+    """Context manager that turns an error into a warning, `cannot {what}`, which is not repeated until a write succeeds. Code
+    inside it that communicates may fail only with `errors` that occur on every process."""
     try:
         yield
     except errors as error:

@@ -1,4 +1,4 @@
-"""Built-in hooks: timelines for ui.perfetto.dev, bad step limit, replica check, periodic evaluations and saves."""
+"""Built-in hooks: timelines for ui.perfetto.dev, bad-step limit, replica check, periodic evaluations and saves."""
 
 import logging
 import math
@@ -44,13 +44,13 @@ class BadStepLimit(Hook):
 
     def on_bad_step(self, trainer: Training, event: BadStep) -> None:
         what = f"loss {event.loss}, gradient norm {event.gradient_norm} at step {event.step}"
-        log.warning("%s: no weight was changed", what)
+        log.warning("%s: not finite, so the step changed no weights", what)
         if event.consecutive >= MAX_BAD_STEPS:
             optim = trainer.config.optim
             proven = trainer.proven_checkpoint()
             raise TrainingError(
-                f"{what}: not finite for {event.consecutive} steps in a row, so no weight was changed; resume with --resume "
-                f"{proven or 'PATH'}, a lower optim.lr (now {optim.lr}) or more optim.warmup_steps"
+                f"{what}: not finite for {event.consecutive} steps in a row, and these steps changed no weights; resume with "
+                f"--resume {proven or 'PATH'} and a lower optim.lr (now {optim.lr}) or more optim.warmup_steps"
             )
 
 
@@ -74,7 +74,7 @@ class ReplicaCheck(Hook):
 
 class PeriodicEvaluation(Hook):
     """Evaluates every `every` steps (0: never) on `max_tokens` held-out tokens. The trainer runs the final evaluation on the
-    whole split. With `at_last_step`, the last step is also evaluated on `max_tokens`, for comparison with earlier evaluations."""
+    whole split. With `at_last_step`, an evaluation due at the last step also runs, for comparison with earlier evaluations."""
 
     def __init__(self, every: int, max_tokens: int | None, at_last_step: bool = False) -> None:
         self.every, self.max_tokens = every, max_tokens
@@ -126,7 +126,7 @@ class PeriodicCheckpoint(Hook):
         this = BestCheckpoint(event.metrics.step, event.metrics.heldout_loss)
         # Include the candidate checkpoint, whose save may still be in flight.
         lowest = all(this.heldout_loss < other.heldout_loss for other in (self._best, self._candidate) if other)
-        # Use the same tokens as periodic evaluations: losses on different tokens are not comparable.
+        # Use the same tokens as periodic evaluations, because losses on different tokens are not comparable.
         comparable = event.complete == (not self.train.eval_tokens)
         if comparable and lowest and math.isfinite(this.heldout_loss):
             self._candidate = this
@@ -175,10 +175,10 @@ class PeriodicCheckpoint(Hook):
 
 
 class ProfileHook(Hook):
-    """Profiles steps `first` to `last` on every process into run.dir/profile/rank<R>.json (train.profile).
+    """Profiles steps `first` to `last` on every process, and writes run.dir/profile/rank<R>.json (train.profile).
 
-    The files are in Chrome's trace format, with CPU operators and collectives, GPU kernels, and a range per step; open
-    them in ui.perfetto.dev. Profiled steps are slower.
+    The files are in Chrome's trace format; open them in ui.perfetto.dev. They show CPU operators and collectives, GPU
+    kernels, and a range for each step. Profiled steps are slower.
     """
 
     def __init__(self, first: int, last: int) -> None:
@@ -225,7 +225,7 @@ class ProfileHook(Hook):
         with best_effort(f"write the timeline of steps {self.first} to {self.last}", trainer.warn):
             folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(file))
-            log.info("timeline of steps %d to %d: %s (ui.perfetto.dev)", self.first, self.last, file)
+            log.info("wrote the timeline of steps %d-%d to %s (open in ui.perfetto.dev)", self.first, self.last, file)
 
 
 def _due(step: int, every: int) -> bool:

@@ -34,7 +34,7 @@ class Evaluation:
     perplexity: float
     """exp(loss)."""
     bits_per_byte: float
-    """loss / ln 2 x tokens in the split / bytes of its text (of its targets, with a loss mask): comparable across tokenizers."""
+    """loss / ln 2 / bytes of text per token in the split (with a loss mask: per target). Comparable across tokenizers."""
     sources: "Mapping[str, Evaluation]" = field(default_factory=dict)
     """Evaluations of a mixture's stores by name; `loss` is the mean of their losses, weighted as in training."""
 
@@ -59,8 +59,8 @@ def evaluate(
 
     The stores of a mixture are evaluated one after another. They split `max_tokens` by weight, but each store gets at
     least one sequence. `stopped` is called every few batches and must return the same value on all processes. Raises
-    EvaluationStopped if it returns True, DataError if no evaluated token counts toward the loss. `by_document`: uses
-    the first `seq_len` tokens in each document, as publications do (`DocumentBatches`).
+    EvaluationStopped if it returns True, and DataError if no evaluated token counts toward the loss. `by_document`: uses
+    only the first `seq_len` tokens in each document, as published evaluations do (`DocumentBatches`).
     """
 
     def of_store(part: Split, limit: int | None, label: str) -> Evaluation:

@@ -88,7 +88,7 @@ class FailureReport:
     rank: int
     kind: str
     """boost: an error that the user can fix; hung: a process that does not respond, reported by another one; excluded: a replica
-    that the others left behind, or that finds none to join; lost: a broken connection to another process; defect: any other
+    that the others left behind, or that has no replica to join; lost: a broken connection to another process; defect: any other
     error, that is, a bug."""
     message: str
     """One line; for a defect, the traceback."""

@@ -1,6 +1,6 @@
 """Injects faults to rehearse cluster failures: `boost train --inject-fault KIND@STEP[:RANK]`.
 
-A fault hits one process just before the given step (`nan`: during it) and hits again if the run resumes before STEP.
+A fault hits one process just before STEP (`nan`: during STEP), and hits again if the run resumes from an earlier step.
 """
 
 import errno
@@ -55,14 +55,14 @@ def parse_fault(text: str, steps: int, world_size: int) -> Fault:
     match = _PATTERN.fullmatch(text)
     field = f"--inject-fault {text}"
     if match is None:
-        raise ConfigError(f"{field} is not KIND@STEP or KIND@STEP:RANK, such as kill@5:1; kinds: {', '.join(KINDS)}")
+        raise ConfigError(f"{field} must be KIND@STEP or KIND@STEP:RANK, such as kill@5:1; kinds: {', '.join(KINDS)}")
     fault = Fault(match[1], int(match[2]), int(match[3] or 0))
     if fault.kind not in KINDS:
         raise ConfigError(f"{field}: unknown fault '{fault.kind}'; kinds: {', '.join(KINDS)}")
     if not 1 <= fault.step <= steps:
-        raise ConfigError(f"{field}: no step {fault.step}; nearest valid step: {min(max(fault.step, 1), steps)}")
+        raise ConfigError(f"{field}: there is no step {fault.step}; nearest step: {min(max(fault.step, 1), steps)}")
     if fault.rank >= world_size:
-        raise ConfigError(f"{field}: no rank {fault.rank}; largest valid rank: {world_size - 1}")
+        raise ConfigError(f"{field}: there is no rank {fault.rank}; largest valid rank: {world_size - 1}")
     return fault
 
 
@@ -101,7 +101,7 @@ class FaultInjection(Hook):
 
 
 def flip_exponent_bit(weights: "Tensor") -> None:
-    """Flips the third exponent bit of the first element: a factor of 16 or 1/16, finite and easily overlooked."""
+    """Flips the third exponent bit of the first element, which multiplies it by 16 or 1/16: a finite, easily overlooked change."""
     import torch
 
     mantissa = {torch.float64: 52, torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}[weights.dtype]

@@ -1,9 +1,9 @@
 """Autoregressive text generation with a key/value cache, on one process or on all processes in a mesh.
 
 Sequences are generated in batches: when one ends, the next takes its place (continuous batching). Prompts are packed without
-padding. Every sequence has its own length and random generator, so the result matches generating it alone, up to rounding.
+padding. Every sequence has its own length and random generator, so the result is as if it were generated alone, up to rounding.
 
-All processes in a TP group and its pipeline have the same logits and the same seeded generators, so they sample the same tokens
+All processes in a TP group and its pipeline have the same logits and identically seeded generators, so they sample the same tokens
 without communication.
 """
 
@@ -144,7 +144,7 @@ class _Batch:
 
     def __init__(self, model: Model, sampling: Sampling, size: int, capacity: int) -> None:
         self._model, self._sampling, self._size = model, sampling, size
-        # Weights gathered from replicas and tensors that stages exchange outlive a forward pass.
+        # Weights gathered from replicas and tensors that stages exchange outlive a forward pass, so they need no_grad.
         lasting = isinstance(model, Pipeline | FSDPModule)
         self._mode = torch.no_grad if lasting else torch.inference_mode
         self._caches = model.make_caches(size, capacity)
@@ -176,7 +176,7 @@ class _Batch:
         for row, is_over in reversed(list(zip(rows, ended, strict=True))):
             if is_over:
                 last, generator = self._sequences.pop(), self._generators.pop()
-                if row < len(self._sequences):  # the last sequence moves to its row, so that rows stay consecutive
+                if row < len(self._sequences):  # the last sequence moves to the free row, so that rows stay consecutive
                     for cache in self._caches:
                         cache.copy(len(self._sequences), row, last.cached)
                     self._sequences[row], self._generators[row] = last, generator
@@ -184,7 +184,7 @@ class _Batch:
             yield NewToken(sequence.prompt, sequence.sample, sequence.last, is_over)
 
     def _prefill(self, first: int) -> Tensor:
-        """Runs the prompts in rows `first` and up. Returns the logits for their next tokens, on the CPU."""
+        """Runs the model on the prompts in rows `first` and up. Returns the logits for their next tokens, on the CPU."""
         # Samples of one prompt start from the same cache.
         rows_of: dict[int, list[int]] = {}
         for row in range(first, len(self._sequences)):
@@ -218,7 +218,7 @@ class _Batch:
         yield group
 
     def _decode(self) -> Tensor:
-        """Runs the newest token of every sequence. Returns the logits for the next tokens, on the CPU."""
+        """Runs the model on the newest token of every sequence. Returns the logits for the next tokens, on the CPU."""
         lengths = [sequence.cached for sequence in self._sequences]
         dtype = self._caches[0].keys.dtype if self._caches else torch.float32
         rows = NextTokenRows.of(lengths, self._model.device, dtype)
@@ -241,9 +241,9 @@ class _Batch:
 def prepare_inference(decoder: Decoder, batch: int) -> None:
     """Converts a model's weights on one process to the fastest format for generating `batch` sequences.
 
-    Afterwards, the weights cannot be trained or saved. Matrices are cast to the activations' dtype, as every forward
-    pass would do; vectors (gains, biases) keep their dtype, because they are multiplied in a wider one. On a CPU,
-    linear weights are packed or, for single tokens in fp32, stored by columns if this is faster.
+    Afterwards, the weights cannot be trained or saved. Matrices are cast to the activations' dtype, as every forward pass
+    would otherwise do; vectors (gains, biases) keep their dtype, because they are multiplied in a wider one. On a CPU,
+    linear weights are packed or, for single tokens in fp32, stored in column-major order if this is faster.
     """
     dtype = decoder.compute_dtype
     for parameter in decoder.parameters():
@@ -258,15 +258,15 @@ def prepare_inference(decoder: Decoder, batch: int) -> None:
             del module._parameters[name]
             setattr(module, name, PackedWeight(weight))
         elif name == "head" or name.startswith("B"):
-            # Stored by columns, a weight's product with one token adds O numbers at a time. Stored by short rows, such as
-            # the r numbers in a row of B, it reaches half of a CPU's memory bandwidth in fp32.
+            # In column-major order, a weight's product with one token adds O numbers at a time. In row-major order with short
+            # rows, such as the r numbers in a row of B, it reaches only half of a CPU's memory bandwidth in fp32.
             weight.data = weight.data.t().contiguous().t()
 
 
 class PackedWeight:
     """A copy of a weight [O, I] in the order in which oneDNN reads it on a CPU. `F.linear` accepts it as a tensor.
 
-    torch's own products use weights in row order, which takes 1.5 to 1.9 times as long for 16 tokens (in bf16, also for one).
+    torch's own products use weights in row-major order, which takes 1.5 to 1.9 times as long for 16 tokens (in bf16, also for one).
     """
 
     def __init__(self, weight: Tensor) -> None:

@@ -16,7 +16,7 @@ _TERA = 1e12
 def peak_flops(device: torch.device, compute_dtype: torch.dtype, override_tflops: float = 0.0) -> float:
     """Peak FLOP/s of one device in `compute_dtype`: `override_tflops` if not 0, else from boost/config/gpus.toml.
 
-    nan for a CPU, which has no published peak, and for a GPU that is not in the table: set run.peak_tflops.
+    nan for a CPU, which has no published peak, and for a GPU that is not in the table. In these cases, set run.peak_tflops.
     """
     if override_tflops > 0:
         return override_tflops * _TERA
@@ -108,7 +108,7 @@ def seconds_between(first: Moment, second: Moment) -> float:
 class StepClock:
     """Duration of each step in seconds: from the end of the previous step to its own end, excluding hooks in between.
 
-    On a GPU, this is GPU time: hooks that run while the GPU computes do not add to it.
+    On a GPU, this is GPU time, so hooks that run while the GPU computes do not add to it.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -45,7 +45,7 @@ class HarnessModel(TemplateLM):
         shows: bool,
     ) -> None:
         """`max_length`: context length in tokens; longer contexts are truncated on the left. `batch`: requests per forward pass.
-        `shows`: whether this process shows progress. `bos`, or else `eos`, starts a text without context; `ends` end a text."""
+        `shows`: whether to show progress. `bos` (or else `eos`) starts a text without context. `ends`: tokens that end a text."""
         super().__init__()
         self._decoder, self._tokenizer, self._bos, self._eos = decoder, tokenizer, bos, eos
         self._ends = ends
@@ -66,7 +66,7 @@ class HarnessModel(TemplateLM):
         return "boost"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
-        """Tokens of `string`, with a leading bos if the imported weights have one."""
+        """Tokens of `string`, with a leading bos if the model has one."""
         start = [] if self._bos is None or add_special_tokens is False else [self._bos]
         return start + list(self._tokenizer.encode(string, add_special_tokens=False).ids)
 
@@ -114,7 +114,7 @@ class HarnessModel(TemplateLM):
         return [results[i] for i in range(len(requests))]
 
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """The same, for one batch. Sequences are padded on the right, which causal attention ignores."""
+        """Like `_loglikelihood_tokens`, for one batch. Pads sequences on the right, which causal attention ignores."""
         rows = [(context + continuation)[-(self._max_length + 1) :] for context, continuation in pairs]
         targets = [
             row[-min(len(continuation), len(row) - 1) :] for row, (_, continuation) in zip(rows, pairs, strict=True)
@@ -148,9 +148,9 @@ def run_tasks(
     """Runs tasks from the harness or from `folder`. Returns the harness's result: `results` by task (see `rows_of`)
     and, with `answers`, the `samples` of each task, one per question.
 
-    The harness returns nothing to a process whose LOCAL_RANK is not 0, so its result is empty. `fewshot` and `limit`: examples
-    per question and questions per task; None: set by the task. `bootstraps`: samples for standard errors that have no formula (0:
-    no such errors). Raises ConfigError for an unknown task, and DataError if data cannot be loaded.
+    On a process whose LOCAL_RANK is not 0, the harness returns nothing, so the result is empty. `fewshot`: examples per question;
+    `limit`: questions per task (both None: set by the task). `bootstraps`: bootstrap samples for standard errors without a formula
+    (0 omits these errors). Raises ConfigError for an unknown task, and DataError if data cannot be loaded.
     """
     manager = _find(names, folder)
     try:
@@ -162,15 +162,15 @@ def run_tasks(
     except (ConnectionError, FileNotFoundError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise DataError(
-            f"--tasks {','.join(names)}: data cannot be loaded: {reason}; check the network or the path"
+            f"--tasks {','.join(names)}: the tasks' data cannot be loaded: {reason}; check the network or the path"
         ) from None
     return dict(result or {})
 
 
 def _find(names: Sequence[str], folder: Path | None) -> TaskManager:
-    """The harness's index of tasks. Its own tasks take seconds to read and are included only if `folder` lacks some of `names`.
+    """The harness's task index. Its built-in tasks take seconds to read, so they are included only if `folder` lacks some names.
 
-    Raises ConfigError for a name that neither contains.
+    Raises ConfigError if a name is in neither.
     """
     if folder is not None:
         manager = TaskManager(include_path=folder, include_defaults=False)
@@ -186,7 +186,7 @@ def _find(names: Sequence[str], folder: Path | None) -> TaskManager:
 
 
 def rows_of(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per task and metric in the harness's result, which has the keys 'metric,filter' and 'metric_stderr,filter'."""
+    """One row per task and metric in the harness's result, whose tasks have the keys 'metric,filter' and 'metric_stderr,filter'."""
     rows = []
     for task, values in result.get("results", {}).items():
         for key, value in values.items():

@@ -2,17 +2,18 @@
 
 A step is in trouble if
 
-- its loss or gradient norm is not finite (no weight changed, `BadStep`);
+- its loss or gradient norm is not finite (such a step changes no weights, `BadStep`);
 - it has diverged: its cross-entropy (not the distillation loss, which may have any scale) is above DIVERGED x ln(vocabulary),
   where ln(vocabulary) is the cross-entropy of a uniform guess;
-- it is a spike: its loss is more than train.spike_sigma standard deviations above the mean of the last WINDOW healthy steps, or
-  half as many if its gradient norm is that far above the norms' mean. This needs MIN_HEALTHY healthy steps. (In OLMo-core's
-  SkipStepOptimizer, with 6 deviations and 128 steps, a high gradient norm alone is enough; early in a run, many norms are high.)
+- it is a spike: its loss is more than train.spike_sigma standard deviations above the mean of the last WINDOW healthy steps. Half
+  as many are enough if its gradient norm is more than train.spike_sigma deviations above the mean norm. Spikes are detected only
+  after MIN_HEALTHY healthy steps. (In OLMo-core's SkipStepOptimizer, with 6 deviations and 128 steps, a high gradient norm alone
+  is enough, but early in a run, many norms are high.)
 
-Trouble ends after RECOVERED consecutive healthy steps. Until then, checkpoints are marked with `Position.trouble` if the last
-step was not finite or has diverged, else with `Position.doubt`, because the weights may be fine. While the mark is `trouble`,
-periodic checkpoints are saved only if there is no better one. A step's loss is computed before its update, so a healthy step
-n + 1 proves that the checkpoint at step n is healthy. The newest proven checkpoint is never deleted. Checkpoints contain recent
+Trouble ends after RECOVERED consecutive healthy steps. Until then, checkpoints are marked: with `Position.trouble` if the last step
+was not finite or diverged, otherwise with `Position.doubt`, because the weights may be fine. While the mark is `trouble`, periodic
+checkpoints are saved only if all existing ones have the same mark. A step's loss is computed before its update, so a healthy step
+n + 1 proves that the checkpoint at step n is healthy. The newest proven checkpoint is never deleted. Checkpoints record recent
 healthy steps, so a resumed run decides as an uninterrupted one would. All processes decide identically from the same statistics.
 """
 
@@ -59,8 +60,8 @@ class SpikeDetector:
     def judge(
         self, metrics: StepMetrics, skipped: bool, cross_entropy: float | None = None
     ) -> tuple[Trouble, str] | None:
-        """Returns (kind, one-line description) for a step in trouble. For a healthy step, adds it to the window and
-        returns None. `cross_entropy`: as in `StepEnd`."""
+        """Returns (kind, one-line description) for a step in trouble. Adds a healthy step to the window and returns None.
+        `cross_entropy`: as in `StepEnd`."""
         if skipped:
             return "not finite", f"loss {metrics.loss}, gradient norm {metrics.gradient_norm}"
         name, value = ("loss", metrics.loss) if cross_entropy is None else ("cross-entropy", cross_entropy)
@@ -75,9 +76,9 @@ class SpikeDetector:
                 norm = f", with gradient norm {metrics.gradient_norm:.4g} (mean {usual_norm:.4g})" if is_steep else ""
                 return "spike", (
                     f"loss {metrics.loss:.4g} is more than {sigma:g} standard deviations above the mean of the last "
-                    f"{len(self._recent['loss'])} steps ({usual:.4g}; limit {limit:.4g}){norm}"
+                    f"{len(self._recent['loss'])} healthy steps (mean {usual:.4g}, limit {limit:.4g}){norm}"
                 )
-            # Clamp the norm: one huge value must not hide later spikes, but a lasting rise becomes normal.
+            # Clamp the norm, so that one huge value does not hide later spikes, but a lasting rise becomes normal.
             metrics = replace(metrics, gradient_norm=min(metrics.gradient_norm, norm_limit))
         for name, values in self._recent.items():
             values.append(getattr(metrics, name))
@@ -101,7 +102,7 @@ class HealthMonitor(Hook):
         """Whether a checkpoint came due before training recovered, so that an unmarked one is saved afterwards."""
 
     def on_train_start(self, trainer: Training, event: TrainStart) -> None:
-        if not any(self._detector.state().values()):  # a process that joins later has received the others' steps
+        if not any(self._detector.state().values()):  # a process that joins later has received another's state
             self._detector.take_state(trainer.position.recent)
 
     def after_step(self, trainer: Training, event: StepEnd) -> None:
@@ -125,7 +126,7 @@ class HealthMonitor(Hook):
         self._healthy = 0
         if trainer.trouble is None:
             proven = trainer.proven_checkpoint()
-            saved = f"'{proven}' is kept" if proven is not None else "no checkpoint has been proven yet"
+            saved = f"the proven checkpoint '{proven}' is kept" if proven else "no checkpoint has been proven yet"
             trainer.warn(f"{text}; checkpoints are marked until training has recovered; {saved}")
         trainer.trouble = RunTrouble(text, ruined=kind != "spike")
         # A non-finite step changes no weights. Only a second one in a row means that the weights are ruined.

@@ -1,8 +1,8 @@
-"""Heartbeats: each process publishes its activity, so that a hang is reported with the process, line and collective.
+"""Heartbeats: each process publishes its activity, so that a report of a hang can name the process, line and collective.
 
 A thread in each process publishes a `Beat` every second: its phase, step, line of code, and latest collectives, read from c10d's
 flight recorder (gloo and NCCL; no overhead per collective). On one machine, heartbeats are files in the launcher's folder;
-under torchrun, they are keys in the run's store. A process reads them only after it has waited for its phase's timeout. It then
+under torchrun, they are keys in the run's store. A process reads them when a wait nears its phase's timeout. After the timeout, it
 names the processes that send no heartbeats or, if all send them, those that have not reached the collective that it waits for.
 
 A process that is suspended (SIGSTOP), swapped out or lost with its machine sends no heartbeats. One that loops or sleeps in Python
@@ -39,13 +39,13 @@ INTERVAL_S = 1.0
 """Interval between heartbeats, in seconds."""
 
 SILENCE_S = 3.5
-"""Seconds without a heartbeat after which a process counts as unresponsive if another one has waited for the whole timeout."""
+"""Seconds without a heartbeat after which a process is unresponsive if another process has waited for the whole timeout."""
 
 WATCH_MARGIN_S = 2.0
 """Seconds past the timeout after which the thread reports a hang, if the backend has not raised an error by then."""
 
 NCCL_MARGIN_S = 8.0
-"""Seconds past the timeout of a phase after which NCCL aborts the process. The thread must report before that."""
+"""Seconds past the timeout of a phase after which NCCL aborts the process. The heartbeat thread must report before that."""
 
 _BEAT_BYTES = 4096
 """Size of a heartbeat file in bytes; larger ones are rare."""
@@ -81,7 +81,7 @@ class Issued:
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat: what a process was doing when it was published."""
+    """A heartbeat: what a process was doing when the heartbeat was published."""
 
     rank: int
     count: int
@@ -101,7 +101,7 @@ class Beat:
     incarnation: str = ""
     """Name of this incarnation of the process, if processes are restarted within a run."""
     pace: float = 0.0
-    """Seconds per micro-batch of the latest forward and backward passes; 0: unknown."""
+    """Seconds per micro-batch of the latest forward and backward passes; 0 if unknown."""
     pid: int = 0
 
     @classmethod
@@ -148,10 +148,10 @@ def read_beats(folder: Path) -> list[Beat]:
 
 
 class StoreBoard:
-    """Heartbeats as keys in the run's store, over a separate connection: the main thread's may be blocked."""
+    """Heartbeats as keys in the run's store, over a separate connection, because the main thread's may be blocked."""
 
     def __init__(self, store: dist.Store) -> None:
-        self._store: dist.Store = getattr(store, "clone", lambda: store)()  # older releases share the connection
+        self._store: dist.Store = getattr(store, "clone", lambda: store)()  # older torch releases share the connection
         self._store.set_timeout(timedelta(seconds=SILENCE_S))
 
     def post(self, rank: int, text: str) -> None:
@@ -170,7 +170,7 @@ Board = FolderBoard | StoreBoard
 """Publishes and reads heartbeats."""
 
 
-# This process's state. Only one run at a time, because torch has one default process group.
+# This process's state. There is only one run at a time, because torch has one default process group.
 
 
 @dataclass
@@ -187,7 +187,7 @@ _current: "Heartbeat | None" = None
 
 @contextlib.contextmanager
 def in_phase(phase: Phase) -> Iterator[None]:
-    """Context manager: puts this process in `phase` and applies that phase's timeout to collectives."""
+    """Context manager that puts this process in `phase` and applies that phase's timeout to collectives."""
     before = _state.phase
     enter(phase)
     try:
@@ -218,7 +218,7 @@ def set_pace(seconds: float) -> None:
 
 @contextlib.contextmanager
 def background_save() -> Iterator[None]:
-    """Context manager: a background thread is writing a checkpoint, regardless of the main thread's phase."""
+    """Context manager in which a background thread writes a checkpoint, regardless of the main thread's phase."""
     _state.background_save = True
     try:
         yield
@@ -318,7 +318,7 @@ class Heartbeat:
             if message or self._earlier is None:
                 return message
             self._earlier = None  # the process may have stopped after that reading, so take another one
-        # The store is not responding: rank 0 hosts it, unless torchrun does.
+        # The store is not responding. Rank 0 hosts it, unless torchrun does.
         if self.rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or launch_dir():
             log.warning("heartbeats cannot be read")
             return None
@@ -331,7 +331,7 @@ class Heartbeat:
         return None if beats is None else (time.monotonic(), {beat.rank: beat.count for beat in beats})
 
     def _read(self) -> list[Beat] | None:
-        """All heartbeats. None if the store fails or is not responding: c10d's client would wait forever for a stopped host."""
+        """All heartbeats. None if the store fails or is not responding; c10d's client would wait forever for a stopped host."""
         board = self._board
         answers: list[list[Beat]] = []
         if board is None:
@@ -447,7 +447,7 @@ def hang_message(
     waiting: Beat, beats: Sequence[Beat], before: dict[int, int], size: int, timeout_s: float | None
 ) -> str | None:
     """Names the processes that `waiting` waits for: those whose heartbeat count has not changed since `before`; if none, those that
-    have not reached its collective. `timeout_s`: the timeout that expired; None if its connection was lost earlier.
+    have not reached its collective. `timeout_s`: the timeout that expired; None if `waiting` lost its connection earlier.
 
     Returns None if every process sends heartbeats and has reached the collective. The cause is then the network or work that takes
     longer than the timeout.
@@ -460,7 +460,7 @@ def hang_message(
             theirs = beat.issued.get(waiting.last or "")
             if theirs is not None and not theirs.point_to_point and theirs.sequence < mine.sequence:
                 behind.append(beat)
-    for blamed, what in ((silent, "is not responding"), (behind, "is behind the others")):
+    for blamed, what in ((silent, "is not responding"), (behind, "is behind the other processes")):
         names = []
         for beat in blamed:
             seen = [f"step {beat.step}", f"phase {beat.phase}"]

@@ -9,11 +9,11 @@ A hook is a class with one method per event. Subclass `Hook`, override what you 
 
     Trainer(config, mesh, run, hooks=[StopAtLoss()]).fit()
 
-**Order of events.** `Trainer.fit` calls `setup`, `on_train_start`, then for each step `before_step`, `after_backward`,
-`on_bad_step` (only if the loss or gradient norm is not finite; no weight changed), `after_step`; at the end, it calls
-`on_train_end` and `teardown`. `Trainer.save` calls `before_save` and, once the checkpoint is complete, `after_save`:
-with train.async_save, that happens in a later step, before its `after_step`. `Trainer.evaluate` calls `on_evaluation`
-unless a signal ended it early, then `on_sample` for each prompt (train.sample_tokens). Both methods may be called from anywhere.
+**Order of events.** `Trainer.fit` calls `setup` and `on_train_start`. For each step, it calls `before_step`, `after_backward`,
+`on_bad_step` (only if the loss or gradient norm is not finite; no weight changed) and `after_step`. At the end, it calls
+`on_train_end` and `teardown`. `Trainer.save` calls `before_save` and, once the checkpoint is complete, `after_save`. With
+train.async_save, that happens in a later step, before its `after_step`. `Trainer.evaluate` calls `on_evaluation` (unless a
+signal ended it early), then `on_sample` for each prompt (train.sample_tokens). `save` and `evaluate` may be called from anywhere.
 
 A rollback (train.on_spike) follows `after_step` and calls `on_rollback`.
 
@@ -22,7 +22,7 @@ the host. `before_step` and `after_backward` for step n + 1 come before `on_bad_
 for step n. The update in step n + 1 follows all of these. Evaluations, saves and rollbacks at step n therefore see the
 same weights, optimizer state and position as on CPUs; only the gradients are already those of step n + 1. Exceptions:
 
-- If the run stops or rolls back in `after_step`, the passes of step n + 1 are discarded, although hooks have seen its events.
+- If the run stops or rolls back in `after_step`, the passes of step n + 1 are discarded, although hooks have seen their events.
 - If a hook changes weights in `after_step`, the passes of step n + 1 are repeated, with both events. The hook must change weights
   in place and on all processes.
 - If a hook changes weights in `before_step` of step n + 1, evaluations and checkpoints at step n include the change.
@@ -30,17 +30,17 @@ same weights, optimizer state and position as on CPUs; only the gradients are al
 
 Optimizers that need the statistics on the host (`Optimizer.takes_tensors` is False) use the CPU order on GPUs, too.
 
-**Order of hooks.** For each event: the hooks passed to the trainer, in order, then the built-in `BadStepLimit`, `ReplicaCheck`,
-`HealthMonitor`, `PeriodicEvaluation`, `PeriodicCheckpoint`, `TextSamples`, `ProfileHook`. Hooks passed to the trainer therefore see
-a step before it is evaluated and saved.
+**Order of hooks.** For each event, the hooks passed to the trainer run first, in order. The built-in hooks follow: `BadStepLimit`,
+`ReplicaCheck`, `HealthMonitor`, `PeriodicEvaluation`, `PeriodicCheckpoint`, `TextSamples`, `ProfileHook`. Hooks passed to the
+trainer therefore see a step before it is evaluated and saved.
 
 **Processes.** Hooks run on every process; those with `main_only = True` run on the main process only. Hooks on all processes may
 call the collective methods `trainer.save` and `trainer.evaluate`, as long as all processes do so at the same event. If there are
 several processes, a main-only hook that calls them raises RuntimeError.
 
-**Requests.** `trainer.request_stop(reason)` and `trainer.request_save()` may be called by any hook on any subset of processes. They
-are reduced with the step statistics. A request from `before_step` or `after_backward` takes effect after the same step,
-and a request from any other event takes effect after the next step, on GPUs too: the statistics of step n + 1 are
+**Requests.** Any hook on any subset of processes may call `trainer.request_stop(reason)` and `trainer.request_save()`. Requests are
+reduced with the step statistics. A request from `before_step` or `after_backward` takes effect after the same step. A
+request from any other event takes effect after the next step, also on GPUs, because the statistics of step n + 1 are
 reduced after `after_step` of step n. `before_save` may refuse a checkpoint by returning a reason. If it refuses on any
 process, all processes skip the checkpoint, even the run's last one.
 
@@ -74,7 +74,7 @@ log = logging.getLogger("boost")
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step, across all processes."""
+    """Metrics of one optimizer step, across all processes."""
 
     step: int
     """Steps done, including this one."""
@@ -98,7 +98,7 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class EvalMetrics:
-    """One evaluation on held-out text."""
+    """Metrics of one evaluation on held-out text."""
 
     step: int
     """Steps done so far."""
@@ -131,7 +131,7 @@ class StepStart:
     """A step is about to run."""
 
     step: int
-    """Number of the step; the first one is 1."""
+    """Number of the step, starting at 1."""
     lr: float
 
 
@@ -253,7 +253,7 @@ class TrainResult:
     stopped_by: str | None = None
     """The signal's name or the hook's reason, if either stopped the run before its last step."""
     by_signal: bool = False
-    """Whether a signal to any process stopped it."""
+    """Whether a signal to any process stopped the run."""
     received_signal: bool = False
     """Whether this process received that signal."""
 
@@ -266,7 +266,7 @@ class TrainEnd:
 
 
 class Training(Protocol):
-    """The interface that a run offers to its hooks: the `Trainer` that calls them."""
+    """The interface that a run offers to its hooks; `Trainer` implements it."""
 
     config: "Config"
     mesh: "Mesh"
@@ -437,7 +437,7 @@ class HookRunner:
                 log.exception("teardown of %s failed", type(hook).__name__)
 
     def require_all_processes(self, method: str, world_size: int) -> None:
-        """Raises RuntimeError inside a main-only hook: a collective method would wait forever for the other processes."""
+        """Raises RuntimeError in a main-only hook, because a collective method would wait forever for the other processes."""
         if self._main_only_hook is not None and world_size > 1:
             raise RuntimeError(
                 f"{type(self._main_only_hook).__name__} runs on the main process only, but Trainer.{method} needs all processes; "

@@ -1,9 +1,9 @@
 """Single-machine launcher, without torchrun: starts, watches and ends the processes together, and reports a failure in one line.
 
-The launcher starts the processes (forked if no GPU can be involved, see `can_fork`; otherwise spawned), forwards signals to them
-and waits. Each process runs `entry` and, if that fails, writes a report to a shared folder. From the reports and exit
-codes, the launcher determines the root cause and prints it. torch's elastic agent opens two TCP stores on all
-interfaces and unpickles their contents; this launcher does not. It handles one machine only, restarts no processes
+The launcher starts the processes, forwards signals to them and waits. It forks them if no GPU can be involved (`can_fork`), and
+otherwise spawns them. Each process runs `entry` and, if that fails, writes a report to a shared folder. From the reports and exit
+codes, the launcher determines and reports the root cause. torch's elastic agent opens two TCP stores on all
+interfaces and unpickles their contents; this launcher does not. It handles one machine only, does not restart processes
 (unless `launch(supervise=...)` does), and detects which process is hung.
 
 Signals are blocked while a process starts (it inherits the mask), so a Ctrl-C during startup prints no traceback and is not lost.
@@ -38,16 +38,16 @@ from boost.train.signals import SECOND_INTERRUPT_S, STOP_SIGNALS, answer_interru
 from boost.train.worker import NO_STOP, STOPPED_EXIT, LaunchSpec, run_worker, stacks_file
 
 ORPHAN_GRACE_S = 30.0
-"""Time that a process has to save and exit once its launcher is killed, in seconds."""
+"""Time, in seconds, that a process has to save and exit after its launcher is killed."""
 
 FAILURE_GRACE_S = 5.0
-"""Time that the other processes have to report and exit once one fails, in seconds."""
+"""Time, in seconds, that the other processes have to report and exit after one fails."""
 
 SAVING_GRACE_S = 60.0
 """The same, while one of them is writing a checkpoint."""
 
 HANG_GRACE_S = 0.5
-"""The same, after a process has reported a hang: nothing can be saved anymore."""
+"""The same, after a process has reported a hang, when nothing can be saved anymore."""
 
 _POLL_S = 0.1
 
@@ -55,8 +55,8 @@ _POLL_S = 0.1
 Supervise = Callable[
     [Path, Callable[[int], BaseProcess], list[BaseProcess], Sequence[int], Callable[[], bool]], dict[int, int]
 ]
-"""Starts the processes and watches them until the run is over: (launch folder, function that starts the process of a rank, list to
-put the processes in, signals received so far, whether to abort) -> exit codes, by rank, of the processes that ended the run."""
+"""Starts the processes and watches them until the run is over: (launch folder, function that starts a rank's process, list to which
+it adds the processes, signals received so far, whether to abort) -> exit codes, by rank, of the processes that ended the run."""
 
 
 def under_torchrun() -> bool:
@@ -68,7 +68,7 @@ def can_fork() -> bool:
     """Whether a run's processes can be forked. Forked processes start in milliseconds and share the memory of imported
     modules.
 
-    True only on Linux with a CPU build of torch: GPU drivers do not survive a fork.
+    True only on Linux with a CPU build of torch, because GPU drivers do not survive a fork.
     """
     return sys.platform == "linux" and not torch.backends.cuda.is_built()
 
@@ -85,18 +85,18 @@ def launch(
 ) -> int:
     """Runs `entry(*args)` in `nproc` local processes and returns the first nonzero exit code, or 0.
 
-    `entry` must be a module-level function, and `args` picklable. Global rank 0 inherits stdout and stderr; the output of the
-    others is appended to log_dir/rank{r}.out (without `log_dir`, they share the terminal). Stop signals and SIGUSR2 are forwarded,
-    and the processes decide when to exit. With `holds_signals`, signals stay pending in each process until `entry` opens a
-    StopRequest, so that none is lost during startup. A second Ctrl-C ends the processes. Call this on the main thread.
+    `entry` must be a module-level function, and `args` picklable. Global rank 0 inherits stdout and stderr; the output of other
+    ranks is appended to log_dir/rank{r}.out (without `log_dir`, they share the terminal). Stop signals and SIGUSR2 are forwarded to
+    the processes, which decide when to exit. With `holds_signals`, signals stay pending in each process until `entry` opens a
+    StopRequest, so that none is lost during startup. A second Ctrl-C ends the processes. Call `launch` on the main thread.
 
-    `forks`: fork the processes instead of spawning them. Requires `can_fork`, and that this process has computed on one
-    thread only, because OpenMP's threads do not survive a fork, and the next parallel loop would wait for them.
+    `forks`: forks the processes instead of spawning them. Requires `can_fork`. This process must have computed on a single
+    thread, because OpenMP's threads do not survive a fork, and the next parallel loop would wait for them.
 
-    `supervise`: watches the processes instead of ending all of them after one fails.
+    `supervise`: starts and watches the processes. By default, all of them end after one fails.
 
-    Raises the BoostError of the process that failed first; TrainingError if a process is killed or loses its
-    connections; KeyboardInterrupt if an interrupt ends a process. For a bug in `entry`, prints the traceback once,
+    Raises the BoostError of the process that failed first, TrainingError if a process is killed or loses its
+    connections, and KeyboardInterrupt if an interrupt ends a process. For a bug in `entry`, prints the traceback once,
     keeps it in log_dir/rank{r}.log, and returns 1.
     """
     if nproc < 1:
@@ -121,7 +121,7 @@ class _Signals:
     processes: list[BaseProcess] = field(default_factory=list)
     interrupted_at: float | None = None
     aborted: bool = False
-    """Whether a second Ctrl-C requested an immediate end of the processes."""
+    """Whether a second Ctrl-C requested that the processes end immediately."""
 
 
 def _run(spec: LaunchSpec, signals: _Signals, method: str, supervise: Supervise | None) -> dict[int, int]:
@@ -163,14 +163,14 @@ def _supervise(spec: LaunchSpec, signals: _Signals) -> dict[int, int]:
             failed_at = time.monotonic()
         if failed_at is None:
             continue
-        # Give the others time to report and exit: more if one is writing a checkpoint, hardly any if one is hung.
+        # Give the others time to report and exit: more if one is writing a checkpoint, very little if one is hung.
         saving = any(beat.saving and codes[beat.rank] is None for beat in read_beats(spec.folder))
         grace_s = SAVING_GRACE_S if saving else FAILURE_GRACE_S
         if any(report.kind == "hung" for report in read_reports(spec.folder)):
             grace_s = HANG_GRACE_S
         if time.monotonic() - failed_at > grace_s:
             if spec.log_dir:
-                for process in running:  # they write their stacks before they are killed; a suspended one cannot
+                for process in running:  # each writes its stacks before it is killed, unless it is suspended
                     if process.pid is not None:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(process.pid, signal.SIGQUIT)
@@ -187,7 +187,7 @@ def _omp_threads(nproc: int) -> Iterator[None]:
     if threads := os.environ.get("OMP_NUM_THREADS"):
         if not threads.isdecimal() or int(threads) < 1:
             raise ConfigError(
-                f"OMP_NUM_THREADS = {threads!r} must be a number of threads; unset it or set it to 1 or more"
+                f"OMP_NUM_THREADS = {threads!r} must be a positive integer (threads per process); correct it or unset it"
             )
         yield
         return
@@ -208,7 +208,7 @@ def _forward_signals(spec: LaunchSpec, forks: bool) -> Iterator[_Signals]:
     signals = _Signals()
 
     def forward(number: int, frame: FrameType | None) -> None:
-        """Records a signal for processes that have not started yet, responds to Ctrl-C, and forwards the signal to the others."""
+        """Records a signal for processes that have not started yet, responds to Ctrl-C, and forwards the signal to running ones."""
         signals.received.append(number)
         if number in STOP_SIGNALS:
             # A process that has not started yet reads this file at startup. Overwrite it in place, because the disk may be full.
@@ -230,7 +230,7 @@ def _forward_signals(spec: LaunchSpec, forks: bool) -> Iterator[_Signals]:
                     os.kill(process.pid, number)
 
     if not forks:
-        # Processes exit without cleaning up; the tracker does that for them, but would warn about it.
+        # Processes exit without cleaning up. The resource tracker does that for them, but would warn about it.
         sys.warnoptions.append("ignore:resource_tracker")
         resource_tracker.ensure_running()  # otherwise the first spawn starts it and unblocks signals on this thread
     over = threading.Event()
@@ -273,7 +273,7 @@ def _raise_root_cause(
             raise error
         how = f"was killed by {name}" if number > 0 else f"ended with exit code {code}"
         hint = " (out of memory?)" if number == signal.SIGKILL else ""
-        others = "; the others were stopped" if spec.nproc > 1 else ""
+        others = "; the other processes were stopped" if spec.nproc > 1 else ""
         raise TrainingError(f"{process_name(report, spec.nproc)} {how}{hint}{others}; {_resume_hint(spec)}")
     who = process_name(report.rank, spec.nproc)
     if report.kind == "defect":

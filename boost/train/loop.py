@@ -58,14 +58,14 @@ from boost.train.step import Passes, Stepper, Update
 log = logging.getLogger("boost")
 
 SLOW_SAVE_S = 1.0
-"""A warning is logged if a save waits longer than this, in seconds, for the previous background save."""
+"""A save that waits longer than this, in seconds, for the previous background save logs a warning."""
 LAST_SAVE_S = 60.0
 """Maximum time, in seconds, for which a failing run waits for a background save to finish."""
 
 MAX_ROLLBACKS = 3
 """Maximum number of rollbacks for the same problem."""
 PAST_TROUBLE = 32
-"""Number of steps past a rollback's furthest step after which the problem is over and the count restarts."""
+"""Number of steps past the furthest rollback request after which the problem is over and the count restarts."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Trainer:
     def __init__(
         self, config: Config, mesh: Mesh, run: RunDirectory, hooks: Sequence[Hook] = (), ahead: bool | None = None
     ) -> None:
-        """Builds everything at step 0. Raises DataError if the token store does not match the configuration.
+        """Builds the run's state at step 0. Raises DataError if the token store does not match the configuration.
 
         `ahead`: whether `fit` launches a step's passes before it reads the previous step's statistics. None: on GPUs only.
         True needs an optimizer with `takes_tensors`.
@@ -114,7 +114,7 @@ class Trainer:
         self.warnings: list[str] = []
         """Warnings from before the first step."""
         self.all_hooks = [*hooks, *builtin_hooks(config)]
-        """The run's hooks; `hooks` are those of this process."""
+        """All hooks of the run; `hooks` are those that run on this process."""
         self.hooks = [hook for hook in self.all_hooks if mesh.is_main or not hook.main_only]
         self.recent: list[StepMetrics | EvalMetrics] = []
         """Metrics of the latest step."""
@@ -135,7 +135,7 @@ class Trainer:
         self._said_empty = False
         self._rollback: str | None = None
         self.rollbacks = Rollbacks()
-        # Read it once, because the store on disk may be replaced or deleted during training.
+        # Read the tokenizer once, because the store on disk may be replaced or deleted during training.
         tokenizer, data = self.store.tokenizer_json.encode(), self.corpus.identity()
         self._saver = self.saver_type(self.model, self.optimizer, config, tokenizer, data, mesh)
 
@@ -147,7 +147,7 @@ class Trainer:
         return Stepper(self.config, self.mesh, *parts, ahead)
 
     def start(self, resume_from: list[Path], start_from: str | None = None) -> None:
-        """Loads the first intact checkpoint of `resume_from`. If the list is empty, starts at step 0 from the weights of
+        """Loads the first intact checkpoint in `resume_from`. If the list is empty, starts at step 0 from the weights of
         `start_from`, or from initial weights.
 
         Raises CheckpointError if the checkpoint does not match the model or the data, or if all checkpoints are damaged.
@@ -209,7 +209,7 @@ class Trainer:
         return self.position.step >= self.config.train.steps
 
     def fit(self) -> TrainResult:
-        """Trains from the current position to the end and evaluates. Stops early on a signal or at the request of a hook.
+        """Trains from the current position to the end and then evaluates. Stops early on a signal or at the request of a hook.
 
         Hooks save checkpoints: periodically, when the run stops, and after the last step.
         """
@@ -281,7 +281,7 @@ class Trainer:
     def _roll_back(self, reason: str) -> None:
         """Returns to the newest proven checkpoint and skips the data used since then, as PaLM's authors did by hand. Collective.
 
-        Raises TrainingError if there is none, or if the run has not recovered after MAX_ROLLBACKS.
+        Raises TrainingError if there is none, or if the run has not recovered after MAX_ROLLBACKS rollbacks.
         """
         self.finish_save()
         before, rollbacks = self.position, self.rollbacks
@@ -290,17 +290,18 @@ class Trainer:
         rollbacks.furthest = max(rollbacks.furthest, before.step)
 
         def load_proven() -> None:
-            # Only the main process searches, because others might see a folder that is being renamed.
+            # Only the main process searches, because others might see a folder while it is being renamed.
             look = self.proven_checkpoint if self.mesh.is_main else lambda: None
             target = ckpt.run_on_all(self.mesh, look, TrainingError)[0]
             if target is None:
-                raise TrainingError(f"{reason}; train.on_spike = 'rollback' found no checkpoint to return to")
+                raise TrainingError(f"{reason}; train.on_spike = 'rollback', but there is no proven checkpoint")
             if rollbacks.count > MAX_ROLLBACKS:
                 raise TrainingError(
-                    f"{reason}; {MAX_ROLLBACKS} rollbacks to '{target}' did not help: resume from it with a lower optim.lr"
+                    f"{reason}; {MAX_ROLLBACKS} rollbacks did not help; resume from '{target}' with a lower optim.lr"
                 )
             self.load(ckpt.open_checkpoint(target))
-            self._supersede_later_checkpoints()  # they may look healthy but are not; do it now because the run may be killed
+            # They may look healthy, but are not. Do this now, because the run may be killed.
+            self._supersede_later_checkpoints()
             self.mesh.barrier()
 
         self.mesh.together(load_proven)
@@ -347,7 +348,7 @@ class Trainer:
             self.bad_steps = 0
             if not stats.updates:
                 say = log.info if self._said_empty else self.warn
-                say(f"step {self.position.step} changed nothing: no token in it counts toward the loss (loss masks)")
+                say(f"step {self.position.step} changed nothing, because the loss masks exclude all of its tokens")
                 self._said_empty = True
         else:
             self.bad_steps += 1
@@ -355,7 +356,7 @@ class Trainer:
             self.notify(Hook.on_bad_step, event)
 
     def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
-        """Held-out loss on the whole split or about `max_tokens` of it; None if a signal stops the evaluation. Collective."""
+        """Evaluates the held-out split, or about `max_tokens` of it. Returns None if a signal stops the evaluation. Collective."""
         self._runner.require_all_processes("evaluate", self.mesh.size)
         train, isolate = self.config.train, self.config.data.isolate_documents
         facts = train.seq_len, train.micro_batch, isolate, self.mesh, max_tokens, self._signal_now
@@ -380,9 +381,9 @@ class Trainer:
     def save(self, wait: bool = True) -> Path | None:
         """Saves a checkpoint of the current position. Returns its path, or None if a hook refused it. Collective.
 
-        With `wait`, the checkpoint is complete on return. Without it, the save runs in the background: this returns None after the
-        copy to host memory, hooks get `after_save` when the checkpoint is complete, and a failure only logs a warning. Only one
-        save is in flight at a time; the next one waits for it.
+        With `wait`, the checkpoint is complete on return. Without it, the save runs in the background: `save` returns None after
+        the copy to host memory, hooks get `after_save` when the checkpoint is complete, and a failure only logs a warning. Only
+        one save is in flight at a time; the next one waits for it.
 
         Raises StorageError on every process if any cannot write, NonFiniteError if weights or optimizer state are not
         finite, and TrainingError if replicas differ (a checkpoint stores one replica's weights).
@@ -396,7 +397,7 @@ class Trainer:
         return self._announce(self._save_into(self.run.checkpoints))
 
     def save_last(self, urgent: bool) -> Path | None:
-        """Saves the run's last checkpoint like `save`, with retries (run.save_retry_minutes) and run.fallback_dir. Collective.
+        """Saves the run's last checkpoint like `save`, but retries (run.save_retry_minutes) and uses run.fallback_dir. Collective.
 
         `urgent`: a signal stopped the run, so run.fallback_dir is tried before the retries.
         """
@@ -462,10 +463,10 @@ class Trainer:
             reasons = self.notify(Hook.before_save, SaveStart(step, last))
             return [reason or "refused by a hook" for reason in reasons if reason is not None]
 
-        # Not part of the step statistics, because saves are rare and a hook may inspect the current weights.
+        # These requests are not part of the step statistics, because saves are rare and a hook may inspect the current weights.
         answers = ckpt.run_on_all(self.mesh, ask_hooks, TrainingError)
         if reason := next((reasons[0] for reasons in answers if reasons), None):
-            self.warn(f"checkpoint for step {step} not saved: {reason}")
+            self.warn(f"the checkpoint for step {step} was not saved: {reason}")
             return False
         return True
 
@@ -543,7 +544,7 @@ class Trainer:
         latest = self._saved or (complete[-1] if complete else None)
         if not stopped:
             return TrainResult(self.position, evaluation, latest)
-        # A signal takes precedence over a hook: it determines the exit code, which schedulers rely on.
+        # A signal takes precedence over a hook, because it determines the exit code, which schedulers rely on.
         by_signal = StepFlags.SIGNAL in stopped
         name = self._signals.name or "a signal to another process"
         reason = name if by_signal else self._stop_reason or "a hook on another process"

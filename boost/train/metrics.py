@@ -1,7 +1,7 @@
 """Metrics for a run: metrics.jsonl, TensorBoard and, optionally, W&B.
 
-Each line of metrics.jsonl is a JSON object, such as `{"kind": "step", "step": 120, "loss": 4.3, ...}`. `KINDS` maps each kind to
-the class that defines its fields; other kinds come from `RunEvent`. JSON has no non-finite numbers, so they are written as the
+Each line of metrics.jsonl is a JSON object, such as `{"kind": "step", "step": 120, "loss": 4.3, ...}`. `KINDS` maps kinds to the
+classes that define their fields; other kinds come from `RunEvent`. JSON has no non-finite numbers, so they are written as the
 strings "nan", "inf" and "-inf" (which pandas.to_numeric accepts); `read_metrics` converts them back to floats.
 """
 
@@ -89,8 +89,8 @@ class MetricsWriter:
     """Writes metrics to every backend that the configuration enables. Used only on the main process.
 
     With `resumed_step` = N, first drops lines for steps after N (which the earlier run trained after its last checkpoint) and
-    a line truncated by a crash, so that no step appears twice. The constructor raises ConfigError if a tracker's package is
-    missing, StorageError if the run directory is not writable. Later write failures only log a warning (`best_effort`).
+    any line truncated by a crash, so that no step appears twice. The constructor raises ConfigError if a tracker's package is
+    missing, and StorageError if the run directory is not writable. Later write failures only log a warning (`best_effort`).
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class MetricsWriter:
         self._run, self._warn = run, warn
         self.damaged = 0
         """Number of unreadable lines from an earlier run, which were moved to another file."""
-        # Check before changing any file: a missing package must not lose lines from an earlier run.
+        # Check before changing any file, so that a missing package does not lose lines from an earlier run.
         modules = tracker_modules(config)
         with storage_errors(run.path):
             if resumed_step is not None and run.metrics.exists():
@@ -119,7 +119,7 @@ class MetricsWriter:
         self._trackers: list[ModuleType] = []
         for module in modules:
             with best_effort(f"open {module.__name__}", warn):
-                # Record the id, so that a resumed run continues the same W&B run. A sweep agent sets the variable.
+                # Record the id, so that a resumed run continues the same W&B run. A sweep agent sets the environment variable.
                 run_id = run.tracker_id(module.__name__, os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8])
                 where = {"project": config.run.project, "name": run.path.resolve().name, "dir": str(run.path)}
                 module.init(config=config.model_dump(), resume="allow", id=run_id, **where)
@@ -196,7 +196,7 @@ class MetricsWriter:
             self._file.flush()
 
     def _draw(self, write: "Callable[[SummaryWriter], Any]") -> None:
-        """Writes to TensorBoard. A writer stops working after a failure, so a new one is opened after a while."""
+        """Writes to TensorBoard. A writer stops working after a failure, so a new one is opened after REOPEN_S seconds."""
         from torch.utils.tensorboard import SummaryWriter
 
         if self._board is None and time.monotonic() < self._reopen_at:
@@ -236,7 +236,7 @@ class MetricsHook(Hook):
             self._writer = MetricsWriter(trainer.run, trainer.config, *state, trainer.warn)
             if self._writer.damaged:
                 name = trainer.run.metrics.name
-                trainer.warn(f"{self._writer.damaged} lines of {name} could not be read; moved to {name}.damaged")
+                trainer.warn(f"unreadable lines in {name}: {self._writer.damaged}; they were moved to {name}.damaged")
             if trainer.recent:  # the previous main process may not have written them
                 known = {(line["kind"], line["step"]) for line in read_metrics(trainer.run.metrics)}
                 for metrics in trainer.recent:
@@ -280,8 +280,8 @@ class MetricsHook(Hook):
 def _describe_run(board: "SummaryWriter", run: RunDirectory, config: Config, step: int) -> None:
     """Writes the configuration as text and, except for [run], to the HPARAMS tab.
 
-    Writes no list of hyperparameters for all runs in a folder: TensorBoard derives this list from the runs, which
-    differ by model family, and uses the runs' scalars as metrics.
+    Does not write hparams' list of hyperparameters for all runs in a folder, because runs differ by model family.
+    TensorBoard derives the list from the runs, and uses their scalars as metrics.
     """
     from torch.utils.tensorboard.summary import hparams
 
@@ -289,7 +289,7 @@ def _describe_run(board: "SummaryWriter", run: RunDirectory, config: Config, ste
     values = {key: value for key, value in flat_config(config.model_dump()).items() if not key.startswith("run.")}
     for key, value in values.items():
         values[key] = value if isinstance(value, bool | int | float | str) else str(value)
-    # `SummaryWriter.add_hparams` would write to a separate folder, with a list for all runs (the first part).
+    # `SummaryWriter.add_hparams` would write to a separate folder and include the list for all runs (the first value).
     _, start, _ = hparams(values, {})
     cast(Any, board._get_file_writer()).add_summary(start, step)
 
@@ -309,7 +309,7 @@ def flat_config(tree: dict[str, Any], prefix: str = "", separator: str = ".") ->
 
 
 def tracker_modules(config: Config) -> list[ModuleType]:
-    """The package that run.wandb requires, if it is set. Raises ConfigError if the package is missing."""
+    """The package that run.wandb = true requires; empty otherwise. Raises ConfigError if the package is missing."""
     if not config.run.wandb:
         return []
     try:
@@ -317,7 +317,7 @@ def tracker_modules(config: Config) -> list[ModuleType]:
     except ModuleNotFoundError as error:
         if error.name != "wandb":
             raise
-        raise ConfigError("run.wandb = true needs the package 'wandb': pip install wandb") from None
+        raise ConfigError("run.wandb = true: the package 'wandb' is not installed; run 'pip install wandb'") from None
 
 
 def read_metrics(path: Path | str, damaged: list[int] | None = None) -> list[dict[str, Any]]:
@@ -339,11 +339,11 @@ def read_metrics(path: Path | str, damaged: list[int] | None = None) -> list[dic
 
 
 def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progress: bool = False) -> int:
-    """Drops the lines for steps > `last_step`. Atomic: the file is replaced in one step.
+    """Atomically drops the lines for steps > `last_step`.
 
-    With `in_progress`, step `last_step` + 1 has started, and its other events (`RunEvent`) are kept. Also drops the
-    `RunEnd` line and, with `at_end`, the final evaluation, which a run resumed at its end repeats. Moves lines that are
-    not JSON objects to <name>.damaged, so that they do not stop the run. Returns their number.
+    With `in_progress`, step `last_step` + 1 has started, and its other events (`RunEvent`) are kept. Also drops the `RunEnd`
+    line and, with `at_end`, the final evaluation and its samples, which a run resumed at its end repeats. Moves lines that
+    are not JSON objects to <name>.damaged, so that they do not stop the run. Returns their number.
     """
     require_regular(path)
     damaged = []
@@ -373,7 +373,7 @@ def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progre
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Converts non-finite numbers to strings, including in nested tables."""
+    """Converts non-finite numbers to strings, including those in nested dictionaries."""
     return {
         name: _finite(value)
         if isinstance(value, dict)
@@ -395,7 +395,7 @@ def _from_line(line: bytes, path: Path | str, number: int) -> dict[str, Any]:
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """Inverse of `_finite`, for one table."""
+    """Inverse of `_finite`, for one dictionary."""
     return {
         name: _NOT_FINITE.get(value, value) if isinstance(value, str) and name not in TEXTS else value
         for name, value in values.items()

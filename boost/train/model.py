@@ -1,4 +1,4 @@
-"""Builds the model for a configuration and a mesh on its device, for training, evaluation and generation."""
+"""Builds a configuration's model on a mesh's device, for training, evaluation and generation."""
 
 import functools
 import logging
@@ -39,9 +39,9 @@ Model = Decoder | Pipeline
 
 
 def build_model(config: Config, mesh: Mesh) -> Model:
-    """This process's model (or pipeline stages) for training, with blocks compiled and weights sharded over replicas.
+    """Builds this process's model (or pipeline stages) for training. Compiles blocks and shards weights if configured.
 
-    Weights are not initialized. Raises ConfigError if a requested option cannot run here, or if the weights alone
+    Does not initialize weights. Raises ConfigError if a requested option is not available here, or if the weights alone
     exceed the device's memory size.
     """
     # Check before allocation, because a process builds its part unsharded and then shards it over replicas.
@@ -68,7 +68,7 @@ def build_model(config: Config, mesh: Mesh) -> Model:
 
 
 def initialize_model(model: Model, seed: int, show: bool = False) -> None:
-    """Initializes this process's weights. `show`: shows a progress bar, because a large model takes minutes."""
+    """Initializes this process's weights. `show`: shows a progress bar, because initializing a large model takes minutes."""
 
     def over(params: list[FusedParam]) -> Iterable[FusedParam]:
         return progress(params, "initial weights", enabled=show)
@@ -89,8 +89,8 @@ def _compile_and_shard(root: nn.Module, decoder: Decoder, config: Config, mesh: 
 
 
 def compile_blocks(decoder: Decoder) -> None:
-    """Compiles each block into one graph, which all blocks share, for training and evaluation; generation stays eager."""
-    # For the whole process. By default, a compiled btp block keeps 65% more bytes for the backward pass than with these.
+    """Compiles each block for training and evaluation into one graph that all blocks share. Generation stays eager."""
+    # These settings apply to the whole process. Without them, a compiled btp block keeps 65% more bytes for the backward pass.
     functorch_config.ban_recompute_used_far_apart = False
     functorch_config.ban_recompute_long_fusible_chains = False
     functorch_config.ban_recompute_materialized_backward = False
@@ -99,8 +99,8 @@ def compile_blocks(decoder: Decoder) -> None:
 
 
 def choose_kernels(config: Config, device: torch.device) -> None:
-    """Chooses the implementation of this process's element-wise kernels; with compiled blocks, of those outside blocks. If they
-    cannot be compiled, raises ConfigError or, with train.compile = 'auto', logs the failure and falls back to eager kernels."""
+    """Chooses the backend of this process's element-wise kernels (if blocks are compiled, only of those outside blocks).
+    Without a compiler, raises ConfigError or, with train.compile = 'auto', logs the problem and uses eager kernels."""
     compiled = "inductor or eager" if config.train.compile == "auto" else "inductor"
     kernels.use("eager" if _compiled_part(config, device) == "none" else compiled)
 
@@ -120,11 +120,11 @@ def _compiled_part(config: Config, device: torch.device) -> CompiledPart:
 
 @functools.cache
 def _compiler_error(device: torch.device) -> str:
-    """Why one addition cannot be compiled, for example because Triton finds no C compiler or Python.h; otherwise ''. Kernels need
-    no such trial: each falls back if it fails."""
+    """Compiles an addition as a trial. Returns the error (for example, Triton finds no C compiler or Python.h), or '' on success.
+    Kernels need no such trial, because each falls back to eager if it fails."""
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))
-    except Exception as error:  # of Dynamo, inductor, Triton or a subprocess
+    except Exception as error:  # from Dynamo, inductor, Triton or a subprocess
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ""
 
@@ -142,8 +142,8 @@ def _require_compiler(part: CompiledPart, device: torch.device) -> None:
 
 
 def build_decoder(config: Config, mesh: Mesh, stage: Stage | None = None) -> Decoder:
-    """Builds a decoder, or a pipeline stage of it, with weights in train.param_dtype and computation in train.compute_dtype.
-    Weights are not initialized. Also chooses this process's element-wise kernels (`choose_kernels`).
+    """Builds a decoder, or one of its pipeline stages, with weights in train.param_dtype and computation in train.compute_dtype.
+    Does not initialize weights. Also chooses this process's element-wise kernels (`choose_kernels`).
     """
     layout = layout_for(config.model, config.parallel, mesh)
     train = config.train
@@ -167,13 +167,13 @@ class HostBatch(NamedTuple):
 
 
 def host_batch(batch: Batch, pin: bool = False) -> HostBatch:
-    """The batch as tensors that share its memory. With `pin`: copies them to pinned memory, for asynchronous copies to a GPU."""
+    """The batch as tensors that share its memory. With `pin`, copies them to pinned memory, for asynchronous copies to a GPU."""
     tensors = (torch.from_numpy(x) for x in (batch.tokens, batch.targets, batch.document_ids))
     return HostBatch(*(x.pin_memory() if pin else x for x in tensors))
 
 
 def to_device(batch: Batch | HostBatch, isolate: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(tokens, targets, document ids or None) from a batch, as decoder inputs. Document ids stay on the host."""
+    """A batch's decoder inputs: (tokens, targets, document ids). The ids stay on the host, and are None unless `isolate` is set."""
     host = batch if isinstance(batch, HostBatch) else host_batch(batch)
     tokens, targets = (x.to(device, non_blocking=True) for x in (host.tokens, host.targets))
     return tokens, targets, host.document_ids if isolate else None

@@ -1,4 +1,4 @@
-"""Progress for any task: a bar on a terminal, occasional lines elsewhere."""
+"""Shows the progress of any task: a bar on a terminal, occasional lines elsewhere."""
 
 import sys
 import time

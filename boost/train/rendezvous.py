@@ -2,7 +2,7 @@
 
 On one machine, the store is a file; on several machines, it is torchrun's or rank 0's TCP store.
 torch's TCP store listens on all interfaces without a password, so the single-machine launcher uses a file in a folder that only
-the user can read. Python code waits in short intervals so that a process notices a stop signal while others are
+the user can read. Processes poll in Python at short intervals, so that they notice a stop signal while others are
 missing.
 """
 
@@ -39,16 +39,16 @@ _GOODBYE_S = 3.0
 """How long rank 0 keeps answering late processes after a stop signal, in seconds."""
 
 _LATE_S = 20.0
-"""How long a process that received a stop signal keeps waiting for rank 0 to start, so that rank 0 learns of it, in seconds."""
+"""How long, in seconds, a process that received a stop signal waits for rank 0 to start, so that it can report the signal."""
 
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-"""Environment variables that hold a process's local rank on its machine: torchrun and our launcher, Slurm, Open MPI, MPICH."""
+"""Environment variables with a process's local rank on its machine, set by torchrun and our launcher, Slurm, Open MPI and MPICH."""
 
 GPUS_OF_A_NODE = 16
 """Upper bound on the number of GPUs in one machine."""
 
 Stopped = Callable[[], str | None]
-"""Returns the name of the stop signal that this process has received; None if there was none."""
+"""Returns the name of the stop signal that this process has received, or None."""
 
 
 def world_size() -> int:
@@ -59,8 +59,8 @@ def world_size() -> int:
 def choose_device(device: str) -> torch.device:
     """Chooses this process's device for `run.device`: a GPU if one is visible, unless "cpu" is requested.
 
-    A process that sees one GPU uses it: srun --gpus-per-task=1, Kubernetes and MIG show each process only its own. A
-    process that sees several GPUs uses the one with its local rank.
+    A process that sees one GPU uses it, because srun --gpus-per-task=1, Kubernetes and MIG show each process only its own GPU.
+    A process that sees several GPUs uses the one whose index is its local rank.
 
     Raises ConfigError if there is no GPU for this process.
     """
@@ -81,14 +81,14 @@ def choose_device(device: str) -> torch.device:
         )
     if local >= visible:
         raise ConfigError(
-            f"this is process {local + 1} on a machine with {visible} GPUs; start at most {visible} processes, or set "
-            "run.device = 'cpu'"
+            f"process {local + 1} on this machine has no GPU: torch sees only {visible}; start at most {visible} processes, or "
+            "set run.device = 'cpu'"
         )
     return torch.device("cuda", local)
 
 
 def _require_driver() -> None:
-    """Raises ConfigError if torch sees no GPU because NVIDIA's driver is too old, so that the run would use only CPUs."""
+    """Raises ConfigError if torch sees no GPU because NVIDIA's driver is too old. Otherwise, the run would silently use CPUs."""
     built_for = torch.version.cuda
     if built_for is None:
         return
@@ -131,8 +131,8 @@ def open_mesh(
     size = world_size()
     if size != parallel.world_size:
         raise ConfigError(
-            f"{size} processes were started, but parallel.{' x '.join(parallel.axes)} = "
-            f"{' x '.join(str(n) for n in parallel.axes.values())} = {parallel.world_size}; start {parallel.world_size}"
+            f"parallel.{' x '.join(parallel.axes)} = {' x '.join(str(n) for n in parallel.axes.values())}: the mesh has size "
+            f"{parallel.world_size}, but the number of started processes is {size}; start {parallel.world_size}"
         )
     chosen = choose_device(device)
     if chosen.type == "cuda":
@@ -143,7 +143,7 @@ def open_mesh(
         store, rank, size = meet(timeout_s, stopped)
         if chosen.type == "cuda":
             _require_exclusive_gpu(chosen, store, rank, size)
-        # On GPUs, gloo handles CPU tensors: checkpoints, object digests.
+        # On GPUs, gloo handles CPU tensors, such as those of object collectives.
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -153,8 +153,8 @@ def open_mesh(
 def close_mesh() -> None:
     """Destroys the process group. With NCCL, this waits for the other processes, so all of them must call it.
 
-    Do not call it while an exception propagates: the others are in a different collective, and a timeout would replace the
-    error.
+    Do not call it while an exception propagates, because the others are in a different collective, and a timeout would
+    replace the error.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -183,7 +183,7 @@ def file_store(path: Path, size: int = -1) -> dist.FileStore:
 def meet(timeout_s: float, stopped: Stopped = lambda: None) -> tuple[dist.Store, int, int]:
     """Returns (store for this start of the run, global rank, world size) after all processes have joined.
 
-    Raises TrainingError if processes are missing after `timeout_s`, StoppedError if one of them receives a stop signal first.
+    Raises TrainingError if processes are missing after `timeout_s`, and StoppedError if one of them receives a stop signal first.
     """
     size = int(os.environ["WORLD_SIZE"])
     rank = int(os.environ["RANK"])
@@ -200,7 +200,7 @@ def _connect(rank: int, timeout_s: float, stopped: Stopped) -> dist.Store:
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         raise ConfigError(
-            f"MASTER_ADDR = {host!r}, MASTER_PORT = {port!r} are not the address of a store; start with torchrun, or set both"
+            f"MASTER_ADDR = {host!r} and MASTER_PORT = {port!r} are not a valid address; start with torchrun, or set both"
         )
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     deadline, attempt = time.monotonic() + timeout_s, datetime.timedelta(seconds=min(_CONNECT_S, timeout_s))
@@ -230,9 +230,9 @@ def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: float, 
     """Agrees on a name that is unique to this start of the run, used as the prefix for its keys in the store.
 
     After an elastic restart, torchrun's store still holds the addresses of dead processes, and gloo would connect to them.
-    TORCHELASTIC_RESTART_COUNT does not distinguish starts: each node counts separately, and a node that restarts because
-    of another node does not count that restart. So rank 0 generates the name and sends it to every process that asks,
-    keyed by a new request ID. Requests from an earlier start are also answered, but no process reads those answers.
+    TORCHELASTIC_RESTART_COUNT does not distinguish starts, because each node counts separately, and a node that restarts because
+    of another node does not count that restart. So rank 0 generates the name and answers every process that asks, under a
+    key that contains the request's ID. Requests from an earlier start are also answered, but no process reads those answers.
     After every process has the name, rank 0 tells them to continue, or that one of them received a stop signal.
     """
     return (_answer if rank == 0 else _ask)(store, rank, size, timeout_s, stopped)
@@ -289,7 +289,8 @@ def _answer(store: dist.Store, rank: int, size: int, timeout_s: float, stopped: 
         if waiting and time.monotonic() > deadline:
             missing = f"{'rank' if len(waiting) == 1 else 'ranks'} {', '.join(map(str, sorted(waiting)))}"
             raise TrainingError(
-                f"{missing} of {size} did not join within run.startup_timeout_s = {timeout_s:g}; start them, or see why they exited"
+                f"{missing} of {size} did not join within run.startup_timeout_s = {timeout_s:g}; start every missing process, "
+                "or check why it exited"
             )
         time.sleep(0.02)
     store.set(f"{ours}/go", stop)

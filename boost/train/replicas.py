@@ -1,4 +1,4 @@
-"""Replica check: copies of the same weights and moments are bitwise equal on all processes, and all weights are finite.
+"""Replica check: requires that copies of weights and moments are bitwise equal on all processes, and that all weights are finite.
 
 After a bit flip in memory or a wrong result on one device, a replica trains a different model, but summing gradients
 hides this from the loss. So every process computes a digest of its weights, and all digests are compared.
@@ -24,17 +24,17 @@ from boost.models.fused import FusedParam
 from boost.parallel.mesh import Mesh
 
 _CHUNK = 1 << 20
-"""Elements digested at a time: temporaries of 8 MB each."""
+"""Elements digested at a time. Each temporary takes 8 MB."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x1E3779B97F4A7C15
-"""Any odd number with well-mixed bits: multiplying by an odd number modulo 2^64 loses no bits."""
+"""An odd number with well-mixed bits. Multiplying by an odd number modulo 2^64 loses no bits."""
 _COPIES = ("replicas", "dp", "tp")
 """Sets of processes across which weights are compared, named after the axes that they span."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Processes whose weights differ from the weights on the others."""
+    """Processes whose weights differ from those on other processes."""
 
     processes: tuple[int, ...]
     """Global ranks, ascending."""
@@ -99,7 +99,7 @@ def require_sound(report: ReplicaReport, step: int, latest: Path | None) -> None
         who, agreeing = _named(mismatch.processes, report.hosts), mismatch.copies - len(mismatch.processes)
         if mismatch.certain:
             has = "has" if len(mismatch.processes) == 1 else "have"
-            faults.append(f"{who} {has} different weights or moments than the {agreeing} replicas that agree")
+            faults.append(f"{who} {has} weights or moments that differ from those of {agreeing} replicas that agree")
         else:
             faults.append(
                 f"{who} should have the same weights and moments but do not (without a majority, it is unknown which are right)"
@@ -112,7 +112,7 @@ def require_sound(report: ReplicaReport, step: int, latest: Path | None) -> None
     advice = f"resume from '{latest}' with --resume auto" if latest else "there is no checkpoint: start over"
     raise TrainingError(
         f"at step {step}, {'; '.join(faults)}{f' (and {more} more)' if more else ''}: {cause}; these weights were not "
-        f"saved; {advice}, and exclude the machine if it happens again"
+        f"saved; {advice}, and exclude the machine if this happens again"
     )
 
 
@@ -125,8 +125,8 @@ def _named(ranks: tuple[int, ...] | list[int], hosts: tuple[str, ...]) -> str:
 def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Digest of the bits in these tensors, in order: an int64 scalar tensor, computed without leaving the device.
 
-    sum_i w_i b_i modulo 2^64, with the elements' bit patterns b_i as integers and odd weights w_i by position. A change in one
-    element always changes the digest. Changes in several elements, and permutations, go undetected in 1 of 2^64 cases.
+    It is sum_i w_i b_i modulo 2^64, where b_i is element i's bit pattern as an integer and w_i an odd weight for position i. A
+    change in one element always changes it. Other changes, and permutations, are very unlikely to cancel.
     """
     held = list(tensors)
     longest = min(_CHUNK, max((tensor.numel() for tensor in held), default=0))
@@ -160,6 +160,6 @@ def _copies(fused: FusedParam, mesh: Mesh) -> str | None:
     """Which set in `_COPIES` holds the same rows and updates them identically; None if only this process holds them."""
     whole, partial = fused.placement.dim is None, fused.placement.partial
     if fused.shard is None:
-        # Each TP rank's group sums the complete gradients of a weight over dp separately, possibly in another order.
+        # Each TP rank's group sums the complete gradients of a weight over dp separately, possibly in a different order.
         return "replicas" if whole and (partial or mesh.dp_cp.size == 1) else "dp"
     return "tp" if fused.shard.over == "dp" and whole and partial else None

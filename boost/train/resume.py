@@ -54,9 +54,9 @@ def require_nothing_lost(run: RunDirectory, candidates: list[Path], restart: boo
         saved = max(_step(path) for path in folders)
     if saved is not None:
         raise CheckpointError(
-            f"run.dir = '{run.path}' holds a run that saved a checkpoint at step {saved}, but --resume auto finds no complete "
-            "one; is its file system mounted? 'boost checkpoint list' shows what exists; --restart starts over at step 0 "
-            "and sets the earlier metrics and folders aside"
+            f"run.dir = '{run.path}' holds a run that saved a checkpoint at step {saved}, but --resume auto finds no "
+            "complete checkpoint; is its file system mounted? 'boost checkpoint list' lists checkpoints; --restart starts over "
+            "at step 0 and sets the earlier metrics and folders aside"
         )
 
 
@@ -116,10 +116,10 @@ def check_start(start_from: str, config: Config, store: TokenStore) -> Checkpoin
 def inherited_data(
     config: Config, corpus: Corpus, resume_from: Sequence[Path], start_from: str | None
 ) -> dict[str, Any]:
-    """Data that this run's checkpoints inherit from the one that it resumes or starts from: the context that the model was made
-    for, if it is trained on shorter sequences, and other content of the original Hugging Face folder, such as a chat
-    template. If that folder has no template, a conversation store's is used. Replicas that rejoin without loading a
-    checkpoint need this data too."""
+    """Data that this run's checkpoints inherit from the checkpoint that it resumes or starts from: the model's context length, if
+    the run trains on shorter sequences, and other content of the original Hugging Face folder, such as a chat template. If
+    that folder has no template, the chat template of a store of conversations is used. Replicas that rejoin without
+    loading a checkpoint also need this data."""
     hub: dict[str, Any] = {}
     context = 0
     for path in (*resume_from, *([Path(start_from)] if start_from else [])):
@@ -154,7 +154,7 @@ def check_resumable(found: Checkpoint, config: Config, corpus: Corpus) -> None:
             )
     if found.position.step > config.train.steps:
         raise ConfigError(
-            f"train.steps = {config.train.steps}, but '{found.path}' has done {found.position.step} steps; "
+            f"train.steps = {config.train.steps}, but '{found.path}' is already at step {found.position.step}; "
             f"smallest valid value: {found.position.step}"
         )
     corpus.stores[0].require_tokenizer(str(found.data.get("tokenizer")), f"'{found.path}'")
@@ -165,7 +165,7 @@ def check_resumable(found: Checkpoint, config: Config, corpus: Corpus) -> None:
     if before and before == now:
         raise ConfigError(
             f"data.mixture = {config.data.mixture}, but '{found.path}' was trained with the weights "
-            f"{found.config.data.mixture}, and the order of the data depends on them; resume with those, or choose another run.dir"
+            f"{found.config.data.mixture}, and the order of the data depends on them; resume with them, or choose another run.dir"
         )
     setting = f"data.mixture = {config.data.mixture}" if config.data.mixture else f"data.store = '{config.data.store}'"
     raise CheckpointError(

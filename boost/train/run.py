@@ -48,10 +48,10 @@ SAMPLE_TOKENS = 120
 """Length of the text sample at the end of a run, in tokens."""
 
 SESSIONS = {"restart": "boost.train.run:Session", "in-step": "boost.elastic.session:ElasticSession"}
-"""Session class of this process, by run.recovery."""
+"""Session class for each value of run.recovery."""
 
 STOPPED_ELSEWHERE = 75
-"""Exit code if a signal to another node stopped and saved the run: EX_TEMPFAIL, so that the scheduler retries."""
+"""Exit code after a signal to another node made the run save and stop: EX_TEMPFAIL, so that the scheduler retries."""
 
 
 class Session:
@@ -104,8 +104,8 @@ def check_before_start(
 ) -> None:
     """Checks everything that can be checked before the first step, so that mistakes surface before processes start.
 
-    `resume`, `start_from`, `restart`: as in `boost train`. `rejoins`: this process may join a run that is already training, whose
-    run directory is in use. `progress` wraps the verification of the token store. Raises ConfigError, DataError, CheckpointError.
+    `resume`, `start_from`, `restart`: as in `boost train`. `rejoins`: this process may join a run that is already training, so its
+    run directory may be in use. `progress` wraps the token store's verification. Raises ConfigError, DataError or CheckpointError.
     """
     run = RunDirectory(config.run.dir)
     if not rejoins:
@@ -117,7 +117,7 @@ def check_before_start(
             require_nothing_lost(run, candidates, restart)
     tracker_modules(config)
     require_torch(config)
-    store = open_corpus(config, progress).stores[0]  # all stores have its tokenizer
+    store = open_corpus(config, progress).stores[0]  # all stores have the same tokenizer
     if start_from is not None:
         check_start(start_from, config, store)
     check_teacher(config, store)
@@ -146,10 +146,10 @@ def train(
     hooks: Sequence[Hook] = (),
 ) -> tuple[TrainResult | None, int]:
     """Like `train_process`, but runs `hooks` before the built-in ones. Returns the result and the exit code. The result
-    is None if a signal stopped the run before the first step."""
-    # Size of c10d's flight recorder, set before the mesh. The recorder is small because heartbeats read it every second.
+    is None if a signal stopped the run before this process trained."""
+    # Set the size of c10d's flight recorder before the mesh is opened. It is small, because heartbeats read it every second.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")
-    if config.train.deterministic:  # read at first use, so set before the mesh
+    if config.train.deterministic:  # these variables are read at first use, so set them before the mesh is opened
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
         os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")  # NVSwitch adds in no fixed order
     if not launch_dir():
@@ -225,7 +225,7 @@ FEW_HELDOUT_TOKENS = 20_000
 
 
 def advise(trainer: Trainer) -> None:
-    """Adds advice to the warnings that the console prints before the first step. On the main process."""
+    """Adds advice to the warnings that the console prints before the first step. Used only on the main process."""
     is_new = not (trainer.started_from or trainer.resumed_from)  # existing weights determine the model
     for text in (*(trainer.config.model.advice() if is_new else ()), *start_advice(trainer)):
         log.warning(text)
@@ -239,8 +239,8 @@ def start_advice(trainer: Trainer) -> Iterator[str]:
         epochs = float(weight) * train.steps * train.global_batch / samples
         if epochs > MANY_EPOCHS:
             yield (
-                f"the run reads the {format_count(samples * train.seq_len)} training tokens of {store.path} {epochs:.0f} times "
-                f"(epochs); beyond {MANY_EPOCHS:.0f}, more text helps more than more steps"
+                f"the run reads the {format_count(samples * train.seq_len)} training tokens of {store.path} {epochs:.0f} times; "
+                f"beyond {MANY_EPOCHS:.0f} epochs, more text helps more than additional steps"
             )
     for store in corpus.stores:
         split = store.split("heldout")
@@ -249,7 +249,7 @@ def start_advice(trainer: Trainer) -> Iterator[str]:
             counted = "" if split.n_targets is None else " that count toward the loss"
             yield (
                 f"the held-out split of {store.path} has {format_count(heldout)} tokens{counted}, fewer than "
-                f"{format_count(FEW_HELDOUT_TOKENS)}: its loss is noisy; prepare it with a larger --heldout"
+                f"{format_count(FEW_HELDOUT_TOKENS)}, so its loss is noisy; prepare the store with a larger --heldout"
             )
     masked = [store.path for store in corpus.stores if store.is_masked]
     if masked and not trainer.config.data.isolate_documents:
@@ -264,12 +264,12 @@ def start_advice(trainer: Trainer) -> Iterator[str]:
         )
     if not train.save_every and not train.save_minutes:
         yield (
-            "no checkpoints until the end of the run (train.save_every and train.save_minutes are 0): a crash loses all progress"
+            "train.save_every and train.save_minutes are 0, so no checkpoint is saved before the end; a crash loses all progress"
         )
 
 
 def _explained(error: Exception, config: Config, heartbeat: Heartbeat) -> TrainingError | None:
-    """A one-line error for out-of-memory errors and lost processes (identified by heartbeats if possible); None for others."""
+    """A one-line error for out-of-memory errors and lost processes (identified by heartbeats if possible); otherwise None."""
     if what := out_of_memory(error):
         where = f"{process_name(heartbeat.rank, heartbeat.size)}: " if heartbeat.size > 1 else ""
         return TrainingError(f"{where}{what}; {memory_advice(config.train.micro_batch, config.train.recompute)}")
@@ -287,7 +287,7 @@ def _exit_code(result: TrainResult) -> int:
     """Returns 0, unless a signal to another node stopped the run.
 
     With exit code 0, the local torchrun would consider the run finished. It would wait five minutes for the other torchrun, which
-    the signal has ended, and then report success, and a scheduler would restart only the other node.
+    the signal has ended, and then report success. A scheduler would then restart only the other node.
     """
     return _stopped_elsewhere() if result.by_signal and not result.received_signal else 0
 

@@ -1,8 +1,8 @@
-"""A lock on the run directory: two runs sharing it would delete each other's checkpoints and mix their metrics.
+"""A lock on the run directory. Without it, two runs in one directory would delete each other's checkpoints and mix their metrics.
 
 The lock is a file, created exclusively, that names its owner. The owner touches it every few seconds. flock and fcntl are not used,
-because network file systems implement them differently or not at all. A run takes over a dead owner's lock: immediately if the
-owner ran on this host, otherwise after STALE_S seconds without a touch. Only changes in the modification time matter,
+because network file systems implement them differently or not at all. A run takes over a dead owner's lock immediately if the
+owner ran on this host, and otherwise after STALE_S seconds without a touch. Only changes in the modification time matter,
 not its value, so clocks need not be synchronized.
 """
 
@@ -47,7 +47,7 @@ class RunLock:
         self._beats = threading.Thread(target=self._beat, name="boost-run-lock", daemon=True)
 
     def __enter__(self) -> "RunLock":
-        """Acquires the lock. Raises ConfigError if another run holds it, StorageError if the folder is not writable.
+        """Acquires the lock. Raises ConfigError if another run holds it, and StorageError if the folder is not writable.
 
         Waits up to STALE_S seconds if the owner of an existing lock ran on another host and may be dead.
         """
@@ -84,7 +84,7 @@ class RunLock:
         return True
 
     def _wait_for_stale(self) -> None:
-        """Returns when the lock is gone, or removed because its owner is dead. Raises ConfigError if the owner is alive."""
+        """Waits until the lock is gone, or removes it if its owner is dead. Raises ConfigError if the owner is alive."""
         owner, touched = _read(self.path), _touched(self.path)
         begin, logged = time.monotonic(), False
         while (alive := _is_alive(owner)) is None and time.monotonic() - begin < self._stale_s:
@@ -107,7 +107,7 @@ class RunLock:
                 with contextlib.suppress(OSError):
                     os.link(aside, self.path)
             else:
-                log.warning("took over the lock of %s: %s is gone", self.path.parent, _describe(owner))
+                log.warning("took over the lock of %s from %s, which is gone", self.path.parent, _describe(owner))
             aside.unlink()
 
     def _beat(self) -> None:
@@ -145,7 +145,7 @@ def in_use_error(folder: Path, owner: dict[str, Any]) -> ConfigError:
 
 
 def _is_alive(owner: dict[str, Any]) -> bool | None:
-    """Whether the owner is running; None if unknown: another host or container, or no /proc."""
+    """Whether the owner is running; None if that is unknown (another host or container, or no /proc)."""
     here = owner.get("host") == platform.node() and owner.get("namespace") == _namespace() is not None
     pid, started = owner.get("pid"), owner.get("started")
     if not here or not isinstance(pid, int) or started is None:
@@ -164,7 +164,7 @@ def _started(pid: int) -> str | None:
 
 
 def _namespace() -> str | None:
-    """The PID namespace: containers may share a host name but not process ids."""
+    """The PID namespace, because containers may share a host name but not process ids."""
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return None

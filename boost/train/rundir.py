@@ -1,8 +1,8 @@
-"""The run directory. A resumed run adds to it and overwrites nothing.
+"""The run directory. A resumed run continues in it, and writes its configuration and environment under new names.
 
 config.toml        the fully resolved configuration; config.2.toml, ... for later starts
 environment.json   versions, hardware, commit and command line; environment.2.json, ... for later starts
-last-saved.json    step of the newest checkpoint, stored separately, to detect missing checkpoints
+last-saved.json    step of the newest checkpoint, stored separately to detect missing checkpoints
 trackers.json      this run's W&B id, which a resumed run continues
 run.lock           names the process that trains here (boost.train.run_lock)
 metrics.jsonl      one JSON object per line for every step and every evaluation (boost.train.metrics)
@@ -37,7 +37,7 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 class RunDirectory:
-    """The paths in a run directory. The constructor touches nothing; `create` creates the folder."""
+    """The paths in a run directory. The constructor does not access the disk; `create` creates the folder."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -52,7 +52,7 @@ class RunDirectory:
     def create(cls, config: Config, resume: bool) -> "RunDirectory":
         """Creates the folder `config.run.dir` and writes the configuration and environment to it. Used only on the main process.
 
-        Raises ConfigError (and changes nothing) if the folder already holds a run, StorageError if it cannot be written.
+        Raises ConfigError (and changes nothing) if the folder already holds a run, and StorageError if it cannot be written.
         """
         run = cls(config.run.dir)
         with storage_errors(config.run.dir):
@@ -85,7 +85,7 @@ class RunDirectory:
     def tracker_id(self, tracker: str, proposed: str) -> str:
         """Returns this run's id at an experiment tracker: the recorded one or, if none, `proposed`, which it records.
 
-        Raises StorageError; DataError if the id is not a file name."""
+        Raises StorageError, or DataError if the id is not a valid file name."""
         ids: dict[str, str] = {}
         with contextlib.suppress(OSError, ValueError, RecursionError):
             ids = json.loads(read_text(self.trackers))
@@ -121,7 +121,7 @@ class RunDirectory:
 
 @contextlib.contextmanager
 def storage_errors(directory: Path | str) -> Iterator[None]:
-    """Turns an OSError about the run directory into a one-line StorageError."""
+    """Converts an OSError in the run directory to a one-line StorageError."""
     try:
         yield
     except OSError as error:
@@ -162,7 +162,7 @@ class _RankLog(logging.FileHandler):
     _failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Warns once that lines cannot be written (such as on a full disk), instead of printing a traceback for each."""
+        """Warns once that lines cannot be written (for example, on a full disk), instead of printing a traceback for each."""
         if not self._failed:
             print(
                 f"warning: cannot write {self.baseFilename}: {sys.exc_info()[1]}; training continues", file=sys.stderr
@@ -178,7 +178,7 @@ def environment(config: Config) -> dict[str, Any]:
     module, folder = Path(sys.argv[0]).stem, Path(sys.argv[0]).parent
     while (folder / "__init__.py").is_file():
         module, folder = f"{folder.name}.{module}", folder.parent
-    # As typed: a script's name, or the module that was run with -m.
+    # The program as it was typed: a script's name, or the module that was run with -m.
     program = ["python", "-m", module.removesuffix(".__main__")] if "." in module else [Path(sys.argv[0]).name]
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
@@ -201,15 +201,15 @@ def environment(config: Config) -> dict[str, Any]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """{'commit': hash or None before the first commit, 'dirty': bool} of the checkout that boost runs from, or None.
+    """{'commit': hash or None before the first commit, 'dirty': bool} of boost's own git checkout; None if there is none.
 
-    An installed boost may be inside another repository (in a virtual environment), whose commit is not boost's.
+    An installed copy of boost may be inside another repository (in a virtual environment), whose commit is not boost's.
     """
     package = Path(__file__).resolve().parent.parent
     top = _git(package, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != package.parent or not (package.parent / "pyproject.toml").is_file():
         return None
-    # Experiment results are not code.
+    # Ignore experiment results, which are not code.
     results = (":!benchmarks/results", ":!benchmarks/*.json", ":!benchmarks/*.html")
     status = _git(package.parent, "status", "--porcelain", "--", ".", *results)
     return {"commit": _git(package, "rev-parse", "--verify", "--quiet", "HEAD"), "dirty": status != ""}
@@ -233,7 +233,7 @@ def require_checkpoint_folder(path: str | Path) -> None:
 
 
 def available_cores() -> int:
-    """Cores that this process may use: containers and batch systems often allow fewer than the machine has."""
+    """Cores that this process may use. Containers and batch systems often allow fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -12,16 +12,16 @@ from boost.train.model import Model
 from boost.train.sampling import Sampling
 
 SAMPLING = Sampling(temperature=0.8, top_p=0.95)
-"""Every sample uses the same seed, so that only the weights make samples differ."""
+"""Every sample uses the same seed, so that samples differ only because of the weights."""
 PROMPT_TOKENS = 24
 """Length of the prompt taken from the held-out text, if no prompt is given."""
 
 
 class TextSamples(Hook):
-    """Generates `tokens` tokens for each prompt at each evaluation, on all processes (`Hook.on_sample`)."""
+    """At each evaluation, generates `tokens` tokens for each prompt, on all processes, and calls `Hook.on_sample`."""
 
     def __init__(self, tokens: int, prompts: Sequence[str] = ()) -> None:
-        """Without `prompts`: the start of the held-out text."""
+        """Without `prompts`, the prompt is the start of the held-out text."""
         self.tokens, self.prompts = tokens, tuple(prompts)
         self._sampled: int | None = None
 
@@ -59,7 +59,7 @@ def heldout_prompt(store: TokenStore) -> Prompt:
 
 
 def sample_text(model: Model, store: TokenStore, prompt: list[int], tokens: int) -> str:
-    """Continues a prompt's tokens, up to the end of a document. Collective over the mesh.
+    """Continues a prompt by up to `tokens` tokens, or to the end of the document. Collective over the mesh.
 
     Always generates all tokens and truncates afterwards. Replicas with sharded weights gather them for every token, so
     if one replica stopped earlier because of rounding, the others would be left waiting.

@@ -18,13 +18,13 @@ class Sampling:
     seed: int = 0
 
     def check(self) -> None:
-        """Raises ConfigError naming the field, its value and the nearest valid one."""
+        """Raises ConfigError if a parameter is invalid. The error names the field, its value and a valid value."""
         if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < float("inf")):
             raise ConfigError(
                 f"--temperature = {self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}; the usual value is 0.8"
             )
         if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"--seed = {self.seed} must be from 0 to {2**63 - 1}; the usual value is 0")
+            raise ConfigError(f"--seed = {self.seed} must be between 0 and {2**63 - 1}; the usual value is 0")
         if self.top_k < 0:
             raise ConfigError(f"--top-k = {self.top_k} must be 0 (off) or more; nearest valid value: 0")
         if not 0 < self.top_p <= 1:
@@ -35,4 +35,4 @@ def beyond_context(tokens: int, context: int) -> str:
     """Returns a warning if a prompt and its continuation (`tokens` tokens in total) exceed the context; else ''."""
     if tokens <= context:
         return ""
-    return f"the text has up to {tokens} tokens, but the model's context length is {context}; expect nonsense beyond it"
+    return f"the text has up to {tokens} tokens, but the model's context length is {context}; text beyond that may be meaningless"

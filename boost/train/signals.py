@@ -1,4 +1,4 @@
-"""Turns signals into flags that the training loop reads between steps: a stop signal saves and exits, SIGUSR2 saves and continues.
+"""Turns signals into flags that the training loop reads. A stop signal makes it save and exit; SIGUSR2 makes it save and continue.
 
 This module does not import torch, so that a command can catch signals before slow imports. `StopRequest` can be nested:
 a command opens the outer one and the trainer opens another one around its steps, so no signal is lost in between.
@@ -20,7 +20,7 @@ SAVE_SIGNAL = signal.SIGUSR2
 """Requests a checkpoint after the current step; training continues."""
 
 SECOND_INTERRUPT_S = 2.0
-"""Two SIGINTs within this time count as one Ctrl-C: the terminal sends it to every process, and the launcher forwards it."""
+"""Two SIGINTs within this time count as one Ctrl-C, because the terminal sends it to every process and the launcher forwards it."""
 
 INTERRUPTED = b"\nstopping after this step; press Ctrl-C again to abort\n"
 """Printed immediately at the first Ctrl-C."""
@@ -36,8 +36,8 @@ class StopRequest:
     """Context manager in which stop signals only set a flag. A second SIGINT more than 2 s after the first raises
     KeyboardInterrupt.
 
-    Pending signals are delivered as soon as the handlers are installed. The exit restores previous handlers and the signal mask;
-    after a SIGINT, it restores that handler when the 2 s are over. Enter it on the main thread, as Python requires for handlers.
+    Pending signals are delivered as soon as the handlers are installed. On exit, restores previous handlers and signal mask (after
+    a SIGINT, its handler only when the 2 s are over). Enter it on the main thread, as Python requires for handlers.
     """
 
     announces: ClassVar[bool] = True
@@ -58,8 +58,8 @@ class StopRequest:
 
     @classmethod
     def begin_process(cls) -> None:
-        """Call at the start of a launched process: the launcher prints messages, and its open StopRequest, which a
-        forked process inherits, does not apply to this process."""
+        """Call this at the start of a launched process. The launcher prints messages for it, and the launcher's open
+        StopRequest, which a forked process inherits, does not apply to it."""
         cls.announces, cls._open = False, None
 
     def __enter__(self) -> "StopRequest":

@@ -1,10 +1,10 @@
-"""One optimizer step on this process, from top to bottom: `Stepper.passes` reads the batch, runs forward and backward passes over
-its micro-batches and reduces gradients; `Stepper.update` launches the statistics, clips the gradients and updates the weights;
+"""One optimizer step on this process. `Stepper.passes` reads the batch, runs forward and backward passes over its micro-batches,
+and reduces gradients. `Stepper.update` launches the reduction of the statistics, clips the gradients and updates the weights.
 `Stepper.read` waits for the statistics.
 
 On a GPU, the first two only launch work. To keep the GPU busy, the trainer launches the passes of step n + 1 before it
 reads the statistics of step n (order of events: `boost.train.hooks`). The passes need the weights from step n, whose
-update was launched before them, but not its statistics, which only determine what happens around a step.
+update was launched before them. They do not need its statistics, which only affect decisions between steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ class Stepper:
 
     def passes(self, position: Position, lr: float) -> "Passes":
         """Launches the passes for the step after `position` and the reduction of their gradients. Leaves no collective
-        pending, so the result may be dropped.
+        pending, so the result may be discarded.
 
         Raises DataError if the token store cannot be read.
         """
@@ -97,8 +97,8 @@ class Stepper:
         return passes.position == position and passes.versions == self._versions()
 
     def update(self, passes: "Passes", flags: StepFlags) -> "Update":
-        """Launches the update from the gradients of `passes`, which changes weights only if the statistics allow it (`updates`).
-        Reduces `flags` with the statistics."""
+        """Launches the update with the gradients of `passes`. It changes weights only if the statistics allow it (`updates`).
+        Reduces `flags` together with the statistics."""
         optimizer, clip = self.optimizer, self.config.optim.clip
         local = passes.loss, passes.targets, self.tokens
         stats = launch_step_stats(self.fused_params, *local, self.mesh, flags, passes.cross_entropy)
@@ -129,7 +129,7 @@ def run_passes(
     """Runs forward and backward passes over this process's micro-batches in a step and accumulates gradients. A pipeline takes a
     single batch, with all micro-batches concatenated along dim 0, and no teacher.
 
-    Returns the fp64 sum of the losses divided by `divisor`; 0 on a process without the head. Gradients are divided too.
+    Returns the fp64 sum of the losses, divided (as are the gradients) by `divisor`; 0 on a process without the head.
     """
     isolate = config.data.isolate_documents
     if isinstance(model, Pipeline) and batches:
@@ -163,7 +163,7 @@ class Passes:
     targets: int
     """Number of targets on this process."""
     cross_entropy: Tensor | None = None
-    """With a teacher: the part of `loss` that is comparable between runs, before weighting."""
+    """With a teacher: the cross-entropy in `loss` before weighting, which is comparable between runs."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class Prefetcher:
     def take(self, step: int, following: int | None = None) -> StepData:
         """Returns the data for a step from `Batches`, and starts to prefetch the data for step `following`.
 
-        Raises DataError if the store cannot be read, including errors during prefetching."""
+        Raises DataError if the store could not be read, even if the error occurred during prefetching."""
         (read, future), self._ahead = self._ahead or (None, None), None
         if future is None or read != step:
             if future is not None:

@@ -20,11 +20,11 @@ from boost.train.model import build_decoder
 
 
 class Teacher:
-    """Computes the student's targets for each micro-batch. There is one copy per replica, sharded over its TP and CP
-    ranks, in train.compute_dtype. Training does not change it, and checkpoints do not contain it."""
+    """Computes the student's targets for each micro-batch. Each replica has its own copy in train.compute_dtype, with weights
+    sharded over TP and sequences over CP. Training does not change it, and checkpoints do not contain it."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
-        """`config`: the student's configuration. Builds and loads the teacher. Collective. Raises BoostError."""
+        """Builds and loads the teacher for the student's `config`. Collective. Raises BoostError."""
         checkpoint = ckpt.open_checkpoint(Path(config.distill.teacher))
         self._distill = config.distill
         self.config = teacher_config(config, checkpoint.config.model)
@@ -35,7 +35,7 @@ class Teacher:
         """The student's cross-entropy over the micro-batches since the last reset, summed over this process's targets."""
 
     def __call__(self, tokens_BS: Tensor, document_ids_BS: Tensor | None) -> Teaching:
-        """Runs the teacher's forward pass. Arguments as in `Decoder.forward`."""
+        """Runs the teacher's forward pass. Takes the same arguments as `Decoder.forward`."""
         hidden_TE = self.decoder.head_inputs(tokens_BS, document_ids_BS)
         distill = self._distill
         weights = distill.weight, distill.temperature, distill.hidden
@@ -61,8 +61,8 @@ def check_teacher(config: Config, store: TokenStore) -> Checkpoint | None:
 
 
 def teacher_config(config: Config, teacher: ModelConfig) -> Config:
-    """The configuration for a teacher on the mesh of a student's `config`: without activation checkpointing, and with a layout
-    that supports the teacher's family, preferably with the same kind of residual stream. Raises ConfigError if no layout does."""
+    """The teacher's configuration on the mesh of the student's `config`, without activation checkpointing. Selects a layout that
+    supports the teacher's family, preferably with the student's kind of residual stream. Raises ConfigError if no layout fits."""
     student = config.model
     if teacher.vocab_size != student.vocab_size:
         raise ConfigError(
@@ -72,7 +72,7 @@ def teacher_config(config: Config, teacher: ModelConfig) -> Config:
     if config.distill.hidden and teacher.dim != student.dim:
         raise ConfigError(
             f"distill.hidden = {config.distill.hidden} compares hidden states, but distill.teacher has model.dim = {teacher.dim} "
-            f"and the model {student.dim}; set distill.hidden = 0, or use a teacher of the same width"
+            f"and the model has {student.dim}; set distill.hidden = 0, or use a teacher of the same width"
         )
     dtype = config.train.compute_dtype
     train = config.train.model_copy(update={"recompute": "none", "recompute_every": 1, "param_dtype": dtype})

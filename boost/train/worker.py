@@ -25,15 +25,15 @@ from boost.train.rendezvous import LAUNCH_DIR
 from boost.train.signals import StopRequest, caught_signals
 
 STOPPED_EXIT = 128
-"""Offset of exit codes: a process stopped by a signal exits with this plus the signal's number, as in a shell."""
+"""Offset of exit codes: a process stopped by a signal exits with this plus the signal number, as in a shell."""
 
 NO_STOP = " 0"
-"""Contents of the stop file before a stop signal. Signal numbers are written with the same length."""
+"""Contents of the stop file before a stop signal. Signal numbers are padded to the same length."""
 
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """Arguments of a worker process. Pickled if it is spawned."""
+    """Arguments of a worker process, pickled if the process is spawned."""
 
     entry: Callable[..., int]
     args: tuple[Any, ...]
@@ -69,12 +69,12 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
     for number in caught:
         signal.signal(number, signal.SIG_DFL)
     in_use: list[BinaryIO] = []
-    with contextlib.suppress(OSError):  # a cleaner of temporary files may have removed it, but the run does not need it
+    with contextlib.suppress(OSError):  # a temporary-file cleaner may have removed it, but the run does not need it
         in_use.append(open(spec.stop_file, "rb"))  # noqa: SIM115 (locked for the life of the process)
         fcntl.flock(in_use[0], fcntl.LOCK_SH)
 
     def remove_folder() -> None:
-        """Removes the launcher's folder if no other process needs it: with in-step recovery, it holds the run's store."""
+        """Removes the launcher's folder, which holds the run's store with in-step recovery, unless another process needs it."""
         with contextlib.suppress(OSError):
             for file in in_use:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -129,12 +129,12 @@ def stop_without(parent: int, afterwards: Callable[[], None] = lambda: None) -> 
 
 
 def stacks_file(spec: LaunchSpec, rank: int) -> Path | None:
-    """The file to which stacks are written on SIGQUIT; None: stderr."""
+    """The file to which stacks are written on SIGQUIT; None means stderr."""
     return spec.log_dir and spec.log_dir / f"rank{rank}.stacks"
 
 
 def stay_on_loopback() -> None:
-    """Binds gloo and NCCL to the loopback interface unless the user has set another one: the run is local to this machine."""
+    """Binds gloo and NCCL to the loopback interface unless the user has set another one, because the run is local."""
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback:
@@ -168,7 +168,7 @@ def _report_and_leave(spec: LaunchSpec, rank: int, error: BaseException) -> None
 
 
 _terminal: list[tuple[int, int]] = []
-"""(duplicate of the original descriptor, descriptor) of the streams redirected by `_redirect_output`."""
+"""(duplicate of the original descriptor, descriptor) for each stream redirected by `_redirect_output`."""
 
 
 def take_terminal() -> None:
@@ -180,7 +180,7 @@ def take_terminal() -> None:
 
 
 def _redirect_output(path: Path) -> None:
-    """Appends stdout and stderr, including output of C code, to `path`. Does nothing on errors: the main process reports them."""
+    """Appends stdout and stderr, including output of C code, to `path`. Ignores errors, because the main process reports them."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:

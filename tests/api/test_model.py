@@ -147,6 +147,6 @@ def test_a_checkpoint_loads_under_a_layout(trained: boost.Trainer, tmp_path: Pat
 def test_a_mesh_needs_its_processes(store: Path, tmp_path: Path) -> None:
     config = {**tree(store, tmp_path / "run"), "parallel": {"tp": 2}}
     with pytest.raises(
-        ConfigError, match="this mesh has 2 processes, but 1 were started; run this script with torchrun"
+        ConfigError, match=r"the mesh size \(2\) differs from the number of processes \(1\); run this script"
     ):
         boost.Trainer(config)

@@ -62,7 +62,7 @@ def misuse() -> list[str]:
 
 
 def test_what_is_wrong_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"model is a Linear; only boost\.nn modules can be sharded"):
+    with pytest.raises(ConfigError, match=r"model is a Linear; only boost\.nn.s Decoder, .* can be sharded"):
         boost.parallelize(torch.nn.Linear(4, 4), None)
     for twice, unknown in run_distributed(2, misuse):
         assert "already sharded over 2 TP ranks" in twice

@@ -34,7 +34,7 @@ def test_patterns_choose() -> None:
     model = boost.lowrank(mlp(), 2, include="2.*", init="random", activation="silu")
     assert [name for name, m in model.named_modules() if isinstance(m, LowRankLinear)] == ["2.0"]
     assert model[2][0].activation == "silu"
-    with pytest.raises(ConfigError, match="its linears are already factorized"):
+    with pytest.raises(ConfigError, match="the matching linears are already factorized"):
         boost.lowrank(model, 1, include="2.*")
     again = boost.lowrank(model, 1, exclude=["0"])
     assert isinstance(again[3], LowRankLinear) and isinstance(again[2][0].A, nn.Linear), (
@@ -52,10 +52,10 @@ def test_a_tied_head_stays_tied_and_counts_once(tied: bool, caplog: pytest.LogCa
         boost.lowrank(model, 0.25)
     ends = 320 * 32 * (1 if tied else 2)
     assert sum(p.numel() for p in model.parameters()) == ends + 8_096
-    assert f"{format_count(ends + body)} -> {format_count(ends + 8_096)} parameters" in caplog.text
+    assert f"parameters: {format_count(ends + body)} -> {format_count(ends + 8_096)}" in caplog.text
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     if tied:
-        with pytest.raises(ConfigError, match=r"include = 'lm_head' shares its weight .* tie_word_embeddings = false"):
+        with pytest.raises(ConfigError, match=r"'lm_head': this linear shares its weight .* tie_word_embeddings"):
             boost.lowrank(model, 0.25, include=["*", "lm_head"])
     else:
         boost.lowrank(model, 0.25, include=["lm_head"])
@@ -149,7 +149,7 @@ def test_a_folder_without_ranks_is_refused(tmp_path: Path) -> None:
     import transformers
 
     transformers.LlamaConfig(**TINY).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"has no boost_lowrank in its config\.json"):
+    with pytest.raises(ConfigError, match=r"its config\.json has no valid boost_lowrank"):
         boost.load_lowrank(tmp_path)
 
 
@@ -173,10 +173,11 @@ def test_ranks_by_pattern_and_subclasses_of_linear() -> None:
         ("a", {}, "rank = 'a' is not a number"),
         (0, {}, "rank = 0 is too small; smallest valid value: 1"),
         ({"0": 2.0}, {}, r"rank = 2\.0 is not a fraction"),
+        ({"attention.*": 2}, {}, "no pattern in rank matches a linear, such as"),
         (2, {"include": "attention.*"}, "include = .'attention.*',.: nothing to replace"),
         (1.5, {}, r"rank = 1\.5 is not a fraction of a linear's width; nearest valid value: 1\.0"),
-        (30, {}, "its factors would not be smaller"),
-        (2, {"include": ["attention.*"]}, "no linear matches these names"),
+        (30, {}, "no factors would be smaller"),
+        (2, {"include": ["attention.*"]}, "no replaceable linear matches these patterns"),
         (2, {"activation": "relu"}, "activation = 'relu' is unknown"),
     ],
 )

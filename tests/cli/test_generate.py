@@ -97,7 +97,7 @@ def test_standard_input(
     ("content", "words", "expected"),
     [
         (b"\n", ["--prompts", "FILE"], "is empty; write one prompt per line"),
-        (b"\xff", ["--prompts", "FILE"], "is not valid UTF-8 (byte 0)"),
+        (b"\xff", ["--prompts", "FILE"], "is not valid UTF-8 (invalid byte at offset 0)"),
         (b'{"text": "x"}', ["--prompts", "FILE"], 'line 1 is not of the form {"prompt": "text"}'),
         (b"", ["--prompts", "nowhere"], "--prompts = 'nowhere' cannot be read: No such file"),
         (b"", ["--chat", "--json"], "--chat without --prompt is interactive"),
@@ -154,4 +154,4 @@ def test_text_beyond_the_context_is_a_warning(generate: Generate, monkeypatch: p
     monkeypatch.setattr(Checkpoint, "context", 5)
     code, again, err = generate(*words)
     assert (code, again) == (0, out)
-    assert "but the model's context length is 5; expect nonsense beyond it" in err
+    assert "but the model's context length is 5; text beyond that may be meaningless" in err

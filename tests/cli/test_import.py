@@ -34,7 +34,7 @@ def test_calibrated_factors(llama: Path, store: Path, tmp_path: Path, capsys: Ca
     assert of["linears"] == 2 * 7_680 and of["factors"] <= 0.6 * of["linears"]
     assert (of["before"], of["before"] - of["after"], of["untied"]) == (whole, of["linears"] - of["factors"], 0)
     share = f"{of['factors'] / 15_360:.1%}"
-    assert f"of 15,360 parameters ({share}; --budget allows 60.0% and counts only linears)" in said
+    assert f"parameters instead of 15,360 ({share}; --budget allows 60.0% and counts only linears)" in said
     assert f"whole model: {of['after']:,} parameters instead of {whole:,} ({of['after'] / whole:.1%})\n" in said
     code, said, _ = say(capsys, "eval", str(tmp_path / "table"), "--store", str(store), "--max-tokens", "512", "--json")
     assert code == 0
@@ -65,7 +65,7 @@ def test_a_tied_model_is_untied_on_request_and_the_report_counts_its_head(
         of = json.loads((out / "report.json").read_text())["parameters"]
         assert (of["before"], of["untied"]) == (2 * (7_680 + 64) + 32 + 9_600, 9_600)
         whole = f"{of['after']:,} parameters instead of {of['before']:,} ({of['after'] / of['before']:.1%})"
-        assert f"whole model: {whole}, including 9,600 for the head" in said
+        assert f"whole model: {whole}; untying the head from the embedding added 9,600" in said
         assert "energy kept" in said and "relative error" in said
         assert "9600" in next(line for line in said.splitlines() if line.startswith("untied parameters"))
 
@@ -117,8 +117,8 @@ def test_mistakes_are_one_line(llama: Path, store: Path, tmp_path: Path, capsys:
         ([*begin, *alone, "--resume", whole, "--run.dir", f"{out}2"], "start a run from it with --start-from"),
         ([*begin, "--start-from", "/nowhere"], "no checkpoint at '/nowhere'"),
         ([*begin, "--start-from", whole, "--resume", whole], "conflict; use one of them"),
-        ([*begin, "--start-from", whole, "--model.layers", "3"], "model.layers = 2 there, 3 here"),
-        ([*begin, *alone, "--start-from", whole], "has a different model: model.family = 'dense' there"),
+        ([*begin, "--start-from", whole, "--model.layers", "3"], "model.layers is 2 instead of 3"),
+        ([*begin, *alone, "--start-from", whole], "has a different model: model.family is 'dense' instead of"),
     ):
         code, said, err = say(capsys, *words)
         assert (code, said, err.count("\n")) == (2, "", 1), (words, err)

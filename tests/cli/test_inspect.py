@@ -64,7 +64,7 @@ def test_memory_of_stages_and_shards(words: list[str], extra: str, capsys: Captu
     assert held["predicted_peak"]["latents"] == held["predicted"]["latents"] > 0
     assert held["predicted_peak"][extra] > 0
     table = memory_table(capsys, *words)
-    assert f"Predicted peak during: {held['moment']}" in table and extra in table
+    assert f"predicted to occur in this phase: {held['moment']}" in table and extra in table
 
 
 def memory_table(capsys: Capture, *words: str) -> str:

@@ -136,7 +136,7 @@ def test_a_batch_of_tokens_divides_over_odd_numbers_of_gpus() -> None:
         ([*SMALL, "--parallel.tp", "x"], "parallel.tp"),
         ([*SMALL, "--parallel.tpp", "2"], "unknown key 'parallel.tpp'"),
         ([*SMALL, "--model.family", "denes"], "model.family"),
-        ([*SMALL, "--svg", "x.svg"], "--svg draws the grid of --by-gpus; add --by-gpus"),
+        ([*SMALL, "--svg", "x.svg"], "--svg draws the grid of --by-gpus, so it requires"),
         ([*SMALL, "--memory-margin", "1.1"], "--memory-margin = 1.1 must be at least 0 and less than 1"),
         (["--model", "cola-1b", "--gpus", "2", "--gpu", "a100-80g", "--parallel.tp", "2", "--parallel.layout", "btp"],
          "model.ffn_dim = 5461"),
@@ -161,7 +161,7 @@ def test_fewer_gpus_are_faster_over_a_slow_link(capsys: Capture) -> None:
     words = ["--model", "cola-60m", "--gpus", "4", "--gpu", card, "--global-batch", "64"]
     found = facts(capsys, *words)
     assert found["best"]["config"]["parallel"]["dp"] == 2 and found["gpus"] == 4
-    assert any(note.startswith("2 of the 4 GPUs are faster than all of them: ") for note in found["notes"])
+    assert any(note.startswith("Using only 2 of the 4 GPUs is faster than using all ") for note in found["notes"])
     assert not any("of the 4 GPUs" in note for note in facts(capsys, *SMALL)["notes"])
 
 
@@ -171,7 +171,7 @@ def test_a_tie_goes_to_the_simpler_plan(capsys: Capture) -> None:
     parallel = found["best"]["config"]["parallel"]
     assert (parallel["dp"], parallel["shard"], parallel["overlap"]) == (8, "none", "none")
     faster = [each for each in found["runners_up"] if each["step_seconds"] < found["best"]["step_seconds"]]
-    assert any(note.startswith("A tie: ") for note in found["notes"]) or not faster
+    assert any(note.startswith("A near-tie: ") for note in found["notes"]) or not faster
 
 
 def test_by_gpus(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

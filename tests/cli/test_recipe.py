@@ -55,8 +55,8 @@ def test_nobody_to_ask(c4: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["c4-60m", "--data", "nowhere"], "--data nowhere: no such folder"),
-        (["c4-60m", "--data", "."], "--data .: no file with 'train' in its name, and no folder 'train'"),
+        (["c4-60m", "--data", "nowhere"], "--data = 'nowhere' is not a folder"),
+        (["c4-60m", "--data", "."], "--data = '.' contains no file with 'train' in its name, and no folder 'train'"),
         (["c4-61m"], "no recipe named 'c4-61m'; valid names: c4-60m"),
         (["c4-60m", "--steps", "0"], "--steps = 0 is too small"),
     ],

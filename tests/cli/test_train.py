@@ -169,5 +169,5 @@ def test_a_file_size_limit_is_one_line_and_keeps_what_was_saved(config: Path, tm
     with contextlib.closing(ForkedPython(command_with_small_files, [words], os.environ)) as process:
         _, err = process.communicate()
     assert process.returncode == 2, err
-    assert err.strip().splitlines()[-1].startswith("boost: error: checkpoint for step 10 not saved")
+    assert err.strip().splitlines()[-1].startswith("boost: error: the checkpoint for step 10 was not saved")
     assert complete_checkpoints(run / "checkpoints") == before

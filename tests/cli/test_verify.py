@@ -51,7 +51,7 @@ def test_the_users_configuration_comes_first(tmp_path: Path, capfd: Capture) -> 
     assert code == 0, text + err
     assert "cola, btp-cp, d 64" in text and "tok/s per device" in text
     code, _, err = say(capfd, "verify", config, "--nproc", "3", "--out", out)
-    assert code == 2 and "--nproc = 3 must equal the mesh of CONFIG; valid value: 2" in err
+    assert code == 2 and "--nproc = 3 must equal the size of CONFIG's mesh; valid value: 2" in err
 
 
 def test_a_family_is_chosen_by_its_name(capfd: Capture) -> None:

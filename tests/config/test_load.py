@@ -21,8 +21,8 @@ BAD = [
     (["--train.tp", "2"], ["train.tp", "did you mean 'parallel.tp'"]),
     (["--lr", "1"], ["--lr", "did you mean '--optim.lr'"]),
     (["stray"], ["stray"]),
-    (["--run.dir", "r\udcff"], ["run.dir = 'r\\udcff' has bytes that are not UTF-8 text"]),
-    (["--train.sample_prompts", '["a", "\udcff"]'], ["train.sample_prompts", "not UTF-8 text"]),
+    (["--run.dir", "r\udcff"], ["run.dir = 'r\\udcff' contains bytes that are not valid UTF-8"]),
+    (["--train.sample_prompts", '["a", "\udcff"]'], ["train.sample_prompts", "not valid UTF-8"]),
     (["--train.steps"], ["train.steps", "no value", "integer"]),
     (["--train.steps", "abc"], ["train.steps", "'abc'", "integer", "1000"]),
     (["--train.steps", "1.5"], ["train.steps", "1.5", "integer"]),
@@ -58,7 +58,7 @@ BAD = [
     ),
     (
         ["--model.family", "lax", "--model.gate", "tensor", "--model.rank=40", "--parallel.layout", "vanilla", "--parallel.tp=4"],
-        ["model.rank = 40", "5 x 8", "shards its 5 rows", "parallel.tp = 4", "nearest valid value: 44"],
+        ["model.rank = 40", "5 x 8", "cannot shard 5 rows evenly", "parallel.tp = 4", "nearest valid value: 44"],
     ),
     (["--parallel.tp", "3"], ["parallel.tp = 3", "model.heads = 8", "nearest valid value: 4"]),
     (["--parallel.tp", "2", "--model.ffn_dim", "5461"], ["parallel.tp = 2", "model.ffn_dim = 5461", "nearest valid value: 1"]),
@@ -66,7 +66,7 @@ BAD = [
     (["--parallel.tp", "2", "--model.family", "dense"], ["model.family = 'dense'", "use 'megatron-sp'"]),
     (
         ["--parallel.tp", "2", "--parallel.layout", "megatron"],
-        ["layout = 'megatron' shards dense linears; model.family = 'cola' has none: use 'btp', ", "or 'ulysses'", "'dense'"],
+        ["layout = 'megatron' shards dense linears, but model.family = 'cola' has none; use 'btp', ", "or 'ulysses'", "'dense'"],
     ),
     (["--parallel.tp", "2", "--parallel.layout", "btpsp"], ["parallel.layout = 'btpsp'", "did you mean 'btp-sp'"]),
     (
@@ -77,15 +77,15 @@ BAD = [
     (["--parallel.tp", "4", "--model.vocab_size", "30"], ["parallel.tp = 4", "model.vocab_size = 30", "nearest valid value: 2"]),
     (
         ["--parallel.tp", "4", "--model.dim", "768", "--model.heads", "24", "--model.kv_heads", "6"],
-        ["model.kv_heads = 6", "parallel.tp = 4", "nearest valid value of model.kv_heads: 8"],
+        ["model.kv_heads = 6", "parallel.tp = 4", "nearest valid value: 8"],
     ),
     (["--parallel.tp", "4", "--parallel.layout", "vanilla", "--model.rank", "30"], ["model.rank = 30", "nearest valid value: 2"]),
     (
         ["--parallel.tp", "4", "--parallel.layout", "btp-sp", "--train.micro_batch", "1", "--train.seq_len", "30"],
-        ["1 x 30 = 30 tokens", "parallel.tp = 4", "nearest valid value of train.seq_len: 32"],
+        ["seq_len = 30", "gives 30 tokens", "parallel.tp = 4", "nearest valid value: 32"],
     ),
     (["--train.global_batch", "30"], ["train.global_batch = 30", "= 8", "nearest valid value: 32"]),
-    (["--optim.schedule", "constant", "--optim.decay_steps", "2000"], ["optim.decay_steps = 2000", "largest valid value: 1000"]),
+    (["--optim.schedule", "constant", "--optim.decay_steps", "2000"], ["optim.decay_steps = 2000", "optim.decay_steps: 1000"]),
     (["--optim.decay_steps", "5"], ["optim.decay_steps = 5", "optim.schedule = 'constant', not to 'cosine'", "remove it"]),
     (["--optim.schedule", "restarts"], ["optim.schedule = 'restarts'", "did you mean 'cosine-restarts'"]),
     (["--optim.lr_schedule", "cosine"], ["unknown key 'optim.lr_schedule'", "did you mean 'optim.schedule'"]),
@@ -102,10 +102,12 @@ BAD = [
     (
         ["--parallel.pp", "2", "--parallel.dp", "2", "--parallel.schedule", "interleaved-1f1b", "--parallel.virtual", "4",
          "--parallel.shard", "optimizer"],
-        ["virtual = 4", "three stages", "largest valid value with", ": 3"],
+        ["virtual = 4", "three stages", "largest valid value: 3"],
     ),
+    (["--train.sample_prompts", "[1, 2]"], ["train.sample_prompts", "an item 1", "a list of texts", "['Once upon a time']"]),
+    (["--train.sample_prompts", "[1"], ["train.sample_prompts", "list of texts"]),
     (["--parallel.pp", "2", "--parallel.split", "4"], ["split = 4", "list of integers", "[9, 7]"]),
-    (["--parallel.pp", "2", "--parallel.split", "[4.5, 3]"], ["parallel.split", "an item 4.5", "list of integers"]),
+    (["--parallel.pp", "2", "--parallel.split", "[4.5, 3]"], ["parallel.split", "an item 4.5", "a list of integers"]),
     (["--parallel.pp", "2", "--parallel.virtual", "2"], ["virtual = 2", "'1f1b': 1"]),
     (["--parallel.virtual", "2"], ["virtual = 2", "pp > 1", "valid value: 1"]),
     (
@@ -121,7 +123,7 @@ BAD = [
     (["--parallel.shard_outer", "true"], ["shard_outer = true", "shard = 'none'", "'full' or 'optimizer'"]),
     (
         ["--parallel.tp", "2", "--parallel.shard", "full", "--parallel.shard_outer", "true"],
-        ["shard_outer = true", "'btp-sp'", "'btp' does not: set shard_outer"],
+        ["shard_outer = true", "'btp-sp'", "'btp' replicates none; set shard_outer"],
     ),
     (["--train.profile", "[5, 2]"], ["train.profile = [5, 2] must be", "nearest valid value: [2, 5]"]),
     (["--train.param_dtype", "bfloat16"], ["train.param_dtype = 'bfloat16'", "'float32'"]),
@@ -135,7 +137,7 @@ BAD = [
     (["--optim.schedule", "cosine-restarts"], ["'cosine-restarts'", "optim.name = 'loro'"]),
     (
         ["--optim.name", "loro", "--model.family", "svd", "--optim.schedule", "cosine-restarts", "--optim.restart_delay", "1500"],
-        ["restart_delay = 1500", "train.steps = 1000", "largest valid value: 1000"],
+        ["restart_delay = 1500", "train.steps = 1000", "largest valid value of optim.restart_delay: 1000"],
     ),
     (
         ["--optim.name", "loro", "--model.family", "svd", "--optim.schedule", "cosine-restarts", "--optim.restart_delay", "1300"],
@@ -303,7 +305,7 @@ def test_a_mistake_is_answered_before_torch_is_imported() -> None:
         "export /nope --out x": "no checkpoint at '/nope': no such folder",
         "checkpoint verify /nope": "no checkpoint at '/nope': no such folder",
         "checkpoint list /nope": "no checkpoint at '/nope': no such folder",
-        "import /nope --out x": "no folder at '/nope'",
+        "import /nope --out x": "there is no folder at '/nope'",
     }
     code = (
         "import sys; from boost.cli.main import main; codes = [main(words.split()) for words in sys.argv[1:]];"

@@ -122,12 +122,12 @@ def outside() -> Iterator[None]:
 
 
 def test_a_tag_value_belongs_to_one_class() -> None:
-    with pytest.raises(TypeError, match="optim.name = 'adamw' is already AdamWConfig"):
+    with pytest.raises(TypeError, match="optim.name = 'adamw' is already registered to AdamWConfig"):
 
         class Other(OptimConfig):
             name: Literal["adamw", "other"] = "other"
 
-    with pytest.raises(TypeError, match="Odd.name = 'even' is not one of its values"):
+    with pytest.raises(TypeError, match="Odd.name = 'even' is not one of the values in its annotation"):
 
         class Odd(OptimConfig):
             name: Literal["odd"] = "even"  # type: ignore[assignment]

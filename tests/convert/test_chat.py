@@ -183,14 +183,14 @@ def test_a_folder_where_only_the_model_was_saved_again(
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("tokenizer_config.json", '{"chat_template": 3}', "is not a template"),
-        ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}', "is not a template"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "is not a valid template"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}', "is not a valid template"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"7": {"content": "<new>"}}}', "adds token 7 = '<new>'"),
         ("tokenizer_config.json", "[", "tokenizer_config.json' cannot be read"),
         (
             "tokenizer_config.json",
             '{"chat_template": [{"name": "../../PWNED", "template": "x"}]}',
-            r"tokenizer_config.json': name of a chat_template = '../../PWNED' is not a file name \(it contains a path sep",
+            r"tokenizer_config.json': name of a chat_template = '../../PWNED' is not a valid file name \(it contains a path sep",
         ),
         ("chat_template.jinja", b"\xff\xfe\xff", "chat_template.jinja' cannot be read"),
     ],
@@ -243,7 +243,7 @@ def test_a_template_of_a_checkpoint_writes_nothing_outside(
         lambda: export(checkpoint, tmp_path / "in" / "out", None, True, GB),
         lambda: load_template_of(checkpoint),
     ):
-        with pytest.raises(DataError, match=r"state\.json': hub\.chat_templates = .* is not a file name") as caught:
+        with pytest.raises(DataError, match=r"state\.json': hub\.chat_templates = .* is not a valid file") as caught:
             write()
         assert "\n" not in str(caught.value)
     assert {file for file in tmp_path.rglob("*") if not file.is_relative_to(path)} == before

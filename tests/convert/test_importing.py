@@ -258,7 +258,7 @@ def test_a_dtype_that_runs_do_not_know_is_refused_by_tensor(dtype: torch.dtype, 
     tensors = llama_folder(tmp_path / "theirs")
     name = "model.layers.1.mlp.up_proj.weight"
     write_folder(tmp_path / "theirs", LLAMA, tensors | {name: tensors[name].to(dtype)})
-    with pytest.raises(CheckpointError, match=rf"tensor '{name}' has dtype (I8|F8_E4M3); import") as caught:
+    with pytest.raises(CheckpointError, match=rf"'{name}' has dtype (I8|F8_E4M3), which is not supported") as caught:
         bring(tmp_path / "theirs", tmp_path / "out")
     assert "\n" not in str(caught.value)
 
@@ -323,22 +323,22 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ({"model_type": "mamba"}, "model_type = 'mamba'"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-    ({"num_hidden_layers": None}, "model.layers = None is not of type integer"),
+    ({"num_hidden_layers": None}, "model.layers = None must be an integer"),
     ({"num_attention_heads": 5, "head_dim": None}, "model.heads = 5 must divide model.dim = 32"),
-    ({"num_hidden_layers": 1 << 17}, "num_hidden_layers = 131072 .* needs more tensors than the 21 in its weights"),
+    ({"num_hidden_layers": 1 << 17}, "num_hidden_layers = 131072 .* requires more tensors than the 21 in the"),
     ({"max_position_embeddings": float("inf")}, "max_position_embeddings = inf"),
     ({"max_position_embeddings": "12"}, "max_position_embeddings = '12'"),
     ({"head_dim": "a\nb"}, r"head_dim = 'a\\nb'"),
     ({"rope_theta": "a\nb"}, "model.rope_theta"),
     ({"quantization_config": {"quant_method": "a\nb"}}, r"quantization_config \('a\\nb'\)"),
-    ({"num_hidden_layers": 3}, r"has no tensor 'model\.layers\.2\..*\(9 in total\)"),
+    ({"num_hidden_layers": 3}, r"has no tensor 'model\.layers\.2\..*\(9 are missing\)"),
     ({"num_hidden_layers": 1}, r"has an unexpected tensor 'model\.layers\.1\."),
     (
         {"intermediate_size": 64},
-        r"'model\.layers\.0\.mlp\.gate_proj\.weight' is \[48, 32\], but config.json implies \[64, 32\]",
+        r"'model\.layers\.0\.mlp\.gate_proj\.weight' has shape \[48, 32\], but config.json implies \[64, 32\]",
     ),
-    ({"vocab_size": 65}, r"'model\.embed_tokens\.weight' is \[64, 32\]"),
-    ({"num_key_value_heads": 4}, r"k_proj\.weight' is \[16, 32\], but config.json implies \[32, 32\]"),
+    ({"vocab_size": 65}, r"'model\.embed_tokens\.weight' has shape \[64, 32\]"),
+    ({"num_key_value_heads": 4}, r"k_proj\.weight' has shape \[16, 32\], but config.json implies \[32, 32\]"),
 ]
 
 
@@ -381,12 +381,12 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     save_file(tensors, weights)
     index = {"weight_map": dict.fromkeys(tensors, "gone.safetensors")}
     (tmp_path / "theirs" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"names 'gone.safetensors', which is missing"):
+    with pytest.raises(CheckpointError, match=r"lists the missing file 'gone.safetensors'"):
         bring(tmp_path / "theirs", tmp_path / "out")
     for strange in (["x"], 3, {"a": "b"}, None, "../theirs/model.safetensors", "/etc/passwd", ".."):
         index = {"weight_map": {"a": strange, "b": "model.safetensors"}}
         (tmp_path / "theirs" / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(CheckpointError, match=r"index\.json': weight_map = .* is not a file name"):
+        with pytest.raises(CheckpointError, match=r"index\.json': weight_map = .* is not a valid file name"):
             bring(tmp_path / "theirs", tmp_path / "out")
     (tmp_path / "theirs" / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json' cannot be read"):

@@ -109,7 +109,7 @@ def test_stores_of_equal_size_are_not_read_in_step():
 
 
 def test_a_store_of_a_mixture_that_is_too_small_is_named():
-    with pytest.raises(DataError, match="STORE1: split 'train' has 9 tokens, fewer than one sequence"):
+    with pytest.raises(DataError, match="STORE1: split 'train' has 9 tokens, but one sequence needs at least"):
         Batches(mixed(301, 9), 10, 1, 0)
 
 
@@ -124,13 +124,13 @@ def test_a_sample_is_a_window_with_its_documents():
 
 
 def test_corpus_shorter_than_a_sequence():
-    with pytest.raises(DataError, match=r"has 10 tokens, fewer than one sequence of 10 \+ 1; set train.seq_len to 9"):
+    with pytest.raises(DataError, match=r"10 tokens, but one sequence needs at least 10 \+ 1; set train.seq_len to 9"):
         Batches(make_split(10), 10, 1, 0)
     assert Batches(make_split(10), 9, 1, 0).n_samples == 1
 
 
 def test_a_seed_that_is_none():
-    with pytest.raises(ConfigError, match="seed -1"):
+    with pytest.raises(ConfigError, match="seed = -1"):
         Batches(make_split(100), 4, 10, -1)
 
 
@@ -164,7 +164,7 @@ def test_evaluation_of_windows_spread_over_the_split():
 
 
 def test_evaluation_of_a_single_token_is_refused_at_the_call():
-    with pytest.raises(DataError, match="too few to predict one"):
+    with pytest.raises(DataError, match=r"has too few tokens \(1\): evaluation needs at least 2"):
         EvaluationBatches(make_split(1), 4, 1)
 
 

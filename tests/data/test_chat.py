@@ -90,9 +90,9 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
     (document,) = template.encode(messages, fields)
     assert document.text.startswith("[f]<|im_start|>user")
     assert list(template.unused(messages, fields)) == [
-        "the chat template does not use 'mood'",
-        "the chat template does not use 'tokenize'",
-        "the chat template does not use a message's 'tone'",
+        "with 'mood', which the chat template does not use",
+        "with 'tokenize', which the chat template does not use",
+        "with 'tone' in a message, which the chat template does not use",
     ]
 
 
@@ -108,13 +108,13 @@ def test_an_answer_whose_end_does_not_count_is_noticed(tmp_path: Path, by_marker
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "rejects the conversation: roles must alternate"),
-        ("{{ messages[0]['none']['none'] }}", "rejects the conversation"),
+        ("{{ raise_exception('roles must alternate') }}", "rejected by the chat template: roles must alternate"),
+        ("{{ messages[0]['none']['none'] }}", "rejected by the chat template"),
         (
             "{% if add_generation_prompt %}>{% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}",
             "not a prefix of",
         ),
-        ("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}", "no token counts"),
+        ("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}", "without a token that counts"),
     ],
 )
 def test_what_a_template_cannot_format(tmp_path: Path, source: str, words: str) -> None:

@@ -62,23 +62,23 @@ def test_what_a_template_may_need_is_kept() -> None:
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ([1], "a list, not an object"),
-        ({"text": "a"}, "no messages, conversations"),
-        ({"messages": []}, "no assistant message"),
-        ({"messages": [said("user", "a")]}, "no assistant message"),
+        ([1], "not an object, but a list"),
+        ({"text": "a"}, "without 'messages', 'conversations'"),
+        ({"messages": []}, "without an assistant message"),
+        ({"messages": [said("user", "a")]}, "without an assistant message"),
         ({"messages": [said("narrator", "a")]}, "unknown role 'narrator'"),
         ({"messages": ["a"]}, "a message without 'role'"),
-        ({"messages": [{"role": "user"}, said("assistant", "b")]}, "'content' is null, not text"),
-        ({"conversations": [{"from": "human", "value": 3}]}, "'value' is a number, not text"),
+        ({"messages": [{"role": "user"}, said("assistant", "b")]}, "with null as 'content', not text"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "with a number as 'value', not text"),
         ({"instruction": "a", "output": " "}, "an empty answer"),
-        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "no assistant message that counts toward the loss"),
-        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "a message's 'weight' is 0.5; only 0 and 1 are supported"),
-        ({"conversations": [SHARED[0], {**SHARED[1], "train_detail": [{}]}]}, "'train_detail' is not supported"),
-        ({"messages": [USER, ANSWER], "images": ["a.png"]}, "'images' is not supported"),
-        ({"prompt": "a", "completion": "b", "label": False}, "an example of a bad answer"),
-        ({"messages": [USER, ANSWER], "tools": "x"}, "'tools' is text that is not JSON"),
-        ({"messages": [USER, ANSWER], "tools": {"a": 1}}, "'tools' is an object, not a list"),
-        ({"instruction": "a", "output": "b", "history": ["c"]}, "'history' is not a list of questions and answers"),
+        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "without an assistant message that counts toward the loss"),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "with 'weight' = 0.5 in a message, but only 0 and 1"),
+        ({"conversations": [SHARED[0], {**SHARED[1], "train_detail": [{}]}]}, "with 'train_detail', which is not"),
+        ({"messages": [USER, ANSWER], "images": ["a.png"]}, "with 'images', which is not supported"),
+        ({"prompt": "a", "completion": "b", "label": False}, "with label = false, which marks a bad answer"),
+        ({"messages": [USER, ANSWER], "tools": "x"}, "with text as 'tools' that is not JSON"),
+        ({"messages": [USER, ANSWER], "tools": {"a": 1}}, "with an object as 'tools', not a list"),
+        ({"instruction": "a", "output": "b", "history": ["c"]}, "'history' that is not a list of question-answer"),
     ],
 )
 def test_what_is_no_conversation(record: Any, words: str) -> None:
@@ -121,8 +121,8 @@ def test_bad_records_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
     skipped = report.sources[0].files[0].skipped
     assert {reason: skip.count for reason, skip in skipped.items()} == {
         "blank line": 1,
-        "not a line of JSON": 1,
-        "no messages, conversations, instruction and output, or prompt and completion": 1,
+        "not valid JSON": 1,
+        "without 'messages', 'conversations', 'instruction' and 'output', or 'prompt' and 'completion'": 1,
     }
 
 

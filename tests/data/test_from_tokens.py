@@ -132,7 +132,7 @@ def test_held_out_ids_of_their_own_stay_held_out(tmp_path, tokenizer, ids):
 def test_ids_outside_the_vocabulary_are_found(bad, tmp_path, tokenizer, ids):
     index = write_megatron(tmp_path / "x", [[each] for each in [*ids, [5, bad]]], "int32")
     number = sum(map(len, ids)) + 1
-    message = rf"x\.bin: id {bad} \(number {number} of the file\) is outside the tokenizer's vocabulary of 300; pass the token"
+    message = rf"x\.bin: id {bad} \(at index {number} in the file\) is outside the tokenizer's vocabulary of 300 tokens"
     with pytest.raises(DataError, match=message):
         prepare(options(tmp_path, tokenizer, index))
     assert not (tmp_path / "store").exists()
@@ -160,11 +160,11 @@ def test_options_that_conflict(changes, message, tmp_path, tokenizer, ids):
 
 def test_nothing_to_read_is_an_error(tmp_path, tokenizer):
     write_megatron(tmp_path / "x", [[[]], [[0]]])
-    with pytest.raises(DataError, match="there are no ids: 2 skipped: 2 empty document"):
+    with pytest.raises(DataError, match="the input contains no token ids: 2 skipped: 2 empty"):
         prepare(options(tmp_path, tokenizer, tmp_path / "x.idx"))
     for name, ids in {"train": [5, 6, 0], "val": [0]}.items():
         np.array(ids, "<u2").tofile(tmp_path / f"{name}.bin")
-    with pytest.raises(DataError, match="no ids for the heldout split; 1 skipped: 1 empty document"):
+    with pytest.raises(DataError, match="the heldout split contains no token ids: 1 skipped: 1 empty"):
         prepare(options(tmp_path, tokenizer, tmp_path))
     np.array([5, 0], "<u2").tofile(tmp_path / "one.bin")
     with pytest.raises(
@@ -254,10 +254,10 @@ def change(at, data):
     [
         (change(0, b"TNTIDX"), r"x\.idx: not a Megatron-LM index"),
         (lambda content: content[:20], r"x\.idx: not a Megatron-LM index"),
-        (change(9, b"\2"), "Megatron-LM index version 2; only version 1"),
-        (change(17, b"\7"), "code 7 for the id type; expected an integer type"),
-        (lambda content: content[:-1], "99 bytes after the header instead of 100 for 5 sequences; copy the file again"),
-        (change(26, b"\6"), "100 bytes after the header instead of 108 for 5 sequences"),
+        (change(9, b"\2"), "Megatron-LM index version 2 is not supported; valid version: 1"),
+        (change(17, b"\7"), "id type code 7 is not supported; valid codes"),
+        (lambda content: content[:-1], "99 bytes follow the header instead of 100 for 5 sequences; copy the file"),
+        (change(26, b"\6"), "100 bytes follow the header instead of 108 for 5 sequences"),
         (change(34, struct.pack("<i", 4)), "sequences are not contiguous"),
         (change(34, struct.pack("<i", -1)), "sequences are not contiguous"),
         (change(34 + 60 + 8, struct.pack("<q", 5)), "document indices do not partition the 5 sequences"),
@@ -296,7 +296,7 @@ def test_a_dtype_that_cannot_be_right_is_an_error(tmp_path, tokenizer, ids):
         open_token_files(tmp_path / "wide.bin", "uint16")
     np.arange(1, 50).astype("<u2").tofile(tmp_path / "narrow.bin")
     made = TokenInput(options(tmp_path, tokenizer, tmp_path / "narrow.bin"))
-    with pytest.raises(DataError, match="--token-dtype uint16 cannot hold the ids of a vocabulary of 70000; pass"):
+    with pytest.raises(DataError, match="--token-dtype uint16 cannot hold the ids of a vocabulary of 70000 tokens"):
         list(made.parts(0, 70_000, PrepareReport(), Progress()))
 
 
@@ -310,7 +310,7 @@ def test_paths_without_tokens_are_one_line(tmp_path):
     (tmp_path / "x.txt").write_text("text")
     for path, message in {
         tmp_path: r"contains no train\.bin",
-        tmp_path / "x.txt": r"expected a Megatron-LM \.bin or \.idx",
+        tmp_path / "x.txt": r"not token ids; pass a Megatron-LM \.bin or \.idx",
         tmp_path / "none.bin": r"none\.bin: no such file",
         tmp_path / "prefix": "prefix: no such file",
     }.items():

@@ -119,7 +119,7 @@ def test_a_damaged_store_is_rebuilt_on_request_only(corpus):
 
 def test_a_folder_of_the_user_is_never_replaced(corpus):
     for overwrite in (False, True):
-        with pytest.raises(DataError, match="exists and is not a token store"):
+        with pytest.raises(DataError, match="exists but is not a token store"):
             prepare(options(corpus, out=corpus, overwrite=overwrite))
     assert len(list(corpus.iterdir())) == 40
     empty = corpus.parent / "empty"
@@ -157,7 +157,7 @@ def test_unknown_tokens_are_reported(corpus, tmp_path):
     unknown = sum(int(store.split(name).token_counts()[0]) for name in ("train", "heldout"))
     assert unknown == 40 * (2 + 5 * 4)
     assert store.report["notes"] == [
-        f"{unknown} tokens are the unknown token: the tokenizer cannot represent all of the text"
+        f"count of the unknown token: {unknown}; the tokenizer cannot represent all of the text"
     ]
 
 
@@ -301,7 +301,7 @@ def test_input_that_changes_between_passes_is_noticed(corpus, change, message):
 
     before = content(prepare(options(corpus)).store.path)
     (corpus / "99.txt").write_text("more")
-    with pytest.raises(DataError, match=message + ".*nothing was written; run it again"):
+    with pytest.raises(DataError, match=message + ".*nothing was written; run the command again"):
         prepare(options(corpus, overwrite=True), Change())
     assert names_beside(corpus) == ["store", "texts"] and content(options(corpus).out) == before
 

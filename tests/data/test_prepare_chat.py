@@ -88,7 +88,7 @@ def test_conversations_that_cannot_be_used(tmp_path: Path) -> None:
     file = tmp_path / "chats.jsonl"
     options = PrepareOptions(out=tmp_path / "store", inputs=(str(file),), tokenizer=str(tokenizer), chat=True)
     file.write_text(json.dumps({"messages": conversation(1)}) + "\n" + '{"text": "x"}\n')
-    with pytest.raises(DataError, match=r"only one conversation can be used.*1 skipped: 1 no messages"):
+    with pytest.raises(DataError, match=r"only one conversation can be used.*1 skipped: 1 without 'messages'"):
         prepare(options)
     file.write_text('{"text": "x"}\n')
     with pytest.raises(DataError, match="no conversation can be used"):

@@ -89,7 +89,8 @@ def test_the_text_column_is_found(wanted, columns, found):
     entry = FileReport("x")
     assert find_text_column(wanted, columns, entry) == found
     is_noted = wanted is None and found != "text"
-    assert list(entry.notes) == [f"without column 'text': text read from {found!r}"] * is_noted
+    note = f"read from column {found!r}, because the file has no 'text' column of strings"
+    assert list(entry.notes) == [note] * is_noted
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_other_encodings_are_converted_and_noted(encoding, tmp_path, monkeypatch
         (tmp_path / name).write_bytes(mark + content.encode(codec))
     documents, report = read(FilesSource(tmp_path))
     assert [text for _, text in documents] == [text, *"é" * 12, "\N{GRINNING FACE}", "é"]
-    noted = f"{ENCODINGS[encoding]} text, converted to UTF-8"
+    noted = f"encoded in {ENCODINGS[encoding]}, converted to UTF-8"
     assert notes(report) == {(name, noted): [] for name in ("a.txt", "b.jsonl", "c.csv")}
     assert skips(report) == {}
 
@@ -252,12 +253,12 @@ def test_json_lines(tmp_path, suffix):
         (f"{path.name}:1", 3), (f"{path.name}:11", 500_000), (f"{path.name}:12", 16)
     ]  # fmt: skip
     found = {reason: examples for (_, reason), examples in skips(report).items()}
-    (broken,) = found.pop("not a line of JSON")
+    (broken,) = found.pop("not valid JSON")
     assert broken == "line 3: Unterminated string starting at, column 10"
     assert found == {
         "blank line": ["line 2"],
-        "no field 'text'": ["line 4 has body", "line 5 has list"],
-        "text field is not a string": ["line 6: int", "line 7: NoneType"],
+        "without the field 'text'": ["line 4 has body", "line 5 has list"],
+        "with a text field that is not a string": ["line 6: int", "line 7: NoneType"],
         "empty": ["line 8"],
         "not UTF-8 text": ["line 9, byte 13"],
         "not valid Unicode (half of a surrogate pair)": ["line 10: character 0"],
@@ -275,7 +276,7 @@ def test_a_line_above_the_limit_is_reported_and_the_rest_is_read(suffix, tmp_pat
     compressed(tmp_path / f"x{suffix}", "\n".join(lines).encode())
     found, report = read(FilesSource(tmp_path))
     assert [text for _, text in found] == ["one", "y" * 88]
-    assert skips(report) == {(f"x{suffix}", "a line longer than 100 B"): ["line 2", "line 4"]}
+    assert skips(report) == {(f"x{suffix}", "longer than 100 B"): ["line 2", "line 4"]}
 
 
 @pytest.mark.parametrize("indent", [None, 2])
@@ -286,7 +287,7 @@ def test_a_json_array_is_one_record_per_element(suffix, indent, tmp_path, monkey
     compressed(tmp_path / f"x{suffix}", json.dumps(records, indent=indent, ensure_ascii=False).encode())
     found, report = read(FilesSource(tmp_path))
     assert found == [(f"x{suffix}:{i + 1}", f"number {i} \N{GRINNING FACE}") for i in range(40)]
-    assert skips(report) == {(f"x{suffix}", "no field 'text'"): ["record 41 has n", "record 42 has str"]}
+    assert skips(report) == {(f"x{suffix}", "without the field 'text'"): ["record 41 has n", "record 42 has str"]}
 
 
 def test_a_pretty_printed_record(tmp_path):
@@ -315,7 +316,8 @@ def test_the_text_field_is_found(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"n": 1}\nbroken\n{"body": "found", "n": 2}\n')
     found, report = read(FilesSource(tmp_path / "a.jsonl"))
     assert found == [("a.jsonl:3", "found")]
-    assert notes(report) == {("a.jsonl", "without column 'text': text read from 'body'"): []}
+    note = "read from column 'body', because the file has no 'text' column of strings"
+    assert notes(report) == {("a.jsonl", note): []}
 
 
 def write_parquet(path, **columns):
@@ -329,7 +331,7 @@ def test_parquet_in_row_groups(tmp_path):
     documents, report = read(FilesSource(tmp_path / "x.parquet", text_field="body"))
     assert documents == [(f"x.parquet:{i}", text) for i, text in enumerate(texts) if text]
     assert skips(report) == {
-        ("x.parquet", "text field is not a string"): ["row 7: NoneType"],
+        ("x.parquet", "with a text field that is not a string"): ["row 7: NoneType"],
         ("x.parquet", "empty"): ["row 130"],
     }
 
@@ -366,7 +368,7 @@ def test_csv_files(suffix, tmp_path):
     documents, report = read(FilesSource(tmp_path))
     assert documents == [(f"{path.name}:1", 'two\nlines, and "quotes"'), (f"{path.name}:4", "last")]
     found = skips(report)
-    assert {reason for _, reason in found} == {"empty", "not a row of CSV", "not UTF-8 text"}
+    assert {reason for _, reason in found} == {"empty", "with a wrong number of columns", "not UTF-8 text"}
 
 
 def test_quotes_in_tsv_are_text(tmp_path):
@@ -400,8 +402,9 @@ def test_arrow_streams_and_files(tmp_path):
     found, report = read(FilesSource(tmp_path))
     expected = [(i, "two\nlines" if i == 4 else f"row {i}") for i in range(20) if i != 3]
     assert found == [(f"{name}.arrow:{i}", text) for name in "ab" for i, text in expected]
-    assert skips(report) == {(f"{n}.arrow", "text field is not a string"): ["row 3: NoneType"] for n in "ab"}
-    assert ("a.arrow", "without column 'text': text read from 'body'") in notes(report)
+    skipped = "with a text field that is not a string"
+    assert skips(report) == {(f"{n}.arrow", skipped): ["row 3: NoneType"] for n in "ab"}
+    assert ("a.arrow", "read from column 'body', because the file has no 'text' column of strings") in notes(report)
     assert report.consumed == sum(path.stat().st_size for path in tmp_path.iterdir())
 
 
@@ -434,7 +437,7 @@ def test_a_saved_dataset_is_its_train_split(saved):
     found, report = read(FilesSource(saved))
     assert [text for _, text in found] == [f"story {i}" for i in range(30)]
     assert skips(report) == {
-        ("test", "a split other than train; to read it, pass its folder"): [],
+        ("test", "not the train split; to read it, pass its folder"): [],
         ("dataset_dict.json", "metadata of a saved dataset"): [],
         ("train/dataset_info.json", "metadata of a saved dataset"): [],
         ("train/state.json", "metadata of a saved dataset"): [],
@@ -444,7 +447,7 @@ def test_a_saved_dataset_is_its_train_split(saved):
 
 def test_a_saved_dataset_without_a_train_split_asks(saved):
     (saved / "train").rename(saved / "validation")
-    with pytest.raises(DataError, match="without a train split; pass the folder of a split: test, validation"):
+    with pytest.raises(DataError, match="has no train split; pass the folder of one of its splits: test, validation"):
         FilesSource(saved)
 
 

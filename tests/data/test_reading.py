@@ -118,7 +118,7 @@ def test_a_limit_works_without_a_separate_split(c4: Path) -> None:
     [
         ({"heldout_split": "validation", "heldout_from": ()}, "--heldout-split validation needs --hf"),
         ({"heldout_split": "validation", "hf": "a/b"}, "conflicts with --heldout-from"),
-        ({"heldout_split": "train", "hf": "a/b", "heldout_from": ()}, "is also the training text"),
+        ({"heldout_split": "train", "hf": "a/b", "heldout_from": ()}, "is also the training split"),
         ({"max_tokens": 0}, "--max-tokens 0 must be at least 1"),
         ({"max_heldout_tokens": -1}, "--max-heldout-tokens -1"),
     ],
@@ -180,7 +180,7 @@ def test_damage_to_a_partial_store_is_noticed(c4: Path) -> None:
     data[10] ^= 1
     file.write_bytes(data)
     with pytest.raises(
-        DataError, match=r"train\.tokens: damaged since it was written; .* start again from the beginning"
+        DataError, match=r"train\.tokens: the file was damaged after writing; .* start again from the beginning"
     ):
         prepare.prepare(options(c4))
     assert prepare.prepare(options(c4)).store
@@ -280,5 +280,5 @@ def test_a_stream_that_is_given_up_can_be_continued(web_hub: Breaks, c4: Path, m
             break
         except hub.StreamError as error:
             errors.append(str(error))
-    assert errors and "run it again when the network is back" in errors[0]
+    assert errors and "run the command again when the network is back" in errors[0]
     assert content(store.path) == expected

@@ -174,7 +174,7 @@ def local_hub(tmp_path, monkeypatch):
 def test_hub_data_set_is_streamed_without_remote_code(local_hub):
     documents, report = read(hub.HubSource("someone/rows:english", "validation", "body"))
     assert documents == [(f"someone/rows:{i}", f"text {i}") for i in range(9) if i != 3]
-    assert skips(report) == {("someone/rows", "text field is not a string"): ["row 3: NoneType"]}
+    assert skips(report) == {("someone/rows", "with a text field that is not a string"): ["row 3: NoneType"]}
     options = {"split": "validation", "streaming": True, "revision": "someone/rows@None"}
     assert local_hub == [("someone/rows", "english", options)]
     assert report.notes == ["someone/rows at commit someone/rows@None"]

@@ -82,7 +82,7 @@ def test_cutting_at_a_clean_line_end_changes_no_token(words):
 
 @pytest.mark.parametrize("spec", ["train:", "train:12", "train:x", "train:-5", "train:4e3"])
 def test_bad_training_spec(spec):
-    with pytest.raises(DataError, match="must be an integer of at least 257"):
+    with pytest.raises(DataError, match="must be an integer from 257 to 16777216"):
         tk.parse_training(spec)
 
 

@@ -50,7 +50,7 @@ def test_it_is_reported_once_after_enough_steps(tmp_path: Path, monkeypatch: pyt
         hook.after_step(trainer, SimpleNamespace(metrics=SimpleNamespace(step=step)))  # type: ignore[arg-type]
         assert len(warnings) == (step >= 10), "five steps after it was last well"
     action = "it will be excluded and restarted" if exclude else "check the load on its machine"
-    assert warnings == [f"replica 1 has taken 6.0 times as long as the others for 5 steps; {action}"]
+    assert warnings == [f"replica 1 has taken 6.0 times as long as the other replicas for 5 steps; {action}"]
     assert gone == ([MEMBERS[1]] if exclude else [])
 
 

@@ -537,7 +537,7 @@ def test_results_reach_those_that_are_behind(value: Any) -> None:
 def test_errors_reach_them_too() -> None:
     with pytest.raises(StorageError, match="disk full"):
         decode(json.loads(json.dumps(encode(StorageError("disk full")))))
-    with pytest.raises(TrainingError, match="while exchanging object"):
+    with pytest.raises(TrainingError, match="during the exchange of a result of type object"):
         decode(encode(object()))
 
 

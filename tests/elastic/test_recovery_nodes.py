@@ -89,7 +89,7 @@ def test_of_a_split_network_the_half_that_reaches_the_store_goes_on_and_the_othe
     (change,) = memberships(config)
     assert change["replicas"] == 1 and "does not answer" in change["lost"][0][1], change
     wait_for_step(agents, run, change["step"] + 2)
-    wait_for(agents, lambda: "others continue, so it stops" in agents[1].said())
+    wait_for(agents, lambda: "other replicas continue, so it stops" in agents[1].said())
     nodes[1].connect(True)
     wait_for(agents, lambda: any(line["joined"] for line in memberships(config)))
     steps = [line["step"] for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]

@@ -88,7 +88,7 @@ def test_it_composes(sections: dict[str, Any]) -> None:
         (
             {"cp": 2, "tp": 4, "layout": "btp-sp"},
             {"seq_len": 12, "micro_batch": 1, "global_batch": 1},
-            r"1 x 12 / parallel.cp = 2 = 6 tokens.*must be divisible by parallel.tp = 4; nearest valid value of train.seq_len: 16",
+            r"seq_len = 12 .* gives 6 tokens .*\(parallel.cp = 2\).* over parallel.tp = 4 processes; nearest valid value: 16",
         ),
         (
             {"cp": 2, "overlap": "halves"},

@@ -50,7 +50,7 @@ def test_one_spec_builds_all() -> None:
     attention, mlp = LowRankAttention(**SIZES), LowRankMLP(**SIZES)
     torch.testing.assert_close(mlp(attention(stream())), Block(spec)(stream()), rtol=1e-12, atol=0)
     assert [name for name, _ in mlp.named_children()] == ["norm", "gate_proj", "up_proj", "down_proj"]
-    with pytest.raises(ConfigError, match="rank is part of a Spec; pass either spec or sizes"):
+    with pytest.raises(ConfigError, match="rank cannot be combined with spec; pass either spec or sizes"):
         Block(spec, rank=4)
 
 

@@ -184,7 +184,7 @@ def test_the_first_word_is_enough_and_unknown_names_suggest_the_nearest(tmp_path
     ("text", "says"),
     [
         ("title = ", "is not valid TOML"),
-        ('like = "a100"', "like = 'a100' is not a profile"),
+        ('like = "a100"', "like = 'a100' must be a built-in profile"),
         ('like = "a100-80g"\nper_nodes = 2', "per_nodes"),
         ('like = "a100-80g"\nper_node = 0', "per_node"),
         ('like = "a100-80g"\n[title]\nx = 1', "title"),

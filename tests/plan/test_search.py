@@ -147,7 +147,7 @@ def test_invalid_mesh_sizes() -> None:
 
     assert "nearest valid value: 2" in refused(4, "parallel.tp", tp=3)
     assert "parallel.tp = 3 must divide model." in refused(6, "parallel.tp", tp=3)
-    assert "= 8 processes" in refused(4, "parallel.tp", "parallel.dp", tp=2, dp=4)
+    assert "their product, 8, must divide --gpus = 4" in refused(4, "parallel.tp", "parallel.dp", tp=2, dp=4)
     assert "must divide" in refused(7, "parallel.tp", tp=7)
     assert "must be divisible" in refused(7, "parallel.dp", dp=7)
 

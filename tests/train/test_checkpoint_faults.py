@@ -132,7 +132,7 @@ def test_values_that_are_not_finite_are_not_saved(tmp_path: Path, dtype: str, wh
     spoil(trained, where, value)
     kind = "model" if where == "weight" else "optim.exp_avg_sq"
     name = trained.fused_params[-1].slices[-1].parameter.name
-    with pytest.raises(NonFiniteError, match=rf"step 2 not saved: {kind}.{name} holds a value that is not finite"):
+    with pytest.raises(NonFiniteError, match=rf"step 2 was not saved: {kind}.{name} holds a value that is not finite"):
         save_at(tmp_path, trained, 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
@@ -235,7 +235,7 @@ def test_the_last_save_goes_elsewhere(disk: Disk, urgent: bool) -> None:
     assert any(disk.slept) != urgent
     assert "No space left on device; saving in '/spare" in disk.said[-1]
     assert disk.last_save(minutes=1, urgent=True, fallback=True, run=3, elsewhere=99) == "run", "both are full: retries"
-    assert disk.said[1].startswith("not saved in '/spare") and "free disk space: attempt 1 of" in disk.said[2]
+    assert disk.said[1].startswith("not saved in '/spare") and "free disk space; retry 1 of" in disk.said[2]
     with pytest.raises(StorageError, match="not saved in '.*run/checkpoints'"):
         disk.last_save(minutes=0, urgent=urgent, fallback=True, run=1, elsewhere=1)
 

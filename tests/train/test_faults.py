@@ -22,13 +22,13 @@ def test_words() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("kill", r"is not KIND@STEP or KIND@STEP:RANK, such as kill@5:1; kinds: kill, hang"),
-        ("kill@x", r"is not KIND@STEP"),
-        ("kill@-1", r"is not KIND@STEP"),
+        ("kill", r"must be KIND@STEP or KIND@STEP:RANK, such as kill@5:1; kinds: kill, hang"),
+        ("kill@x", r"must be KIND@STEP"),
+        ("kill@-1", r"must be KIND@STEP"),
         ("melt@3", r"unknown fault 'melt'; kinds: kill, "),
-        ("kill@0", r"no step 0; nearest valid step: 1$"),
-        ("kill@11", r"no step 11; nearest valid step: 10$"),
-        ("kill@3:2", r"no rank 2; largest valid rank: 1$"),
+        ("kill@0", r"there is no step 0; nearest step: 1$"),
+        ("kill@11", r"there is no step 11; nearest step: 10$"),
+        ("kill@3:2", r"there is no rank 2; largest valid rank: 1$"),
     ],
 )
 def test_a_mistake_is_one_line(text: str, said: str) -> None:

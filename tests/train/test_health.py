@@ -302,10 +302,10 @@ def test_rollbacks_that_do_not_help_end_the_run(store: Path, tmp_path: Path) -> 
             self.rates[7] = 1e30
 
     hook = Always({7: 1e30})
-    with pytest.raises(TrainingError, match="3 rollbacks to .*step-00000006' did not help"):
+    with pytest.raises(TrainingError, match="3 rollbacks did not help; resume from '.*step-00000006'"):
         fitted(every_step(store, tmp_path / "run", on_spike="rollback", save_every=3), hook)
     assert len(hook.rollbacks) == 3
-    with pytest.raises(TrainingError, match="found no checkpoint to return to"):
+    with pytest.raises(TrainingError, match="but there is no proven checkpoint"):
         fitted(every_step(store, tmp_path / "none", on_spike="rollback", save_every=0), Rates({3: 1e30}))
 
 

@@ -56,7 +56,7 @@ def test_a_process_that_beats_but_is_behind_in_the_same_group_is_named() -> None
     before = dict.fromkeys(range(4), 5)
     message = hang_message(waiting, [waiting, behind, level, elsewhere], before, 4, 10)
     assert message is not None
-    assert message.startswith("process 2 of 4 (rank 1) is behind the others")
+    assert message.startswith("process 2 of 4 (rank 1) is behind the other processes")
     assert "rank 2" not in message and "rank 3" not in message
     # Silence explains more than being behind.
     silent = hang_message(waiting, [waiting, behind, beat(2, 5, 346)], before, 4, 10)

@@ -154,7 +154,7 @@ def test_a_save_that_one_process_asks_for_or_refuses_happens_on_all_or_none(stor
         assert steps == [3], "once, after the step that follows the request"
         assert latest == "step-00000003"
         said = [each for each in warnings if "training waited" not in each]  # what a slow disk is told
-        assert said == [f"checkpoint for step {step} not saved: not good enough" for step in (5, 6)]
+        assert said == [f"the checkpoint for step {step} was not saved: not good enough" for step in (5, 6)]
 
 
 def test_a_refused_checkpoint_is_not_called_saved(

@@ -180,7 +180,7 @@ def test_resume_refuses_what_would_train_something_else(store: Path, tmp_path: P
         (store, {"train": {"seq_len": 16}}, "train.seq_len = 16"),
         (store, {"train": {"global_batch": 8}}, "train.global_batch = 8"),
         (store, {"train": {"steps": 3}}, "smallest valid value: 6"),
-        (store, {"model": {"rank": 4}}, "model.rank = 8 there, 4 here"),
+        (store, {"model": {"rank": 4}}, "model.rank is 8 instead of 4"),
         (other, {}, "tokenizer"),
     ]
     for text, change, words in changes:

@@ -144,7 +144,7 @@ def test_a_missing_package_is_one_line_and_costs_nothing(tmp_path: Path, monkeyp
     _, config = start(tmp_path, "--run.wandb", "true")
     with pytest.raises(ConfigError) as caught:
         MetricsWriter(run, config, resumed_step=1)
-    assert str(caught.value) == "run.wandb = true needs the package 'wandb': pip install wandb"
+    assert str(caught.value) == "run.wandb = true: the package 'wandb' is not installed; run 'pip install wandb'"
     assert run.metrics.read_bytes() == before
 
 

@@ -72,7 +72,7 @@ def test_one_process_has_no_group() -> None:
 
 
 def test_the_number_of_processes_must_be_that_of_the_mesh() -> None:
-    with pytest.raises(ConfigError, match=r"1 processes were started, but parallel.pp x dp x tp = 1 x 1 x 2 = 2"):
+    with pytest.raises(ConfigError, match=r"parallel.pp x dp x tp = 1 x 1 x 2: the mesh has size 2, but .* is 1"):
         open_mesh(ParallelConfig(tp=2), "cpu")
 
 
@@ -113,7 +113,7 @@ def test_a_process_takes_its_own_gpu_and_the_cpu_only_without_gpus(
     ("gpus", "variables", "asked", "words"),
     [
         (0, {}, "cuda", "torch sees no GPU"),
-        (2, {"LOCAL_RANK": "2"}, "auto", "process 3 on a machine with 2 GPUs; start at most 2 processes"),
+        (2, {"LOCAL_RANK": "2"}, "auto", "process 3 on this machine has no GPU: torch sees only 2; start at most 2"),
         (2, {}, "auto", "sees 2 GPUs but has no local rank by which to choose one.* set LOCAL_RANK"),
     ],
 )

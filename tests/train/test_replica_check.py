@@ -44,7 +44,7 @@ def test_one_flipped_bit_is_found_within_the_interval_and_its_process_named(stor
         assert error is not None and step == 8 and saved == ["step-00000003", "step-00000006"]
         assert (
             "at step 8, process 1 (host " in error
-            and "has different weights or moments than the 2 replicas that agree" in error
+            and "has weights or moments that differ from those of 2 replicas that agree" in error
         )
         assert f"resume from '{tmp_path / 'checkpoints' / 'step-00000006'}' with --resume auto" in error
 

@@ -73,7 +73,7 @@ def test_teachers_that_do_not_fit() -> None:
         teacher_config(student(), other)
     wide = DENSE.model_copy(update={"dim": 64})
     assert teacher_config(student(), wide).model.dim == 64
-    with pytest.raises(ConfigError, match=r"model.dim = 64 and the model 32; set distill.hidden = 0"):
+    with pytest.raises(ConfigError, match=r"model.dim = 64 and the model has 32; set distill.hidden = 0"):
         teacher_config(student(distill={"teacher": "t", "hidden": 1.0}), wide)
     odd = DENSE.model_copy(update={"heads": 1, "kv_heads": 1})
     with pytest.raises(ConfigError, match=r"does not fit this mesh: .*model.heads = 1"):

@@ -3,8 +3,8 @@
 One pair of autograd nodes sums over processes in both passes: partial latents in the forward pass, their gradients in the backward
 pass. So all operations on latents receive partial gradients, and their parameters' gradients are reduced once per optimizer step.
 
-With the statistic s = sum of x^2 over the whole width, dividing by sqrt(s/d + eps) commutes with the linear map after the norm,
-A (gamma * x), so the terms of s can be sent with the partial sums A x (`OnlineSum`).
+Dividing by sqrt(s/d + eps), where the statistic s is the sum of x^2 over the whole width, commutes with the linear map after it,
+A (gamma * x). Each process's share of s can therefore be sent with its partial sum of A (gamma * x) (`OnlineSum`).
 
 Legend: p TP processes, T tokens, D = d/p hidden width on this process, R latent width of a group, s the statistic of RMSNorm.
 """
@@ -45,7 +45,7 @@ class BTP(BaseLayout):
     ) -> None:
         super().__init__(spec, model, parallel, mesh, is_inference)
         self._start_grad_sum = functools.partial(begin_all_reduce, axis=self.axis)
-        """Starts the sum of the latents' gradient before the weight gradients are computed."""
+        """Starts summing the latents' gradient over processes, before the weight gradients are computed."""
         self._is_sync = parallel.norm == "sync"
         """Whether the norm's statistic has a separate all-reduce."""
 
@@ -55,8 +55,8 @@ class BTP(BaseLayout):
         return NOTHING_IN_FLIGHT
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
-        """A norm(x), summed over processes: the latents, and the statistic that scales them, which is sent with the
-        (first) partial latents. The norm is applied after A, to T x R elements."""
+        """A norm(x), summed over processes: the latents and the statistic that scales them, which shares the first all-reduce.
+        The norm is applied after A, to T x R elements."""
         flow.to_combine = flow.take(group.taken) if group.taken else ()
         if self._is_sync:
             yield from self._enter_sync(flow, gamma, group)
@@ -114,11 +114,11 @@ class BTP(BaseLayout):
 
 class _ProjectAndMeasure(torch.autograd.Function):
     """forward: x [T, D], A [R, D], gamma [D] -> u = x (A gamma)^T [T, R] and, if measuring, s = sum_j x_j^2 [T] and the flat
-    payload (u, then s) that sums both over an axis; u is a view of it.
+    payload (u, then s), in which both are summed over an axis; in eager mode, u is a view of the payload.
     dgrad: dx = du (A gamma) + 2 x ds.
     wgrad: dA = (du^T x) gamma, dgamma = sum over R of (du^T x) A. No collective.
 
-    gamma scales columns of A instead of rows of x, and the backward pass recomputes A gamma, so only x is saved.
+    gamma scales the columns of A instead of x, and the backward pass recomputes A gamma, so x is the only activation saved.
     """
 
     @staticmethod
@@ -163,10 +163,10 @@ class _ProjectAndMeasure(torch.autograd.Function):
 class _StartSum(torch.autograd.Function):
     """forward: starts the sum of `payload` over processes -> (u, in-flight payload); one all-reduce. The payload holds the
     latents u [T, R] and the statistic s [T], or only u if s is already in flight in `carrier`.
-    dgrad: waits for the sum of du that `_WaitForSum` started; ds = -c^2 / 2d <u, du>, c = (s/d + eps)^(-1/2), with u, s and du
-    complete. ds is local, and exact for any function of c u.
+    dgrad: waits for the sum of du that `_WaitForSum` started; ds = -c^2 / 2d <u, du>, c = (s/d + eps)^(-1/2), from the complete
+    sums u, s and du. ds needs no communication, and is exact for any function of c u.
 
-    u is returned for the autograd graph only: its gradient has the shape of u, unlike the payload.
+    u is returned only for the autograd graph: its gradient must have the shape of u, not that of the payload.
     """
 
     @staticmethod
@@ -191,7 +191,7 @@ class _StartSum(torch.autograd.Function):
 
 
 class _WaitForSum(torch.autograd.Function):
-    """forward: waits for the payload that `_StartSum` started -> (u [T, R], s [T]), summed, views where possible.
+    """forward: waits for the payload that `_StartSum` started -> the sums (u [T, R], s [T]), as views if possible.
     dgrad: starts the sum of du over processes, one all-reduce, unless `backward_started`. s has no gradient here: `_StartSum`
     computes it."""
 
@@ -213,13 +213,13 @@ class _WaitForSum(torch.autograd.Function):
 
 
 class OnlineSum:
-    """A norm(x) for a group's factors A, over a sharded width: the sum over processes, in flight, of the partial
-    latents (gamma x) A^T and of the statistic that scales them.
+    """A norm(x) for a group's factors A and a sharded width: the in-flight sum, over processes, of the partial latents
+    (gamma x) A^T and of the statistic that scales them.
 
-    Each tensor of latents takes one all-reduce in each pass; the first one carries the statistic in the forward pass. The
+    Each tensor of latents takes one all-reduce in each pass; the first also carries the statistic in the forward pass. The
     payload is flat: the elements of u, then s. In fp32 and fp64, s adds T elements. In bf16, a sum of rounded statistics
-    would lose fp32's precision. So each process writes its s_i into its own slot as three bf16 terms that preserve all 24 bits; the
-    others add zeros, which is exact, and the p slots are summed in fp32. This adds 3 p T elements.
+    would lose fp32's precision. Each process therefore writes its s_i into its own slot as three bf16 terms that preserve all 24
+    bits. The other processes add zeros to it, which is exact, and the p slots are summed in fp32. This adds 3 p T elements.
     """
 
     def __init__(
@@ -232,9 +232,9 @@ class OnlineSum:
         eps: float,
         backward_started: bool = False,
     ) -> None:
-        """`weights`: A [R, D] for all slots together, or for each slot. `width`, `eps`: as in
+        """`weights`: A [R, D] for all slots together, or one matrix per slot. `width`, `eps`: as in
         `inverse_rms`. The caller must multiply the latents by the inverse RMS and must not use them in any other way.
-        `backward_started`: the consumer of the sums starts the sums of their gradients itself."""
+        `backward_started`: the consumer of the result starts the backward all-reduce itself."""
         self._axis, self._tokens, self._backward_started = axis, x_TD.shape[0], backward_started
         projected = [
             _ProjectAndMeasure.apply(x_TD, a_RD, gamma_D, None if n else axis) for n, a_RD in enumerate(weights)
@@ -252,7 +252,7 @@ class OnlineSum:
 
 
 def _in_slots(s_T: Tensor, dtype: torch.dtype, axis: Axis) -> Tensor:
-    """fp32 [T] -> [p, 3, T], flat, in a narrower `dtype`: zero except this process's slot, whose three terms sum to s exactly."""
+    """fp32 [T] -> [p, 3, T], flat, in a narrower `dtype`: zero outside this process's slot, whose three terms sum to s exactly."""
     slots = torch.zeros(axis.size, STATISTIC_TERMS, s_T.numel(), dtype=dtype, device=s_T.device)
     rest = s_T
     for term in range(STATISTIC_TERMS):

@@ -31,7 +31,7 @@ class BTPSpec(LayoutSpec):
     residual = "hidden"
     placements: ClassVar[dict[str, Placement]] = {
         "norm": Placement(0),
-        "final_norm": PARTIAL,  # every rank applies all of it, before its shard of the vocabulary
+        "final_norm": PARTIAL,  # every rank applies the whole final norm, then its shard of the head
         "enter.A": Placement(1),
         "enter.B": Placement(0),
         "kv.B": Placement(0),
@@ -50,7 +50,7 @@ class BTPSpec(LayoutSpec):
             yield PlannedComm(SUM_BOTH, 1, dtype=statistic_dtype(context.dtype))
         elif context.group.side == "enter":
             statistic = statistic_columns(context.dtype, context.parallel.tp)
-        # All-reduces of partial latents and of their gradients. The first one includes the norm statistic.
+        # All-reduces of partial latents and of their gradients. The first all-reduce includes the norm statistic.
         for comm in context.merged(SUM_BOTH, list(context.group.ranks)):
             yield PlannedComm(SUM_BOTH, comm.width, forward_only=statistic)
             statistic = 0

@@ -1,7 +1,7 @@
 """Runtime of `btp-sp`. Shapes: `boost.layouts.btp_sp.spec`.
 
-The switch from "some tokens, whole width" to "all tokens, some heads" happens at the bottleneck, so norms and all operations
-on latents are local to a token. The gradients of norms and replicated factors are partial sums over tokens, reduced
+The layout switches from "some tokens, whole width" to "all tokens, some heads" at the bottleneck, so norms and all operations
+on latents need only local tokens. The gradients of norms and replicated factors are partial sums over tokens, reduced
 once per optimizer step.
 """
 
@@ -19,15 +19,15 @@ class BTPSP(TokenSharded):
     """Token-sharded residual stream with all-gathers and reduce-scatters of width r."""
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
-        """act(A norm(x)) for this process's tokens, all-gathered. If latents are saved sharded: A norm(x), gathered
-        after it has been saved.
+        """act(A norm(x)) for this process's tokens, all-gathered. If latents are saved sharded: the local A norm(x), which
+        `project_in` activates and gathers.
 
-        Besides the gathered latents, a block saves its own tokens' latents before act: act is not invertible, and
-        recomputing it after the all-gather would take p times as much work.
+        Besides the gathered latents, a block saves the local tokens' latents before act, because act is not invertible, and
+        applying it after the all-gather would take p times as much work.
         """
         latents = group.policy.local(self.norm_and_inner, flow.x, gamma, group)
         prev = flow.take(group.taken) if group.taken else ()
-        # An evaluation saves nothing, and its all-gather overlaps the other half's compute.
+        # Evaluation saves nothing, and its all-gather overlaps the other half's compute.
         if group.policy.sharded_latents and torch.is_grad_enabled():
             flow.arrived, flow.to_combine = tuple(latents), prev
             return

@@ -1,4 +1,4 @@
-"""`btp-sp`: BTP with a token-sharded residual stream. Sends half as much: one all-gather or reduce-scatter per BTP all-reduce.
+"""`btp-sp`: BTP with a token-sharded residual stream. Each all-reduce becomes an all-gather or reduce-scatter of half the bytes.
 
 residual x [T/p, d]; A of q, k, v, gate, up and B of o, down replicated; B of q, k, v, gate, up [d_out/p, r];
 A of o, down [r, d_in/p]; norms replicated

@@ -12,16 +12,16 @@ from boost.models.group import Flow, Latents, LinearGroup
 
 
 class Megatron(Replicated):
-    """Columns of W, then rows of W. The kind of residual stream determines the collectives before and after them.
+    """Column-parallel W, then row-parallel W. The kind of residual stream determines the collectives before and after them.
 
-    In at least one of the two passes, two consecutive collectives have only a norm between them. To
-    hide both, rows of W are a separate step, and the second half trails by one step, so it can compute during either collective.
+    In at least one of the two passes, two consecutive collectives have only a norm between them. To hide both, the row-parallel
+    W is a separate step, and the second half trails by one step, so it can compute during either collective.
     """
 
     lag = 1
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
-        """norm(x) for all tokens: one collective if the slots' gradients can share it, otherwise one per slot."""
+        """norm(x) for all tokens. With grouping, the slots share one collective; otherwise, each slot has its own."""
         normed = self.norm(flow.x, gamma)
         copies = [self.start(self.to_shards, normed) for _ in group.shape.slots[: 1 if self.grouping else None]]
         yield
@@ -46,4 +46,4 @@ class Megatron(Replicated):
 
 
 class MegatronSP(TokenSharded, Megatron):
-    """All-gathers before a group's first linears and reduce-scatters after its last."""
+    """All-gathers before column-parallel linears and reduce-scatters after row-parallel ones."""

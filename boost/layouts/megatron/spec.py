@@ -1,5 +1,5 @@
-"""`megatron` and `megatron-sp`: column -> row tensor parallelism for the dense model (arXiv 1909.08053), the full-rank
-baseline, and the same with a token-sharded residual stream ("sequence parallelism", arXiv 2205.05198).
+"""`megatron`, the full-rank baseline: column -> row tensor parallelism for the dense model (arXiv 1909.08053).
+`megatron-sp`: the same with a token-sharded residual stream ("sequence parallelism", arXiv 2205.05198).
 
 q, k, v, gate, up: W [d_out/p, d]; o, down: W [d, d_in/p]; norms replicated
 megatron: residual x [T, d]

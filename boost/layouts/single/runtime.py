@@ -1,4 +1,4 @@
-"""`single`: every weight on one process. No collective and no copy; every other layout becomes `single` at p = 1.
+"""`single`: every weight on one process. Has no collectives and no copies. Every other layout becomes `single` if p = 1.
 
 Legend: T tokens, D hidden width, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""`single`: no tensor parallelism. With tp = 1 every layout is this one."""
+"""`single`: no tensor parallelism. With tp = 1, every layout becomes `single`."""
 
 from collections.abc import Iterator
 from typing import ClassVar, Literal

@@ -1,8 +1,8 @@
 """Runtimes of `ulysses` and of `btp-cp`, which sends latents if they are narrower than heads. Shapes:
 `boost.layouts.ulysses.spec`.
 
-Legend: p TP processes, T tokens, n = T/p tokens on this process; R latent width, w elements per token of a projection that one
-process needs.
+Legend: p TP processes, T tokens, n = T/p tokens on this process; R latent width, w elements per token that one process needs
+from a projection.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ class Ulysses(TokenSharded):
         return self.spec.crosses_as_heads(slot, self.model, self.parallel)
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
-        """gate and up: the local inputs of `project_in` for this process's tokens. q, k and v: one collective."""
+        """gate and up: the local inputs of `project_in` for this process's tokens. q, k and v: one collective, or one per slot."""
         latents = group.policy.local(self.norm_and_inner, flow.x, gamma, group)
         prev = flow.take(group.taken) if group.taken else ()
         if not _is_exchanged(group):
@@ -49,7 +49,7 @@ class Ulysses(TokenSharded):
         return hidden if _is_exchanged(group) else group.inner(hidden)[0]
 
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
-        """o: exchanges heads to get all heads for its own tokens, then projects. down: the rest of the projection."""
+        """o: exchanges heads to get all heads of this process's tokens, then projects them. down: the rest of the projection."""
         if _is_exchanged(group):
             heads = self.start(GATHER_REPLICATED if self.is_inference else EXCHANGE, partial)
             yield
@@ -91,7 +91,7 @@ class BTPCP(Ulysses):
     """Latents are all-gathered before attention and reduce-scattered after it, as under `btp-sp`."""
 
     def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
-        """For slots that received latents: B for this process's heads. For slots that received heads: a no-op."""
+        """Applies B's rows for this process's heads to slots that received latents. For slots that received heads: a no-op."""
         if group.shape.name != "qkv" or all(group.as_heads):
             return super().project_in(arrived, prev, group)
         if not any(group.as_heads):
@@ -114,7 +114,7 @@ class BTPCP(Ulysses):
 
     def _send_latents(self, flow: Flow, latents: Sequence[Tensor], prev: Latents, group: LinearGroup) -> Iterator[None]:
         """Sends act(A norm(x)) for this process's tokens or, for projections that send heads, all of their heads. If a group
-        has both, one all-to-all sends everything (without grouping, one collective per projection). The latent goes to
+        sends both, one all-to-all carries everything (without grouping, one collective per projection). Latents go to
         every process, as in an all-gather."""
         h, new = group.activate_segment(latents, prev)
         flow.latents += new

@@ -6,7 +6,7 @@ backward:            the same two
 
 `ulysses` (DeepSpeed Ulysses, arXiv 2309.14509): q, k, v of local tokens -> A2A -> local heads of all tokens -> attention -> A2A
 
-`btp-cp`: latents or heads, whichever is narrower; for latents, B (q, k, v) and A (o) are sharded along heads
+`btp-cp`: sends latents or heads, whichever is narrower; if latents, B (q, k, v) and A (o) are sharded along heads
 q, k, v:   r <= width/p: h = act(A norm(x)) [T/p, r], AG, B [width/p, r];   else: B h of local tokens, A2A of heads
 o:         r <= d/p: A [r, d/p], RS of r, act, B;                           else: A2A of heads, then A, act, B of local tokens
 Elements sent per token, forward and backward: 2 (min(r, d/p) + 2 min(r, d_kv/p) + min(r, d/p)) (p - 1)/p.
@@ -72,8 +72,8 @@ class CrossingSpec(LayoutSpec):
 
     def notes(self, model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
         yield (
-            "to shard the weights that TP replicates over dp x tp, use parallel.shard = 'full' (or 'optimizer') with "
-            "parallel.shard_outer = true"
+            "TP replicates weights; to shard them over dp x tp, set parallel.shard_outer = true and parallel.shard = 'full' "
+            "(or 'optimizer')"
         )
 
 
@@ -112,7 +112,7 @@ class BTPCPSpec(CrossingSpec):
     low_rank = True
 
     def crosses_as_heads(self, slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> bool:
-        """Whether one rank's heads are narrower than this projection's widest latent in any block. All blocks make the same
+        """Whether one rank's heads are narrower than this projection's widest latent over all blocks. All blocks make the same
         choice, and so do k and v."""
         names = ("attn.k", "attn.v") if slot.kv else (slot.name,)
         layers = range(model.layers if model.ranks else 1)
@@ -141,7 +141,7 @@ class BTPCPSpec(CrossingSpec):
 
 
 def heads_width(slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Elements per token in one rank's heads of q, k, v or o. With fewer key/value heads than ranks, this is one head."""
+    """Elements per token in one rank's heads of q, k, v or o. With fewer key/value heads than ranks, a rank has one head."""
     width = model.kv_heads * model.head_dim if slot.kv else model.dim
     return max(width // parallel.tp, model.head_dim)
 

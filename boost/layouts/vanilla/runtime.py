@@ -3,7 +3,7 @@
 Legend: p TP processes, T tokens, R = r/p a slot's latent width on this process, O a slot's output width.
 
 The published form computes attention and the gated product for all heads and channels on every process. The strong
-form, which is the baseline for speedups, shards them. The two forms send the same bytes. Grouping merges the
+form, which is the baseline for speedups, shards them. The two forms send the same number of bytes. Grouping merges the
 collectives of linears that share an input.
 """
 
@@ -30,7 +30,7 @@ class Vanilla(Replicated):
         """This process's rows of A and columns of B, then the sum of the full outputs, scattered to heads or channels if they
         are sharded."""
         if self.splits:
-            # Other work runs between two nodes to overlap the gradient sum, so the normed input is saved.
+            # Other work runs between the collective's two nodes while the gradient is summed, so the normed input is saved.
             normed_TD = self.norm(flow.x, gamma)
             copies = [self.start(SUM_BACKWARD, normed_TD) for _ in group.shape.slots[: 1 if self.grouping else None]]
             yield

@@ -47,8 +47,8 @@ class VanillaConfig(ParallelConfig):
             if (a := tensor_shape(rank)[0]) % tp:
                 best = nearest(rank, 2 * rank + tp**2, lambda r: tensor_shape(r)[0] % tp == 0)
                 yield (
-                    f"model.rank = {rank} makes a tensor gate of {a} x {rank // a}, and parallel.layout = '{self.layout}' shards "
-                    f"its {a} rows over parallel.tp = {tp}; nearest valid value: {best}"
+                    f"model.rank = {rank} makes a tensor gate of {a} x {rank // a}, but parallel.layout = '{self.layout}' cannot "
+                    f"shard {a} rows evenly over parallel.tp = {tp}; nearest valid value: {best}"
                 )
 
 
@@ -91,7 +91,7 @@ class VanillaSpec(LayoutSpec):
         for _ in group.slots[:1] if parallel.grouping else group.slots:
             yield PlannedComm(SUM_BACKWARD, model.dim)
         yield from self._gate_comms(context)
-        if sharded:  # fewer than p key/value heads: each is sent to every rank that uses it
+        if sharded:  # with fewer than p key/value heads, each is sent to every rank that uses it
             least = parallel.tp * model.head_dim
             yield from context.merged(SCATTER_SUM, [max(s.d_out, least) if s.kv else s.d_out for s in group.slots])
         else:

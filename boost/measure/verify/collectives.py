@@ -113,7 +113,7 @@ def verify(verifier: Verifier, axes: dict[str, Axis], device: torch.device) -> N
         wrong = sorted({name for names in wrong_by_rank for name in names})
         if wrong:
             return Found("failed", f"wrong results from {', '.join(wrong)}", numbers={"wrong": wrong})
-        return Found("ok", f"{count} functions, payloads of {', '.join(map(str, SIZES))} rows: bitwise equal")
+        return Found("ok", f"results of {count} functions with {', '.join(map(str, SIZES))} rows are bitwise equal")
 
     for name, axis in axes.items():
         for dtype in DTYPES:
@@ -174,7 +174,7 @@ def _judged(by_rank: Sequence[Sequence[Point]], processes: int, link: Link | Non
     typical = math.exp(sum(math.log(ratio) for ratio in ratios.values()) / len(ratios))
     detail += f"; {typical:.2f}x the profile's time"
     if worst > SLOW:
-        return Found("note", f"{detail}, {kind} at {format_bytes(largest)} {worst:.1f}x", numbers=numbers)
+        return Found("note", f"{detail}, and {worst:.1f}x for {kind} at {format_bytes(largest)}", numbers=numbers)
     return Found("ok", detail, numbers=numbers)
 
 

@@ -25,7 +25,7 @@ Facts = dict[str, Any]
 
 
 def facts(device: torch.device) -> Facts:
-    """Collects the facts of this process."""
+    """Collects facts about this process and its device."""
     state = git_state()
     known: Facts = {
         "host": socket.gethostname(),
@@ -110,7 +110,7 @@ def free_memory(machines: Sequence[Facts]) -> Found:
     if least < FREE:
         detail = f"{1 - least:.0%} of the GPU memory of rank {rank} is in use"
         return Found("note", detail, "stop other processes on this GPU (nvidia-smi)", {"free": shares})
-    return Found("ok", f"at least {least:.0%} is free", numbers={"free": shares})
+    return Found("ok", f"at least {least:.0%} of each GPU's memory is free", numbers={"free": shares})
 
 
 def reachable(processes: Sequence[Mapping[str, str]]) -> Found:
@@ -121,7 +121,7 @@ def reachable(processes: Sequence[Mapping[str, str]]) -> Found:
     if several and loop and not chosen:
         return Found(
             "note",
-            f"the host name of rank {loop[0]} resolves to {processes[loop[0]]['address']}, its own loopback",
+            f"the host name of rank {loop[0]} resolves to {processes[loop[0]]['address']}, its own loopback address",
             "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the name of the network interface to use",
         )
     words = f"{chosen} (GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME)" if chosen else "chosen by gloo and NCCL"

@@ -1,6 +1,6 @@
 """Checks every layout against one process: losses, gradients, updates and collectives of a small model.
 
-There is one row per layout and option, and one per mesh axis; each row has one cell per way to run it. A cell contains
+There is one row per layout and option, and one per mesh axis; each row has one cell per way to run it. A cell contains:
 
 - float64: the largest relative error of any loss, gradient norm, gradient or weight over two optimizer steps;
 - float32: the largest relative error of the first step's loss, gradient norm and gradients (AdamW amplifies rounding in gradients
@@ -169,7 +169,7 @@ def reference(config: Config, device: torch.device, dtype: str = "") -> Observed
 
 def compare(config: Config, mesh: Mesh) -> dict[str, float]:
     """Errors of this process's results against one process; 'table' is 0 if the step issued the collectives in the table."""
-    actual = TrainedModel(config, mesh, STEPS - (mesh.size > 1))  # the last step is counted
+    actual = TrainedModel(config, mesh, STEPS - (mesh.size > 1))  # `collectives` runs the last step
     table = 0.0 if mesh.size == 1 or matches_table(config, actual.collectives(), mesh.pp.rank) else 1.0
     if config.train.compute_dtype != "bfloat16":
         expected = reference(config, mesh.device)
@@ -200,7 +200,7 @@ def run_row(model: ModelConfig, row: Row, mesh: Mesh) -> Results:
             results[cell.name] = str(error)
             continue
         if config.train.compile != "none":
-            torch.compiler.reset()  # the cells' dtypes would exceed a kernel's limit of recompilations
+            torch.compiler.reset()  # the cells' dtypes would exceed a kernel's recompilation limit
         with temporary_groups() if mesh.size > 1 else contextlib.nullcontext():
             of_its_own = mesh_of(config.parallel, mesh.device) if mesh.size > 1 else mesh
             results[cell.name] = compare(config, of_its_own)
@@ -249,11 +249,11 @@ def verify(
     if own_row is not None and not only:
         listed.insert(0, own_row)
     for row in listed:
-        advice = "this layout computes wrong results on these machines: report it and attach this command's JSON"
+        advice = "this layout computes wrong results on these machines: report this with the command's JSON report"
         if row is own_row and own is not None and not is_ours(own):
             advice = (
-                f"'{own.parallel.layout}' does not match one process: a sum over TP ranks may be missing in its "
-                "forward or backward pass (docs/extend.md)"
+                f"'{own.parallel.layout}' does not reproduce the results of one process: a sum over TP ranks may be missing "
+                "in its forward or backward pass (docs/extend.md)"
             )
         verifier.check(
             row.name, functools.partial(run_row, model, row, mesh), functools.partial(judged, row.cells), advice

@@ -34,9 +34,9 @@ class Request:
     compiled: str
     """Layouts that are also compiled: all | first | none."""
     layouts: tuple[str, ...] = ()
-    """Layouts to check, and 'dp', 'cp' and 'pp' for the meshes without one; empty: all."""
+    """Layouts to check; 'dp', 'cp' and 'pp' select the meshes without a TP layout. Empty: all."""
     whole: bool = False
-    """Whether no more checks follow. If so, the main process prints the summary and returns the exit code."""
+    """Whether no more checks follow. If so, the main process prints the summary, and each process returns the exit code."""
 
 
 def verify_process(request: Request, out: Path) -> int:

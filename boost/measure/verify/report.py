@@ -50,7 +50,7 @@ class Check(Found):
 
 @dataclass
 class Report:
-    """The report of all checks of one `boost verify`."""
+    """The report on all checks in one run of `boost verify`."""
 
     checks: list[Check] = field(default_factory=list)
     say: Callable[[str], None] = print
@@ -97,7 +97,7 @@ class Report:
         return f"{len(self.checks)} checks in {seconds:.0f} s: {', '.join(parts) or 'none'}"
 
     def write(self, path: Path, environment: dict[str, Any], finished: bool = True) -> None:
-        """Writes the report as JSON. Raises StorageError."""
+        """Writes the report as JSON. Raises StorageError if it cannot be written."""
         facts = {
             "schema": SCHEMA,
             "verdict": "failed" if self.failed else "ok" if finished else "unfinished",
@@ -109,7 +109,7 @@ class Report:
             path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
     def read(self, path: Path) -> None:
-        """Adds the checks of a written report without printing them again. Raises OSError, ValueError."""
+        """Adds the checks from a written report without printing them again. Raises OSError or ValueError if it is unreadable."""
         self.checks += [Check(**check) for check in json.loads(path.read_text(encoding="utf-8"))["checks"]]
 
 
@@ -132,7 +132,7 @@ class Verifier:
     def check(self, name: str, action: Callable[[], T], judge: Callable[[list[T]], Found], advice: str = "") -> None:
         """Runs `action` on every process and passes the results, by rank, to `judge`. An exception counts as a failure.
 
-        Raises Unequal if it failed on only some processes.
+        Raises Unequal if `action` failed on only some processes.
         """
         with self.report.timed(self._section, name) as note:
             outcomes: list[tuple[str, Any]] = run_on_all(self.mesh, lambda: _outcome(action))

@@ -57,10 +57,10 @@ def verify(report: Report, model: ModelConfig, processes: int, device: str) -> N
                 try:
                     result = check()
                 except (RunError, BoostError, OSError, ValueError, KeyError, IndexError) as error:
-                    result = Found("failed", " ".join(str(error).split()), "boost train --inject-fault shows more")
+                    result = Found("failed", " ".join(str(error).split()), "for more, run boost train --inject-fault")
                 note(result)
             if name == "trains and saves" and result.verdict != "ok":
-                return  # all others compare with this run
+                return  # the other checks compare their runs with this one
 
 
 @contextmanager
@@ -106,7 +106,7 @@ class _Trial:
             encoding="utf-8",
         )
         self._succeeds("first")
-        return Found("ok", f"{STEPS} steps on {self.processes} processes, a checkpoint every {SAVE_EVERY} steps")
+        return Found("ok", f"{STEPS} steps, a checkpoint every {SAVE_EVERY} steps; processes: {self.processes}")
 
     def deterministic(self) -> Found:
         self._succeeds("second")
@@ -117,7 +117,7 @@ class _Trial:
         code, line = self._train("killed", "--inject-fault", f"kill@{FAULT}:{rank}")
         named = f"process {self.processes} of {self.processes} (rank {rank}) was killed by SIGKILL"
         if self.processes > 1 and (code != 3 or named not in line):
-            raise RunError(f"rank {rank} was killed, but the run reported (exit code {code}): {line}")
+            raise RunError(f"rank {rank} was killed, but the run exited with code {code} and reported: {line}")
         last = self._last_saved("killed")
         self._succeeds("killed", "--resume", "auto")
         return self._equals_first("killed", last, f"rank {rank} killed in step {FAULT}, resumed from step {last}")
@@ -130,8 +130,10 @@ class _Trial:
         first, other = self._metrics("first"), self._metrics("elsewhere")
         worst = max(abs(other[step][0] / first[step][0] - 1) for step in other if step > SAVE_EVERY)
         if worst > TOLERANCE:
-            raise RunError(f"losses differ by up to {worst:.1e}, more than rounding explains ({TOLERANCE:.0e})")
-        return Found("ok", f"a TP checkpoint resumed as FSDP over {self.processes}: losses differ by {worst:.0e}")
+            raise RunError(
+                f"losses differ by up to {worst:.1e}, more than rounding can explain (limit: {TOLERANCE:.0e})"
+            )
+        return Found("ok", f"resumed a TP checkpoint as FSDP over {self.processes} ranks: losses differ by {worst:.0e}")
 
     def hangs(self) -> Found:
         rank = self.rank
@@ -139,7 +141,7 @@ class _Trial:
         code, line = self._train("hangs", "--inject-fault", f"hang@{FAULT}:{rank}", "--run.timeout_s", str(limit))
         seconds = time.time() - (self.folder / "hangs" / "metrics.jsonl").stat().st_mtime
         if code != 3 or f"(rank {rank}) is not responding" not in line:
-            raise RunError(f"rank {rank} hung, but the run reported (exit code {code}): {line}")
+            raise RunError(f"rank {rank} hung, but the run exited with code {code} and reported: {line}")
         if seconds > limit + HANG_MARGIN_S:
             late = f"hang of rank {rank} reported after {seconds:.0f} s (timeout {limit} s)"
             return Found("note", late, "is this machine busy?")
@@ -158,7 +160,7 @@ class _Trial:
             code, line = _ended(process)
             seconds = time.monotonic() - begun
         if code:
-            raise RunError(f"exit code {code} after SIGTERM: {line}")
+            raise RunError(f"the run exited with code {code} after SIGTERM: {line}")
         detail = f"saved step {self._last_saved('stopped')} and exited with code 0 after {seconds:.1f} s"
         return Found("ok" if seconds <= STOP_S else "note", detail)
 
@@ -171,7 +173,7 @@ class _Trial:
     def _succeeds(self, name: str, *words: str) -> None:
         code, line = self._train(name, *words)
         if code:
-            raise RunError(f"exit code {code}: {line}")
+            raise RunError(f"the run exited with code {code}: {line}")
 
     @contextmanager
     def _started(self, name: str, *words: str) -> Iterator[subprocess.Popen[str]]:
@@ -203,7 +205,9 @@ class _Trial:
         steps = [step for step in sorted(other) if step > begin]
         apart = [step for step in steps if step in first and first[step] != other[step]]
         if apart or not steps:
-            raise RunError(f"loss and gradient norm differ starting at step {apart[0] if apart else begin + 1}")
+            raise RunError(
+                f"loss and gradient norm differ from those of the first run, starting at step {apart[0] if apart else begin + 1}"
+            )
         return Found("ok", f"{detail}: loss and gradient norm of {len(steps)} steps are bitwise equal")
 
     def _last_saved(self, name: str) -> int:

@@ -75,10 +75,10 @@ def judged(config: Config, hardware: Hardware | None, results: Sequence[dict[str
         f"{memory} (predicted {errors[1]:+.1%}); {bytes_sent}"
     )
     if sent != predicted.predicted_sent:
-        detail = f"{text}: {sent:,} bytes per process; predicted {predicted.predicted_sent:,}"
-        return Found("failed", detail, "report it and attach this command's JSON", numbers)
+        detail = f"{text}; each process sent {sent:,} bytes instead of the predicted {predicted.predicted_sent:,}"
+        return Found("failed", detail, "report this with the command's JSON report", numbers)
     if abs(errors[0]) > TIME_LIMIT:
         return Found("note", f"{text}, as predicted", "to profile this machine, run boost plan calibrate", numbers)
     if abs(errors[1]) > MEMORY_LIMIT:
-        return Found("note", f"{text}, as predicted", "report it and attach this command's JSON", numbers)
+        return Found("note", f"{text}, as predicted", "report this with the command's JSON report", numbers)
     return Found("ok", f"{text}, as predicted", numbers=numbers)

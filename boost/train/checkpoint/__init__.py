@@ -10,7 +10,7 @@ Tensors are saved with the names and global shapes of the model's parameters, in
 can be loaded on any mesh and with any layout. Everything is written to `.step-....tmp`, synced to disk, and renamed at the end,
 so a folder with the final name is complete. Files that the manifest does not list (.DS_Store, .nfs*, notes) are never opened.
 
-Files, in the order of a save and then a load:
+Modules, in the order in which a save and then a load use them:
 
 write.py      writes each process's files, in the foreground or the background; a run's last save
 commit.py     temporary folder, agreement among all processes, manifest, rename, removal of earlier checkpoints

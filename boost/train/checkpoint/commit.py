@@ -103,7 +103,7 @@ def remove(path: Path) -> str | None:
         if not isinstance(error[1], FileNotFoundError):
             problems.append(f"{error[1].strerror or error[1]} ({Path(failed).name})")
 
-    # Replaced by `onexc` in Python 3.12.
+    # Python 3.12 replaces `onerror` with `onexc`.
     shutil.rmtree(path, onerror=record)
     return problems[0] if problems else None
 
@@ -123,8 +123,8 @@ def run_on_all(
 ) -> list[Any]:
     """Runs `action` on every process and returns all results by rank. If it fails on any process, raises `failure` on all of them.
 
-    A bug (neither OSError nor BoostError) is re-raised unchanged on its own process, and as `failure` on the others. `group`:
-    process group for the exchange, by default the run's (`Mesh.together`); a background thread needs its own.
+    An unexpected error (a bug) is re-raised unchanged on its own process, and as `failure` on the others. `group`: process group
+    for the exchange, by default the run's (`Mesh.together`); a background thread needs its own.
     """
 
     def run_and_exchange(group: dist.ProcessGroup | None) -> list[Any]:
@@ -184,7 +184,7 @@ class FileEntry(BaseModel):
 
 
 def new_digest(content: bytes = b"") -> hashlib.blake2b:
-    """The hash function for manifests: BLAKE2b with 20 bytes."""
+    """The hash function for manifests: BLAKE2b with a 20-byte digest."""
     return hashlib.blake2b(content, digest_size=20)
 
 
@@ -214,11 +214,11 @@ def sync(path: Path) -> None:
 
 
 def publish(temporary: Path, final: Path, entries: Mapping[str, FileEntry]) -> list[str]:
-    """Adds the manifest and renames the folder, which makes the checkpoint complete. Returns warnings. `entries`: by path, relative
-    to the checkpoint, with forward slashes.
+    """Adds the manifest (`entries`, by path relative to the checkpoint, with forward slashes) and renames the folder, which makes
+    the checkpoint complete. Returns warnings.
 
-    Removes only an earlier checkpoint or an empty folder at the final path, and only after the rename. Until then, that
-    folder has a name that no save removes, because a kill between the two renames leaves nothing at the final path.
+    Removes only an earlier checkpoint or an empty folder at the final path, and only after the rename. Until then, that folder
+    has a name that no save removes, because a process killed between the two renames leaves nothing at the final path.
     """
     assert STATE_FILE in entries
     manifest = {name: entry.model_dump() for name, entry in entries.items()}
@@ -278,7 +278,7 @@ def rotate(folder: Path, keep: int, keep_every: int, protected: Collection[int],
 
     def remove_oldest() -> None:
         for path in rotated(complete_checkpoints(folder), keep, keep_every, protected):
-            # Renamed first, so that a folder with a checkpoint's name is always complete.
+            # Rename it first, so that a folder with a checkpoint's name is always complete.
             removed = path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old"))
             if problem := remove(removed):
                 log.warning("'%s' cannot be removed entirely: %s", removed, problem)
@@ -309,7 +309,7 @@ def rotated(complete: Sequence[Path], keep: int, keep_every: int, protected: Col
 
 
 def marks_of(path: Path) -> tuple[str, str]:
-    """(trouble, doubt) in a checkpoint's record (see `Position`); empty strings if the checkpoint is missing or cannot be read."""
+    """(trouble, doubt) in a checkpoint's state (see `Position`); empty strings if the checkpoint is missing or cannot be read."""
     try:
         state = json.loads(read_text(path / STATE_FILE))
         return str(state.get("trouble", "")), str(state.get("doubt", ""))

@@ -64,7 +64,7 @@ HUB = "hub"
 INIT_ONLY_FIELDS = ("factor_init", "init_std")
 """Fields of [model] that only affect the initial weights."""
 PREFIX = "model."
-"""Prefix for the names of weights in a checkpoint."""
+"""Prefix of the weights' names in a checkpoint."""
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -80,7 +80,7 @@ def find_checkpoint(path: Path) -> Path:
                 return checkpoint_path(folder, best.step)
         raise CheckpointError(
             f"'{run}{BEST}': no best checkpoint is recorded, because train.keep_best was false or no evaluation has run yet; "
-            f"use '{find_checkpoint(run)}', the newest"
+            f"use '{find_checkpoint(run)}', the newest checkpoint"
         )
     if (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file():
         return path
@@ -122,7 +122,7 @@ class Checkpoint:
 
     @property
     def context(self) -> int:
-        """Longest sequence, in tokens, that the model was made for, in this run or before its weights were imported."""
+        """Context length of the model in tokens: this run's sequence length or, if longer, that of earlier training."""
         before = self.data.get("context")
         return max(self.config.train.seq_len, before if isinstance(before, int) else 0)
 
@@ -153,12 +153,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     except BoostError as error:
         raise CheckpointError(f"'{path}/{STATE_FILE}' has an invalid configuration: {error}") from None
     if (named := step_of(path)) not in (None, state.step):
-        raise DamagedCheckpointError(f"'{path}' is damaged: step {state.step} in {STATE_FILE}, but {named} in its name")
+        raise DamagedCheckpointError(f"'{path}' is damaged: {STATE_FILE} has step = {state.step} instead of {named}")
     trained = state.step + state.skipped_steps
     if state.next_sample != trained * config.train.global_batch:
         raise DamagedCheckpointError(
-            f"'{path}' is damaged: next_sample = {state.next_sample} is not step {trained} x global batch "
-            f"{config.train.global_batch}"
+            f"'{path}' is damaged: {STATE_FILE} has next_sample = {state.next_sample} instead of "
+            f"{trained * config.train.global_batch} ({trained} x global batch {config.train.global_batch})"
         )
     marks = state.trouble, state.doubt, state.recent
     position = Position(state.step, state.tokens, state.skipped_steps, *marks)
@@ -171,8 +171,8 @@ def require_fits(checkpoint: Checkpoint, wanted: ModelConfig) -> None:
     for field in type(wanted).model_fields:
         if field not in INIT_ONLY_FIELDS and getattr(saved, field) != getattr(wanted, field):
             raise CheckpointError(
-                f"'{checkpoint.path}' has a different model: model.{field} = {getattr(saved, field)!r} there, "
-                f"{getattr(wanted, field)!r} here; set model.{field} = {getattr(saved, field)!r} or use another checkpoint"
+                f"'{checkpoint.path}' has a different model: model.{field} is {getattr(saved, field)!r} instead of "
+                f"{getattr(wanted, field)!r}; set model.{field} = {getattr(saved, field)!r}, or use another checkpoint"
             )
     assert {p.name for p in parameters(saved)} == {p.name for p in parameters(wanted)}
 
@@ -194,7 +194,7 @@ def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimiz
         )
     run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
     shards = verify_checkpoint(checkpoint.path, checkpoint.config.model, mesh)
-    # A process that did not exist in the saved mesh keeps the RNG state that its own seed gives.
+    # A process that did not exist in the saved mesh keeps the RNG state that follows from its own seed.
     states = {key: value for key, value in random_states(mesh).items() if key in shards}
     for part in optimizer.parts():
         _read_into(named_slices(model, mesh, [part]) | states, checkpoint.path, shards, mesh)
@@ -205,7 +205,7 @@ def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimiz
 
 def _read_into(wanted: dict[str, Tensor], path: Path, shards: Shards, mesh: Mesh) -> None:
     if missing := wanted.keys() - shards.keys():
-        raise CheckpointError(f"'{path}' has no tensor '{min(missing)}' ({len(missing)} are missing)")
+        raise CheckpointError(f"'{path}' has no tensor '{min(missing)}' ({len(missing)} missing in total)")
     with quiet():
         dcp.load(wanted, storage_reader=ShardReader(path, read_manifest(path)), no_dist=mesh.size == 1)
 

@@ -1,7 +1,7 @@
 """Slices of a checkpoint's tensors on any mesh: the rectangles of the weights and moments that this process holds and writes.
 
-With any mesh and layout, tensors have the names and global shapes of the model's parameters, and each slice has offsets in
-them. A save writes each slice once (`SaveShare`). A load asks for the slices on its own mesh (`named_slices`), which
+With any mesh and layout, tensors have the names and global shapes of the model's parameters, and each slice has its offsets
+within a tensor. A save writes each slice once (`SaveShare`). A load asks for the slices on its own mesh (`named_slices`), which
 torch.distributed.checkpoint assembles from all files that hold parts of them. RNG states are separate tensors for each process.
 """
 
@@ -54,7 +54,7 @@ class TensorSlice(Tensor):
         raise NotImplementedError(f"{func} is not supported on a TensorSlice")
 
     def __create_write_items__(self, fqn: str, _: Any) -> Any:
-        raise NotImplementedError("part of the planner's protocol, but saves do not use it")
+        raise NotImplementedError("this method is part of the planner's protocol, but saves do not use it")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offsets=self.offsets, sizes=self.local.shape)]
@@ -115,7 +115,7 @@ def restore_random_states(states: dict[str, Tensor]) -> None:
 
 
 class SaveShare:
-    """The slices that this process writes. Replicas hold the same slices, each slice has one writer, and all processes
+    """The slices that this process writes. Replicas hold the same slices, but each slice has one writer, and all processes
     write about the same amount. Stays valid until the optimizer state is resharded. The constructor is collective."""
 
     def __init__(self, model: Model, optimizer: Optimizer, mesh: Mesh) -> None:

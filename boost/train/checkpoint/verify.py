@@ -54,7 +54,7 @@ Index = Annotated[int, Field(ge=0, lt=2**62)]
 
 def verify_checkpoint(path: Path, model: ModelConfig, mesh: Mesh) -> "Shards":
     """Validates the structure of a checkpoint for `model` and compares every file with its manifest. Files are
-    distributed over the processes. Returns the shards of its tensors.
+    distributed over the processes. Returns the shards of all tensors.
 
     Raises DamagedCheckpointError on every process, naming a damaged file.
     """
@@ -78,7 +78,7 @@ class Manifest(RootModel[dict[str, FileEntry]]):
     @classmethod
     def _lists_state(cls, root: dict[str, FileEntry]) -> dict[str, FileEntry]:
         if STATE_FILE not in root:
-            raise ValueError(f"{STATE_FILE} is not in its manifest")
+            raise ValueError(f"{STATE_FILE} is not listed")
         return root
 
     @property
@@ -127,7 +127,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DamagedCheckpointError(f"'{path}' cannot be read: {error.strerror}") from None
     except RecursionError:
-        raise DamagedCheckpointError(f"'{path}' is damaged: nested too deeply") from None
+        raise DamagedCheckpointError(f"'{path}' is damaged: it is nested too deeply") from None
     except ValueError as error:  # not UTF-8, not JSON, or a number with thousands of digits
         raise DamagedCheckpointError(f"'{path}' is damaged: {error}") from None
     if not isinstance(value, dict):
@@ -156,7 +156,7 @@ class Position:
     skipped: int = 0
     """Steps of data that rollbacks have skipped: step n trains on the data of step n + skipped."""
     trouble: str = ""
-    """Why the weights are unusable; '' if they are usable. Such a checkpoint is resumed only by path, or if it is the only one."""
+    """Why the weights are unusable, or ''. A run resumes from such a checkpoint only by path, or if no other one is left."""
     doubt: str = ""
     """Why the weights may be unusable: training had a problem, which a run that resumes from here still has."""
     recent: dict[str, list[float]] = field(default_factory=dict, compare=False, repr=False)
@@ -174,7 +174,7 @@ class CheckpointState(BaseModel):
     step: Counted
     tokens: Counted
     updates: Counted
-    """Optimizer updates: steps minus skipped ones."""
+    """Optimizer updates: steps, except those that changed no weights."""
     next_sample: Counted
     """Index of the next training sequence."""
     processes: Annotated[int, Field(ge=1, le=2**31)]
@@ -244,7 +244,7 @@ def _read_header(path: Path, name: str) -> Iterator[tuple[str, StoredShard]]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if length > min(MAX_HEADER_BYTES, size - 8):
-                raise damaged(f"a header of {length} bytes in a file of {size}")
+                raise damaged(f"its header length of {length} bytes is not valid for a file of {size} bytes")
             header = json.loads(stream.read(length))
     except OSError as error:
         raise DamagedCheckpointError(f"'{file}' cannot be read: {error.strerror}") from None
@@ -258,13 +258,13 @@ def _read_header(path: Path, name: str) -> Iterator[tuple[str, StoredShard]]:
         text = metadata.get(SHARDING) if isinstance(metadata, dict) else None
         sharding = _SHARDING.validate_json(text) if text else None
     except ValidationError as error:
-        raise damaged(f"its header: {first_problem(error)}") from None
+        raise damaged(f"its header is invalid: {first_problem(error)}") from None
     end = 0
     for tensor, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         begin, stop = entry.data_offsets
         expected = math.prod(entry.shape) * DTYPE_BYTES.get(entry.dtype, 0)
         if entry.dtype not in DTYPE_BYTES:
-            raise damaged(f"dtype {entry.dtype!r} of {tensor}; known dtypes: {', '.join(DTYPE_BYTES)}")
+            raise damaged(f"{tensor} has unknown dtype {entry.dtype!r}; known dtypes: {', '.join(DTYPE_BYTES)}")
         if begin != end or stop - begin != expected:
             raise damaged(
                 f"{tensor} of shape {entry.shape} does not fill bytes {begin} to {stop}; the previous tensor ends at {end}"
@@ -283,27 +283,27 @@ def _check_coverage(path: Path, shards: Shards, shapes: Mapping[str, tuple[int, 
         kind, _, rest = name.partition(".")
         if kind == "rng":
             if len(parts) != 1 or parts[0].dtype != "U8" or len(parts[0].shape) != 1:
-                raise DamagedCheckpointError(f"'{path}' is damaged: {name} is not a single RNG state")
+                raise DamagedCheckpointError(f"'{path}' is damaged: {name} must be a single 1-D shard of dtype U8")
             continue
         parameter = rest if kind == "model" else rest.partition(".")[2]
         shape = shapes.get(parameter) if kind in ("model", "optim") else None
         if shape is None:
-            raise DamagedCheckpointError(f"'{path}' is damaged: the model has no tensor '{name}' ({parts[0].file})")
+            raise DamagedCheckpointError(f"'{path}' is damaged: tensor '{name}' in {parts[0].file} is not in the model")
         if len({shard.dtype for shard in parts}) != 1 or parts[0].dtype == "U8":
-            raise DamagedCheckpointError(f"'{path}' is damaged: shards of {name} have inconsistent dtypes")
+            raise DamagedCheckpointError(f"'{path}' is damaged: shards of {name} lack a common floating-point dtype")
         if problem := coverage_problem(shape, parts):
             raise DamagedCheckpointError(f"'{path}' is damaged: {name}: {problem}")
     if missing := {f"model.{name}" for name in shapes} - shards.keys():
-        raise DamagedCheckpointError(f"'{path}' has no tensor '{min(missing)}' ({len(missing)} are missing)")
+        raise DamagedCheckpointError(f"'{path}' has no tensor '{min(missing)}' ({len(missing)} missing in total)")
 
 
 def coverage_problem(shape: tuple[int, ...], shards: list[StoredShard]) -> str | None:
     """Why the shards do not cover a tensor of this shape exactly once; None if they do."""
     for shard in shards:
         if len(shard.shape) != len(shape):
-            return f"a shard of shape {list(shard.shape)} in a tensor of shape {list(shape)} ({shard.file})"
+            return f"a shard in {shard.file} has shape {list(shard.shape)}, but the tensor's shape {list(shape)} is {len(shape)}-D"
         if any(o + s > n for o, s, n in zip(shard.offsets, shard.shape, shape, strict=True)):
-            return f"a shard of shape {list(shard.shape)} at {list(shard.offsets)} exceeds {list(shape)} ({shard.file})"
+            return f"a shard of shape {list(shard.shape)} at {list(shard.offsets)} exceeds the shape {list(shape)} ({shard.file})"
     covered = sum(math.prod(shard.shape) for shard in shards)
     if covered != math.prod(shape):
         return f"its shards hold {covered} numbers instead of {math.prod(shape)}"

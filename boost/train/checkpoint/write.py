@@ -3,14 +3,14 @@
 1. `CheckpointSaver` takes a `Snapshot` of this process's slices (reshard.py) and of the position. A foreground save refers to the
    weights themselves; a background save copies them to host memory, and training waits only for this copy.
 2. In `write_snapshot` (on a thread in a background save), each process writes, hashes and syncs its tensors in a temporary folder;
-   the main process then adds state and tokenizer, and commits (commit.py).
+   the main process then adds the state and the tokenizer, and commits (commit.py).
 3. The main thread collects the result of a background save between two steps, after all processes have finished. At
    most one save is in flight. The processes coordinate it over a separate process group.
 
 A background save runs in a thread rather than a process, because writing, syncing and hashing release the GIL, and a
 process would need the copy in shared memory.
 
-If a run's last save fails, the weights are lost, so the save is retried and falls back to another folder (`last_save_attempts`).
+A run whose last save fails loses its weights, so this save is retried and falls back to another folder (`last_save_attempts`).
 """
 
 import contextlib
@@ -63,7 +63,7 @@ from boost.train.model import Model
 log = logging.getLogger("boost")
 
 CHUNK_BYTES = 1 << 20
-"""Bytes checked, written and hashed at a time. Fits in a core's cache; writing and hashing release the GIL."""
+"""Bytes checked, written and hashed at a time. They fit in a core's cache; writing and hashing release the GIL."""
 _DTYPES = {
     torch.float64: ("F64", np.float64),
     torch.float32: ("F32", np.float32),
@@ -73,7 +73,7 @@ _DTYPES = {
 }
 _BF16_EXPONENT = 0x7F80
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 60.0
-"""Seconds between attempts at the last save."""
+"""First and longest wait between attempts at the last save, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class HostBuffer:
         self._unpin()
         self._buffer = torch.zeros(total, dtype=torch.uint8)
         if total and any(s.local.is_cuda for s in slices):
-            # torch's allocator of pinned memory would round the size up to a power of two.
+            # torch's pinned-memory allocator would round the size up to a power of two.
             cuda, address = torch.cuda.cudart(), self._buffer.data_ptr()
             torch.cuda.check_error(cuda.cudaHostRegister(address, total, 0))
             self._unpin = weakref.finalize(self, cuda.cudaHostUnregister, address)
@@ -136,7 +136,7 @@ class HostBuffer:
 
 
 class CheckpointSaver:
-    """Saves one model and optimizer. All methods except `close` and `in_flight` are collective."""
+    """Saves one model and optimizer. All methods except `add_data`, `in_flight` and `close` are collective."""
 
     expected_errors: tuple[type[Exception], ...] = ()
     """Errors of a background save that are not bugs, so their tracebacks are not logged."""
@@ -160,7 +160,7 @@ class CheckpointSaver:
 
     def save(self, folder: Path, position: Position) -> SavedCheckpoint:
         """Saves in the foreground. Needs no buffer. Raises the same errors as `write_snapshot`."""
-        assert self._thread is None, "at most one save is in flight"
+        assert self._thread is None, "at most one save may be in flight"
         return write_snapshot(folder, self._snapshot(position, None), self._mesh)
 
     def _snapshot(self, position: Position, buffer: HostBuffer | None) -> Snapshot:
@@ -191,7 +191,7 @@ class CheckpointSaver:
 
     def start(self, folder: Path, position: Position) -> None:
         """Copies weights, optimizer state and RNG states, and writes them in the background."""
-        assert self._thread is None, "at most one save is in flight"
+        assert self._thread is None, "at most one save may be in flight"
         self.prepare()
         snapshot = self._snapshot(position, self._buffer)
         self._step, self._outcome = position.step, None
@@ -218,7 +218,7 @@ class CheckpointSaver:
         return self._step if self._thread else None
 
     def done_everywhere(self) -> bool:
-        """Whether the save in flight has ended on all processes, so that `finish` does not wait."""
+        """Whether the save in flight has ended on all processes, so that `finish` would not wait."""
         done = self._thread is not None and not self._thread.is_alive()
         if self._mesh.size == 1:
             return done
@@ -234,7 +234,9 @@ class CheckpointSaver:
 
         def raise_surprise() -> None:
             if isinstance(outcome, Exception) and not isinstance(outcome, BoostError):
-                raise StorageError(f"checkpoint for step {self._step} not saved: {root_cause(outcome)}") from outcome
+                raise StorageError(
+                    f"the checkpoint for step {self._step} was not saved: {root_cause(outcome)}"
+                ) from outcome
 
         # All processes see the same save errors, but only some may see a lost connection between the threads.
         try:
@@ -274,7 +276,7 @@ def write_snapshot(
 ) -> SavedCheckpoint:
     """Writes the snapshots of all processes as one complete checkpoint in `folder`. `group`: process group for their communication.
 
-    Raises StorageError on every process if any of them could not write, NonFiniteError if any of them holds a value
+    Raises StorageError on every process if any of them could not write, and NonFiniteError if any of them holds a value
     that is not finite. In both cases, removes the partial checkpoint and leaves earlier checkpoints untouched.
     """
     step = snapshot.state.step
@@ -285,7 +287,7 @@ def write_snapshot(
         path = temporary
         shards = run_on_all(mesh, lambda: _write_shard(path, snapshot, mesh), group=group)
         if problem := next((problem for _, problem in shards if problem), None):
-            raise NonFiniteError(f"checkpoint for step {step} not saved: {problem}")
+            raise NonFiniteError(f"the checkpoint for step {step} was not saved: {problem}")
         entries = {name: entry for files, _ in shards for name, entry in files.items()}
 
         def complete() -> list[str]:
@@ -295,7 +297,7 @@ def write_snapshot(
 
         more = run_on_main(mesh, complete, group=group)
     except ProcessFailure as error:
-        raise StorageError(f"checkpoint for step {step} not saved in '{folder}': {error}") from None
+        raise StorageError(f"the checkpoint for step {step} was not saved in '{folder}': {error}") from None
     finally:
         if temporary and mesh.is_main and temporary.exists():
             remove(temporary)
@@ -303,9 +305,9 @@ def write_snapshot(
 
 
 def _write_shard(temporary: Path, snapshot: Snapshot, mesh: Mesh) -> tuple[dict[str, FileEntry], str | None]:
-    """Writes this process's tensors. Returns the manifest entries of its files, or a description of what is wrong with a tensor."""
+    """Writes this process's tensors. Returns the manifest entries of its files, or the reason why a tensor cannot be saved."""
     where, entries = f" on process {mesh.rank}" if mesh.size > 1 else "", {}
-    # One file is enough unless a tensor has several slices: names are unique within a file.
+    # One file is enough unless a tensor has several slices, because names must be unique within a file.
     files: list[list[LocalSlice]] = [[]]
     seen: Counter[str] = Counter()
     for tensor in snapshot.slices:
@@ -391,7 +393,7 @@ def last_save_attempts(folder: Path, fallback: Path | None, minutes: float, urge
     waits = list(retry_waits(minutes))
     setting = f"(run.save_retry_minutes = {minutes:g})"
     again = [
-        Attempt(folder, wait, f"free disk space: attempt {number} of {len(waits)} in {wait:.0f} s {setting}")
+        Attempt(folder, wait, f"free disk space; retry {number} of {len(waits)} follows in {wait:.0f} s {setting}")
         for number, wait in enumerate(waits, start=1)
     ]
     elsewhere = [Attempt(fallback, notice=f"saving in '{fallback}' (run.fallback_dir)")] if fallback else []
@@ -399,7 +401,7 @@ def last_save_attempts(folder: Path, fallback: Path | None, minutes: float, urge
 
 
 def retry_waits(minutes: float) -> Iterator[float]:
-    """Seconds before each retry, which double up to one minute; `minutes` in total."""
+    """Yields the wait before each retry, in seconds. Waits double up to one minute and take `minutes` in total."""
     left, wait = 60 * minutes, FIRST_WAIT_S
     while left > 0:
         yield min(wait, left)
@@ -409,7 +411,7 @@ def retry_waits(minutes: float) -> Iterator[float]:
 
 def fallback_folder(config: Config) -> Path | None:
     """Folder for a run's last checkpoint if run.dir is not writable: `run.fallback_dir` followed by the absolute path of
-    run.dir, so that several runs can share it. None if it is not configured."""
+    run.dir, so that several runs can share it. None if run.fallback_dir is not set."""
     if not config.run.fallback_dir:
         return None
     run = Path(config.run.dir).absolute()
@@ -421,9 +423,9 @@ def fallback_folder(config: Config) -> Path | None:
 
 @contextlib.contextmanager
 def writing_weights(final: Path, field: str) -> Iterator[Path]:
-    """An empty temporary folder next to the final path; the caller moves it there (a weights-only checkpoint: with
-    `finish_weights`). Always removed on exit. Raises StorageError, which names the path's `field`, if something cannot be
-    written."""
+    """Yields an empty temporary folder next to the final path. The caller moves it to that path (`finish_weights` does so for a
+    weights-only checkpoint). If it still exists on exit, it is removed. Raises StorageError, naming the path's `field`, if
+    something cannot be written."""
     temporary = final.resolve().with_name(f".{final.resolve().name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -438,7 +440,7 @@ def writing_weights(final: Path, field: str) -> Iterator[Path]:
 def finish_weights(
     temporary: Path, final: Path, config: Config, data: dict[str, Any], texts: Iterable[tuple[str, str]]
 ) -> None:
-    """Adds the state at step 0, before any optimizer update, and the files in `texts`; moves the complete checkpoint to its final
+    """Adds the state at step 0, before any optimizer update, and the files in `texts`. Moves the complete checkpoint to its final
     path, where it replaces an earlier one."""
     state = CheckpointState(
         step=0, tokens=0, updates=0, next_sample=0, processes=1, data=data, config=config.model_dump()

@@ -1,1 +1,1 @@
-"""A layout in two files: `spec.py` says where weights lie and which collectives a step issues, `runtime.py` issues them."""
+"""A layout in two files: `spec.py` states how weights are placed and which collectives a step issues; `runtime.py` issues them."""

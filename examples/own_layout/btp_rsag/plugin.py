@@ -1,4 +1,4 @@
-"""What every boost command imports once this package is installed."""
+"""Registers the layout. Every boost command imports this module once the package is installed."""
 
 from boost.layouts import register_layout
 from btp_rsag.spec import RSAGSpec

@@ -99,7 +99,7 @@ def test_another_commit_or_changes_are_refused(place: Place, monkeypatch: pytest
     without_report(monkeypatch)
     assert evaluation.evaluate([], place) == 0
     monkeypatch.setattr(evaluation, "git_state", lambda: {"commit": "b" * 40, "dirty": False})
-    with pytest.raises(ConfigError, match="has launches of commit aaaaaaaaaa, and this is bbbbbbbbbb"):
+    with pytest.raises(ConfigError, match="has launches of commit aaaaaaaaaa, but this is bbbbbbbbbb"):
         evaluation.evaluate([], place)
     for unclear in ({"commit": "a" * 40, "dirty": True}, None):
         monkeypatch.setattr(evaluation, "git_state", lambda unclear=unclear: unclear)

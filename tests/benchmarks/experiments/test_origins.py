@@ -16,7 +16,7 @@ def test_another_commit_and_changes_are_named() -> None:
     assert strays({}) == strays({"x.json": facts(A), "y.json": facts(A)}) == []
     results = {"x.json": facts(A), "y.json": facts(A, dirty=True), "z.json": facts(B)}
     y, z = strays(results)
-    assert y.startswith("y.json: ") and "uncommitted" in y and z.startswith("z.json: of commit bbbbbbbbbb,")
+    assert y.startswith("y.json: ") and "uncommitted" in y and z.startswith("z.json: from commit bbbbbbbbbb,")
     assert in_words(results) == "2 commits, 1 with uncommitted changes"
     resumed = facts(A, runs=[{"git": {"commit": B, "dirty": False}}, {"git": {"commit": A, "dirty": False}}])
     assert commits(resumed) == {(A, False), (B, False)}, "runs inside a result count"
@@ -28,7 +28,7 @@ def test_another_commit_and_changes_are_named() -> None:
 def test_computed_experiments_have_commits_of_their_own() -> None:
     record = {"experiment": COMPUTED[1], "environment": {"git": {"commit": B, "dirty": False}}}
     results = {"x.json": facts(A), "record.json": record}
-    assert strays(results) == [] and in_words(results) == f"commit {A[:10]}; record of commit {B[:10]}"
+    assert strays(results) == [] and in_words(results) == f"commit {A[:10]}; record from commit {B[:10]}"
     record["environment"] = {"git": {"commit": B, "dirty": True}}
     (line,) = strays(results)
-    assert line.startswith(f"record.json: of commit {B[:10]} with uncommitted changes")
+    assert line.startswith(f"record.json: from commit {B[:10]} with uncommitted changes")

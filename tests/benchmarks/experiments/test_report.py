@@ -75,18 +75,18 @@ def test_results_of_several_commits_or_with_changes_are_named(
     commit_as(results / "steps.json", "a" * 40)
     commit_as(results / "gpu" / "steps.json", "a" * 40)
     assert main(command) == 0 and main([*command, "--check", "--one-commit"]) == 0
-    assert "Results of commit aaaaaaaaaa, 2026-11-20" in out.read_text(encoding="utf-8")
+    assert "Results from commit aaaaaaaaaa, 2026-11-20" in out.read_text(encoding="utf-8")
     commit_as(results / "gpu" / "steps.json", "a" * 40, dirty=True)
     assert main(command) == 0 and main([*command, "--check"]) == 0
-    assert "Results of commit aaaaaaaaaa, 1 with uncommitted changes" in out.read_text(encoding="utf-8")
+    assert "Results from commit aaaaaaaaaa, 1 with uncommitted changes" in out.read_text(encoding="utf-8")
     capsys.readouterr()
     assert main([*command, "--check", "--one-commit"]) == 1
     said = capsys.readouterr().err
-    assert "gpu/steps.json: of commit aaaaaaaaaa with uncommitted changes" in said and "out of date" not in said
+    assert "gpu/steps.json: from commit aaaaaaaaaa with uncommitted changes" in said and "out of date" not in said
     assert said.count("\n") == 1
     commit_as(results / "gpu" / "steps.json", "b" * 40)
     assert main(command) == 0 and main([*command, "--check", "--one-commit"]) == 1
-    assert "of commit aaaaaaaaaa, most others of bbbbbbbbbb" in capsys.readouterr().err
+    assert "from commit aaaaaaaaaa, most others from bbbbbbbbbb" in capsys.readouterr().err
     assert main([*command, "--one-commit"]) == 2
 
 

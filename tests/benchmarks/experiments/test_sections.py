@@ -56,7 +56,7 @@ def test_goals_say_what_was_found_and_whether_it_is_enough() -> None:
         ({4: [1.69], 8: [1.7]}, False, True),
     ):
         (goal,) = sections.goals({**facts, "rows": rows_with(facts["rows"], ratios)})
-        assert goal.met is met and ("Below it at batch 4" in goal.remark) is remark
+        assert goal.met is met and ("Below the goal at batch 4" in goal.remark) is remark
     assert sections.goals(facts_of("curves")) == []
 
 

@@ -24,7 +24,7 @@ def test_time_and_memory_that_differ_are_noted(slower: float, more: float, verdi
     assert result.verdict == verdict and result.detail.endswith("sent, as predicted")
     assert result.numbers["measured"] == seen and bool(result.advice) == (verdict == "note")
     wrong = judged(CONFIG, HARDWARE, [seen | {"sent": sent + 1}])
-    assert wrong.verdict == "failed" and f"predicted {int(sent):,}" in wrong.detail
+    assert wrong.verdict == "failed" and f"the predicted {int(sent):,}" in wrong.detail
 
 
 def test_without_a_profile_it_is_only_measured() -> None:
