@@ -26,7 +26,18 @@ from benchmarks.commands import PAGE, RESULTS
 from benchmarks.experiments import colors, headline, origins, sections
 from benchmarks.experiments.colors import TONES
 from benchmarks.experiments.goals import VERDICTS, goal_rows
-from benchmarks.experiments.results import Facts, Figure, Goal, Section, Table, figures, machine, origin, read
+from benchmarks.experiments.results import (
+    Facts,
+    Figure,
+    Goal,
+    Section,
+    Table,
+    as_markdown,
+    figures,
+    machine,
+    origin,
+    read,
+)
 from benchmarks.experiments.wire_plan import SETS
 from boost.config.schema import DType
 from boost.errors import ConfigError
@@ -84,10 +95,10 @@ class Result:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """The page and the figures next to the results."""
+    """The page, and the figures and tables next to the results."""
 
     html: str
-    pictures: dict[Path, bytes]
+    files: dict[Path, bytes]
 
 
 def read_results(folders: Sequence[Path]) -> list[Result]:
@@ -159,21 +170,22 @@ def make(results: Sequence[Result], out: Path, png: bool = True) -> BenchReport:
         modeled=[section for section in found if "modeled" in section["kinds"]],
         origins=[block for of_name in blocks.values() for block in of_name if block["kinds"] != ["modeled"]],
     )
-    return BenchReport(html, pictures)
+    tables = {result.path.with_suffix(".md"): as_markdown(result.facts, result.section).encode() for result in results}
+    return BenchReport(html, pictures | tables)
 
 
 def write(report: BenchReport, out: Path) -> None:
-    """Writes the page and its figures. Raises StorageError."""
+    """Writes the page, figures and tables. Raises StorageError."""
     with storage_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(report.html, encoding="utf-8", newline="\n")
-        for path, content in report.pictures.items():
+        for path, content in report.files.items():
             path.write_bytes(content)
 
 
 def stale(report: BenchReport, out: Path) -> list[Path]:
-    """Paths of the page and SVG figures that are missing or out of date."""
-    wanted = {out: report.html.encode()} | {p: content for p, content in report.pictures.items() if p.suffix == ".svg"}
+    """Paths of the page, SVG figures and tables that are missing or out of date."""
+    wanted = {out: report.html.encode()} | {p: content for p, content in report.files.items() if p.suffix != ".png"}
     return [path for path, content in wanted.items() if not path.is_file() or path.read_bytes() != content]
 
 
@@ -388,7 +400,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=PAGE, metavar="FILE", help="output page (default benchmarks/report.html)"
     )
-    words = "write nothing; exit with code 1 if the page or a figure is out of date"
+    words = "write nothing; exit with code 1 if the page, a figure or a table is out of date"
     parser.add_argument("--check", action="store_true", help=words)
     words = "with --check: also exit with code 1 if results come from several commits or have uncommitted changes"
     parser.add_argument("--one-commit", action="store_true", help=words)
@@ -401,7 +413,7 @@ def run(args: argparse.Namespace) -> int:
     page = make(results, args.out, png=not args.check)
     if not args.check:
         write(page, args.out)
-        print(f"{args.out}: {len(results)} results; wrote {len(page.pictures)} figures next to them")
+        print(f"{args.out}: {len(results)} results; wrote {len(page.files)} figures and tables next to them")
         return 0
     wrong = [f"{path} is out of date; run 'python -m benchmarks report'" for path in stale(page, args.out)]
     if args.one_commit:

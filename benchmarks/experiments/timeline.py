@@ -4,7 +4,8 @@
     python -m benchmarks timeline runs/demo --step 11
 
 The traces themselves open in ui.perfetto.dev. On CPUs, a collective is in flight from its start to the end of its wait, as recorded
-by `boost.parallel.collectives`; on GPUs, it is in flight while its kernel runs.
+by `boost.parallel.collectives`; torch's own (sums of gradients), while gloo runs it or the process waits for it. On GPUs, a
+collective is in flight while its kernel runs.
 """
 
 import argparse
@@ -25,6 +26,8 @@ from boost.measure.speed import synchronize
 from boost.parallel.mesh import Mesh
 
 NOTED = re.compile(r"(start|wait for) (\w+ #\d+ of .*), (\d+) bytes")
+OF_GLOO = re.compile(r"gloo:(?!send|recv)\w+")
+WAIT = "_c10d_functional::wait_tensor"
 STEP = re.compile(r"step (\d+)")
 
 
@@ -144,6 +147,11 @@ def _on_cpu(events: Sequence[dict[str, Any]], since: float) -> tuple[tuple[Inter
         else:
             waits.append(where)
             flights.append(Interval(begins.pop(found[2], where.begin), where.end))
+    flights += [_interval(event, since) for event in events if OF_GLOO.fullmatch(event["name"])]
+    for each in [_interval(event, since) for event in events if event["name"] == WAIT]:
+        if not any(each.begin <= own.begin < each.end for own in waits):  # one of torch's own collectives
+            waits.append(each)
+            flights.append(each)
     operators = union(_interval(event, since) for event in events if event.get("cat") == "cpu_op")
     return without(operators, union(waits)), union(flights)
 

@@ -64,7 +64,8 @@ def test_the_same_results_give_the_same_bytes_and_a_change_is_seen(
     capsys.readouterr()
     assert main([*command, "--check"]) == 1
     said = capsys.readouterr().err
-    assert "report.html is out of date" in said and "steps.svg" in said and "gpu" not in said
+    assert "report.html is out of date" in said and "gpu" not in said
+    assert "steps.svg" in said and "steps.md" in said
 
 
 def test_results_of_several_commits_or_with_changes_are_named(

@@ -45,6 +45,19 @@ def test_a_collective_of_a_cpu_is_on_the_wire_from_its_start_to_the_end_of_its_w
     assert milliseconds(step.waiting) == [(30, 55), (80, 90)]
 
 
+def test_a_wait_for_a_collective_of_torch_is_not_computation(tmp_path: Path) -> None:
+    events = (
+        *ON_CPU[:-1],
+        event("_c10d_functional::all_reduce_", 90, 91),
+        event("gloo:all_reduce", 92, 96, "user_annotation"),
+        event("gloo:send", 97, 98, "user_annotation"),
+        event("_c10d_functional::wait_tensor", 94, 97),
+    )
+    _, step = read_step(trace(tmp_path, *events), 0)
+    assert milliseconds(step.computing) == [(0, 30), (55, 80), (90, 91)]
+    assert milliseconds(step.flying) == [(20, 90), (92, 97)]
+
+
 def test_kernels_of_a_gpu_are_one_or_the_other(tmp_path: Path) -> None:
     events = (
         STEP,
