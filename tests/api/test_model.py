@@ -96,6 +96,7 @@ def test_save_and_load_round_trips(trained: boost.Trainer, tmp_path: Path) -> No
         model.save(tmp_path / "saved")
 
 
+@pytest.mark.slow
 def test_exports_load_in_transformers_and_here(tmp_path: Path) -> None:
     import transformers
 

@@ -42,6 +42,7 @@ def test_patterns_choose() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_head_stays_tied_and_counts_once(tied: bool, caplog: pytest.LogCaptureFixture) -> None:
     import transformers

@@ -156,6 +156,7 @@ def test_no_tp_is_explained(capsys: Capture) -> None:
     assert any(note.startswith("No TP: parallel.tp = 2 must divide model.ffn_dim = 5461") for note in found["notes"])
 
 
+@pytest.mark.slow
 def test_fewer_gpus_are_faster_over_a_slow_link(capsys: Capture) -> None:
     card = "tflops=165,mem=24,bw=1008,per_node=2,site=1"
     words = ["--model", "cola-60m", "--gpus", "4", "--gpu", card, "--global-batch", "64"]
@@ -165,6 +166,7 @@ def test_fewer_gpus_are_faster_over_a_slow_link(capsys: Capture) -> None:
     assert not any("of the 4 GPUs" in note for note in facts(capsys, *SMALL)["notes"])
 
 
+@pytest.mark.slow
 def test_a_tie_goes_to_the_simpler_plan(capsys: Capture) -> None:
     """60M on eight GPUs: plain data parallelism, although sharding the optimizer saves a little of its time."""
     found = facts(capsys, "--model", "cola-60m", "--gpus", "8", "--gpu", "h100-80g", "--parallel.pp", "1")

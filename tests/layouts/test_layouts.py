@@ -107,6 +107,7 @@ OF_EACH_STREAM = chosen((0, 2, 7), ONE_EACH, ids(ONE_EACH))
 """btp, btp-sp and megatron: one for each kind of residual stream."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "parallel"), OF_EACH_STREAM)
 def test_a_layout_in_float32(model: dict[str, Any], parallel: dict[str, Any]) -> None:
     for errors in run_distributed(
@@ -186,6 +187,7 @@ def gradient_error_in_bf16(config: Config) -> float:
 WIDER = {"dim": 128, "ffn_dim": 352}
 
 
+@pytest.mark.slow
 def test_online_norm_is_as_exact_as_sync_in_bf16() -> None:
     error = {}
     for norm in ("online", "sync"):
@@ -194,6 +196,7 @@ def test_online_norm_is_as_exact_as_sync_in_bf16() -> None:
     assert 0 < error["online"] <= 1.05 * error["sync"], error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
 def test_a_layout_in_bfloat16_is_about_as_exact_as_one_process(model: dict[str, Any], parallel: dict[str, Any]) -> None:
     config = config_of({**model, **WIDER}, parallel, 2, "bfloat16")
@@ -202,6 +205,7 @@ def test_a_layout_in_bfloat16_is_about_as_exact_as_one_process(model: dict[str, 
         assert 0 < error <= 1.25 * alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "parallel"), OF_EACH_STREAM)
 def test_a_layout_with_data_parallelism(model: dict[str, Any], parallel: dict[str, Any]) -> None:
     require_one_process(config_of(model, {"dp": 2, **parallel}, 2, "float64"))

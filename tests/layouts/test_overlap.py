@@ -174,6 +174,7 @@ WIDE = {"dim": 64, "ffn_dim": 128, "vocab_size": 32, "layers": 6}
 """Makes the payload of the embedding and the loss small."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
 def test_work_runs_behind_collectives_in_both_passes(model: Row, parallel: Row) -> None:
     least = 0.6 if parallel["layout"] == "vanilla" else 0.85  # there is no GEMM between some of its collectives

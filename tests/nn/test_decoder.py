@@ -184,6 +184,7 @@ def under_tp(name: str, layout: str, kv_heads: int) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout", "size", "kv_heads"), CELLS)
 def test_under_a_layout_it_is_the_same_function(name: str, layout: str, size: int, kv_heads: int) -> None:
     for errors in run_distributed(size, under_tp, name, layout, kv_heads):

@@ -188,6 +188,7 @@ def test_each_way_to_train_over_tp_ranks(family: str, layout: str) -> None:
         assert max(errors.values()) <= 1e-9, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [*(pytest.param(each, marks=pytest.mark.nightly) for each in ("dense", "cola")), "lax"]
 )
@@ -314,6 +315,7 @@ def data_parallel() -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 def test_data_parallelism_on_one_tp_rank() -> None:
     for errors in run_distributed(2, data_parallel):
         assert max(errors.values()) <= 1e-9, errors

@@ -149,6 +149,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(folder / "c", config, folder / "tokenizer.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "parallel", "train"), CELLS, ids=[f"{p}".strip("{}") for _, p, _ in CELLS])
 def test_every_layout_is_one_process(
     teacher: Path, model: dict[str, Any], parallel: dict[str, Any], train: dict[str, Any]

@@ -108,6 +108,7 @@ def compare(config: Config) -> dict[str, bool]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", chosen(range(18), CELLS, ids([(row,) for row in CELLS])))
 def test_a_policy_changes_no_bit(row: Row) -> None:
     model = {"family": row["family"], "layers": 1 if row["tp"] == 4 else 2}

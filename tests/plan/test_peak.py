@@ -80,6 +80,7 @@ def test_an_operation_without_a_rule_raises() -> None:
             operation()
 
 
+@pytest.mark.slow
 def test_every_kind_of_cell_peaks_as_predicted() -> None:
     """Every 43rd cell, with a first micro-batch, whose gradients are new, or a later one."""
     found = {}

@@ -75,6 +75,7 @@ def test_candidates_are_exactly_the_valid_configurations() -> None:
     assert not legal(every[0].changed(parallel={"layout": "btp", "tp": 3}))
 
 
+@pytest.mark.slow
 def test_skipped_choices_are_never_better() -> None:
     """Applies to gpipe and ungrouped linears."""
     request, predictor = Request(base(), 4, hardware()), Predictor(hardware())

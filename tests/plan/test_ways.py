@@ -57,6 +57,7 @@ def two_sites(gb_s: float) -> Hardware:
     return hardware().model_copy(update={"site": SiteLink(gb_s=gb_s)})
 
 
+@pytest.mark.slow
 def test_fewer_gpus_are_faster_over_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[int] = []
 

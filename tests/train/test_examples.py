@@ -248,6 +248,7 @@ def test_usage_lines_are_what_the_commands_take() -> None:
     assert processes == int(mesh["--parallel.tp"]) * int(mesh["--parallel.dp"])
 
 
+@pytest.mark.slow
 def test_a_long_sequence_is_shared_by_two_processes(store: Path, tmp_path: Path) -> None:
     """A shorter sequence; losses match one process."""
     for cp in (1, 2):

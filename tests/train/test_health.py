@@ -229,6 +229,7 @@ def test_a_young_run_in_doubt_is_saved_and_can_be_killed(store: Path, tmp_path: 
     assert saved_steps(again.run.path) == [60]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save_every", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_weights_that_are_finite_and_worse_never_push_out_the_last_good_checkpoint(
     store: Path, tmp_path: Path, save_every: int

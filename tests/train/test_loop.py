@@ -225,6 +225,7 @@ def poison(config: Config) -> tuple[list[bool], str]:
     return same, str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tp", "parallel"), [(2, {}), (1, {"pp": 2}), (2, {"dp": 2, "layout": "btp-sp", "shard": "optimizer"})], ids=str
 )

@@ -47,6 +47,7 @@ def test_compiled_blocks_train_and_evaluate_alike(
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2, "one with gradients, one without"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["cola", "dense"])
 def test_compiled_blocks_keep_no_more_than_eager_ones(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the partitioner that GPUs use too."""

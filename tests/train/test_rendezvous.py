@@ -25,6 +25,7 @@ def start(rank: int, signal: str | None) -> str:
     return agree_on_attempt(store, rank, 2, LIMIT_S, lambda: signal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patience", [LIMIT_S, 0.0])
 def test_a_process_stopped_before_rank_0_starts_still_tells_it_but_does_not_wait_for_ever(
     monkeypatch: pytest.MonkeyPatch, patience: float

@@ -26,6 +26,7 @@ def fit(store: Path, folder: Path, tokens: int, prompts: tuple[str, ...] = PROMP
     return [losses(folder), [(line["step"], line["prompt"], line["text"]) for line in samples]]
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_the_mesh_and_change_no_step(store: Path, tmp_path: Path) -> None:
     alone, samples = fit(store, tmp_path / "one", 8)
     assert [(step, prompt) for step, prompt, _ in samples] == [(step, prompt) for step in (2, 4) for prompt in PROMPTS]

@@ -161,6 +161,7 @@ ACTIONS: list[Acts] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("acts", ACTIONS, ids=str)
 def test_hooks_see_the_same_run(store: Path, tmp_path: Path, acts: Acts) -> None:
     """Same losses, weights, moments, counts, positions, evaluations, saves, rollbacks and errors, and byte-identical files."""

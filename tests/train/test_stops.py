@@ -127,6 +127,7 @@ def signalled_on_one(store: str, run: str, event: str) -> tuple[int, str | None,
     return result.position.step, result.stopped_by, saved_steps(Path(run))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "saved"), [("on_train_start", [0]), ("after_step", [3]), ("evaluation", [2]), ("before_save", [2])]
 )

@@ -18,6 +18,7 @@ def wrong(dtype: torch.dtype, size: int) -> list[str]:
     return wrong_functions(toy.mesh(size).tp, dtype, toy.CPU)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_function_is_right(dtype: torch.dtype, size: int) -> None:
