@@ -3,7 +3,7 @@
 #   make setup    create .venv with the pinned dependencies (the CPU build of torch if there is no NVIDIA GPU)
 #   make train    prepare the default corpus and train the demo under btp on 2 processes
 #   make test     run the test suite, as on every commit (about 11 minutes on two cores)
-#   make quick    run quick tests during development: every layout once, no subprocesses (two and a half minutes)
+#   make quick    run quick tests during development: every layout once, no subprocesses (two minutes)
 #   make nightly  run the tests that are too slow for every commit, then make versions
 #   make softgpu  install what the nightly GPU tests need on a machine without a GPU, in .softgpu/$TORCH (7 GB; once per version:
 #                 `TORCH=2.11.0 make softgpu`; CUDA_VENV=PATH uses an environment that has a CUDA build of torch)
