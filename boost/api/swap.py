@@ -59,19 +59,22 @@ def lowrank(
     included, excluded = _patterns(include), _patterns(exclude)
     before = sum(parameter.numel() for parameter in module.parameters())
     linears = list(_linears(module, included, excluded))
-    chosen = []
+    chosen, matched = [], False
     for name, linear in linears:
         value = next((value for pattern, value in by_pattern.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        if value is None:
+            continue
+        matched = True
         rows, columns = linear.weight.shape
-        r = value if isinstance(value, int) else max(int((value or 0) * min(rows, columns)), 1)
-        if value is not None and r * (rows + columns) < rows * columns:
+        r = value if isinstance(value, int) else max(int(value * min(rows, columns)), 1)
+        if r * (rows + columns) < rows * columns:
             chosen.append((name, linear, r))
     if not chosen:
         why = "no replaceable linear matches these patterns"
-        if linears:
+        if matched:
             why = "no factors would be smaller than the linear that they replace; use a lower rank"
-            if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in linears for pattern in by_pattern):
-                why = f"no pattern in rank matches a linear, such as {linears[0][0]!r}"
+        elif linears:
+            why = f"no pattern in rank matches a linear, such as {linears[0][0]!r}"
         elif any(_matches(name, included) for name in ranks_of(module)):
             why = "the matching linears are already factorized"
         place = type(module).__name__

@@ -27,8 +27,9 @@ def print_grid(args: argparse.Namespace, request: Request) -> int:
     with searching("configurations") as tick:
         rows = by_gpus(request, tick)
     pp = request.base.parallel.pp
+    pipeline = "without a pipeline" if pp == 1 else f"with parallel.pp = {pp}"
     if not any(cell.plan for row in rows for cell in row):
-        raise ConfigError(f"{args.model} does not fit on {args.gpus} x {args.gpu} with parallel.pp = {pp}; increase it")
+        raise ConfigError(f"{args.model} does not fit on {args.gpus} x {args.gpu} {pipeline}; increase parallel.pp")
     columns = [f"{cell.gpus} GPUs" for cell in rows[0]]
     if args.json:
         answers = [
@@ -58,12 +59,12 @@ def print_grid(args: argparse.Namespace, request: Request) -> int:
                 cells.append(words)
             table.add_row(*map(Text, (f"{row[0].tokens:,}", *cells)))
         print_table(out, table)
-        out.print(Text(f"\nAll plans have parallel.pp = {pp}. Differences below 5% are within the prediction error."))
+        out.print(Text(f"\nAll plans are {pipeline}. Differences below 5% are within the prediction error."))
     if args.svg is not None:
         drawn = [(f"{row[0].tokens:,}", [(cell.label or cell.why_none, cell.kind) for cell in row]) for row in rows]
         title = f"Layout by tokens per step and number of GPUs: {args.model}, {request.base.model.title}"
         length = f"{request.base.train.seq_len:,}"
-        subtitle = f"{args.gpu}, sequences of {length}: the fastest configuration without a pipeline"
+        subtitle = f"{args.gpu}, sequences of {length}: the fastest configuration {pipeline}"
         draw_grid(title, subtitle, "tokens per step", columns, drawn, args.svg)
         if not args.json:
             print(f"\n{args.svg} written")
