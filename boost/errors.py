@@ -34,6 +34,10 @@ class StorageError(BoostError):
     """The disk is full, or a path cannot be written."""
 
 
+class LostRunError(BoostError):
+    """The run directory was deleted, replaced, renamed or taken over by another run. This run must not write to it any more."""
+
+
 class TrainingError(BoostError):
     """Training cannot continue: the loss is not finite, or a process was lost."""
 

@@ -58,7 +58,7 @@ def test_only_regular_files_of_a_sane_size_are_read(endless: Callable[[Path], No
 def test_a_run_directory_with_such_files_is_read(endless: Callable[[Path], None], tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     endless(run.last_saved)
-    assert run.last_saved_step() is None
+    assert run.recorded_save() is None
     endless(tmp_path / "run.lock")
     assert not is_held(tmp_path)
     (tmp_path / "run.lock").rename(run.metrics)

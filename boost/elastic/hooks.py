@@ -8,16 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from boost.elastic.membership import Decision, Member
-from boost.errors import ConfigError, StorageError
+from boost.errors import StorageError
 from boost.train.heartbeat import Beat
 from boost.train.hooks import Hook, RunEvent, StepEnd, Training
 from boost.train.run_lock import RunLock
 from boost.train.worker import take_terminal
 
 log = logging.getLogger("boost")
-
-LOCK_S = 5.0
-"""Time for the previous main process to release the run directory, in seconds. Once it is excluded, its launcher terminates it."""
 
 TIMES = 3.0
 """A replica is slow if its micro-batches take this many times as long as the other replicas' median."""
@@ -67,16 +64,10 @@ class TakeOver(Hook):
         if not trainer.takes_over:
             return
         take_terminal()
-        deadline = time.monotonic() + LOCK_S
-        while True:
-            try:
-                self._lock.enter_context(RunLock(trainer.config.run.dir))
-                return
-            except (ConfigError, StorageError) as error:  # the previous main process is hung but has not been ended yet
-                if isinstance(error, StorageError) or time.monotonic() > deadline:
-                    log.warning("%s; training continues without the lock on the run directory", error)
-                    return
-                time.sleep(0.2)
+        try:
+            trainer.run.lock = self._lock.enter_context(RunLock(trainer.run.path, trainer.run.token))
+        except StorageError as error:
+            log.warning("%s; training continues without the lock on the run directory", error)
 
     def teardown(self, trainer: Training) -> None:
         self._lock.close()

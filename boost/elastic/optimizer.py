@@ -110,6 +110,9 @@ class DividedAdamW(Optimizer):
         lengths = bucket_lengths([fused.tensor.nbytes for fused in self._fused])
         self._buckets = [list(islice(rest, length)) for length in lengths]
         self._updates = 0
+        self._conflicts: dict[str, None] = {}
+        """Replicas that sent rows which differed from this replica's own update of the same rows. Each exchange overwrites one of
+        the two, so a later comparison of the weights would find no difference."""
         self._pending: tuple[Division, Pieces] | None = None
         """A division and its pieces, complete on this process but perhaps not yet on all others."""
         division = Division(mesh.members)
@@ -153,6 +156,12 @@ class DividedAdamW(Optimizer):
         super().__init__(adamw)
         self.updates = updates
 
+    @property
+    def conflict(self) -> int | None:
+        """The dp rank of a replica whose update of the same rows has differed from this one's; None if there is none."""
+        members = self._mesh.members
+        return next((members.index(n) if n in members else self._mesh.dp.rank for n in self._conflicts), None)
+
     # Step.
 
     @torch.no_grad()
@@ -170,6 +179,15 @@ class DividedAdamW(Optimizer):
     def _exchange(self) -> None:
         """Sends updated rows to all replicas and, if the replicas have changed, moments to their new holders. Collective."""
         self.discard_transfer()
+        differs: dict[int, list[Tensor]] = {}
+        """For each source of rows that this replica has updated too: whether they differ, by bucket."""
+
+        def receive(parts: list[Tensor], arrived: list[Tensor], piece: int, source: int) -> None:
+            if piece in self._pieces:
+                same = zip(parts, arrived, strict=True)
+                differs.setdefault(source, []).extend((own != other).any() for own, other in same)
+            torch._foreach_copy_(parts, arrived)
+
         if self._mesh.members != self.division.names:
             # Each piece of the weights comes from a replica that has updated it.
             for piece, source in enumerate(self.division.sources(self._mesh.members)):
@@ -177,7 +195,7 @@ class DividedAdamW(Optimizer):
                     parts = self._weights(bucket, piece)
                     arrived = self._broadcast(source, parts, parts)
                     if self._mesh.dp.rank != source:
-                        torch._foreach_copy_(parts, arrived)
+                        receive(parts, arrived, piece, source)
             self._reshard_moments()
         elif (dp := self._mesh.dp).group is not None:
             # One all-gather per bucket of weights. Pieces are padded to the longest one, by at most a row of each tensor.
@@ -190,11 +208,14 @@ class DividedAdamW(Optimizer):
                 dist.all_gather(list(gathered.unbind()), own, group=dp.group)
                 for piece, parts in enumerate(pieces):
                     if piece != dp.rank:
-                        torch._foreach_copy_(parts, _unflatten_dense_tensors(gathered[piece], parts))
+                        receive(parts, list(_unflatten_dense_tensors(gathered[piece], parts)), piece, piece)
         # The barrier comes last: once any process has completed this operation, every process has all data from the exchange.
         if self._mesh.device.type == "cuda":
             torch.cuda.current_stream(self._mesh.device).synchronize()
         self._mesh.barrier()
+        for source, found in differs.items():
+            if bool(torch.stack(found).any()):
+                self._conflicts[self._mesh.members[source]] = None
 
     def _weights(self, bucket: Sequence[FusedParam], piece: int) -> list[Tensor]:
         return [_rows_view(fused.tensor, self.division.rows(fused.tensor, piece)) for fused in bucket]

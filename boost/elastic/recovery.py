@@ -32,6 +32,7 @@ from boost.elastic.mesh import join_members, open_replica, replica_of_rank, repl
 from boost.elastic.optimizer import Transfer
 from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, TrainingError
 from boost.parallel.mesh import share
+from boost.train.agreement import difference
 from boost.train.best_effort import best_effort
 from boost.train.checkpoint import Position, SavedCheckpoint
 from boost.train.evaluate import Evaluation
@@ -67,6 +68,13 @@ class RecoverableRun(Training, Protocol):
     rollbacks: Any
     """The run's rollbacks so far, as an object whose attributes are plain values."""
     hooks: list[Hook]
+    inherited: dict[str, Any]
+
+    def facts(self) -> dict[str, Any]:
+        """What must be equal on all processes, by name."""
+
+    def inherit(self, data: dict[str, Any]) -> None:
+        """Makes this run's checkpoints record `data`."""
 
     def adopt(self, event: MembershipChange) -> None:
         """Continues with a new set of replicas."""
@@ -465,9 +473,13 @@ def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int,
 
 
 def state_of(trainer: "RecoverableRun") -> dict[str, Any]:
-    """The state that a rejoining replica needs besides weights and moments: the trainer's position and the state of its hooks."""
+    """The state that a rejoining replica needs besides weights and moments: the trainer's position, the state of its hooks, and
+    what the others have read from files."""
     trouble = trainer.trouble
     return {
+        "facts": trainer.facts(),
+        "token": trainer.run.token,
+        "inherited": trainer.inherited,
         "position": dataclasses.asdict(trainer.position),
         "bad_steps": trainer.bad_steps,
         "optimizer": trainer.transfer.transfer_info(),
@@ -479,7 +491,11 @@ def state_of(trainer: "RecoverableRun") -> dict[str, Any]:
 
 
 def take_state(trainer: "RecoverableRun", state: dict[str, Any]) -> None:
-    """Inverse of `state_of`."""
+    """Inverse of `state_of`. Raises ConfigError if this replica was started with another configuration, software or data."""
+    if problem := difference(trainer.facts(), state["facts"], "this replica", "the others"):
+        raise ConfigError(problem)
+    trainer.run.token = state["token"]
+    trainer.inherit(state["inherited"])
     trainer.position = Position(**state["position"])
     trainer.bad_steps, trainer.proven_step = state["bad_steps"], state["proven_step"]
     trainer.transfer.load_transfer_info(state["optimizer"])

@@ -27,6 +27,10 @@ class ElasticSession(Session):
         """Rank in the full run; membership changes do not affect it."""
 
     @property
+    def rejoins(self) -> bool:  # type: ignore[override]
+        return self.recovery.is_restart
+
+    @property
     def is_over(self) -> bool:
         return self.recovery.is_over
 

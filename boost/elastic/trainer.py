@@ -38,6 +38,7 @@ from boost.train.hardware import Moment, now, seconds_between
 from boost.train.heartbeat import set_pace
 from boost.train.hooks import Hook, TrainStart
 from boost.train.loop import Trainer
+from boost.train.replicas import ReplicaReport, check_replicas
 from boost.train.rundir import RunDirectory
 from boost.train.step import Passes, Stepper, Update, run_passes
 
@@ -227,6 +228,10 @@ class ElasticTrainer(Trainer):
     def _build_stepper(self, ahead: bool | None) -> Stepper:
         parts = self.model, self.fused_params, self.reducer, self.optimizer, self.batches
         return RecoverableStepper(self.recovery, self.config, self.mesh, *parts)
+
+    def _compare_replicas(self) -> ReplicaReport:
+        conflict = self.optimizer.conflict if isinstance(self.optimizer, DividedAdamW) else None
+        return check_replicas(self.fused_params, self.mesh, self.optimizer.moments, conflict)
 
     def prepare_saves(self) -> None:
         """Does nothing: replicas rejoin at different times, so the first save allocates the memory."""

@@ -1,5 +1,6 @@
 """Built-in hooks: timelines for ui.perfetto.dev, bad-step limit, replica check, periodic evaluations and saves."""
 
+import contextlib
 import logging
 import math
 import time
@@ -13,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from boost.config.schema import Config, TrainConfig
 from boost.errors import NonFiniteError, StorageError, TrainingError
 from boost.train import checkpoint as ckpt
+from boost.train.agreement import run_on_main
 from boost.train.best_effort import best_effort
 from boost.train.checkpoint import BestCheckpoint, read_best, write_best
 from boost.train.health import HealthMonitor, SpikeDetector
@@ -46,8 +48,9 @@ class BadStepLimit(Hook):
         what = f"loss {event.loss}, gradient norm {event.gradient_norm} at step {event.step}"
         log.warning("%s: not finite, so the step changed no weights", what)
         if event.consecutive >= MAX_BAD_STEPS:
-            optim = trainer.config.optim
-            proven = trainer.proven_checkpoint()
+            optim, proven = trainer.config.optim, None
+            with contextlib.suppress(OSError):
+                proven = trainer.proven_checkpoint()
             raise TrainingError(
                 f"{what}: not finite for {event.consecutive} steps in a row, and these steps changed no weights; resume with "
                 f"--resume {proven or 'PATH'} and a lower optim.lr (now {optim.lr}) or more optim.warmup_steps"
@@ -93,22 +96,26 @@ class PeriodicCheckpoint(Hook):
         self.train, self._clock = train, clock
         self._saved_at = clock()
         self._best: BestCheckpoint | None = None
+        self._knows_best = False
         self._candidate: BestCheckpoint | None = None
         """The last evaluated step if it is the best so far and not yet saved."""
         self._saved_step: int | None = None
 
     def state(self) -> dict[str, Any]:
         checkpoints = {"best": self._best, "candidate": self._candidate}
-        return {name: asdict(checkpoint) for name, checkpoint in checkpoints.items() if checkpoint}
+        return {name: asdict(checkpoint) if checkpoint else None for name, checkpoint in checkpoints.items()}
 
     def take_state(self, state: dict[str, Any]) -> None:
         self._best, self._candidate = (
-            BestCheckpoint(**state[name]) if name in state else None for name in ("best", "candidate")
+            BestCheckpoint(**state[name]) if state[name] else None for name in ("best", "candidate")
         )
+        self._knows_best = True
 
     def on_train_start(self, trainer: Training, event: TrainStart) -> None:
         self._saved_at = self._clock()
-        self._best = self._best or read_best(trainer.run.checkpoints)
+        if not self._knows_best:  # a process that joins later has received another's state
+            # All processes must agree whether an evaluation is the best so far, because they then save.
+            self._best = run_on_main(trainer.mesh, lambda: read_best(trainer.run.checkpoints), StorageError)
         if trainer.resumed_from and trainer.resumed_from.parent == trainer.run.checkpoints:
             self._saved_step = event.step
         train = self.train
@@ -153,25 +160,33 @@ class PeriodicCheckpoint(Hook):
 
     def after_save(self, trainer: Training, event: SaveEnd) -> None:
         self._saved_at = self._clock()
-        if trainer.mesh.is_main:
-            with best_effort("write last-saved.json", trainer.warn):
-                trainer.run.record_saved(event.step)
         self._saved_step = event.step
+
+        def record() -> None:
+            trainer.run.require_owned(event.path.parent)
+            with best_effort("write last-saved.json", trainer.warn):
+                trainer.run.record_saved(event.path, event.step)
+
+        run_on_main(trainer.mesh, record, StorageError)
         if self._candidate and self._candidate.step == event.step:
             self._record_best(trainer)
-        protected = {self._best.step} if self.train.keep_best and self._best else set()
-        if (proven := trainer.proven_checkpoint()) and (step := ckpt.step_of(proven)) is not None:
-            protected.add(step)
+        best = {self._best.step} if self.train.keep_best and self._best else set()
+
+        def remove_old() -> None:
+            proven = trainer.proven_checkpoint()
+            protected = best | {step for step in [ckpt.step_of(proven)] if step is not None} if proven else best
+            ckpt.rotate(trainer.run.checkpoints, self.train.keep, self.train.keep_every, protected)
+
         # The checkpoint is complete, so a failure here must not look like a failed save. All processes see the same failure.
         with best_effort("remove old checkpoints", trainer.warn, StorageError):
-            ckpt.rotate(trainer.run.checkpoints, self.train.keep, self.train.keep_every, protected, trainer.mesh)
+            run_on_main(trainer.mesh, remove_old, StorageError)
 
     def _record_best(self, trainer: Training) -> None:
         """Records the candidate, which is now saved, as the best checkpoint."""
-        self._best, self._candidate = self._candidate, None
-        if self.train.keep_best and self._best:
+        self._best, self._candidate = best, _ = self._candidate, None
+        if self.train.keep_best and best:
             with best_effort("write best.json", trainer.warn, StorageError):
-                write_best(trainer.run.checkpoints, self._best, trainer.mesh)
+                run_on_main(trainer.mesh, lambda: write_best(trainer.run.checkpoints, best), StorageError)
 
 
 class ProfileHook(Hook):

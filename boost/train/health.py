@@ -17,6 +17,7 @@ n + 1 proves that the checkpoint at step n is healthy. The newest proven checkpo
 healthy steps, so a resumed run decides as an uninterrupted one would. All processes decide identically from the same statistics.
 """
 
+import contextlib
 import math
 from collections import deque
 from dataclasses import replace
@@ -125,7 +126,9 @@ class HealthMonitor(Hook):
         kind, text = trouble[0], f"{trouble[0]} at step {step}: {trouble[1]}"
         self._healthy = 0
         if trainer.trouble is None:
-            proven = trainer.proven_checkpoint()
+            proven = None
+            with contextlib.suppress(OSError):  # only for the message
+                proven = trainer.proven_checkpoint()
             saved = f"the proven checkpoint '{proven}' is kept" if proven else "no checkpoint has been proven yet"
             trainer.warn(f"{text}; checkpoints are marked until training has recovered; {saved}")
         trainer.trouble = RunTrouble(text, ruined=kind != "spike")
@@ -138,7 +141,9 @@ class HealthMonitor(Hook):
         if event.last or trainer.trouble is None:
             return None
         self._owes_save = True
-        has_better = any(not ckpt.marks_of(path)[0] for path in trainer.checkpoints())
+        has_better = False
+        with contextlib.suppress(OSError):
+            has_better = any(not ckpt.marks_of(path)[0] for path in trainer.checkpoints())
         return trainer.trouble.text if trainer.trouble.ruined and has_better else None
 
     def state(self) -> dict[str, Any]:

@@ -4,9 +4,10 @@ A step is a pure function of (weights, optimizer state, step number): the data, 
 depend only on the step number. A resumed run is therefore bitwise identical to an uninterrupted one.
 """
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,16 @@ from boost.config import Config
 from boost.config.architecture import flops_per_token
 from boost.data.batches import Batches
 from boost.data.fit import open_corpus
-from boost.errors import DamagedCheckpointError, NonFiniteError, StorageError, TrainingError
+from boost.data.mixture import Corpus
+from boost.errors import (
+    BoostError,
+    CheckpointError,
+    DamagedCheckpointError,
+    LostRunError,
+    NonFiniteError,
+    StorageError,
+    TrainingError,
+)
 from boost.models.fused import fused_params
 from boost.optim.adamw import Optimizer, build_optimizer
 from boost.optim.schedule import learning_rate
@@ -25,6 +35,7 @@ from boost.parallel.gradients import GradientReducer, StepFlags, StepStats, redu
 from boost.parallel.mesh import Mesh
 from boost.parallel.weights import forget_gathered
 from boost.train import checkpoint as ckpt
+from boost.train.agreement import require_same, run_on_all, run_on_main
 from boost.train.builtin_hooks import builtin_hooks
 from boost.train.checkpoint import Checkpoint, Position, SavedCheckpoint
 from boost.train.evaluate import Evaluation, EvaluationStopped, evaluate
@@ -47,13 +58,14 @@ from boost.train.hooks import (
     TrainResult,
     TrainStart,
 )
-from boost.train.metrics import step_metrics
+from boost.train.metrics import flat_config, step_metrics
 from boost.train.model import Model, build_model, initialize_model
-from boost.train.replicas import check_replicas, require_sound
-from boost.train.resume import check_resumable, check_start, resume_warnings
+from boost.train.replicas import ReplicaReport, check_replicas, require_sound
+from boost.train.resume import check_resumable, check_start, inherited_data, resume_warnings
 from boost.train.rundir import RunDirectory
 from boost.train.signals import StopRequest
 from boost.train.step import Passes, Stepper, Update
+from boost.version import __version__
 
 log = logging.getLogger("boost")
 
@@ -96,7 +108,7 @@ class Trainer:
         """
         self.config, self.mesh, self.run = config, mesh, run
         train = config.train
-        self.corpus = open_corpus(config)
+        self.corpus = self._open_corpus()
         self.store, self.heldout = self.corpus.stores[0], self.corpus.split("heldout")
         self.batches = Batches(self.corpus.split("train"), train.seq_len, train.global_batch, train.seed)
         torch.manual_seed(train.seed + mesh.rank)
@@ -109,6 +121,8 @@ class Trainer:
         self.position = Position(0, 0)
         self.bad_steps = 0
         """Consecutive bad steps up to the current position."""
+        self.inherited: dict[str, Any] = {}
+        """Data that this run's checkpoints inherit from the one that it resumed or started from."""
         self.resumed_from: Path | None = None
         self.started_from: Path | None = None
         self.warnings: list[str] = []
@@ -137,7 +151,20 @@ class Trainer:
         self.rollbacks = Rollbacks()
         # Read the tokenizer once, because the store on disk may be replaced or deleted during training.
         tokenizer, data = self.store.tokenizer_json.encode(), self.corpus.identity()
-        self._saver = self.saver_type(self.model, self.optimizer, config, tokenizer, data, mesh)
+        self._saver = self.saver_type(self.model, self.optimizer, config, tokenizer, data, mesh, run.require_owned)
+
+    def _open_corpus(self) -> Corpus:
+        """Opens the token stores. Raises the error of the first process that cannot, on all of them."""
+        opened: list[Corpus] = []
+
+        def open_here() -> None:
+            try:
+                opened.append(open_corpus(self.config))
+            except BoostError as error:
+                raise type(error)(f"process {self.mesh.rank}: {error}" if self.mesh.size > 1 else str(error)) from None
+
+        run_on_all(self.mesh, open_here, BoostError)
+        return opened[0]
 
     def _build_optimizer(self) -> Optimizer:
         return build_optimizer(self.fused_params, self.config, self.mesh)
@@ -147,18 +174,19 @@ class Trainer:
         return Stepper(self.config, self.mesh, *parts, ahead)
 
     def start(self, resume_from: list[Path], start_from: str | None = None) -> None:
-        """Loads the first intact checkpoint in `resume_from`. If the list is empty, starts at step 0 from the weights of
-        `start_from`, or from initial weights.
+        """Loads the first checkpoint in `resume_from` that all processes can read. If the list, which must be the same on all
+        processes, is empty, starts at step 0 from the weights of `start_from`, or from initial weights. Collective.
 
-        Raises CheckpointError if the checkpoint does not match the model or the data, or if all checkpoints are damaged.
+        Raises CheckpointError if the checkpoint does not match the model or the data, or if all checkpoints are damaged, and
+        ConfigError if processes differ in configuration, software or data.
         """
-        self.warnings += ckpt.incomplete_warnings(self.run.checkpoints)
+        require_same(self.mesh, self.facts())
+        self.warnings += ckpt.incomplete_warnings(self.run.checkpoints, resume_from)
         damaged: list[str] = []
+        checkpoint: Checkpoint | None = None
         for path in resume_from:
             try:
-                checkpoint = ckpt.open_checkpoint(path)
-                check_resumable(checkpoint, self.config, self.corpus)
-                self.load(checkpoint)
+                checkpoint = self._resume(path)
             except DamagedCheckpointError as error:
                 damaged.append(str(error))
                 if len(damaged) == len(resume_from):
@@ -175,21 +203,68 @@ class Trainer:
             if start_from is None:
                 initialize_model(self.model, self.config.train.seed, show=self.mesh.is_main)
             else:
-                checkpoint = check_start(start_from, self.config, self.store)
+                # Only the main process resolves the path, because the newest checkpoint of a run may change.
+                newest = run_on_main(self.mesh, lambda: ckpt.find_checkpoint(Path(start_from)), CheckpointError)
+                checkpoint = ckpt.open_on_all(newest, self.mesh, self._check_start)
                 ckpt.load_weights(checkpoint, self.model, self.mesh)
                 self.started_from = checkpoint.path
                 log.info("initialized from the weights of %s", checkpoint.path)
+        self.inherit(inherited_data(self.config, self.corpus, checkpoint))
         for warning in self.warnings:
             log.warning(warning)
-        self._supersede_later_checkpoints()
+        self._supersede_later_checkpoints(self.resumed_from)
 
-    def _supersede_later_checkpoints(self) -> None:
-        """Marks checkpoints at later steps as superseded, so that --resume auto does not find an abandoned branch."""
-        for folder in self.checkpoint_folders:
-            ckpt.supersede(folder, self.position.step, self.mesh)
+    def facts(self) -> dict[str, Any]:
+        """What must be equal on all processes, by name, as JSON values. Paths may differ: what they lead to is compared."""
+        fields = flat_config(
+            self.config.model_dump(mode="json", exclude={"run": {"dir", "device"}, "data": {"store", "mixture"}})
+        )
+        versions = {"boost": __version__, "torch": str(torch.__version__), "device": self.mesh.device.type}
+        stores = [
+            [store.content("train"), store.content("heldout"), str(weight)]
+            for store, weight in zip(self.corpus.stores, self.corpus.weights, strict=True)
+        ]
+        return {**versions, **fields, "token stores": stores, "tokenizer": self.store.fingerprint}
 
-    def add_data(self, data: dict[str, Any]) -> None:
-        """Adds entries to the `data` that this run's checkpoints record."""
+    def _resume(self, path: Path) -> Checkpoint:
+        """Loads a checkpoint. Tries twice, because a read from a network file system may fail once."""
+        for again in (False, True):
+            try:
+                checkpoint = ckpt.open_on_all(path, self.mesh, self._check_resumable)
+                self.load(checkpoint)
+                break
+            except DamagedCheckpointError as error:
+                if again:
+                    raise
+                log.warning("%s; trying again", error)
+        return checkpoint
+
+    def _check_resumable(self, found: Checkpoint) -> None:
+        check_resumable(found, self.config, self.corpus)
+
+    def _check_start(self, found: Checkpoint) -> None:
+        check_start(found, self.config, self.store)
+
+    def _supersede_later_checkpoints(self, newest: Path | None) -> None:
+        """Marks checkpoints at later steps as superseded, so that --resume auto does not find an abandoned branch. `newest`: the
+        checkpoint at the current position; None at step 0."""
+        step = self.position.step
+
+        def supersede() -> None:
+            self.run.require_owned()
+            # Record it first: if this process is killed in between, --resume auto misses no checkpoint.
+            if newest is not None:
+                self.run.record_saved(newest, step)
+            else:
+                self.run.forget_saved()
+            for folder in self.checkpoint_folders:
+                ckpt.supersede(folder, step)
+
+        run_on_main(self.mesh, supersede, StorageError)
+
+    def inherit(self, data: dict[str, Any]) -> None:
+        """Makes this run's checkpoints record `data` (`inherited_data`)."""
+        self.inherited = data
         self._saver.add_data(data)
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -262,6 +337,8 @@ class Trainer:
                 self.finish_save()
             metrics = step_metrics(self, stats, update.lr, seconds, peak)
             self.recent = [metrics]
+            if self.run.lock is not None:
+                self.run.lock.require_not_taken()
             stop = stats.flags & (StepFlags.SIGNAL | StepFlags.STOP) if not last else StepFlags.NONE
             save = StepFlags.SAVE in stats.flags
             empty = stats.is_finite and not stats.updates
@@ -291,17 +368,16 @@ class Trainer:
 
         def load_proven() -> None:
             # Only the main process searches, because others might see a folder while it is being renamed.
-            look = self.proven_checkpoint if self.mesh.is_main else lambda: None
-            target = ckpt.run_on_all(self.mesh, look, TrainingError)[0]
+            target = run_on_main(self.mesh, self.proven_checkpoint, TrainingError)
             if target is None:
                 raise TrainingError(f"{reason}; train.on_spike = 'rollback', but there is no proven checkpoint")
             if rollbacks.count > MAX_ROLLBACKS:
                 raise TrainingError(
                     f"{reason}; {MAX_ROLLBACKS} rollbacks did not help; resume from '{target}' with a lower optim.lr"
                 )
-            self.load(ckpt.open_checkpoint(target))
+            self.load(ckpt.open_on_all(target, self.mesh))
             # They may look healthy, but are not. Do this now, because the run may be killed.
-            self._supersede_later_checkpoints()
+            self._supersede_later_checkpoints(target)
             self.mesh.barrier()
 
         self.mesh.together(load_proven)
@@ -371,6 +447,8 @@ class Trainer:
         by_source = {name: source.loss for name, source in result.sources.items()}
         metrics = EvalMetrics(self.position.step, *losses, self.at_end and max_tokens is None, by_source)
         self.recent.append(metrics)
+        if self.run.lock is not None:
+            self.run.lock.require_not_taken()
         self.notify(Hook.on_evaluation, EvaluationEnd(metrics, complete=max_tokens is None))
         return result
 
@@ -423,16 +501,31 @@ class Trainer:
         return self._announce(saved)
 
     def _save_into(self, folder: Path) -> SavedCheckpoint:
-        with in_phase(Phase.SAVE):
+        with in_phase(Phase.SAVE), self._rescuing(folder):
             saved: SavedCheckpoint = self.mesh.together(lambda: self._saver.save(folder, self._saved_position()))
             return saved
+
+    @contextlib.contextmanager
+    def _rescuing(self, folder: Path) -> Iterator[None]:
+        """If the run has lost its directory, saves in run.fallback_dir, if set, before the error ends the run. Collective."""
+        try:
+            yield
+        except LostRunError:
+            elsewhere = ckpt.fallback_folder(self.config)
+            if elsewhere and elsewhere != folder:
+                with contextlib.suppress(LostRunError):
+                    try:
+                        self.warn(f"saved '{self._save_into(elsewhere).path}', because the run directory is lost")
+                    except (StorageError, NonFiniteError) as error:
+                        self.warn(str(error))
+            raise
 
     def finish_save(self) -> None:
         """Waits for the save in flight, if any. A failed save only logs a warning. Collective."""
         if self._saver.in_flight is None:
             return
         try:
-            with in_phase(Phase.SAVE):
+            with in_phase(Phase.SAVE), self._rescuing(self.run.checkpoints):
                 saved = self.mesh.together(lambda: self._saver.finish() if self._saver.in_flight is not None else None)
             if saved is not None:
                 self._announce(saved)
@@ -464,7 +557,7 @@ class Trainer:
             return [reason or "refused by a hook" for reason in reasons if reason is not None]
 
         # These requests are not part of the step statistics, because saves are rare and a hook may inspect the current weights.
-        answers = ckpt.run_on_all(self.mesh, ask_hooks, TrainingError)
+        answers = run_on_all(self.mesh, ask_hooks, TrainingError)
         if reason := next((reasons[0] for reasons in answers if reasons), None):
             self.warn(f"the checkpoint for step {step} was not saved: {reason}")
             return False
@@ -488,21 +581,28 @@ class Trainer:
         self._runner.require_all_processes("check_replicas", self.mesh.size)
         if not self.config.train.check_replicas_every or (self._checked == self.position and not again):
             return
-        moments = self.optimizer.moments
-        report = self.mesh.together(lambda: check_replicas(self.fused_params, self.mesh, moments))
+        report = self.mesh.together(self._compare_replicas)
         if report.mismatches or report.not_finite:
             self.finish_save()  # the checkpoint to resume from may still be in flight
-        complete = ckpt.complete_checkpoints(self.run.checkpoints)
-        require_sound(report, self.position.step, complete[-1] if complete else None)
+            require_sound(report, self.position.step, self._latest())
         self._checked = self.position
 
+    def _compare_replicas(self) -> ReplicaReport:
+        return check_replicas(self.fused_params, self.mesh, self.optimizer.moments)
+
+    def _latest(self) -> Path | None:
+        """The newest complete checkpoint, for a message; None if there is none, or if the folder cannot be read now."""
+        with contextlib.suppress(OSError):
+            return next(reversed(ckpt.complete_checkpoints(self.run.checkpoints)), None)
+        return None
+
     def proven_checkpoint(self) -> Path | None:
-        """The newest checkpoint that a later step has proven healthy; None if there is none."""
+        """The newest checkpoint that a later step has proven healthy; None if there is none. Raises OSError."""
         steps = sorted(((ckpt.step_of(path) or 0, path) for path in self.checkpoints()), reverse=True)
         return next((path for step, path in steps if step <= self.proven_step and not any(ckpt.marks_of(path))), None)
 
     def checkpoints(self) -> list[Path]:
-        """The complete checkpoints of this run."""
+        """The complete checkpoints of this run. Raises OSError."""
         return [path for folder in self.checkpoint_folders for path in ckpt.complete_checkpoints(folder)]
 
     def request_rollback(self, reason: str) -> None:
@@ -540,8 +640,7 @@ class Trainer:
         return StepFlags.SIGNAL in reduce_flags(own, self.mesh)
 
     def _result(self, stopped: StepFlags, evaluation: Evaluation | None) -> TrainResult:
-        complete = ckpt.complete_checkpoints(self.run.checkpoints)
-        latest = self._saved or (complete[-1] if complete else None)
+        latest = self._saved or self._latest()
         if not stopped:
             return TrainResult(self.position, evaluation, latest)
         # A signal takes precedence over a hook, because it determines the exit code, which schedulers rely on.

@@ -57,10 +57,15 @@ class ReplicaReport:
 
 @torch.no_grad()
 def check_replicas(
-    fused_params: Sequence[FusedParam], mesh: Mesh, moments: Mapping[Tensor, Mapping[str, Tensor]] | None = None
+    fused_params: Sequence[FusedParam],
+    mesh: Mesh,
+    moments: Mapping[Tensor, Mapping[str, Tensor]] | None = None,
+    conflict: int | None = None,
 ) -> ReplicaReport:
     """Compares digests of this process's weights, and of its part of their `moments`, with the digests of all copies.
-    Collective: each process sends 4 int64 numbers.
+    Collective: each process sends 5 int64 numbers.
+
+    `conflict`: rank on the dp axis of a process whose copies are already known to have differed from this process's.
 
     Reads every weight about three times without copying or communicating it.
     """
@@ -73,12 +78,19 @@ def check_replicas(
     # A maximum preserves NaN and Inf and is a single number; a mask would be as large as the weight.
     largest = [x.abs().amax() if x.numel() else torch.zeros((), device=mesh.device) for x in held]
     strange = torch.stack([~x.isfinite() for x in largest])
-    local = torch.stack([*digests, strange.any().long()])
+    other = torch.tensor(0 if conflict is None else conflict + 1, device=mesh.device)
+    local = torch.stack([*digests, other, strange.any().long()])
     gathered = [torch.empty_like(local) for _ in range(mesh.size)] if mesh.size > 1 else [local]
     if mesh.size > 1:
         dist.all_gather(gathered, local, group=mesh.everyone.group)
     rows = torch.stack(gathered).tolist()
     mismatches = compare(rows, (mesh.pp.size, mesh.dp_cp.size, mesh.tp.size))
+    stride = mesh.size // mesh.pp.size // mesh.dp.size
+    for rank, row in enumerate(rows):
+        if row[len(_COPIES)]:
+            source = rank + (row[len(_COPIES)] - 1 - rank // stride % mesh.dp.size) * stride
+            mismatches.append(Mismatch(tuple(sorted({rank, source})), 2, certain=False))
+    mismatches = list(dict.fromkeys(mismatches))
     if not mismatches and not any(row[-1] for row in rows):
         return ReplicaReport()
     names = [p.slices[0].parameter.name for p, bad in zip(fused_params, strange.tolist(), strict=True) if bad]

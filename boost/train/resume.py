@@ -1,14 +1,12 @@
 """Selects the checkpoint that a run resumes or starts from, and checks that it fits the run."""
 
-import contextlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from boost.config import Config
 from boost.data.mixture import Corpus
 from boost.data.store import TokenStore
-from boost.errors import CheckpointError, ConfigError
+from boost.errors import CheckpointError, ConfigError, StorageError
 from boost.optim.schedule import learning_rate
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Checkpoint
@@ -26,14 +24,25 @@ and global_batch must not change."""
 
 def resume_candidates(resume: str | None, run: RunDirectory, fallback: Path | None = None) -> list[Path]:
     """Checkpoints that `--resume` refers to, newest first: with 'auto', all checkpoints of this run, including those in
-    the `fallback` folder; otherwise, the one at the given path. Checkpoints with corrupt weights come last.
+    the `fallback` folder and the last one saved, wherever it is; otherwise, the one at the given path. Checkpoints with corrupt
+    weights come last.
 
-    Raises CheckpointError if there is no checkpoint at the path.
+    Raises CheckpointError if there is no checkpoint at the path, and StorageError if a folder cannot be read.
     """
     if resume is None:
         return []
     if resume == "auto":
-        found = [path for folder in (run.checkpoints, fallback) if folder for path in ckpt.complete_checkpoints(folder)]
+        try:
+            found = [
+                path for folder in (run.checkpoints, fallback) if folder for path in ckpt.complete_checkpoints(folder)
+            ]
+            if saved := run.recorded_save():
+                last = ckpt.checkpoint_path(*saved)
+                # With another one to fall back to, it is a candidate even without a manifest: opening it reports that.
+                if last not in found and last.is_dir() and (found or ckpt.complete_checkpoints(saved[0])):
+                    found.append(last)
+        except OSError as error:
+            raise StorageError(f"'{error.filename}' cannot be read: {error.strerror}; try again") from None
         newest_first = sorted(found, key=_step, reverse=True)
         return sorted(newest_first, key=lambda path: bool(ckpt.marks_of(path)[0]))
     return [ckpt.find_checkpoint(Path(resume))]
@@ -44,17 +53,22 @@ def _step(path: Path) -> int:
 
 
 def require_nothing_lost(run: RunDirectory, candidates: list[Path], restart: bool) -> None:
-    """Raises CheckpointError if `--resume auto` would start at step 0 because the run's saved checkpoints are missing.
-    `restart` allows this."""
-    if candidates or restart:
-        return
-    saved = run.last_saved_step()
-    folders = [path for path in run.checkpoints.iterdir() if ckpt.step_of(path)] if run.checkpoints.is_dir() else []
-    if saved is None and folders:
-        saved = max(_step(path) for path in folders)
-    if saved is not None:
+    """Raises CheckpointError if `--resume auto` would resume from an earlier step than the last one saved, or start at step 0,
+    because checkpoints are missing. `restart` allows the latter."""
+    saved = run.recorded_save()
+    if candidates:
+        newest = max(candidates, key=_step)
+        if saved is None or saved[1] <= _step(newest):
+            return
         raise CheckpointError(
-            f"run.dir = '{run.path}' holds a run that saved a checkpoint at step {saved}, but --resume auto finds no "
+            f"run.dir = '{run.path}' saved its newest checkpoint in '{ckpt.checkpoint_path(*saved)}', but it is not there; is its "
+            f"file system mounted? '--resume {newest}' resumes from the newest one found"
+        )
+    folders = [path for path in run.checkpoints.iterdir() if ckpt.step_of(path)] if run.checkpoints.is_dir() else []
+    newest_step = saved[1] if saved else max(map(_step, folders), default=None)
+    if newest_step is not None and not restart:
+        raise CheckpointError(
+            f"run.dir = '{run.path}' holds a run that saved a checkpoint at step {newest_step}, but --resume auto finds no "
             "complete checkpoint; is its file system mounted? 'boost checkpoint list' lists checkpoints; --restart starts over "
             "at step 0 and sets the earlier metrics and folders aside"
         )
@@ -102,32 +116,19 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def check_start(start_from: str, config: Config, store: TokenStore) -> Checkpoint:
-    """Opens the checkpoint whose weights a run starts from.
-
-    Raises CheckpointError or DataError if its model or its tokenizer differs.
-    """
-    found = ckpt.open_checkpoint(Path(start_from))
+def check_start(found: Checkpoint, config: Config, store: TokenStore) -> None:
+    """Checks that a run can start from a checkpoint's weights. Raises CheckpointError or DataError if its model or its tokenizer
+    differs."""
     ckpt.require_fits(found, config.model)
     store.require_tokenizer(found.require_tokenizer(), f"'{found.path}'")
-    return found
 
 
-def inherited_data(
-    config: Config, corpus: Corpus, resume_from: Sequence[Path], start_from: str | None
-) -> dict[str, Any]:
-    """Data that this run's checkpoints inherit from the checkpoint that it resumes or starts from: the model's context length, if
-    the run trains on shorter sequences, and other content of the original Hugging Face folder, such as a chat template. If
-    that folder has no template, the chat template of a store of conversations is used. Replicas that rejoin without
-    loading a checkpoint also need this data."""
-    hub: dict[str, Any] = {}
-    context = 0
-    for path in (*resume_from, *([Path(start_from)] if start_from else [])):
-        # A damaged checkpoint is reported when it is loaded; the run then falls back to the previous one.
-        with contextlib.suppress(CheckpointError):
-            found = ckpt.open_checkpoint(path)
-            hub, context = dict(found.data.get(ckpt.HUB) or {}), found.context
-            break
+def inherited_data(config: Config, corpus: Corpus, source: Checkpoint | None) -> dict[str, Any]:
+    """Data that this run's checkpoints inherit from `source`, the checkpoint that it resumes or starts from: the model's context
+    length, if the run trains on shorter sequences, and other content of the original Hugging Face folder, such as a chat
+    template. If that folder has no template, the chat template of a store of conversations is used."""
+    hub: dict[str, Any] = dict(source.data.get(ckpt.HUB) or {}) if source else {}
+    context = source.context if source else 0
     chat = next((store.chat for store in corpus.stores if store.chat), None)
     if chat and not hub.get("chat_templates"):
         tokenizer = {**chat["tokenizer"], **hub.get("tokenizer", {})}

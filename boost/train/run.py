@@ -14,11 +14,12 @@ from boost.config import Config
 from boost.config.text import printable, printable_text
 from boost.data.fit import open_corpus
 from boost.data.verify import Progress
-from boost.errors import HangError, StoppedError, TrainingError
+from boost.errors import BoostError, HangError, StoppedError, TrainingError
 from boost.format import format_count
 from boost.parallel.weights import require_torch
+from boost.train.agreement import run_on_main
 from boost.train.best_effort import outliving_terminal
-from boost.train.checkpoint import checkpoint_path, fallback_folder
+from boost.train.checkpoint import checkpoint_path, fallback_folder, open_checkpoint
 from boost.train.console import ConsoleHook
 from boost.train.failures import (
     failure_report,
@@ -34,7 +35,7 @@ from boost.train.hooks import Hook, TrainResult
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, tracker_modules
 from boost.train.rendezvous import Stopped, close_mesh, launch_dir, open_mesh
-from boost.train.resume import check_start, inherited_data, require_nothing_lost, resume_candidates
+from boost.train.resume import check_start, require_nothing_lost, resume_candidates
 from boost.train.run_lock import RunLock, require_unlocked
 from boost.train.rundir import RunDirectory, configure_logging
 from boost.train.samples import heldout_prompt, sample_text
@@ -63,6 +64,9 @@ class Session:
         self.mesh = open_mesh(config.parallel, config.run.device, config.run.startup_timeout_s, stopped)
         self.rank = self.mesh.rank
         """This process's number in log file names."""
+
+    rejoins = False
+    """Whether this process joins a run that is already training."""
 
     @property
     def is_over(self) -> bool:
@@ -108,7 +112,8 @@ def check_before_start(
     run directory may be in use. `progress` wraps the token store's verification. Raises ConfigError, DataError or CheckpointError.
     """
     run = RunDirectory(config.run.dir)
-    if not rejoins:
+    # Under torchrun, only the main process looks, because a file system may show another one an older state.
+    if not rejoins and os.environ.get("RANK", "0") == "0":
         require_unlocked(run.path)
         if not run.continued_by(resume):
             run.require_empty()
@@ -119,7 +124,7 @@ def check_before_start(
     require_torch(config)
     store = open_corpus(config, progress).stores[0]  # all stores have the same tokenizer
     if start_from is not None:
-        check_start(start_from, config, store)
+        check_start(open_checkpoint(Path(start_from)), config, store)
     check_teacher(config, store)
 
 
@@ -173,11 +178,11 @@ def train(
                 print(f"boost: error: {message}; resume with --resume auto", file=sys.stderr)
             leave(error.exit_code)
 
-        lock = RunLock(config.run.dir) if session.mesh.is_main else contextlib.nullcontext()
-        with lock, session.heartbeat(exit_hung) as heartbeat:
+        lock = RunLock(config.run.dir) if session.mesh.is_main else None
+        with lock or contextlib.nullcontext(), session.heartbeat(exit_hung) as heartbeat:
             try:
                 given = [*hooks, session.faults(faults)] if faults else hooks
-                result = _train(session, resume, start_from, given, restart)
+                result = _train(session, lock, resume, start_from, given, restart)
             except StoppedError as stop:
                 print(f"stopped by {stop} before this replica had rejoined; nothing was lost")
                 return None, 0 if request.requested or session.is_over else _stopped_elsewhere()
@@ -191,24 +196,32 @@ def train(
 
 
 def _train(
-    session: Session, resume: str | None, start_from: str | None, hooks: Sequence[Hook], restart: bool
+    session: Session,
+    lock: RunLock | None,
+    resume: str | None,
+    start_from: str | None,
+    hooks: Sequence[Hook],
+    restart: bool,
 ) -> TrainResult:
     import torch
 
     config, mesh = session.config, session.mesh
     run = RunDirectory(Path(config.run.dir))
-    fallback = fallback_folder(config)
-    if mesh.is_main:
+    run.lock = lock
+
+    def prepare() -> tuple[list[Path], str]:
+        candidates = resume_candidates(resume, run, fallback_folder(config))
         if resume == "auto":
-            require_nothing_lost(run, resume_candidates(resume, run, fallback), restart)
-        run = RunDirectory.create(config, resume=run.continued_by(resume))
-    mesh.barrier()
+            require_nothing_lost(run, candidates, restart)
+        RunDirectory.create(config, resume=run.continued_by(resume))
+        return candidates, lock.token if lock else ""
+
+    # Only the main process looks for checkpoints: they must all resume from one, and one of them may not see the newest yet.
+    candidates, run.token = ([], "") if session.rejoins else run_on_main(mesh, prepare, BoostError)
     configure_logging(run.logs, session.rank)
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
-    candidates = resume_candidates(resume, run, fallback)
     trainer = session.trainer(run, [ConsoleHook(), MetricsHook(), *hooks])
-    trainer.add_data(inherited_data(config, trainer.corpus, candidates, start_from))
     session.start(trainer, candidates, start_from)
     if mesh.is_main:
         advise(trainer)

@@ -4,6 +4,9 @@ The lock is a file, created exclusively, that names its owner. The owner touches
 because network file systems implement them differently or not at all. A run takes over a dead owner's lock immediately if the
 owner ran on this host, and otherwise after STALE_S seconds without a touch. Only changes in the modification time matter,
 not its value, so clocks need not be synchronized.
+
+A run may lose its lock: it was stopped or its machine suspended for longer than STALE_S, or its directory was deleted, renamed or
+replaced. The owner therefore reads the lock again before it publishes, renames or removes anything (`require_held`).
 """
 
 import contextlib
@@ -17,7 +20,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from boost.errors import ConfigError
+from boost.errors import ConfigError, LostRunError, StorageError
 from boost.paths import read_text
 from boost.train.rundir import storage_errors
 
@@ -26,6 +29,8 @@ log = logging.getLogger("boost")
 LOCK_FILE = "run.lock"
 BEAT_S = 5.0
 """Seconds between two touches by the owner."""
+_ASIDE_S = 0.2
+"""For how long, in seconds, another process that examines the lock may have renamed it."""
 STALE_S = 60.0
 """A lock from another host is stale if it has not been touched for this long."""
 
@@ -33,58 +38,114 @@ STALE_S = 60.0
 class RunLock:
     """The lock on one run directory, as a context manager. Used only on a run's main process."""
 
-    def __init__(self, folder: Path | str, beat_s: float = BEAT_S, stale_s: float = STALE_S) -> None:
+    def __init__(
+        self, folder: Path | str, token: str | None = None, beat_s: float = BEAT_S, stale_s: float = STALE_S
+    ) -> None:
+        """`token`: the token of the lock that this run's previous main process held, to take it over; None: a new lock."""
         self.path = Path(folder) / LOCK_FILE
         self._beat_s, self._stale_s = beat_s, stale_s
+        self._takes_over = token is not None
         self._owner = {
-            "token": uuid.uuid4().hex,
+            "token": token or uuid.uuid4().hex,
             "host": platform.node(),
             "pid": os.getpid(),
             "started": _started(os.getpid()),
             "namespace": _namespace(),
         }
+        self._seen_at = _now()
+        """When this process last saw that it holds the lock."""
         self._over = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="boost-run-lock", daemon=True)
 
     def __enter__(self) -> "RunLock":
-        """Acquires the lock. Raises ConfigError if another run holds it, and StorageError if the folder is not writable.
+        """Acquires the lock. Raises ConfigError if another run holds it, StorageError if the folder is not writable, and
+        LostRunError if a lock to take over belongs to another run.
 
         Waits up to STALE_S seconds if the owner of an existing lock ran on another host and may be dead.
         """
         with storage_errors(self.path.parent):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not self._takes_over:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
             while not self._create():
                 self._wait_for_stale()
+        self._seen_at = _now()
         self._beats.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._beats.join()
-        if _read(self.path).get("token") == self._owner["token"]:
+        if _read(self.path) == self._owner:
             with contextlib.suppress(OSError):
                 self.path.unlink()
 
+    @property
+    def token(self) -> str:
+        """Identifies the run that holds the lock."""
+        return str(self._owner["token"])
+
+    def require_held(self, may_be_missing: bool = False) -> None:
+        """Raises LostRunError if another run holds the lock or, unless it `may_be_missing`, nobody does; StorageError if the lock
+        cannot be read."""
+        folder = self.path.parent
+        if not self.path.exists():
+            time.sleep(_ASIDE_S)
+        try:
+            owner = json.loads(read_text(self.path))
+            if not isinstance(owner, dict):
+                raise ValueError
+        except FileNotFoundError:
+            if may_be_missing:
+                return
+            raise LostRunError(
+                f"run.dir = '{folder}' has no {LOCK_FILE} any more: it was deleted, renamed or replaced while this run used it; "
+                "this run ends without writing to it; resume with --resume auto and the --run.dir that holds its checkpoints"
+            ) from None
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not a JSON object"
+            raise StorageError(
+                f"run.dir = '{folder}' cannot be used now: {LOCK_FILE} cannot be read: {reason}"
+            ) from error
+        if owner.get("token") != self._owner["token"]:
+            raise LostRunError(
+                f"run.dir = '{folder}' now belongs to {_describe(owner)}, because this process was stopped for too long or the "
+                "directory was replaced; this run ends without writing to it"
+            )
+        self._seen_at = _now()
+
+    def require_not_taken(self) -> None:
+        """Raises LostRunError if another run holds the lock. Reads it only if the last look is too long ago, so it may be called
+        at every step."""
+        if _now() - self._seen_at > 2 * self._beat_s:
+            with contextlib.suppress(StorageError):
+                self.require_held(may_be_missing=True)
+
     def _create(self) -> bool:
-        """Creates the lock atomically, so that readers never see a partial file. Returns False if it exists."""
-        draft = self.path.with_name(f".{LOCK_FILE}.{self._owner['token']}")
+        """Creates the lock atomically, so that readers never see a partial file. Returns False if another run's lock exists."""
+        draft = self.path.with_name(f".{LOCK_FILE}.{uuid.uuid4().hex}")
         draft.write_text(json.dumps(self._owner), encoding="utf-8")
         try:
+            if self._takes_over and _read(self.path).get("token") == self.token:
+                draft.replace(self.path)
+                return True
             os.link(draft, self.path)  # atomic on network file systems too, and fails if the name exists
         except FileExistsError:
-            return False
+            # The name may exist because of this call: an NFS client that gets no reply sends the request again.
+            return _read(self.path) == self._owner
         except OSError:  # a file system without hard links
             try:
                 with open(self.path, "x", encoding="utf-8") as file:
                     file.write(json.dumps(self._owner))
             except FileExistsError:
-                return False
+                return _read(self.path) == self._owner
         finally:
-            draft.unlink()
+            draft.unlink(missing_ok=True)
         return True
 
     def _wait_for_stale(self) -> None:
         """Waits until the lock is gone, or removes it if its owner is dead. Raises ConfigError if the owner is alive."""
+        if self._takes_over:
+            self.require_held()
         owner, touched = _read(self.path), _touched(self.path)
         begin, logged = time.monotonic(), False
         while (alive := _is_alive(owner)) is None and time.monotonic() - begin < self._stale_s:
@@ -100,7 +161,7 @@ class RunLock:
         if alive:
             raise in_use_error(self.path.parent, owner)
         # If several processes try this, one renames the lock, and the others find a new lock or none.
-        aside = self.path.with_name(f".{LOCK_FILE}.stale.{self._owner['token']}")
+        aside = self.path.with_name(f".{LOCK_FILE}.stale.{self.token}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
             if _read(aside).get("token") != owner.get("token"):  # another process was faster, and this is its lock
@@ -112,9 +173,9 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._over.wait(self._beat_s):
-            with contextlib.suppress(OSError):
-                if _read(self.path).get("token") == self._owner["token"]:
-                    os.utime(self.path)
+            with contextlib.suppress(OSError, LostRunError, StorageError):
+                self.require_held()
+                os.utime(self.path)
 
 
 def require_unlocked(folder: Path | str) -> None:
@@ -151,6 +212,11 @@ def _is_alive(owner: dict[str, Any]) -> bool | None:
     if not here or not isinstance(pid, int) or started is None:
         return None
     return _started(pid) == started
+
+
+def _now() -> float:
+    """Seconds on a clock that also runs while the machine is suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _started(pid: int) -> str | None:

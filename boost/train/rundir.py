@@ -2,7 +2,7 @@
 
 config.toml        the fully resolved configuration; config.2.toml, ... for later starts
 environment.json   versions, hardware, commit and command line; environment.2.json, ... for later starts
-last-saved.json    step of the newest checkpoint, stored separately to detect missing checkpoints
+last-saved.json    the newest checkpoint's step and folder, stored separately to detect missing checkpoints
 trackers.json      this run's W&B id, which a resumed run continues
 run.lock           names the process that trains here (boost.train.run_lock)
 metrics.jsonl      one JSON object per line for every step and every evaluation (boost.train.metrics)
@@ -23,7 +23,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from boost.config import Config, to_toml
 from boost.errors import CheckpointError, ConfigError, StorageError
@@ -34,6 +34,16 @@ BEST = "@best"
 """Suffix of a path that selects the run's checkpoint with the lowest held-out loss (train.keep_best)."""
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
+
+class HeldLock(Protocol):
+    """The lock on a run directory, as its owner sees it (`boost.train.run_lock.RunLock`)."""
+
+    def require_held(self, may_be_missing: bool = False) -> None:
+        """Raises LostRunError if this process no longer holds the lock."""
+
+    def require_not_taken(self) -> None:
+        """Raises LostRunError if another run holds the lock. May be called at every step."""
 
 
 class RunDirectory:
@@ -47,6 +57,10 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.last_saved = self.path / "last-saved.json"
         self.trackers = self.path / "trackers.json"
+        self.lock: HeldLock | None = None
+        """The lock that this process holds on the folder; None on all processes but the main one, and outside a run."""
+        self.token = ""
+        """The token of the main process's lock, with which another process of this run can take it over."""
 
     @classmethod
     def create(cls, config: Config, resume: bool) -> "RunDirectory":
@@ -70,17 +84,31 @@ class RunDirectory:
             return resume == "auto"
         return Path(resume.removesuffix(BEST)).resolve().is_relative_to(self.path.resolve())
 
-    def record_saved(self, step: int) -> None:
-        """Atomically records that there is a checkpoint at `step`. Raises StorageError."""
-        with storage_errors(self.path):
-            replace_json(self.last_saved, {"step": step})
+    def require_owned(self, folder: Path | None = None) -> None:
+        """Raises LostRunError if this run has lost its directory (`boost.train.run_lock`), and StorageError if that cannot be
+        checked. `folder`: the folder to write to; outside run.dir, only another run's lock matters. Does nothing without a lock."""
+        if self.lock is not None:
+            self.lock.require_held(may_be_missing=folder is not None and not folder.is_relative_to(self.path))
 
-    def last_saved_step(self) -> int | None:
-        """The last recorded step; None if no checkpoint was saved here."""
+    def record_saved(self, saved: Path, step: int) -> None:
+        """Atomically records that the checkpoint `saved`, at `step`, is the newest one. Raises StorageError."""
+        elsewhere = {} if saved.parent == self.checkpoints else {"folder": str(saved.parent.absolute())}
+        with storage_errors(self.path):
+            replace_json(self.last_saved, {"step": step, **elsewhere})
+
+    def forget_saved(self) -> None:
+        """Removes the record of the newest checkpoint, because the run starts over. Raises StorageError."""
+        with storage_errors(self.path):
+            self.last_saved.unlink(missing_ok=True)
+
+    def recorded_save(self) -> tuple[Path, int] | None:
+        """(folder, step) of the newest checkpoint, as recorded; None if no checkpoint was saved here."""
         try:
-            return int(json.loads(read_text(self.last_saved))["step"])
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            values = json.loads(read_text(self.last_saved))
+            folder, step = Path(values.get("folder", self.checkpoints)), int(values["step"])
+        except (OSError, ValueError, AttributeError, KeyError, TypeError, OverflowError, RecursionError):
             return None
+        return (folder, step) if folder == self.checkpoints or folder.is_absolute() else None
 
     def tracker_id(self, tracker: str, proposed: str) -> str:
         """Returns this run's id at an experiment tracker: the recorded one or, if none, `proposed`, which it records.

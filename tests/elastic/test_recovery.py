@@ -252,8 +252,8 @@ def dies_rolling_back(marker: str, config: Config, *rest: Any) -> int:
         if self.position.step == 9 and not self.position.skipped:
             self.request_rollback("a test")
 
-    def supersede_and_die(self: Trainer) -> None:
-        supersede(self)
+    def supersede_and_die(self: Trainer, newest: Path | None) -> None:
+        supersede(self, newest)
         if marker and self.rollbacks.count and self.mesh.dp.rank == 1 and not os.path.exists(marker):
             Path(marker).touch()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -60,12 +60,12 @@ def test_rotation_goes_on_over_what_cannot_be_deleted(tmp_path: Path, undeletabl
     for step in (1, 2, 3):
         _, path = save(tmp_path, mesh_config(1), step)
         (path / undeletable).touch()
-    ckpt.rotate(tmp_path, 2, 0, (), ALONE)
+    ckpt.rotate(tmp_path, 2, 0, ())
     assert [p.name for p in ckpt.complete_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
-    ckpt.supersede(tmp_path, 2, ALONE)
+    ckpt.supersede(tmp_path, 2)
     assert ckpt.find_checkpoint(tmp_path).name == "step-00000002"
     save(tmp_path, mesh_config(1), 3)
-    ckpt.supersede(tmp_path, 2, ALONE)  # a second one of the same name
+    ckpt.supersede(tmp_path, 2)  # a second one of the same name
     aside = sorted(tmp_path.glob("superseded-*"))
     assert [path.name for path in aside] == ["superseded-step-00000003", "superseded-step-00000003.2"]
     assert all((path / "manifest.json").is_file() for path in aside), "nothing is lost"
@@ -97,7 +97,10 @@ def test_a_step_folder_without_a_manifest_is_named_and_never_overwritten(store: 
     trainer = make_trainer(config, warnings)
     trainer.start(resume_candidates("auto", trainer.run))
     assert trainer.position.step == 4
-    assert len(trainer.warnings) == 1 and "step-00000006' has no manifest.json" in trainer.warnings[0]
+    assert (
+        len(trainer.warnings) == 1
+        and "step-00000006' is not complete: manifest.json is missing; trying" in trainer.warnings[0]
+    )
     trainer.fit()
     assert [w for w in warnings.seen if "instead of overwritten" in w and "incomplete-step-00000006" in w]
     aside = run / "incomplete-step-00000006" / "tensors"

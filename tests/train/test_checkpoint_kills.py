@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from boost.config import Config
 from boost.errors import StorageError
-from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
+from boost.train.agreement import run_on_main
 from boost.train.checkpoint import Position, write
-from tests import toy
 from tests.distributed import fork_server
 from tests.train.saves import DATA, TOKENIZER, load, mesh_config, save_at, state_of
 from tests.trained import Trained
@@ -83,7 +82,7 @@ def save_and_rotate(
             saver.finish()
         else:
             saver.save(folder, Position(2, 128))
-        ckpt.rotate(folder, 1, 0, (), trained.mesh)
+        run_on_main(trained.mesh, lambda: ckpt.rotate(folder, 1, 0, ()), StorageError)
     except (RuntimeError, StorageError):
         if not kill or kill[0] == rank:
             raise
@@ -128,7 +127,7 @@ def check_killed_save(folder: Path, config: Config, background: bool, rank: int,
     for name, value in state_of(trained(position.step)).items():
         torch.testing.assert_close(state[name], value, rtol=0, atol=0 if len(counts) == 1 else 1e-12)
     save_at(folder, trained(3), 3)
-    ckpt.rotate(folder, 1, 0, (), Mesh(toy.CPU))
+    ckpt.rotate(folder, 1, 0, ())
     assert [path.name for path in folder.iterdir()] == ["step-00000003"], "nothing is left of the killed save"
     return position.step
 

@@ -75,7 +75,13 @@ def path(tmp_path: Path, sharded: Path) -> Path:
 
 EMBED = "model.embed"
 HEADERS: dict[str, tuple[Edit, str]] = {
-    "no sharding metadata": (lambda h: h.pop("__metadata__"), "numbers instead of|overlap|exceeds"),
+    "no sharding metadata": (
+        lambda h: h["__metadata__"].pop("DCP_SHARDING_INFO"),
+        "numbers instead of|overlap|exceeds",
+    ),
+    "no metadata": (lambda h: h.pop("__metadata__"), "written at step 0, sample 0, but state.json at step 1, sample"),
+    "another step": (lambda h: h["__metadata__"].update(step="9"), "written at step 9, sample"),
+    "metadata that is no text": (lambda h: h["__metadata__"].update(step=1), "its header is invalid: step"),
     "sharding of other tensors": (edit_offsets(lambda s: s.pop(EMBED)), f"{EMBED} has no valid saved_offsets"),
     "negative offset": (edit_offsets(lambda s: s[EMBED].update(saved_offsets=[-1, 0])), "greater than or equal to 0"),
     "offset outside": (edit_offsets(lambda s: s[EMBED].update(saved_offsets=[10**6, 0])), "exceeds"),
@@ -194,7 +200,7 @@ def test_a_step_that_is_none_is_no_record(tmp_path: Path, step: str) -> None:
     for name in ("best.json", "last-saved.json"):
         (tmp_path / name).write_text(f'{{"step": {step}, "heldout_loss": 1.0}}')
     assert ckpt.read_best(tmp_path) is None
-    assert RunDirectory(tmp_path).last_saved_step() in (None, int(1e300))
+    assert (RunDirectory(tmp_path).recorded_save() or (None, None))[1] in (None, int(1e300))
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "tensors/../../x", "a//b", "nul\0", "C:x"])

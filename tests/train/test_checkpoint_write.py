@@ -37,13 +37,13 @@ class HeldDisk:
         self.release, self.started, self.fails = threading.Event(), list[int](), fails
         patch.setattr(write, "write_snapshot", self._write)
 
-    def _write(self, folder: Path, snapshot: Snapshot, mesh: Mesh, group: Any = None) -> SavedCheckpoint:
+    def _write(self, folder: Path, snapshot: Snapshot, mesh: Mesh, *rest: Any) -> SavedCheckpoint:
         self.started.append(snapshot.state.step)
         if threading.current_thread() is not threading.main_thread():
             assert self.release.wait(LIMIT_S)
             if self.fails:
                 raise StorageError("No space left on device")
-        return write_snapshot(folder, snapshot, mesh, group)
+        return write_snapshot(folder, snapshot, mesh, *rest)
 
 
 def save_both_ways(folder: Path, config: Config) -> None:

@@ -170,7 +170,7 @@ def test_evaluation_is_over_the_answers(chats: Path, tmp_path: Path) -> None:
 def test_checkpoints_of_a_run_on_conversations_have_their_chat_template(
     chats: Path, store: Path, tmp_path: Path
 ) -> None:
-    data = inherited_data(load(None), Corpus.open({str(chats): 1.0}), [], None)
+    data = inherited_data(load(None), Corpus.open({str(chats): 1.0}), None)
     assert data[HUB]["chat_templates"] == {"default": CHATML}
     assert data[HUB]["tokenizer"]["eos_token"] == "<|im_end|>"
-    assert inherited_data(load(None), Corpus.open({str(store): 1.0}), [], None) == {}
+    assert inherited_data(load(None), Corpus.open({str(store): 1.0}), None) == {}

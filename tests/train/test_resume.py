@@ -50,7 +50,7 @@ def test_the_step_that_was_saved_is_noted_outside_the_checkpoints_and_in_their_n
     run = trained(make_config(store, tmp_path / "run"))
     assert json.loads((run.path / "last-saved.json").read_text()) == {"step": 6}
     run.last_saved.write_bytes(b"\x00")
-    assert run.last_saved_step() is None
+    assert run.recorded_save() is None
     run.last_saved.unlink()
     for path in ckpt.complete_checkpoints(run.checkpoints):
         (path / "manifest.json").unlink()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from boost.errors import ConfigError
+from boost.errors import ConfigError, LostRunError, StorageError
 from boost.train import run_lock
 from boost.train.run_lock import LOCK_FILE, RunLock, require_unlocked
 
@@ -96,3 +96,111 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
     with RunLock(tmp_path), pytest.raises(ConfigError, match="in use"), RunLock(tmp_path):
         pass
     assert os.listdir(tmp_path) == []
+
+
+def test_a_reply_that_a_network_file_system_loses_is_not_another_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NFS client that gets no reply to `link` sends it again, and reports EEXIST although the first one succeeded."""
+    link = os.link
+
+    def twice(*arguments: str) -> None:
+        link(*arguments)
+        link(*arguments)
+
+    monkeypatch.setattr(run_lock.os, "link", twice)
+    with RunLock(tmp_path) as lock:
+        lock.require_held()
+        with pytest.raises(ConfigError, match="is in use by process"), RunLock(tmp_path):
+            pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_owner_notices_that_it_has_lost_its_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with RunLock(folder) as lock:
+        lock.require_held()
+        folder.rename(tmp_path / "moved")
+        with pytest.raises(LostRunError, match="has no run.lock any more.*resume with --resume auto and the --run.dir"):
+            lock.require_held()
+        lock.require_held(may_be_missing=True)
+        with RunLock(folder) as second:  # as another run that starts there
+            for missing in (False, True):
+                with pytest.raises(
+                    LostRunError, match=f"now belongs to process {os.getpid()} on .*ends without writing"
+                ):
+                    lock.require_held(may_be_missing=missing)
+            second.require_held()
+        lock.path.write_text("")  # being written, on a file system without links
+        with pytest.raises(StorageError, match="cannot be used now: run.lock cannot be read"):
+            lock.require_held()
+        lock.path.unlink()
+    assert not list(folder.iterdir()), "the first owner removes nothing"
+
+
+def test_a_look_at_every_step_reads_the_lock_only_after_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(run_lock, "_now", lambda: now[0])
+    with RunLock(tmp_path, beat_s=1e6) as lock:
+        lock.path.write_text(json.dumps({"token": "another", "pid": 7, "host": "b"}))
+        lock._beat_s = 5.0
+        lock.require_not_taken()
+        now[0] += 62  # this process was stopped, and another host took over
+        with pytest.raises(LostRunError, match="now belongs to process 7 on b"):
+            lock.require_not_taken()
+        lock.path.unlink()
+        now[0] += 62
+        lock.require_not_taken()  # nobody else writes there; the next save reports it
+
+
+def test_the_next_main_process_of_a_run_takes_its_lock_over(tmp_path: Path) -> None:
+    with RunLock(tmp_path) as first:
+        with RunLock(tmp_path, first.token) as second:
+            first.require_held()  # the same run, should the first process wake up
+            assert json.loads(second.path.read_text()) == second._owner
+        with pytest.raises(LostRunError, match="has no run.lock"):
+            first.require_held()
+        with RunLock(tmp_path):
+            for _ in range(2):
+                with pytest.raises(LostRunError, match="now belongs to"), RunLock(tmp_path, first.token):
+                    pass
+    with RunLock(tmp_path, first.token) as again:  # the first process released it when it ended
+        again.require_held()
+    assert os.listdir(tmp_path) == []
+
+
+def own_until_told(folder: Path, answers: "multiprocessing.connection.Connection") -> None:  # type: ignore[name-defined]
+    with RunLock(folder, beat_s=0.05, stale_s=0.3) as lock:
+        answers.send("owner")
+        answers.recv()
+        try:
+            lock.require_not_taken()
+            lock.require_held()
+            answers.send("still the owner")
+        except LostRunError as error:
+            answers.send(str(error))
+
+
+@pytest.mark.slow
+def test_an_owner_that_was_stopped_too_long_does_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=own_until_told, args=(tmp_path, theirs))
+    process.start()
+    try:
+        assert ours.poll(300) and ours.recv() == "owner"
+        os.kill(process.pid, signal.SIGSTOP)  # type: ignore[arg-type]
+        monkeypatch.setattr(run_lock.platform, "node", lambda: "a-second-host")
+        with RunLock(tmp_path, beat_s=0.05, stale_s=0.3) as second:
+            os.kill(process.pid, signal.SIGCONT)  # type: ignore[arg-type]
+            ours.send("write")
+            assert ours.poll(300)
+            assert f"now belongs to process {os.getpid()} on a-second-host" in ours.recv()
+            second.require_held()
+            process.join(300)
+            second.require_held()
+    finally:
+        process.kill()
+        process.join()

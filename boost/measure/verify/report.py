@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from boost.parallel.mesh import Mesh
-from boost.train.checkpoint import run_on_all
+from boost.train.agreement import run_on_all
 from boost.train.rundir import storage_errors
 
 SCHEMA = 1

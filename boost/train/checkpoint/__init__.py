@@ -13,7 +13,7 @@ so a folder with the final name is complete. Files that the manifest does not li
 Modules, in the order in which a save and then a load use them:
 
 write.py      writes each process's files, in the foreground or the background; a run's last save
-commit.py     temporary folder, agreement among all processes, manifest, rename, removal of earlier checkpoints
+commit.py     temporary folder, manifest, rename, removal of earlier checkpoints
 verify.py     checks that a folder is a complete, undamaged checkpoint
 load.py       finds and opens a checkpoint; reads its weights, optimizer state and position
 reshard.py    slices of parameters on any mesh: which process holds and writes each one
@@ -26,7 +26,6 @@ from boost.train.checkpoint.commit import (
     marks_of,
     read_best,
     rotate,
-    run_on_all,
     step_of,
     supersede,
     write_best,
@@ -41,6 +40,7 @@ from boost.train.checkpoint.load import (
     load_training_state,
     load_weights,
     open_checkpoint,
+    open_on_all,
     require_fits,
 )
 from boost.train.checkpoint.verify import Position, verify_checkpoint
@@ -57,6 +57,6 @@ __all__ = [
     "BestCheckpoint", "Checkpoint", "CheckpointSaver", "HUB", "PREFIX", "Position", "SavedCheckpoint", "WeightReader",
     "checkpoint_path", "complete_checkpoints", "fallback_folder", "find_checkpoint", "finish_weights",
     "incomplete_warnings", "last_save_attempts", "load_training_state", "load_weights", "marks_of", "open_checkpoint",
-    "read_best", "require_fits", "rotate", "run_on_all", "step_of", "supersede", "verify_checkpoint", "write_best",
+    "open_on_all", "read_best", "require_fits", "rotate", "step_of", "supersede", "verify_checkpoint", "write_best",
     "writing_weights",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""Commits a folder as a checkpoint on all processes or on none, and then removes or renames earlier checkpoints.
+"""Commits a folder as a checkpoint, and then removes or renames earlier checkpoints. Used only on the main process.
 
 1. `make_temporary`: the main process creates `.step-00000200.*.tmp` and removes leftovers from killed saves.
-2. `run_on_all`: every process writes its files there (write.py). If one process fails, all of them raise an error.
+2. Every process writes its files there (write.py). If one process fails, all of them raise an error (`run_on_all`).
 3. `publish`: the main process adds manifest.json, syncs, and renames the folder. The checkpoint exists only after this step.
 4. Then `rotate` removes earlier checkpoints or, after a return to an earlier step, `supersede` sets them aside.
 
@@ -21,17 +21,13 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from pydantic import BaseModel, ConfigDict, Field
 
-from boost.errors import BoostError, StorageError
-from boost.parallel.mesh import Mesh
 from boost.paths import read_text
 from boost.train.rundir import replace_json
 
@@ -106,69 +102,6 @@ def remove(path: Path) -> str | None:
     # Python 3.12 replaces `onerror` with `onexc`.
     shutil.rmtree(path, onerror=record)
     return problems[0] if problems else None
-
-
-# Agreement among all processes.
-
-
-class ProcessFailure(Exception):
-    """An action failed on at least one process. Raised on all processes."""
-
-
-def run_on_all(
-    mesh: Mesh,
-    action: Callable[[], Any],
-    failure: type[Exception] = ProcessFailure,
-    group: dist.ProcessGroup | None = None,
-) -> list[Any]:
-    """Runs `action` on every process and returns all results by rank. If it fails on any process, raises `failure` on all of them.
-
-    An unexpected error (a bug) is re-raised unchanged on its own process, and as `failure` on the others. `group`: process group
-    for the exchange, by default the run's (`Mesh.together`); a background thread needs its own.
-    """
-
-    def run_and_exchange(group: dist.ProcessGroup | None) -> list[Any]:
-        outcome: tuple[str, Any] = ("", None)
-        bug: BaseException | None = None
-        try:
-            outcome = ("", action())
-        except (Exception, dcp.api.CheckpointException) as error:  # CheckpointException does not derive from Exception
-            outcome = (root_cause(error), None)
-            if not isinstance(error, OSError | BoostError | MemoryError | dcp.api.CheckpointException):
-                bug = error
-        outcomes = [outcome]
-        if mesh.size > 1:
-            outcomes = [outcome] * mesh.size
-            dist.all_gather_object(outcomes, outcome, group=group)
-        if bug:
-            raise bug
-        if message := next((message for message, _ in outcomes if message), None):
-            raise failure(message)
-        return [result for _, result in outcomes]
-
-    if group is not None:
-        return run_and_exchange(group)
-    return mesh.together(lambda: run_and_exchange(mesh.everyone.group))
-
-
-def run_on_main(
-    mesh: Mesh,
-    action: Callable[[], Any],
-    failure: type[Exception] = ProcessFailure,
-    group: dist.ProcessGroup | None = None,
-) -> Any:
-    """Runs `action` on the main process while the others wait. Returns its result, or raises `failure`, on all processes."""
-    return run_on_all(mesh, action if mesh.is_main else lambda: None, failure, group)[0]
-
-
-def root_cause(error: BaseException) -> str:
-    """The error as one line, unwrapped from torch.distributed.checkpoint's exception."""
-    if isinstance(error, dcp.api.CheckpointException):
-        rank, (cause, _) = next(iter(error.failures.items()))
-        return f"process {rank}: {root_cause(cause)}"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 # The manifest, and the rename that makes the checkpoint complete.
@@ -258,9 +191,9 @@ class BestCheckpoint:
     """Nats per token."""
 
 
-def write_best(folder: Path, best: BestCheckpoint, mesh: Mesh) -> None:
-    """Records the best checkpoint, atomically. Raises StorageError on every process."""
-    run_on_main(mesh, lambda: replace_json(folder / BEST_FILE, asdict(best)), StorageError)
+def write_best(folder: Path, best: BestCheckpoint) -> None:
+    """Records the best checkpoint, atomically."""
+    replace_json(folder / BEST_FILE, asdict(best))
 
 
 def read_best(folder: Path) -> BestCheckpoint | None:
@@ -273,17 +206,13 @@ def read_best(folder: Path) -> BestCheckpoint | None:
         return None
 
 
-def rotate(folder: Path, keep: int, keep_every: int, protected: Collection[int], mesh: Mesh) -> None:
-    """Removes the complete checkpoints that `rotated` returns. Raises StorageError on every process."""
-
-    def remove_oldest() -> None:
-        for path in rotated(complete_checkpoints(folder), keep, keep_every, protected):
-            # Rename it first, so that a folder with a checkpoint's name is always complete.
-            removed = path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old"))
-            if problem := remove(removed):
-                log.warning("'%s' cannot be removed entirely: %s", removed, problem)
-
-    run_on_main(mesh, remove_oldest, StorageError)
+def rotate(folder: Path, keep: int, keep_every: int, protected: Collection[int]) -> None:
+    """Removes the complete checkpoints that `rotated` returns."""
+    for path in rotated(complete_checkpoints(folder), keep, keep_every, protected):
+        # Rename it first, so that a folder with a checkpoint's name is always complete.
+        removed = path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old"))
+        if problem := remove(removed):
+            log.warning("'%s' cannot be removed entirely: %s", removed, problem)
 
 
 def rotated(complete: Sequence[Path], keep: int, keep_every: int, protected: Collection[int]) -> list[Path]:
@@ -317,13 +246,9 @@ def marks_of(path: Path) -> tuple[str, str]:
         return "", ""
 
 
-def supersede(folder: Path, step: int, mesh: Mesh) -> None:
+def supersede(folder: Path, step: int) -> None:
     """Renames checkpoints after `step` to `superseded-step-...`, because training branches off at `step`, and the
-    newest checkpoint must belong to the new branch. Raises StorageError on every process."""
-
-    def set_aside() -> None:
-        for path in complete_checkpoints(folder):
-            if (step_of(path) or 0) > step:
-                path.rename(_unused(path.with_name(f"superseded-{path.name}")))
-
-    run_on_main(mesh, set_aside, StorageError)
+    newest checkpoint must belong to the new branch."""
+    for path in complete_checkpoints(folder):
+        if (step_of(path) or 0) > step:
+            path.rename(_unused(path.with_name(f"superseded-{path.name}")))

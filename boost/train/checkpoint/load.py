@@ -10,15 +10,17 @@
 
 import contextlib
 import functools
+import time
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from pydantic import ValidationError
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -31,6 +33,7 @@ from boost.config.schema import ModelConfig
 from boost.errors import BoostError, CheckpointError, DamagedCheckpointError
 from boost.optim.adamw import Optimizer
 from boost.parallel.mesh import Mesh
+from boost.train.agreement import root_cause, run_on_all
 from boost.train.checkpoint.commit import (
     MANIFEST_FILE,
     STATE_FILE,
@@ -38,8 +41,8 @@ from boost.train.checkpoint.commit import (
     TOKENIZER_FILE,
     checkpoint_path,
     complete_checkpoints,
+    new_digest,
     read_best,
-    run_on_all,
     step_folders,
     step_of,
 )
@@ -92,15 +95,16 @@ def find_checkpoint(path: Path) -> Path:
     raise CheckpointError(f"no complete checkpoint in '{path}'; pass a run directory or a step-... folder")
 
 
-def incomplete_warnings(folder: Path) -> list[str]:
+def incomplete_warnings(folder: Path, candidates: Collection[Path]) -> list[str]:
     """Warnings about step folders without a manifest that are newer than every complete checkpoint. Saves never leave such folders;
-    the manifest was removed later."""
+    the manifest was removed later. Opening `candidates` reports it."""
     warnings: list[str] = []
     with contextlib.suppress(OSError):
         for path in reversed(step_folders(folder)):
             if (path / MANIFEST_FILE).is_file():
                 break
-            warnings.insert(0, f"'{path}' has no {MANIFEST_FILE}, so it is incomplete and was skipped")
+            if path not in candidates:
+                warnings.insert(0, f"'{path}' has no {MANIFEST_FILE}, so it is incomplete and was skipped")
     return warnings
 
 
@@ -109,6 +113,7 @@ class Checkpoint:
     """A complete checkpoint on disk, with its state read and checked."""
 
     path: Path
+    manifest: Manifest = field(compare=False, repr=False)
     position: Position
     config: Config
     updates: int
@@ -137,9 +142,13 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Reads and checks everything except the tensors. Raises CheckpointError."""
-    path = find_checkpoint(path)
-    verify_file(path, STATE_FILE, read_manifest(path))
+    """Finds a checkpoint (`find_checkpoint`), and reads and checks everything except its tensors. Raises CheckpointError."""
+    return _open_folder(find_checkpoint(path))
+
+
+def _open_folder(path: Path) -> Checkpoint:
+    manifest = read_manifest(path)
+    verify_file(path, STATE_FILE, manifest)
     raw = read_json(path / STATE_FILE)
     if raw.get("format") != FORMAT:
         raise CheckpointError(f"'{path}' has checkpoint format {raw.get('format')!r:.40}; this version reads {FORMAT}")
@@ -162,17 +171,55 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     marks = state.trouble, state.doubt, state.recent
     position = Position(state.step, state.tokens, state.skipped_steps, *marks)
-    return Checkpoint(path, position, config, state.updates, dict(state.data))
+    return Checkpoint(path, manifest, position, config, state.updates, dict(state.data))
+
+
+SETTLE_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Pauses between attempts to open a checkpoint that only some processes can read. NFS clients cache what a folder contains for up
+to 60 s."""
+
+
+def open_on_all(path: Path, mesh: Mesh, check: Callable[[Checkpoint], object] = lambda _: None) -> Checkpoint:
+    """Opens the checkpoint in a folder on all processes and checks that all of them read the same one. `check` raises an error if
+    it does not fit this run. Collective.
+
+    If only some processes can read it, tries again for a minute. Raises DamagedCheckpointError on every process, naming the
+    process and the file, or the error of `open_checkpoint` or `check` if it does not depend on what a process can read.
+    """
+    for pause in (*SETTLE_PAUSES_S, None):
+        found: list[Checkpoint] = []
+
+        def look(found: list[Checkpoint] = found) -> tuple[str, str]:
+            try:
+                found.append(_open_folder(path))
+            except (DamagedCheckpointError, OSError) as error:
+                return "", str(error)
+            check(found[0])
+            return new_digest(found[0].manifest.model_dump_json().encode()).hexdigest(), ""
+
+        seen = run_on_all(mesh, look, BoostError)
+        digests = {digest for digest, _ in seen}
+        if len(digests) == 1:
+            if found:
+                return found[0]
+            raise DamagedCheckpointError(seen[0][1])
+        if pause is not None:
+            time.sleep(pause)
+    for rank, (digest, problem) in enumerate(seen):
+        if not digest:
+            raise DamagedCheckpointError(f"process {rank} cannot read what other processes can: {problem}")
+    other = next(rank for rank, (digest, _) in enumerate(seen) if digest != seen[0][0])
+    raise DamagedCheckpointError(f"processes 0 and {other} read different versions of '{path}/{MANIFEST_FILE}'")
 
 
 def require_fits(checkpoint: Checkpoint, wanted: ModelConfig) -> None:
     """Raises CheckpointError if the saved model's function or shapes differ from those of `wanted`."""
     saved = checkpoint.config.model
-    for field in type(wanted).model_fields:
-        if field not in INIT_ONLY_FIELDS and getattr(saved, field) != getattr(wanted, field):
+    for name in type(wanted).model_fields:
+        if name not in INIT_ONLY_FIELDS and getattr(saved, name) != getattr(wanted, name):
             raise CheckpointError(
-                f"'{checkpoint.path}' has a different model: model.{field} is {getattr(saved, field)!r} instead of "
-                f"{getattr(wanted, field)!r}; set model.{field} = {getattr(saved, field)!r}, or use another checkpoint"
+                f"'{checkpoint.path}' has a different model: model.{name} is {getattr(saved, name)!r} instead of "
+                f"{getattr(wanted, name)!r}; set model.{name} = {getattr(saved, name)!r}, or use another checkpoint"
             )
     assert {p.name for p in parameters(saved)} == {p.name for p in parameters(wanted)}
 
@@ -181,7 +228,7 @@ def load_weights(checkpoint: Checkpoint, model: Model, mesh: Mesh) -> None:
     """Loads weights into a model on any mesh, with any layout and dtype. Raises CheckpointError."""
     run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
     shards = verify_checkpoint(checkpoint.path, checkpoint.config.model, mesh)
-    _read_into(named_slices(model, mesh), checkpoint.path, shards, mesh)
+    _read_into(named_slices(model, mesh), checkpoint, shards, mesh)
 
 
 def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimizer, mesh: Mesh) -> Position:
@@ -197,17 +244,29 @@ def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimiz
     # A process that did not exist in the saved mesh keeps the RNG state that follows from its own seed.
     states = {key: value for key, value in random_states(mesh).items() if key in shards}
     for part in optimizer.parts():
-        _read_into(named_slices(model, mesh, [part]) | states, checkpoint.path, shards, mesh)
+        _read_into(named_slices(model, mesh, [part]) | states, checkpoint, shards, mesh)
     restore_random_states(states)
     optimizer.updates = checkpoint.updates
     return checkpoint.position
 
 
-def _read_into(wanted: dict[str, Tensor], path: Path, shards: Shards, mesh: Mesh) -> None:
-    if missing := wanted.keys() - shards.keys():
-        raise CheckpointError(f"'{path}' has no tensor '{min(missing)}' ({len(missing)} missing in total)")
-    with quiet():
-        dcp.load(wanted, storage_reader=ShardReader(path, read_manifest(path)), no_dist=mesh.size == 1)
+def _read_into(wanted: dict[str, Tensor], checkpoint: Checkpoint, shards: Shards, mesh: Mesh) -> None:
+    path, reader = checkpoint.path, ShardReader(checkpoint.path, checkpoint.manifest)
+
+    def read_headers() -> None:
+        if missing := wanted.keys() - shards.keys():
+            raise CheckpointError(f"'{path}' has no tensor '{min(missing)}' ({len(missing)} missing in total)")
+        try:
+            reader.read_metadata()
+        except (OSError, SafetensorError) as error:
+            raise DamagedCheckpointError(f"'{path}' cannot be read by process {mesh.rank}: {error}") from None
+
+    run_on_all(mesh, read_headers, CheckpointError)
+    try:
+        with quiet():
+            dcp.load(wanted, storage_reader=reader, no_dist=mesh.size == 1)
+    except dcp.api.CheckpointException as error:  # on every process; not an Exception
+        raise DamagedCheckpointError(f"'{path}' cannot be read: {root_cause(error)}") from None
 
 
 class WeightReader:

@@ -13,7 +13,7 @@ paths, and nothing is unpickled.
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -33,10 +33,12 @@ from pydantic import (
 
 from boost.config.architecture import parameters
 from boost.config.schema import ModelConfig
+from boost.config.text import brief_text
 from boost.errors import DamagedCheckpointError
 from boost.parallel.mesh import Mesh
 from boost.paths import file_name, read_text
-from boost.train.checkpoint.commit import MANIFEST_FILE, STATE_FILE, TENSORS, FileEntry, entry_of, run_on_all
+from boost.train.agreement import run_on_all
+from boost.train.checkpoint.commit import MANIFEST_FILE, STATE_FILE, TENSORS, FileEntry, entry_of
 from boost.version import __version__
 
 FORMAT: Literal[1] = 1
@@ -47,6 +49,8 @@ MAX_HEADER_BYTES = 100_000_000
 SHARDING = "DCP_SHARDING_INFO"
 """Metadata key under which torch.distributed.checkpoint stores the offsets of shards, as a JSON string."""
 OFFSETS = "saved_offsets"
+STEP, NEXT_SAMPLE = "step", "next_sample"
+"""Metadata keys for the position of the process that wrote a tensor file, as in state.json. Files of imported weights have none."""
 
 Counted = Annotated[int, Field(ge=0, lt=2**63)]
 Index = Annotated[int, Field(ge=0, lt=2**62)]
@@ -60,10 +64,17 @@ def verify_checkpoint(path: Path, model: ModelConfig, mesh: Mesh) -> "Shards":
     """
 
     def verify_files() -> Shards:
-        manifest = read_manifest(path)
-        for name in sorted(manifest.root)[mesh.rank :: mesh.size]:
-            verify_file(path, name, manifest)
-        return read_structure(path, manifest, model)
+        try:
+            manifest = read_manifest(path)
+            for name in sorted(manifest.root)[mesh.rank :: mesh.size]:
+                verify_file(path, name, manifest)
+            return read_structure(path, manifest, model)
+        except (DamagedCheckpointError, OSError) as error:
+            problem = (
+                f"'{error.filename}' cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+            )
+            where = f" (found by process {mesh.rank})" if mesh.size > 1 else ""
+            raise DamagedCheckpointError(f"{problem}{where}") from None
 
     return run_on_all(mesh, verify_files, DamagedCheckpointError)[mesh.rank]
 
@@ -206,6 +217,7 @@ class _Entry(BaseModel):
 
 
 _ENTRIES = TypeAdapter(dict[str, _Entry])
+_WRITTEN = TypeAdapter(dict[str, str])
 _SHARDING = TypeAdapter(dict[str, dict[str, list[Annotated[Index, Field(strict=True)]]]])
 
 
@@ -226,14 +238,26 @@ Shards = Mapping[str, list[StoredShard]]
 def read_structure(path: Path, manifest: Manifest, model: ModelConfig) -> Shards:
     """Reads and validates the headers of all tensor files. Raises DamagedCheckpointError."""
     shards: dict[str, list[StoredShard]] = defaultdict(list)
+    state = read_json(path / STATE_FILE)
+    expected = {key: str(state.get(key)) for key in (STEP, NEXT_SAMPLE)}
     for name in manifest.tensor_files:
-        for tensor, shard in _read_header(path, name):
+        written, entries = _read_header(path, name)
+        if any(written.get(key, "0") != value for key, value in expected.items()):
+            raise DamagedCheckpointError(
+                f"'{path}' is damaged: {name} was written at {_place(written)}, but {STATE_FILE} at {_place(expected)}"
+            )
+        for tensor, shard in entries:
             shards[tensor].append(shard)
     _check_coverage(path, shards, {parameter.name: parameter.shape for parameter in parameters(model)})
     return shards
 
 
-def _read_header(path: Path, name: str) -> Iterator[tuple[str, StoredShard]]:
+def _place(position: Mapping[str, str]) -> str:
+    return f"step {brief_text(position.get(STEP, '0'))}, sample {brief_text(position.get(NEXT_SAMPLE, '0'))}"
+
+
+def _read_header(path: Path, name: str) -> tuple[dict[str, str], list[tuple[str, StoredShard]]]:
+    """The metadata of a tensor file, and its tensors."""
     file = path / name
 
     def damaged(what: str) -> DamagedCheckpointError:
@@ -257,9 +281,10 @@ def _read_header(path: Path, name: str) -> Iterator[tuple[str, StoredShard]]:
         entries = _ENTRIES.validate_python(header)
         text = metadata.get(SHARDING) if isinstance(metadata, dict) else None
         sharding = _SHARDING.validate_json(text) if text else None
+        written = _WRITTEN.validate_python(metadata)
     except ValidationError as error:
         raise damaged(f"its header is invalid: {first_problem(error)}") from None
-    end = 0
+    end, tensors = 0, []
     for tensor, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         begin, stop = entry.data_offsets
         expected = math.prod(entry.shape) * DTYPE_BYTES.get(entry.dtype, 0)
@@ -273,9 +298,10 @@ def _read_header(path: Path, name: str) -> Iterator[tuple[str, StoredShard]]:
         offsets = [0] * len(entry.shape) if sharding is None else sharding.get(tensor, {}).get(OFFSETS)
         if offsets is None or len(offsets) != len(entry.shape):
             raise damaged(f"{tensor} has no valid {OFFSETS} in its sharding metadata")
-        yield tensor, StoredShard(name, entry.dtype, tuple(entry.shape), tuple(offsets))
+        tensors.append((tensor, StoredShard(name, entry.dtype, tuple(entry.shape), tuple(offsets))))
     if end != size - 8 - length:
         raise damaged(f"its header describes {end} bytes of tensors, but the file holds {size - 8 - length}")
+    return written, tensors
 
 
 def _check_coverage(path: Path, shards: Shards, shapes: Mapping[str, tuple[int, ...]]) -> None:

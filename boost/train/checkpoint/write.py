@@ -23,7 +23,7 @@ import shutil
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,29 +34,26 @@ import torch
 import torch.distributed as dist
 
 from boost.config import Config
-from boost.errors import BoostError, NonFiniteError, StorageError
+from boost.errors import BoostError, NonFiniteError, StorageError, TrainingError
 from boost.optim.adamw import Optimizer
 from boost.parallel.mesh import Mesh
+from boost.train.agreement import ProcessFailure, root_cause, run_on_all, run_on_main
 from boost.train.checkpoint.commit import (
     STATE_FILE,
     TENSORS,
     TOKENIZER_FILE,
     FileEntry,
-    ProcessFailure,
     checkpoint_path,
     entry_of,
     make_temporary,
     new_digest,
     publish,
     remove,
-    root_cause,
-    run_on_all,
-    run_on_main,
     sync,
     write_synced,
 )
 from boost.train.checkpoint.reshard import LocalSlice, SaveShare
-from boost.train.checkpoint.verify import OFFSETS, SHARDING, CheckpointState, Position
+from boost.train.checkpoint.verify import NEXT_SAMPLE, OFFSETS, SHARDING, STEP, CheckpointState, Position
 from boost.train.heartbeat import background_save
 from boost.train.model import Model
 
@@ -142,10 +139,18 @@ class CheckpointSaver:
     """Errors of a background save that are not bugs, so their tracebacks are not logged."""
 
     def __init__(
-        self, model: Model, optimizer: Optimizer, config: Config, tokenizer: bytes, data: dict[str, Any], mesh: Mesh
+        self,
+        model: Model,
+        optimizer: Optimizer,
+        config: Config,
+        tokenizer: bytes,
+        data: dict[str, Any],
+        mesh: Mesh,
+        guard: Callable[[Path], None] = lambda _: None,
     ) -> None:
-        """`tokenizer`: contents of tokenizer.json for every checkpoint, independent of later changes to the token store."""
-        self._model, self._optimizer, self._mesh = model, optimizer, mesh
+        """`tokenizer`: contents of tokenizer.json for every checkpoint, independent of later changes to the token store. `guard`:
+        called on the main process before it creates or publishes a folder in the given one; raises LostRunError if it must not."""
+        self._model, self._optimizer, self._mesh, self._guard = model, optimizer, mesh, guard
         self._config, self._tokenizer, self._data = config, tokenizer, data
         self._share: SaveShare | None = None
         self._buffer = HostBuffer()
@@ -161,7 +166,7 @@ class CheckpointSaver:
     def save(self, folder: Path, position: Position) -> SavedCheckpoint:
         """Saves in the foreground. Needs no buffer. Raises the same errors as `write_snapshot`."""
         assert self._thread is None, "at most one save may be in flight"
-        return write_snapshot(folder, self._snapshot(position, None), self._mesh)
+        return write_snapshot(folder, self._snapshot(position, None), self._mesh, self._guard)
 
     def _snapshot(self, position: Position, buffer: HostBuffer | None) -> Snapshot:
         """This process's part of a checkpoint at the current step. Without a `buffer`, the snapshot refers to the
@@ -203,7 +208,7 @@ class CheckpointSaver:
         outcome: SavedCheckpoint | Exception
         with background_save():
             try:
-                outcome = write_snapshot(folder, snapshot, mesh, group)
+                outcome = write_snapshot(folder, snapshot, mesh, self._guard, group)
             except Exception as error:
                 outcome = error
                 abandoned = self._thread is not threading.current_thread()
@@ -227,7 +232,7 @@ class CheckpointSaver:
         return bool(all_done)
 
     def finish(self) -> SavedCheckpoint:
-        """Waits for the save in flight. Raises StorageError or NonFiniteError on all processes if it failed on any."""
+        """Waits for the save in flight. If it failed, raises the errors of `write_snapshot` on all processes."""
         assert self._thread is not None, "no save is in flight"
         self._thread.join()
         outcome, self._thread = self._outcome, None
@@ -272,25 +277,43 @@ class CheckpointSaver:
 
 
 def write_snapshot(
-    folder: Path, snapshot: Snapshot, mesh: Mesh, group: dist.ProcessGroup | None = None
+    folder: Path,
+    snapshot: Snapshot,
+    mesh: Mesh,
+    guard: Callable[[Path], None] = lambda _: None,
+    group: dist.ProcessGroup | None = None,
 ) -> SavedCheckpoint:
     """Writes the snapshots of all processes as one complete checkpoint in `folder`. `group`: process group for their communication.
+    `guard`: as in `CheckpointSaver`.
 
-    Raises StorageError on every process if any of them could not write, and NonFiniteError if any of them holds a value
-    that is not finite. In both cases, removes the partial checkpoint and leaves earlier checkpoints untouched.
+    Raises StorageError on every process if any of them could not write, NonFiniteError if any of them holds a value that is not
+    finite, TrainingError if the processes are not at the same step of the same data, and LostRunError if the guard does. In all
+    cases, removes the partial checkpoint and leaves earlier checkpoints untouched.
     """
     step = snapshot.state.step
     final = checkpoint_path(folder, step)
     temporary: Path | None = None
     try:
-        temporary, warnings = run_on_main(mesh, lambda: make_temporary(folder, step), group=group)
+
+        def begin() -> tuple[Path, list[str]]:
+            guard(folder)
+            return make_temporary(folder, step)
+
+        temporary, warnings = run_on_main(mesh, begin, group=group)
         path = temporary
         shards = run_on_all(mesh, lambda: _write_shard(path, snapshot, mesh), group=group)
-        if problem := next((problem for _, problem in shards if problem), None):
+        if problem := next((problem for _, problem, _ in shards if problem), None):
             raise NonFiniteError(f"the checkpoint for step {step} was not saved: {problem}")
-        entries = {name: entry for files, _ in shards for name, entry in files.items()}
+        places = [place for *_, place in shards]
+        if other := next((rank for rank, place in enumerate(places) if place != places[0]), None):
+            raise TrainingError(
+                f"process {other} is at {_said(places[other])}, but process 0 is at {_said(places[0])}: they no longer train one "
+                f"model, so nothing was saved; resume with --resume auto"
+            )
+        entries = {name: entry for files, *_ in shards for name, entry in files.items()}
 
         def complete() -> list[str]:
+            guard(folder)
             entries[STATE_FILE] = write_synced(path / STATE_FILE, snapshot.state.model_dump_json(indent=2).encode())
             entries[TOKENIZER_FILE] = write_synced(path / TOKENIZER_FILE, snapshot.tokenizer)
             return publish(path, final, entries)
@@ -304,9 +327,17 @@ def write_snapshot(
     return SavedCheckpoint(step, final, (*warnings, *more))
 
 
-def _write_shard(temporary: Path, snapshot: Snapshot, mesh: Mesh) -> tuple[dict[str, FileEntry], str | None]:
-    """Writes this process's tensors. Returns the manifest entries of its files, or the reason why a tensor cannot be saved."""
+def _said(place: Mapping[str, str]) -> str:
+    return f"step {place[STEP]}, sample {place[NEXT_SAMPLE]}"
+
+
+def _write_shard(
+    temporary: Path, snapshot: Snapshot, mesh: Mesh
+) -> tuple[dict[str, FileEntry], str | None, dict[str, str]]:
+    """Writes this process's tensors. Returns the manifest entries of its files, or the reason why a tensor cannot be saved, and
+    this process's position, which its files record."""
     where, entries = f" on process {mesh.rank}" if mesh.size > 1 else "", {}
+    place = {STEP: str(snapshot.state.step), NEXT_SAMPLE: str(snapshot.state.next_sample)}
     # One file is enough unless a tensor has several slices, because names must be unique within a file.
     files: list[list[LocalSlice]] = [[]]
     seen: Counter[str] = Counter()
@@ -319,20 +350,20 @@ def _write_shard(temporary: Path, snapshot: Snapshot, mesh: Mesh) -> tuple[dict[
         for number, slices in enumerate(files):
             name = f"{TENSORS}/shard-{mesh.rank + 1 + number * mesh.size:05d}-model-00001-of-00001.safetensors"
             with (temporary / name).open("xb") as stream:
-                entries[name] = _write_tensors(stream, slices)
+                entries[name] = _write_tensors(stream, slices, place)
     except NonFiniteError as error:
-        return {}, f"{error}{where}"
+        return {}, f"{error}{where}", place
     except OSError as error:
         raise OSError(error.errno, f"{f'process {mesh.rank}: ' if where else ''}{root_cause(error)}") from None
-    return entries, None
+    return entries, None, place
 
 
-def _write_tensors(stream: BinaryIO, slices: list[LocalSlice]) -> FileEntry:
+def _write_tensors(stream: BinaryIO, slices: list[LocalSlice], place: Mapping[str, str]) -> FileEntry:
     """Writes and syncs a safetensors file, with the offsets of shards in the metadata that torch.distributed.checkpoint expects."""
     digest, written = new_digest(), 0
     for tensor in (None, *slices):
         if tensor is None:
-            data = np.frombuffer(_header(slices), dtype=np.uint8)
+            data = np.frombuffer(_header(slices, place), dtype=np.uint8)
         else:  # no copy if it is contiguous and in host memory
             data = tensor.local.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         for begin in range(0, data.size, CHUNK_BYTES):
@@ -347,9 +378,10 @@ def _write_tensors(stream: BinaryIO, slices: list[LocalSlice]) -> FileEntry:
     return FileEntry(bytes=written, blake2b=digest.hexdigest())
 
 
-def _header(slices: list[LocalSlice]) -> bytes:
+def _header(slices: list[LocalSlice], place: Mapping[str, str]) -> bytes:
     sharding = {tensor.name: {OFFSETS: list(tensor.offsets)} for tensor in slices}
-    header: dict[str, Any] = {"__metadata__": {"DCP_VERSION": "1.0", SHARDING: json.dumps(sharding), "format": "pt"}}
+    metadata = {"DCP_VERSION": "1.0", SHARDING: json.dumps(sharding), "format": "pt", **place}
+    header: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
     for tensor in slices:
         end = begin + tensor.local.nbytes
@@ -410,11 +442,11 @@ def retry_waits(minutes: float) -> Iterator[float]:
 
 
 def fallback_folder(config: Config) -> Path | None:
-    """Folder for a run's last checkpoint if run.dir is not writable: `run.fallback_dir` followed by the absolute path of
-    run.dir, so that several runs can share it. None if run.fallback_dir is not set."""
+    """Folder for a run's last checkpoint if run.dir is not writable: `run.fallback_dir` followed by the real path of run.dir
+    (without links), so that several runs can share it. None if run.fallback_dir is not set."""
     if not config.run.fallback_dir:
         return None
-    run = Path(config.run.dir).absolute()
+    run = Path(config.run.dir).resolve()
     return Path(config.run.fallback_dir, *run.parts[1:], "checkpoints")
 
 

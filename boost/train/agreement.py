@@ -1,0 +1,100 @@
+"""What all processes of a run decide together. A process that acted on a file or a clock that only it has read could continue from
+another step than the others, or enter a collective that they do not enter.
+
+`run_on_main`: one process looks, and all of them use its answer. `run_on_all`: every process looks, and all of them get every
+answer. If one process fails, all of them raise the same error.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from boost import errors
+from boost.config.text import brief
+from boost.errors import BoostError, ConfigError, LostRunError
+from boost.parallel.mesh import Mesh
+
+
+class ProcessFailure(Exception):
+    """An action failed on at least one process. Raised on all processes."""
+
+
+def run_on_all(
+    mesh: Mesh,
+    action: Callable[[], Any],
+    failure: type[Exception] = ProcessFailure,
+    group: dist.ProcessGroup | None = None,
+) -> list[Any]:
+    """Runs `action` on every process and returns all results by rank. If it fails on any process, raises `failure` on all of them.
+
+    Subclasses of `failure` keep their type (so BoostError keeps that of every error for users), and so does LostRunError, after
+    which nothing may continue. An unexpected error (a bug) is re-raised unchanged on its own process, and as `failure` on the
+    others. `group`: process group for the exchange, by default the run's (`Mesh.together`); a background thread needs its own.
+    """
+
+    def run_and_exchange(group: dist.ProcessGroup | None) -> list[Any]:
+        outcome: tuple[str, str, Any] = ("", "", None)
+        bug: BaseException | None = None
+        try:
+            outcome = ("", "", action())
+        except (Exception, dcp.api.CheckpointException) as error:  # CheckpointException does not derive from Exception
+            outcome = (root_cause(error), type(error).__name__ if isinstance(error, BoostError) else "", None)
+            if not isinstance(error, OSError | BoostError | MemoryError | dcp.api.CheckpointException):
+                bug = error
+        outcomes = [outcome]
+        if mesh.size > 1:
+            outcomes = [outcome] * mesh.size
+            dist.all_gather_object(outcomes, outcome, group=group)
+        if bug:
+            raise bug
+        for message, kind, _ in outcomes:
+            if message:
+                known = getattr(errors, kind, failure)
+                raise (known if issubclass(known, (failure, LostRunError)) else failure)(message)
+        return [result for *_, result in outcomes]
+
+    if group is not None:
+        return run_and_exchange(group)
+    return mesh.together(lambda: run_and_exchange(mesh.everyone.group))
+
+
+def run_on_main(
+    mesh: Mesh,
+    action: Callable[[], Any],
+    failure: type[Exception] = ProcessFailure,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Runs `action` on the main process while the others wait. Returns its result, or raises `failure`, on all processes."""
+    return run_on_all(mesh, action if mesh.is_main else lambda: None, failure, group)[0]
+
+
+def root_cause(error: BaseException) -> str:
+    """The error as one line, unwrapped from torch.distributed.checkpoint's exception."""
+    if isinstance(error, dcp.api.CheckpointException):
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"process {rank}: {root_cause(cause)}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: '{error.filename}'" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def require_same(mesh: Mesh, facts: Mapping[str, Any]) -> None:
+    """Raises ConfigError on every process if one of these facts, by name, differs between processes. Collective."""
+    expected = run_on_main(mesh, lambda: facts, ConfigError)
+    problem = difference(facts, expected, f"process {mesh.rank}", "process 0")
+    if found := next((text for text in run_on_all(mesh, lambda: problem) if text), None):
+        raise ConfigError(found)
+
+
+def difference(facts: Mapping[str, Any], expected: Mapping[str, Any], here: str, there: str) -> str | None:
+    """The first fact that differs, as an error message; None if all are equal. `here` and `there` name the processes."""
+    for name in dict.fromkeys((*facts, *expected)):
+        own, other = (values.get(name, "missing") for values in (facts, expected))
+        if own != other:
+            return (
+                f"{name} is {brief(own)} on {here} and {brief(other)} on {there}; start all processes with the same configuration, "
+                "software and data"
+            )
+    return None

@@ -1,0 +1,155 @@
+"""A run whose directory is deleted, renamed or replaced ends before it writes to what is there now."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from boost.errors import CheckpointError, LostRunError, StorageError
+from boost.train import checkpoint as ckpt
+from boost.train.checkpoint import SavedCheckpoint, complete_checkpoints, find_checkpoint, open_checkpoint
+from boost.train.checkpoint.write import write_snapshot
+from boost.train.loop import Trainer
+from boost.train.metrics import MetricsHook, read_metrics
+from boost.train.resume import require_nothing_lost, resume_candidates
+from boost.train.run_lock import RunLock
+from tests.distributed import run_distributed
+from tests.train.commands import Command, saved_steps
+from tests.train.runs import Do, fitted, losses, make_config, make_trainer
+
+FAST = ("--train.save_every", "5", "--train.keep", "2", "--train.eval_every", "0")
+
+
+@pytest.mark.slow
+def test_a_run_whose_directory_was_replaced_ends_and_leaves_the_other_run_alone(store: Path, tmp_path: Path) -> None:
+    with Command(tmp_path, store, *FAST) as first:
+        first.wait_for(lambda: saved_steps(first.run))
+        first.run.rename(tmp_path / "deleted")
+        with Command(tmp_path, store, *FAST, "--train.steps", "60") as second:
+            code, _, err = second.finish()
+            assert code == 0, err
+        code, _, err = first.finish()
+    run = tmp_path / "run"
+    assert code == 2 and "Traceback" not in err, err
+    assert f"boost: error: run.dir = '{run}' " in err and ("now belongs to" in err or "has no run.lock" in err)
+    assert saved_steps(run) == [55, 60] and open_checkpoint(run).position.step == 60
+    assert len(losses(run)) == 60, "each step once"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_run_whose_directory_was_renamed_ends(store: Path, tmp_path: Path, background: str) -> None:
+    words = (*FAST, "--train.async_save", background, "--run.fallback_dir", str(tmp_path / "spare"))
+    with Command(tmp_path, store, *words) as command:
+        command.wait_for(lambda: saved_steps(command.run))
+        command.run.rename(tmp_path / "renamed")
+        code, out, err = command.finish()
+    assert code == 2 and "run.lock any more: it was deleted, renamed or replaced" in err and "Traceback" not in err, err
+    assert not (tmp_path / "run").exists()
+    newest = saved_steps(tmp_path / "renamed")[-1]
+    (spare,) = complete_checkpoints(ckpt.fallback_folder(make_config(store, tmp_path / "run", run=spare_of(tmp_path))))  # type: ignore[arg-type]
+    assert f"saved '{spare}', because the run directory is lost" in out + err
+    assert open_checkpoint(spare).position.step > newest, "nothing is lost"
+
+
+def spare_of(folder: Path) -> dict[str, str]:
+    return {"fallback_dir": str(folder / "spare")}
+
+
+def lose(folder: Path, store: Path, background: bool) -> tuple[str, int]:
+    """Trains with a lock that another run takes before the second save. Returns the error and the number of steps done."""
+    train = {"save_every": 2, "async_save": background, "keep": 9}
+    config = make_config(store, folder, tp=2, train=train)
+
+    def take(trainer: Trainer) -> None:
+        assert trainer.run.lock
+        trainer.run.lock.path.unlink()
+        RunLock(folder)._create()
+
+    trainer = make_trainer(config, MetricsHook(), Do("after_step", 3, take, rank=0))
+    if trainer.mesh.is_main:
+        folder.mkdir()
+        trainer.run.lock = RunLock(folder).__enter__()
+    trainer.start([])
+    with pytest.raises(LostRunError, match="now belongs to process"):
+        trainer.fit()
+    if trainer.run.lock:
+        trainer.run.lock.__exit__()
+    return "", trainer.position.step
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_all_processes_end_before_they_publish_remove_or_append(store: Path, tmp_path: Path, background: bool) -> None:
+    folder = tmp_path / "run"
+    steps = [step for _, step in run_distributed(2, lose, folder, store, background)]
+    assert steps[0] == steps[1] and steps[0] in (4, 5)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000002"]
+    assert [line["step"] for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "step"][:4] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert (folder / "last-saved.json").read_text() == '{"step": 2}\n'
+    assert (folder / "run.lock").exists(), "the other run's"
+
+
+def test_the_last_checkpoint_is_found_wherever_it_was_saved(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In run.fallback_dir, without that option, and under another name of the directory."""
+    link, real = tmp_path / "link", tmp_path / "real"
+    real.mkdir()
+    link.symlink_to(real)
+    options: dict[str, Any] = {"train": {"save_every": 2, "steps": 5}}
+    spare = {"save_retry_minutes": 0.0, "fallback_dir": str(tmp_path / "spare")}
+    config = make_config(store, link / "run", **options, run=spare)
+
+    def fill(trainer: Trainer) -> None:
+        def refuse(folder: Path, *rest: Any) -> SavedCheckpoint:
+            if folder == trainer.run.checkpoints:
+                raise StorageError("No space left on device")
+            return write_snapshot(folder, *rest)
+
+        monkeypatch.setattr("boost.train.checkpoint.write.write_snapshot", refuse)
+
+    fitted(config, Do("after_step", 4, fill))
+    under_real_name = make_config(store, real / "run", **options, run=spare)
+    folder = ckpt.fallback_folder(config)
+    assert folder and folder == ckpt.fallback_folder(under_real_name)
+    for later in (
+        under_real_name,
+        make_config(store, real / "run", **options),
+        make_config(store, link / "run", **options),
+    ):
+        trainer = make_trainer(later)
+        found = resume_candidates("auto", trainer.run, ckpt.fallback_folder(later))
+        assert found[0] == ckpt.checkpoint_path(folder, 5) and len(set(found)) == len(found) == 2
+        require_nothing_lost(trainer.run, found, restart=False)
+    trainer.start(found)
+    assert trainer.position.step == 5 and not trainer.warnings
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match=f"newest checkpoint in '{folder}/step-00000005', but it is not there"):
+        require_nothing_lost(trainer.run, resume_candidates("auto", trainer.run), restart=False)
+
+
+@pytest.mark.slow
+def test_a_newest_checkpoint_that_was_deleted_is_missed(store: Path, tmp_path: Path) -> None:
+    with Command(tmp_path, store, *FAST, "--train.steps", "20") as command:
+        assert command.finish()[0] == 0
+    run = tmp_path / "run"
+    metrics = (run / "metrics.jsonl").read_bytes()
+    newest = find_checkpoint(run)
+    shutil.rmtree(newest)
+    with Command(tmp_path, store, *FAST, "--train.steps", "20", "--resume", "auto") as command:
+        code, _, err = command.finish()
+    older = run / "checkpoints/step-00000015"
+    assert code == 2 and f"saved its newest checkpoint in '{newest}', but it is not there" in err, err
+    assert f"'--resume {older}' resumes from the newest one found" in err
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+    with Command(tmp_path, store, *FAST, "--train.steps", "20", "--resume", str(older)) as command:
+        assert command.finish()[0] == 0
+    assert saved_steps(run) == [15, 20]
+    with Command(tmp_path, store, *FAST, "--train.steps", "20", "--resume", "auto") as command:
+        assert command.finish()[0] == 0, "nothing is missing any more"
