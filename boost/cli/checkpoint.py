@@ -1,6 +1,7 @@
 """`boost checkpoint`: lists and verifies the checkpoints in a run."""
 
 import argparse
+import contextlib
 import datetime
 import json
 import sys
@@ -56,11 +57,11 @@ def _list(args: argparse.Namespace) -> int:
 
     checkpoints = [inspect(path) for path in checkpoint_folders(Path(args.path))]
     folder = checkpoints[0].path.parent
-    try:
-        lines = read_metrics(RunDirectory(folder.resolve().parent).metrics)
-    except (OSError, BoostError):  # a copied checkpoints folder has no metrics
-        lines = []
-    losses = {line["step"]: line["heldout_loss"] for line in lines if line.get("kind") == "eval"}
+    lines, damaged = [], list[int]()
+    metrics = RunDirectory(folder.resolve().parent).metrics
+    with contextlib.suppress(OSError):  # a copied checkpoints folder has no metrics
+        lines = read_metrics(metrics, damaged)
+    losses = {line["step"]: line["heldout_loss"] for line in lines if line["kind"] == "eval"}
     best = read_best(folder)
     best_path = checkpoint_path(folder, best.step) if best else None
     rows = [
@@ -91,6 +92,8 @@ def _list(args: argparse.Namespace) -> int:
     for info in checkpoints:
         if info.problem:
             print(printable(f"{info.path.name}: {info.problem}"))
+    if damaged:
+        print(printable(f"{metrics.name}: {len(damaged)} unreadable lines, the first is line {damaged[0]}"))
     return 0
 
 

@@ -207,8 +207,8 @@ def final_evaluation(config: Config) -> dict[str, Any] | None:
 
     metrics = RunDirectory(config.run.dir).metrics
     last = None
-    for line in read_metrics(metrics) if metrics.is_file() else ():
-        if line.get("kind") == "eval" and line.get("final") and line.get("step") == config.train.steps:
+    for line in read_metrics(metrics, damaged=[]) if metrics.is_file() else ():
+        if line["kind"] == "eval" and line.get("final") and line["step"] == config.train.steps:
             last = line
     return last
 

@@ -42,7 +42,7 @@ class RunRecord:
     tokens: int
     """Tokens trained on."""
     loss: float | None
-    """Mean train loss over the last RECENT steps, in nats per token."""
+    """Mean train cross-entropy over the last RECENT steps, in nats per token, also if the run distills."""
     heldout_loss: float | None
     """Held-out loss in the last evaluation, in nats per token."""
     best_heldout_loss: float | None
@@ -95,32 +95,31 @@ def read_run(path: Path) -> RunRecord:
     with contextlib.suppress(FileNotFoundError):
         lines = read_metrics(run.metrics, damaged)
         updated = datetime.datetime.fromtimestamp(run.metrics.stat().st_mtime, datetime.UTC)
-    lines = [line for line in lines if isinstance(line.get("step"), int)]
     last = lines[-1] if lines else {}
     state: State = "failed"
     reason = ""
     if is_held(run.path):
         state = "running"
     elif last.get("kind") == "end":
-        state, reason = ("stopped" if last.get("state") == "stopped" else "done"), str(last.get("reason", ""))
-    steps, evaluations = ([line for line in lines if line.get("kind") == kind] for kind in ("step", "eval"))
+        state, reason = ("stopped" if last["state"] == "stopped" else "done"), last["reason"]
+    for line in lines:
+        if line.get("cross_entropy") is not None:  # the loss of a distillation has other terms, too
+            line["loss"] = line["cross_entropy"]
+    steps, evaluations = ([line for line in lines if line["kind"] == kind] for kind in ("step", "eval"))
     names = ((re.fullmatch(r"config(?:\.(\d+))?\.toml", file.name), file) for file in path.glob("config*.toml"))
     _, file = max(
         (int(name[1] or 1), file) for name, file in names if name
     )  # the configuration of the last start, with every field resolved
     try:
-        train = tomllib.loads(file.read_text(encoding="utf-8", errors="replace")).get("train", {})
-    except tomllib.TOMLDecodeError:
+        train = tomllib.loads(file.read_text(encoding="utf-8", errors="replace")).get("train")
+        total = train.get("steps") if isinstance(train, dict) else None
+    except (tomllib.TOMLDecodeError, RecursionError):
         raise DataError(f"'{file}' is not a TOML file; restore it, or move this run elsewhere") from None
     losses, speeds, mfus, seconds = (
-        [line[name] for line in steps if math.isfinite(line.get(name, math.nan))]
+        [line[name] for line in steps if math.isfinite(line[name])]
         for name in ("loss", "tokens_per_second", "mfu", "seconds")
     )
-    heldout = [
-        (line["heldout_loss"], line["step"])
-        for line in evaluations
-        if math.isfinite(line.get("heldout_loss", math.nan))
-    ]
+    heldout = [(line["heldout_loss"], line["step"]) for line in evaluations if math.isfinite(line["heldout_loss"])]
     best = min(heldout, default=None)
     return RunRecord(
         path,
@@ -128,15 +127,15 @@ def read_run(path: Path) -> RunRecord:
         reason,
         updated,
         step=steps[-1]["step"] if steps else 0,
-        total_steps=int(train.get("steps", 0)),
-        tokens=steps[-1].get("tokens", 0) if steps else 0,
+        total_steps=total if isinstance(total, int) else 0,
+        tokens=steps[-1]["tokens"] if steps else 0,
         loss=statistics.fmean(losses[-RECENT:]) if losses else None,
         heldout_loss=heldout[-1][0] if heldout else None,
         best_heldout_loss=best[0] if best else None,
         best_step=best[1] if best else None,
         tokens_per_second=statistics.median(speeds) if speeds else None,
         mfu=statistics.median(mfus) if mfus else None,
-        memory_bytes=max((line.get("memory_bytes", 0) for line in steps), default=None),
+        memory_bytes=max((line["memory_bytes"] for line in steps), default=None),
         seconds=sum(seconds),
         damaged_lines=len(damaged),
     )

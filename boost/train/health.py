@@ -58,14 +58,13 @@ class SpikeDetector:
             values.clear()
             values.extend(state.get(name, ()))
 
-    def judge(
-        self, metrics: StepMetrics, skipped: bool, cross_entropy: float | None = None
-    ) -> tuple[Trouble, str] | None:
-        """Returns (kind, one-line description) for a step in trouble. Adds a healthy step to the window and returns None.
-        `cross_entropy`: as in `StepEnd`."""
+    def judge(self, metrics: StepMetrics, skipped: bool) -> tuple[Trouble, str] | None:
+        """Returns (kind, one-line description) for a step in trouble. Adds a healthy step to the window and returns None."""
         if skipped:
             return "not finite", f"loss {metrics.loss}, gradient norm {metrics.gradient_norm}"
-        name, value = ("loss", metrics.loss) if cross_entropy is None else ("cross-entropy", cross_entropy)
+        name, value = "cross-entropy", metrics.cross_entropy
+        if value is None:
+            name, value = "loss", metrics.loss
         if value > self._ceiling:
             return "diverged", f"{name} {value:.4g} is above {self._ceiling:.4g}, {DIVERGED} x ln(vocabulary)"
         if len(self._recent["loss"]) >= MIN_HEALTHY and self._sigma:
@@ -109,7 +108,7 @@ class HealthMonitor(Hook):
     def after_step(self, trainer: Training, event: StepEnd) -> None:
         if event.empty:  # the loss of an empty step says nothing about the weights
             return
-        step, trouble = event.metrics.step, self._detector.judge(event.metrics, event.skipped, event.cross_entropy)
+        step, trouble = event.metrics.step, self._detector.judge(event.metrics, event.skipped)
         if trouble is None:
             self._healthy += 1
             if trainer.trouble is None:

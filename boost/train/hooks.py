@@ -94,6 +94,8 @@ class StepMetrics:
     """Tokens trained on since the start of the run."""
     seconds: float
     """Wall-clock time of the step."""
+    cross_entropy: float | None = None
+    """Mean cross-entropy in nats per token if the run distills and the loss has other terms, else None."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +161,6 @@ class StepEnd:
     """Whether the run stops here, before its last step, because a signal or a hook requested it."""
     save_requested: bool
     """Whether a hook on any process, or SIGUSR2 to any process, requested a checkpoint at this step."""
-    cross_entropy: float | None = None
-    """Mean cross-entropy in nats per token if the run distills and the loss has other terms, else None."""
     empty: bool = False
     """Whether no token of the global batch counts toward the loss. The loss is then 0 and no weights change."""
 

@@ -342,7 +342,7 @@ class Trainer:
             stop = stats.flags & (StepFlags.SIGNAL | StepFlags.STOP) if not last else StepFlags.NONE
             save = StepFlags.SAVE in stats.flags
             empty = stats.is_finite and not stats.updates
-            event = StepEnd(metrics, self.bad_steps > 0, last, bool(stop), save, stats.cross_entropy, empty)
+            event = StepEnd(metrics, self.bad_steps > 0, last, bool(stop), save, empty)
             self.notify(Hook.after_step, event)
             if stop:
                 return stop

@@ -13,11 +13,13 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from boost.config import Config, to_toml
 from boost.errors import ConfigError, DataError
@@ -40,7 +42,7 @@ from boost.train.hooks import (
 from boost.train.rundir import RunDirectory, storage_errors
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from boost.train.tensorboard import EventFile
 
 log = logging.getLogger("boost")
 
@@ -65,7 +67,22 @@ class RunEnd:
 KINDS = {"step": StepMetrics, "eval": EvalMetrics, "sample": SampleEnd, "end": RunEnd}
 """The class that defines the fields of a line in metrics.jsonl, by kind."""
 TEXTS = ("kind", "prompt", "text", "state", "reason")
-"""Text fields. In all other fields, a string is a non-finite number."""
+"""Text fields. In all other fields, "nan", "inf" and "-inf" are numbers."""
+
+
+def _line_model(of: type) -> type[BaseModel]:
+    """Checks the types in a line with the fields of a dataclass. Other fields are ignored."""
+    hints, counted = get_type_hints(of), Annotated[int, Field(ge=0, lt=2**63)]
+    fields: dict[str, Any] = {"kind": (str, ...)}
+    for field in dataclasses.fields(of):
+        required = field.default is field.default_factory is dataclasses.MISSING
+        hint = hints[field.name]
+        fields[field.name] = (counted if hint is int else hint, ... if required else None)
+    return create_model(of.__name__, __config__=ConfigDict(strict=True), **fields)
+
+
+_LINES = {kind: _line_model(of) for kind, of in KINDS.items()}
+_EVENT = _line_model(RunEvent)
 
 
 def step_metrics(trainer: Training, stats: StepStats, lr: float, seconds: float, peak: float) -> StepMetrics:
@@ -82,6 +99,7 @@ def step_metrics(trainer: Training, stats: StepStats, lr: float, seconds: float,
         memory_bytes=memory_bytes(mesh.device),
         tokens=trainer.position.tokens,
         seconds=seconds,
+        cross_entropy=stats.cross_entropy,
     )
 
 
@@ -112,7 +130,7 @@ class MetricsWriter:
                 at_end = resumed_step == config.train.steps
                 self.damaged = truncate_metrics(run.metrics, resumed_step, at_end, takes_over)
             self._file = open(run.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-        self._board: SummaryWriter | None = None
+        self._board: EventFile | None = None
         self._reopen_at = 0.0
         self._purge = None if resumed_step is None else resumed_step + 1
         self._draw(lambda board: _describe_run(board, run, config, resumed_step or 0))
@@ -130,9 +148,11 @@ class MetricsWriter:
         kind, prefix = ("step", "train") if isinstance(metrics, StepMetrics) else ("eval", "eval")
         self._add_line(kind, metrics)
         values = flat_config(dataclasses.asdict(metrics), separator="/").items()
-        named = {f"{prefix}/{name}": value for name, value in values if name not in ("step", "final")}
+        named = {
+            f"{prefix}/{name}": value for name, value in values if name not in ("step", "final") and value is not None
+        }
 
-        def add_scalars(board: "SummaryWriter") -> None:
+        def add_scalars(board: "EventFile") -> None:
             for name, value in named.items():
                 board.add_scalar(name, value, metrics.step)
 
@@ -145,7 +165,7 @@ class MetricsWriter:
         """Writes any other event in the run."""
         self._add_line(event.kind, event)
 
-        def draw(board: "SummaryWriter") -> None:
+        def draw(board: "EventFile") -> None:
             for name, value in event.numbers().items():
                 board.add_scalar(f"run/{name}", value, event.step)
             board.add_text(f"run/{event.kind}", event.line(), event.step)
@@ -165,7 +185,7 @@ class MetricsWriter:
             from torch.utils.tensorboard.summary import hparams
 
             *_, success = hparams({}, {})
-            self._draw(lambda board: cast(Any, board._get_file_writer()).add_summary(success, event.step))
+            self._draw(lambda board: board.add_summary(success, event.step))
 
     def rewind(self, step: int) -> None:
         """Drops the lines for steps after `step`, which will be repeated."""
@@ -191,23 +211,26 @@ class MetricsWriter:
 
     def _add_line(self, kind: str, event: Any) -> None:
         with best_effort("write metrics.jsonl", self._warn):
-            values = _finite({"kind": kind, **dataclasses.asdict(event)})
+            fields = {name: value for name, value in dataclasses.asdict(event).items() if value is not None}
+            values = _finite({"kind": kind, **fields})
             self._file.write(json.dumps(values, allow_nan=False) + "\n")
             self._file.flush()
 
-    def _draw(self, write: "Callable[[SummaryWriter], Any]") -> None:
-        """Writes to TensorBoard. A writer stops working after a failure, so a new one is opened after REOPEN_S seconds."""
-        from torch.utils.tensorboard import SummaryWriter
+    def _draw(self, write: "Callable[[EventFile], Any]") -> None:
+        """Writes to TensorBoard. A failed write may leave part of an event, so a new file is opened after REOPEN_S seconds."""
+        from boost.train.tensorboard import EventFile  # imports tensorboard, which takes a second
 
         if self._board is None and time.monotonic() < self._reopen_at:
             return
         with best_effort("write TensorBoard events", self._warn):
             try:
                 if self._board is None:
-                    self._board = SummaryWriter(str(self._run.tensorboard), purge_step=self._purge)
+                    self._board = EventFile(self._run.tensorboard, self._purge)
                     self._purge = None
                 write(self._board)
             except Exception:
+                if self._board is not None:
+                    self._board.close()
                 self._board, self._reopen_at = None, time.monotonic() + REOPEN_S
                 raise
 
@@ -277,7 +300,7 @@ class MetricsHook(Hook):
             self._writer.close()
 
 
-def _describe_run(board: "SummaryWriter", run: RunDirectory, config: Config, step: int) -> None:
+def _describe_run(board: "EventFile", run: RunDirectory, config: Config, step: int) -> None:
     """Writes the configuration as text and, except for [run], to the HPARAMS tab.
 
     Does not write hparams' list of hyperparameters for all runs in a folder, because runs differ by model family.
@@ -289,9 +312,8 @@ def _describe_run(board: "SummaryWriter", run: RunDirectory, config: Config, ste
     values = {key: value for key, value in flat_config(config.model_dump()).items() if not key.startswith("run.")}
     for key, value in values.items():
         values[key] = value if isinstance(value, bool | int | float | str) else str(value)
-    # `SummaryWriter.add_hparams` would write to a separate folder and include the list for all runs (the first value).
-    _, start, _ = hparams(values, {})
-    cast(Any, board._get_file_writer()).add_summary(start, step)
+    _, start, _ = hparams(values, {})  # the first value is the list for all runs
+    board.add_summary(start, step)
 
 
 def _preformatted(text: str) -> str:
@@ -323,8 +345,8 @@ def tracker_modules(config: Config) -> list[ModuleType]:
 def read_metrics(path: Path | str, damaged: list[int] | None = None) -> list[dict[str, Any]]:
     """Reads all lines in a metrics.jsonl, except an incomplete last line (after a crash or in a live run).
 
-    Raises DataError if any other line is not a JSON object. If a list `damaged` is given, appends the line numbers of
-    such lines to it instead. Raises FileNotFoundError if the file does not exist.
+    Raises DataError if any other line is damaged: not JSON, or without the fields and types of its `kind`. If a list `damaged` is
+    given, appends the line numbers of such lines to it instead. Raises FileNotFoundError if the file does not exist.
     """
     require_regular(path)
     lines = []
@@ -342,8 +364,8 @@ def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progre
     """Atomically drops the lines for steps > `last_step`.
 
     With `in_progress`, step `last_step` + 1 has started, and its other events (`RunEvent`) are kept. Also drops the `RunEnd`
-    line and, with `at_end`, the final evaluation and its samples, which a run resumed at its end repeats. Moves lines that
-    are not JSON objects to <name>.damaged, so that they do not stop the run. Returns their number.
+    line and, with `at_end`, the final evaluation and its samples, which a run resumed at its end repeats. Moves damaged lines to
+    <name>.damaged, so that they do not stop the run. Returns their number.
     """
     require_regular(path)
     damaged = []
@@ -357,11 +379,10 @@ def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progre
             except DataError:
                 damaged.append(line)
                 continue
-            kind = values.get("kind")
+            kind, step = values["kind"], values["step"]
             final = kind == "sample" or (kind == "eval" and values.get("final", True))
-            repeated = kind == "end" or (at_end and final and values.get("step") == last_step)
-            last = last_step + (in_progress and kind not in KINDS)
-            if values.get("step", 0) <= last and not repeated:
+            repeated = kind == "end" or (at_end and final and step == last_step)
+            if step <= last_step + (in_progress and kind not in KINDS) and not repeated:
                 new.write(line)
         new.flush()
         os.fsync(new.fileno())
@@ -386,17 +407,20 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
 
 def _from_line(line: bytes, path: Path | str, number: int) -> dict[str, Any]:
     try:
-        values = json.loads(line, object_hook=_numbers)
-        if isinstance(values, dict):
-            return values
-    except (ValueError, RecursionError):
-        pass
-    raise DataError(f"line {number} of '{path}' is not a JSON object; fix or remove that line")
+        values = _numbers(json.loads(line), TEXTS)
+        _LINES.get(values["kind"], _EVENT).model_validate(values)
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
+        raise DataError(f"line {number} of '{path}' is damaged; fix or remove that line") from None
+    return values
 
 
-def _numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """Inverse of `_finite`, for one dictionary."""
+def _numbers(values: dict[str, Any], texts: Sequence[str] = ()) -> dict[str, Any]:
+    """Inverse of `_finite`."""
     return {
-        name: _NOT_FINITE.get(value, value) if isinstance(value, str) and name not in TEXTS else value
+        name: _numbers(value)
+        if isinstance(value, dict)
+        else _NOT_FINITE.get(value, value)
+        if isinstance(value, str) and name not in texts
+        else value
         for name, value in values.items()
     }

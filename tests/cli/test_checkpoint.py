@@ -51,6 +51,15 @@ def test_list(run: Path, capsys: Capture) -> None:
     assert code == 0 and "damaged" in out and shard.name in out and "no manifest.json" in out
 
 
+def test_list_leaves_out_metrics_of_a_wrong_shape(run: Path, capsys: Capture) -> None:
+    metrics = run / "metrics.jsonl"
+    metrics.write_text('{"kind": "eval", "step": 4}\n{"kind": "eval", "heldout_loss": []}\n' + metrics.read_text())
+    code, out, _ = say(capsys, "checkpoint", "list", run)
+    assert code == 0 and "metrics.jsonl: 2 unreadable lines, the first is line 1" in out
+    rows = json.loads(say(capsys, "checkpoint", "list", run, "--json")[1])
+    assert [row["heldout_loss"] is not None for row in rows] == [False, True, False]
+
+
 def test_verify_names_each_file_that_is_damaged(run: Path, capsys: Capture) -> None:
     (run / "checkpoints/step-00000004/.DS_Store").touch()
     code, out, err = say(capsys, "checkpoint", "verify", run)

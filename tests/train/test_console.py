@@ -1,5 +1,6 @@
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from rich.console import Console as RichConsole
@@ -20,6 +21,9 @@ def step(number: int) -> StepMetrics:
 def test_lines_are_as_documented() -> None:
     assert console.step_line(step(120), 1000, 201.0) == (
         "step   120/1000  loss 4.3210  lr 2.9e-03  norm 0.41  8.1k tok/s  mfu 41.2%  1.3 GB  eta 3:21"
+    )
+    assert console.step_line(replace(step(7), cross_entropy=3.2), 9, 1.0).startswith(
+        "step     7/9  distillation loss 4.3210  cross-entropy 3.2000  lr"
     )
     assert console.evaluation_line(EVALUATION, 1000) == (
         "eval   120/1000  held-out loss 4.3210  perplexity 75.26  bits/byte 1.5123  8.2k tokens"

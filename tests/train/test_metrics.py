@@ -1,17 +1,22 @@
 import dataclasses
 import json
 import math
+import os
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from boost.config import Config, load
 from boost.errors import ConfigError, DataError, StorageError
+from boost.measure.run_record import read_run
+from boost.train import best_effort
 from boost.train.hooks import EvalMetrics, SampleEnd, StepMetrics
-from boost.train.metrics import KINDS, MetricsWriter, RunEnd, read_metrics
+from boost.train.metrics import KINDS, MetricsWriter, RunEnd, read_metrics, truncate_metrics
 from boost.train.rundir import RunDirectory
 
 
@@ -41,7 +46,8 @@ def test_every_line_is_there_before_the_writer_closes(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     writer.close()
     writer.close()
-    assert lines[0] == {"kind": "step", **dataclasses.asdict(step(1))}
+    assert {**lines[0], "cross_entropy": None} == {"kind": "step", **dataclasses.asdict(step(1))}
+    assert "cross_entropy" not in lines[0]
     assert lines[1] | {"kind": "eval", "heldout_loss": 4.0, "bits_per_byte": 1.5, "tokens": 512} == lines[1]
 
 
@@ -96,11 +102,80 @@ def test_a_crash_while_truncating_leaves_the_old_file(tmp_path: Path, monkeypatc
 
 def test_read_metrics_leaves_out_a_torn_last_line_only(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step"')
-    assert read_metrics(path) == [{"step": 1}, {"step": 2}]
-    path.write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
+    lines = ['{"kind": "e", "step": 1}\n', '{"kind": "e", "step": 2}\n']
+    path.write_text("".join([*lines, '{"step"']))
+    assert read_metrics(path) == [json.loads(line) for line in lines]
+    path.write_text('{"step"\n'.join(lines))
     with pytest.raises(DataError, match="line 2 of"):
         read_metrics(path)
+
+
+def test_tensorboard_neither_starts_a_thread_nor_loses_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A renamed run directory is no error, because the file stays open; a failing disk is one warning."""
+    monkeypatch.setattr(best_effort, "_failing", set())
+    run, config = start(tmp_path / "run")
+    threads, said = threading.active_count(), list[str]()
+    writer = MetricsWriter(run, config, warn=said.append)
+    (tmp_path / "run").rename(tmp_path / "renamed")
+    writer.write(step(1))
+    assert threading.active_count() == threads and not said
+    with open("/dev/full", "wb") as full:
+        assert writer._board is not None
+        os.dup2(full.fileno(), writer._board._file.fileno())
+    for number in (2, 3):
+        writer.write(step(number))
+    writer.close()
+    assert said == ["cannot write TensorBoard events: No space left on device; training continues"]
+    points = EventAccumulator(str(tmp_path / "renamed/tensorboard")).Reload().Scalars("train/loss")
+    assert [point.step for point in points] == [1]
+
+
+WRONG = ["x", True, None, [], {}, -1, 1.5, 10**400, {"a": "x"}]
+"""Values of a wrong type or size for most fields."""
+
+
+def test_a_line_of_a_wrong_shape_is_damaged_for_every_reader(tmp_path: Path) -> None:
+    """Any field of any kind is left out or replaced: the line is either read with the right types or moved aside."""
+    run, _ = start(tmp_path, "--train.steps", "9")
+    good = [
+        {"kind": "step", **dataclasses.asdict(step(1))},
+        {"kind": "eval", **dataclasses.asdict(EvalMetrics(1, 4.0, math.exp(4.0), 1.5, 512, False, {"text": 4.0}))},
+        {"kind": "sample", **dataclasses.asdict(SampleEnd(1, "a", "b"))},
+        {"kind": "end", **dataclasses.asdict(RunEnd(1, "done", ""))},
+        {"kind": "membership", "step": 1, "replicas": 1},
+    ]
+    for line in good:
+        for name in line:
+            for changed in ({**line, name: value} for value in WRONG):
+                _check(run, changed)
+            _check(run, {key: value for key, value in line.items() if key != name})
+    for text in ("3", "[]", '"step"', "null", "{}", "[" * 100_000, "\udcff"):
+        _check(run, text)
+
+
+def _check(run: RunDirectory, line: dict[str, Any] | str) -> None:
+    text = line if isinstance(line, str) else json.dumps(line)
+    first = json.dumps({"kind": "step", **dataclasses.asdict(step(1, 3.0))})
+    run.metrics.write_bytes(f"{first}\n{text}\n{first}\n".encode("utf-8", "surrogateescape"))
+    damaged: list[int] = []
+    lines = read_metrics(run.metrics, damaged)
+    assert damaged in ([], [2]) and len(lines) == 3 - len(damaged), text
+    for read in lines:
+        assert read["step"] >= 0 and isinstance(read["step"], int), text
+        number = {"step": "loss", "eval": "heldout_loss"}.get(read["kind"])
+        assert number is None or isinstance(read[number], float | int), text
+    record = read_run(run.path)
+    assert record.damaged_lines == len(damaged) and record.loss is not None, text
+    run.metrics.with_name("metrics.jsonl.damaged").unlink(missing_ok=True)
+    assert truncate_metrics(run.metrics, 9) == len(damaged), text
+    assert [line["loss"] for line in read_metrics(run.metrics) if line["kind"] == "step" and line["loss"] == 3.0]
+    if damaged:
+        assert (
+            run.metrics.with_name("metrics.jsonl.damaged").read_bytes().decode("utf-8", "surrogateescape")
+            == f"{text}\n"
+        )
 
 
 class FakeTracker(types.ModuleType):
@@ -169,7 +244,6 @@ def test_a_resumed_run_is_the_same_run_for_trackers_and_one_that_starts_over_is_
 
 
 def test_tensorboard_has_configuration_samples_and_hyperparameters_of_all_runs_of_a_folder(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     found = {}

@@ -148,11 +148,14 @@ def test_a_run_distills_and_is_resumed(
     words += ["--run.dir", str(run), "--run.device", "cpu", "--distill.weight", "1.0", "--optim.weight_decay", "0.0"]
     words += ["--train.seq_len", "32", "--train.global_batch", "4", "--train.micro_batch", "2", "--optim.lr", "1e-6"]
     assert say(capsys, *words, "--train.steps", "1")[0] == 0
-    code, _, err = say(capsys, *words, "--train.steps", "2", "--resume", "auto")
+    code, out, err = say(capsys, *words, "--train.steps", "2", "--resume", "auto")
     assert code == 0, err
     steps = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
     assert [line["step"] for line in steps] == [1, 2]
     assert max(abs(line["loss"]) for line in steps) < 1e-5
+    assert (
+        all(line["cross_entropy"] > 1 for line in steps) and out.count("distillation loss 0.0000  cross-entropy") == 1
+    )
     saved = open_checkpoint(run)
     assert (saved.config.distill.teacher, saved.config.distill.weight) == (str(dense), 1.0)
     assert WeightReader(saved).names() == WeightReader(open_checkpoint(dense)).names()

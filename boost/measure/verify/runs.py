@@ -16,6 +16,7 @@ from boost.config.schema import ModelConfig
 from boost.errors import BoostError
 from boost.measure.verify.report import Found, Report
 from boost.train.checkpoint import checkpoint_path, complete_checkpoints
+from boost.train.metrics import read_metrics
 from boost.train.rendezvous import choose_device
 
 STEPS, SAVE_EVERY, FAULT = 12, 4, 10
@@ -195,8 +196,7 @@ class _Trial:
 
     def _metrics(self, name: str) -> dict[int, tuple[float, float]]:
         """(loss, gradient norm) by step, from the latest run of a repeated step."""
-        path = self.folder / name / "metrics.jsonl"
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+        lines = read_metrics(self.folder / name / "metrics.jsonl")
         return {line["step"]: (line["loss"], line["gradient_norm"]) for line in lines if line["kind"] == "step"}
 
     def _equals_first(self, name: str, begin: int, detail: str) -> Found:
