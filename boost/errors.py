@@ -22,6 +22,12 @@ class DataError(BoostError):
     """Whether running the same command again later can succeed."""
 
 
+class UnreadableDataError(DataError):
+    """The system failed to read a file, which says nothing about the file's content."""
+
+    is_temporary = True
+
+
 class CheckpointError(BoostError):
     """A checkpoint that is missing, incomplete, damaged or from a different model."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from boost.config import Config, for_weights, load, presets
 from boost.data.store import read_meta
-from boost.errors import ConfigError
+from boost.errors import ConfigError, StoppedError
 from boost.train.faults import KINDS, Fault, parse_fault
 from boost.train.rundir import require_checkpoint_folder
 from boost.train.signals import StopRequest
@@ -96,6 +96,14 @@ def train_config(config: Config) -> int:
 
 
 def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request: StopRequest) -> int:
+    try:
+        return _check_and_train(args, config, faults, request)
+    except StoppedError as stop:
+        print(f"stopped by {stop} during startup, before the first step; nothing was lost")
+        return 0
+
+
+def _check_and_train(args: argparse.Namespace, config: Config, faults: list[Fault], request: StopRequest) -> int:
     import torch
 
     from boost.train.launch import Supervise, can_fork, launch, under_torchrun
@@ -118,8 +126,7 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
     if not launches:
         return train_process(*work)
     if request.requested:
-        print(f"stopped by {request.name} during startup, before the first step; nothing was lost")
-        return 0
+        raise StoppedError(request.name)
     supervise: Supervise | None = None
     if config.run.recovery == "in-step":  # the launcher restarts replicas
         from boost.elastic.supervise import Supervisor

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from boost.errors import DataError
+from boost.errors import DataError, UnreadableDataError
 from boost.paths import require_regular
 
 BLOCK_BYTES = 1 << 22
@@ -20,6 +20,13 @@ DIGEST_BYTES = 16
 def block_digest(data: bytes | bytearray | memoryview) -> str:
     """Digest of one block: the first 32 hex digits of its sha256, which current CPUs compute in hardware."""
     return hashlib.sha256(data).hexdigest()[: 2 * DIGEST_BYTES]
+
+
+def unreadable(file: Path, error: OSError) -> UnreadableDataError:
+    """The error for a file that the system failed to read."""
+    return UnreadableDataError(
+        f"{file} cannot be read: {error.strerror or error}; it may be intact: check the disk or the mount, then try again"
+    )
 
 
 class BlockDigests:
@@ -60,7 +67,7 @@ class FileArray:
             require_regular(path)
             self._descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}") from None
+            raise unreadable(path, error) from None
         weakref.finalize(self, os.close, self._descriptor)
         self._length = os.fstat(self._descriptor).st_size // dtype.itemsize
 
@@ -85,13 +92,13 @@ class FileArray:
         return np.frombuffer(data, dtype=self.dtype)
 
     def read_bytes(self, start: int, length: int) -> bytes:
-        """`length` bytes from `start`. Raises `DataError` if the file was truncated or cannot be read."""
+        """`length` bytes from `start`. Raises `DataError` if the file was truncated, `UnreadableDataError` if a read fails."""
         parts, left = [], length
         while left:
             try:
                 part = os.pread(self._descriptor, left, start + length - left)
             except OSError as error:
-                raise DataError(f"{self.path} can no longer be read: {error.strerror}; restore the file") from None
+                raise unreadable(self.path, error) from None
             if not part:
                 raise DataError(
                     f"{self.path} is shorter than when it was opened (byte {start + length - left} is missing); restore it"

@@ -11,9 +11,9 @@ from boost.data.verify import Progress, verify_once
 from boost.errors import ConfigError, DataError
 
 
-def open_corpus(config: Config, progress: Progress = iter) -> Corpus:
+def open_corpus(config: Config, progress: Progress = iter, until_stopped: Progress = iter) -> Corpus:
     """Opens the token stores in a configuration and verifies them unless data.verify is false. `progress` wraps the iteration over
-    the blocks to verify; a store that this machine has verified before is not read again.
+    the blocks to verify; a store that this machine has verified before is not read again. `until_stopped`: see `verify_once`.
 
     Raises DataError or ConfigError if a store is missing, damaged, too small for one sequence, contains token ids outside the
     model's vocabulary, or has a different tokenizer from the others.
@@ -25,7 +25,7 @@ def open_corpus(config: Config, progress: Progress = iter) -> Corpus:
     for store in corpus.stores:
         check_vocabulary(config, store)
         if config.data.verify:
-            verify_once(store, progress)
+            verify_once(store, progress, until_stopped)
     Batches(corpus.split("train"), train.seq_len, train.global_batch, train.seed)
     for store in corpus.stores:
         EvaluationBatches(store.split("heldout"), train.seq_len, train.micro_batch)

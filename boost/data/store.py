@@ -13,6 +13,7 @@ Every document ends with the end-of-document token. A store gets its final name 
 """
 
 import bisect
+import errno
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from boost.data.blocks import DIGEST_BYTES, FileArray, block_digest
+from boost.data.blocks import DIGEST_BYTES, FileArray, block_digest, unreadable
 from boost.data.tokenizer import parse_tokenizer, tokenizer_fingerprint
 from boost.errors import DataError
-from boost.paths import read_text
+from boost.paths import read_text, require_regular
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -168,8 +169,10 @@ class TokenStore:
         try:
             tokenizer_json = read_text(path / TOKENIZER_FILE)
             fingerprint = tokenizer_fingerprint(tokenizer_json)
-        except (OSError, ValueError, RecursionError) as error:
-            raise damaged(path, f"{TOKENIZER_FILE} cannot be read ({error})") from error
+        except OSError as error:
+            raise file_error(path, TOKENIZER_FILE, error) from None
+        except (ValueError, RecursionError) as error:
+            raise damaged(path, f"{TOKENIZER_FILE} is damaged ({error})") from error
         if fingerprint != meta["tokenizer_fingerprint"]:
             raise damaged(path, f"{TOKENIZER_FILE} is not the tokenizer that produced the tokens")
         store = cls(path, meta, tokenizer_json)
@@ -186,9 +189,11 @@ class TokenStore:
         if self.is_masked:
             expected[f"{name}.targets"] = 2 * sizes["target_spans"] * OFFSET_DTYPE.itemsize
         for file, size in expected.items():
-            if not (self.path / file).is_file():
-                raise damaged(self.path, f"{file} is missing")
-            if (actual := (self.path / file).stat().st_size) != size:
+            try:
+                actual = require_regular(self.path / file).st_size
+            except OSError as error:
+                raise file_error(self.path, file, error) from None
+            if actual != size:
                 raise damaged(self.path, f"{file} has {actual} bytes, but {STORE_FILE} expects {size}")
         offsets = self.split(name).documents
         if offsets[0] != 0 or offsets[-1] != sizes["tokens"]:
@@ -289,15 +294,16 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise DataError(
             f"{path}: its preparation was interrupted; rerun the same 'boost prepare' or 'boost recipe' command to continue"
         )
-    if not (path / STORE_FILE).is_file():
-        raise DataError(
-            f"{path}: not a token store (no {STORE_FILE}); create one with: boost prepare INPUT --out STORE"
-        )
     try:
         meta = json.loads(read_text(path / STORE_FILE))
         if meta["format"] == FORMAT:
             _check_shape(meta)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (FileNotFoundError, NotADirectoryError):
+        what = f"not a token store (no {STORE_FILE}); create one with: boost prepare INPUT --out STORE"
+        raise DataError(f"{path}: {what}") from None
+    except OSError as error:
+        raise file_error(path, STORE_FILE, error) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, f"{STORE_FILE} is damaged ({type(error).__name__}: {error})") from error
     if meta["format"] != FORMAT:
         what = f"the store has format {meta['format']} ({STORE_FILE}), but this version of boost reads format {FORMAT}"
@@ -331,6 +337,15 @@ def with_digest(meta: dict[str, Any]) -> dict[str, Any]:
     """Returns the content of `store.json` or `resume.json` with its digest added."""
     content = {key: value for key, value in meta.items() if key != "digest"}
     return {**content, "digest": block_digest(json.dumps(content, sort_keys=True).encode())}
+
+
+def file_error(path: Path, file: str, error: OSError) -> DataError:
+    """The error for a file of a store that cannot be opened or read. Only a file that is missing or of a wrong kind is damage."""
+    if isinstance(error, FileNotFoundError):
+        return damaged(path, f"{file} is missing")
+    if error.errno in (errno.EINVAL, errno.EFBIG):  # `require_regular`, `read_text`
+        return damaged(path, f"{file} is {error.strerror}")
+    return unreadable(path / file, error)
 
 
 def damaged(path: Path, what: str) -> DataError:

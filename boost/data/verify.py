@@ -9,52 +9,82 @@ import contextlib
 import fcntl
 import functools
 import json
+import logging
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from boost.data.blocks import BLOCK_BYTES, DIGEST_BYTES, FileArray, block_digest
-from boost.data.store import STORE_FILE, TokenStore, damaged
+from boost.data.store import STORE_FILE, TokenStore, damaged, file_error
 from boost.errors import DataError
+from boost.files import replace_text
+
+log = logging.getLogger("boost")
 
 Progress = Callable[[Iterable[None]], Iterable[None]]
 """Wraps an iterable with one item per block, for example in a progress bar."""
+WAIT_S = 1800.0
+"""Maximum time to wait for the process that is verifying a store. Then this one reads it, too, which only takes longer."""
 _SETTLED_NS = 2 * 10**9
 _THREADS = min(8, os.cpu_count() or 1)
 
 
-def verify_once(store: TokenStore, progress: Progress = iter) -> None:
-    """Calls `verify` unless this machine has already verified the same files. Raises DataError."""
+def verify_once(store: TokenStore, progress: Progress = iter, until_stopped: Progress = iter) -> None:
+    """Calls `verify` unless this machine has already verified the same files. Raises DataError.
+
+    `until_stopped` wraps all waiting and reading, and may raise an error to end it.
+    """
     record = _record_of(store)
+
+    def state_of() -> dict[str, Any]:
+        place = {"host": socket.gethostname(), "store": str(store.path.resolve())}
+        return {**place, "files": _identities(store)}
+
+    def is_recorded(state: dict[str, Any]) -> bool:
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            return bool(json.loads(record.read_text(encoding="utf-8")) == state)
+        return False
+
+    if is_recorded(state_of()):
+        return
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # the file system may not support locks
-            lock: Any = stack.enter_context(open(record.with_suffix(".lock"), "w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        state: dict[str, Any] = {
-            "host": socket.gethostname(),
-            "store": str(store.path.resolve()),
-            "files": _identities(store),
-        }
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            if json.loads(record.read_text(encoding="utf-8")) == state:
-                return
-        verify(store, progress)
+            lock = stack.enter_context(open(record.with_suffix(".lock"), "a", encoding="utf-8"))
+            for _ in until_stopped(_attempts(lock, store)):
+                time.sleep(0.05)
+        if is_recorded(state := state_of()):
+            return
+        verify(store, lambda blocks: until_stopped(progress(blocks)))
         if state["files"] != _identities(store):
             raise DataError(f"{store.path} changed during verification; wait until nothing writes to it")
         newest = max(modified for _, modified, _ in state["files"].values())
         if time.time_ns() - newest < _SETTLED_NS:
             return  # a later write within the same clock tick of the file system would go unnoticed
         with contextlib.suppress(OSError):
-            temporary = record.with_suffix(".tmp")
-            temporary.write_text(json.dumps(state), encoding="utf-8")
-            os.replace(temporary, record)
+            replace_text(record, json.dumps(state))
+
+
+def _attempts(lock: IO[str], store: TokenStore) -> Iterator[None]:
+    """Tries to lock the file until that succeeds, for at most WAIT_S seconds; yields after each failed attempt."""
+    begin, said = time.monotonic(), False
+    while time.monotonic() - begin < WAIT_S:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        if not said and time.monotonic() - begin > 1:
+            said = True
+            log.warning(
+                "waiting up to %.0f minutes for another process, which is verifying %s (lock: %s)",
+                WAIT_S / 60, store.path, lock.name,
+            )  # fmt: skip
+        yield
 
 
 def verify(store: TokenStore, progress: Progress = iter) -> None:
@@ -94,7 +124,7 @@ def _identities(store: TokenStore) -> dict[str, list[int]]:
         try:
             about = os.stat(store.path / file)
         except OSError as error:
-            raise damaged(store.path, f"{file} cannot be read ({error.strerror})") from None
+            raise file_error(store.path, file, error) from None
         identities[file] = [about.st_size, about.st_mtime_ns, about.st_ino]
     return identities
 

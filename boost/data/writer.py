@@ -8,8 +8,8 @@ that the lock holder finds was left by a dead process.
 writes these lengths and the input position to `resume.json`; the next run truncates the files to these lengths and continues.
 """
 
+import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from boost.data.blocks import BLOCK_BYTES, BlockDigests
+from boost.data.blocks import BLOCK_BYTES, BlockDigests, unreadable
 from boost.data.options import PrepareOptions
 from boost.data.report import PrepareReport
 from boost.data.store import (
@@ -39,7 +39,8 @@ from boost.data.store import (
 )
 from boost.data.tokenizer import tokenizer_fingerprint, vocabulary_size
 from boost.data.verify import verify
-from boost.errors import DataError, StorageError
+from boost.errors import DataError, StorageError, UnreadableDataError
+from boost.files import exclusive
 from boost.paths import read_text
 
 if TYPE_CHECKING:
@@ -65,24 +66,13 @@ def is_leftover(name: str) -> bool:
 def locked(store: Path) -> Iterator[None]:
     """Holds the store's lock and cleans up after an interrupted run. Raises `DataError` if another process holds the lock."""
     store.parent.mkdir(parents=True, exist_ok=True)
-    lock = sibling(store, "lock")
-    while True:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(exclusive(sibling(store, "lock")))
         except BlockingIOError as error:
-            os.close(descriptor)
             raise DataError(f"{store}: another 'boost prepare' is writing it; wait or choose another --out") from error
-        # The previous holder may have unlinked the file between our open and our lock; in that case, we hold a deleted file.
-        if lock.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock)):
-            break
-        os.close(descriptor)
-    try:
         _recover(store)
         yield
-    finally:
-        lock.unlink(missing_ok=True)
-        os.close(descriptor)
 
 
 def _recover(store: Path) -> None:
@@ -108,6 +98,8 @@ def _recover(store: Path) -> None:
 def _opens(store: Path) -> bool:
     try:
         TokenStore.open(store)
+    except UnreadableDataError:
+        raise  # says nothing about the store, which must not be removed for it
     except DataError:
         return False
     return True
@@ -131,6 +123,8 @@ def new_store(store: Path) -> Iterator[Path]:
             _sync_one(path)
         try:
             verify(TokenStore.open(folder))
+        except UnreadableDataError:
+            raise
         except DataError as error:
             why = str(error).removeprefix(f"{folder}: ").partition(";")[0]
             raise DataError(
@@ -164,11 +158,15 @@ def save_progress(folder: Path, progress: dict[str, Any]) -> None:
 
 
 def read_progress(store: Path) -> dict[str, Any] | None:
-    """The last commit of an unfinished store; None if there is none or it is damaged."""
+    """The last commit of an unfinished store; None if there is none or it is damaged. Raises UnreadableDataError."""
     try:
         progress: dict[str, Any] = json.loads(read_text(sibling(store, "tmp") / RESUME_FILE))
         return progress if with_digest(progress)["digest"] == progress["digest"] else None
-    except (OSError, ValueError, KeyError, AttributeError, RecursionError):
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise unreadable(sibling(store, "tmp") / RESUME_FILE, error) from None
+    except (ValueError, KeyError, AttributeError, RecursionError):
         return None
 
 

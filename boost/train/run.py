@@ -39,7 +39,7 @@ from boost.train.resume import check_start, require_nothing_lost, resume_candida
 from boost.train.run_lock import RunLock, require_unlocked
 from boost.train.rundir import RunDirectory, configure_logging
 from boost.train.samples import heldout_prompt, sample_text
-from boost.train.signals import StopRequest
+from boost.train.signals import StopRequest, until_stopped
 from boost.train.teacher import check_teacher
 from boost.train.worker import leave, stop_without
 
@@ -109,7 +109,8 @@ def check_before_start(
     """Checks everything that can be checked before the first step, so that mistakes surface before processes start.
 
     `resume`, `start_from`, `restart`: as in `boost train`. `rejoins`: this process may join a run that is already training, so its
-    run directory may be in use. `progress` wraps the token store's verification. Raises ConfigError, DataError or CheckpointError.
+    run directory may be in use. `progress` wraps the token store's verification, which a stop signal ends with a StoppedError if a
+    StopRequest is open. Raises ConfigError, DataError or CheckpointError.
     """
     run = RunDirectory(config.run.dir)
     # Under torchrun, only the main process looks, because a file system may show another one an older state.
@@ -122,7 +123,7 @@ def check_before_start(
             require_nothing_lost(run, candidates, restart)
     tracker_modules(config)
     require_torch(config)
-    store = open_corpus(config, progress).stores[0]  # all stores have the same tokenizer
+    store = open_corpus(config, progress, until_stopped).stores[0]  # all stores have the same tokenizer
     if start_from is not None:
         check_start(open_checkpoint(Path(start_from)), config, store)
     check_teacher(config, store)

@@ -9,9 +9,13 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
+
+from boost.errors import StoppedError
+
+Item = TypeVar("Item")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 """Sent by schedulers, on spot preemption, when a terminal closes, or by Ctrl-C."""
@@ -121,6 +125,14 @@ class StopRequest:
                 answer_interrupt()
         elif now - self._interrupted_at > SECOND_INTERRUPT_S:
             raise KeyboardInterrupt
+
+
+def until_stopped(items: Iterable[Item]) -> Iterator[Item]:
+    """Yields the items. Raises StoppedError as soon as the open StopRequest has caught a stop signal."""
+    for item in items:
+        if (request := StopRequest._open) and request.requested:
+            raise StoppedError(request.name)
+        yield item
 
 
 def answer_interrupt() -> None:

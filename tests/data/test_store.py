@@ -132,7 +132,7 @@ DAMAGES = {
     "other offsets": (move_the_end, r"train\.documents does not span the \d+ tokens"),
     "other tokenizer": (swap_tokenizer, "not the tokenizer that produced the tokens"),
     "no offsets": (lambda s: (s.path / "heldout.documents").unlink(), r"heldout\.documents is missing"),
-    "no tokenizer": (lambda s: (s.path / "tokenizer.json").unlink(), r"tokenizer\.json cannot be read"),
+    "no tokenizer": (lambda s: (s.path / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
     "truncated store.json": (lambda s: (s.path / "store.json").write_text('{"format": 1,'), r"store\.json is damaged"),
     "not an object": (lambda s: (s.path / "store.json").write_text("[]"), r"store\.json is damaged"),
     "no splits": (lambda s: edit_meta(s, splits={}), r"store\.json is damaged"),

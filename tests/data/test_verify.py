@@ -1,8 +1,14 @@
 """Damage to any byte of a token store is detected before training, and the file is named."""
 
+import contextlib
+import errno
+import fcntl
+import itertools
 import json
 import os
 import shutil
+import signal
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +20,8 @@ from boost.data import blocks, verify
 from boost.data.blocks import BlockDigests, block_digest
 from boost.data.prepare import PrepareOptions, prepare
 from boost.data.store import TokenStore
-from boost.errors import DataError
+from boost.errors import DataError, StoppedError, UnreadableDataError
+from boost.train.signals import StopRequest, until_stopped
 
 FILES = (
     "store.json", "report.json", "tokenizer.json", "train.tokens", "train.documents", "heldout.tokens", "heldout.documents",
@@ -163,3 +170,94 @@ def test_a_user_without_a_home_has_a_cache_too(monkeypatch, tmp_path):
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a uid without an account
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert verify._cache_folder.__wrapped__() == tmp_path / f"boost-verified-{os.getuid()}"
+
+
+def test_a_recorded_store_needs_no_lock(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_and_verify(store.path)
+    with held(store):
+        monkeypatch.setattr(verify, "verify", None)
+        open_and_verify(store.path)
+
+
+def test_waiting_for_another_process_says_so_ends_and_hears_signals(
+    store: TokenStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read, waits = count_reads(monkeypatch), list[None]()
+    monkeypatch.setattr(verify.time, "sleep", waits.append)
+    clock = itertools.count(step=verify.WAIT_S / 5)
+    monkeypatch.setattr(verify.time, "monotonic", lambda: next(clock))
+    with held(store), caplog.at_level("WARNING", "boost"):
+        open_and_verify(store.path)
+    assert 0 < len(waits) < 5 and len(read) == 6, "it reads the store itself after the limit"
+    (line,) = caplog.messages
+    assert line.startswith(f"waiting up to 30 minutes for another process, which is verifying {store.path} (lock: ")
+    verify._record_of(store).unlink()
+    with held(store), StopRequest() as request:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(StoppedError, match="SIGTERM"):
+            verify.verify_once(store, until_stopped=until_stopped)
+    assert request.requested and len(read) == 6
+
+
+def test_a_signal_ends_the_reading(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = count_reads(monkeypatch)
+
+    def interrupted(blocks: Iterable[None]) -> Iterator[None]:
+        for block in blocks:
+            signal.raise_signal(signal.SIGTERM)
+            yield block
+
+    monkeypatch.setattr(verify, "_THREADS", 1)
+    with StopRequest(), pytest.raises(StoppedError, match="SIGTERM"):
+        verify.verify_once(store, interrupted, until_stopped)
+    assert not verify._record_of(store).exists() and len(read) <= 6
+
+
+@contextlib.contextmanager
+def held(store: TokenStore) -> Iterator[None]:
+    """Holds the lock of the store's record, as another process does."""
+    with open(verify._record_of(store).with_suffix(".lock"), "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.mark.parametrize("call", ["stat", "pread"])
+@pytest.mark.parametrize("file", FILES)
+def test_a_read_that_fails_is_no_damage(
+    store: TokenStore, monkeypatch: pytest.MonkeyPatch, file: str, call: str
+) -> None:
+    """An EIO says nothing about the file. The next attempt may work."""
+    with failing(monkeypatch, file, call) as failed:
+        said = ""
+        try:
+            open_and_verify(store.path)
+        except UnreadableDataError as error:
+            said = str(error)
+    assert bool(said) == bool(failed)
+    assert not said or (f"{file} cannot be read: Input/output error" in said and "try again" in said)
+    open_and_verify(store.path)
+
+
+@contextlib.contextmanager
+def failing(monkeypatch: pytest.MonkeyPatch, name: str, call: str) -> Iterator[list[str]]:
+    """Makes a system call fail for the files of this name, whether they are given by path or by descriptor."""
+    usual, failed = (
+        {at: getattr(at[0], at[1]) for at in ((os, "stat"), (os, "pread"), (Path, "read_text"))},
+        list[str](),
+    )
+
+    def wrapped(real: Any) -> Any:
+        def call_it(of: Any, *rest: Any, **named: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{of}") if isinstance(of, int) else os.fspath(of)
+            if os.path.basename(path) == name:
+                failed.append(path)
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            return real(of, *rest, **named)
+
+        return call_it
+
+    with monkeypatch.context() as patch:
+        for (owner, attribute), real in usual.items():
+            if (attribute == "stat") == (call == "stat"):
+                patch.setattr(owner, attribute, wrapped(real))
+        yield failed

@@ -1,5 +1,7 @@
 """A store appears under its name complete, or the previous one stays, whenever the process is killed."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -8,8 +10,8 @@ import pytest
 from boost.data.prepare import PrepareOptions, prepare
 from boost.data.store import TokenStore
 from boost.data.verify import verify
-from boost.data.writer import locked, new_store, sibling
-from boost.errors import DataError
+from boost.data.writer import locked, new_store, save_progress, sibling
+from boost.errors import DataError, UnreadableDataError
 from tests.data.kills import killed_at
 
 
@@ -84,3 +86,25 @@ def test_an_old_store_is_kept_while_the_new_one_cannot_be_read(stores: tuple[Pat
     with locked(store):
         assert content(store) == content(stores[0])
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_read_that_fails_removes_nothing(
+    stores: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the new store in favor of the old one, nor the progress of an interrupted run."""
+    store = tmp_path / "store"
+    shutil.copytree(stores[0], sibling(store, "old"))
+    shutil.copytree(stores[1], store)
+    shutil.copytree(stores[1], sibling(store, "tmp"))
+    save_progress(sibling(store, "tmp"), {"rows": 3})
+    kept = sorted(tmp_path.rglob("*"))
+    for module in ("store", "writer"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"boost.data.{module}.read_text", fail_to_read)
+            with pytest.raises(UnreadableDataError, match="cannot be read: Input/output error"), locked(store):
+                pass
+        assert sorted(tmp_path.rglob("*")) == kept
+
+
+def fail_to_read(path: Path) -> str:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))

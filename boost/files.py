@@ -1,0 +1,59 @@
+"""Writes files and folders that appear at their final path at once: first under a name of this process alone, then by a rename."""
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def temporary_sibling(final: Path) -> Path:
+    """An unused path next to `final`, which no other process uses. Its name is reserved (`remove_leftovers`)."""
+    return final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.boost-tmp")
+
+
+def remove_leftovers(final: Path) -> None:
+    """Removes what killed processes left at a `temporary_sibling`. The caller must hold the lock of `final`."""
+    name = re.compile(rf"\.{re.escape(final.name)}\.[0-9a-f]{{8}}\.boost-tmp")
+    for path in final.parent.iterdir():
+        if name.fullmatch(path.name) and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a UTF-8 file: a reader, or a process that is killed meanwhile, finds the old text or the new one. Raises OSError."""
+    if path.exists() and not path.is_file():  # a pipe or a device, such as /dev/stdout
+        path.write_text(text, encoding="utf-8", newline="\n")
+        return
+    final = path.resolve()  # replace the file, not a link to it
+    draft = temporary_sibling(final)
+    try:
+        draft.write_text(text, encoding="utf-8", newline="\n")
+        draft.replace(final)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def exclusive(lock: Path) -> Iterator[None]:
+    """Holds a lock file, which it removes at the end. Raises BlockingIOError if another process holds it, and OSError if the file
+    system has no locks."""
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The previous holder may have removed the file between our open and our lock; in that case, we hold a deleted file.
+            if lock.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock)):
+                break
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
