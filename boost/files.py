@@ -1,6 +1,7 @@
 """Writes files and folders that appear at their final path at once: first under a name of this process alone, then by a rename."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -9,6 +10,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from boost.errors import ConfigError, StorageError
+
 
 def temporary_sibling(final: Path) -> Path:
     """An unused path next to `final`, which no other process uses. Its name is reserved (`remove_leftovers`)."""
@@ -16,11 +19,57 @@ def temporary_sibling(final: Path) -> Path:
 
 
 def remove_leftovers(final: Path) -> None:
-    """Removes what killed processes left at a `temporary_sibling`. The caller must hold the lock of `final`."""
+    """Removes what killed processes left at a `temporary_sibling`. No other process may be writing `final`."""
     name = re.compile(rf"\.{re.escape(final.name)}\.[0-9a-f]{{8}}\.boost-tmp")
     for path in final.parent.iterdir():
-        if name.fullmatch(path.name) and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
+        if name.fullmatch(path.name):
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Removes as much as possible of a folder or a file."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def require_free(path: Path, field: str) -> None:
+    """Raises ConfigError if a new folder's path exists, unless it is an empty folder."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigError(f"{field} = '{path}' exists and is not an empty folder; choose another path, or remove it")
+
+
+@contextlib.contextmanager
+def new_folder(path: Path, field: str) -> Iterator[Path]:
+    """Yields an empty temporary folder, which the caller renames to `path`; if it still exists on exit, it is removed.
+
+    Raises ConfigError, naming the `field`, if `path` is not free or another process is writing it, and StorageError if something
+    cannot be written.
+    """
+    final = path.resolve()
+    temporary = temporary_sibling(final)
+    with contextlib.ExitStack() as stack:
+        try:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                stack.enter_context(exclusive(final.with_name(f".{final.name}.boost-lock")))
+                remove_leftovers(final)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"{field} = '{path}' is being written by another process; wait for it, or choose another path"
+                ) from None
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
+                    raise
+            require_free(path, field)  # with the lock, because another process may just have finished
+            temporary.mkdir()
+            yield temporary
+        except OSError as error:
+            raise StorageError(f"{field} = '{path}' cannot be written: {error.strerror or error}") from None
+        finally:
+            remove(temporary)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -32,6 +81,8 @@ def replace_text(path: Path, text: str) -> None:
     draft = temporary_sibling(final)
     try:
         draft.write_text(text, encoding="utf-8", newline="\n")
+        if final.exists():
+            shutil.copymode(final, draft)
         draft.replace(final)
     finally:
         draft.unlink(missing_ok=True)

@@ -6,7 +6,6 @@ run, and the same command resumes them.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Literal
 
 from boost.config import Config
 from boost.errors import BoostError, ConfigError
+from boost.files import replace_text
 from boost.train.rundir import environment, storage_errors
 
 
@@ -181,9 +181,7 @@ def keep(out: Path, facts: Facts, suffix: str = JSON) -> None:
     """Writes the results so far to `out` with `suffix`, atomically. Raises StorageError."""
     with storage_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
-        written = out.with_suffix(f"{suffix}.tmp")
-        written.write_text(json.dumps(facts) + "\n", encoding="utf-8")
-        os.replace(written, out.with_suffix(suffix))
+        replace_text(out.with_suffix(suffix), json.dumps(facts) + "\n")
 
 
 def resumed(fresh: Facts, results: Mapping[str, Any], out: Path, suffix: str = JSON) -> Facts:

@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,14 +17,15 @@ from torch.distributed.tensor import DTensor
 from boost.api.sharding import fill, spec_of
 from boost.config import Config, load
 from boost.config.load import change, from_tree, read_source
-from boost.convert.export import export, require_free
+from boost.convert.export import export
 from boost.convert.importing import CheckpointWeights, FolderWeights, tokenizer_data, weights_config
 from boost.convert.tensors import TensorWriter, dtype_name
 from boost.convert.vocabulary import end_tokens, read_vocabulary
 from boost.data.tokenizer import continuation, parse_tokenizer
 from boost.errors import ConfigError
+from boost.files import new_folder, require_free
 from boost.nn import Decoder
-from boost.train.checkpoint import PREFIX, find_checkpoint, finish_weights, open_checkpoint, writing_weights
+from boost.train.checkpoint import PREFIX, find_checkpoint, finish_weights, open_checkpoint
 from boost.train.generate import generate
 from boost.train.sampling import Sampling, beyond_context
 
@@ -155,7 +157,7 @@ class Model(nn.Module):
         path, is_writer = Path(path), self._is_writer
         require_free(path, "path")  # on all ranks, so that none waits for a rank that raised an error
         self._barrier()
-        with writing_weights(path, "path") if is_writer else contextlib.nullcontext() as temporary:
+        with new_folder(path, "path") if is_writer else contextlib.nullcontext() as temporary:
             writer = TensorWriter(temporary / "tensors", "weights", FILE_BYTES) if temporary else None
             for name, tensor in self.decoder.whole_parameters():
                 if writer:
@@ -166,7 +168,7 @@ class Model(nn.Module):
                 data = {"tokenizer": None, "content": None, "eos": None, "bos": None, "context": None, **self._data}
                 context = int(self._data.get("context") or self.config.train.seq_len)
                 model, dtype = self.decoder.model.model_dump(), dtype_name(self.decoder.spec.dtype)
-                finish_weights(temporary, path, weights_config(model, dtype, context), data, texts)
+                finish_weights(temporary, path.resolve(), weights_config(model, dtype, context), data, texts)
         self._barrier()
         return path
 
@@ -176,10 +178,8 @@ class Model(nn.Module):
         Collective under TP; rank 0 writes. Raises ConfigError if the folder exists, or StorageError.
         """
         path, is_writer = Path(path), self._is_writer
-        scratch = path.resolve().with_name(f".{path.resolve().name}.weights")
+        scratch = path.resolve().with_name(f".{path.resolve().name}.{uuid.uuid4().hex[:8]}.weights")
         require_free(path, "path")
-        if is_writer:
-            shutil.rmtree(scratch, ignore_errors=True)
         self._barrier()
         self.save(scratch)
         if is_writer:

@@ -17,6 +17,7 @@ from boost.config.load import change, parse_overrides, read_source, tags, valida
 from boost.config.text import printable
 from boost.convert.formats import read_folder
 from boost.errors import ConfigError
+from boost.files import replace_text
 from boost.format import format_bytes, format_count, format_rate, format_seconds
 from boost.plan.candidates import Request
 from boost.plan.categories import CATEGORIES
@@ -127,7 +128,7 @@ def search_and_report(args: argparse.Namespace, request: Request, source: str, f
     seconds = time.perf_counter() - begun
     report = PlanReport(args, request, search, best, others[:RUNNERS_UP], remarks, command, seconds)
     if args.write is not None:
-        args.write.write_text(written(report), encoding="utf-8", newline="\n")
+        replace_text(args.write, written(report))
     if args.json:
         print_json(report)
         return 0

@@ -13,6 +13,7 @@ from boost.config import Config
 from boost.config.architecture import parameter_count
 from boost.config.recipes import Recipe, find_recipe, recipes, tokens_of
 from boost.errors import ConfigError, DataError
+from boost.files import replace_text
 from boost.format import format_bytes, format_count
 from boost.paths import read_text
 
@@ -239,7 +240,7 @@ def compare(recipe: Recipe, config: Config) -> None:
             "complete": same and share == 1,
         }
         with best_effort(f"write {path}"):
-            path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+            replace_text(path, json.dumps(facts, indent=2) + "\n")
 
     if recipe.perplexity is None:
         published = f"- ({recipe.source})"

@@ -15,8 +15,9 @@ from boost.convert.formats import MODELING_FILE, Form, config_json, entries, for
 from boost.convert.tensors import INDEX, TensorWriter, dtype_name
 from boost.convert.vocabulary import BOS, TIED, merged_generation_config, template_files, tokenizer_files
 from boost.errors import ConfigError
+from boost.files import new_folder, require_free
 from boost.paths import read_text
-from boost.train.checkpoint import HUB, Checkpoint, WeightReader, writing_weights
+from boost.train.checkpoint import HUB, Checkpoint, WeightReader
 from boost.train.progress import progress
 from boost.version import __version__
 
@@ -47,7 +48,7 @@ def export(
     form = form_of(model, merge, official)
     reader = WeightReader(checkpoint)
     target = getattr(torch, dtype) if dtype else None
-    with writing_weights(out, "--out") as temporary:
+    with new_folder(out, "--out") as temporary:
         writer = TensorWriter(temporary, "model", file_bytes)
         # The embedding and head were tied in the source. Equal still means untrained, because boost trains them separately.
         can_tie = form in ("llama", "merged") and bool((checkpoint.data.get(HUB) or {}).get(TIED))
@@ -69,16 +70,10 @@ def export(
         for name, text in _texts(checkpoint, form, tied, stored, writer, weight_map, out.resolve().name):
             (temporary / name).parent.mkdir(exist_ok=True)
             (temporary / name).write_text(text, encoding="utf-8")
-        temporary.rename(out)
+        temporary.rename(out.resolve())
     files = len(set(weight_map.values()))
     has_tokenizer = (out / "tokenizer.json").is_file()
     return Exported(out, form, writer.parameters, writer.total_bytes, files, stored, has_tokenizer)
-
-
-def require_free(out: Path, flag: str) -> None:
-    """Raises ConfigError if the output folder exists and is not empty."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"{flag} = '{out}' exists and is not an empty folder; choose another path, or remove it")
 
 
 def _texts(

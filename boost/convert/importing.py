@@ -14,12 +14,12 @@ from boost.config.architecture import Parameter, parameter_count, parameters
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
 from boost.convert.compress import CompressedWeights, Compression
-from boost.convert.export import require_free
 from boost.convert.formats import entries, read_folder
 from boost.convert.spectrum import Factorizer, Truncation
 from boost.convert.tensors import TensorFolder, TensorWriter, Weights, dtype_name
 from boost.convert.vocabulary import BOS, TIED, Vocabulary, read_generation_settings, read_vocabulary
 from boost.errors import ConfigError
+from boost.files import new_folder, require_free
 from boost.train.checkpoint import (
     HUB,
     PREFIX,
@@ -27,7 +27,6 @@ from boost.train.checkpoint import (
     find_checkpoint,
     finish_weights,
     open_checkpoint,
-    writing_weights,
 )
 from boost.train.progress import progress
 
@@ -155,7 +154,7 @@ def import_weights(
         report = compressed.report
     elif how is not None:
         factorizer = Factorizer(weights.model, how)
-    with writing_weights(out, "--out") as temporary:
+    with new_folder(out, "--out") as temporary:
         writer = TensorWriter(temporary / "tensors", "weights", file_bytes)
         for parameter in progress(list(parameters(weights.model)), "factorizing" if factorizer else "importing"):
             if factorizer and parameter.role.endswith(".W"):
@@ -172,7 +171,7 @@ def import_weights(
             report["parameters"] = {**report.get("parameters", {}), **counts}
         texts = [("report.json", json.dumps(report, indent=2))] if report else []
         texts += [("tokenizer.json", vocabulary.json)] if vocabulary else []
-        finish_weights(temporary, out, config, tokenizer_data(weights, vocabulary), texts)
+        finish_weights(temporary, out.resolve(), config, tokenizer_data(weights, vocabulary), texts)
     return Imported(out, config.model, dtype_name(target), writer.total_bytes, vocabulary is not None, untied, report)
 
 

@@ -21,6 +21,7 @@ import torch
 
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
+from boost.files import replace_text
 from boost.measure.speed import (
     Point,
     Stopwatch,
@@ -98,7 +99,7 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
         else:
             with storage_errors(out.parent):
                 out.parent.mkdir(parents=True, exist_ok=True)
-                out.write_text(tomli_w.dumps(profile), encoding="utf-8")
+                replace_text(out, tomli_w.dumps(profile))
             print(summary(Hardware.model_validate(profile), points, out))
     refused = any_process(mesh, refused)
     mesh.barrier()

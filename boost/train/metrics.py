@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from boost.config import Config, to_toml
 from boost.errors import ConfigError, DataError
+from boost.files import remove_leftovers, temporary_sibling
 from boost.parallel.gradients import StepStats
 from boost.paths import require_regular
 from boost.train.best_effort import best_effort
@@ -369,7 +370,8 @@ def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progre
     """
     require_regular(path)
     damaged = []
-    temporary = path.with_name(f"{path.name}.tmp")
+    remove_leftovers(path)
+    temporary = temporary_sibling(path)
     with open(path, "rb") as old, open(temporary, "wb") as new:
         for number, line in enumerate(old, start=1):
             if not line.endswith(b"\n"):

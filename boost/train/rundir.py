@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 from boost.config import Config, to_toml
 from boost.errors import CheckpointError, ConfigError, StorageError
+from boost.files import replace_text
 from boost.paths import file_name, read_text
 from boost.version import __version__
 
@@ -279,9 +280,7 @@ def cpu_model() -> str:
 
 def replace_json(path: Path, values: dict[str, Any]) -> None:
     """Writes a JSON file atomically."""
-    draft = path.with_name(f".{path.name}.tmp")
-    draft.write_text(json.dumps(values) + "\n", encoding="utf-8")
-    draft.replace(path)
+    replace_text(path, json.dumps(values) + "\n")
 
 
 def _write_numbered(folder: Path, stem: str, suffix: str, text: str) -> None:

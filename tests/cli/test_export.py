@@ -1,13 +1,15 @@
 """`boost export` as users see it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from boost.cli import export
+from boost.files import new_folder
 from tests import toy
-from tests.cli.commands import Capture, say
+from tests.cli.commands import Capture, llama_of, say
 from tests.convert.toys import save
 
 
@@ -45,3 +47,16 @@ def test_mistakes_are_one_line(tmp_path: Path, store: Path, capsys: Capture) -> 
         assert (code, said, err.count("\n")) == (2, "", 1), err
         assert expected in err
         assert not out.exists()
+
+
+def test_a_folder_is_written_by_one_command(tmp_path: Path, store: Path, capsys: Capture) -> None:
+    path, out = save(tmp_path / "c", toy.toy_config("float32"), store / "tokenizer.json"), tmp_path / "out"
+    (tmp_path / ".out.tmp").mkdir()
+    words = {"export": [path], "import": [llama_of(store, tmp_path / "hf")]}
+    for command, source in words.items():
+        with new_folder(out, "--out"):
+            code, said, err = say(capsys, command, *source, "--out", out)
+        assert (code, said, err.count("\n")) == (2, "", 1) and "is being written by another process" in err
+        assert say(capsys, command, *source, "--out", out)[0] == 0
+        shutil.rmtree(out)
+    assert (tmp_path / ".out.tmp").exists(), "a folder of someone else"

@@ -200,7 +200,7 @@ def test_what_stands_in_the_way_is_left_alone(tmp_path: Path, store: Path) -> No
     assert [file.name for file in out.iterdir()] == ["mine"]
     (out / "mine").unlink()
     export(open_checkpoint(path), out, None, True, GB)
-    assert not (tmp_path / ".out.tmp").exists()
+    assert not list(tmp_path.glob(".out*"))
 
 
 POST_PROCESSORS: dict[str, tuple[dict[str, Any], int | None]] = {

@@ -61,8 +61,8 @@ def test_a_run_whose_metrics_log_and_notes_cannot_be_written_trains_and_saves(
     """Each of them is said once. What follows a complete checkpoint does not make it fail, not even the last one."""
     run = tmp_path / "run"
     (run / "logs").mkdir(parents=True)
-    for name in ("logs/rank0.log", ".last-saved.json.tmp"):
-        (run / name).symlink_to(dev_full)
+    (run / "logs/rank0.log").symlink_to(dev_full)
+    (run / "last-saved.json").mkdir()
     for name in ("tensorboard", "profile"):
         (run / name).touch()  # instead of a folder
     train = {"steps": 6, "save_every": 2, "keep": 1, "keep_best": True, "eval_every": 2, "profile": [2, 3]}

@@ -71,7 +71,7 @@ def test_resuming_drops_the_steps_that_come_again_and_a_torn_line(tmp_path: Path
     write(tmp_path, [step(4, 9.0), step(5, 9.5)], resumed_step=3)
     read = [(line["step"], line["loss"]) for line in read_metrics(run.metrics)]
     assert read == [(1, 4.5), (2, 4.5), (3, 4.5), (4, 9.0), (5, 9.5)]
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob(".metrics*"))
 
 
 def test_a_run_resumed_at_its_end_evaluates_and_ends_once(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from boost.files import replace_text
 from boost.parallel.mesh import Mesh
 from boost.train.agreement import run_on_all
 from boost.train.rundir import storage_errors
@@ -106,7 +107,7 @@ class Report:
         }
         with storage_errors(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+            replace_text(path, json.dumps(facts, indent=1) + "\n")
 
     def read(self, path: Path) -> None:
         """Adds the checks from a written report without printing them again. Raises OSError or ValueError if it is unreadable."""

@@ -50,7 +50,6 @@ from boost.train.checkpoint.write import (
     fallback_folder,
     finish_weights,
     last_save_attempts,
-    writing_weights,
 )
 
 __all__ = [
@@ -58,5 +57,4 @@ __all__ = [
     "checkpoint_path", "complete_checkpoints", "fallback_folder", "find_checkpoint", "finish_weights",
     "incomplete_warnings", "last_save_attempts", "load_training_state", "load_weights", "marks_of", "open_checkpoint",
     "open_on_all", "read_best", "require_fits", "rotate", "step_of", "supersede", "verify_checkpoint", "write_best",
-    "writing_weights",
 ]  # fmt: skip

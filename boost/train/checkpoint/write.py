@@ -13,13 +13,11 @@ process would need the copy in shared memory.
 A run whose last save fails loses its weights, so this save is retried and falls back to another folder (`last_save_attempts`).
 """
 
-import contextlib
 import dataclasses
 import datetime
 import json
 import logging
 import os
-import shutil
 import threading
 import weakref
 from collections import Counter
@@ -451,22 +449,6 @@ def fallback_folder(config: Config) -> Path | None:
 
 
 # Weights without a run (imported, converted, or from `boost.Model`), which one process writes tensor by tensor.
-
-
-@contextlib.contextmanager
-def writing_weights(final: Path, field: str) -> Iterator[Path]:
-    """Yields an empty temporary folder next to the final path. The caller moves it to that path (`finish_weights` does so for a
-    weights-only checkpoint). If it still exists on exit, it is removed. Raises StorageError, naming the path's `field`, if
-    something cannot be written."""
-    temporary = final.resolve().with_name(f".{final.resolve().name}.tmp")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-    except OSError as error:
-        raise StorageError(f"{field} = '{final}' cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def finish_weights(
