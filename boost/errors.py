@@ -36,6 +36,10 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint whose files have changed since it was saved. An earlier one may be intact."""
 
 
+class RemovedCheckpointError(DamagedCheckpointError):
+    """A checkpoint that its run, which is still training, removed while it was read."""
+
+
 class StorageError(BoostError):
     """The disk is full, or a path cannot be written."""
 

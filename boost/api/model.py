@@ -19,13 +19,13 @@ from boost.config import Config, load
 from boost.config.load import change, from_tree, read_source
 from boost.convert.export import export
 from boost.convert.importing import CheckpointWeights, FolderWeights, tokenizer_data, weights_config
-from boost.convert.tensors import TensorWriter, dtype_name
+from boost.convert.tensors import TensorWriter, Weights, dtype_name
 from boost.convert.vocabulary import end_tokens, read_vocabulary
 from boost.data.tokenizer import continuation, parse_tokenizer
 from boost.errors import ConfigError
 from boost.files import new_folder, require_free
 from boost.nn import Decoder
-from boost.train.checkpoint import PREFIX, find_checkpoint, finish_weights, open_checkpoint
+from boost.train.checkpoint import PREFIX, find_checkpoint, finish_weights, open_checkpoint, read_checkpoint
 from boost.train.generate import generate
 from boost.train.sampling import Sampling, beyond_context
 
@@ -81,10 +81,15 @@ class Model(nn.Module):
             raise ConfigError(
                 f"path = '{path}' is not a folder; pass a run directory, a checkpoint, or a Hugging Face folder"
             )
-        is_hf = (path / "config.json").is_file()
-        weights = FolderWeights(path) if is_hf else CheckpointWeights(find_checkpoint(path))
-        if isinstance(weights, FolderWeights):
+        if (path / "config.json").is_file():
+            weights = FolderWeights(path)
             weights.require_untied(untie, "untie=True")
+            return cls._of(weights, options)
+        path = _common_checkpoint(path, options.get("mesh"))
+        return read_checkpoint(path, lambda checkpoint: cls._of(CheckpointWeights(checkpoint), dict(options)))
+
+    @classmethod
+    def _of(cls, weights: Weights, options: dict[str, Any]) -> "Model":
         dtype = options.pop("dtype", None) or weights.dtype
         dtype = torch.float32 if dtype == torch.float16 else dtype
         spec = spec_of(weights.model, {"dtype": dtype, **options})
@@ -205,6 +210,17 @@ class Model(nn.Module):
         if (mesh := self._mesh) is not None:
             for dim in range(mesh.ndim):
                 dist.barrier(group=mesh.get_group(dim))
+
+
+def _common_checkpoint(path: Path, mesh: DeviceMesh | dist.ProcessGroup | None) -> Path:
+    """On a mesh, the checkpoint that all ranks read: a live run may save a newer one before the last rank looks."""
+    if mesh is None or (found := find_checkpoint(path)) == path:
+        return path
+    for group in mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [mesh]:
+        names = [found.name] * group.size()
+        dist.all_gather_object(names, found.name, group=group)
+        found = found.with_name(min(names))
+    return found
 
 
 def as_config(source: Config | Mapping[str, Any] | str | Path) -> Config:

@@ -5,9 +5,10 @@ import contextlib
 import datetime
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from boost.cli.terminal import print_rows
 from boost.config.text import printable
@@ -15,6 +16,7 @@ from boost.errors import BoostError, CheckpointError, DamagedCheckpointError
 from boost.format import format_bytes
 from boost.train.rundir import require_checkpoint_folder
 
+Result = TypeVar("Result")
 Status = Literal["complete", "superseded", "incomplete", "damaged"]
 
 
@@ -55,7 +57,9 @@ def _list(args: argparse.Namespace) -> int:
     from boost.train.metrics import read_metrics
     from boost.train.rundir import RunDirectory
 
-    checkpoints = [inspect(path) for path in checkpoint_folders(Path(args.path))]
+    checkpoints = [info for path in checkpoint_folders(Path(args.path)) if (info := unless_removed(path, inspect))]
+    if not checkpoints:
+        raise CheckpointError(f"'{args.path}': its run rotated every checkpoint away meanwhile; try again")
     folder = checkpoints[0].path.parent
     lines, damaged = [], list[int]()
     metrics = RunDirectory(folder.resolve().parent).metrics
@@ -100,18 +104,44 @@ def _list(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     rows = []
     for path in checkpoint_folders(Path(args.path)):
-        if (info := inspect(path)).status == "incomplete":
-            problems = [f"'{path}' is incomplete: {info.problem}"]
-        else:
-            problems = [str(info.problem)] if info.status == "damaged" else changed_files(path)
+        verified = unless_removed(path, _verified)
+        if verified is None:
+            if not args.json:
+                print(printable(f"{path.name}: rotated away meanwhile"), flush=True)
+            continue
+        info, problems = verified
         rows.append({"path": str(path), "intact": not problems, "problems": problems})
         if not args.json:
             noted = f" ({info.problem})" if info.problem else ""
             for line in problems or [f"{path.name}: intact{noted}"]:
                 print(printable(line), file=sys.stderr if problems else sys.stdout, flush=True)
+    if not rows:
+        raise CheckpointError(f"'{args.path}': its run rotated every checkpoint away meanwhile; try again")
     if args.json:
         print(json.dumps(rows, indent=2))
     return 0 if all(row["intact"] for row in rows) else 1
+
+
+def _verified(path: Path) -> "tuple[CheckpointInfo, list[str]]":
+    """A checkpoint and what is wrong with its files."""
+    if (info := inspect(path)).status == "incomplete":
+        return info, [f"'{path}' is incomplete: {info.problem}"]
+    return info, [str(info.problem)] if info.status == "damaged" else changed_files(path)
+
+
+def unless_removed(path: Path, examine: Callable[[Path], Result]) -> Result | None:
+    """Examines a checkpoint; None if a live run removed it meanwhile, because what is missing is then no damage."""
+    from boost.train.checkpoint import folder_identity
+
+    if (before := folder_identity(path)) is None:
+        return None
+    try:
+        examined = examine(path)
+    except (BoostError, OSError):
+        if folder_identity(path) == before:
+            raise
+        return None
+    return examined if folder_identity(path) == before else None
 
 
 @dataclass(frozen=True)
@@ -135,7 +165,10 @@ def checkpoint_folders(path: Path) -> list[Path]:
 
     if (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file() or (path / TENSORS).is_dir():
         return [path]
-    for folder in (path / "checkpoints", path):
+    for folder in 2 * (
+        path / "checkpoints",
+        path,
+    ):  # a live run may replace every checkpoint while the first list is made
         if folder.is_dir():
             steps = [child for child in folder.iterdir() if child.is_dir() and step_of(child) is not None]
             if steps:

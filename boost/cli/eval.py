@@ -11,7 +11,10 @@ from boost.cli.terminal import print_rows
 from boost.errors import ConfigError
 
 if TYPE_CHECKING:
-    from boost.cli.inference import OpenModel
+    from tokenizers import Tokenizer
+
+    from boost.parallel.mesh import Mesh
+    from boost.train.checkpoint import Checkpoint
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -95,12 +98,12 @@ def evaluate_process(args: argparse.Namespace) -> int:
     from boost.train.evaluate import evaluate
     from boost.train.rendezvous import close_mesh
 
-    checkpoint, config, mesh, decoder = opened = open_model(args)
     if args.tasks:
-        _evaluate_tasks(args, opened)
+        mesh = _evaluate_tasks(args)
         mesh.barrier()
         close_mesh()
         return 0
+    checkpoint, config, mesh, decoder = open_model(args)
     corpus = Corpus.open({args.store: 1.0} if args.store else config.data.sources)
     for store in corpus.stores:
         store.require_tokenizer(checkpoint.require_tokenizer(), f"'{checkpoint.path}'")
@@ -132,20 +135,26 @@ def evaluate_process(args: argparse.Namespace) -> int:
     return 0
 
 
-def _evaluate_tasks(args: argparse.Namespace, opened: "OpenModel") -> None:
-    """Evaluates the tasks in this process of the mesh; the main process prints the result. Raises ConfigError and DataError."""
+def _evaluate_tasks(args: argparse.Namespace) -> "Mesh":
+    """Evaluates the tasks in this process of the mesh, which it returns; the main process prints the result. Raises ConfigError and
+    DataError."""
     from boost.convert.vocabulary import end_tokens
     from boost.data.tokenizer import load_tokenizer
     from boost.train.harness import HarnessModel, rows_of, run_tasks
 
-    checkpoint, config, mesh, decoder = opened
-    checkpoint.require_tokenizer()
+    tokenizers: list[Tokenizer] = []
+
+    def read_tokenizer(checkpoint: "Checkpoint") -> None:
+        checkpoint.require_tokenizer()
+        tokenizers[:] = [load_tokenizer(checkpoint.tokenizer)]
+
+    checkpoint, config, mesh, decoder = open_model(args, read_tokenizer)
+    (tokenizer,) = tokenizers
     bos, eos = checkpoint.data.get("bos"), checkpoint.data["eos"]
     if bos is None and eos is None:
         raise ConfigError(
             f"'{checkpoint.path}' has no bos or eos token, but --tasks requires one; import the model with a tokenizer that has one"
         )
-    tokenizer = load_tokenizer(checkpoint.tokenizer)
     batch = args.batch or config.train.micro_batch
     model = HarnessModel(
         decoder, tokenizer, bos, eos, end_tokens(checkpoint.data), config.train.seq_len, batch, mesh.is_main
@@ -153,13 +162,14 @@ def _evaluate_tasks(args: argparse.Namespace, opened: "OpenModel") -> None:
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     rows = rows_of(run_tasks(model, names, args.task_folder, args.fewshot, args.limit))
     if not mesh.is_main:
-        return
+        return mesh
     if args.json:
         facts = {"checkpoint": str(checkpoint.path), "step": checkpoint.position.step}
         print(json.dumps({**facts, "fewshot": args.fewshot, "limit": args.limit, "tasks": rows}, indent=2))
-        return
+        return mesh
     cells = []
     for row in rows:
         error = "" if row["stderr"] is None else f"{row['stderr']:.4f}"
         cells.append((row["task"], row["metric"], f"{row['value']:.4f}", error))
     print_rows(("task", "metric", "value", "standard error"), cells, right=("value", "standard error"))
+    return mesh

@@ -50,10 +50,10 @@ def run(args: argparse.Namespace) -> int:
 
     from boost.cli.inference import dump
     from boost.convert.export import export
-    from boost.train.checkpoint import open_checkpoint
+    from boost.train.checkpoint import read_checkpoint
 
-    checkpoint, out = open_checkpoint(Path(args.checkpoint)), Path(args.out)
-    done = export(checkpoint, out, args.dtype, not args.no_merge, FILE_BYTES, not args.own_format)
+    options = args.dtype, not args.no_merge, FILE_BYTES, not args.own_format
+    done = read_checkpoint(Path(args.checkpoint), lambda checkpoint: export(checkpoint, Path(args.out), *options))
     facts = {
         "folder": str(done.path),
         "format": {"llama": "LlamaForCausalLM", "merged": "LlamaForCausalLM", "cola": "ColaForCausalLM"}.get(

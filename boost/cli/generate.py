@@ -18,6 +18,7 @@ from boost.errors import ConfigError
 from boost.train.sampling import Sampling, beyond_context
 
 if TYPE_CHECKING:
+    from boost.train.checkpoint import Checkpoint
     from boost.train.generate import NewToken
 
 MAX_TOKENS = 1 << 20
@@ -198,20 +199,25 @@ class Generation:
     """A checkpoint's model and tokenizer, in this process of the mesh."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from boost.convert.vocabulary import end_tokens, load_template_of
-        from boost.data.tokenizer import load_tokenizer
+        from boost.convert.vocabulary import end_tokens
         from boost.train.generate import prepare_inference
 
-        checkpoint, self._config, self.mesh, self._model = open_model(args)
+        self._args = args
+        checkpoint, self._config, self.mesh, self._model = open_model(args, self._read_files)
         if self.mesh.size == 1:  # other layouts round after multiplying weights, not before
             prepare_inference(self._model, 1 if args.dialog else min(args.batch_size, len(args.given) * args.samples))
-        checkpoint.require_tokenizer()
-        self._args, self._eos, self._ends = args, checkpoint.data["eos"], end_tokens(checkpoint.data)
+        self._eos, self._ends = checkpoint.data["eos"], end_tokens(checkpoint.data)
         # Imported weights may have a bos. In our own token stores, a document starts after the eos of the previous one.
         self._bos = checkpoint.data.get("bos")
-        self._tokenizer = load_tokenizer(checkpoint.tokenizer)
         self._context = checkpoint.context
-        if not args.chat:
+
+    def _read_files(self, checkpoint: "Checkpoint") -> None:
+        from boost.convert.vocabulary import load_template_of
+        from boost.data.tokenizer import load_tokenizer
+
+        checkpoint.require_tokenizer()
+        self._tokenizer = load_tokenizer(checkpoint.tokenizer)
+        if not self._args.chat:
             return
         self._render = load_template_of(checkpoint)
         if self._render is None:

@@ -9,7 +9,7 @@ from boost.config import Config
 from boost.config.rules import check
 from boost.config.schema import ParallelConfig
 from boost.config.text import printable
-from boost.errors import ConfigError
+from boost.errors import CheckpointError, ConfigError
 from boost.layouts import layout_spec, layouts_of
 from boost.train.rundir import require_checkpoint_folder
 
@@ -82,18 +82,30 @@ def run_on_mesh(process: Callable[..., int], args: argparse.Namespace) -> int:
     return launch(process, (args,), args.tp, log_dir=None, forks=can_fork())
 
 
-def open_model(args: argparse.Namespace) -> "OpenModel":
-    """Opens the mesh and loads the checkpoint's model on this process."""
-    from boost.train.checkpoint import load_weights, open_checkpoint
+def open_model(args: argparse.Namespace, read_files: "Callable[[Checkpoint], object] | None" = None) -> "OpenModel":
+    """Opens the mesh and loads the checkpoint's model on this process. `read_files` reads more of the checkpoint's files, which a
+    live run may remove afterwards."""
+    from boost.train.agreement import run_on_all
+    from boost.train.checkpoint import load_weights, open_checkpoint, read_checkpoint
     from boost.train.model import build_decoder
     from boost.train.rendezvous import open_mesh
 
-    checkpoint = open_checkpoint(Path(args.checkpoint))
-    config = inference_config(checkpoint.config, args.tp, args.device, getattr(args, "batch", 0))
+    def config_of(checkpoint: "Checkpoint") -> Config:
+        return inference_config(checkpoint.config, args.tp, args.device, getattr(args, "batch", 0))
+
+    path = Path(args.checkpoint)
+    config = config_of(open_checkpoint(path))
     mesh = open_mesh(config.parallel, config.run.device, config.run.timeout_s)
-    decoder = build_decoder(config, mesh)
-    load_weights(checkpoint, decoder, mesh)
-    return checkpoint, config, mesh, decoder
+
+    def load(checkpoint: "Checkpoint") -> "OpenModel":
+        config = config_of(checkpoint)
+        decoder = build_decoder(config, mesh)
+        load_weights(checkpoint, decoder, mesh)
+        if read_files is not None:
+            run_on_all(mesh, lambda: read_files(checkpoint), CheckpointError)
+        return checkpoint, config, mesh, decoder
+
+    return read_checkpoint(path, load, mesh)
 
 
 def dump(value: dict[str, Any], as_json: bool) -> None:

@@ -23,10 +23,10 @@ from boost.files import new_folder, require_free
 from boost.train.checkpoint import (
     HUB,
     PREFIX,
+    Checkpoint,
     WeightReader,
-    find_checkpoint,
     finish_weights,
-    open_checkpoint,
+    read_checkpoint,
 )
 from boost.train.progress import progress
 
@@ -82,8 +82,7 @@ class FolderWeights:
 class CheckpointWeights:
     """Weights of a boost checkpoint."""
 
-    def __init__(self, path: Path) -> None:
-        checkpoint = open_checkpoint(path)
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self.model = checkpoint.config.model
         self.context = checkpoint.context
         self.eos, self.start = checkpoint.data.get("eos"), checkpoint.data.get("bos")
@@ -129,7 +128,39 @@ def import_weights(
     and head as two tensors. Writes to a temporary folder and renames it once complete. Raises BoostError.
     """
     require_free(out, "--out")
-    weights = open_weights(source, how)
+    if not source.is_dir():
+        raise ConfigError(f"there is no folder at '{source}'; pass a Hugging Face folder with safetensors weights")
+
+    def convert(weights: Weights) -> Imported:
+        return _convert(weights, source, out, dtype, tokenizer, how, file_bytes, untie)
+
+    names = ("state.json", "manifest.json", "checkpoints", "config.toml")
+    is_ours = any((source / name).exists() for name in names) or any(source.glob("step-*"))
+    if (source / "config.json").is_file() or not is_ours:
+        return convert(FolderWeights(source))
+    if how is None:
+        raise ConfigError(
+            f"'{source}' is already a boost checkpoint; start a run from it with: boost train --start-from {source}, or "
+            "factorize it with --rank, --energy or --budget"
+        )
+    return read_checkpoint(source, lambda checkpoint: convert(CheckpointWeights(checkpoint)))
+
+
+def _convert(
+    weights: Weights,
+    source: Path,
+    out: Path,
+    dtype: str | None,
+    tokenizer: Path | None,
+    how: Truncation | Compression | None,
+    file_bytes: int,
+    untie: bool,
+) -> Imported:
+    if how is not None and weights.model.family != "dense":
+        raise ConfigError(
+            f"--rank, --energy and --budget factorize dense weights, but '{source}' has model.family = "
+            f"'{weights.model.family}'; remove these flags"
+        )
     untied = 0
     if isinstance(weights, FolderWeights):
         weights.require_untied(untie, "--untie")
@@ -173,29 +204,6 @@ def import_weights(
         texts += [("tokenizer.json", vocabulary.json)] if vocabulary else []
         finish_weights(temporary, out.resolve(), config, tokenizer_data(weights, vocabulary), texts)
     return Imported(out, config.model, dtype_name(target), writer.total_bytes, vocabulary is not None, untied, report)
-
-
-def open_weights(source: Path, how: Truncation | Compression | None) -> Weights:
-    """Opens the weights of a Hugging Face folder or of a boost checkpoint. Raises BoostError."""
-    if not source.is_dir():
-        raise ConfigError(f"there is no folder at '{source}'; pass a Hugging Face folder with safetensors weights")
-    names = ("state.json", "manifest.json", "checkpoints", "config.toml")
-    is_ours = any((source / name).exists() for name in names) or any(source.glob("step-*"))
-    if (source / "config.json").is_file() or not is_ours:
-        weights: Weights = FolderWeights(source)
-    elif how is None:
-        raise ConfigError(
-            f"'{source}' is already a boost checkpoint; start a run from it with: boost train --start-from {source}, or "
-            "factorize it with --rank, --energy or --budget"
-        )
-    else:
-        weights = CheckpointWeights(find_checkpoint(source))
-    if how is not None and weights.model.family != "dense":
-        raise ConfigError(
-            f"--rank, --energy and --budget factorize dense weights, but '{source}' has model.family = "
-            f"'{weights.model.family}'; remove these flags"
-        )
-    return weights
 
 
 def tokenizer_data(weights: Weights, vocabulary: Vocabulary | None) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from boost.data.fit import open_corpus
 from boost.data.mixture import Corpus
 from boost.errors import (
     BoostError,
-    CheckpointError,
     DamagedCheckpointError,
     LostRunError,
     NonFiniteError,
@@ -61,7 +60,7 @@ from boost.train.hooks import (
 from boost.train.metrics import flat_config, step_metrics
 from boost.train.model import Model, build_model, initialize_model
 from boost.train.replicas import ReplicaReport, check_replicas, require_sound
-from boost.train.resume import check_resumable, check_start, inherited_data, resume_warnings
+from boost.train.resume import check_resumable, inherited_data, require_start, resume_warnings
 from boost.train.rundir import RunDirectory
 from boost.train.signals import StopRequest
 from boost.train.step import Passes, Stepper, Update
@@ -203,12 +202,9 @@ class Trainer:
             if start_from is None:
                 initialize_model(self.model, self.config.train.seed, show=self.mesh.is_main)
             else:
-                # Only the main process resolves the path, because the newest checkpoint of a run may change.
-                newest = run_on_main(self.mesh, lambda: ckpt.find_checkpoint(Path(start_from)), CheckpointError)
-                checkpoint = ckpt.open_on_all(newest, self.mesh, self._check_start)
-                ckpt.load_weights(checkpoint, self.model, self.mesh)
+                checkpoint = ckpt.read_checkpoint(Path(start_from), self._load_weights, self.mesh)
                 self.started_from = checkpoint.path
-                log.info("initialized from the weights of %s", checkpoint.path)
+                log.info("initialized from the weights of %s", self.started_from)
         self.inherit(inherited_data(self.config, self.corpus, checkpoint))
         for warning in self.warnings:
             log.warning(warning)
@@ -242,8 +238,11 @@ class Trainer:
     def _check_resumable(self, found: Checkpoint) -> None:
         check_resumable(found, self.config, self.corpus)
 
-    def _check_start(self, found: Checkpoint) -> None:
-        check_start(found, self.config, self.store)
+    def _load_weights(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Loads the weights that a run starts from. Collective. Raises CheckpointError or DataError if they do not fit."""
+        run_on_all(self.mesh, lambda: require_start(checkpoint, self.config, self.store), BoostError)
+        ckpt.load_weights(checkpoint, self.model, self.mesh)
+        return checkpoint
 
     def _supersede_later_checkpoints(self, newest: Path | None) -> None:
         """Marks checkpoints at later steps as superseded, so that --resume auto does not find an abandoned branch. `newest`: the

@@ -116,9 +116,8 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def check_start(found: Checkpoint, config: Config, store: TokenStore) -> None:
-    """Checks that a run can start from a checkpoint's weights. Raises CheckpointError or DataError if its model or its tokenizer
-    differs."""
+def require_start(found: Checkpoint, config: Config, store: TokenStore) -> None:
+    """Raises CheckpointError or DataError if a run cannot start from these weights, because the model or the tokenizer differs."""
     ckpt.require_fits(found, config.model)
     store.require_tokenizer(found.require_tokenizer(), f"'{found.path}'")
 

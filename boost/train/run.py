@@ -35,7 +35,7 @@ from boost.train.hooks import Hook, TrainResult
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, tracker_modules
 from boost.train.rendezvous import Stopped, close_mesh, launch_dir, open_mesh
-from boost.train.resume import check_start, require_nothing_lost, resume_candidates
+from boost.train.resume import require_nothing_lost, require_start, resume_candidates
 from boost.train.run_lock import RunLock, require_unlocked
 from boost.train.rundir import RunDirectory, configure_logging
 from boost.train.samples import heldout_prompt, sample_text
@@ -125,7 +125,7 @@ def check_before_start(
     require_torch(config)
     store = open_corpus(config, progress, until_stopped).stores[0]  # all stores have the same tokenizer
     if start_from is not None:
-        check_start(open_checkpoint(Path(start_from)), config, store)
+        require_start(open_checkpoint(Path(start_from)), config, store)
     check_teacher(config, store)
 
 

@@ -9,13 +9,12 @@ from boost.config import Config
 from boost.config.rules import check
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.data.store import TokenStore
-from boost.errors import CheckpointError, ConfigError
+from boost.errors import ConfigError
 from boost.layouts import layout_spec, layouts_of, spec_of
 from boost.models.decoder import Decoder
 from boost.models.interface import Teaching
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
-from boost.train.agreement import run_on_main
 from boost.train.checkpoint import Checkpoint
 from boost.train.model import build_decoder
 
@@ -26,14 +25,16 @@ class Teacher:
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         """Builds and loads the teacher for the student's `config`. Collective. Raises BoostError."""
-        # Only the main process resolves the path, because the newest checkpoint of a run may change.
-        newest = run_on_main(mesh, lambda: ckpt.find_checkpoint(Path(config.distill.teacher)), CheckpointError)
-        checkpoint = ckpt.open_on_all(newest, mesh)
+
+        def load(checkpoint: Checkpoint) -> tuple[Config, Decoder]:
+            fitting = teacher_config(config, checkpoint.config.model)
+            decoder = build_decoder(fitting, mesh)
+            ckpt.load_weights(checkpoint, decoder, mesh)
+            return fitting, decoder
+
         self._distill = config.distill
-        self.config = teacher_config(config, checkpoint.config.model)
-        self.decoder: Decoder = build_decoder(self.config, mesh)
+        self.config, self.decoder = ckpt.read_checkpoint(Path(config.distill.teacher), load, mesh)
         self.decoder.requires_grad_(False)
-        ckpt.load_weights(checkpoint, self.decoder, mesh)
         self.cross_entropy = torch.zeros((), dtype=torch.double, device=mesh.device)
         """The student's cross-entropy over the micro-batches since the last reset, summed over this process's targets."""
 

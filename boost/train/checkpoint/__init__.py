@@ -36,11 +36,13 @@ from boost.train.checkpoint.load import (
     Checkpoint,
     WeightReader,
     find_checkpoint,
+    folder_identity,
     incomplete_warnings,
     load_training_state,
     load_weights,
     open_checkpoint,
     open_on_all,
+    read_checkpoint,
     require_fits,
 )
 from boost.train.checkpoint.verify import Position, verify_checkpoint
@@ -54,7 +56,8 @@ from boost.train.checkpoint.write import (
 
 __all__ = [
     "BestCheckpoint", "Checkpoint", "CheckpointSaver", "HUB", "PREFIX", "Position", "SavedCheckpoint", "WeightReader",
-    "checkpoint_path", "complete_checkpoints", "fallback_folder", "find_checkpoint", "finish_weights",
+    "checkpoint_path", "complete_checkpoints", "fallback_folder", "find_checkpoint", "finish_weights", "folder_identity",
     "incomplete_warnings", "last_save_attempts", "load_training_state", "load_weights", "marks_of", "open_checkpoint",
-    "open_on_all", "read_best", "require_fits", "rotate", "step_of", "supersede", "verify_checkpoint", "write_best",
+    "open_on_all", "read_best", "read_checkpoint", "require_fits", "rotate", "step_of", "supersede",
+    "verify_checkpoint", "write_best",
 ]  # fmt: skip

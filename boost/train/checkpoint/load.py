@@ -2,6 +2,7 @@
 
 1. `find_checkpoint` resolves the user's path to a folder.
 2. `open_checkpoint` reads state.json and checks its digest, position, configuration and data before anything is allocated.
+   `read_checkpoint` also reads the tensors, and starts again if a live run has removed the checkpoint meanwhile.
 3. `load_weights` and `load_training_state` check that the model fits (`require_fits`), that files are intact, and that
    tensors are complete (verify.py). Only then does each process load the slices that it holds (reshard.py).
 
@@ -10,12 +11,14 @@
 
 import contextlib
 import functools
+import logging
+import os
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -30,10 +33,10 @@ from boost.config import Config
 from boost.config.architecture import parameters
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
-from boost.errors import BoostError, CheckpointError, DamagedCheckpointError
+from boost.errors import BoostError, CheckpointError, DamagedCheckpointError, RemovedCheckpointError
 from boost.optim.adamw import Optimizer
 from boost.parallel.mesh import Mesh
-from boost.train.agreement import root_cause, run_on_all
+from boost.train.agreement import root_cause, run_on_all, run_on_main
 from boost.train.checkpoint.commit import (
     MANIFEST_FILE,
     STATE_FILE,
@@ -62,6 +65,12 @@ from boost.train.checkpoint.verify import (
 from boost.train.model import Model
 from boost.train.rundir import BEST
 
+log = logging.getLogger("boost")
+
+Result = TypeVar("Result")
+
+ATTEMPTS = 5
+"""How many checkpoints of a live run are tried before giving up."""
 HUB = "hub"
 """Key in a checkpoint's data: extra content of the weights' Hugging Face folder, such as a chat template."""
 INIT_ONLY_FIELDS = ("factor_init", "init_std")
@@ -87,7 +96,10 @@ def find_checkpoint(path: Path) -> Path:
         )
     if (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file():
         return path
-    for folder in (path / "checkpoints", path):
+    for folder in 2 * (
+        path / "checkpoints",
+        path,
+    ):  # a live run may replace every checkpoint while the first list is made
         if complete := complete_checkpoints(folder):
             return complete[-1]
     if not path.exists():
@@ -142,8 +154,52 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Finds a checkpoint (`find_checkpoint`), and reads and checks everything except its tensors. Raises CheckpointError."""
-    return _open_folder(find_checkpoint(path))
+    """Reads and checks everything except the tensors. Raises CheckpointError."""
+    return read_checkpoint(path, lambda checkpoint: checkpoint)
+
+
+def read_checkpoint(path: Path, read: Callable[[Checkpoint], Result], mesh: Mesh | None = None) -> Result:
+    """Opens the checkpoint that `find_checkpoint` finds and returns `read(checkpoint)`. If a live run removes that checkpoint
+    meanwhile, starts again with the newest one, unless `path` is the removed checkpoint's.
+
+    With a mesh, it is collective: all processes read the same checkpoint, and `read` must fail on all of them or on none. Raises
+    CheckpointError; RemovedCheckpointError if the checkpoint is gone.
+    """
+    mesh = mesh or Mesh(torch.device("cpu"))
+    left = ATTEMPTS
+    while True:
+        found: Path = run_on_main(mesh, lambda: find_checkpoint(path), BoostError)
+        is_there = functools.partial(_is_there, found, folder_identity(found))
+        try:
+            return read(open_on_all(found, mesh))
+        except (BoostError, OSError) as error:
+            if run_on_main(mesh, is_there):
+                raise
+            left -= 1
+            if found == path or not left:
+                raise RemovedCheckpointError(
+                    f"'{found}' was rotated away by its run while it was read; read a newer checkpoint, or keep more of them "
+                    "(train.keep)"
+                ) from error
+            log.warning(
+                "'%s' was rotated away by its run while it was read; reading the newest checkpoint instead", found
+            )
+
+
+def _is_there(folder: Path, identity: tuple[int, int] | None) -> bool:
+    return folder_identity(folder) == identity
+
+
+def folder_identity(path: Path) -> tuple[int, int] | None:
+    """Identifies the folder that has this path now; None if there is none. Changes if it is removed, renamed or replaced."""
+    real = path.resolve()
+    with contextlib.suppress(OSError):
+        if real.name in os.listdir(
+            real.parent
+        ):  # a network file system may remember the status of a folder that is gone
+            status = os.stat(real)
+            return status.st_dev, status.st_ino
+    return None
 
 
 def _open_folder(path: Path) -> Checkpoint:
@@ -228,7 +284,7 @@ def load_weights(checkpoint: Checkpoint, model: Model, mesh: Mesh) -> None:
     """Loads weights into a model on any mesh, with any layout and dtype. Raises CheckpointError."""
     run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
     shards = verify_checkpoint(checkpoint.path, checkpoint.config.model, mesh)
-    _read_into(named_slices(model, mesh), checkpoint, shards, mesh)
+    _read_into(named_slices(model, mesh), checkpoint.path, shards, mesh)
 
 
 def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimizer, mesh: Mesh) -> Position:
@@ -244,14 +300,14 @@ def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimiz
     # A process that did not exist in the saved mesh keeps the RNG state that follows from its own seed.
     states = {key: value for key, value in random_states(mesh).items() if key in shards}
     for part in optimizer.parts():
-        _read_into(named_slices(model, mesh, [part]) | states, checkpoint, shards, mesh)
+        _read_into(named_slices(model, mesh, [part]) | states, checkpoint.path, shards, mesh)
     restore_random_states(states)
     optimizer.updates = checkpoint.updates
     return checkpoint.position
 
 
-def _read_into(wanted: dict[str, Tensor], checkpoint: Checkpoint, shards: Shards, mesh: Mesh) -> None:
-    path, reader = checkpoint.path, ShardReader(checkpoint.path, checkpoint.manifest)
+def _read_into(wanted: dict[str, Tensor], path: Path, shards: Shards, mesh: Mesh) -> None:
+    reader = ShardReader(path, shards)
 
     def read_headers() -> None:
         if missing := wanted.keys() - shards.keys():
@@ -262,11 +318,20 @@ def _read_into(wanted: dict[str, Tensor], checkpoint: Checkpoint, shards: Shards
             raise DamagedCheckpointError(f"'{path}' cannot be read by process {mesh.rank}: {error}") from None
 
     run_on_all(mesh, read_headers, CheckpointError)
+    _load(wanted, reader, mesh.size == 1)
+
+
+def _load(wanted: dict[str, Tensor], reader: "ShardReader", alone: bool) -> None:
+    """Reads tensors. Raises CheckpointError, on all processes; torch's own exception is no `Exception`."""
     try:
         with quiet():
-            dcp.load(wanted, storage_reader=reader, no_dist=mesh.size == 1)
-    except dcp.api.CheckpointException as error:  # on every process; not an Exception
-        raise DamagedCheckpointError(f"'{path}' cannot be read: {root_cause(error)}") from None
+            dcp.load(wanted, storage_reader=reader, no_dist=alone)
+    except dcp.api.CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        for cause in causes:
+            if not isinstance(cause, Exception):  # it also catches KeyboardInterrupt
+                raise cause from None
+        raise DamagedCheckpointError(f"'{reader.folder}' cannot be read: {root_cause(error)}") from error
 
 
 class WeightReader:
@@ -277,8 +342,8 @@ class WeightReader:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._path = checkpoint.path
-        verify_checkpoint(self._path, checkpoint.config.model, Mesh(torch.device("cpu")))
-        self._reader = ShardReader(self._path, read_manifest(self._path))
+        shards = verify_checkpoint(self._path, checkpoint.config.model, Mesh(torch.device("cpu")))
+        self._reader = ShardReader(self._path, shards)
         self._tensors = self._reader.read_metadata().state_dict_metadata
 
     def names(self) -> list[str]:
@@ -293,8 +358,7 @@ class WeightReader:
         """The full parameter, on the CPU, in the dtype in which it was saved."""
         metadata = self._metadata(name)
         whole = torch.empty(metadata.size, dtype=metadata.properties.dtype)
-        with quiet():
-            dcp.load({f"{PREFIX}{name}": whole}, storage_reader=self._reader, no_dist=True)
+        _load({f"{PREFIX}{name}": whole}, self._reader, alone=True)
         return whole
 
     def _metadata(self, name: str) -> TensorStorageMetadata:
@@ -305,11 +369,13 @@ class WeightReader:
 
 
 class ShardReader(HuggingFaceStorageReader):
-    """Reads only the tensor files listed in a manifest, and reads each header once instead of once per tensor."""
+    """Reads only the tensor files of these shards, and reads each header once instead of once per tensor."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, shards: Shards) -> None:
         super().__init__(str(path / TENSORS))
-        self.fs = _ListedFiles([str(path / name) for name in manifest.tensor_files])
+        self.folder = path
+        files = {shard.file for of_tensor in shards.values() for shard in of_tensor}
+        self.fs = _ListedFiles([str(path / name) for name in sorted(files)])
 
     @functools.cached_property
     def _headers(self) -> Metadata:
