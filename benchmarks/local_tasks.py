@@ -1,7 +1,7 @@
 """Builds lm-evaluation-harness tasks from the held-out text of a token store:
 
     python -m benchmarks.local_tasks STORE --out DIR
-    boost eval RUN --tasks local_cloze,local_continuation,local_order --task-folder DIR
+    boost eval RUN --tasks local_cloze,local_continuation,local_order --task-folder DIR --trust-task-code
 
     local_cloze          the next word, which the context contains (as in LAMBADA): perplexity, and accuracy of greedy decoding
     local_continuation   the true next words against three passages from elsewhere (as in HellaSwag); chance: 25%

@@ -30,7 +30,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost eval runs/demo@best                             the checkpoint with the lowest held-out loss (train.keep_best)\n"
         "  boost eval runs/demo --store data/other --split train --max-tokens 100000\n"
         "  boost eval runs/demo --tasks arc_easy,hellaswag --limit 200\n"
-        "  boost eval runs/demo --tasks mine --task-folder my-tasks",
+        "  boost eval runs/demo --tasks mine --task-folder my-tasks --trust-task-code",
     )
     add_checkpoint_arguments(parser)
     parser.add_argument(
@@ -55,7 +55,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print JSON")
     group = parser.add_argument_group("tasks from lm-evaluation-harness (pip install lm_eval)")
     group.add_argument("--tasks", metavar="NAME[,NAME]", help="evaluate these tasks instead of a split")
-    group.add_argument("--task-folder", type=Path, metavar="DIR", help="folder with more tasks (YAML files)")
+    group.add_argument(
+        "--task-folder", type=Path, metavar="DIR", help="folder with more tasks (YAML files); needs --trust-task-code"
+    )
+    group.add_argument(
+        "--trust-task-code",
+        action="store_true",
+        help="allow --task-folder, whose files can run any code: Python functions (!function) and Jinja templates",
+    )
     group.add_argument(
         "--fewshot", type=int, metavar="N", help="few-shot examples per question (default: set by the task)"
     )
@@ -87,6 +94,11 @@ def _check_task_flags(args: argparse.Namespace) -> None:
         raise ConfigError(f"--limit = {args.limit} is too small; smallest valid value: 1")
     if args.task_folder is not None and not args.task_folder.is_dir():
         raise ConfigError(f"--task-folder = '{args.task_folder}' is not a folder; pass one with task YAML files")
+    if args.task_folder is not None and not args.trust_task_code:
+        raise ConfigError(
+            f"--task-folder = '{args.task_folder}': task files can run any code (!function, Jinja templates); read them, then add "
+            "--trust-task-code"
+        )
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("--tasks requires lm-evaluation-harness, which is not installed; run: pip install lm_eval")
 

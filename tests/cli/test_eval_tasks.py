@@ -55,6 +55,36 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tasks(tmp_path_factory.mktemp("tasks"), QUESTIONS)
 
 
+def mine(tasks: Path) -> list[object]:
+    return ["--task-folder", tasks, "--trust-task-code"]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        ("process_docs", "!function code.write"),
+    ],
+    ids=["function"],
+)
+def test_code_in_a_task_folder_runs_only_if_it_is_trusted(
+    checkpoint: Path, tmp_path: Path, capsys: Capture, field: tuple[str, str]
+) -> None:
+    write_tasks(tmp_path, QUESTIONS)
+    name, value = field
+    task = json.loads((tmp_path / "choice.yaml").read_text())
+    task.pop(name, None)
+    text = "".join(f"{key}: {json.dumps(of)}\n" for key, of in task.items())
+    (tmp_path / "choice.yaml").write_text(f"{text}{name}: {value.replace('FOLDER', str(tmp_path))}\n")
+    (tmp_path / "code.py").write_text(
+        f"def write(docs):\n    open({str(tmp_path / 'ran')!r}, 'w').close()\n    return docs\n"
+    )
+    words = ["--tasks", "toy_choice", "--task-folder", tmp_path, "--device", "cpu"]
+    code, _, err = say(capsys, "eval", checkpoint, *words)
+    assert code == 2 and "read them, then add --trust-task-code" in err and not (tmp_path / "ran").exists()
+    assert say(capsys, "eval", checkpoint, *words, "--trust-task-code")[0] == 0
+    assert (tmp_path / "ran").exists(), "the file does run then"
+
+
 def scored(checkpoint: Path, context: str, continuation: str) -> float:
     """Log-likelihood of a continuation, from the decoder's own next-token logits."""
     import argparse
@@ -80,7 +110,7 @@ def scored(checkpoint: Path, context: str, continuation: str) -> float:
 def test_scores_are_those_of_the_decoder(
     checkpoint: Path, tasks: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["--tasks", "toy_choice,toy_rolling", "--task-folder", tasks, "--device", "cpu", "--json"]
+    words = ["--tasks", "toy_choice,toy_rolling", *mine(tasks), "--device", "cpu", "--json"]
     rows: list[list[dict[str, Any]]] = []
     for batch in (1, 4):
         code, out, err = say(capsys, "eval", checkpoint, *words, "--batch", batch)
@@ -109,7 +139,7 @@ def test_answers_are_what_generate_says(checkpoint: Path, tmp_path: Path, capsys
         words = ["--prompt", each["question"], "--greedy", "--max-tokens", 4, "--json"]
         text = json.loads(say(capsys, "generate", checkpoint, *words)[1])["text"].partition("\n")[0]
         questions.append({"question": each["question"], "choices": [text], "answer": 0})
-    words = ["--tasks", "toy_answer", "--task-folder", write_tasks(tmp_path, questions), "--device", "cpu", "--json"]
+    words = ["--tasks", "toy_answer", *mine(write_tasks(tmp_path, questions)), "--device", "cpu", "--json"]
     code, out, err = say(capsys, "eval", checkpoint, *words)
     assert code == 0, err
     (row,) = json.loads(out)["tasks"]
@@ -138,7 +168,7 @@ def test_an_answer_stops_at_any_of_several_end_tokens(checkpoint: Path) -> None:
 
 
 def test_a_table_and_a_limit(checkpoint: Path, tasks: Path, capsys: Capture) -> None:
-    words = ["--tasks", "toy_choice", "--task-folder", tasks, "--device", "cpu", "--limit", 1]
+    words = ["--tasks", "toy_choice", *mine(tasks), "--device", "cpu", "--limit", 1]
     code, out, err = say(capsys, "eval", checkpoint, *words)
     assert code == 0, err
     assert any(line.split()[:2] == ["toy_choice", "acc"] for line in out.splitlines())
@@ -155,7 +185,7 @@ def test_a_table_and_a_limit(checkpoint: Path, tasks: Path, capsys: Capture) -> 
     ],
 )
 def test_mistakes(words: list[str], expected: str, checkpoint: Path, tasks: Path, capsys: Capture) -> None:
-    folder = [] if "--task-folder" in words or "--limit" in words[:1] else ["--task-folder", tasks]
+    folder = [] if "--task-folder" in words or "--limit" in words[:1] else mine(tasks)
     code, _, err = say(capsys, "eval", checkpoint, "--device", "cpu", *words, *folder)
     assert code == 2
     assert expected in err.splitlines()[-1]
@@ -175,7 +205,7 @@ def test_an_unknown_task(
         return usual(include_path=include_path, include_defaults=include_defaults and lists)
 
     monkeypatch.setattr(harness, "TaskManager", manager)
-    code, _, err = say(capsys, "eval", checkpoint, "--device", "cpu", "--tasks", "toy_choise", "--task-folder", tasks)
+    code, _, err = say(capsys, "eval", checkpoint, "--device", "cpu", "--tasks", "toy_choise", *mine(tasks))
     assert code == 2 and "unknown task 'toy_choise'; did you mean 'toy_choice'?" in err.splitlines()[-1]
     assert asked == [False, True]
 
@@ -183,7 +213,7 @@ def test_an_unknown_task(
 def test_two_processes_score_as_one(checkpoint: Path, tasks: Path, capfd: Capture) -> None:
     found = []
     for tp in (1, 2):
-        words = ["--tasks", "toy_rolling,toy_choice", "--task-folder", tasks, "--device", "cpu", "--json", "--tp", tp]
+        words = ["--tasks", "toy_rolling,toy_choice", *mine(tasks), "--device", "cpu", "--json", "--tp", tp]
         code, out, err = say(capfd, "eval", checkpoint, *words)
         assert code == 0, err
         found.append({row["task"]: row["value"] for row in json.loads(out)["tasks"]})
