@@ -109,8 +109,9 @@ def _check_and_train(args: argparse.Namespace, config: Config, faults: list[Faul
     from boost.train.launch import Supervise, can_fork, launch, under_torchrun
     from boost.train.progress import progress
     from boost.train.run import check_before_start, train_process
-    from boost.train.rundir import RunDirectory
+    from boost.train.rundir import RunDirectory, without_links
 
+    config = without_links(config)  # once for all processes
     launches = config.parallel.world_size > 1 and not under_torchrun()
     if launches:
         torch.set_num_threads(1)  # because `launch` forks

@@ -37,7 +37,7 @@ from boost.train.metrics import MetricsHook, tracker_modules
 from boost.train.rendezvous import Stopped, close_mesh, launch_dir, open_mesh
 from boost.train.resume import require_nothing_lost, require_start, resume_candidates
 from boost.train.run_lock import RunLock, require_unlocked
-from boost.train.rundir import RunDirectory, configure_logging
+from boost.train.rundir import RunDirectory, configure_logging, without_links
 from boost.train.samples import heldout_prompt, sample_text
 from boost.train.signals import StopRequest, until_stopped
 from boost.train.teacher import check_teacher
@@ -153,6 +153,7 @@ def train(
 ) -> tuple[TrainResult | None, int]:
     """Like `train_process`, but runs `hooks` before the built-in ones. Returns the result and the exit code. The result
     is None if a signal stopped the run before this process trained."""
+    config = without_links(config)
     # Set the size of c10d's flight recorder before the mesh is opened. It is small, because heartbeats read it every second.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")
     if config.train.deterministic:  # these variables are read at first use, so set them before the mesh is opened

@@ -148,6 +148,20 @@ class RunDirectory:
             )
 
 
+def without_links(config: Config) -> Config:
+    """The configuration with the real path of run.dir, which a run resolves once: a link that is turned elsewhere meanwhile must not
+    split its files over two folders.
+
+    Changes nothing if run.dir has no links, if one of them dangles, or with several nodes, whose links may differ.
+    """
+    path = Path(config.run.dir)
+    links = [place for place in (path.absolute(), *path.absolute().parents) if place.is_symlink()]
+    several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+    if several or not links or not all(link.exists() for link in links):
+        return config
+    return config.changed(run={"dir": str(path.resolve())})
+
+
 @contextlib.contextmanager
 def storage_errors(directory: Path | str) -> Iterator[None]:
     """Converts an OSError in the run directory to a one-line StorageError."""

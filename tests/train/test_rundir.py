@@ -9,14 +9,48 @@ from pathlib import Path
 import pytest
 import torch
 
+import boost
 from boost.config import Config, load
 from boost.errors import ConfigError, StorageError
 from boost.train import rundir
-from boost.train.rundir import RunDirectory, configure_logging
+from boost.train.rundir import RunDirectory, configure_logging, without_links
+from tests.train import runs
 
 
 def make_config(path: Path) -> Config:
     return load(None, ["--run.dir", str(path)])
+
+
+def test_a_run_stays_in_the_folder_that_a_link_led_to(store: Path, tmp_path: Path, boost_logger: object) -> None:
+    """Turned elsewhere during the run, it must not split the run's files over two folders."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "first")
+
+    def turn(trainer: object) -> None:
+        (tmp_path / "other").symlink_to(tmp_path / "second")
+        (tmp_path / "other").rename(tmp_path / "link")
+
+    config = runs.make_config(store, tmp_path / "link" / "run", train={"save_every": 2})
+    result = boost.Trainer(config, hooks=[runs.Do("after_step", 3, turn)]).fit()
+    run = RunDirectory(tmp_path / "first" / "run")
+    assert result.checkpoint == run.checkpoints / "step-00000006"
+    assert len(runs.losses(run.path)) == run.last_saved_step() == 6 and (run.logs / "rank0.log").stat().st_size
+    assert not any((tmp_path / "second").iterdir()) and not (run.path / "run.lock").exists()
+
+
+def test_links_are_followed_unless_they_dangle_or_nodes_may_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = make_config(Path("runs/one"))
+    assert without_links(config).run.dir == "runs/one"
+    (tmp_path / "runs").symlink_to("disk")
+    assert without_links(config).run.dir == "runs/one", "refused later, with the link's name"
+    (tmp_path / "disk").mkdir()
+    assert without_links(config).run.dir == str(tmp_path.resolve() / "disk/one")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert without_links(config).run.dir == "runs/one"
 
 
 @pytest.fixture
