@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from boost.config.load import parse_overrides
 from boost.config.text import escape_output, printable
 from boost.errors import BoostError, StorageError
 from boost.train.rundir import available_cores
@@ -105,6 +106,10 @@ def run_command(parser: argparse.ArgumentParser, words: Sequence[str], overrides
         if not getattr(args, "takes_overrides", False) and overrides + unknown:
             words = " ".join(overrides + unknown)
             parser.error(printable(f"unrecognized arguments: {words} (see {parser.prog} {args.command} --help)"))
+        for flag in (word for word in unknown if word.startswith("--")):
+            dict(
+                parse_overrides([flag])
+            )  # first, so that its value is not taken for another argument; every key has a dot
         args.overrides = unknown + overrides
         return args.run(args) or 0
     except BoostError as error:

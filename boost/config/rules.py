@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from boost import layouts  # names are looked up when used: the layouts' specifications import this package
 from boost.config.architecture import block_parameters
-from boost.config.schema import Config, ModelConfig
+from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.section import nearest
 from boost.errors import ConfigError
 
@@ -239,20 +239,44 @@ def _micro_batch_problems(config: Config) -> Iterator[str]:
     parallel, train = config.parallel, config.train
     chunk = parallel.dp * train.micro_batch
     count = train.global_batch // chunk
-
-    def legal(n: int) -> bool:
-        return n >= parallel.pp and (parallel.schedule == "1f1b" or n % (n // parallel.pp) == 0)
-
-    if parallel.schedule != "gpipe" and not legal(count):
-        best = nearest(count, max(2 * count, parallel.pp), legal)
+    if not _schedules(parallel, count):
+        best = nearest(count, max(2 * count, parallel.pp), lambda n: _schedules(parallel, n))
         how = f"n >= parallel.pp = {parallel.pp}"
         if parallel.schedule != "1f1b":
             how += f", and n divisible by n // {parallel.pp}"
         yield (
             f"train.global_batch = {train.global_batch} with parallel.dp = {parallel.dp} and train.micro_batch = "
             f"{train.micro_batch} gives n = {count} micro-batch{'es' * (count > 1)} per replica, but parallel.schedule = "
-            f"'{parallel.schedule}' requires {how}; nearest valid value: {best * chunk}"
+            f"'{parallel.schedule}' requires {how}; {_same_training(config)}nearest valid value: {best * chunk}"
         )
+
+
+def _schedules(parallel: ParallelConfig, n: int) -> bool:
+    """Whether the pipeline schedule can run n micro-batches."""
+    if parallel.pp == 1 or parallel.schedule == "gpipe":
+        return True
+    return n >= parallel.pp and (parallel.schedule == "1f1b" or n % (n // parallel.pp) == 0)
+
+
+_MAX_MICRO_BATCH = 4096
+"""Largest size to suggest."""
+
+
+def _same_training(config: Config) -> str:
+    """Advice to set train.micro_batch, which changes how a step is computed, but not what it learns; '' if no value fits."""
+    train, parallel, tp = config.train, config.parallel, config.parallel.tp
+    shards_tokens = tp > 1 and layouts.layout_spec(parallel.layout).residual == "tokens"
+
+    def fits(micro: int) -> bool:
+        count, left = divmod(train.global_batch, parallel.dp * micro)
+        if left or not _schedules(parallel, count) or (shards_tokens and micro * train.seq_len // parallel.cp % tp):
+            return False
+        return tp * parallel.cp == 1 or not any(_overlap_problems(config.changed(train={"micro_batch": micro})))
+
+    now = min(train.micro_batch, _MAX_MICRO_BATCH)
+    sizes = (*range(now, 0, -1), *range(now + 1, _MAX_MICRO_BATCH))  # first those that need less memory
+    micro = next((micro for micro in sizes if fits(micro)), None)
+    return "" if micro is None else f"set train.micro_batch = {micro}, which trains the same, or change the training: "
 
 
 def _indivisible(config: Config) -> Iterator[str]:
@@ -296,7 +320,7 @@ def _indivisible(config: Config) -> Iterator[str]:
         yield (
             f"train.seq_len = {train.seq_len} with train.micro_batch = {train.micro_batch} gives {tokens} tokens per micro-batch"
             f"{shared}, which parallel.layout = '{spec.name}' cannot shard evenly over parallel.tp = {tp} processes; "
-            f"nearest valid value: {best}"
+            f"{_same_training(config)}nearest valid value: {best}"
         )
 
 
@@ -314,7 +338,7 @@ def _train_problems(config: Config) -> Iterator[str]:
         best = max(chunk, (2 * train.global_batch + chunk) // (2 * chunk) * chunk)
         yield (
             f"train.global_batch = {train.global_batch} must be divisible by {chunk}, the product of parallel.dp = {parallel.dp} "
-            f"and train.micro_batch = {train.micro_batch}; nearest valid value: {best}"
+            f"and train.micro_batch = {train.micro_batch}; {_same_training(config)}nearest valid value: {best}"
         )
     if train.profile and (len(train.profile) != 2 or train.profile[0] > train.profile[1]):
         first, last = min(train.profile), max(train.profile)

@@ -5,6 +5,7 @@ import faulthandler
 import logging
 import os
 import pkgutil
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -339,3 +340,9 @@ def _print_result(config: Config, trainer: Trainer, result: TrainResult) -> None
     print(f"\nrun directory       {printable(str(trainer.run.path))}")
     if result.checkpoint:
         print(f"checkpoint          {printable(str(result.checkpoint))}", flush=True)
+    if result.evaluation and result.checkpoint:
+        in_fallback = not result.checkpoint.is_relative_to(trainer.run.path)
+        path = shlex.quote(str(result.checkpoint if in_fallback else trainer.run.path))
+        out = shlex.quote(f"exported/{trainer.run.path.resolve().name}")
+        commands = f"boost eval {path}; boost generate {path}; boost export {path} --out {out}"
+        print(f"next                {printable(commands)}", flush=True)

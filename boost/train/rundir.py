@@ -149,7 +149,7 @@ class RunDirectory:
 
 
 def without_links(config: Config) -> Config:
-    """The configuration with the real path of run.dir, which a run resolves once: a link that is turned elsewhere meanwhile must not
+    """The configuration with the real path of run.dir, resolved once: a link that is turned elsewhere meanwhile must not
     split its files over two folders.
 
     Changes nothing if run.dir has no links, if one of them dangles, or with several nodes, whose links may differ.

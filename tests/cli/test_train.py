@@ -81,6 +81,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
     assert process.returncode == 0, err
     for words in ("held-out loss", "unigram entropy", "held-out perplexity", "bits per byte", "sample", str(run)):
         assert words in out
+    assert out.splitlines()[-1].split(maxsplit=1) == [
+        "next", f"boost eval {run}; boost generate {run}; boost export {run} --out exported/whole",
+    ]  # fmt: skip
     return run
 
 

@@ -166,6 +166,36 @@ def test_a_mistake_is_one_line_with_field_value_and_way_out(overrides: list[str]
 
 
 @pytest.mark.parametrize(
+    ("source", "overrides", "micro"),
+    [
+        ("laptop", ["--parallel.dp", "2"], 8),
+        ("demo", ["--train.global_batch", "7", "--train.micro_batch", "2"], 1),
+        (None, ["--parallel.pp", "8"], 4),
+        (None, ["--parallel.pp", "2", "--parallel.schedule", "interleaved-1f1b", "--train.global_batch", "40"], 5),
+        (
+            None,
+            ["--parallel.tp", "4", "--parallel.layout", "btp-sp", "--train.micro_batch", "1", "--train.seq_len", "30"],
+            2,
+        ),
+        (None, ["--parallel.tp", "2", "--parallel.overlap", "halves", "--train.global_batch", "36"], 6),
+        (None, ["--parallel.dp", "3"], None),
+    ],
+)
+def test_advice_that_does_not_change_the_training_comes_first(
+    source: str | None, overrides: list[str], micro: int | None
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(source, overrides)
+    before, found, rest = str(error.value).partition("set train.micro_batch = ")
+    assert "nearest valid value" not in before or micro is None
+    if micro is None:
+        assert not found
+        return
+    assert rest.startswith(f"{micro}, which trains the same, or change the training: nearest valid value: ")
+    assert load(source, [*overrides, "--train.micro_batch", str(micro)]).train.micro_batch == micro
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("[trian]\nsteps = 3", ["trian", "did you mean 'train'"]),
