@@ -4,6 +4,10 @@ The command line prints the message of a `BoostError` and exits with its `exit_c
 other exception is a bug in BOOST and keeps its traceback.
 """
 
+TRY_AGAIN = 75
+"""Exit code after a signal to another node, or to `boost launch`, made the run save and stop: EX_TEMPFAIL, so that the scheduler
+retries."""
+
 
 class BoostError(Exception):
     """Base class for errors that a user can fix. The message is one line that says how to fix it."""

@@ -22,8 +22,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog="examples:\n"
         f"  boost coordinate --port {PORT}\n\n"
         "then start one torchrun per replica:\n"
-        f"  BOOST_REPLICA=0 BOOST_COORDINATOR=login:{PORT} torchrun --nproc-per-node 8 --max-restarts 100 \\\n"
-        "      -m boost.cli.main train run.toml --parallel.tp 8 --parallel.dp 16 --run.recovery in-step",
+        f"  BOOST_REPLICA=0 BOOST_COORDINATOR=login:{PORT} boost launch --nproc-per-node 8 --max-restarts 100 \\\n"
+        "      -- train run.toml --parallel.tp 8 --parallel.dp 16 --run.recovery in-step",
     )
     parser.add_argument("--port", type=int, default=PORT, metavar="N", help=f"TCP port (default {PORT})")
     return parser

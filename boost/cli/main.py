@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from boost.config.load import parse_overrides
-from boost.config.text import escape_output, printable
-from boost.errors import BoostError, StorageError
+from boost.config.text import escape_output, print_error, printable
+from boost.errors import BoostError, ConfigError, StorageError
 from boost.train.rundir import available_cores
 from boost.version import __version__
 
@@ -22,7 +22,7 @@ COMMAND_GROUPS = {
     "training": ("recipe", "train", "config", "eval", "generate"),
     "models": ("runs", "checkpoint", "export", "import"),
     "planning": ("plan", "plan calibrate", "inspect"),
-    "clusters": ("verify", "coordinate"),
+    "clusters": ("launch", "verify", "coordinate"),
 }
 """Commands by heading, in the order that `boost --help` shows."""
 
@@ -85,32 +85,53 @@ def main(argv: Sequence[str] | None = None) -> int:
         note = f"OMP_NUM_THREADS = {threads} exceeds the number of available cores; using {cores}"
         print(f"warning: {note}", file=sys.stderr)
     escape_output()
-    words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    # All other words of `launch` are torchrun's or those of the command that it launches.
+    launches = given[:1] == ["launch"] and not {"-h", "--help"} & {*given[1:2]}
+    words, overrides = (given[:1], given[1:]) if launches else split_overrides(given)
     parser = build_parser()
-    if not words and not overrides:
+    if not given:
         parser.print_help()
         return 0
+    try:
+        words = command_words(words)
+    except ConfigError as error:
+        print_error(str(error))
+        return error.exit_code
+    return run_command(parser, words, overrides)
+
+
+def command_words(words: list[str]) -> list[str]:
+    """`words` with the command as one word, such as `plan calibrate`. Raises ConfigError if it is unknown."""
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         near = difflib.get_close_matches(words[0], COMMANDS, n=1)
-        print_error(f"unknown command '{words[0]}'; " + (f"did you mean '{near[0]}'?" if near else "see boost --help"))
-        return 2
-    if " ".join(words[:2]) in COMMANDS and len(words) > 1:
-        words = [" ".join(words[:2]), *words[2:]]
-    return run_command(parser, words, overrides)
+        advice = f"did you mean '{near[0]}'?" if near else "see boost --help"
+        raise ConfigError(f"unknown command '{words[0]}'; {advice}")
+    two = " ".join(words[:2])
+    return [two, *words[2:]] if len(words) > 1 and two in COMMANDS else words
+
+
+def parse(parser: argparse.ArgumentParser, words: Sequence[str], overrides: list[str]) -> argparse.Namespace:
+    """Parses a subcommand's arguments. Like argparse, exits with code 2 if they are wrong. Raises ConfigError, naming an unknown
+    flag, if the subcommand takes those of a configuration."""
+    args, unknown = parser.parse_known_args(words)
+    if not getattr(args, "takes_overrides", False) and overrides + unknown:
+        text = " ".join(overrides + unknown)
+        parser.error(printable(f"unrecognized arguments: {text} (see {parser.prog} {args.command} --help)"))
+    for flag in (word for word in unknown if word.startswith("--")):
+        dict(parse_overrides([flag]))  # before its value is taken for another argument; every key has a dot
+    args.overrides = unknown + overrides
+    return args
 
 
 def run_command(parser: argparse.ArgumentParser, words: Sequence[str], overrides: list[str]) -> int:
     """Parses `words`, calls the subcommand's `run` and returns its exit code. Prints an error as one line on stderr."""
-    args, unknown = parser.parse_known_args(words)
     try:
-        if not getattr(args, "takes_overrides", False) and overrides + unknown:
-            words = " ".join(overrides + unknown)
-            parser.error(printable(f"unrecognized arguments: {words} (see {parser.prog} {args.command} --help)"))
-        for flag in (word for word in unknown if word.startswith("--")):
-            dict(
-                parse_overrides([flag])
-            )  # first, so that its value is not taken for another argument; every key has a dot
-        args.overrides = unknown + overrides
+        args = parse(parser, words, overrides)
+    except ConfigError as error:
+        print_error(str(error))
+        return error.exit_code
+    try:
         return args.run(args) or 0
     except BoostError as error:
         if args.debug:
@@ -145,11 +166,6 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
             overrides.append(words[position])
             position += 1
     return rest, overrides
-
-
-def print_error(message: str) -> None:
-    """Prints one line on stderr, escaped because names and values in the message may be untrusted."""
-    print(f"boost: error: {printable(' '.join(message.split()))}", file=sys.stderr)
 
 
 def _exit_code(code: int) -> int:

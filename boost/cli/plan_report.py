@@ -187,8 +187,8 @@ def launch(report: PlanReport) -> list[str]:
         return _wrapped("boost", command)
     nodes = -(-gpus // per_node)
     words = ["--nnodes", str(nodes), "--nproc-per-node", str(per_node), "--rdzv-backend", "c10d"]
-    lines = ["torchrun " + shlex.join([*words, "--rdzv-endpoint", "FIRST_NODE:29400"]) + " \\"]
-    lines += ["    " + line for line in _wrapped("-m boost.cli.main", command)]
+    lines = ["boost launch " + shlex.join([*words, "--rdzv-endpoint", "FIRST_NODE:29400"]) + " \\"]
+    lines += ["    " + line for line in _wrapped("--", command)]
     if gpus % per_node:
         lines.append(f"# on the last node: --nproc-per-node {gpus % per_node}")
     return lines

@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost train --start-from checkpoints/llama --data.store data/mine   continue training imported weights\n"
         "  boost train --start-from checkpoints/svd --distill-from runs/dense --data.store data/mine   heal factors\n"
         "  boost train my.toml --parallel.tp 2 --parallel.pp 2 --parallel.dp 2 --parallel.shard optimizer\n"
-        "  torchrun --nproc-per-node 8 -m boost.cli.main train my.toml --parallel.tp 4 --parallel.dp 2\n\n"
+        "  boost launch --nproc-per-node 8 -- train my.toml --parallel.tp 4 --parallel.dp 2      under torchrun\n\n"
         "signals, to any process of the run:\n"
         "  SIGTERM, SIGUSR1, SIGHUP, SIGINT (Ctrl-C)   save after this step and exit; a second Ctrl-C aborts without saving\n"
         "  SIGUSR2                                     save after this step and continue\n"
@@ -73,20 +73,24 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="KIND@STEP[:RANK]",
         help="inject a fault on rank RANK (default 0) at step STEP, to test recovery; may be repeated; kinds are listed below",
     )
-    parser.set_defaults(takes_overrides=True)
+    parser.set_defaults(takes_overrides=True, check=check)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     # Handle signals before importing torch, which takes several seconds.
     with StopRequest() as request:
-        config = _config(args)
-        for store in config.data.sources:
-            read_meta(Path(store))
-        for path in filter(None, (config.distill.teacher, args.resume if args.resume != "auto" else None)):
-            require_checkpoint_folder(path)
-        faults = [parse_fault(text, config.train.steps, config.parallel.world_size) for text in args.inject_fault]
-        return _run(args, config, faults, request)
+        return _run(args, *check(args), request)
+
+
+def check(args: argparse.Namespace) -> tuple[Config, list[Fault]]:
+    """Checks what can be checked without torch. Returns the configuration and the faults to inject. Raises BoostError."""
+    config = _config(args)
+    for store in config.data.sources:
+        read_meta(Path(store))
+    for path in filter(None, (config.distill.teacher, args.resume if args.resume != "auto" else None)):
+        require_checkpoint_folder(path)
+    return config, [parse_fault(text, config.train.steps, config.parallel.world_size) for text in args.inject_fault]
 
 
 def train_config(config: Config) -> int:

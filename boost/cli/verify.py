@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost verify                              one process per GPU, or two on CPUs\n"
         "  boost verify my.toml --nproc 8\n"
         "  boost verify --only collectives links --gpu local.toml\n"
-        "  torchrun --nnodes 2 --nproc-per-node 8 ... -m boost.cli.main verify my.toml   across nodes, without 'runs'",
+        "  boost launch --nnodes 2 --nproc-per-node 8 ... -- verify my.toml   across nodes, without 'runs'",
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="preset name or TOML file of a run")
     parser.add_argument(
@@ -62,12 +62,17 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, default=Path("verify.json"), metavar="FILE", help="report to write (default: verify.json)"
     )
-    parser.set_defaults(takes_overrides=True)
+    parser.set_defaults(takes_overrides=True, check=check)
     return parser
 
 
+def check(args: argparse.Namespace) -> Config | None:
+    """The configuration, if one is given. Raises ConfigError."""
+    return load(args.config, args.overrides) if args.config or args.overrides else None
+
+
 def run(args: argparse.Namespace) -> int:
-    own = load(args.config, args.overrides) if args.config or args.overrides else None
+    own = check(args)
     sections = tuple(name for name in SECTIONS if not args.only or name in args.only)
 
     import torch

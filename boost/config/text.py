@@ -1,7 +1,11 @@
 """Text from files and users: reads it with precise errors, and prints it without terminal control sequences."""
 
+import contextlib
 import io
+import json
+import os
 import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,24 @@ from boost.errors import ConfigError
 
 _MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 """Byte order marks of encodings other than UTF-8, longest first."""
+
+LAUNCHED = "BOOST_LAUNCHED"
+"""Environment variable: `boost launch` started this process."""
+
+
+def print_error(message: str) -> None:
+    """Prints an error as one line on stderr, escaped because names and values in it may be untrusted.
+
+    Under `boost launch`, leaves the line in a file of torchrun's instead: the launcher prints one error for all processes.
+    """
+    line = printable(" ".join(message.split()))
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if LAUNCHED in os.environ and report:
+        with contextlib.suppress(OSError):
+            Path(f"{report}.tmp").write_text(json.dumps({"message": line, "timestamp": time.time()}), encoding="utf-8")
+            os.replace(f"{report}.tmp", report)
+            return
+    print(f"boost: error: {line}", file=sys.stderr, flush=True)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

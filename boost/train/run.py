@@ -7,15 +7,14 @@ import os
 import pkgutil
 import shlex
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from boost.config import Config
-from boost.config.text import printable, printable_text
+from boost.config.text import print_error, printable, printable_text
 from boost.data.fit import open_corpus
 from boost.data.verify import Progress
-from boost.errors import BoostError, HangError, StoppedError, TrainingError
+from boost.errors import TRY_AGAIN, BoostError, HangError, StoppedError, TrainingError
 from boost.format import format_count
 from boost.parallel.weights import require_torch
 from boost.train.agreement import run_on_main
@@ -51,9 +50,6 @@ SAMPLE_TOKENS = 120
 
 SESSIONS = {"restart": "boost.train.run:Session", "in-step": "boost.elastic.session:ElasticSession"}
 """Session class for each value of run.recovery."""
-
-STOPPED_ELSEWHERE = 75
-"""Exit code after a signal to another node made the run save and stop: EX_TEMPFAIL, so that the scheduler retries."""
 
 
 class Session:
@@ -178,7 +174,7 @@ def train(
             log.error("%s", message)
             folder = launch_dir()
             if folder is None or not failure_report(error, int(os.environ["RANK"])).write(folder):
-                print(f"boost: error: {message}; resume with --resume auto", file=sys.stderr)
+                print_error(f"{message}; resume with --resume auto")
             leave(error.exit_code)
 
         lock = RunLock(config.run.dir) if session.mesh.is_main else None
@@ -309,7 +305,7 @@ def _exit_code(result: TrainResult) -> int:
 
 
 def _stopped_elsewhere() -> int:
-    return STOPPED_ELSEWHERE if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 else 0
+    return TRY_AGAIN if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 else 0
 
 
 def _print_result(config: Config, trainer: Trainer, result: TrainResult) -> None:

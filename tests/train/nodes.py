@@ -78,15 +78,24 @@ class Node(Host):
         In both namespaces, the name of this machine means a loopback address. So everything that is found by the
         name must be set: the rendezvous host, this node's address, and gloo's interface.
         """
-        command = [
+        environment = self.environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(own_store))}
+        options = self.options(first, nproc, max_restarts)
+        return self.started(torchrun, [*options, "-m", "boost.cli.main", *words], environment)
+
+    def launch(self, first: "Node", words: list[str], nproc: int, max_restarts: int = 0) -> Agent:
+        """Starts `boost launch ... -- WORDS` instead."""
+        options = self.options(first, nproc, max_restarts)
+        return self.started(boost_command, ["launch", *options, "--", *words], self.environment())
+
+    def options(self, first: "Node", nproc: int, max_restarts: int) -> list[str]:
+        return [
             *("--nnodes", "2", "--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.address}:{PORT}", "--rdzv-id", "test"),
             *("--rdzv-conf", f"is_host={int(self is first)},read_timeout=600", "--local-addr", self.address),
-            *("-m", "boost.cli.main", *words),
         ]
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": self.wire, "OMP_NUM_THREADS": "1"}
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = str(int(own_store))
-        return self.started(torchrun, command, environment)
+
+    def environment(self) -> dict[str, str]:
+        return os.environ | {"GLOO_SOCKET_IFNAME": self.wire, "OMP_NUM_THREADS": "1"}
 
     def started(self, function: Callable[[list[str]], int], words: list[str], environment: Mapping[str, str]) -> Agent:
         """Calls `function(words)` in a process on this host, until the test ends."""

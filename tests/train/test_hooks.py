@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from boost.errors import BoostError, StorageError, TrainingError
+from boost.errors import TRY_AGAIN, BoostError, StorageError, TrainingError
 from boost.parallel.gradients import StepFlags, launch_step_stats
 from boost.train import hooks, run
 from boost.train.builtin_hooks import BadStepLimit, PeriodicCheckpoint, PeriodicEvaluation, ReplicaCheck
@@ -136,7 +136,7 @@ def test_a_stop_by_a_hook_exits_with_0_on_every_node(monkeypatch: pytest.MonkeyP
     position = Position(3, 384)
     assert run._exit_code(TrainResult(position, None, None, "a hook on another process")) == 0
     elsewhere = TrainResult(position, None, None, "a signal to another process", by_signal=True)
-    assert run._exit_code(elsewhere) == run.STOPPED_ELSEWHERE
+    assert run._exit_code(elsewhere) == TRY_AGAIN
 
 
 def request_and_refuse_on_one(config: Any) -> tuple[list[int], list[str], Any]:

@@ -131,3 +131,16 @@ def test_a_node_that_takes_anothers_place_is_let_in(
     for agent in agents:
         assert agent.wait(LIMIT_S) == 0, agent.said()
     assert losses(run) == pytest.approx(alone, rel=1e-10)
+
+
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_mistake_on_one_node_ends_all_nodes_at_once_and_is_printed_once(
+    nodes: tuple[Node, Node], config: Path, tmp_path: Path, node: int
+) -> None:
+    """The other node's process waits for it, and restarts are left. (This machine has no GPU.)"""
+    words = [command(config, tmp_path / "run"), command(config, tmp_path / "run")]
+    words[node] += ["--run.device", "cuda"]
+    agents = [made.launch(nodes[0], its, nproc=1, max_restarts=3) for made, its in zip(nodes, words, strict=True)]
+    assert [agent.wait(LIMIT_S) for agent in agents] == [2, 2], [agent.said() for agent in agents]
+    assert [agent.said().count("boost: error: ") for agent in agents] == [int(node == 0), int(node == 1)]
+    assert "run.device = 'cuda'" in agents[node].said()

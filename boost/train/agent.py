@@ -1,0 +1,168 @@
+"""torchrun for `boost launch`: torch's own launcher and elastic agent, but with exit codes and errors of ours.
+
+torchrun exits with 1 whatever happened, restarts its processes after a mistake that no restart can fix, prints each process's
+error and a report of its own, and abandons its processes at the third signal. The agent below changes these four things.
+It overrides only what torch 2.11 to 2.15 have in common.
+"""
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from torch.distributed import DistError, Store, run
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher import api
+
+from boost.config.text import LAUNCHED, print_error
+from boost.errors import TRY_AGAIN, BoostError, ConfigError, TrainingError
+from boost.train.heartbeat import process_name
+
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""Signals that the agent forwards: torchrun's, and SIGUSR1, which would end torchrun and leave its processes behind."""
+
+_LOGGERS = ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api")
+_ERROR, _LEFT = "boost/error", "boost/left"
+_LEAVE_S = 10.0
+"""How long, in seconds, a node waits until the others know of an error that ends the run: it may host their store."""
+
+
+class _EndedElsewhere(BoostError):
+    """Another node has printed the error that ends this run."""
+
+
+def torchrun(options: Sequence[str], command: Sequence[str]) -> int:
+    """Runs `torchrun OPTIONS -m boost.cli.main COMMAND`. Returns the exit code: 0, or 75 after a signal.
+
+    Raises BoostError for the failure that ended the run, as soon as it is final. Call it on the main thread.
+    """
+    args = run.parse_args(["--signals-to-handle", SIGNALS, *options, "-m", "boost.cli.main", *command])
+    if args.training_script != "boost.cli.main":
+        raise ConfigError(
+            f"boost launch: '{args.training_script}' is not an option of torchrun; write options before -- with their values"
+        )
+    os.environ[LAUNCHED] = "1"
+    if "LOGLEVEL" not in os.environ:
+        for name in _LOGGERS:
+            logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    agents: list[Agent] = []
+
+    def agent(*arguments: Any, **options: Any) -> Agent:
+        agents.append(Agent(*arguments, **options))
+        return agents[0]
+
+    api.LocalElasticAgent = agent  # type: ignore[misc, assignment]
+    try:
+        run.run(args)
+    except _EndedElsewhere as error:
+        return error.exit_code
+    except SignalException as stop:
+        failures = agents[0].failures() if agents else {}
+        if any(_code(failure) != TRY_AGAIN and failure.exitcode != -signal.SIGTERM for failure in failures.values()):
+            raise agents[0].root_cause(failures, stop.sigval) from stop
+        return TRY_AGAIN  # with 0, Kubernetes would count a drained pod as complete
+    except (RendezvousError, DistError) as error:
+        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+        raise TrainingError(f"the nodes lost each other or did not meet at {args.rdzv_endpoint}: {reason}") from error
+    return 0
+
+
+class Agent(LocalElasticAgent):
+    """Starts the processes of a node, and restarts them unless that would not help."""
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if not result.is_failed():
+            self._raise_if_ended(worker_group)
+            return result
+        error = self.root_cause(result.failures)
+        if error.exit_code == BoostError.exit_code:
+            self._end_all(worker_group, str(error))
+            raise error
+        self._raise_if_ended(worker_group)
+        if not self._remaining_restarts:
+            raise error
+        print_error(f"{error}; restarting the processes (restarts left: {self._remaining_restarts - 1})")
+        return result
+
+    def _end_all(self, group: Any, message: str) -> None:
+        """Tells the other nodes that no restart would help. Raises _EndedElsewhere if another node was first."""
+        if group.group_world_size == 1:
+            return
+        mine, store = f"{group.group_rank}: {message}", cast(Store, self._store)
+        first = bytes(store.compare_set(_ERROR, "", mine)).decode()
+        self._leave(group, store)
+        if first != mine:
+            raise _EndedElsewhere(first)
+
+    def _raise_if_ended(self, group: Any) -> None:
+        store = cast(Store, self._store)
+        if group.group_world_size > 1 and store.check([_ERROR]):
+            self._leave(group, store)
+            raise _EndedElsewhere(store.get(_ERROR).decode())
+
+    def _leave(self, group: Any, store: Store) -> None:
+        store.add(_LEFT, 1)
+        deadline = time.monotonic() + _LEAVE_S
+        while store.add(_LEFT, 0) < group.group_world_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _shutdown(self, *arguments: Any, **options: Any) -> None:
+        if isinstance(sys.exception(), SignalException):
+            # The processes have the signal and are saving. Slurm repeats it, and each repetition would cut the wait short.
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+        super()._shutdown(*arguments, **options)
+
+    def failures(self) -> dict[int, ProcessFailure]:
+        """The processes that have ended with an error, by global rank."""
+        context: Any = self._pcontext
+        found = {}
+        for local, handler in (context.subprocess_handlers if context else {}).items():
+            if code := handler.proc.returncode:
+                rank = self._worker_group.workers[local].global_rank
+                found[rank] = ProcessFailure(local, handler.proc.pid, code, context.error_files[local])
+        return found
+
+    def root_cause(self, failures: Mapping[int, ProcessFailure], stop: signal.Signals | None = None) -> BoostError:
+        """The error of the process that explains the others' errors, as in `boost.train.failures.root_cause`.
+
+        `stop`: the signal after which they failed, if there was one.
+        """
+
+        def order(rank: int) -> tuple[int, float]:
+            code = failures[rank].exitcode
+            symptom = code in (TRY_AGAIN, -signal.SIGTERM)  # after the first failure, torch sends SIGTERM to the others
+            precedence = (code == BoostError.exit_code, code < 0 and not symptom, code == 1, not symptom, True)
+            return precedence.index(True), float(failures[rank].error_file_data.get("timestamp", time.time()))
+
+        rank = min(failures, key=order)
+        failure, who = failures[rank], process_name(rank, self._worker_group.workers[0].world_size)
+        if "timestamp" in failure.error_file_data:
+            message = str(failure.message)
+        elif failure.exitcode == -signal.SIGKILL and stop:
+            message = (
+                f"{who} was still saving when torchrun's time limit after {stop.name} ended it; set "
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT to more seconds than a step and a save take"
+            )
+        elif failure.exitcode < 0:
+            hint = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
+            message = f"{who} was killed by {failure.signal_name()}{hint}"
+        elif failure.exitcode == TRY_AGAIN:
+            message = "a signal to another node stopped the run"
+        else:
+            message = f"{who} ended with exit code {failure.exitcode}"
+        error = BoostError(message)
+        error.exit_code = _code(failure)
+        return error
+
+
+def _code(failure: ProcessFailure) -> int:
+    return TrainingError.exit_code if failure.exitcode < 0 else failure.exitcode

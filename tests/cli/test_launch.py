@@ -1,0 +1,148 @@
+"""`boost launch`: checked before torchrun starts, one error, exit codes, and signals during a save."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from boost.cli.main import main
+from boost.train.agent import Agent
+from tests.cli.commands import Capture, say
+from tests.train.commands import LIMIT_S, ForkedPython, alive, boost_command, saved_steps, toml
+
+TORCHRUN = ("--standalone", "--nproc-per-node", "2", "--monitor-interval", "0.1")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("-- train demo --optim.lrr 1", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
+        ("-- train demo --data.store /nowhere", "/nowhere: no token store here"),
+        ("-- verify nothing.toml", "nothing.toml"),
+        ("-- trian demo", "unknown command 'trian'; did you mean 'train'?"),
+        ("--nproc-per-node 2", "-- and a command are missing"),
+        ("--", "-- and a command are missing"),
+        ("--nproc-per-node 2 twice -- verify", "'twice' is not an option of torchrun"),
+    ],
+)
+def test_a_mistake_is_one_line_before_any_process_starts(
+    words: str, error: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.run.run", lambda _: pytest.fail("torchrun was started"))
+    before = signal.getsignal(signal.SIGTERM)
+    code, out, err = say(capsys, "launch", *words.split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("boost: error: ") and error in err
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_before_the_processes_start_asks_for_another_try(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("boost.train.agent.torchrun", lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+    code, _, err = say(capsys, "launch", "--", "verify")
+    assert code == 75 and "stopped by SIGUSR1 before the processes started; nothing was lost" in err
+
+
+def test_the_launched_command_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags of both sides reach their owner, and SIGUSR1 is forwarded unless the options say otherwise."""
+    seen: list[Any] = []
+    monkeypatch.setattr("torch.distributed.run.run", seen.append)
+    for options in ("--nnodes 2", "--nnodes 2 --signals-to-handle SIGTERM"):
+        assert main(["launch", *options.split(), "--", "verify", "--only", "links", "--run.device=cpu"]) == 0
+    for args, signals in zip(seen, ("SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "SIGTERM"), strict=True):
+        assert (args.nnodes, args.module, args.training_script) == ("2", True, "boost.cli.main")
+        assert args.training_script_args == ["verify", "--only", "links", "--run.device=cpu"]
+        assert args.signals_to_handle == signals
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "message"),
+    [
+        ({0: (3, "lost", 1), 1: (2, "typo", 9)}, 2, "typo"),
+        ({0: (3, "lost", 1), 2: (-9, "", 0)}, 3, "process 3 of 4 (rank 2) was killed by SIGKILL (out of memory?)"),
+        ({0: (3, "lost", 1), 1: (1, "", 0)}, 1, "process 2 of 4 (rank 1) ended with exit code 1"),
+        ({0: (3, "second", 2), 1: (3, "first", 1), 2: (-15, "", 0), 3: (75, "", 0)}, 3, "first"),
+        ({0: (75, "", 0), 1: (-15, "", 0)}, 75, "a signal to another node stopped the run"),
+    ],
+)
+def test_the_root_cause_is_printed(
+    codes: dict[int, tuple[int, str, float]], code: int, message: str, tmp_path: Path
+) -> None:
+    failures = {}
+    for rank, (exit_code, text, at) in codes.items():
+        report = tmp_path / str(rank)
+        if text:
+            report.write_text(f'{{"message": "{text}", "timestamp": {at}}}')
+        failures[rank] = ProcessFailure(rank, 1, exit_code, str(report))
+    agent: Any = Agent.__new__(Agent)
+    agent._worker_group = SimpleNamespace(workers=[SimpleNamespace(world_size=4)])
+    error = agent.root_cause(failures)
+    assert (error.exit_code, str(error)) == (code, message)
+
+
+def launched(folder: Path, store: Path, *words: str, restarts: int = 0) -> ForkedPython:
+    """`boost launch` of an endless run on two processes."""
+    config = folder / "run.toml"
+    config.write_text(f'{toml(store, steps=100000, save_every=0, eval_every=0, log_every=1)}dir = "{folder / "run"}"\n')
+    command = ["launch", *TORCHRUN, "--max-restarts", str(restarts), "--", "train", str(config), *words]
+    return ForkedPython(boost_command, [command], os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "code", "error"),
+    [
+        (("--parallel.tp", "1"), 2, "the mesh has size 1, but the number of started processes is 2; start 1"),
+        pytest.param(
+            ("--inject-fault", "kill@3:1"),
+            3,
+            "process 2 of 2 (rank 1) was killed by SIGKILL",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_an_error_of_the_processes_is_one_last_line_and_a_code(
+    words: tuple[str, ...], code: int, error: str, store: Path, tmp_path: Path
+) -> None:
+    """A mistake (2) is not repeated, though restarts are left."""
+    process = launched(tmp_path, store, *words, restarts=3 if code == 2 else 0)
+    try:
+        out, err = process.communicate()
+        assert process.returncode == code, err
+    finally:
+        process.close()
+    assert (out + err).count("boost: error: ") == 1 and "Traceback" not in err
+    assert err.splitlines()[-1].startswith("boost: error: ") and error in err.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.nightly)])
+def test_repeated_signals_do_not_interrupt_a_save(number: int, store: Path, tmp_path: Path) -> None:
+    """A scheduler may send a signal at the grace's start and end; torchrun itself would end at the third, before its processes."""
+    process = launched(tmp_path, store)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not metrics.exists() or metrics.read_text().count("\n") < 3:
+            assert process.poll() is None and time.monotonic() < deadline, process.said()
+            time.sleep(0.1)
+        workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        for pid in workers:  # as if the save took seconds
+            os.kill(pid, signal.SIGSTOP)
+        for _ in range(5):
+            process.send_signal(number)
+            time.sleep(0.3)
+        assert process.poll() is None, process.said()
+        for pid in workers:
+            os.kill(pid, signal.SIGCONT)
+        assert process.wait() == 75, process.said()
+    finally:
+        process.close()
+    assert not any(alive(pid) for pid in workers)
+    assert len(saved_steps(tmp_path / "run")) == 1
