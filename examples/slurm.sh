@@ -23,7 +23,7 @@
 set -euo pipefail
 
 # How many seconds a node's processes have to save before torchrun kills them: less than the 120 s above. torch 2.11 does not
-# support this variable or --shutdown-timeout and waits 30 s.
+# support this variable and waits 30 s.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 
 # If nodes have several networks, set the fast one for gloo and NCCL. gloo also needs it if a node's own name resolves to a
@@ -34,7 +34,15 @@ read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # Two jobs that share a node need different ports; the system assigns no ephemeral ports below 32768.
 port=$((20000 + SLURM_JOB_ID % 10000))
 
-# srun forwards SIGUSR1 to every torchrun. SIGTERM would make srun kill its tasks at once.
+# One array task per replica of a run with in-step recovery.
+[[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || export BOOST_REPLICA=$SLURM_ARRAY_TASK_ID
+
+# A mistake ends the job here, once, with exit code 2, before anything starts. --resume comes first, so that another --resume
+# among the arguments overrides it.
+command=(train --resume auto "$@")
+boost launch --check -- "${command[@]}"
+
+# srun forwards SIGUSR1 to every node. SIGTERM would make srun kill its tasks at once.
 requeue='' step='' interrupted=''
 # shellcheck disable=SC2329 # called by the traps
 forward() {
@@ -42,22 +50,19 @@ forward() {
     [[ -z $step ]] || kill -USR1 "$step" 2>/dev/null || true
 }
 trap 'requeue=1; forward' USR1
-# Preemption and scancel: Slurm itself decides whether the job runs again.
+# scancel --batch. To scancel and preemption, Slurm adds a SIGTERM to srun's tasks; of several signals, only the first counts.
 trap 'forward' TERM
 
-# torchrun forwards SIGUSR1 only with --signals-to-handle; otherwise the signal kills it and leaves its processes running.
-# --max-restarts handles a process that dies; --requeue handles a node that dies. --resume comes first, so that another
-# --resume among the arguments overrides it.
+# --max-restarts handles a process that dies; --requeue handles a node that dies.
 srun --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none \
-    torchrun \
+    boost launch \
     --nnodes "$SLURM_JOB_NUM_NODES" \
     --nproc-per-node "${SLURM_GPUS_ON_NODE:-1}" \
     --rdzv-backend c10d \
     --rdzv-endpoint "$first:$port" \
     --rdzv-id "$SLURM_JOB_ID" \
     --max-restarts "${MAX_RESTARTS:-3}" \
-    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
-    -m boost.cli.main train --resume auto "$@" &
+    -- "${command[@]}" &
 step=$!
 
 # A signal interrupts `wait`, not srun.
@@ -67,8 +72,12 @@ while true; do
     [[ -n $interrupted ]] || break
 done
 
-# A stopped run exits with a nonzero code; a run that finished anyway exits with 0.
-if [[ -n $requeue && $code -ne 0 ]]; then
+# A preempted run that saves within the partition's GraceTime is over before Slurm would requeue it.
+if [[ $(scontrol show job "$SLURM_JOB_ID") =~ PreemptTime=[0-9] ]]; then
+    requeue=1
+fi
+# 0: the run finished anyway. 2: a mistake; it would not help to run again.
+if [[ -n $requeue && $code -ne 0 && $code -ne 2 ]]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -14,7 +14,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "launch",
         help="start a command under torchrun, on one or more nodes",
-        usage="boost launch [TORCHRUN OPTIONS] -- COMMAND ...",
+        usage="boost launch [--check | TORCHRUN OPTIONS] -- COMMAND ...",
         description="Checks the command, such as 'train run.toml', and then runs it under torchrun. Options before -- are\n"
         "torchrun's.\n"
         "Compared with 'torchrun ... -m boost.cli.main COMMAND':\n"
@@ -26,6 +26,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  2   a mistake in the configuration, the data or the storage: a restart would not help\n"
         "  3   training cannot continue (a lost process, a hang, non-finite numbers): restart\n"
         "  75  a signal stopped the run: restart\n\n"
+        "With --check, only checks the command, as a batch script does once for all nodes.\n\n"
         "examples:\n"
         "  boost launch --nproc-per-node 8 -- train run.toml --resume auto\n"
         "  boost launch --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29400 \\\n"
@@ -48,13 +49,16 @@ def run(args: argparse.Namespace) -> int:
         launched = parse(build_parser(), command_words(plain), overrides)
         if check := getattr(launched, "check", None):
             check(launched)
+        if options == ["--check"]:
+            return 0
 
         from boost.train.agent import torchrun
 
         return torchrun(options, command)
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # Once torchrun has run, the exit code is known: srun sends SIGTERM to the last of its tasks.
+            signal.signal(number, handler if signal.getsignal(number) is _stop else signal.SIG_IGN)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -35,7 +35,7 @@ _LEAVE_S = 10.0
 
 
 class _EndedElsewhere(BoostError):
-    """Another node has printed the error that ends this run."""
+    """Another node prints the error that ends this run."""
 
 
 def torchrun(options: Sequence[str], command: Sequence[str]) -> int:
@@ -64,6 +64,8 @@ def torchrun(options: Sequence[str], command: Sequence[str]) -> int:
     except _EndedElsewhere as error:
         return error.exit_code
     except SignalException as stop:
+        if agents and agents[0].ended:
+            return agents[0].ended.exit_code  # srun ends its tasks when the first exits
         failures = agents[0].failures() if agents else {}
         if any(_code(failure) != TRY_AGAIN and failure.exitcode != -signal.SIGTERM for failure in failures.values()):
             raise agents[0].root_cause(failures, stop.sigval) from stop
@@ -77,6 +79,9 @@ def torchrun(options: Sequence[str], command: Sequence[str]) -> int:
 class Agent(LocalElasticAgent):
     """Starts the processes of a node, and restarts them unless that would not help."""
 
+    ended: BoostError | None = None
+    """Why no restart would help, if this node has told the others or has been told."""
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         if not result.is_failed():
@@ -84,7 +89,7 @@ class Agent(LocalElasticAgent):
             return result
         error = self.root_cause(result.failures)
         if error.exit_code == BoostError.exit_code:
-            self._end_all(worker_group, str(error))
+            self._end_all(worker_group, error)
             raise error
         self._raise_if_ended(worker_group)
         if not self._remaining_restarts:
@@ -92,11 +97,12 @@ class Agent(LocalElasticAgent):
         print_error(f"{error}; restarting the processes (restarts left: {self._remaining_restarts - 1})")
         return result
 
-    def _end_all(self, group: Any, message: str) -> None:
+    def _end_all(self, group: Any, error: BoostError) -> None:
         """Tells the other nodes that no restart would help. Raises _EndedElsewhere if another node was first."""
+        self.ended = error
         if group.group_world_size == 1:
             return
-        mine, store = f"{group.group_rank}: {message}", cast(Store, self._store)
+        mine, store = f"{group.group_rank}: {error}", cast(Store, self._store)
         first = bytes(store.compare_set(_ERROR, "", mine)).decode()
         self._leave(group, store)
         if first != mine:
@@ -105,8 +111,9 @@ class Agent(LocalElasticAgent):
     def _raise_if_ended(self, group: Any) -> None:
         store = cast(Store, self._store)
         if group.group_world_size > 1 and store.check([_ERROR]):
+            self.ended = _EndedElsewhere(store.get(_ERROR).decode())
             self._leave(group, store)
-            raise _EndedElsewhere(store.get(_ERROR).decode())
+            raise self.ended
 
     def _leave(self, group: Any, store: Store) -> None:
         store.add(_LEFT, 1)
