@@ -1,11 +1,10 @@
-"""examples/: the commands that the scripts start, recorded by stand-ins for Slurm's programs and torchrun."""
+"""examples/: the commands that the scripts start, recorded by stand-ins for Slurm's programs and boost."""
 
 import contextlib
 import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from torch.distributed.run import get_args_parser
 
 from boost.cli.main import build_parser, main, split_overrides
 from boost.config import load
-from boost.train.checkpoint import complete_checkpoints
+from boost.errors import TRY_AGAIN
 from tests.train.runs import losses
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -34,11 +33,19 @@ MARK = "--- "
 SAY = """#!/bin/bash
 printf '%s\\n' "--- ${0##*/}" "$@" >> "$CALLS"
 """
-SCONTROL = SAY + '[[ $1 != show ]] || printf "%s\\n" node-7 node-8\n'
+SCONTROL = (
+    SAY
+    + """case "$1 $2" in
+'show hostnames') printf '%s\\n' node-7 node-8 ;;
+'show job') echo "JobId=$3 PreemptTime=${PREEMPT_TIME:-None}" ;;
+esac
+"""
+)
 SRUN = SAY + 'while [[ $1 == --* ]]; do shift; done; exec "$@"\n'
-TORCHRUN = SAY + 'exit "${TORCHRUN_CODE:-0}"\n'
-SLOW_TORCHRUN = """#!/bin/bash
-trap 'echo "--- saved" >> "$CALLS"; exit 1' USR1
+BOOST = SAY + '[[ $2 != --check ]] || exit "${CHECK_CODE:-0}"; exit "${BOOST_CODE:-0}"\n'
+SLOW_BOOST = """#!/bin/bash
+[[ $2 != --check ]] || exit 0
+trap 'echo "--- saved" >> "$CALLS"; exit 75' USR1
 echo "--- running" >> "$CALLS"
 while true; do sleep 0.1; done
 """
@@ -47,7 +54,7 @@ while true; do sleep 0.1; done
 @pytest.fixture
 def stage(tmp_path: Path) -> dict[str, str]:
     """The environment of a batch script on the first of two nodes with four GPUs each."""
-    for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("torchrun", TORCHRUN)):
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("boost", BOOST)):
         put(tmp_path / "bin" / name, text)
     return {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
@@ -72,12 +79,11 @@ def calls(stage: dict[str, str]) -> list[list[str]]:
     return [call.splitlines() for call in text.split(MARK)[1:]]
 
 
-def torchrun(call: list[str]) -> tuple[Namespace, list[str]]:
-    """Parses arguments with torchrun's own parser; returns what it passes to each process."""
-    assert call[0] == "torchrun"
-    parsed = get_args_parser().parse_args(call[1:])
-    assert parsed.module and parsed.training_script == "boost.cli.main"
-    return parsed, parsed.training_script_args
+def launched(call: list[str]) -> tuple[Namespace, list[str]]:
+    """Parses the options of `boost launch` with torchrun's own parser; returns them and the command that it launches."""
+    assert call[:2] == ["boost", "launch"]
+    dashes = call.index("--")
+    return get_args_parser().parse_args([*call[2:dashes], "script"]), call[dashes + 1 :]
 
 
 def boost_train(words: list[str]) -> Namespace:
@@ -115,14 +121,15 @@ def test_slurm_starts_one_torchrun_a_node_with_all_arguments(stage: dict[str, st
     words = ["my run.toml", "--parallel.tp", "4", "--parallel.dp=2"]
     done = subprocess.run(slurm(*words), env=stage, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
-    hostnames, srun, started = calls(stage)
+    hostnames, check, srun, started, preempted = calls(stage)
     assert hostnames == ["scontrol", "show", "hostnames", "node-[7-8]"]
-    assert "--ntasks-per-node=1" in srun
-    parsed, given = torchrun(started)
+    assert check == ["boost", "launch", "--check", "--", "train", "--resume", "auto", *words]
+    assert "--ntasks-per-node=1" in srun and preempted == ["scontrol", "show", "job", JOB]
+    parsed, given = launched(started)
     assert (parsed.nnodes, parsed.nproc_per_node, parsed.rdzv_backend, parsed.rdzv_id) == ("2", "4", "c10d", JOB)
     host, port = parsed.rdzv_endpoint.split(":")
     assert host == "node-7" and 1024 < int(port) < 32768
-    assert parsed.max_restarts > 0 and {"SIGUSR1", "SIGTERM"} <= set(parsed.signals_to_handle.split(","))
+    assert parsed.max_restarts > 0
     assert given == ["train", "--resume", "auto", *words]
     args = boost_train(given)
     assert (args.config, args.resume, args.overrides) == ("my run.toml", "auto", words[1:])
@@ -130,61 +137,101 @@ def test_slurm_starts_one_torchrun_a_node_with_all_arguments(stage: dict[str, st
 
 def test_slurm_jobs_meet_at_ports_of_their_own_and_a_run_that_failed_is_not_repeated(stage: dict[str, str]) -> None:
     for job, code in ((JOB, 0), (str(int(JOB) + 1), 7)):
-        environment = stage | {"SLURM_JOB_ID": job, "TORCHRUN_CODE": str(code)}
+        environment = stage | {"SLURM_JOB_ID": job, "BOOST_CODE": str(code)}
         assert subprocess.run(slurm("demo"), env=environment, timeout=LIMIT_S).returncode == code
     made = calls(stage)
-    assert [call[0] for call in made] == ["scontrol", "srun", "torchrun"] * 2, "nothing goes back to the queue"
-    assert len({torchrun(call)[0].rdzv_endpoint for call in made if call[0] == "torchrun"}) == 2
+    assert ["scontrol", "requeue"] not in [call[:2] for call in made]
+    starts = [call for call in made if call[0] == "boost" and "--check" not in call]
+    assert len({launched(call)[0].rdzv_endpoint for call in starts}) == 2
+
+
+def test_slurm_starts_nothing_after_a_mistake(stage: dict[str, str]) -> None:
+    assert subprocess.run(slurm("demo"), env=stage | {"CHECK_CODE": "2"}, timeout=LIMIT_S).returncode == 2
+    assert [call[0] for call in calls(stage)] == ["scontrol", "boost"]
+
+
+@pytest.mark.parametrize(("code", "requeues"), [(75, True), (3, True), (2, False), (0, False)])
+def test_slurm_requeues_a_preempted_job_that_ended_before_its_grace(
+    stage: dict[str, str], code: int, requeues: bool
+) -> None:
+    environment = stage | {"BOOST_CODE": str(code), "PREEMPT_TIME": "2030-01-01T00:00:00"}
+    assert subprocess.run(slurm("demo"), env=environment, timeout=LIMIT_S).returncode == code
+    assert (["scontrol", "requeue", JOB] in calls(stage)) == requeues
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_slurm_hands_the_signal_on_waits_and_goes_back_to_the_queue(stage: dict[str, str], number: int) -> None:
     """The time limit sends SIGUSR1; after SIGTERM, Slurm decides whether to requeue the job."""
-    put(Path(stage["CALLS"]).parent / "bin" / "torchrun", SLOW_TORCHRUN)
+    put(Path(stage["CALLS"]).parent / "bin" / "boost", SLOW_BOOST)
     process = subprocess.Popen(slurm("demo"), env=stage, start_new_session=True)
     try:
         wait_for(lambda: ["running"] in calls(stage), process)
         process.send_signal(number)
-        assert process.wait(LIMIT_S) == 1
+        assert process.wait(LIMIT_S) == 75
     finally:
         end(process)
     requeue = [["scontrol", "requeue", JOB]] if number == signal.SIGUSR1 else []
     after = calls(stage)
-    assert after[after.index(["saved"]) :] == [["saved"], *requeue]
+    assert after[after.index(["saved"]) :] == [["saved"], ["scontrol", "show", "job", JOB], *requeue]
 
 
-@pytest.mark.nightly  # a torchrun that gets SIGUSR1: train/test_nodes.py; the script: the tests above
-def test_slurm_time_limit_saves_through_a_real_torchrun(stage: dict[str, str], store: Path, tmp_path: Path) -> None:
-    """srun forwards SIGUSR1 to torchrun, and torchrun to its process, which saves; one node, without Slurm."""
-    put(tmp_path / "bin" / "scontrol", SCONTROL.replace("node-7 node-8", "localhost"))
-    put(tmp_path / "bin" / "torchrun", f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
-    environment = os.environ | stage | {"SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "1"}
-    environment["SLURM_JOB_ID"] = str(os.getpid())  # two test sessions on one machine must not meet
-    words = f"--run.dir {tmp_path / 'run'} --data.store {store} --run.device cpu {TINY}".split()
-    with open(tmp_path / "output", "wb") as output:
-        process = subprocess.Popen(
-            slurm("demo", *words), env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            metrics = tmp_path / "run" / "metrics.jsonl"
-            wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, process)
-            process.send_signal(signal.SIGUSR1)
-            code = process.wait(LIMIT_S)
-        finally:
-            end(process)
-    said = (tmp_path / "output").read_text()
-    assert code == 1, said
-    assert "stopped by SIGUSR1" in said
-    assert len(complete_checkpoints(tmp_path / "run" / "checkpoints")) == 1
-    assert calls(stage)[-1] == ["scontrol", "requeue", environment["SLURM_JOB_ID"]]
+def test_slurm_array_tasks_are_replicas(stage: dict[str, str]) -> None:
+    put(Path(stage["CALLS"]).parent / "bin" / "boost", SAY + 'echo "$BOOST_REPLICA" >> "$CALLS"\n')
+    subprocess.run(slurm("demo"), env=stage | {"SLURM_ARRAY_TASK_ID": "3"}, check=True, timeout=LIMIT_S)
+    assert next(call for call in calls(stage) if call[0] == "boost")[-1] == "3"
 
 
-def kubernetes() -> dict[str, Any]:
-    """The objects of kubernetes.yaml by kind."""
-    objects = list(yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text(encoding="utf-8")))
+def manifest(name: str, rdma: bool = False) -> list[dict[str, Any]]:
+    """The objects of a manifest; with `rdma`, after uncommenting these lines."""
+    text = (EXAMPLES / name).read_text(encoding="utf-8")
+    return list(yaml.safe_load_all(text.replace("#rdma ", "") if rdma else text))
+
+
+def kubernetes(name: str = "kubernetes.yaml") -> dict[str, Any]:
+    """The objects of a manifest by kind."""
+    objects = manifest(name)
     kinds = {found["kind"]: found for found in objects}
     assert len(kinds) == len(objects)
     return kinds
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.37"])
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "kubernetes-data.yaml"])
+def test_kubernetes_accepts_the_manifests(name: str, version: str) -> None:
+    """Kubernetes' own schemas, strict: an unknown or misspelled field is an error."""
+    import kubernetes_validate
+
+    for rdma in (False, True):
+        for found in manifest(name, rdma):
+            kubernetes_validate.validate(found, version, strict=True)
+
+
+def test_kubernetes_rdma_lines_ask_for_the_devices_and_for_locked_memory() -> None:
+    (job,) = (found for found in manifest("kubernetes.yaml", rdma=True) if found["kind"] == "Job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    requests, limits = container["resources"]["requests"], container["resources"]["limits"]
+    assert requests == limits and requests["rdma/hca_shared_devices_a"] == 1
+
+
+def test_kubernetes_fails_the_job_after_a_mistake_only() -> None:
+    for name in ("kubernetes.yaml", "kubernetes-data.yaml"):
+        spec = kubernetes(name)["Job"]["spec"]
+        (container,) = spec["template"]["spec"]["containers"]
+        rules = [rule for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+        assert {rule["onExitCodes"]["containerName"] for rule in rules} == {container["name"]}
+        actions = {code: rule["action"] for rule in rules for code in rule["onExitCodes"]["values"]}
+        assert actions == {2: "FailJob"} | ({TRY_AGAIN: "Ignore"} if name == "kubernetes.yaml" else {})
+
+
+def test_kubernetes_data_is_what_the_run_reads() -> None:
+    job = kubernetes("kubernetes-data.yaml")["Job"]["spec"]["template"]["spec"]
+    (container,) = job["containers"]
+    args = build_parser().parse_args([*container["command"][1:], *container["args"]])
+    (run,) = kubernetes()["Job"]["spec"]["template"]["spec"]["containers"]
+    assert container["command"][0] == "boost" and f"--data.store {args.out} " in run["args"][0]
+    assert args.tokenizer == f"train:{load('boost-7b').model.vocab_size}"
+    assert container["volumeMounts"][0] == run["volumeMounts"][0] and container["image"] == run["image"]
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -198,7 +245,7 @@ def test_kubernetes_pods_start_the_mesh_that_the_job_has_room_for(stage: dict[st
     command = [*container["command"], *container["args"]]
     subprocess.run(command, env=environment, check=True, timeout=LIMIT_S)
     (started,) = calls(stage)
-    parsed, given = torchrun(started)
+    parsed, given = launched(started)
 
     name, domain = parsed.rdzv_endpoint.split(":")[0].split(".")
     assert name == f"{job['metadata']['name']}-0"
@@ -231,7 +278,11 @@ def test_kubernetes_objects_belong_together() -> None:
     volumes = {volume["name"]: volume for volume in template["volumes"]}
     assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
     claim = volumes["work"]["persistentVolumeClaim"]["claimName"]
-    assert claim == kinds["PersistentVolumeClaim"]["metadata"]["name"]
+    assert claim == kubernetes("kubernetes-data.yaml")["PersistentVolumeClaim"]["metadata"]["name"]
+    pods = kinds["Service"]["spec"]["selector"]
+    policy = kinds["NetworkPolicy"]["spec"]
+    assert policy["podSelector"]["matchLabels"] == pods
+    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": pods}}]}]
     patience = next(int(e["value"]) for e in container["env"] if e["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     assert 30 < patience < template["terminationGracePeriodSeconds"]
 
