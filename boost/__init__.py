@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from boost.config.families import register_family as register_family
     from boost.config.load import load as load_config  # noqa: F401
     from boost.errors import BoostError as BoostError
+    from boost.errors import Stopped as Stopped
     from boost.layouts import register_layout as register_layout
     from boost.train.hooks import Hook as Hook
 
@@ -37,6 +38,7 @@ _HOMES = {
     "Config": "boost.config",
     "Hook": "boost.train.hooks",
     "Model": "boost.api.model",
+    "Stopped": "boost.errors",
     "Trainer": "boost.api.trainer",
     "load_config": "boost.config:load",
     "load_lowrank": "boost.api.swap",

@@ -4,9 +4,11 @@ The command line prints the message of a `BoostError` and exits with its `exit_c
 other exception is a bug in BOOST and keeps its traceback.
 """
 
+from typing import Any
+
 TRY_AGAIN = 75
-"""Exit code after a signal to another node, or to `boost launch`, made the run save and stop: EX_TEMPFAIL, so that the scheduler
-retries."""
+"""Exit code after a signal to another node, to `boost launch` or to a script made the run save and stop: EX_TEMPFAIL, so that the
+scheduler retries."""
 
 
 class BoostError(Exception):
@@ -74,3 +76,17 @@ class StoppedError(BoostError):
     """A stop signal arrived before the first step, so no work is lost. The message is the signal's name."""
 
     exit_code = 0
+
+
+class Stopped(SystemExit):
+    """A signal stopped `boost.Trainer.fit` before its last step. The message names the signal, the step and the checkpoint.
+
+    As with KeyboardInterrupt, `except Exception` does not catch it, so a script does not go on to its next model. Uncaught, it ends
+    the script with exit code 75, after which a scheduler starts it again.
+    """
+
+    def __init__(self, message: str, result: Any = None) -> None:
+        super().__init__(message)
+        self.code = TRY_AGAIN
+        self.result = result
+        """The `TrainResult`; None if the signal arrived before the first step."""

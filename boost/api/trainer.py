@@ -7,7 +7,7 @@ from typing import Any
 
 from boost.api.model import Model, as_config
 from boost.config import Config, for_weights
-from boost.errors import ConfigError, TrainingError
+from boost.errors import ConfigError, Stopped
 from boost.train.checkpoint import open_checkpoint
 from boost.train.hooks import Hook, TrainResult
 from boost.train.launch import under_torchrun
@@ -60,14 +60,22 @@ class Trainer:
             )
         check_before_start(config, resume, self._start_from)
 
-    def fit(self) -> TrainResult:
+    def fit(self, *, return_if_stopped: bool = False) -> TrainResult:
         """Trains to the last step, or until a hook or a signal stops the run. Collective: all processes call it.
 
-        Raises BoostError, such as TrainingError if a signal arrives before the first step.
+        A signal (SIGTERM, SIGUSR1, SIGHUP or Ctrl-C) saves and raises `boost.Stopped`, so that a script does not go on as if the
+        run were complete; with `return_if_stopped`, the result is returned, and its `stopped` is true. A signal before the first step
+        always raises. Raises BoostError if training fails.
         """
         result, _ = train(self.config, self._resume, self._start_from, hooks=self.hooks)
         if result is None:
-            raise TrainingError("a signal stopped the run before its first step; nothing was lost")
+            raise Stopped("a signal stopped the run before its first step; nothing was lost")
+        if result.by_signal and not return_if_stopped:
+            raise Stopped(
+                f"{result.stopped_by} stopped the run at step {result.position.step} of {self.config.train.steps}; checkpoint: "
+                f"{result.checkpoint}; resume with boost.Trainer(..., resume='auto')",
+                result,
+            )
         return result
 
     def model(self, **options: Any) -> Model:

@@ -257,6 +257,11 @@ class TrainResult:
     received_signal: bool = False
     """Whether this process received that signal."""
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal or a hook stopped the run before its last step."""
+        return self.stopped_by is not None
+
 
 @dataclass(frozen=True)
 class TrainEnd:

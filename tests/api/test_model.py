@@ -1,5 +1,8 @@
 """`boost.Model` and `boost.Trainer`: training from Python, and the results."""
 
+import contextlib
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +64,49 @@ def test_a_run_with_hooks(store: Path, tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_hook_stops_it_and_it_resumes(store: Path, tmp_path: Path) -> None:
     config = tree(store, tmp_path / "run")
     result = boost.Trainer(config, hooks=[Watch(stop_at=2)]).fit()
-    assert result.stopped_by is not None and result.position.step < 4
+    assert result.stopped and not result.by_signal and result.position.step < 4
     with pytest.raises(BoostError, match="--resume|not empty"):
         boost.Trainer(config)
     watch = Watch()
     assert boost.Trainer(config, hooks=[watch], resume="auto").fit().position.step == 4
     assert len(watch.losses) == 4 - result.position.step
+
+
+class Signal(boost.Hook):
+    """Sends SIGTERM to this process at step 2."""
+
+    def after_step(self, trainer: Any, event: StepEnd) -> None:
+        if event.metrics.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_ends_a_script_before_its_next_model(store: Path, tmp_path: Path) -> None:
+    """`except Exception` does not swallow it, and the exit code asks for another start, which goes on where the run was saved."""
+    trained = []
+
+    def script() -> None:
+        for name in ("one", "two"):
+            trained.append(name)
+            with contextlib.suppress(Exception):
+                boost.Trainer(tree(store, tmp_path / name), hooks=[Signal()]).fit()
+
+    with pytest.raises(boost.Stopped) as stop:
+        script()
+    assert trained == ["one"] and stop.value.code == 75
+    result = stop.value.result
+    assert result.stopped and result.checkpoint.is_dir()
+    step = result.position.step
+    assert str(stop.value) == (
+        f"SIGTERM stopped the run at step {step} of 4; checkpoint: {result.checkpoint}; "
+        "resume with boost.Trainer(..., resume='auto')"
+    )
+    resumed = boost.Trainer(tree(store, tmp_path / "one"), resume="auto").fit()
+    assert (resumed.position.step, resumed.stopped) == (4, False)
+
+
+def test_a_script_may_ask_for_the_result_of_a_stopped_run(store: Path, tmp_path: Path) -> None:
+    result = boost.Trainer(tree(store, tmp_path / "run"), hooks=[Signal()]).fit(return_if_stopped=True)
+    assert result.stopped and result.stopped_by == "SIGTERM" and result.position.step < 4
 
 
 def test_weights_that_a_run_starts_from_choose_the_rate(trained: boost.Trainer, tmp_path: Path) -> None:

@@ -102,6 +102,13 @@ class Slurm:
         self.wait_until(job, lambda: self.job(job)["JobState"] in states)
         return self.job(job)
 
+    def clear(self) -> None:
+        """Cancels all jobs and waits until they have ended."""
+        self.call("scancel", "--user", "root")
+        deadline = time.monotonic() + LIMIT_S
+        while self.call("squeue", "-h") and time.monotonic() < deadline:
+            time.sleep(0.5)
+
 
 def free_ports(number: int) -> list[int]:
     with contextlib.ExitStack() as stack:
@@ -137,7 +144,8 @@ def slurm(folder: Path, **variables: str) -> Iterator[Slurm]:
     try:
         for number, command in enumerate(daemons):
             with open(folder / f"daemon{number}", "wb") as log:
-                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+                process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+                processes.append(process)
         deadline = time.monotonic() + LIMIT_S
         while "idle" not in (found := idle(environment)) or found.count("idle") < len(NODES):
             assert all(process.poll() is None for process in processes), [
@@ -147,13 +155,7 @@ def slurm(folder: Path, **variables: str) -> Iterator[Slurm]:
             time.sleep(0.5)
         yield cluster
     finally:
-        subprocess.run(["scancel", "--user", "root"], env=environment, timeout=60)
-        deadline = time.monotonic() + 120
-        while (
-            subprocess.run(["squeue", "-h"], env=environment, capture_output=True).stdout
-            and time.monotonic() < deadline
-        ):
-            time.sleep(0.5)
+        cluster.clear()
         for process in reversed(processes):
             process.send_signal(signal.SIGTERM)
         for process in processes:

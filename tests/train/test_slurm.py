@@ -38,6 +38,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield made
 
 
+@pytest.fixture(autouse=True)
+def alone(cluster: Slurm) -> Iterator[None]:
+    """Ends the jobs that a test leaves behind."""
+    yield
+    cluster.clear()
+
+
 @pytest.fixture
 def config(store: Path, tmp_path: Path) -> Path:
     """An endless run on two nodes with one process each, which saves only when it is told to."""
@@ -60,18 +67,19 @@ def started(cluster: Slurm, config: Path, *options: str, fault: str = "") -> str
     return job
 
 
-def resumes(cluster: Slurm, job: str, run: Path) -> None:
-    """The job goes back to the queue with a checkpoint, starts again and resumes there; then a plain scancel saves."""
-    cluster.wait_until(job, lambda: cluster.job(job)["Restarts"] == "1")
-    cluster.wait_for(job, "PENDING", "RUNNING")
+def resumes(cluster: Slurm, job: str, run: Path) -> int:
+    """The job goes back to the queue with a checkpoint and resumes there; then a plain scancel saves. Returns the step."""
+    cluster.wait_until(job, lambda: "resumed at step" in cluster.said(job))
+    assert cluster.job(job)["Restarts"] == "1"
     (saved,) = saved_steps(run)
+    assert f"resumed at step {saved} " in cluster.said(job)
     cluster.wait_until(job, lambda: last_step(run) > saved + 3)
-    assert f"resumed at step {saved}" in cluster.said(job), cluster.said(job)
     cluster.call("scancel", job)
     cluster.wait_for(job, "CANCELLED")
     cluster.wait_until(job, lambda: len(saved_steps(run)) == 2)
     steps = [line["step"] for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
     assert steps == list(range(1, max(saved_steps(run)) + 1)), "no step is lost or trained twice"
+    return saved
 
 
 def test_a_typo_is_refused_at_once_and_the_code_is_visible(cluster: Slurm, config: Path) -> None:
@@ -113,9 +121,7 @@ def test_a_save_that_outlives_the_grace_time_is_not_cut_short(cluster: Slurm, co
     """A step of 20 s with a grace of 5 s: the tasks get SIGTERM at the grace's start and twice at its end, then have KillWait."""
     job = started(cluster, config, "--partition", "brief", fault="slow@6")
     cluster.submit("--partition", "high", "--exclusive", "--nodes", "2", "--wrap", "sleep 2")
-    cluster.wait_until(job, lambda: cluster.job(job)["Restarts"] == "1")
-    assert saved_steps(config.parent / "run") == [6], cluster.said(job)
-    resumes(cluster, job, config.parent / "run")
+    assert resumes(cluster, job, config.parent / "run") == 6
 
 
 def test_an_array_of_replicas_saves_and_is_requeued(cluster: Slurm, config: Path) -> None:
@@ -129,8 +135,8 @@ def test_an_array_of_replicas_saves_and_is_requeued(cluster: Slurm, config: Path
         tasks = [f"{job}_{number}" for number in range(2)]
         cluster.wait_until(job, lambda: last_step(run) > 3)
         cluster.submit("--partition", "high", "--exclusive", "--nodes", "2", "--wrap", "sleep 2")
-        for task in tasks:
-            cluster.wait_until(task, lambda task=task: cluster.job(task)["Restarts"] == "1")  # type: ignore[misc]
+        cluster.wait_until(job, lambda: [cluster.job(task)["Restarts"] for task in tasks] == ["1", "1"])
+        cluster.wait_until(job, lambda: saved_steps(run))
         (saved,) = saved_steps(run)
     with coordinator(port):
         cluster.wait_until(job, lambda: last_step(run) > saved + 3)
