@@ -64,7 +64,7 @@ class Trainer:
         """Trains to the last step, or until a hook or a signal stops the run. Collective: all processes call it.
 
         A signal (SIGTERM, SIGUSR1, SIGHUP or Ctrl-C) saves and raises `boost.Stopped`, so that a script does not go on as if the
-        run were complete; with `return_if_stopped`, the result is returned, and its `stopped` is true. A signal before the first step
+        run were complete; with `return_if_stopped`, it returns the result, whose `stopped` is true. A signal before the first step
         always raises. Raises BoostError if training fails.
         """
         result, _ = train(self.config, self._resume, self._start_from, hooks=self.hooks)
