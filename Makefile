@@ -9,6 +9,7 @@
 #                 `TORCH=2.11.0 make softgpu`; CUDA_VENV=PATH uses an environment that has a CUDA build of torch)
 #   make versions run the test suite on the oldest and on the newest supported torch, in build/venv-oldest and build/venv-newest
 #   make check    check lint, format and types
+#   make image    build the Dockerfile and run a command in the image (does nothing without docker or podman)
 #   make docs     build the documentation site in build/site (strict: a broken link is an error)
 #   make curves   plot the loss curves of all layouts in one figure, in benchmarks/results/ (five to ten minutes)
 #   make perplexity  measure loss, perplexity and accuracy of all layouts and families, up to five seeds, in benchmarks/results/
@@ -45,7 +46,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: setup train test quick nightly versions softgpu test-oldest test-newest guards soak recovery check docs verify curves perplexity recompute validate bench report clean
+.PHONY: setup train test quick nightly versions image softgpu test-oldest test-newest guards soak recovery check docs verify curves perplexity recompute validate bench report clean
 
 setup: $(READY)
 
@@ -116,6 +117,17 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The CPU build of torch: the image's other layers do not depend on it.
+IMAGE_ARGS ?= --build-arg TORCH_INDEX=$(CPU_INDEX) --build-arg TORCH=$(TORCH)
+
+image:
+	@for docker in docker podman; do \
+		if $$docker info >/dev/null 2>&1; then \
+			$$docker build --tag boost:check $(IMAGE_ARGS) . && $$docker run --rm boost:check plan --model 7b --gpus 64 --gpu h100; \
+			exit $$?; \
+		fi; \
+	done; echo "make image: neither docker nor podman runs here; the Dockerfile is not built"
 
 # NO_MKDOCS_2_WARNING silences a notice about an unrelated program.
 docs: setup
