@@ -243,6 +243,20 @@ def test_both_copies_of_a_piece_lost_end_the_run(store: Path, tmp_path: Path) ->
     assert code == 3 and "2 of 4 parts of the moments are lost" in err and "Traceback" not in err, err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "mesh"), [(0, "dp2"), pytest.param(1, "dp2", marks=pytest.mark.nightly)])
+def test_a_flipped_weight_is_found_although_the_exchange_overwrites_it(
+    store: Path, tmp_path: Path, rank: int, mesh: str
+) -> None:
+    """Both holders update the flipped row; after the exchange, all replicas have the row of one of them."""
+    sharded = "--parallel.shard optimizer --run.recovery in-step --train.steps 12 --train.check_replicas_every 5"
+    words = (*MESHES[mesh], *QUIET, *sharded.split(), "--run.replica_restarts", "0")
+    code, _, err, _ = trained(tmp_path / "run", store, *words, *faults(f"flip@7:{rank}"))
+    assert code == 3 and "at step 10, processes 0 (host " in err and ") should have the same weights and moments" in err
+    assert "memory or arithmetic failed there; these weights were not saved" in err and "Traceback" not in err, err
+    assert saved_steps(tmp_path / "run" / "run") == []
+
+
 def dies_rolling_back(marker: str, config: Config, *rest: Any) -> int:
     """Trains and requests a rollback in step 9, during which a process is killed once."""
     judge, supersede = Trainer._judge, Trainer._supersede_later_checkpoints
