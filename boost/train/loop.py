@@ -246,13 +246,15 @@ class Trainer:
 
     def _supersede_later_checkpoints(self, newest: Path | None) -> None:
         """Marks checkpoints at later steps as superseded, so that --resume auto does not find an abandoned branch. `newest`: the
-        checkpoint at the current position; None at step 0."""
+        checkpoint at the current position, perhaps of another run; None at step 0."""
         step = self.position.step
 
         def supersede() -> None:
             self.run.require_owned()
+            recorded = self.run.recorded_save()
+            own = [*self.checkpoint_folders, *(recorded[:1] if recorded else ())]
             # Record it first: if this process is killed in between, --resume auto misses no checkpoint.
-            if newest is not None:
+            if newest is not None and newest.parent in own:
                 self.run.record_saved(newest, step)
             else:
                 self.run.forget_saved()
