@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             "boost launch: -- and a command are missing; write boost launch [torchrun options] -- train CONFIG"
         )
     options, command = words[: words.index("--")], words[words.index("--") + 1 :]
-    before = {number: signal.signal(number, _stop) for number in STOP_SIGNALS}  # until torchrun's agent handles them
+    before = {number: signal.signal(number, _stop) for number in STOP_SIGNALS}  # until torchrun handles them
     try:
         plain, overrides = split_overrides(command)
         launched = parse(build_parser(), command_words(plain), overrides)

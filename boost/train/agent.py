@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any, cast
 
 from torch.distributed import DistError, Store, run
@@ -24,6 +25,7 @@ from torch.distributed.launcher import api
 from boost.config.text import LAUNCHED, print_error
 from boost.errors import TRY_AGAIN, BoostError, ConfigError, TrainingError
 from boost.train.heartbeat import process_name
+from boost.train.signals import STOP_SIGNALS
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """Signals that the agent forwards: torchrun's, and SIGUSR1, which would end torchrun and leave its processes behind."""
@@ -59,6 +61,10 @@ def torchrun(options: Sequence[str], command: Sequence[str]) -> int:
         return agents[0]
 
     api.LocalElasticAgent = agent  # type: ignore[misc, assignment]
+    for (
+        number
+    ) in STOP_SIGNALS:  # until the processes start: the rendezvous stays open, as after a signal to torchrun's agent
+        signal.signal(number, _raise_signal)
     try:
         run.run(args)
     except _EndedElsewhere as error:
@@ -74,6 +80,10 @@ def torchrun(options: Sequence[str], command: Sequence[str]) -> int:
         reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
         raise TrainingError(f"the nodes lost each other or did not meet at {args.rdzv_endpoint}: {reason}") from error
     return 0
+
+
+def _raise_signal(number: int, frame: FrameType | None) -> None:
+    raise SignalException(f"received {signal.Signals(number).name}", signal.Signals(number))
 
 
 class Agent(LocalElasticAgent):

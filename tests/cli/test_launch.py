@@ -3,17 +3,32 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from boost.cli.main import main
 from boost.train.agent import Agent
+from boost.train.signals import STOP_SIGNALS
 from tests.cli.commands import Capture, say
 from tests.train.commands import LIMIT_S, ForkedPython, alive, boost_command, saved_steps, toml
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """`boost launch` ends with its stop signals ignored."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
 
 TORCHRUN = ("--standalone", "--nproc-per-node", "2", "--monitor-interval", "0.1")
 
@@ -59,6 +74,31 @@ def test_the_launched_command_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> N
         assert (args.nnodes, args.module, args.training_script) == ("2", True, "boost.cli.main")
         assert args.training_script_args == ["verify", "--only", "links", "--run.device=cpu"]
         assert args.signals_to_handle == signals
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (SignalException("", signal.SIGTERM), 75, ""),
+        (
+            RendezvousTimeoutError("nobody else came"),
+            3,
+            "the nodes lost each other or did not meet at one:29400: nobody",
+        ),
+        (DistNetworkError("refused"), 3, "the nodes lost each other or did not meet at one:29400: refused"),
+    ],
+)
+def test_nodes_that_do_not_meet(
+    error: Exception, code: int, message: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("torch.distributed.run.run", fail)
+    found, _, err = say(capsys, "launch", "--nnodes", "2", "--rdzv-endpoint", "one:29400", "--", "verify")
+    assert (
+        found == code and err.startswith(f"boost: error: {message}" if message else "") and bool(err) == bool(message)
+    )
 
 
 @pytest.mark.parametrize(
