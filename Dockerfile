@@ -6,7 +6,8 @@
 #   docker run --rm --gpus all --shm-size 16g --volume "$PWD/work:/work" boost:0.1.0 train demo
 #
 # The slim image has no CUDA: torch's wheels bring CUDA and NCCL, and the host's container toolkit brings the driver.
-# constraints.txt was resolved with Python 3.11. This image has never been built, because we had no container runtime.
+# constraints.txt was resolved with Python 3.11. `make image` builds the CPU image wherever docker or podman runs. Tried: buildah, with
+# the CPU build of torch, on a Debian 12 base instead of python:3.11-slim. Never built: the CUDA image.
 FROM python:3.11-slim
 
 # Triton compiles its launchers with the system's C compiler (train.compile, the default on GPUs).

@@ -126,12 +126,21 @@ def test_the_root_cause_is_printed(
     assert (error.exit_code, str(error)) == (code, message)
 
 
-def launched(folder: Path, store: Path, *words: str, restarts: int = 0) -> ForkedPython:
+def launched(folder: Path, store: Path, *words: str, restarts: int = 0, **variables: str) -> ForkedPython:
     """`boost launch` of an endless run on two processes."""
     config = folder / "run.toml"
     config.write_text(f'{toml(store, steps=100000, save_every=0, eval_every=0, log_every=1)}dir = "{folder / "run"}"\n')
     command = ["launch", *TORCHRUN, "--max-restarts", str(restarts), "--", "train", str(config), *words]
-    return ForkedPython(boost_command, [command], os.environ | {"OMP_NUM_THREADS": "1"})
+    return ForkedPython(boost_command, [command], os.environ | {"OMP_NUM_THREADS": "1"} | variables)
+
+
+def workers_of_a_run(process: ForkedPython, run: Path) -> list[int]:
+    """Waits for a few steps; returns the process IDs."""
+    metrics, deadline = run / "metrics.jsonl", time.monotonic() + LIMIT_S
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert process.poll() is None and time.monotonic() < deadline, process.said()
+        time.sleep(0.1)
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 @pytest.mark.slow
@@ -166,13 +175,8 @@ def test_an_error_of_the_processes_is_one_last_line_and_a_code(
 def test_repeated_signals_do_not_interrupt_a_save(number: int, store: Path, tmp_path: Path) -> None:
     """A scheduler may send a signal at the grace's start and end; torchrun itself would end at the third, before its processes."""
     process = launched(tmp_path, store)
-    metrics = tmp_path / "run" / "metrics.jsonl"
     try:
-        deadline = time.monotonic() + LIMIT_S
-        while not metrics.exists() or metrics.read_text().count("\n") < 3:
-            assert process.poll() is None and time.monotonic() < deadline, process.said()
-            time.sleep(0.1)
-        workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        workers = workers_of_a_run(process, tmp_path / "run")
         for pid in workers:  # as if the save took seconds
             os.kill(pid, signal.SIGSTOP)
         for _ in range(5):
@@ -186,3 +190,36 @@ def test_repeated_signals_do_not_interrupt_a_save(number: int, store: Path, tmp_
         process.close()
     assert not any(alive(pid) for pid in workers)
     assert len(saved_steps(tmp_path / "run")) == 1
+
+
+@pytest.mark.nightly  # the message's code and text without processes: the root causes above
+@pytest.mark.parametrize(
+    ("is_slow", "code", "error"),
+    [
+        (True, 3, "was still saving when torchrun's time limit after SIGTERM ended it"),
+        (False, 2, "checkpoints"),
+    ],
+)
+def test_a_save_that_fails_after_a_signal_is_reported(
+    is_slow: bool, code: int, error: str, store: Path, tmp_path: Path
+) -> None:
+    """Too slow for torchrun's time limit, or into a folder that cannot be made."""
+    seconds = "2" if is_slow else "60"
+    words = ("--run.save_retry_minutes", "0")
+    process = launched(tmp_path, store, *words, restarts=3, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=seconds)
+    try:
+        workers = workers_of_a_run(process, tmp_path / "run")
+        if is_slow:
+            for pid in workers:
+                os.kill(pid, signal.SIGSTOP)
+        else:
+            folder = tmp_path / "run" / "checkpoints"
+            if folder.exists():
+                folder.rmdir()
+            folder.write_text("not a folder")
+        process.send_signal(signal.SIGTERM)
+        found, said = process.wait(), process.said()[1]
+    finally:
+        process.close()
+    assert found == code, said
+    assert said.splitlines()[-1].startswith("boost: error: ") and error in said.splitlines()[-1]
