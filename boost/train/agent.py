@@ -61,17 +61,18 @@ def torchrun(options: Sequence[str], command: Sequence[str]) -> int:
         return agents[0]
 
     api.LocalElasticAgent = agent  # type: ignore[misc, assignment]
-    for (
-        number
-    ) in STOP_SIGNALS:  # until the processes start: the rendezvous stays open, as after a signal to torchrun's agent
+    # Until the processes start. The rendezvous stays open for other nodes, as after a signal to torch's agent.
+    for number in STOP_SIGNALS:
         signal.signal(number, _raise_signal)
     try:
         run.run(args)
     except _EndedElsewhere as error:
         return error.exit_code
     except SignalException as stop:
-        if agents and agents[0].ended:
-            return agents[0].ended.exit_code  # srun ends its tasks when the first exits
+        if agents and (ended := agents[0].ended):  # srun ends its tasks when the first exits
+            if isinstance(ended, _EndedElsewhere):
+                return ended.exit_code
+            raise ended from stop
         failures = agents[0].failures() if agents else {}
         if any(_code(failure) != TRY_AGAIN and failure.exitcode != -signal.SIGTERM for failure in failures.values()):
             raise agents[0].root_cause(failures, stop.sigval) from stop
@@ -116,7 +117,8 @@ class Agent(LocalElasticAgent):
         first = bytes(store.compare_set(_ERROR, "", mine)).decode()
         self._leave(group, store)
         if first != mine:
-            raise _EndedElsewhere(first)
+            self.ended = _EndedElsewhere(first)
+            raise self.ended
 
     def _raise_if_ended(self, group: Any) -> None:
         store = cast(Store, self._store)
