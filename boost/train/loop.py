@@ -35,6 +35,7 @@ from boost.parallel.mesh import Mesh
 from boost.parallel.weights import forget_gathered
 from boost.train import checkpoint as ckpt
 from boost.train.agreement import require_same, run_on_all, run_on_main
+from boost.train.best_effort import best_effort
 from boost.train.builtin_hooks import builtin_hooks
 from boost.train.checkpoint import Checkpoint, Position, SavedCheckpoint
 from boost.train.evaluate import Evaluation, EvaluationStopped, evaluate
@@ -254,10 +255,11 @@ class Trainer:
             recorded = self.run.recorded_save()
             own = [*self.checkpoint_folders, *(recorded[:1] if recorded else ())]
             # Record it first: if this process is killed in between, --resume auto misses no checkpoint.
-            if newest is not None and newest.parent in own:
-                self.run.record_saved(newest, step)
-            else:
-                self.run.forget_saved()
+            with best_effort("write last-saved.json", self.warn):
+                if newest is not None and newest.parent in own:
+                    self.run.record_saved(newest, step)
+                else:
+                    self.run.forget_saved()
             for folder in self.checkpoint_folders:
                 ckpt.supersede(folder, step)
 
@@ -570,7 +572,8 @@ class Trainer:
             self.warn(warning)
         self._saved = saved.path
         log.info("saved %s", saved.path)
-        self.notify(Hook.after_save, SaveEnd(saved.step, saved.path))
+        with self._rescuing(saved.path.parent):
+            self.notify(Hook.after_save, SaveEnd(saved.step, saved.path))
         return saved.path
 
     def check_replicas(self, again: bool = False) -> None:
