@@ -4,11 +4,15 @@ The command line prints the message of a `BoostError` and exits with its `exit_c
 other exception is a bug in BOOST and keeps its traceback.
 """
 
+import errno
+import os
 from typing import Any
 
 TRY_AGAIN = 75
 """Exit code after a signal to another node, to `boost launch` or to a script made the run save and stop: EX_TEMPFAIL, so that the
 scheduler retries."""
+
+_NO_THREAD = "can't start new thread"
 
 
 class BoostError(Exception):
@@ -90,3 +94,11 @@ class Stopped(SystemExit):
         self.code = TRY_AGAIN
         self.result = result
         """The `TrainResult`; None if the signal arrived before the first step."""
+
+
+def thread_limit(error: BaseException) -> str | None:
+    """A description if the system refused to start a thread or a process, for Python or for torch's C++; else None."""
+    refused = type(error) is RuntimeError and str(error) in (_NO_THREAD, os.strerror(errno.EAGAIN))
+    if refused or (isinstance(error, BlockingIOError) and error.filename is None):
+        return "the system allows no more threads or processes; raise its limit (ulimit -u, or the pids limit of a container)"
+    return None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from boost.config.load import parse_overrides
 from boost.config.text import escape_output, print_error, printable
-from boost.errors import BoostError, ConfigError, StorageError
+from boost.errors import BoostError, ConfigError, StorageError, thread_limit
 from boost.train.rundir import available_cores
 from boost.version import __version__
 
@@ -142,10 +142,13 @@ def run_command(parser: argparse.ArgumentParser, words: Sequence[str], overrides
         # Closing the pipe early (`boost config --fields | head`) is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:
-        if args.debug:
+    except (OSError, RuntimeError) as error:
+        message = thread_limit(error)
+        if isinstance(error, OSError):
+            message = message or f"{error.filename or 'file system'}: {error.strerror or error}"
+        if args.debug or not message:
             raise
-        print_error(f"{error.filename or 'file system'}: {error.strerror or error}")
+        print_error(message)
         return _exit_code(StorageError.exit_code)
     except KeyboardInterrupt:
         print_error("interrupted")

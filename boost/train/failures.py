@@ -122,7 +122,7 @@ def failure_report(error: BaseException, rank: int) -> FailureReport:
     elif isinstance(error, BoostError):
         name = next(base.__name__ for base in type(error).__mro__ if base.__module__ == errors.__name__)
         message, code = str(error), error.exit_code
-    elif what := out_of_memory(error):
+    elif what := out_of_memory(error) or errors.thread_limit(error):
         message, name, code = f"process {rank + 1} (rank {rank}): {what}", "TrainingError", TrainingError.exit_code
     elif isinstance(error, OSError):
         message, name = f"{error.filename or 'file system'}: {error.strerror or error}", StorageError.__name__

@@ -14,7 +14,7 @@ from boost.config import Config
 from boost.config.text import print_error, printable, printable_text
 from boost.data.fit import open_corpus
 from boost.data.verify import Progress
-from boost.errors import TRY_AGAIN, BoostError, HangError, StoppedError, TrainingError
+from boost.errors import TRY_AGAIN, BoostError, HangError, StoppedError, TrainingError, thread_limit
 from boost.format import format_count
 from boost.parallel.weights import require_torch
 from boost.train.agreement import run_on_main
@@ -281,10 +281,12 @@ def start_advice(trainer: Trainer) -> Iterator[str]:
 
 
 def _explained(error: Exception, config: Config, heartbeat: Heartbeat) -> TrainingError | None:
-    """A one-line error for out-of-memory errors and lost processes (identified by heartbeats if possible); otherwise None."""
+    """A one-line error if memory or threads ran out or a process was lost (named by heartbeats if possible); otherwise None."""
     if what := out_of_memory(error):
         where = f"{process_name(heartbeat.rank, heartbeat.size)}: " if heartbeat.size > 1 else ""
         return TrainingError(f"{where}{what}; {memory_advice(config.train.micro_batch, config.train.recompute)}")
+    if what := thread_limit(error):
+        return TrainingError(f"{process_name(heartbeat.rank, heartbeat.size)}: {what}" if heartbeat.size > 1 else what)
     if not is_lost_connection(error) and not is_lost_connection(error.__cause__):
         return None
     if message := heartbeat.diagnose(waited=is_timeout(error) or is_timeout(error.__cause__)):

@@ -86,7 +86,10 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
         remove_folder()
         os._exit(1)
 
-    stop_without(spec.launcher, end)
+    try:
+        stop_without(spec.launcher, end)
+    except RuntimeError as error:  # no thread
+        _report_and_leave(spec, rank, error)
     if rank and spec.log_dir:
         _redirect_output(spec.log_dir / f"rank{rank}.out")
     stacks: Any = sys.stderr

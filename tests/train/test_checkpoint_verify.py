@@ -1,6 +1,8 @@
 """Checkpoints with valid digests and invalid contents: a one-line error before any weight changes."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -210,3 +212,19 @@ def test_a_manifest_lists_files_of_its_checkpoint_only(path: Path, name: str) ->
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DamagedCheckpointError, match=r"manifest\.json': a file = .* is not a valid file name"):
         ckpt.open_checkpoint(path)
+
+
+@pytest.mark.parametrize("call", ["boost.train.checkpoint.verify.entry_of", "boost.train.checkpoint.verify.read_text"])
+def test_a_read_that_fails_is_no_damage(path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Resuming still uses the previous checkpoint, but nobody is told that this one is damaged."""
+    with monkeypatch.context() as patch:
+        patch.setattr(call, fail_to_read)
+        with pytest.raises(DamagedCheckpointError) as caught:
+            ckpt.verify_checkpoint(path, mesh_config(2).model, ALONE)
+    said = str(caught.value)
+    assert "cannot be read: Input/output error" in said and "try again" in said and "damaged" not in said
+    ckpt.verify_checkpoint(path, mesh_config(2).model, ALONE)
+
+
+def fail_to_read(file: Path, *_: object, **__: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))

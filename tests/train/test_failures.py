@@ -1,13 +1,17 @@
 """Classification of exceptions: a table of messages from torch, gloo, NCCL and the allocators."""
 
 import errno
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from boost.cli.main import main
 from boost.errors import CheckpointError, HangError, TrainingError
 from boost.train.failures import failure_report, memory_advice, out_of_memory
+from tests.train.commands import toml
 
 PAIR = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547]"
 
@@ -119,3 +123,34 @@ def test_what_a_process_says_of_its_error() -> None:
     assert (hung.kind, hung.message, hung.exit_code) == ("hung", "process 2 is not responding", 3)
     disk = failure_report(OSError(errno.ENOSPC, "No space left on device", "/run"), 0)
     assert (disk.kind, disk.error, disk.message) == ("boost", "StorageError", "/run: No space left on device")
+
+
+@pytest.mark.parametrize("name", ["boost-run-lock", "save", "ThreadPoolExecutor"])
+def test_a_system_without_another_thread_is_one_line(
+    name: str, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, refused = threading.Thread.start, list[str]()
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        usual(thread)
+
+    monkeypatch.setattr("boost.data.verify._cache_folder", lambda: tmp_path)  # not verified before
+    monkeypatch.setattr(threading.Thread, "start", start)
+    config = tmp_path / "run.toml"
+    config.write_text(f'{toml(store, tp=1, steps=3, save_every=1)}dir = "{tmp_path / "run"}"\n')
+    code = main(["train", str(config)])
+    err = capsys.readouterr().err
+    assert refused and code in (2, 3) and err.count("error:") == 1 and "Traceback" not in err
+    assert err.splitlines()[-1].startswith(
+        "boost: error: the system allows no more threads or processes; raise its limit"
+    )
+
+
+def test_a_system_without_another_process_or_thread_of_torch() -> None:
+    for error in (RuntimeError("Resource temporarily unavailable"), BlockingIOError(errno.EAGAIN, "no fork")):
+        assert "allows no more threads" in failure_report(error, 1).message
+    for error in (RuntimeError("another"), BlockingIOError(errno.EAGAIN, "locked", "a file")):
+        assert "allows no more threads" not in failure_report(error, 1).message

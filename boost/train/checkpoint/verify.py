@@ -115,7 +115,7 @@ def verify_file(path: Path, name: str, manifest: Manifest) -> None:
     try:
         actual = entry_of(path / name)
     except OSError as error:
-        raise DamagedCheckpointError(f"'{path}' is damaged: {name} cannot be read: {error.strerror}") from None
+        raise _unreadable(path / name, error) from None
     if actual.blake2b != manifest.root[name].blake2b:
         raise DamagedCheckpointError(f"'{path}' is damaged: {name} has changed")
 
@@ -123,10 +123,21 @@ def verify_file(path: Path, name: str, manifest: Manifest) -> None:
 def check_size(path: Path, name: str, manifest: Manifest) -> None:
     """Compares the size of a file with the manifest. Raises DamagedCheckpointError."""
     file, expected = path / name, manifest.root[name]
-    if not file.is_file():
-        raise DamagedCheckpointError(f"'{path}' is damaged: {name} is missing")
-    if (size := file.stat().st_size) != expected.bytes:
+    try:
+        if not file.is_file():
+            raise DamagedCheckpointError(f"'{path}' is damaged: {name} is missing")
+        size = file.stat().st_size
+    except OSError as error:
+        raise _unreadable(file, error) from None
+    if size != expected.bytes:
         raise DamagedCheckpointError(f"'{path}' is damaged: {name} has {size} bytes instead of {expected.bytes}")
+
+
+def _unreadable(file: Path, error: OSError) -> DamagedCheckpointError:
+    """The error for a file that the system failed to read, which says nothing about its content."""
+    return DamagedCheckpointError(
+        f"'{file}' cannot be read: {error.strerror or error}; it may be intact: check the disk or the mount, then try again"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -136,7 +147,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise DamagedCheckpointError(f"'{path.parent}' is not complete: {path.name} is missing") from None
     except OSError as error:
-        raise DamagedCheckpointError(f"'{path}' cannot be read: {error.strerror}") from None
+        raise _unreadable(path, error) from None
     except RecursionError:
         raise DamagedCheckpointError(f"'{path}' is damaged: it is nested too deeply") from None
     except ValueError as error:  # not UTF-8, not JSON, or a number with thousands of digits
@@ -271,7 +282,7 @@ def _read_header(path: Path, name: str) -> tuple[dict[str, str], list[tuple[str,
                 raise damaged(f"its header length of {length} bytes is not valid for a file of {size} bytes")
             header = json.loads(stream.read(length))
     except OSError as error:
-        raise DamagedCheckpointError(f"'{file}' cannot be read: {error.strerror}") from None
+        raise _unreadable(file, error) from None
     except (ValueError, RecursionError):
         raise damaged("its header is not valid JSON") from None
     if not isinstance(header, dict):

@@ -200,7 +200,11 @@ class CheckpointSaver:
         self._step, self._outcome = position.step, None
         facts = folder, snapshot, dataclasses.replace(self._mesh), self._group  # the mesh may change during the save
         self._thread = threading.Thread(target=self._write, args=facts, name="save", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system allows no more threads
+            self._thread = None
+            raise
 
     def _write(self, folder: Path, snapshot: Snapshot, mesh: Mesh, group: dist.ProcessGroup | None) -> None:
         outcome: SavedCheckpoint | Exception
