@@ -78,7 +78,8 @@ class BarConsole(PlainConsole):
     def step(self, metrics: StepMetrics) -> None:
         # Shorter than `step_line`: shows memory and MFU only if the terminal is wide enough.
         width = self._bar.console.width
-        words = [f"{loss_name(metrics)} {metrics.loss:.4f}", format_rate(metrics.tokens_per_second, 2)]
+        name = "loss" if metrics.cross_entropy is None else "distillation loss"
+        words = [f"{name} {metrics.loss:.4f}", format_rate(metrics.tokens_per_second, 2)]
         words += [f"mfu {format_percent(metrics.mfu)}"] * (width >= MFU_MIN_WIDTH and not math.isnan(metrics.mfu))
         words += [format_bytes(metrics.memory_bytes, 2)] * (width >= BAR_MIN_WIDTH)
         words += [f"eta {format_duration(self.eta(metrics))}"]
@@ -165,18 +166,15 @@ def make_console(total_steps: int, start_step: int, log_every: int) -> PlainCons
     return PlainConsole(total_steps, start_step, log_every)
 
 
-def loss_name(metrics: StepMetrics) -> str:
-    """What a step's loss is: while distilling, it is not a cross-entropy, and has any scale."""
-    return "loss" if metrics.cross_entropy is None else "distillation loss"
-
-
 def step_line(metrics: StepMetrics, total_steps: int, eta: float) -> str:
     """`step   120/1000  loss 4.3210  lr 2.9e-03  norm 0.41  8.1k tok/s  mfu 41.2%  1.3 GB  eta 3:21`; no MFU if it is unknown.
     While distilling, `distillation loss 5.4321  cross-entropy 4.3210`."""
-    text = "" if metrics.cross_entropy is None else f"cross-entropy {metrics.cross_entropy:.4f}  "
+    loss = f"loss {metrics.loss:.4f}  "
+    if metrics.cross_entropy is not None:
+        loss = f"distillation {loss}cross-entropy {metrics.cross_entropy:.4f}  "
     mfu = "" if math.isnan(metrics.mfu) else f"mfu {format_percent(metrics.mfu)}  "
     return (
-        f"step {_step_of_total(metrics.step, total_steps)}  {loss_name(metrics)} {metrics.loss:.4f}  {text}"
+        f"step {_step_of_total(metrics.step, total_steps)}  {loss}"
         f"lr {metrics.lr:.1e}  norm {metrics.gradient_norm:.2f}  {format_rate(metrics.tokens_per_second, 2)}  "
         f"{mfu}{format_bytes(metrics.memory_bytes, 2)}  eta {format_duration(eta)}"
     )

@@ -7,17 +7,20 @@ strings "nan", "inf" and "-inf" (which pandas.to_numeric accepts); `read_metrics
 
 import dataclasses
 import importlib
+import io
+import itertools
 import json
 import logging
 import math
 import os
+import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
@@ -41,9 +44,6 @@ from boost.train.hooks import (
     Training,
 )
 from boost.train.rundir import RunDirectory, storage_errors
-
-if TYPE_CHECKING:
-    from boost.train.tensorboard import EventFile
 
 log = logging.getLogger("boost")
 
@@ -104,6 +104,55 @@ def step_metrics(trainer: Training, stats: StepStats, lr: float, seconds: float,
     )
 
 
+_event_files = itertools.count()
+
+
+class EventFile:
+    """A TensorBoard event file in a folder, which it creates. TensorBoard hides earlier events from `purge_step` on.
+
+    `torch.utils.tensorboard.SummaryWriter` writes in a thread of its own. That thread prints a traceback when a write fails (a full
+    disk, a renamed folder), and it needs a thread that the system may not have. Here each event is one write, which raises OSError.
+    """
+
+    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog  # takes a second
+
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_event_files)}"
+        self._file = open(folder / name, "xb", buffering=0)  # noqa: SIM115 - closed by close()
+        self.add(0, file_version="brain.Event:2")
+        if purge_step is not None:
+            self.add(purge_step, session_log=SessionLog(status=SessionLog.START))
+
+    def add(
+        self,
+        step: int,
+        scalars: Mapping[str, float] = {},
+        texts: Mapping[str, str] = {},
+        summary: Any = None,
+        **fields: Any,
+    ) -> None:
+        """Adds an event: points of curves and Markdown texts by name, a `Summary`, or other fields of tensorboard's `Event`."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard.summary import scalar, text
+
+        drawn = [*itertools.starmap(scalar, scalars.items()), *itertools.starmap(text, texts.items())]
+        drawn += [] if summary is None else [summary]
+        if drawn:
+            fields["summary"] = Summary(value=[value for part in drawn for value in part.value])
+        record = io.BytesIO()
+        RecordWriter(record).write(Event(step=step, wall_time=time.time(), **fields).SerializeToString())
+        left = record.getbuffer()
+        while left:  # an almost full disk takes only part of a record before it reports the error
+            left = left[self._file.write(left) :]
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
 class MetricsWriter:
     """Writes metrics to every backend that the configuration enables. Used only on the main process.
 
@@ -134,7 +183,7 @@ class MetricsWriter:
         self._board: EventFile | None = None
         self._reopen_at = 0.0
         self._purge = None if resumed_step is None else resumed_step + 1
-        self._draw(lambda board: _describe_run(board, run, config, resumed_step or 0))
+        self._draw(resumed_step or 0, **_description(config))
         self._trackers: list[ModuleType] = []
         for module in modules:
             with best_effort(f"open {module.__name__}", warn):
@@ -153,11 +202,7 @@ class MetricsWriter:
             f"{prefix}/{name}": value for name, value in values if name not in ("step", "final") and value is not None
         }
 
-        def add_scalars(board: "EventFile") -> None:
-            for name, value in named.items():
-                board.add_scalar(name, value, metrics.step)
-
-        self._draw(add_scalars)
+        self._draw(metrics.step, scalars=named)
         for tracker in self._trackers:
             with best_effort(f"log to {tracker.__name__}", self._warn):
                 tracker.log(named, step=metrics.step)
@@ -166,18 +211,14 @@ class MetricsWriter:
         """Writes any other event in the run."""
         self._add_line(event.kind, event)
 
-        def draw(board: "EventFile") -> None:
-            for name, value in event.numbers().items():
-                board.add_scalar(f"run/{name}", value, event.step)
-            board.add_text(f"run/{event.kind}", event.line(), event.step)
-
-        self._draw(draw)
+        named = {f"run/{name}": value for name, value in event.numbers().items()}
+        self._draw(event.step, scalars=named, texts={f"run/{event.kind}": event.line()})
 
     def sample(self, event: SampleEnd, number: int = 1) -> None:
         """Writes the text generated for the `number`-th prompt."""
         self._add_line("sample", event)
         text = _preformatted(f"{event.prompt}[...]{event.text}")
-        self._draw(lambda board: board.add_text(f"sample/{number}", text, event.step))
+        self._draw(event.step, texts={f"sample/{number}": text})
 
     def end(self, event: RunEnd) -> None:
         """Records how the run ended."""
@@ -186,7 +227,7 @@ class MetricsWriter:
             from torch.utils.tensorboard.summary import hparams
 
             *_, success = hparams({}, {})
-            self._draw(lambda board: board.add_summary(success, event.step))
+            self._draw(event.step, summary=success)
 
     def rewind(self, step: int) -> None:
         """Drops the lines for steps after `step`, which will be repeated."""
@@ -212,15 +253,13 @@ class MetricsWriter:
 
     def _add_line(self, kind: str, event: Any) -> None:
         with best_effort("write metrics.jsonl", self._warn):
-            fields = {name: value for name, value in dataclasses.asdict(event).items() if value is not None}
-            values = _finite({"kind": kind, **fields})
+            values = _finite({"kind": kind, **dataclasses.asdict(event)})
             self._file.write(json.dumps(values, allow_nan=False) + "\n")
             self._file.flush()
 
-    def _draw(self, write: "Callable[[EventFile], Any]") -> None:
-        """Writes to TensorBoard. A failed write may leave part of an event, so a new file is opened after REOPEN_S seconds."""
-        from boost.train.tensorboard import EventFile  # imports tensorboard, which takes a second
-
+    def _draw(self, step: int, **event: Any) -> None:
+        """Writes to TensorBoard (`EventFile.add`). A failed write may leave part of an event, so a new file follows after REOPEN_S
+        seconds."""
         if self._board is None and time.monotonic() < self._reopen_at:
             return
         with best_effort("write TensorBoard events", self._warn):
@@ -228,7 +267,7 @@ class MetricsWriter:
                 if self._board is None:
                     self._board = EventFile(self._run.tensorboard, self._purge)
                     self._purge = None
-                write(self._board)
+                self._board.add(step, **event)
             except Exception:
                 if self._board is not None:
                     self._board.close()
@@ -301,20 +340,19 @@ class MetricsHook(Hook):
             self._writer.close()
 
 
-def _describe_run(board: "EventFile", run: RunDirectory, config: Config, step: int) -> None:
-    """Writes the configuration as text and, except for [run], to the HPARAMS tab.
+def _description(config: Config) -> dict[str, Any]:
+    """The event with the configuration, as text and, except for [run], for the HPARAMS tab.
 
-    Does not write hparams' list of hyperparameters for all runs in a folder, because runs differ by model family.
+    Leaves out hparams' list of hyperparameters for all runs in a folder, because runs differ by model family.
     TensorBoard derives the list from the runs, and uses their scalars as metrics.
     """
     from torch.utils.tensorboard.summary import hparams
 
-    board.add_text("config", _preformatted(to_toml(config)), step)
     values = {key: value for key, value in flat_config(config.model_dump()).items() if not key.startswith("run.")}
     for key, value in values.items():
         values[key] = value if isinstance(value, bool | int | float | str) else str(value)
     _, start, _ = hparams(values, {})  # the first value is the list for all runs
-    board.add_summary(start, step)
+    return {"texts": {"config": _preformatted(to_toml(config))}, "summary": start}
 
 
 def _preformatted(text: str) -> str:
@@ -396,7 +434,7 @@ def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progre
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Converts non-finite numbers to strings, including those in nested dictionaries."""
+    """Converts non-finite numbers to strings, including those in nested dictionaries. Leaves out fields without a value."""
     return {
         name: _finite(value)
         if isinstance(value, dict)
@@ -404,6 +442,7 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, float) and not math.isfinite(value)
         else value
         for name, value in values.items()
+        if value is not None
     }
 
 
