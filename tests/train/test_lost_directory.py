@@ -50,7 +50,7 @@ def test_a_run_whose_directory_was_renamed_ends(store: Path, tmp_path: Path, bac
     newest = saved_steps(tmp_path / "renamed")[-1]
     (spare,) = complete_checkpoints(ckpt.fallback_folder(make_config(store, tmp_path / "run", run=spare_of(tmp_path))))  # type: ignore[arg-type]
     assert f"saved '{spare}', because the run directory is lost" in out + err
-    assert open_checkpoint(spare).position.step > newest, "nothing is lost"
+    assert open_checkpoint(spare).position.step >= newest, "nothing is lost"
 
 
 def spare_of(folder: Path) -> dict[str, str]:

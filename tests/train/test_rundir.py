@@ -35,7 +35,11 @@ def test_a_run_stays_in_the_folder_that_a_link_led_to(store: Path, tmp_path: Pat
     result = boost.Trainer(config, hooks=[runs.Do("after_step", 3, turn)]).fit()
     run = RunDirectory(tmp_path / "first" / "run")
     assert result.checkpoint == run.checkpoints / "step-00000006"
-    assert run.recorded_save() == (run.checkpoints, 6) and len(runs.losses(run.path)) == 6 and (run.logs / "rank0.log").stat().st_size
+    assert (
+        run.recorded_save() == (run.checkpoints, 6)
+        and len(runs.losses(run.path)) == 6
+        and (run.logs / "rank0.log").stat().st_size
+    )
     assert not any((tmp_path / "second").iterdir()) and not (run.path / "run.lock").exists()
 
 
