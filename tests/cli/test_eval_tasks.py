@@ -59,22 +59,11 @@ def mine(tasks: Path) -> list[object]:
     return ["--task-folder", tasks, "--trust-task-code"]
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        ("process_docs", "!function code.write"),
-    ],
-    ids=["function"],
-)
-def test_code_in_a_task_folder_runs_only_if_it_is_trusted(
-    checkpoint: Path, tmp_path: Path, capsys: Capture, field: tuple[str, str]
-) -> None:
+def test_code_in_a_task_folder_runs_only_if_it_is_trusted(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
     write_tasks(tmp_path, QUESTIONS)
-    name, value = field
     task = json.loads((tmp_path / "choice.yaml").read_text())
-    task.pop(name, None)
     text = "".join(f"{key}: {json.dumps(of)}\n" for key, of in task.items())
-    (tmp_path / "choice.yaml").write_text(f"{text}{name}: {value.replace('FOLDER', str(tmp_path))}\n")
+    (tmp_path / "choice.yaml").write_text(f"{text}process_docs: !function code.write\n")
     (tmp_path / "code.py").write_text(
         f"def write(docs):\n    open({str(tmp_path / 'ran')!r}, 'w').close()\n    return docs\n"
     )
