@@ -96,10 +96,8 @@ def find_checkpoint(path: Path) -> Path:
         )
     if (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file():
         return path
-    for folder in 2 * (
-        path / "checkpoints",
-        path,
-    ):  # a live run may replace every checkpoint while the first list is made
+    # Twice, because a live run may replace every checkpoint while the first list is made.
+    for folder in 2 * (path / "checkpoints", path):
         if complete := complete_checkpoints(folder):
             return complete[-1]
     if not path.exists():
@@ -194,9 +192,8 @@ def folder_identity(path: Path) -> tuple[int, int] | None:
     """Identifies the folder that has this path now; None if there is none. Changes if it is removed, renamed or replaced."""
     real = path.resolve()
     with contextlib.suppress(OSError):
-        if real.name in os.listdir(
-            real.parent
-        ):  # a network file system may remember the status of a folder that is gone
+        # A network file system may remember the status of a folder that is gone.
+        if real.name in os.listdir(real.parent):
             status = os.stat(real)
             return status.st_dev, status.st_ino
     return None
