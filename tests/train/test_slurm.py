@@ -105,7 +105,7 @@ def test_a_run_that_ends_is_completed(cluster: Slurm, config: Path) -> None:
 
 
 def test_the_time_limit_saves_requeues_and_resumes(cluster: Slurm, config: Path) -> None:
-    job = started(cluster, config, "--time", "2", "--signal", "B:USR1@90")
+    job = started(cluster, config, "--time", "3", "--signal", "B:USR1@90")
     resumes(cluster, job, config.parent / "run")
     assert "stopped by SIGUSR1" in cluster.said(job)
 
