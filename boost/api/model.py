@@ -16,9 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from boost.api.sharding import fill, spec_of
 from boost.config import Config, load
+from boost.config.architecture import Parameter
 from boost.config.load import change, from_tree, read_source
 from boost.convert.export import export
-from boost.convert.importing import CheckpointWeights, FolderWeights, tokenizer_data, weights_config
+from boost.convert.importing import (
+    CheckpointWeights,
+    FolderWeights,
+    beyond_embedding,
+    tokenizer_data,
+    weights_config,
+)
 from boost.convert.tensors import TensorWriter, Weights, dtype_name
 from boost.convert.vocabulary import end_tokens, read_vocabulary
 from boost.data.tokenizer import continuation, parse_tokenizer
@@ -94,11 +101,21 @@ class Model(nn.Module):
         dtype = torch.float32 if dtype == torch.float16 else dtype
         spec = spec_of(weights.model, {"dtype": dtype, **options})
         decoder = Decoder(spec, initialized=False)
-        fill(decoder, weights.read)
+        broken: list[str] = []
+
+        def read(parameter: Parameter) -> Tensor:
+            value = weights.read(parameter)
+            broken.extend([parameter.name] * (not bool(value.isfinite().all())))
+            return value
+
+        fill(decoder, read)
         vocabulary = None
         if weights.tokenizer is not None:
             folder = weights.tokenizer if weights.tokenizer.is_dir() else weights.tokenizer.parent
             vocabulary = read_vocabulary(weights.tokenizer, folder)
+        nonfinite = [f"{len(broken)} tensors have NaN or infinite values, such as {broken[0]}"] if broken else []
+        for note in (*weights.notes, *nonfinite, *beyond_embedding(vocabulary, weights.model)):
+            warnings.warn(note, stacklevel=3)
         data = tokenizer_data(weights, vocabulary)
         config = weights_config(weights.model.model_dump(), dtype_name(dtype), weights.context)
         return cls(decoder, config, data, vocabulary.json if vocabulary else "")

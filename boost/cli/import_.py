@@ -7,6 +7,7 @@ from typing import Any
 
 from boost.cli.export import FILE_BYTES
 from boost.cli.terminal import print_rows
+from boost.config.text import printable
 from boost.errors import ConfigError
 
 
@@ -40,6 +41,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--untie",
         action="store_true",
         help="import embedding and head as two tensors if DIR ties them; boost cannot train tied weights",
+    )
+    parser.add_argument(
+        "--allow-nonfinite", action="store_true", help="import weights that are NaN or infinite, and print how many"
     )
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument("--rank", type=int, metavar="R", help="factorize: rank of every linear")
@@ -111,7 +115,9 @@ def run(args: argparse.Namespace) -> int:
     elif args.rank is not None or args.energy is not None:
         how = Truncation(args.rank, args.energy, device=choose_device(args.device).type, **options)
     named = Path(args.tokenizer) if args.tokenizer else None
-    done = import_weights(Path(args.source), Path(args.out), args.dtype, named, how, FILE_BYTES, args.untie)
+    done = import_weights(
+        Path(args.source), Path(args.out), args.dtype, named, how, FILE_BYTES, args.untie, args.allow_nonfinite
+    )
     facts: dict[str, Any] = {
         "checkpoint": str(done.path),
         "family": done.model.family,
@@ -120,12 +126,15 @@ def run(args: argparse.Namespace) -> int:
         "bytes": done.bytes,
         "dtype": done.dtype,
         "tokenizer": done.tokenizer,
+        **({"notes": done.notes} if args.json else {}),
     }
     if done.report and args.json:
         facts["report"] = done.report
     elif done.report:
         _print_report(done.report)
     dump(facts, args.json)
+    for note in done.notes:
+        print(f"note: {printable(note)}", file=sys.stderr)
     if not done.tokenizer:
         source = args.source  # may be missing because only the model was saved
         slow = [f"{name} but " for name in ("tokenizer.model", "vocab.json") if Path(source, name).is_file()]

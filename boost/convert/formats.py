@@ -39,6 +39,16 @@ _ROPE = {
     "rope_original_len": "original_max_position_embeddings",
 }
 """Our names -> transformers' names, for Llama 3.1's RoPE scaling (rope_type = 'llama3')."""
+_READ = {
+    *_FIELDS.values(), *_OWN, *_ROPE,
+    "architectures", "attention_bias", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "initializer_range", "lr_act_type",
+    "max_position_embeddings", "mlp_bias", "model_type", "num_key_value_heads", "only_lr_act", "original_max_position_embeddings",
+    "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings",
+    # No effect on what a model computes.
+    "_attn_implementation_autoset", "_name_or_path", "auto_map", "boost_version", "dtype", "pad_token_id", "pretraining_tp",
+    "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+"""Fields of config.json that an import reads or may leave out; it names any other."""
 _CLASSES = {"cola": "Cola", "boost": "Boost"}
 MODEL_TYPES = {"llama": "llama", "merged": "llama", "cola": "cola", "boost": "boost"}
 _ENDS = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
@@ -67,6 +77,8 @@ class Folder:
     """Maximum sequence length in tokens; 2048 if the folder does not specify one."""
     eos: int | None
     bos: int | None
+    unused: tuple[str, ...]
+    """Fields of config.json that have a value and no meaning here."""
 
 
 def config_json(
@@ -151,7 +163,8 @@ def read_folder(path: Path) -> Folder:
         return None
 
     tied = bool(content.get("tie_word_embeddings"))
-    return Folder(model, kind, tied, context, token("eos_token_id"), token("bos_token_id"))
+    unused = tuple(f"{key} = {json.dumps(value)[:60]}" for key, value in content.items() if value and key not in _READ)
+    return Folder(model, kind, tied, context, token("eos_token_id"), token("bos_token_id"), unused)
 
 
 def read_json(path: Path, advice: str) -> dict[str, Any]:
@@ -174,19 +187,21 @@ def _model_table(content: dict[str, Any], where: str) -> dict[str, Any]:
     table = {ours: content[theirs] for ours, theirs in _FIELDS.items() if theirs in content}
     table["kv_heads"] = content.get("num_key_value_heads") or content["num_attention_heads"]
     kind, rope = _rope(content)
-    table["rope_theta"] = rope.get("rope_theta") or 10000.0
+    table["rope_theta"] = rope["rope_theta"]
     table["init_std"] = content.get("initializer_range") or 0.02
     return table | {ours: rope[theirs] for ours, theirs in _ROPE.items() if kind == "llama3"}
 
 
 def _rope(content: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """(type, parameters) of RoPE. transformers 5 stores both in rope_parameters; transformers 4 stores rope_theta, and also
-    rope_scaling if RoPE is scaled. If a folder has both fields, transformers 5 reads only rope_scaling, even for rope_theta."""
-    new, old = content.get("rope_parameters"), content.get("rope_scaling")
-    rope = old or new or {}
+    """(type, parameters) of RoPE, as transformers 5's LlamaConfig reads them whichever version is installed (4 ignores
+    rope_parameters; tests/border/test_weights.py compares). A folder has rope_parameters, or rope_theta and maybe rope_scaling;
+    if it has both, rope_scaling counts. What that field omits, the top level supplies."""
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     rope = dict(rope) if isinstance(rope, dict) else {"rope_type": str(rope)}
-    if not (new and old):
-        rope.setdefault("rope_theta", content.get("rope_theta"))
+    rope.setdefault("rope_theta", content.get("rope_theta", 10000.0))
+    length = content.get("original_max_position_embeddings")
+    default = content.get("max_position_embeddings", 2048)
+    rope["original_max_position_embeddings"] = length or rope.get("original_max_position_embeddings", default)
     return rope.get("rope_type", rope.get("type", "default")), rope
 
 
@@ -202,6 +217,15 @@ def _require_supported(content: dict[str, Any], where: str) -> None:
     if width and isinstance(heads, int) and (not isinstance(width, int) or width * heads != content.get("hidden_size")):
         valid = f"{content.get('hidden_size')!r} / {heads} (hidden_size / num_attention_heads)"
         raise ConfigError(f"head_dim = {width!r} in {where} is not supported; valid value: {valid}")
+    if "boost_lowrank" in content:
+        raise ConfigError(
+            f"{where} belongs to a model with factors from boost.lowrank; merge them first: "
+            "boost.merge_lowrank(boost.load_lowrank(PATH)).save_pretrained(OUT)"
+        )
+    if name := content.get("transformers_weights"):
+        raise ConfigError(
+            f"transformers_weights = {name!r} in {where} is not supported; rename the file: model.safetensors"
+        )
     if quantization := content.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ConfigError(f"quantization_config ({method!r}) in {where} is not supported; import unquantized weights")

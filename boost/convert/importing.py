@@ -18,6 +18,7 @@ from boost.convert.formats import entries, read_folder
 from boost.convert.spectrum import Factorizer, Truncation
 from boost.convert.tensors import TensorFolder, TensorWriter, Weights, dtype_name
 from boost.convert.vocabulary import BOS, TIED, Vocabulary, read_generation_settings, read_vocabulary
+from boost.data.tokenizer import parse_tokenizer
 from boost.errors import ConfigError
 from boost.files import new_folder, require_free
 from boost.train.checkpoint import (
@@ -43,6 +44,9 @@ class FolderWeights:
         self.model, self.context, self.eos = folder.model, folder.context, folder.eos
         self.start, self.starts_as_tokenizer = None if folder.bos == folder.eos else folder.bos, True
         self._tensors = TensorFolder(path)
+        self.notes = [*self._tensors.notes]
+        if folder.unused:
+            self.notes.append(f"import does not use these fields of config.json: {', '.join(folder.unused)}")
         if folder.model.layers > len(self._tensors.shapes):  # checked before iterating over that many layers
             raise ConfigError(
                 f"num_hidden_layers = {folder.model.layers} in '{path}/config.json' requires more tensors than the "
@@ -89,6 +93,7 @@ class CheckpointWeights:
         self.starts_as_tokenizer = False  # a run from scratch has learned no start token even if its tokenizer adds one
         self.tokenizer = checkpoint.tokenizer if checkpoint.tokenizer.is_file() else None
         self.hub = checkpoint.data.get(HUB) or {}
+        self.notes: list[str] = []
         self._reader = WeightReader(checkpoint)
         self.dtype = self._reader.dtype("embed")
 
@@ -109,6 +114,8 @@ class Imported:
     """Parameters added by untying the embedding and head; 0 if the source has a tensor for each of them."""
     report: dict[str, Any] | None
     """Report on the factorization; None if the weights were not factorized."""
+    notes: list[str]
+    """What the source has and the import does not use, and what will go wrong later."""
 
 
 def import_weights(
@@ -119,20 +126,22 @@ def import_weights(
     how: Truncation | Compression | None,
     file_bytes: int,
     untie: bool = False,
+    nonfinite: bool = False,
 ) -> Imported:
     """Writes the checkpoint `out`, which must be empty or not exist. `how`: how to factorize dense weights, if not None.
 
     `dtype`: None keeps the stored dtype, or one that represents all stored dtypes exactly. However, float16 becomes float32, and
     factors are float32 or wider.
     `tokenizer`: a tokenizer.json or its folder, instead of the one next to the weights. `untie`: import a tied embedding
-    and head as two tensors. Writes to a temporary folder and renames it once complete. Raises BoostError.
+    and head as two tensors. `nonfinite`: import NaN and infinite values, too. Writes to a temporary folder and renames it once
+    complete. Raises BoostError.
     """
     require_free(out, "--out")
     if not source.is_dir():
         raise ConfigError(f"there is no folder at '{source}'; pass a Hugging Face folder with safetensors weights")
 
     def convert(weights: Weights) -> Imported:
-        return _convert(weights, source, out, dtype, tokenizer, how, file_bytes, untie)
+        return _convert(weights, source, out, dtype, tokenizer, how, file_bytes, untie, nonfinite)
 
     names = ("state.json", "manifest.json", "checkpoints", "config.toml")
     is_ours = any((source / name).exists() for name in names) or any(source.glob("step-*"))
@@ -155,6 +164,7 @@ def _convert(
     how: Truncation | Compression | None,
     file_bytes: int,
     untie: bool,
+    nonfinite: bool,
 ) -> Imported:
     if how is not None and weights.model.family != "dense":
         raise ConfigError(
@@ -171,6 +181,7 @@ def _convert(
     vocabulary = None
     if (path := tokenizer or weights.tokenizer) is not None:
         vocabulary = read_vocabulary(path, path if path.is_dir() else path.parent)
+    notes = [*weights.notes, *beyond_embedding(vocabulary, weights.model)]
     stored = weights.dtype
     if stored not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ConfigError(
@@ -186,13 +197,24 @@ def _convert(
     elif how is not None:
         factorizer = Factorizer(weights.model, how)
     with new_folder(out, "--out") as temporary:
-        writer = TensorWriter(temporary / "tensors", "weights", file_bytes)
+        writer, broken = TensorWriter(temporary / "tensors", "weights", file_bytes), dict[str, int]()
         for parameter in progress(list(parameters(weights.model)), "factorizing" if factorizer else "importing"):
             if factorizer and parameter.role.endswith(".W"):
                 for name, factor in factorizer.factor(parameter, weights.read(parameter), target):
                     writer.add(f"{PREFIX}{name}", factor)
             else:
-                writer.add(f"{PREFIX}{parameter.name}", weights.read(parameter).to(target))
+                value = weights.read(parameter).to(target)
+                if not bool((finite := value.isfinite()).all()):
+                    broken[parameter.name] = int(finite.logical_not().sum())
+                writer.add(f"{PREFIX}{parameter.name}", value)
+        if broken:
+            problem = (
+                f"{sum(broken.values()):,} of {parameter_count(weights.model):,} weights are NaN or infinite in "
+                f"{dtype_name(target)}, in {len(broken)} tensors, such as {next(iter(broken))}"
+            )
+            if not nonfinite:
+                raise ConfigError(f"{problem}; repair '{source}', or import them with --allow-nonfinite")
+            notes.append(problem)
         writer.close()
         table = factorizer.model() if factorizer else weights.model.model_dump()
         config = weights_config(table, dtype_name(target), weights.context)
@@ -203,7 +225,21 @@ def _convert(
         texts = [("report.json", json.dumps(report, indent=2))] if report else []
         texts += [("tokenizer.json", vocabulary.json)] if vocabulary else []
         finish_weights(temporary, out.resolve(), config, tokenizer_data(weights, vocabulary), texts)
-    return Imported(out, config.model, dtype_name(target), writer.total_bytes, vocabulary is not None, untied, report)
+    return Imported(
+        out, config.model, dtype_name(target), writer.total_bytes, vocabulary is not None, untied, report, notes
+    )
+
+
+def beyond_embedding(vocabulary: Vocabulary | None, model: ModelConfig) -> list[str]:
+    """Returns a note if the tokenizer has tokens for which the embedding has no row."""
+    largest = max(parse_tokenizer(vocabulary.json).get_vocab().values(), default=0) if vocabulary else 0
+    if largest < model.vocab_size:
+        return []
+    return [
+        f"the tokenizer has token ids up to {largest}, but the embedding has {model.vocab_size} rows, so text with the tokens from "
+        f"{model.vocab_size} on cannot be used; add rows in transformers and import again: "
+        f"model.resize_token_embeddings({largest + 1}); model.save_pretrained(PATH)"
+    ]
 
 
 def tokenizer_data(weights: Weights, vocabulary: Vocabulary | None) -> dict[str, Any]:

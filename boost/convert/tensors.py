@@ -16,7 +16,7 @@ from boost.convert.formats import Entry, read_json
 from boost.errors import CheckpointError, StorageError
 from boost.paths import file_name
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -34,6 +34,8 @@ class Weights(Protocol):
     tokenizer: Path | None
     hub: dict[str, Any]
     """Settings of the original Hugging Face folder (`boost.convert.vocabulary`)."""
+    notes: list[str]
+    """What the folder has and an import does not use."""
     dtype: torch.dtype
     """The narrowest dtype that represents all weights exactly."""
 
@@ -50,7 +52,18 @@ class TensorFolder:
         self._file_of: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
-        for file in self._files():
+        files = self._files()
+        used = {INDEX if len(files) > 1 or files[0].name != SINGLE else SINGLE, *(file.name for file in files)}
+        others = {file.name for kind in ("*.safetensors", "pytorch_model*.bin") for file in path.glob(kind)}
+        others |= {INDEX} if (path / INDEX).is_file() else set()
+        self.notes: list[str] = []
+        if unread := sorted(others - used):
+            more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+            self.notes.append(
+                f"the weights are those in {files[0].name}{f' to {files[-1].name}' * (len(files) > 1)}, as transformers loads "
+                f"them; '{path}' also has {unread[0]}{more}, which import does not read"
+            )
+        for file in files:
             try:
                 with safe_open(file, framework="pt") as opened:
                     for name in opened.keys():  # noqa: SIM118 (not a dictionary)
@@ -63,6 +76,15 @@ class TensorFolder:
                 raise CheckpointError(f"'{file}' is damaged or is not a safetensors file: {line}") from None
 
     def _files(self) -> list[Path]:
+        """The files that transformers loads: model.safetensors, even next to an index; otherwise the files in the index."""
+        if (self.path / "adapter_config.json").is_file():  # transformers would load its base model and apply it
+            raise CheckpointError(
+                f"'{self.path}' has an adapter (adapter_config.json), which import does not apply; merge it with peft: "
+                f"AutoPeftModelForCausalLM.from_pretrained({str(self.path)!r}).merge_and_unload().save_pretrained(PATH), or "
+                "remove adapter_config.json to import the weights without it"
+            )
+        if (single := self.path / SINGLE).is_file():
+            return [single]
         index = read_json(self.path / INDEX, "fix it, or save the model again")
         if index:
             weight_map = index.get("weight_map")
@@ -74,9 +96,13 @@ class TensorFolder:
                 if name not in present:
                     raise CheckpointError(f"'{self.path / INDEX}' lists the missing file {name!r}; download it")
             return [self.path / name for name in sorted(names)]
-        # Some folders contain a second copy of the weights under another name.
-        single = self.path / "model.safetensors"
-        if files := [single] if single.is_file() else sorted(filter(Path.is_file, self.path.glob("*.safetensors"))):
+        files = sorted(filter(Path.is_file, self.path.glob("*.safetensors")))
+        if len(files) > 1:
+            raise CheckpointError(
+                f"'{self.path}' has {len(files)} safetensors files ({files[0].name}, {files[1].name}, ...), but no {INDEX} that "
+                f"says which are its weights; download it, or name the file with all weights {SINGLE}"
+            )
+        if files:
             return files
         if pickles := sorted(file.name for pattern in _PICKLES for file in self.path.glob(pattern)):
             raise CheckpointError(

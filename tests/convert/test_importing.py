@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,10 @@ LLAMA_3_ROPE = {
         {"rope_parameters": {**LLAMA_3_ROPE, "rope_theta": 50.0}, "rope_theta": 7.0},
         {"rope_scaling": {**LLAMA_3_ROPE, "rope_theta": 50.0}, "rope_parameters": {"rope_type": "default"}},
         {"rope_scaling": LLAMA_3_ROPE, "rope_theta": 50.0},
+        {"rope_scaling": LLAMA_3_ROPE, "rope_parameters": {"rope_type": "default"}, "rope_theta": 50.0},
+        {"rope_scaling": {k: v for k, v in LLAMA_3_ROPE.items() if not k.startswith("original")}, "rope_theta": 50.0},
     ],
-    ids=["both", "new", "theta in the old one", "old"],
+    ids=["both", "new", "theta in the old one", "old", "theta at the top", "no original length"],
 )
 def test_settings_with_two_spellings_are_read_as_transformers_does(
     tmp_path: Path, changes: dict[str, Any], has_head: bool
@@ -280,7 +283,6 @@ def test_the_tokenizer_is_that_of_a_store_made_with_it(tmp_path: Path, store: Pa
     found = open_checkpoint(tmp_path / "out")
     assert found.require_tokenizer() == TokenStore.open(store).fingerprint
     assert (found.data["eos"], found.data["bos"]) == (2, None), "the tokenizer adds none, whatever config.json names"
-    (tmp_path / "theirs" / "copy.safetensors").write_bytes((tmp_path / "theirs" / "model.safetensors").read_bytes())
     bring(tmp_path / "theirs", tmp_path / "named", tokenizer=store)
     assert open_checkpoint(tmp_path / "named").require_tokenizer() == TokenStore.open(store).fingerprint
 
@@ -314,6 +316,8 @@ def test_a_prompt_starts_as_the_tokenizer_does(adds: bool, tmp_path: Path, store
 
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"boost_lowrank": {"ranks": {}}}, "merge them first: boost.merge_lowrank"),
+    ({"transformers_weights": "other.safetensors"}, "transformers_weights = 'other.safetensors'"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type = 'yarn'"),
@@ -379,6 +383,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.safetensors' is damaged"):
         bring(tmp_path / "theirs", tmp_path / "out")
     save_file(tensors, weights)
+    weights.rename(weights.with_name("model-00001-of-00001.safetensors"))
     index = {"weight_map": dict.fromkeys(tensors, "gone.safetensors")}
     (tmp_path / "theirs" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"lists the missing file 'gone.safetensors'"):
@@ -405,3 +410,72 @@ def test_a_checkpoint_of_ours_needs_no_import(tmp_path: Path, store: Path) -> No
     path = save(tmp_path / "c", toy.toy_config("float32", model={"family": "dense"}), store / "tokenizer.json")
     with pytest.raises(ConfigError, match="train --start-from"):
         bring(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("newer", ["single", "shards"])
+def test_two_sets_of_weights_are_the_one_that_transformers_loads(newer: str, tmp_path: Path) -> None:
+    """model.safetensors, whichever is newer; and a note names both."""
+    tensors, theirs = llama_folder(tmp_path / "theirs"), tmp_path / "theirs"
+    shard, index = "model-00001-of-00001.safetensors", "model.safetensors.index.json"
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, theirs / shard)
+    (theirs / index).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, shard)}))
+    if newer == "single":
+        save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
+    (note,) = bring(theirs, tmp_path / "imported").notes
+    assert torch.equal(toy.weights(loaded(tmp_path / "imported")[0])["embed"], tensors["model.embed_tokens.weight"])
+    assert "those in model.safetensors, as transformers loads them" in note and f"also has {shard} and 1 more" in note
+    with pytest.warns(UserWarning, match="those in model.safetensors"):
+        boost.Model.from_pretrained(theirs)
+    (theirs / "model.safetensors").rename(theirs / "model-00002-of-00002.safetensors")
+    (note,) = bring(theirs, tmp_path / "shards").notes
+    assert f"those in {shard}, as" in note and "also has model-00002-of-00002.safetensors, which" in note
+    (theirs / index).unlink()
+    with pytest.raises(
+        CheckpointError, match=r"2 safetensors files \(model-00001-of-00001\.safetensors, .* no model\.saf.*index"
+    ):
+        bring(theirs, tmp_path / "neither")
+
+
+def test_an_adapter_next_to_the_weights_is_refused_with_the_command_that_merges(tmp_path: Path) -> None:
+    llama_folder(tmp_path / "theirs")
+    (tmp_path / "theirs" / "adapter_config.json").write_text("{}")
+    for way in (bring, boost.Model.from_pretrained):
+        with pytest.raises(CheckpointError, match=r"has an adapter .* AutoPeftModelForCausalLM.*merge_and_unload\(\)"):
+            way(tmp_path / "theirs", *[tmp_path / "out"] * (way is bring))
+
+
+def test_fields_that_are_not_used_are_named(tmp_path: Path) -> None:
+    llama_folder(tmp_path / "theirs", attention_dropout=0.1, sliding_window=None, use_cache=True)
+    (note,) = bring(tmp_path / "theirs", tmp_path / "out").notes
+    assert note == "import does not use these fields of config.json: attention_dropout = 0.1"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
+def test_weights_that_are_not_finite_are_counted_and_refused(value: float, tmp_path: Path) -> None:
+    """Those that overflow in the wanted dtype, too."""
+    tensors = {name: tensor.double() for name, tensor in llama_folder(tmp_path / "theirs").items()}
+    tensors["model.norm.weight"][3:5] = value
+    tensors["lm_head.weight"][0, 0] = value
+    write_folder(tmp_path / "theirs", LLAMA, tensors)
+    said = r"3 of 19,616 weights are NaN or infinite in float32, in 2 tensors, such as"
+    with pytest.raises(ConfigError, match=said + r".*--allow-nonfinite"):
+        bring(tmp_path / "theirs", tmp_path / "out", dtype="float32")
+    assert not (tmp_path / "out").exists()
+    (note,) = bring(tmp_path / "theirs", tmp_path / "out", dtype="float32", nonfinite=True).notes
+    assert re.match(said, note)
+    if value != 1e39:
+        with pytest.warns(UserWarning, match="2 tensors have NaN or infinite values, such as"):
+            boost.Model.from_pretrained(tmp_path / "theirs")
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_named(tmp_path: Path, store: Path) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(store / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
+    llama_folder(tmp_path / "theirs", vocab_size=size)
+    tokenizer.add_special_tokens(["<pad>"])
+    tokenizer.save(str(tmp_path / "theirs" / "tokenizer.json"))
+    (note,) = bring(tmp_path / "theirs", tmp_path / "out").notes
+    assert f"token ids up to {size}, but the embedding has {size} rows" in note
+    assert f"resize_token_embeddings({size + 1})" in note

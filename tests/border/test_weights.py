@@ -1,0 +1,144 @@
+"""`boost import` of folders that transformers wrote and people changed: the same function as in transformers, or a refusal."""
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from boost.convert.vocabulary import end_tokens
+from boost.errors import BoostError
+from boost.train.generate import generate
+from boost.train.sampling import Sampling
+from tests.convert.toys import all_logits, bring, give, loaded
+
+pytestmark = pytest.mark.slow
+
+LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPES: list[Any] = [
+    None, {}, {"rope_type": "default"}, {"type": "default", "rope_theta": 90.0}, {"rope_theta": 31.0}, LLAMA_3,
+    {**LLAMA_3, "original_max_position_embeddings": 16}, {**LLAMA_3, "rope_theta": 50.0, "original_max_position_embeddings": 24},
+    {"rope_type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": 2.0},
+]  # fmt: skip
+"""Values of rope_parameters and of rope_scaling."""
+
+
+def write(draw: random.Random, folder: Path) -> None:
+    """A tiny LLaMA as transformers saves it, with other files, dtypes, spellings, settings and tensors."""
+    import transformers
+
+    heads = draw.choice((2, 4))
+    dim = heads * draw.choice((4, 8))
+    torch.manual_seed(draw.randrange(1 << 30))
+    config = transformers.LlamaConfig(
+        vocab_size=draw.choice((48, 64)), hidden_size=dim, intermediate_size=draw.choice((24, 40)),
+        num_hidden_layers=draw.choice((1, 2)), num_attention_heads=heads, num_key_value_heads=draw.choice((heads, heads // 2)),
+        max_position_embeddings=draw.choice((64, 128)), tie_word_embeddings=draw.random() < 0.3, initializer_range=0.4,
+        rms_norm_eps=draw.choice((1e-6, 1e-3)), eos_token_id=draw.choice((2, [2, 7, 9], None)), bos_token_id=draw.choice((1, None)),
+    )  # fmt: skip
+    if draw.random() < 0.1:
+        config.hidden_act = "gelu"
+    if draw.random() < 0.1:
+        config.attention_bias = True
+    model = transformers.LlamaForCausalLM(config).to(draw.choice((torch.float32, torch.bfloat16, torch.float16)))
+    if draw.random() < 0.3:
+        model.generation_config.update(max_new_tokens=5, eos_token_id=draw.choice((3, [4, 5])))
+    size = draw.choice(("1GB", "6KB"))
+    model.save_pretrained(folder, max_shard_size=size)
+    if draw.random() < 0.3:  # saved again by a program that leaves older files behind
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.5)
+        old = {file.name: file.read_bytes() for file in folder.iterdir()}
+        model.save_pretrained(folder, max_shard_size="6KB" if size == "1GB" else "1GB")
+        for name, content in old.items():
+            (folder / name).write_bytes(content)
+    file = draw.choice(sorted(folder.glob("*.safetensors")))
+    tensors = load_file(file)
+    name = draw.choice(sorted(tensors))
+    change = draw.random()
+    if change < 0.2:
+        tensors[name] = tensors[name].to(draw.choice((torch.float32, torch.bfloat16, torch.float64)))
+    elif change < 0.25:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    elif change < 0.3:
+        tensors["model.layers.0.mlp.extra.weight"] = torch.ones(2)
+    elif change < 0.35:
+        del tensors[name]
+    elif change < 0.4 and config.tie_word_embeddings:
+        tensors["lm_head.weight"] = torch.randn(config.vocab_size, dim)
+    if tensors:
+        save_file(tensors, file, metadata={"format": "pt"})
+    content = json.loads((folder / "config.json").read_text())
+    for field, values in (
+        ("rope_scaling", ROPES), ("rope_parameters", ROPES), ("rope_theta", (777.0, 20000.0)),
+        ("original_max_position_embeddings", (32,)), ("head_dim", (dim // heads, None)), ("num_key_value_heads", (None,)),
+        ("attention_dropout", (0.1,)), ("tie_word_embeddings", (True, False)),
+    ):  # fmt: skip
+        if (chance := draw.random()) < 0.25:
+            content[field] = draw.choice(values)
+        elif chance < 0.4:
+            content.pop(field, None)
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+@torch.no_grad()
+def compare(seed: int, home: Path) -> str:
+    """ "equal", or why it was refused."""
+    import transformers
+
+    draw = random.Random(seed)
+    write(draw, home / "theirs")
+    theirs: Any = None
+    try:
+        theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+            home / "theirs", dtype=torch.float32, output_loading_info=True
+        )
+    except Exception as error:  # anything that transformers raises
+        report = {"error": error}
+    try:
+        bring(home / "theirs", home / "ours", dtype="float32")
+    except BoostError as error:
+        return str(error)
+    assert theirs is not None and not report["missing_keys"], report
+    tokens = torch.tensor([[draw.randrange(48) for _ in range(40)]])
+    expected = theirs(tokens).logits
+    decoder, checkpoint = loaded(home / "ours")
+    close = {"rtol": 1e-4, "atol": 1e-5 * float(expected.abs().max())}
+    torch.testing.assert_close(all_logits(decoder, tokens).float(), expected, **close)
+    prompt = tokens[0, :5].tolist()
+    text = theirs.generate(tokens[:, :5], do_sample=False, max_new_tokens=6)[0, 5:].tolist()
+    ends = end_tokens(checkpoint.data)  # those of generation_config.json, and always the one that separates documents
+    until = next((place + 1 for place, token in enumerate(text) if token in ends), len(text))
+    assert list(generate(decoder, prompt, 6, Sampling(temperature=0), ends)) == text[:until]
+    again = transformers.AutoModelForCausalLM.from_pretrained(give(home / "ours", home / "back"), dtype=torch.float32)
+    torch.testing.assert_close(again(tokens).logits, expected, **close)
+    bring(home / "back", home / "twice", dtype="float32")
+    torch.testing.assert_close(all_logits(loaded(home / "twice")[0], tokens).float(), expected, **close)
+    return "equal"
+
+
+def run(seeds: range, home: Path) -> None:
+    outcomes = []
+    for seed in seeds:
+        try:
+            outcomes.append(compare(seed, home / str(seed)))
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    assert not [line for line in outcomes if "\n" in line]
+    assert outcomes.count("equal") > len(outcomes) / 3, outcomes
+
+
+def test_a_few_folders(tmp_path: Path) -> None:
+    run(range(24), tmp_path)
+
+
+@pytest.mark.nightly
+def test_many_folders(tmp_path: Path) -> None:
+    start = int(time.time()) * 1000
+    print(f"seeds from {start}")
+    run(range(start, start + 2000), tmp_path)
