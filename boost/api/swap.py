@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 SAVED = "boost_lowrank"
 """Key in config.json: {"ranks": {module: rank}, "activation": "none"}."""
 
+_PEFT = {"BaseTunerLayer", "AuxiliaryTrainingWrapper"}
+"""peft's base classes of modules that hold an adapter or a trained copy, recognized without importing it."""
+
 Rank = int | float
 """An integer rank, or a fraction of each linear's smaller width."""
 
@@ -40,8 +43,12 @@ def lowrank(
     """Replaces linears inside `module` with `boost.nn.LowRankLinear`, in place, and returns it. The logger `boost.api.swap` reports
     how many at level INFO; `ranks_of` lists them.
 
-    The output embedding is left unchanged unless `include` names it exactly. Linears that share their weight with another module,
-    such as a tied head, and linears whose factors would not have fewer parameters are also left unchanged.
+    Heads of transformers models (output embeddings, and what is outside the base model, such as `score` or `classifier`) are left
+    unchanged unless `include` or `rank` names them exactly. Linears that share their weight with another module, such as a tied
+    head, and linears whose factors would not have fewer parameters are also left unchanged. Fused experts are not linears, but
+    one 3-D weight: they stay dense, and a warning counts them. Factors require gradients if their linear does.
+
+    Factorize before you add adapters with peft: an adapted linear is refused.
 
     Args:
         module: any model. Linears include transformers' `Conv1D` (GPT-2) and subclasses of `nn.Linear` with the same function.
@@ -51,20 +58,26 @@ def lowrank(
         activation: activation between the factors, "none" or "silu".
         include, exclude: patterns of module names, such as "*.mlp.*" (fnmatch).
 
-    Raises ConfigError if no linear matches, an argument is invalid, or `include` names a linear with a shared weight.
+    Raises ConfigError if no linear matches, a pattern matches nothing, an argument is invalid, a matching linear has an adapter, or
+    `include` names a linear with a shared weight.
     """
     by_pattern = rank if isinstance(rank, Mapping) else {"*": rank}
     for of_pattern in by_pattern.values():
         _check_rank(of_pattern)
-    included, excluded = _patterns(include), _patterns(exclude)
+    included, excluded = _patterns("include", include), _patterns("exclude", exclude)
+    unused = list(_patterns("rank", tuple(by_pattern)))
     before = sum(parameter.numel() for parameter in module.parameters())
-    linears = list(_linears(module, included, excluded))
-    chosen, matched = [], False
+    heads = _heads(module)
+    linears, left, chosen, matched = list(_linears(module, included, excluded)), [], [], False
     for name, linear in linears:
-        value = next((value for pattern, value in by_pattern.items() if fnmatch.fnmatchcase(name, pattern)), None)
-        if value is None:
+        pattern = next((pattern for pattern in by_pattern if fnmatch.fnmatchcase(name, pattern)), None)
+        if pattern is None:
             continue
-        matched = True
+        if linear in heads and name not in (*included, *by_pattern):
+            left.append(name)
+            continue
+        matched, value = True, by_pattern[pattern]
+        unused = [other for other in unused if other != pattern]
         rows, columns = linear.weight.shape
         r = value if isinstance(value, int) else max(int(value * min(rows, columns)), 1)
         if r * (rows + columns) < rows * columns:
@@ -73,16 +86,34 @@ def lowrank(
         why = "no replaceable linear matches these patterns"
         if matched:
             why = "no factors would be smaller than the linear that they replace; use a lower rank"
+        elif left:
+            why = f"{', '.join(map(repr, left))} are heads, which stay dense unless include names them exactly"
         elif linears:
             why = f"no pattern in rank matches a linear, such as {linears[0][0]!r}"
         elif any(_matches(name, included) for name in ranks_of(module)):
             why = "the matching linears are already factorized"
         place = type(module).__name__
         raise ConfigError(f"rank = {rank}, include = {included}: nothing to replace in {place}, because {why}")
+    if unused:
+        raise ConfigError(f"rank: pattern {unused[0]!r} matches no linear that is left to it; fix or remove it")
     for name, linear, r in progress(chosen, "factorizing", enabled=init == "svd"):
         _replace(module, name, linear, r, init, activation)
     after = sum(parameter.numel() for parameter in module.parameters())
     log.info("linears factorized: %d; parameters: %s -> %s", len(chosen), format_count(before), format_count(after))
+    if left:
+        log.info("heads left dense: %s", ", ".join(left))
+    fused = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.ndim == 3 and min(parameter.shape) > 1 and _matches(name, included) and not _matches(name, excluded)
+        and _matches(name, tuple(by_pattern)) and "conv" not in type(module.get_submodule(name.rpartition(".")[0])).__name__.lower()
+    }  # fmt: skip
+    if fused:
+        (name, first), count = next(iter(fused.items())), format_count(sum(weight.numel() for weight in fused.values()))
+        log.warning(
+            "%d fused weights with %s parameters stay dense, such as %s %s (experts): boost.lowrank replaces linears",
+            len(fused), count, name, list(first.shape),
+        )  # fmt: skip
     _record(module, activation)
     return module
 
@@ -102,6 +133,7 @@ def merge_lowrank(module: nn.Module) -> nn.Module:
             linear, merged = merged, conv1d(merged.out_features, merged.in_features).to(merged.weight)
             merged.weight.data.copy_(linear.weight.T)
             merged.bias.data.copy_(linear.bias)
+            _follow(merged, linear)
         _set(module, name, merged)
     _record(module, "none")
     return module
@@ -111,32 +143,44 @@ def load_lowrank(path: str | Path, **options: Any) -> Any:
     """Loads a transformers model that `save_pretrained` wrote after `lowrank`.
 
     transformers' own `from_pretrained` does not recognize the factors: it warns and initializes dense weights. `options`: passed
-    to `from_pretrained`, such as dtype. Raises ConfigError if the folder has no ranks or its class is not a transformers model.
+    to `from_pretrained`, such as dtype. Reads safetensors only, and runs no code from the folder. Raises ConfigError if the folder
+    has no valid ranks or no safetensors weights, or its class is not a transformers model.
     """
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(path)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"'{path}': its config.json cannot be read: {' '.join(str(error).split())}") from None
     saved = getattr(config, SAVED, None)
-    if not isinstance(saved, dict) or not isinstance(saved.get("ranks"), dict):
+    ranks = saved.get("ranks") if isinstance(saved, dict) else None
+    if not isinstance(saved, dict) or not isinstance(ranks, dict):
         raise ConfigError(
             f"'{path}': its config.json has no valid {SAVED} entry; save a model after boost.lowrank, or use from_pretrained"
         )
+    if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
+        raise ConfigError(
+            f"'{path}' has no safetensors weights; pickles are not read: save the model again with save_pretrained"
+        )
     (name,) = (config.architectures or [""])[:1]
-    base: Any = getattr(transformers, name, None)
+    base: Any = getattr(transformers, str(name), None)
     if not (isinstance(base, type) and issubclass(base, transformers.PreTrainedModel)):
         raise ConfigError(f"'{path}': the architecture {name!r} in its config.json is not a transformers model")
 
     def build(model: Any, config: Any, *rest: Any, **more: Any) -> None:
         base.__init__(model, config, *rest, **more)  # type: ignore[misc]
         linears = dict(model.named_modules())
-        for place, rank in saved["ranks"].items():
-            if place not in linears:
-                raise ConfigError(f"'{path}': {SAVED} names module {place!r}, which {name} does not have")
-            _check_rank(rank)
-            _replace(model, place, linears[place], rank, "random", saved.get("activation", "none"))
+        for place, rank in ranks.items():
+            linear = linears.get(place)
+            if not (isinstance(linear, nn.Linear) or type(linear).__name__ == "Conv1D"):
+                raise ConfigError(f"'{path}': {SAVED} names module {place!r}, which is not a linear of {name}")
+            if type(rank) is not int:
+                raise ConfigError(f"'{path}': {SAVED} has rank = {rank!r} for {place!r}; it must be a positive integer")
+            _replace(model, place, linear, rank, "random", saved.get("activation", "none"))
 
     loader = type(base.__name__, (base,), {"__init__": build, "__module__": base.__module__})
-    model = loader.from_pretrained(path, **options)  # type: ignore[attr-defined]
+    safe = {"use_safetensors": True, "trust_remote_code": False}
+    model = loader.from_pretrained(path, **{**options, **safe})  # type: ignore[attr-defined]
     model.__class__ = base
     return model
 
@@ -162,30 +206,60 @@ def _record(module: nn.Module, activation: str) -> None:
 
 
 def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yields (name, module) for each linear that may be replaced."""
+    """Yields (name, module) for each linear that may be replaced, heads included."""
     owners = Counter(id(parameter) for owner in module.modules() for parameter in owner.parameters(recurse=False))
-    output = getattr(module, "get_output_embeddings", lambda: None)()
     # Factors are not factored again, and torch's attention reads the weight of its linear directly.
     kept = (LowRankLinear, nn.MultiheadAttention)
     inside = [name for name, part in module.named_modules() if isinstance(part, kept)]
+    adapted = [name for name, part in module.named_modules() if _PEFT & {base.__name__ for base in type(part).__mro__}]
+    linears = [
+        name for name, part in module.named_modules() if isinstance(part, nn.Linear | LowRankLinear) or _is_linear(part)
+    ]
+    for what, patterns, names in (
+        ("include", include, linears), ("exclude", exclude, [name for name, _ in module.named_modules()]),
+    ):  # fmt: skip
+        for pattern in patterns:
+            # If no pattern of include matches, the caller says more.
+            some = what == "exclude" or any(_matches(name, patterns) for name in names)
+            if some and not any(_matches(name, (pattern,)) for name in names):
+                raise ConfigError(f"{what}: pattern {pattern!r} matches no linear; fix or remove it")
     for name, linear in module.named_modules():
         if not _matches(name, include) or _matches(name, exclude):
             continue
         if not name or any(name.startswith(f"{outer}.") for outer in inside) or not _is_linear(linear):
             continue
+        if outer := next((outer for outer in adapted if name.startswith(f"{outer}.")), ""):
+            raise ConfigError(
+                f"'{outer}' has an adapter, which factors would detach from its weight; call boost.lowrank before get_peft_model, "
+                "merge the adapter first (merge_and_unload), or exclude the linear"
+            )
         if owners[id(linear.weight)] > 1:
             if name in include:
                 raise ConfigError(
                     f"include = '{name}': this linear shares its weight with another module, and factorizing it would untie the "
                     "two; leave it out, or give it a separate weight (for a tied head, tie_word_embeddings = false)"
                 )
-        elif linear is not output or name in include:
+        else:
             yield name, linear
 
 
+def _heads(module: nn.Module) -> set[Any]:
+    """The output embeddings of a transformers model, and the modules outside its base model, also inside a peft model."""
+    heads: set[Any] = {getattr(module, "get_output_embeddings", lambda: None)()} - {None}
+    for part in module.modules():
+        prefix = getattr(type(part), "base_model_prefix", None)
+        base = getattr(part, prefix, None) if isinstance(prefix, str) and prefix else None
+        if isinstance(base, nn.Module) and base is not part:
+            return heads | (set(part.modules()) - set(base.modules()))
+    return heads
+
+
 @torch.no_grad()
-def _is_linear(module: nn.Module) -> bool:
-    """Whether a module computes x W^T + b. Recognizes transformers' Conv1D (transposed weight) without importing it."""
+def _is_linear(module: nn.Module | None) -> bool:
+    """Whether a module computes x W^T + b from its own weight and bias. Recognizes transformers' Conv1D (transposed weight) without
+    importing it."""
+    if module is None or not {"weight"} <= {name for name, _ in module.named_parameters()} <= {"weight", "bias"}:
+        return False  # such as LoRA in a subclass of nn.Linear, or a weight that is computed from others
     if type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf")):
         return True
     if not isinstance(module, nn.Linear) or not module.weight.is_floating_point() or module.weight.is_meta:
@@ -199,8 +273,11 @@ def _is_linear(module: nn.Module) -> bool:
         return False
 
 
-def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+def _patterns(name: str, given: str | Sequence[str]) -> tuple[str, ...]:
+    patterns = (given,) if isinstance(given, str) else tuple(given)
+    if wrong := [pattern for pattern in patterns if not isinstance(pattern, str)]:
+        raise ConfigError(f"{name} = {wrong[0]!r} is not a pattern of module names, such as '*.mlp.*'")
+    return patterns
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -216,10 +293,16 @@ def _replace(module: nn.Module, name: str, linear: Any, rank: int, init: str, ac
         with torch.no_grad():
             plain.weight.copy_(weight.T)
             plain.bias.copy_(linear.bias)
+        _follow(plain, linear)
     factors = LowRankLinear.from_linear(plain, rank, init=init, activation=activation)
     if plain is not linear:
         factors.conv1d = type(linear)  # type: ignore[assignment]  # the class that a merge restores
     _set(module, name, factors)
+
+
+def _follow(made: Any, linear: Any) -> None:
+    made.weight.requires_grad_(linear.weight.requires_grad)
+    made.bias.requires_grad_(linear.bias.requires_grad)
 
 
 def _set(module: nn.Module, name: str, replacement: nn.Module) -> None:

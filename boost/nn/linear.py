@@ -93,7 +93,8 @@ class LowRankLinear(nn.Module):
     def from_linear(
         cls, linear: nn.Linear, rank: int, *, init: str = "svd", activation: str = "none"
     ) -> "LowRankLinear":
-        """Factorizes a dense linear, with factors on its device and in its dtype; keeps the bias.
+        """Factorizes a dense linear, with factors on its device and in its dtype; keeps the bias. Factors require gradients if
+        the weight does.
 
         `init`: "svd" is the truncated SVD (Eckart-Young), with the singular values split evenly between the factors; "random" draws
         new factors. With an activation, "svd" approximates the dense linear only where the activation is nearly linear.
@@ -110,25 +111,36 @@ class LowRankLinear(nn.Module):
             factors = factorize(weight.detach().cpu(), rank)
             made.A.weight.copy_(factors.a_RI)
             made.B.weight.copy_(factors.b_OR)
+        for factor in (made.A, made.B):
+            factor.weight.requires_grad_(weight.requires_grad)
         if linear.bias is not None:
             made.B.bias.copy_(linear.bias)
+            made.B.bias.requires_grad_(linear.bias.requires_grad)
         return made.train(linear.training)
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """The dense linear W = B A, computed in fp64. Raises ConfigError if there is an activation."""
+        """The dense linear W = B A, computed in fp64. It requires gradients if a factor does. Raises ConfigError if there is an
+        activation, or a factor has an adapter or is quantized."""
         if self.activation != "none":
             raise ConfigError(
                 f"activation = '{self.activation}': factors with an activation cannot be merged into one linear"
             )
+        for name, factor in (("A", self.A), ("B", self.B)):  # tools may have replaced them
+            if not isinstance(factor, nn.Linear) or not factor.weight.is_floating_point():
+                raise ConfigError(
+                    f"factor {name} is a {type(factor).__name__}, not a plain linear; merge the adapter first (merge_and_unload)"
+                )
         weight = self.A.weight
         bias = self.B.bias
         made = nn.Linear(
             self.in_features, self.out_features, bias is not None, device=weight.device, dtype=weight.dtype
         )
         made.weight.copy_(self.B.weight.double() @ weight.double())
+        made.weight.requires_grad_(weight.requires_grad or self.B.weight.requires_grad)
         if bias is not None:
             made.bias.copy_(bias)
+            made.bias.requires_grad_(bias.requires_grad)
         return made.train(self.training)
 
     def extra_repr(self) -> str:

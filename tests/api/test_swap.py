@@ -1,10 +1,12 @@
 """`boost.lowrank`: the linears of any model as factors."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
 import boost
@@ -113,10 +115,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], int]] = {
     "Mamba": ("ForCausalLM", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, 8),
     "T5": ("ForConditionalGeneration", T5, 32),
     "Bart": ("ForConditionalGeneration", {"vocab_size": 64, "d_model": 32, "max_position_embeddings": 32, **SIDES}, 32),
-    "Bert": ("ForMaskedLM", TINY, 13),
-    "Roberta": ("ForMaskedLM", {**TINY, "pad_token_id": 1}, 13),
-    "Electra": ("ForMaskedLM", {**TINY, "embedding_size": 32}, 13),
-    "ViT": ("ForImageClassification", {**TINY, "image_size": 8, "patch_size": 4}, 13),
+    "Bert": ("ForMaskedLM", TINY, 12),
+    "Roberta": ("ForMaskedLM", {**TINY, "pad_token_id": 1}, 12),
+    "Electra": ("ForMaskedLM", {**TINY, "embedding_size": 32}, 12),
+    "ViT": ("ForImageClassification", {**TINY, "image_size": 8, "patch_size": 4}, 12),
 }  # fmt: skip
 """(what follows the name, configuration, linears that become factors)."""
 
@@ -164,8 +166,148 @@ def test_ranks_by_pattern_and_subclasses_of_linear() -> None:
 
     model = nn.Sequential(nn.Linear(16, 32), Same(32, 32), Other(32, 32), nn.Linear(32, 16))
     model.append(nn.MultiheadAttention(16, 2))
-    boost.lowrank(model, {"0": 3, "[12]": 0.25, "4.*": 2})
+    boost.lowrank(model, {"0": 3, "[12]": 0.25})
     assert ranks_of(model) == {"0": 3, "1": 8}
+
+
+class Adapted(nn.Linear):
+    """As loralib's: a weight, and an update that starts at zero."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 32)
+        self.lora_A, self.lora_B = nn.Parameter(torch.randn(2, 32)), nn.Parameter(torch.zeros(32, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x @ self.lora_A.T @ self.lora_B.T
+
+
+def test_a_linear_with_parameters_of_its_own_is_left() -> None:
+    """Also one whose weight is computed from others, such as a pruned one."""
+    pruned = torch.nn.utils.prune.l1_unstructured(nn.Linear(32, 32), "weight", 0.5)  # type: ignore[no-untyped-call]
+    model = nn.Sequential(
+        nn.Linear(32, 32), Adapted(), pruned, nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
+    )
+    boost.lowrank(model, 4)
+    assert ranks_of(model) == {"0": 4}
+
+
+def test_factors_train_if_their_linear_did(tmp_path: Path) -> None:
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    model[2].requires_grad_(False)
+    boost.lowrank(model, 2, include=["0", "2.*"])
+    frozen = {"0.A.weight", "0.B.weight", "2.0.A.weight", "2.0.B.weight"}
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} == frozen
+    boost.merge_lowrank(model)
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {"0.weight", "2.0.weight"}
+
+
+@pytest.mark.slow
+def test_frozen_conv1d() -> None:
+    import transformers
+
+    model = nn.Sequential(transformers.pytorch_utils.Conv1D(24, 16)).requires_grad_(False)
+    boost.lowrank(model, 4)
+    assert not any(p.requires_grad for p in model.parameters())
+    assert not any(p.requires_grad for p in boost.merge_lowrank(model).parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", ["LlamaForSequenceClassification", "LlamaForQuestionAnswering", "BertForTokenClassification"]
+)
+def test_heads_stay_dense_and_are_named(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    import transformers
+
+    def build() -> Any:
+        return getattr(transformers, kind)(getattr(transformers, f"{kind[:5].strip('F')}Config")(**TINY, num_labels=3))
+
+    model = build()
+    (head,) = (name for name, part in model.named_modules() if isinstance(part, nn.Linear) and "layer" not in name)
+    with caplog.at_level("INFO", logger="boost.api.swap"):
+        boost.lowrank(model, 0.25)
+    assert head not in ranks_of(model) and f"heads left dense: {head}" in caplog.text
+    with pytest.raises(ConfigError, match=f"'{head}' are heads, which stay dense unless include names them exactly"):
+        boost.lowrank(build(), 1, include=[f"*{head[1:]}"])
+    for options in ({"include": ["*", head]}, {"rank": {head: 1}}):
+        assert ranks_of(boost.lowrank(build(), **{"rank": 0.25, **options}))[head] == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_fused_experts_stay_dense_and_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    import transformers
+
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**GROUPED, num_local_experts=2))
+    if not any(p.ndim == 3 for p in model.parameters()):
+        pytest.skip("this version of transformers has linears as experts")
+    count = sum(p.numel() for p in model.parameters() if p.ndim == 3)
+    boost.lowrank(model, 0.25)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert (
+        f"4 fused weights with {format_count(count)} parameters stay dense, such as model.layers.0.mlp.experts"
+        in warning
+    )
+    caplog.clear()
+    boost.lowrank(transformers.MixtralForCausalLM(model.config), 0.25, include="*.self_attn.*")
+    assert "fused" not in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"include": ["*v_proj.base_layer"]}, {"include": "*.v_proj.lora_A.default"}])
+def test_a_linear_with_an_adapter_is_refused(options: dict[str, Any]) -> None:
+    import transformers
+
+    peft = pytest.importorskip("peft")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["v_proj"]))
+    with pytest.raises(ConfigError, match=r"v_proj' has an adapter.*call boost\.lowrank before get_peft_model"):
+        boost.lowrank(adapted, 0.25, **options)
+    trainable = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    boost.lowrank(adapted, 0.25, include="*.mlp.*")  # linears without one
+    assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) == trainable
+    factorized = boost.lowrank(transformers.LlamaForCausalLM(model.config), 0.25)
+    adapted = peft.get_peft_model(factorized, peft.LoraConfig(r=2, target_modules=["A"]))
+    with pytest.raises(ConfigError, match="factor A is a Linear, not a plain linear; merge the adapter first"):
+        boost.merge_lowrank(adapted)
+
+
+@pytest.mark.slow
+def test_load_reads_safetensors_only_and_runs_no_code(tmp_path: Path) -> None:
+    import json
+
+    import transformers
+
+    model = boost.lowrank(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)), 0.25)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    good = json.loads(path.read_text())
+
+    def says(changes: dict[str, Any], message: str) -> None:
+        path.write_text(json.dumps({**good, **changes}))
+        with pytest.raises(ConfigError, match=message) as caught:
+            boost.load_lowrank(tmp_path)
+        assert "\n" not in str(caught.value)
+
+    place = "model.layers.0.mlp.up_proj"
+    for rank in (True, 0.5, "8", None, [4], -3, 0, 10**9):
+        says({"boost_lowrank": {"ranks": {place: rank}}}, rf"rank = {re.escape(repr(rank))}")
+    for other in ("model", "model.layers.0", "nothing", ""):
+        says(
+            {"boost_lowrank": {"ranks": {other: 4}}},
+            rf"names module '{other}', which is not a linear of LlamaForCausalLM",
+        )
+    says({"boost_lowrank": {"ranks": {place: 4}, "activation": "relu"}}, "activation = 'relu' is unknown")
+    says({"boost_lowrank": {"ranks": [4]}}, "no valid boost_lowrank entry")
+    says({"architectures": [3]}, "the architecture 3 in its config.json is not")
+    says(
+        {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}},
+        "config.json cannot be read: .*trust_remote_code",
+    )
+    path.write_text(json.dumps(good))
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="has no safetensors weights; pickles are not read"):
+        boost.load_lowrank(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +316,14 @@ def test_ranks_by_pattern_and_subclasses_of_linear() -> None:
         ("a", {}, "rank = 'a' is not a number"),
         (0, {}, "rank = 0 is too small; smallest valid value: 1"),
         ({"0": 2.0}, {}, r"rank = 2\.0 is not a fraction"),
+        ({"0": 2, "attention.*": 2}, {}, r"rank: pattern 'attention\.\*' matches no linear"),
+        ({"*": 2, "0": 2}, {}, "rank: pattern '0' matches no linear that is left to it"),
+        ({3: 2}, {}, "rank = 3 is not a pattern"),
+        (2, {"include": [3]}, "include = 3 is not a pattern"),
+        (2, {"include": ["0", "attention.*"]}, r"include: pattern 'attention\.\*' matches no linear"),
+        (2, {"exclude": ["0", "attention.*"]}, r"exclude: pattern 'attention\.\*' matches no"),
+        (2, {"exclude": ["attention.*"]}, r"exclude: pattern 'attention\.\*' matches no"),
+        (float("nan"), {}, "rank = nan is not a fraction"),
         ({"attention.*": 2}, {}, "no pattern in rank matches a linear, such as"),
         (2, {"include": "attention.*"}, "include = .'attention.*',.: nothing to replace"),
         (1.5, {}, r"rank = 1\.5 is not a fraction of a linear's width; nearest valid value: 1\.0"),

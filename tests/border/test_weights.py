@@ -108,7 +108,7 @@ def compare(seed: int, home: Path) -> str:
     tokens = torch.tensor([[draw.randrange(48) for _ in range(40)]])
     expected = theirs(tokens).logits
     decoder, checkpoint = loaded(home / "ours")
-    close = {"rtol": 1e-4, "atol": 1e-5 * float(expected.abs().max())}
+    close = {"rtol": 1e-3, "atol": 1e-4 * float(expected.abs().max())}
     torch.testing.assert_close(all_logits(decoder, tokens).float(), expected, **close)
     prompt = tokens[0, :5].tolist()
     text = theirs.generate(tokens[:, :5], do_sample=False, max_new_tokens=6)[0, 5:].tolist()
