@@ -206,7 +206,8 @@ class Model(nn.Module):
         self.save(scratch)
         if is_writer:
             try:
-                export(open_checkpoint(scratch), path, dtype, merge, FILE_BYTES)
+                for note in export(open_checkpoint(scratch), path, dtype, merge, FILE_BYTES).notes:
+                    warnings.warn(note, stacklevel=2)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
         self._barrier()

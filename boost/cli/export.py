@@ -1,6 +1,7 @@
 """`boost export`: writes a checkpoint as a Hugging Face folder."""
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,9 @@ def run(args: argparse.Namespace) -> int:
         ),
         "trust_remote_code": done.form in ("cola", "boost"),
         **{name: getattr(done, name) for name in ("parameters", "bytes", "files", "dtype", "tokenizer")},
+        **({"notes": done.notes} if args.json else {}),
     }
     dump(facts, args.json)
+    for note in done.notes:
+        print(f"note: {note}", file=sys.stderr)
     return 0

@@ -33,6 +33,8 @@ class Exported:
     files: int
     dtype: str
     tokenizer: bool
+    notes: list[str]
+    """What differs from the checkpoint, and where the folder does not work."""
 
 
 def export(
@@ -73,7 +75,19 @@ def export(
         temporary.rename(out.resolve())
     files = len(set(weight_map.values()))
     has_tokenizer = (out / "tokenizer.json").is_file()
-    return Exported(out, form, writer.parameters, writer.total_bytes, files, stored, has_tokenizer)
+    notes = []
+    if form == "merged":
+        notes.append(
+            f"the factors are merged into dense linears: {writer.parameters:,} parameters instead of {parameter_count(model):,}; "
+            "--no-merge (merge=False) keeps them"
+        )
+    if form in ("llama", "merged") and not model.mlp_silu:
+        own = "; --no-merge writes our own format instead" if form == "merged" else ""
+        notes.append(
+            'model.mlp_silu = false is exported as hidden_act = "linear", which transformers computes; MLX-LM ignores it and '
+            f"computes another function, and vLLM refuses it{own}"
+        )
+    return Exported(out, form, writer.parameters, writer.total_bytes, files, stored, has_tokenizer, notes)
 
 
 def _texts(

@@ -140,6 +140,16 @@ class BoostRMSNorm(nn.Module):
         return self.weight * (x_acc_BSD * inverse).to(x_BSD.dtype)
 
 
+class BoostEmbedding(nn.Embedding):
+    """An embedding whose gradient is summed in fp32 or wider on CPUs, too."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight
+        if weight.is_cpu and weight.requires_grad and torch.is_grad_enabled():
+            weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        return F.embedding(input, weight).to(self.weight.dtype)
+
+
 class BoostBottleneck(nn.Module):
     """y = B act(A x): A and B are `nn.Linear` with weights [r, I] and [O, r], so that peft can adapt them.
 
@@ -176,7 +186,9 @@ class BoostBottleneck(nn.Module):
         u_BSr = x_BSI @ self.cola_a if self.transposed else self.A(x_BSI)
         if self.gate != "none":
             u_BSr = u_BSr + self._gated(prev_latents_BSr)
-            u_BSr = F.layer_norm(u_BSr, u_BSr.shape[-1:], self.norm_weight, self.norm_bias, LATENT_EPS)
+            # Weight and bias are applied outside: on CPUs, layer_norm's backward would sum their gradients in u's dtype.
+            u_BSr = F.layer_norm(u_BSr, u_BSr.shape[-1:], eps=LATENT_EPS)
+            u_BSr = torch.addcmul(self.norm_bias.to(u_BSr.dtype), u_BSr, self.norm_weight.to(u_BSr.dtype))
         h_BSr = F.silu(u_BSr) if self.silu else u_BSr
         return h_BSr @ self.cola_b if self.transposed else self.B(h_BSr), h_BSr
 
@@ -326,7 +338,7 @@ class BoostModel(BoostPreTrainedModel):
 
     def __init__(self, config: BoostConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = BoostEmbedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(BoostDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = BoostRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False

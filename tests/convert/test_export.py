@@ -16,7 +16,7 @@ from boost.train.checkpoint import open_checkpoint
 from boost.train.generate import generate
 from boost.train.sampling import Sampling
 from tests import toy
-from tests.convert.toys import CASES, GB, all_logits, cases, exported, loaded, save
+from tests.convert.toys import CASES, GB, all_logits, bring, cases, exported, give, llama_folder, loaded, save
 from tests.distributed import run_distributed
 
 pytestmark = pytest.mark.slow
@@ -251,3 +251,57 @@ def test_a_prompt_is_encoded_as_generate_does(kind: str, family: str, tmp_path: 
     back = read_vocabulary(tmp_path / "out", tmp_path / "out")
     assert back.start == start
     assert back.fingerprint == tokenizer_fingerprint(load_tokenizer(tmp_path / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("name", ["extra_special_tokens", "additional_special_tokens"])
+def test_special_tokens_are_written_for_every_version_of_transformers(name: str, tmp_path: Path, store: Path) -> None:
+    """transformers 5 saves them as a list under a name for which 4 expects a mapping."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(store / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<a>", "<b>"])
+    theirs = tmp_path / "theirs"
+    llama_folder(theirs, vocab_size=tokenizer.get_vocab_size())
+    tokenizer.save(str(theirs / "tokenizer.json"))
+    (theirs / "tokenizer_config.json").write_text(json.dumps({name: ["<a>", "<b>"]}))
+    bring(theirs, tmp_path / "c")
+    out = give(tmp_path / "c", tmp_path / "out")
+    content = json.loads((out / "tokenizer_config.json").read_text())
+    assert content["additional_special_tokens"] == ["<a>", "<b>"] and "extra_special_tokens" not in content
+    loaded_tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert {"<a>", "<b>"} <= set(loaded_tokenizer.all_special_tokens)
+
+
+def test_what_an_export_changes_is_said(tmp_path: Path, store: Path) -> None:
+    model = {"family": "svd", "mlp_silu": False}
+    path = save(tmp_path / "c", toy.toy_config("float32", model=model), store / "tokenizer.json")
+    done = export(open_checkpoint(path), tmp_path / "out", None, True, GB)
+    kept = export(open_checkpoint(path), tmp_path / "kept", None, False, GB)
+    merged, act = done.notes
+    assert merged == (
+        f"the factors are merged into dense linears: {done.parameters:,} parameters instead of {kept.parameters:,}; "
+        "--no-merge (merge=False) keeps them"
+    )
+    assert "MLX-LM ignores it" in act and "vLLM refuses it; --no-merge" in act
+    assert kept.notes == []
+
+
+@pytest.mark.parametrize("case", ["lax-tensor", "cola"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_in_bfloat16_are_those_of_float32(case: str, autocast: bool, tmp_path: Path, store: Path) -> None:
+    """On CPUs, some of torch's backward passes sum over tokens in bfloat16: of a LayerNorm's weight, and of an embedding's row that
+    is half of the input."""
+    model, merge, _ = CASES[case]
+    folder = exported(tmp_path, {"init_std": 0.3, **model}, store / "tokenizer.json", merge)
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
+    exact = copy.deepcopy(rounded).float()
+    actual = copy.deepcopy(exact) if autocast else rounded
+    tokens = torch.randint(60, (8, 256), generator=torch.Generator().manual_seed(0))
+    tokens[:, ::2] = 7
+    exact(tokens, labels=tokens).loss.backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        actual(tokens, labels=tokens).loss.backward()
+    for (name, weight), expected in zip(actual.named_parameters(), exact.parameters(), strict=True):
+        assert (weight.grad.float() - expected.grad).norm() < 0.1 * expected.grad.norm(), name
+    row = actual.get_input_embeddings().weight.grad[7].float()
+    assert (row - exact.get_input_embeddings().weight.grad[7]).norm() < 0.05 * row.norm()
