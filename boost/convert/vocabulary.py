@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from boost.convert.formats import read_json
 from boost.data.chat import Message, load_chat_template
@@ -15,6 +15,9 @@ from boost.errors import DataError
 from boost.paths import file_name, read_text
 from boost.train.checkpoint import HUB, Checkpoint
 from boost.train.checkpoint.commit import STATE_FILE
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -52,6 +55,8 @@ class Vocabulary:
 
 def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
     """Reads a tokenizer.json or its folder; `folder` may contain a tokenizer_config.json. Raises ConfigError, DataError."""
+    config = read_json(folder / "tokenizer_config.json", "fix or remove it")
+    templates = _templates(folder, config)
     tokenizer = load_tokenizer(path.resolve())
     text = tokenizer.to_str()
     plain = tokenizer.encode("a", add_special_tokens=False).ids
@@ -61,7 +66,6 @@ def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
         raise DataError(
             f"the tokenizer in '{folder}' adds {before} tokens before every text; boost supports at most one"
         )
-    config = read_json(folder / "tokenizer_config.json", "fix or remove it")
     if _ORIGINAL_KEY in config:
         try:
             tokenizer = parse_tokenizer(json.dumps({**json.loads(text), "post_processor": config[_ORIGINAL_KEY]}))
@@ -77,15 +81,15 @@ def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
     added = config.get("added_tokens_decoder")
     for number, token in (added if isinstance(added, dict) else {}).items():
         content = token.get("content") if isinstance(token, dict) else None
-        if isinstance(content, str) and tokenizer.token_to_id(content) is None:
+        if isinstance(content, str) and tokenizer.token_to_id(content) != int(number):
             raise DataError(
-                f"'{folder}/tokenizer_config.json' adds token {number} = {content!r}, which tokenizer.json does not have; save the "
+                f"'{folder}/tokenizer_config.json' adds token {number} = {content!r}, not in tokenizer.json; save the "
                 "tokenizer again: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH)"
             )
     start = with_special[0] if before else None
     legacy = read_json(folder / "special_tokens_map.json", "fix or remove it")
     special = {key: value for key, value in (legacy | config).items() if key in _TOKENIZER_KEYS}
-    settings = {"tokenizer": special, "chat_templates": _templates(folder, config)}
+    settings = {"tokenizer": special, "chat_templates": templates}
     hub = {key: value for key, value in settings.items() if value}
     return Vocabulary(text, tokenizer_fingerprint(text), eos, start, hub)
 
@@ -101,7 +105,7 @@ def tokenizer_files(
     tokenizer = parse_tokenizer(text)
     content = json.loads(text)
     original = content.get("post_processor")
-    name = None if start is None else tokenizer.id_to_token(start) or f"<{start}>"
+    name = None if start is None else _name(tokenizer, start) or f"<{start}>"
     content["post_processor"] = exported = _post_processor(original, name, start)
     ours: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -111,11 +115,23 @@ def tokenizer_files(
     }
     # Padding is masked, so any token can serve as pad; eos is the usual choice for a tokenizer without a pad token.
     for token_name, token in (("bos_token", bos), ("eos_token", eos), ("pad_token", eos)):
-        special = tokenizer.id_to_token(token) if token is not None else None
+        special = _name(tokenizer, token) if token is not None else None
         ours |= {token_name: special} if special is not None else {}
     config = merged_tokenizer_config(ours, hub)
+    for token_name in [key for key in config if key.endswith("_token")]:
+        named = config[token_name].get("content") if isinstance(config[token_name], dict) else config[token_name]
+        if named not in tokenizer.get_vocab():  # transformers would add it, with an id outside the embedding
+            config.pop(token_name)
+            config |= {key: value for key, value in ours.items() if key == token_name}
     config[_ORIGINAL_KEY] = original  # even if unchanged: transformers replaces an empty post_processor on saving
     return text if exported == original else json.dumps(content, indent=2, ensure_ascii=False), config
+
+
+def _name(tokenizer: "Tokenizer", token: int) -> str | None:
+    """The text of a token. For an added token, `id_to_token` may return its normalized text instead."""
+    added = tokenizer.get_added_tokens_decoder().get(token)
+    name: str | None = added.content if added else tokenizer.id_to_token(token)
+    return name
 
 
 def _post_processor(original: dict[str, Any] | None, name: str | None, start: int | None) -> dict[str, Any] | None:

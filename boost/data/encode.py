@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from boost.data.report import FileReport
+from boost.data.tokenizer import PlainText
 from boost.data.writer import TokenWriter
+from boost.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -56,9 +58,8 @@ class Encoder:
         self._chars = 0
         self._starts, self._drops = True, False
         """Whether the next piece starts a document; whether the current document is left out."""
-        unknown = getattr(tokenizer.model, "unk_token", None)
-        self._unknown_id = tokenizer.token_to_id(unknown) if unknown else None
-        self.unknown = 0
+        self._plain = PlainText(tokenizer, writer.eos)
+        self.counts = self._plain.counts
 
     def add(self, entry: FileReport, split: str, text: str) -> None:
         """Queues one document; its tokens are counted in `entry`."""
@@ -86,7 +87,17 @@ class Encoder:
     def flush(self) -> None:
         """Encodes and writes the queue. Leaves out documents that begin after their split is full."""
         texts = [piece for _, _, piece, _ in self._batch]
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except (
+            BaseException
+        ) as error:  # the Rust side raises a plain Exception, or panics with a BaseException of its own
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            files = ", ".join(dict.fromkeys(entry.name for entry, *_ in self._batch[:3]))
+            raise DataError(
+                f"the tokenizer cannot encode the text of {files}: {error}; choose another tokenizer"
+            ) from None
         for (entry, split, piece, end), encoding in zip(self._batch, encodings, strict=True):
             if self._starts:
                 self._drops = self.is_full(split)
@@ -95,9 +106,7 @@ class Encoder:
                 entry.documents -= self._starts
                 entry.bytes -= n_bytes
             else:
-                ids = encoding.ids
-                if self._unknown_id is not None:
-                    self.unknown += ids.count(self._unknown_id)
+                ids = self._plain.ids(encoding.ids)
                 self._writer.append(split, ids, n_bytes, end)
                 entry.tokens += len(ids) + end
             self._starts = end

@@ -223,9 +223,10 @@ def build_from_tokens(
     options: PrepareOptions, tokens: TokenInput, fingerprint: str, folder: Path, progress: Progress
 ) -> None:
     """Fills the folder of a new store. Raises `DataError` for ids outside the vocabulary, and if a split is empty."""
-    tokenizer = load_tokenizer(options.tokenizer)
+    report, scanned = PrepareReport(), PrepareReport()
+    tokenizer = load_tokenizer(options.tokenizer, report.notes)
     eos = find_eos(tokenizer, options.eos, options.tokenizer)
-    size, report, scanned = vocabulary_size(tokenizer), PrepareReport(), PrepareReport()
+    size = vocabulary_size(tokenizer)
     rule = None
     if tokens.files[0].split is None:
         progress.phase("scanning the ids", tokens.size)

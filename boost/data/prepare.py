@@ -229,25 +229,27 @@ def _build(
 ) -> None:
     """Reads the sources and fills the folder of a new store, or continues from `saved`."""
     if saved is None:
-        rule, tokenizer, eos = _begin(options, reading)
+        rule, tokenizer, eos, notes = _begin(options, reading)
     else:
         moved = saved["rule"]["moved"]
         rule = SplitRule(**{**saved["rule"], "moved": tuple(moved) if moved else None})
         tokenizer, eos = parse_tokenizer(saved["tokenizer"]), tuple(saved["eos"])
+        notes = saved["notes"]
     decided = {"rule": asdict(rule), "tokenizer": tokenizer.to_str(), "eos": list(eos), "fingerprint": fingerprint}
+    decided["notes"] = notes
     size = vocabulary_size(tokenizer)
     wanted = {"train": options.max_tokens, "heldout": options.max_heldout_tokens}
     limits = {name: limit for name, limit in wanted.items() if limit is not None}
     with TokenWriter(folder, token_dtype(size), eos[1], saved and saved["written"]) as writer:
         encoder = Encoder(tokenizer, writer, reading.update_progress, limits)
-        encoder.unknown = saved["unknown"] if saved else 0
+        encoder.counts.update(saved["counts"] if saved else {})
         next_commit = time.monotonic() + COMMIT_S
         phase = "encoding" if saved is None else "encoding, continued"
         for document in reading.documents(phase, encoder.is_full, saved["position"] if saved else ()):
             for name, text in rule.parts(document):
                 encoder.add(document.entry, name, text)
             if encoder.is_empty and (begun := time.monotonic()) >= next_commit:
-                committed = {"written": writer.commit(), "position": reading.position(), "unknown": encoder.unknown}
+                committed = {"written": writer.commit(), "position": reading.position(), "counts": encoder.counts}
                 save_progress(folder, {**decided, **committed})
                 now = time.monotonic()
                 next_commit = now + max(COMMIT_S, COMMIT_PAUSE * (now - begun))
@@ -259,26 +261,27 @@ def _build(
                     f"the {'held-out' if name == 'heldout' else 'training'} text is empty: {report.skipped_in_words()}; "
                     + ("raise --max-tokens or --heldout" if options.max_tokens else "pass files that contain text")
                 )
-        report.notes += _notes(options, rule, encoder, reading, size)
+        report.notes += [*notes, *_notes(options, rule, encoder, reading, size)]
         meta = store_meta(tokenizer, eos, fingerprint, options, report)
         writer.finish(tokenizer.to_str(), meta, report.details())
 
 
-def _begin(options: PrepareOptions, reading: Reading) -> tuple[SplitRule, "Tokenizer", tuple[str, int]]:
-    """Decides the split, loads or trains the tokenizer, and finds its end-of-document token."""
+def _begin(options: PrepareOptions, reading: Reading) -> tuple[SplitRule, "Tokenizer", tuple[str, int], list[str]]:
+    """Decides the split, loads or trains the tokenizer, and finds its end-of-document token. Returns them and notes on the
+    tokenizer."""
     rule: SplitRule | None = SplitRule(options.heldout)
     if not reading.separate:
         rule = choose_split((document.key for document in reading.documents("scanning the input")), options.heldout)
     if rule is None:
         raise DataError(f"the corpus is empty: {reading.report.skipped_in_words()}; pass files that contain text")
-    vocab_size = parse_training(options.tokenizer)
+    vocab_size, notes = parse_training(options.tokenizer), list[str]()
     if vocab_size is None:
-        tokenizer = load_tokenizer(options.tokenizer)
+        tokenizer = load_tokenizer(options.tokenizer, notes)
         eos = find_eos(tokenizer, options.eos, options.tokenizer)
     else:
         tokenizer = train_tokenizer(_train_pieces(reading, rule), vocab_size, options.eos or END_OF_TEXT)
         eos = find_eos(tokenizer, options.eos or END_OF_TEXT)
-    return rule, tokenizer, eos
+    return rule, tokenizer, eos, notes
 
 
 def _notes(options: PrepareOptions, rule: SplitRule, encoder: Encoder, reading: Reading, size: int) -> list[str]:
@@ -293,8 +296,16 @@ def _notes(options: PrepareOptions, rule: SplitRule, encoder: Encoder, reading: 
         notes.append(
             "the corpus is a single document, so its last part is held out, starting after a line break if possible"
         )
-    if encoder.unknown:
-        notes.append(f"count of the unknown token: {encoder.unknown}; the tokenizer cannot represent all of the text")
+    counts = encoder.counts
+    if counts["unknown"]:
+        notes.append(f"count of the unknown token: {counts['unknown']}; the tokenizer cannot represent all of the text")
+    if counts["spelled"]:
+        notes.append(f"text that spells a special token, encoded as ordinary tokens: {counts['spelled']}")
+    if counts["forged"]:
+        notes.append(
+            f"text that the tokenizer cannot tell from a special token, such as the end of a document: {counts['forged']}; use "
+            "another --eos"
+        )
     if reading.taken == options.max_documents:
         notes.append(f"only the first {reading.taken} documents were read (--max-documents)")
     if encoder.is_full("train"):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 """Matches the token of a single byte in tokenizers with byte fallback."""
+FILE = "tokenizer.json"
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+"""Files of transformers that can override a tokenizer.json."""
 END_OF_TEXT = "<|endoftext|>"
 # All 256 bytes and the end-of-document token: the smallest lossless byte-level vocabulary.
 MIN_VOCAB = 257
@@ -59,37 +63,97 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, eos: str = END_OF_TEX
     return _as_plain_encoder(tokenizer)
 
 
-def load_tokenizer(spec: str | Path) -> "Tokenizer":
+def load_tokenizer(spec: str | Path, notes: list[str] | None = None) -> "Tokenizer":
     """Loads a `tokenizer.json`, a folder that contains one, or a tokenizer from the Hugging Face Hub by name.
 
-    Encoding adds no special tokens, and neither truncates nor pads. Text that spells a special token is encoded as
-    ordinary text, so a document cannot forge a document boundary. Raises `DataError`.
+    If transformers' settings (`SETTINGS`) are next to the tokenizer.json, transformers loads both, because it decides which of them
+    override it. Encoding adds no special tokens, neither truncates nor pads, and is deterministic. Text that spells a special token
+    is not matched as one (see `PlainText`). `notes`: receives what differs from transformers; without it, that is a warning. Raises
+    `DataError`.
     """
     from tokenizers import Tokenizer
 
     path = Path(spec)
-    if path.is_dir():
-        path = path / "tokenizer.json"
+    folder = path.parent if path.is_file() and path.name == FILE else path
+    if folder.is_dir():
+        path = folder / FILE
         if not path.is_file():
             raise DataError(
                 f"{spec} contains no tokenizer.json; save the tokenizer with Hugging Face 'save_pretrained'"
             )
+    found: list[str] = []
     if path.is_file():
         try:
-            return _as_plain_encoder(Tokenizer.from_file(str(path)))
+            tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:
             # The Rust side raises a plain Exception for anything it cannot parse.
             raise DataError(f"{path}: not a Hugging Face tokenizer.json: {_first_line(error)}") from error
-    if str(spec).startswith((".", "/", "~")) or str(spec).endswith(".json"):
+        if settings := [name for name in SETTINGS if (path.parent / name).is_file() and folder == path.parent]:
+            try:
+                tokenizer = _with_settings(tokenizer, by_transformers(folder))
+            except ImportError:
+                found.append(f"{settings[0]} of the tokenizer not applied; that needs: pip install transformers")
+        tokenizer = _as_plain_encoder(tokenizer, found)
+    elif str(spec).startswith((".", "/", "~")) or str(spec).endswith(".json"):
         raise DataError(f"--tokenizer {spec}: no such file; pass a tokenizer.json, a Hub tokenizer, or train:4096")
+    else:
+        tokenizer = _as_plain_encoder(_from_hub(str(spec), found), found)
+    for note in found:
+        if notes is None:
+            warnings.warn(note, stacklevel=2)
+    if notes is not None:
+        notes += found
+    return tokenizer
+
+
+def by_transformers(spec: str | Path) -> Any:
+    """The transformers tokenizer of a folder or of the Hub. Never runs its code. Raises `DataError`, or `ImportError` without
+    transformers."""
+    from transformers import AutoTokenizer
+
+    is_local = Path(spec).is_dir()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(spec), local_files_only=is_local, trust_remote_code=False)
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            raise ValueError(f"{type(tokenizer).__name__} has no fast version")
+    except Exception as error:  # the Rust side raises a plain Exception, and damaged settings any type
+        if not is_local:
+            raise
+        fix = "correct its settings, or pass its tokenizer.json copied to another folder"
+        raise DataError(f"transformers cannot read the tokenizer in '{spec}': {_first_line(error)}; {fix}") from error
+    return tokenizer
+
+
+def _with_settings(file: "Tokenizer", owner: Any) -> "Tokenizer":
+    """The tokenizer that transformers made of a tokenizer.json and its settings. Returns `file`, the tokenizer.json alone, if they
+    are equal, so that it has the same fingerprint with and without the settings."""
+    ours, theirs = (json.loads(each.to_str()) for each in (file, owner.backend_tokenizer))
+    # transformers replaces an empty post-processor by one that adds nothing either.
+    if not any(each.num_special_tokens_to_add(False) for each in (file, owner.backend_tokenizer)):
+        theirs["post_processor"] = ours["post_processor"]
+    theirs |= {key: ours[key] for key in ("truncation", "padding")}
+    # A token that settings declare as not special keeps what tokenizer.json says of it, but is saved as the settings say.
+    for token in theirs["added_tokens"]:
+        token["special"] = token["special"] or not owner.backend_tokenizer.decode([token["id"]])
+    return file if theirs == ours else parse_tokenizer(json.dumps(theirs))
+
+
+def _from_hub(name: str, notes: list[str]) -> "Tokenizer":
+    from tokenizers import Tokenizer
+
     from boost.data.hub import quiet_hub
 
     try:
         with quiet_hub():
-            return _as_plain_encoder(Tokenizer.from_pretrained(str(spec)))
+            try:
+                tokenizer: Tokenizer = by_transformers(name).backend_tokenizer
+                return tokenizer
+            except ImportError:
+                notes.append(f"settings of the tokenizer {name} not applied; that needs: pip install transformers")
+                return Tokenizer.from_pretrained(name)
     except Exception as error:
         raise DataError(
-            f"--tokenizer {spec}: neither a local file nor reachable on the Hugging Face Hub "
+            f"--tokenizer {name}: neither a local file nor reachable on the Hugging Face Hub "
             f"({type(error).__name__}: {_first_line(error)}); check the name and the network, or use train:4096"
         ) from error
 
@@ -101,12 +165,79 @@ def parse_tokenizer(text: str) -> "Tokenizer":
     return _as_plain_encoder(Tokenizer.from_str(text))
 
 
-def _as_plain_encoder(tokenizer: "Tokenizer") -> "Tokenizer":
+def _as_plain_encoder(tokenizer: "Tokenizer", notes: list[str] | None = None) -> "Tokenizer":
     # BERT-like files set truncation to 512 tokens, which would silently drop text.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
+    if dropout := getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None
+        if notes is not None:
+            notes.append(
+                f"the tokenizer's dropout of {dropout:g} is off, so that the same text always has the same tokens"
+            )
     return tokenizer
+
+
+class PlainText:
+    """The tokens of text that cannot contain a special token, in particular an end of document, whatever the text spells.
+
+    `encode_special_tokens` keeps special tokens from being matched in text, but a vocabulary may also contain their spelling: as a
+    piece of a Unigram model, as a word of a WordLevel model, or as the result of a BPE merge.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", eos: int | None = None) -> None:
+        """`eos`: the end-of-document token, which need not be a special token."""
+        self._tokenizer, self._model = tokenizer, tokenizer.model
+        self._prefix = getattr(tokenizer.model, "continuing_subword_prefix", None) or ""
+        added = tokenizer.get_added_tokens_decoder()
+        self.unknown = unknown_id(tokenizer)
+        """Id of the token for text that the tokenizer cannot represent."""
+        self._special = {eos, *(number for number, token in added.items() if token.special)}
+        self._special.discard(self.unknown)
+        self._split: dict[int, list[int]] = {}
+        self.counts = {"unknown": 0, "spelled": 0, "forged": 0}
+        """Unknown tokens; special tokens that text spelled: split into ordinary tokens, and those that cannot be."""
+
+    def ids(self, ids: list[int]) -> list[int]:
+        """The tokens of a text, in which ordinary tokens replace each special token that the text spells."""
+        if not self._special.isdisjoint(ids):
+            plain: list[int] = []
+            for token in ids:
+                if token not in self._special:
+                    plain.append(token)
+                    continue
+                if token not in self._split:
+                    self._split[token] = self._pieces(token)
+                self.counts["spelled" if self._split[token] else "forged"] += 1
+                plain += self._split[token] or [token]
+            ids = plain
+        if self.unknown is not None:
+            self.counts["unknown"] += ids.count(self.unknown)
+        return ids
+
+    def _pieces(self, token: int) -> list[int]:
+        """Ordinary tokens with the same text; the unknown token if there are none; nothing if there is no unknown token either."""
+        word = self._tokenizer.id_to_token(token) or ""
+        for at in range(1, len(word)):
+            try:
+                pieces = [*self._model.tokenize(word[:at]), *self._model.tokenize(word[at:])]
+            except Exception:  # the Rust side raises a plain Exception if the vocabulary lacks a part
+                continue
+            ids = [piece.id for piece in pieces]
+            is_whole = "".join(piece.value.removeprefix(self._prefix) for piece in pieces) == word
+            if is_whole and self.unknown not in ids and self._special.isdisjoint(ids):
+                return ids
+        return [] if self.unknown is None else [self.unknown]
+
+
+def unknown_id(tokenizer: "Tokenizer") -> int | None:
+    """Id of the token for text that a tokenizer cannot represent; None if it has no such token."""
+    if type(tokenizer.model).__name__ == "Unigram":
+        unknown: int | None = json.loads(tokenizer.to_str())["model"]["unk_id"]
+        return unknown
+    name = getattr(tokenizer.model, "unk_token", None)
+    return tokenizer.token_to_id(name) if name else None
 
 
 class TextStream:

@@ -59,6 +59,93 @@ def test_text_cannot_forge_a_document_end(trained):
     assert 0 not in ids and trained.decode(ids) == "a<|endoftext|>b"
 
 
+PIECES = ["<unk>", "</s>", "a", "b", "<", "/", "s", ">", "</", "s>", "<a>"]
+SPELLING_MODELS = {
+    "unigram": models.Unigram([(piece, -1.0) for piece in PIECES], 0),
+    "wordlevel": models.WordLevel({piece: i for i, piece in enumerate(PIECES)}, unk_token="<unk>"),
+    "wordpiece": models.WordPiece({piece: i for i, piece in enumerate(PIECES)}, unk_token="<unk>"),
+    "merges": models.BPE(
+        {piece: i for i, piece in enumerate(PIECES)}, [("<", "/"), ("s", ">"), ("</", "s>")], unk_token="<unk>"
+    ),
+    "no merges": models.BPE({piece: i for i, piece in enumerate(PIECES)}, [], unk_token="<unk>", ignore_merges=True),
+}
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("name", SPELLING_MODELS)
+def test_a_vocabulary_that_spells_the_end_token_cannot_forge_it_either(name, special):
+    """Also if it is not marked as special, as in a file without added tokens."""
+    tokenizer = Tokenizer(SPELLING_MODELS[name])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if special:
+        tokenizer.add_special_tokens(["</s>"])
+    tokenizer = tk.parse_tokenizer(tokenizer.to_str())
+    ids = tokenizer.encode("a </s> b", add_special_tokens=False).ids
+    assert ids == [2, 1, 3]
+    plain = tk.PlainText(tokenizer, eos=1)
+    assert "".join(map(tokenizer.id_to_token, plain.ids(ids))) == "a</s>b" and 1 not in plain.ids(ids)
+    assert plain.counts == {"unknown": 0, "spelled": 2, "forged": 0}
+
+
+def test_an_end_token_that_text_cannot_avoid_is_counted():
+    tokenizer = Tokenizer(models.WordLevel({".": 0, "a": 1}))
+    plain = tk.PlainText(tokenizer, eos=0)
+    assert plain.ids([1, 0]) == [1, 0]
+    assert plain.counts["forged"] == 1
+    tokenizer = Tokenizer(models.WordLevel({".": 0, "a": 1, "?": 2}, unk_token="?"))
+    plain = tk.PlainText(tokenizer, eos=0)
+    assert plain.ids([1, 0]) == [1, 2], "the unknown token, which is counted"
+    assert plain.counts == {"unknown": 1, "spelled": 1, "forged": 0}
+
+
+def test_unknown_tokens_of_every_model_are_counted():
+    for model in SPELLING_MODELS.values():
+        tokenizer = Tokenizer(model)
+        plain = tk.PlainText(tokenizer)
+        plain.ids(tokenizer.encode("é").ids)
+        assert plain.counts["unknown"] == 1, type(model)
+
+
+def test_dropout_is_off(tmp_path):
+    model = models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5)
+    Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    notes = []
+    tokenizer = tk.load_tokenizer(tmp_path, notes)
+    assert {tuple(tokenizer.encode("ab").ids) for _ in range(40)} == {(2,)}
+    assert notes == ["the tokenizer's dropout of 0.5 is off, so that the same text always has the same tokens"]
+    with pytest.warns(UserWarning, match=r"dropout of 0\.5 is off"):
+        tk.load_tokenizer(tmp_path / "tokenizer.json")
+    assert '"dropout":null' in tokenizer.to_str()
+
+
+def test_settings_without_transformers_are_noted(tmp_path, monkeypatch):
+    word_level("?", "a").save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    notes = []
+    tk.load_tokenizer(tmp_path, notes)
+    assert notes == ["tokenizer_config.json of the tokenizer not applied; that needs: pip install transformers"]
+
+
+@pytest.mark.slow
+def test_settings_override_the_file(tmp_path):
+    tokenizer = word_level("?", "a", "<x>")
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_tokens(["<x>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    added = {"2": {"content": "<x>", "lstrip": True, "rstrip": True, "single_word": False, "normalized": False}}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    for spec in (tmp_path, tmp_path / "tokenizer.json"):
+        assert tk.load_tokenizer(spec).get_added_tokens_decoder()[2].lstrip
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    same = tk.tokenizer_fingerprint(tk.load_tokenizer(tmp_path))
+    assert same == tk.tokenizer_fingerprint((tmp_path / "tokenizer.json").read_text()), "as without settings"
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    with pytest.raises(DataError, match="transformers cannot read the tokenizer in"):
+        tk.load_tokenizer(tmp_path)
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.sampled_from(["word", " and", "\n", "\n\n", "    ", "é", ".", "x=1", "\t"]), max_size=60))
 def test_pieces_join_to_the_text_within_the_limit(parts):
